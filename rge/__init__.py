@@ -1,0 +1,7 @@
+"""Train reasoning-guided multimodal embedders (RGE, arXiv:2511.16150)."""
+
+from rge import torchvision_cpu
+
+__version__ = "0.1.0"
+
+torchvision_cpu.make_importable()

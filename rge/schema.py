@@ -1,0 +1,112 @@
+"""What crosses the borders between data preparation, training and evaluation.
+
+A training record is one JSON object a line; its images are named relative to the file it stands in, either as a
+picture file (``images/2370463.jpg``) or as a row of a Parquet picture library (``pictures.parquet#noto/1F512``).
+"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+ImageRef = str | bytes
+"""Encoded picture bytes, a path to a picture file, or ``library.parquet#row-id``."""
+
+Text = Annotated[str, Field(min_length=1)]
+
+
+class _Model(BaseModel):
+    # Unknown fields are an error: a misspelt "negative" must not silently train without negatives.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Target(_Model):
+    """A candidate named by a training record: a picture, a text, or both.
+
+    ``id`` names the object. ``identity`` names what it stands for where several objects are equally right (two
+    drawings of one key); in-batch masking compares identities. It defaults to ``id``.
+    """
+
+    id: Text
+    image: Text | None = None
+    text: Text | None = None
+    identity: Text | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> "Target":
+        if self.image is None and self.text is None:
+            raise ValueError("a target needs an image, a text, or both")
+        return self
+
+
+class Positive(Target):
+    """A target that answers the query, with the oracle rationale of this query-target pair."""
+
+    rationale: Text | None = None
+
+
+class QueryPart(_Model):
+    """The query of a training record: text, pictures, or both."""
+
+    text: str | None = None
+    images: list[Text] = []
+
+    @model_validator(mode="after")
+    def _has_content(self) -> "QueryPart":
+        if not self.text and not self.images:
+            raise ValueError("a query needs a text, images, or both")
+        return self
+
+
+class Record(_Model):
+    """One training record. ``negatives`` are judged and therefore never masked as false negatives."""
+
+    id: Text
+    group: Text
+    source: Text
+    split: Text
+    category: str = ""
+    instruction: str | None = None
+    query: QueryPart
+    positives: list[Positive] = Field(min_length=1)
+    negatives: list[Target] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Anything that can be embedded: the query or the candidate of a benchmark or of a training record.
+
+    Attributes:
+        id: name used in error messages and results.
+        text: the user's text, or None.
+        images: zero or more pictures, in the order in which the prompt shows them.
+        instruction: task instruction, put before a query's text; None where there is none.
+    """
+
+    id: str
+    text: str | None = None
+    images: tuple[ImageRef, ...] = ()
+    instruction: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """What an embedder returns for N items, rows in the order of the items.
+
+    Attributes:
+        embeddings: (N, D) float32, unit norm.
+        rationales: N texts without ``<emb>``; empty strings in direct mode.
+        num_rationale_tokens: (N,) int64, without ``<emb>``.
+        stop_reasons: per row ``emb`` (the model wrote ``<emb>`` itself), ``forced`` (the cap was reached and
+            ``<emb>`` was appended) or ``prefilled`` (direct mode).
+        generate_ms: (N,) float64, wall time of generation: a batch's time divided by its rows.
+        embed_ms: (N,) float64, wall time of everything else, divided likewise.
+    """
+
+    embeddings: np.ndarray
+    rationales: list[str]
+    num_rationale_tokens: np.ndarray
+    stop_reasons: list[str]
+    generate_ms: np.ndarray
+    embed_ms: np.ndarray

@@ -1,0 +1,72 @@
+"""Name a retrieval set by its content, so that figures of two different sets are never put side by side."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+
+Pairs = Iterable[tuple[str, str]]
+"""(query id, candidate id), in any order."""
+
+
+def set_fingerprint(
+    query_ids: Iterable[str],
+    corpus_ids: Iterable[str],
+    qrels: Iterable[tuple[str, str, int]],
+    *,
+    negatives: Pairs = (),
+    excluded: Pairs = (),
+    candidates: Pairs = (),
+) -> str:
+    r"""Fingerprint of a retrieval set: what is asked, what is ranked and what counts as right.
+
+    The bytes hashed are UTF-8 lines, one compact JSON array each (``json.dumps(row, ensure_ascii=False,
+    separators=(",", ":"))`` plus ``\n``), in this order: ``["query",id]`` by id, ``["corpus",id]`` by id,
+    ``["qrels",query id,corpus id,gain]`` by both ids, then ``["negatives",query id,corpus id]``,
+    ``["excluded",...]`` and ``["candidates",...]`` likewise. Ids sort by code point. An empty table adds nothing, so a
+    set without the optional tables is named by its sorted ids and qrels alone. JSON keeps ids that contain
+    separators apart.
+
+    Pictures and texts are not part of it: a re-encoded picture is still the same set. (The embedding cache of
+    ``eval`` hashes them on its own account.)
+
+    Args:
+        query_ids: every query id.
+        corpus_ids: every candidate id of the shared pool.
+        qrels: (query id, candidate id, gain); the gain is an integer.
+        negatives: explicit negatives.
+        excluded: pairs removed from a query's ranking.
+        candidates: per-query candidate lists.
+
+    Returns:
+        64 lower-case hexadecimal digits (sha256).
+
+    Raises:
+        ValueError: an id is not a string or a gain is not an integer. The file types of pandas are to blame as a rule
+            (ids read as numbers, gains as floats), and would give another fingerprint on another machine.
+    """
+    digest = hashlib.sha256()
+    rows: list[list[tuple[object, ...]]] = [
+        [("query", name) for name in query_ids],
+        [("corpus", name) for name in corpus_ids],
+        [("qrels", query, name, _integer(gain, query, name)) for query, name, gain in qrels],
+        [("negatives", query, name) for query, name in negatives],
+        [("excluded", query, name) for query, name in excluded],
+        [("candidates", query, name) for query, name in candidates],
+    ]
+    for table in rows:
+        for row in table:
+            for name in row[1:3]:
+                if not isinstance(name, str):
+                    raise ValueError(
+                        f"{row[0]}: an id must be a string, got {name!r} ({type(name).__name__})"
+                    )
+        for row in sorted(table):  # type: ignore[type-var]
+            digest.update(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _integer(gain: object, query: str, name: str) -> int:
+    # numpy integers are welcome (they come out of Parquet); True and 1.0 are not
+    if isinstance(gain, bool) or not hasattr(gain, "__index__"):
+        raise ValueError(f"qrels: gain of {name!r} for query {query!r} must be an integer, got {gain!r}")
+    return gain.__index__()

@@ -1,0 +1,342 @@
+"""Ranking metrics as pure numpy functions, vectorised over queries.
+
+Shape suffixes: Q = queries, K = ranks of a ranking (best first), P = most positives of a query. Values are fractions
+of one. A ranking is an array ``rows_QK`` of candidate rows, -1 after its end; `judge` turns it into what stands at
+each rank, and the metrics never see candidates again.
+
+Definitions follow trec_eval where trec_eval has the metric (`ir-measures` is the oracle of the tests), with linear
+gains in nDCG. AP exists with both denominators in use, under two names: ``map@k`` divides by the number of positives
+(trec_eval), ``map_capped@k`` by min(number of positives, k) (PinPoint, CIRCO, MMEB), which a perfect ranking always
+brings to 1. Nothing is inferred from the ranking's length: a positive that was not retrieved stays in the denominator.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+CUTOFFS = (1, 5, 10, 20, 50)
+NAMES = (
+    *(f"recall@{k}" for k in CUTOFFS),
+    *(f"hit@{k}" for k in CUTOFFS),
+    "precision@10",
+    "ndcg@10",
+    "mrr",
+    "map@10",
+    "map_capped@10",
+)
+"""Metrics reported for every set."""
+NEGATIVE_NAMES = ("negative_recall@10", "delta_map_capped@10")
+"""Metrics reported in addition where a set has explicit negatives."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What stands at each rank, and how much there was to find.
+
+    Attributes:
+        gain_QK: gain of the candidate at each rank, float64; 0 where it is no positive or the ranking has ended.
+        ideal_QP: gains of all positives, descending, 0 after the last; float64.
+        num_positives_Q: int64, >= 1.
+        negative_QK: whether the candidate is an explicit negative; None for a set without them.
+        num_negatives_Q: int64, may be 0; None likewise.
+    """
+
+    gain_QK: np.ndarray
+    ideal_QP: np.ndarray
+    num_positives_Q: np.ndarray
+    negative_QK: np.ndarray | None = None
+    num_negatives_Q: np.ndarray | None = None
+
+
+def judge(
+    rows_QK: np.ndarray,
+    positives: Sequence[tuple[np.ndarray, np.ndarray]],
+    negatives: Sequence[np.ndarray] | None,
+    *,
+    num_candidates: int,
+) -> Judged:
+    """Look up each ranked candidate in its query's judgements.
+
+    An explicit negative that is also a positive of the same query counts as a positive only: retrieving it is right.
+
+    Args:
+        rows_QK: candidate rows, best first, -1 after the end of a ranking.
+        positives: per query (rows, gains > 0).
+        negatives: per query rows, or None.
+        num_candidates: size of the pool; rows lie in [0, num_candidates).
+
+    Raises:
+        ValueError: the numbers of queries differ, a row lies outside the pool, or a query has no positive.
+    """
+    num_queries = len(rows_QK)
+    if len(positives) != num_queries or (negatives is not None and len(negatives) != num_queries):
+        raise ValueError(f"rankings of {num_queries} queries need as many judgements, got {len(positives)}")
+    if rows_QK.size and (rows_QK.min() < -1 or rows_QK.max() >= num_candidates):
+        raise ValueError(f"rows must lie in [-1, {num_candidates}), got [{rows_QK.min()}, {rows_QK.max()}]")
+    num_positives_Q = np.array([len(rows) for rows, _ in positives], np.int64)
+    if num_queries and num_positives_Q.min() < 1:
+        raise ValueError(f"query {num_positives_Q.argmin()} has no positive")
+
+    # One lookup table for the pool, filled and cleared per query: memory stays at one pool however many queries.
+    # Row -1 reads its last cell, which is nobody's.
+    gain_C = np.zeros(num_candidates + 1)
+    gain_QK = np.empty(rows_QK.shape)
+    ideal_QP = np.zeros((num_queries, int(num_positives_Q.max(initial=0))))
+    for query, (rows, gains) in enumerate(positives):
+        gain_C[rows] = gains
+        gain_QK[query] = gain_C[rows_QK[query]]
+        gain_C[rows] = 0.0
+        ideal_QP[query, : len(gains)] = np.sort(gains)[::-1]
+    if negatives is None:
+        return Judged(gain_QK, ideal_QP, num_positives_Q)
+
+    negative_C = np.zeros(num_candidates + 1, bool)
+    negative_QK = np.empty(rows_QK.shape, bool)
+    num_negatives_Q = np.empty(num_queries, np.int64)
+    for query, listed in enumerate(negatives):
+        rows = np.setdiff1d(listed, positives[query][0])
+        num_negatives_Q[query] = len(rows)
+        negative_C[rows] = True
+        negative_QK[query] = negative_C[rows_QK[query]]
+        negative_C[rows] = False
+    return Judged(gain_QK, ideal_QP, num_positives_Q, negative_QK, num_negatives_Q)
+
+
+def recall(judged: Judged, k: int) -> np.ndarray:
+    """Positives in the top k over all positives, (Q,). Not capped: n > k positives cannot reach 1."""
+    return _hits(judged, k) / judged.num_positives_Q
+
+
+def hit(judged: Judged, k: int) -> np.ndarray:
+    """1 where the top k holds a positive, else 0, (Q,)."""
+    return (_hits(judged, k) > 0).astype(np.float64)
+
+
+def precision(judged: Judged, k: int) -> np.ndarray:
+    """Positives in the top k over k, (Q,); over k also where the pool is smaller, as in trec_eval."""
+    return _hits(judged, k) / k
+
+
+def ndcg(judged: Judged, k: int) -> np.ndarray:
+    """Discounted cumulative gain of the top k over that of the best possible top k, (Q,).
+
+    Linear gain, discount log2(rank + 1), as ``ndcg_cut`` of trec_eval. Differs: none.
+    """
+    return _dcg(judged.gain_QK, k) / _dcg(judged.ideal_QP, k)
+
+
+def mrr(judged: Judged) -> np.ndarray:
+    """Reciprocal rank of the first positive, (Q,); 0 where the ranking ends before one."""
+    first_Q = first_hit_rank(judged)
+    return np.divide(1.0, first_Q, out=np.zeros(len(first_Q)), where=first_Q > 0)
+
+
+def average_precision(judged: Judged, k: int) -> np.ndarray:
+    """Precision at the rank of each positive in the top k, summed, over the number of positives, (Q,)."""
+    return _precision_sum(judged.gain_QK, k) / judged.num_positives_Q
+
+
+def average_precision_capped(judged: Judged, k: int) -> np.ndarray:
+    """As `average_precision`, but over min(number of positives, k), (Q,).
+
+    Source: PinPoint's released metrics (AP@10). Differs: positives are counted once each.
+    """
+    return _precision_sum(judged.gain_QK, k) / np.minimum(judged.num_positives_Q, k)
+
+
+def negative_recall(judged: Judged, k: int) -> np.ndarray:
+    """Explicit negatives in the top k over min(number of negatives, k), (Q,); NaN for a query without negatives.
+
+    Lower is better. Source: PinPoint's released metrics. Differs: candidates that are also positives do not count.
+
+    Raises:
+        ValueError: the set has no explicit negatives.
+    """
+    negative_QK, num_negatives_Q = _negatives(judged)
+    hits_Q = negative_QK[:, :k].sum(axis=1)
+    out_Q = np.full(len(hits_Q), np.nan)
+    return np.divide(hits_Q, np.minimum(num_negatives_Q, k), out=out_Q, where=num_negatives_Q > 0)
+
+
+def delta_average_precision_capped(judged: Judged, k: int) -> np.ndarray:
+    """What explicit negatives cost: `average_precision_capped` once they are deleted, minus the real one, (Q,).
+
+    Negatives are deleted from the whole ranking before its top k is taken, so that later candidates move up; a ranking
+    much deeper than k is needed for that. NaN for a query without negatives. Lower is better; never below 0, since
+    deleting candidates that are no positives can only move positives up.
+    Source: PinPoint's released metrics (mAP@10_noNeg - mAP@10). Differs: candidates that are also positives stay.
+
+    Raises:
+        ValueError: the set has no explicit negatives.
+    """
+    negative_QK, num_negatives_Q = _negatives(judged)
+    width = k + int(num_negatives_Q.max(initial=0))  # no deeper candidate can move into the top k
+    kept_first_QK = np.argsort(negative_QK[:, :width], axis=1, kind="stable")
+    gain_QK = np.take_along_axis(judged.gain_QK[:, :width], kept_first_QK, axis=1)
+    without_Q = _precision_sum(gain_QK, k) / np.minimum(judged.num_positives_Q, k)
+    return np.where(num_negatives_Q > 0, without_Q - average_precision_capped(judged, k), np.nan)
+
+
+def first_hit_rank(judged: Judged) -> np.ndarray:
+    """Rank of the first positive, 1 at the top, (Q,) int64; 0 where the ranking ends before one."""
+    found_QK = judged.gain_QK > 0
+    if not found_QK.shape[1]:
+        return np.zeros(len(found_QK), np.int64)
+    return np.where(found_QK.any(axis=1), found_QK.argmax(axis=1) + 1, 0)
+
+
+_AT_K: dict[str, Callable[[Judged, int], np.ndarray]] = {
+    "recall": recall,
+    "hit": hit,
+    "precision": precision,
+    "ndcg": ndcg,
+    "map": average_precision,
+    "map_capped": average_precision_capped,
+    "negative_recall": negative_recall,
+    "delta_map_capped": delta_average_precision_capped,
+}
+
+
+def parse_name(name: str) -> tuple[str, int | None]:
+    """Split ``recall@20`` into ("recall", 20); ``mrr`` into ("mrr", None).
+
+    Raises:
+        ValueError: no metric is called so.
+    """
+    if name == "mrr":
+        return "mrr", None
+    found = re.fullmatch(r"([a-z_]+)@([1-9]\d*)", name)
+    if not found or found[1] not in _AT_K:
+        raise ValueError(f"no metric {name!r}; there are mrr, {', '.join(f'{known}@k' for known in _AT_K)}")
+    return found[1], int(found[2])
+
+
+def compute(name: str, judged: Judged) -> np.ndarray:
+    """A metric by name, (Q,) float64.
+
+    Raises:
+        ValueError: no metric is called so, or the set lacks the explicit negatives that it needs.
+    """
+    kind, k = parse_name(name)
+    return mrr(judged) if k is None else _AT_K[kind](judged, k)
+
+
+def tied_order(judged: Judged, score_QK: np.ndarray, *, best: bool) -> Judged:
+    """The same ranking with candidates of equal score reordered in its favour, or against it.
+
+    In favour: positives first (higher gains before lower ones), explicit negatives last. Against: the reverse. That is
+    the largest, or smallest, value of every metric of positives over all orders of the ties, and the smallest, or
+    largest, `negative_recall`; for `delta_average_precision_capped` it is the value of that order, no bound.
+
+    Args:
+        judged: K ranks, which must include every candidate tied with the last one that counts.
+        score_QK: scores in rank order, non-increasing; -inf after the end of a ranking.
+        best: in favour, else against.
+    """
+    worth_QK = judged.gain_QK.copy()
+    if judged.negative_QK is not None:
+        worth_QK[judged.negative_QK] = -1.0
+    gain_QK = judged.gain_QK.copy()
+    negative_QK = None if judged.negative_QK is None else judged.negative_QK.copy()
+    tied_Q = (score_QK[:, 1:] == score_QK[:, :-1]) & np.isfinite(score_QK[:, 1:])
+    touched = np.flatnonzero(tied_Q.any(axis=1))  # as a rule few: the sort below is the slow part
+    if len(touched):
+        worth = worth_QK[touched]
+        order = np.lexsort((-worth if best else worth, -score_QK[touched]), axis=-1)
+        gain_QK[touched] = np.take_along_axis(gain_QK[touched], order, axis=1)
+        if negative_QK is not None:
+            negative_QK[touched] = np.take_along_axis(negative_QK[touched], order, axis=1)
+    return Judged(gain_QK, judged.ideal_QP, judged.num_positives_Q, negative_QK, judged.num_negatives_Q)
+
+
+def cut(judged: Judged, depth: int) -> Judged:
+    """The first ``depth`` ranks only."""
+    negative_QK = None if judged.negative_QK is None else judged.negative_QK[:, :depth]
+    return Judged(
+        judged.gain_QK[:, :depth],
+        judged.ideal_QP,
+        judged.num_positives_Q,
+        negative_QK,
+        judged.num_negatives_Q,
+    )
+
+
+def random_floor(name: str, judged: Judged, pool_Q: np.ndarray, *, depth: int) -> np.ndarray:
+    """Expected value of a metric if every order of the pool were equally likely, (Q,), exact.
+
+    Args:
+        name: as in `compute`.
+        judged: for the numbers of positives and negatives and the gains; its ranking does not matter.
+        pool_Q: candidates that can appear in each query's ranking, int64, at least its positives.
+        depth: length of rankings; matters to ``mrr`` only.
+
+    Raises:
+        ValueError: as `compute`.
+    """
+    kind, k = parse_name(name)
+    n_Q, pool_Q = judged.num_positives_Q.astype(np.float64), pool_Q.astype(np.float64)
+    if k is None or kind == "hit":
+        return _floor_first_hit(n_Q, pool_Q, depth=depth if k is None else k, reciprocal=k is None)
+    shown_Q = np.minimum(k, pool_Q)
+    if kind == "recall":
+        return shown_Q / pool_Q
+    if kind == "precision":
+        return n_Q / pool_Q * shown_Q / k
+    if kind == "ndcg":
+        discount = np.concatenate([[0.0], np.cumsum(1.0 / np.log2(np.arange(2, k + 2)))])
+        return judged.ideal_QP.sum(axis=1) / pool_Q * discount[shown_Q.astype(int)] / _dcg(judged.ideal_QP, k)
+    if kind == "map":
+        return _floor_precision_sum(n_Q, pool_Q, k) / n_Q
+    if kind == "map_capped":
+        return _floor_precision_sum(n_Q, pool_Q, k) / np.minimum(n_Q, k)
+    _, num_negatives_Q = _negatives(judged)
+    m_Q = num_negatives_Q.astype(np.float64)
+    if kind == "negative_recall":
+        out_Q = np.full(len(m_Q), np.nan)
+        return np.divide(m_Q / pool_Q * shown_Q, np.minimum(m_Q, k), out=out_Q, where=m_Q > 0)
+    without_Q = _floor_precision_sum(n_Q, pool_Q - m_Q, k)
+    delta_Q = (without_Q - _floor_precision_sum(n_Q, pool_Q, k)) / np.minimum(n_Q, k)
+    return np.where(m_Q > 0, delta_Q, np.nan)
+
+
+def _hits(judged: Judged, k: int) -> np.ndarray:
+    return np.count_nonzero(judged.gain_QK[:, :k] > 0, axis=1)
+
+
+def _dcg(gain_QK: np.ndarray, k: int) -> np.ndarray:
+    gain_QK = gain_QK[:, :k]
+    return (gain_QK / np.log2(np.arange(2, gain_QK.shape[1] + 2))).sum(axis=1)
+
+
+def _precision_sum(gain_QK: np.ndarray, k: int) -> np.ndarray:
+    found_QK = gain_QK[:, :k] > 0
+    precision_QK = np.cumsum(found_QK, axis=1) / np.arange(1, found_QK.shape[1] + 1)
+    return (precision_QK * found_QK).sum(axis=1)
+
+
+def _negatives(judged: Judged) -> tuple[np.ndarray, np.ndarray]:
+    if judged.negative_QK is None or judged.num_negatives_Q is None:
+        raise ValueError("the set has no explicit negatives (negatives.parquet), which this metric needs")
+    return judged.negative_QK, judged.num_negatives_Q
+
+
+def _floor_first_hit(n_Q: np.ndarray, pool_Q: np.ndarray, *, depth: int, reciprocal: bool) -> np.ndarray:
+    """P(first positive within ``depth``), or the expectation of its reciprocal rank cut there; hypergeometric."""
+    none_before_Q = np.ones(len(n_Q))  # P(no positive above this rank)
+    total_Q = np.zeros(len(n_Q))
+    for above in range(min(depth, int(pool_Q.max(initial=0)))):
+        left_Q = np.maximum(pool_Q - above, 1.0)  # once the pool is used up, none_before_Q is 0 anyway
+        here_Q = none_before_Q * np.minimum(n_Q / left_Q, 1.0)
+        total_Q += here_Q / (above + 1) if reciprocal else here_Q
+        none_before_Q = none_before_Q - here_Q
+    return total_Q
+
+
+def _floor_precision_sum(n_Q: np.ndarray, pool_Q: np.ndarray, k: int) -> np.ndarray:
+    """E[sum of precisions at positives in the top k]: at rank i, P(positive) (1 + (i-1) P(another is too)) / i."""
+    other_Q = np.divide(n_Q - 1, pool_Q - 1, out=np.zeros(len(n_Q)), where=pool_Q > 1)
+    rank_K = np.arange(1, k + 1)
+    term_QK = (n_Q / pool_Q)[:, None] * (1 + (rank_K - 1) * other_Q[:, None]) / rank_K
+    return np.where(rank_K <= pool_Q[:, None], term_QK, 0.0).sum(axis=1)

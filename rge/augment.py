@@ -1,0 +1,46 @@
+"""Picture augmentation for models trained from scratch on few drawings; off for pretrained backbones."""
+
+import random
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional as transform
+
+BACKGROUND = [255, 255, 255]
+
+
+def augment_drawing(image: Image.Image, seed: int) -> Image.Image:
+    """Move, turn, scale, mirror and recolour a drawing on a white ground, keeping its size.
+
+    Args:
+        image: RGB.
+        seed: everything random here comes from it.
+    """
+    chance = random.Random(seed)
+    if chance.random() < 0.5:
+        image = ImageOps.mirror(image)
+    width, height = image.size
+    image = transform.affine(
+        image,
+        angle=chance.uniform(-20, 20),
+        translate=[int(chance.uniform(-0.1, 0.1) * width), int(chance.uniform(-0.1, 0.1) * height)],
+        scale=chance.uniform(0.7, 1.15),
+        shear=[chance.uniform(-8, 8), 0.0],
+        interpolation=InterpolationMode.BILINEAR,
+        fill=BACKGROUND,
+    )
+    # A random matrix near the identity mixes the colour channels: families differ in palette more than in shape.
+    mix = np.eye(3) + np.random.default_rng(seed).normal(0.0, 0.1, size=(3, 3))
+    pixels = np.asarray(image, dtype=np.float32) / 255 - 0.5
+    pixels = pixels @ mix.astype(np.float32) * chance.uniform(0.75, 1.25) + 0.5 + chance.uniform(-0.1, 0.1)
+    return Image.fromarray((pixels.clip(0, 1) * 255).astype(np.uint8))
+
+
+AUGMENTATIONS = {"drawing": augment_drawing}
+
+
+def set_torch_threads_of_worker(_: int) -> None:
+    """Data workers are processes already; threads inside them would fight for the training step's cores."""
+    torch.set_num_threads(1)

@@ -1,0 +1,184 @@
+"""Save, find and resume training state; export and identify finished checkpoints.
+
+Training state goes to ``<stage>/state/step_00000100``: what `Accelerator.save_state` writes, plus ``done.json``. A
+state is written under a temporary name and renamed when complete, so a kill or a full disk leaves the last good one.
+A finished stage is exported to ``<stage>/final``: a plain Hugging Face directory plus ``rge.json``.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+import rge
+from rge.embedder import Embedder
+
+RGE_JSON = "rge.json"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read or written; the message names it and the mend."""
+
+
+def save_state(accelerator: Accelerator, folder: Path, step: int, keep_last: int, meta: dict[str, Any]) -> None:
+    """Write a resumable state after `step` steps, then delete all but the newest `keep_last`.
+
+    Args:
+        accelerator: holds model, optimizer and random states.
+        folder: the stage's ``state`` folder.
+        step: finished steps.
+        keep_last: states kept.
+        meta: written into ``done.json``.
+
+    Raises:
+        CheckpointError: writing failed, e.g. a full disk; earlier states are untouched and nothing partial is left.
+    """
+    name = f"step_{step:08d}"
+    temporary, final = folder / f"tmp_{name}", folder / name
+    if accelerator.is_main_process:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    accelerator.wait_for_everyone()
+    try:
+        accelerator.save_state(str(temporary), safe_serialization=True)
+        if accelerator.is_main_process:
+            (temporary / "done.json").write_text(json.dumps({"step": step, **meta}))
+    except (OSError, RuntimeError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(
+            f"state after step {step} could not be written to {folder}: {error}; earlier states are unharmed, "
+            "free some space and start the same command again"
+        ) from error
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        if final.exists():
+            shutil.rmtree(final)
+        temporary.rename(final)
+        for old in _states(folder)[:-keep_last]:
+            shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+
+
+def latest_state(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The newest complete state and its ``done.json``, or None."""
+    for path in reversed(_states(folder)):
+        return path, json.loads((path / "done.json").read_text())
+    return None
+
+
+def export(embedder: Embedder, folder: Path, settings: dict[str, Any], state_dict: dict | None = None) -> None:
+    """Write a finished checkpoint: weights, config, processor, chat template, ``rge.json``.
+
+    Args:
+        embedder: unwrapped.
+        folder: the checkpoint; written under a temporary name and renamed.
+        settings: content of ``rge.json``, see `settings_of`.
+        state_dict: gathered weights of ``embedder.model``, where they are sharded.
+
+    Raises:
+        CheckpointError: writing failed; nothing partial is left.
+    """
+    temporary = folder.with_name(f"tmp_{folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        embedder.model.save_pretrained(temporary, state_dict=state_dict)
+        embedder.processor.save_pretrained(temporary)
+        (temporary / RGE_JSON).write_text(json.dumps(settings, indent=2) + "\n")
+    except (OSError, RuntimeError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(f"checkpoint {folder} could not be written: {error}; free some space and start again") from error
+    if folder.exists():
+        shutil.rmtree(folder)
+    temporary.rename(folder)
+
+
+def settings_of(
+    *, emb_id: int, profile: str, max_prompt_tokens: int, min_pixels: int, max_pixels: int, max_new_tokens: int,
+    reasons: str, recipe: dict[str, Any], stage: str, step: int,
+) -> dict[str, Any]:  # fmt: skip
+    """What an embedder needs and a model config does not hold.
+
+    Args:
+        emb_id: id of ``<emb>``.
+        profile: instruction profile.
+        max_prompt_tokens: longest prompt.
+        min_pixels: smallest picture.
+        max_pixels: largest picture.
+        max_new_tokens: cap of a rationale.
+        reasons: which side writes a rationale: ``query``, or ``none`` for a model trained without.
+        recipe: the resolved recipe.
+        stage: stage that wrote the checkpoint.
+        step: its steps.
+    """
+    return {
+        "format": 1,
+        "emb_id": emb_id,
+        "profile": profile,
+        "max_prompt_tokens": max_prompt_tokens,
+        "pixels": {"min": min_pixels, "max": max_pixels},
+        "generation": {"max_new_tokens": max_new_tokens, "temperature": 0.0, "stop": "<emb>"},
+        "reasons": reasons,
+        "stage": stage,
+        "step": step,
+        "recipe": recipe,
+        "rge_version": rge.__version__,
+        "git_commit": git_commit(),
+    }
+
+
+def read_settings(checkpoint: Path) -> dict[str, Any]:
+    """Content of a checkpoint's ``rge.json``.
+
+    Raises:
+        CheckpointError: not a directory, not an rge checkpoint, or written by a newer format.
+    """
+    path = checkpoint / RGE_JSON
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"checkpoint {checkpoint} does not exist")
+    if not path.is_file():
+        raise CheckpointError(
+            f"{checkpoint} has no {RGE_JSON}, so it is not a checkpoint of rge; finished ones are in <out>/<stage>/final"
+        )
+    settings = json.loads(path.read_text())
+    if settings.get("format") != 1:
+        raise CheckpointError(f"{path} has format {settings.get('format')}, this version reads format 1")
+    return settings
+
+
+def checkpoint_hash(checkpoint: Path) -> str:
+    """Sha256 over names and contents of weights, configs, tokenizer and ``rge.json``: equal only for equal checkpoints."""
+    digest = hashlib.sha256()
+    for path in sorted(checkpoint.iterdir()):
+        if path.suffix in (".safetensors", ".json", ".jinja", ".txt"):
+            digest.update(path.name.encode() + b"\0")
+            with path.open("rb") as content:
+                digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()
+
+
+def git_commit() -> str | None:
+    """Commit of the working tree that this package stands in, with ``+`` appended if it was changed; None outside git."""
+    root = Path(rge.__file__).resolve().parent.parent
+    try:
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no"], cwd=root, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + ("+" if changed else "")
+
+
+def _states(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    complete = [path for path in folder.iterdir() if re.fullmatch(r"step_\d{8}", path.name) and (path / "done.json").is_file()]
+    return sorted(complete)

@@ -1,0 +1,105 @@
+"""Everything that talks to other processes; the only file that imports torch.distributed.
+
+Shape suffixes: N = rows of this rank, C = rows of all ranks, D = embedding size.
+"""
+
+import os
+from collections.abc import Sequence
+
+import torch
+import torch.distributed
+import torch.distributed.nn.functional as differentiable
+from accelerate import Accelerator
+from torch import Tensor
+
+
+class LaunchError(RuntimeError):
+    """The launcher started something else than was asked for."""
+
+
+def check_launch(accelerator: Accelerator, num_processes: int | None, distributed_type: str | None) -> None:
+    """Compare what runs with what was asked for.
+
+    Several launches start one process, or let each of several believe that it is alone, without a word; training
+    would go on with a fraction of the batch.
+
+    Raises:
+        LaunchError: names what runs, what was asked, and a launch that works.
+    """
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    running = accelerator.num_processes
+    if launched != running:
+        raise LaunchError(
+            f"the launcher started {launched} processes, but each sees {running}: the back end was not initialised "
+            "(on CPU, set ACCELERATE_USE_CPU=true or use a config file with use_cpu: true)"
+        )
+    if num_processes is not None and num_processes != running:
+        raise LaunchError(
+            f"train.num_processes={num_processes}, but {running} run; pass the number to accelerate launch as well "
+            "(`accelerate launch --cpu --num_processes 2` starts one process: use --multi_gpu with ACCELERATE_USE_CPU=true)"
+        )
+    if distributed_type is not None and distributed_type != accelerator.distributed_type.value:
+        raise LaunchError(
+            f"train.distributed_type={distributed_type}, but {accelerator.distributed_type.value} runs; "
+            "see recipes/accelerate for configs that select it"
+        )
+
+
+def gather_sizes(num_rows: int, device: torch.device) -> list[int]:
+    """Number of rows of every rank."""
+    if not _initialized():
+        return [num_rows]
+    sizes = [torch.zeros(1, dtype=torch.long, device=device) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(sizes, torch.tensor([num_rows], device=device))
+    return [int(size) for size in sizes]
+
+
+def gather_rows(rows_ND: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Rows of all ranks, in rank order, with gradient: (C, D).
+
+    A rank's gradient is the sum of what all ranks' losses send back to its rows. Together with a loss over *local*
+    queries divided by the global count and multiplied by the world size, the mean that DDP takes is exactly the
+    single-process gradient.
+
+    Args:
+        rows_ND: this rank's rows; ranks may differ in number.
+        sizes: from `gather_sizes`.
+    """
+    if not _initialized():
+        return rows_ND
+    longest = max(sizes)
+    padded = torch.cat([rows_ND, rows_ND.new_zeros(longest - rows_ND.shape[0], *rows_ND.shape[1:])])
+    if rows_ND.requires_grad:
+        parts = differentiable.all_gather(padded.contiguous())
+    else:
+        parts = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(parts, padded.contiguous())
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
+    """Sums over all ranks, in float64."""
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    if _initialized():
+        torch.distributed.all_reduce(total)
+    return total.tolist()
+
+
+def world_size() -> int:
+    """Number of processes."""
+    return torch.distributed.get_world_size() if _initialized() else 1
+
+
+def rank() -> int:
+    """Number of this process."""
+    return torch.distributed.get_rank() if _initialized() else 0
+
+
+def close() -> None:
+    """Leave the process group, if there is one."""
+    if _initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _initialized() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -1,0 +1,106 @@
+"""Losses of RGE as pure functions: tensors in, scalars out; no config, no collectives.
+
+Shape suffixes: B = queries of this rank, C = candidates of all ranks, N = selected tokens, D = hidden size, V = vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+
+def info_nce(
+    q_BD: Tensor,
+    c_CD: Tensor,
+    positive_BC: Tensor,
+    ignored_BC: Tensor,
+    *,
+    temperature: float,
+) -> Tensor:
+    """InfoNCE of each local query against every candidate of the global batch, summed over the queries.
+
+    Source: RGE (arXiv:2511.16150) eqs. 2 and 3. Differs: a query may have several positives; its loss is the mean over
+    them of ``-log(e^p / (e^p + sum of negatives))``, so that positives do not push one another away. With one
+    positive a query this is the paper's loss.
+
+    A sum and not a mean, so that the caller divides by the *global* number of queries: ranks with unequal numbers
+    then weigh every query alike.
+
+    Args:
+        q_BD: unit-norm query states of this rank, float32.
+        c_CD: unit-norm candidates of all ranks, gathered with gradient, float32.
+        positive_BC: bool, the columns that answer the query.
+        ignored_BC: bool, columns left out for this query: duplicates of its target, other right answers.
+        temperature: tau > 0; cosine similarities are divided by it. No unit.
+
+    Returns:
+        Scalar, in nats, summed over B.
+
+    Raises:
+        ValueError: temperature <= 0, a query without a positive, or a positive that is ignored as well.
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature must be > 0, got {temperature}")
+    if not bool(positive_BC.any(dim=1).all()):
+        rows = (~positive_BC.any(dim=1)).nonzero().flatten().tolist()
+        raise ValueError(f"every query needs a positive among the candidates; rows {rows} have none")
+    if bool((positive_BC & ignored_BC).any()):
+        raise ValueError("a candidate cannot be a positive and ignored for the same query")
+    logit_BC = q_BD @ c_CD.T / temperature
+    negatives_B1 = logit_BC.masked_fill(positive_BC | ignored_BC, float("-inf")).logsumexp(dim=1, keepdim=True)
+    # -log(e^p / (e^p + sum_neg)) = softplus(logsumexp(neg) - p). Without any negative that is softplus(-inf) = 0.
+    nll_BC = torch.logaddexp(logit_BC, negatives_B1) - logit_BC
+    return (nll_BC.masked_fill(~positive_BC, 0.0).sum(dim=1) / positive_BC.sum(dim=1)).sum()
+
+
+def hit_at_1(q_BD: Tensor, c_CD: Tensor, positive_BC: Tensor, ignored_BC: Tensor) -> Tensor:
+    """Number of queries whose best candidate is a positive; a tie with a negative counts as a miss.
+
+    Args: as `info_nce`.
+
+    Returns:
+        Scalar int64 count over B.
+    """
+    score_BC = q_BD @ c_CD.T
+    best_positive_B = score_BC.masked_fill(~positive_BC, float("-inf")).amax(dim=1)
+    best_negative_B = score_BC.masked_fill(positive_BC | ignored_BC, float("-inf")).amax(dim=1)
+    return (best_positive_B > best_negative_B).sum()
+
+
+def rationale_nll(hidden_ND: Tensor, head: torch.nn.Module, label_N: Tensor, *, chunk_tokens: int = 1024) -> Tensor:
+    """Negative log likelihood of rationale and ``<emb>`` tokens, summed over the tokens.
+
+    Source: RGE (arXiv:2511.16150) eq. 8. Differs: as printed, eq. 8 multiplies a sum over the N_q rationale tokens by
+    N_q once more; the reading implemented here is the token-weighted mean over both sides,
+    (N_q mean_q + N_t mean_t) / (N_q + N_t). This function returns its numerator; the caller divides by the number of
+    tokens of the global batch.
+
+    Logits are made `chunk_tokens` rows at a time and recomputed in the backward pass: 1,024 rows of Qwen2.5-VL's
+    vocabulary are 0.6 GB in float32, and a batch has many thousand.
+
+    Args:
+        hidden_ND: states that predict, one before each label.
+        head: the model's output projection, D -> V.
+        label_N: token ids, int64.
+        chunk_tokens: rows of logits held at once.
+
+    Returns:
+        Scalar float32, in nats, summed over N; zero for N = 0, still part of the graph.
+
+    Raises:
+        ValueError: hidden and label lengths differ.
+    """
+    if hidden_ND.shape[0] != label_N.shape[0]:
+        raise ValueError(f"{hidden_ND.shape[0]} states cannot predict {label_N.shape[0]} labels")
+
+    def chunk_nll(hidden: Tensor, label: Tensor) -> Tensor:
+        logits = head(hidden)
+        return F.cross_entropy(logits.float() if logits.dtype != torch.float64 else logits, label, reduction="sum")
+
+    if label_N.shape[0] <= chunk_tokens:
+        return chunk_nll(hidden_ND, label_N)
+    total = hidden_ND.new_zeros((), dtype=torch.promote_types(hidden_ND.dtype, torch.float32))
+    for start in range(0, label_N.shape[0], chunk_tokens):
+        part = slice(start, start + chunk_tokens)
+        total = total + checkpoint(chunk_nll, hidden_ND[part], label_N[part], use_reentrant=False)
+    return total

@@ -1,0 +1,205 @@
+"""The only place where an item becomes token ids: training, evaluation and any other use go through here.
+
+The default profile writes the prompts of the released RGE checkpoint (pictures first, then a newline, the text and a
+newline inside one user turn). The chat template, the expansion of picture placeholders and all token ids come from
+the backbone's own processor.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from rge.images import load_image
+from rge.schema import Item
+
+EMB_TOKEN = "<emb>"
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """How the text part of a prompt is worded. ``{text}`` and ``{instruction}`` are filled in.
+
+    Candidates of a training record or a benchmark carry no instruction of their own, so each kind has its wording.
+    """
+
+    query: str
+    query_without_instruction: str
+    candidate_text: str
+    candidate_image: str
+    candidate_both: str
+
+
+PROFILES = {
+    # Candidate wordings as in the released RGE evaluation, which wraps candidates in "summarize ... in one word".
+    "rge": Profile(
+        query="{instruction} {text}",
+        query_without_instruction="{text}",
+        candidate_text="Summarize the following text in one word: {text}",
+        candidate_image="Summarize the given image in one word.",
+        candidate_both="Summarize the given image and text in one word: {text}",
+    ),
+    # Nothing added: for sets whose texts already carry their instruction (MMEB) and for models trained from scratch.
+    "plain": Profile(
+        query="{instruction} {text}",
+        query_without_instruction="{text}",
+        candidate_text="{text}",
+        candidate_image="",
+        candidate_both="{text}",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt as the backbone reads it, without padding.
+
+    Attributes:
+        id: of the item, for error messages.
+        input_ids: (T,) int64, ending with the assistant header: generation or ``<emb>`` comes next.
+        type_ids: (T,) int64, 1 on picture placeholders, else 0.
+        pixel_values: (P, patch dimension) float, patches of all pictures, or None without pictures.
+        image_grid: (number of pictures, 3) int64 grid of patches: time, height, width; or None.
+        num_cut_tokens: tokens of the user's text that were cut to fit.
+    """
+
+    id: str
+    input_ids: Tensor
+    type_ids: Tensor
+    pixel_values: Tensor | None
+    image_grid: Tensor | None
+    num_cut_tokens: int = 0
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return self.input_ids.shape[0]
+
+
+def user_text(item: Item, side: str, profile: Profile) -> str:
+    """Wording of the text part: what the user turn says after the pictures, without the newlines around it.
+
+    Args:
+        item: what is to be embedded.
+        side: ``query`` or ``candidate``.
+        profile: one of `PROFILES`.
+    """
+    text = (item.text or "").strip()
+    if side == "query":
+        if item.instruction:
+            return profile.query.format(instruction=item.instruction.strip(), text=text).strip()
+        return profile.query_without_instruction.format(text=text).strip()
+    if side != "candidate":
+        raise ValueError(f"side must be query or candidate, got {side!r}")
+    if not item.images:
+        return profile.candidate_text.format(text=text).strip()
+    if not text:
+        return profile.candidate_image.strip()
+    return profile.candidate_both.format(text=text).strip()
+
+
+class PromptBuilder:
+    """Turns items into prompts with one processor and one profile.
+
+    Args:
+        processor: the backbone's processor: tokenizer, image processor and chat template.
+        profile: name of a profile in `PROFILES`.
+        max_tokens: longest prompt; see `build`.
+
+    Raises:
+        ValueError: unknown profile, or a tokenizer without ``<emb>``.
+    """
+
+    def __init__(self, processor, profile: str = "rge", max_tokens: int = 2048):
+        if profile not in PROFILES:
+            raise ValueError(f"unknown profile {profile!r}; there are: {', '.join(PROFILES)}")
+        self.processor = processor
+        self.tokenizer = processor.tokenizer
+        self.profile = PROFILES[profile]
+        self.max_tokens = max_tokens
+        self.emb_id = self.tokenizer.convert_tokens_to_ids(EMB_TOKEN)
+        if self.emb_id is None or self.emb_id == self.tokenizer.unk_token_id:
+            raise ValueError(f"the tokenizer has no {EMB_TOKEN} token; add it with rge.backbone.add_emb_token")
+        self._image_id = self.tokenizer.convert_tokens_to_ids(processor.image_token)
+
+    def build(self, item: Item, side: str, images: Sequence[Image.Image] | None = None) -> Prompt:
+        """Token ids and pictures of one prompt.
+
+        A prompt over `max_tokens` loses the end of the user's text and nothing else: cutting the ids themselves would
+        take the assistant header, or a picture's placeholders.
+
+        Args:
+            item: what is to be embedded.
+            side: ``query`` or ``candidate``.
+            images: decoded pictures to use instead of loading ``item.images``, e.g. augmented ones.
+
+        Raises:
+            ValueError: an empty item, or one that stays too long with its text cut entirely.
+            ImageError: a picture cannot be read.
+        """
+        if images is None:
+            images = [load_image(ref) for ref in item.images]
+        text = user_text(item, side, self.profile)
+        if not images and not text:
+            raise ValueError(f"item {item.id!r} has neither text nor images")
+        prompt = self._encode(item.id, text, images)
+        if len(prompt) <= self.max_tokens:
+            return prompt
+        text_ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        kept, excess = len(text_ids), len(prompt) - self.max_tokens
+        # Decoding a prefix of the ids and encoding it again may give other ids, a few more than before, hence a loop.
+        while excess > 0:
+            kept -= excess
+            if kept < 0:
+                raise ValueError(
+                    f"item {item.id!r}: pictures and template alone exceed max_prompt_tokens={self.max_tokens}; "
+                    "raise it or lower model.max_pixels"
+                )
+            prompt = self._encode(item.id, self.tokenizer.decode(text_ids[:kept]), images, len(text_ids) - kept)
+            excess = len(prompt) - self.max_tokens
+        return prompt
+
+    def rationale_ids(self, rationale: str, record_id: str) -> list[int]:
+        """Token ids of an oracle rationale and its ``<emb>``.
+
+        Raises:
+            ValueError: an empty rationale, or one that contains ``<emb>`` itself.
+        """
+        text = rationale.strip()
+        if not text:
+            raise ValueError(f"record {record_id!r} has an empty rationale")
+        ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        if self.emb_id in ids:
+            raise ValueError(f"record {record_id!r}: the rationale contains {EMB_TOKEN}, which the trainer appends itself")
+        return [*ids, self.emb_id]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of generated ids, special tokens left out."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True).strip()
+
+    def _encode(self, name: str, text: str, images: Sequence[Image.Image], num_cut: int = 0) -> Prompt:
+        # The text comes from data: a picture placeholder or a turn marker in it must not become a special token.
+        text = self._plain(text)
+        content = [{"type": "image"} for _ in images]
+        content.append({"type": "text", "text": f"\n{text}\n" if images else f"{text}\n"})
+        rendered = self.processor.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+        fields = self.processor(text=[rendered], images=list(images) or None, return_tensors="pt")
+        input_ids = fields["input_ids"][0]
+        return Prompt(
+            id=name,
+            input_ids=input_ids,
+            type_ids=(input_ids == self._image_id).long(),
+            pixel_values=fields.get("pixel_values"),
+            image_grid=fields.get("image_grid_thw"),
+            num_cut_tokens=num_cut,
+        )
+
+    def _plain(self, text: str) -> str:
+        for token in self.tokenizer.all_special_tokens:
+            if token in text:
+                # A zero-width joiner inside keeps the text readable and stops it from being the control token.
+                text = text.replace(token, token[:1] + "\u2060" + token[1:])
+        return text

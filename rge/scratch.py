@@ -1,0 +1,178 @@
+"""Build a small backbone from nothing, offline: real architecture, real processor, own sizes.
+
+The tokenizer is a byte-level BPE with Qwen2's own normaliser, pre-tokenizer and special tokens, learned from the
+training records' texts. Everything is saved as a Hugging Face directory, so that the rest of rge loads it exactly as
+it loads ``Qwen/Qwen2.5-VL-3B-Instruct``.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2Tokenizer,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
+)
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+"""Qwen2.5-VL's special tokens in the order of their ids."""
+
+VOCAB_MULTIPLE = 64
+"""Embedding rows are padded to a multiple of this, so that `<emb>` finds a free row as it does on Qwen2.5-VL."""
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:
+    """Learn a byte-level BPE the way Qwen2's was built.
+
+    Args:
+        texts: training texts; the result depends on nothing else.
+        vocab_size: learned tokens, the 256 bytes included, the special tokens not.
+
+    Returns:
+        A Qwen2 tokenizer that pads on the left.
+    """
+    pretokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated", invert=False),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    learner = Tokenizer(models.BPE())
+    learner.normalizer = normalizers.NFC()
+    learner.pre_tokenizer = pretokenizer
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    learner.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    )
+    learned = json.loads(learner.to_str())["model"]
+    vocab, merges = learned["vocab"], [tuple(merge) for merge in learned["merges"]]
+
+    # Qwen2Tokenizer(vocab=...) would give the special tokens their ids in another order than Qwen's.
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=False, byte_fallback=False))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pretokenizer
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    return Qwen2Tokenizer(
+        tokenizer_object=tokenizer,
+        vocab=vocab,
+        merges=merges,
+        unk_token=None,
+        bos_token=None,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        model_max_length=131_072,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+    )
+
+
+def make_processor(
+    tokenizer: Qwen2Tokenizer, *, min_pixels: int, max_pixels: int, patch_size: int
+) -> Qwen2_5_VLProcessor:
+    """Qwen2.5-VL's processor around a tokenizer, with its published chat template (shipped in trl)."""
+    template = (Path(trl.__file__).parent / "chat_templates" / "qwen2_5_vl.jinja").read_text()
+    size = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
+    return Qwen2_5_VLProcessor(
+        image_processor=Qwen2VLImageProcessor(size=size, patch_size=patch_size),
+        tokenizer=tokenizer,
+        video_processor=Qwen2VLVideoProcessor(size=size, patch_size=patch_size),
+        chat_template=template,
+    )
+
+
+def make_model(tokenizer: Qwen2Tokenizer, text: dict[str, Any], vision: dict[str, Any]) -> Qwen2_5_VLForConditionalGeneration:
+    """A randomly initialised Qwen2.5-VL, float32; seed torch before for a repeatable one.
+
+    Args:
+        tokenizer: gives the special ids and the vocabulary size.
+        text: overrides of the text config: sizes, ``tie_word_embeddings``.
+        vision: overrides of the vision config.
+    """
+    text = dict(text)
+    tie = text.pop("tie_word_embeddings", True)
+    id_of = tokenizer.convert_tokens_to_ids
+    head_dim = text["hidden_size"] // text["num_attention_heads"]
+    # Qwen2.5-VL's split of the rotary half-dimension over time, height and width: 16, 24, 24 of 64.
+    quarter, rest = head_dim // 8, head_dim // 2 - head_dim // 8
+    sections = [quarter, rest // 2, rest - rest // 2]
+    # One more row than the tokenizer has, so that adding <emb> never grows the matrix.
+    rows = -(-(len(tokenizer) + 1) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": rows,
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-6,
+            "use_sliding_window": False,
+            "rope_parameters": {"rope_type": "default", "mrope_section": sections, "rope_theta": 1e6},
+            "bos_token_id": id_of("<|endoftext|>"),
+            "eos_token_id": id_of("<|im_end|>"),
+            "pad_token_id": id_of("<|endoftext|>"),
+            **text,
+        },
+        vision_config={"out_hidden_size": text["hidden_size"], **vision},
+        image_token_id=id_of("<|image_pad|>"),
+        video_token_id=id_of("<|video_pad|>"),
+        vision_start_token_id=id_of("<|vision_start|>"),
+        vision_end_token_id=id_of("<|vision_end|>"),
+        tie_word_embeddings=tie,
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def build(
+    out: Path,
+    texts: Iterable[str],
+    *,
+    seed: int,
+    vocab_size: int,
+    text: dict[str, Any],
+    vision: dict[str, Any],
+    min_pixels: int,
+    max_pixels: int,
+) -> None:
+    """Write a randomly initialised backbone and its processor as a Hugging Face directory.
+
+    Args:
+        out: directory to write.
+        texts: the tokenizer's training texts.
+        seed: of the weights.
+        vocab_size: see `train_tokenizer`.
+        text: see `make_model`.
+        vision: see `make_model`.
+        min_pixels: smallest picture.
+        max_pixels: largest picture.
+    """
+    tokenizer = train_tokenizer(texts, vocab_size)
+    processor = make_processor(
+        tokenizer, min_pixels=min_pixels, max_pixels=max_pixels, patch_size=vision.get("patch_size", 14)
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = make_model(tokenizer, text, vision)
+    model.save_pretrained(out)
+    processor.save_pretrained(out)

@@ -1,0 +1,253 @@
+"""The training step: two losses, one prompt, any number of chunks, any number of processes.
+
+A step's contrastive batch is global: every query is compared with every candidate of every rank. If it does not fit
+into memory as a whole, gradients are computed exactly by gradient caching: first all states without gradient, then
+dL/dstate of the InfoNCE over all ranks, then one forward a chunk with the surrogate <state, dL/dstate>. Here the
+query side's first pass is free, since the rollout already ends in the state at ``<emb>``.
+
+Shape suffixes: B = queries of this rank, N = candidates of this rank, C = candidates of all ranks, D = hidden size.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rge import dist
+from rge.collate import Batch
+from rge.embedder import Embedder, Readout
+from rge.losses import hit_at_1, info_nce
+from rge.packing import Branch
+from rge.rollout import Rationale
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a stage minimises: alpha_lm * L_lm + alpha_con * L_con (paper eq. 10).
+
+    Attributes:
+        alpha_lm: weight of the LM loss; 1 in the cold start.
+        alpha_con: weight of the contrastive loss; 0 in the cold start.
+        temperature: of InfoNCE.
+        anchor: ``self``, ``oracle`` or ``none``: which query state InfoNCE sees.
+        lm_on_candidates: whether ``<emb>`` after a candidate's prompt is an LM label too.
+    """
+
+    alpha_lm: float
+    alpha_con: float
+    temperature: float = 0.03
+    anchor: str = "self"
+    lm_on_candidates: bool = True
+
+    @property
+    def needs_rollout(self) -> bool:
+        """Whether the model has to write rationales first."""
+        return self.alpha_con > 0 and self.anchor == "self"
+
+    @property
+    def needs_oracle(self) -> bool:
+        """Whether records need an oracle rationale."""
+        return self.alpha_lm > 0 or (self.alpha_con > 0 and self.anchor == "oracle")
+
+    @property
+    def needs_candidates(self) -> bool:
+        """Whether candidates are embedded."""
+        return self.alpha_con > 0 or self.lm_on_candidates
+
+
+Backward = Callable[[Tensor], None]
+NoSync = Callable[[], AbstractContextManager]
+
+
+def training_step(
+    model: nn.Module,
+    embedder: Embedder,
+    batch: Batch,
+    objective: Objective,
+    *,
+    rationales: Sequence[Rationale] | None,
+    micro_batch_size: int,
+    backward: Backward,
+    no_sync: NoSync = nullcontext,
+) -> dict[str, float]:
+    """Accumulate the gradients of one step.
+
+    Args:
+        model: the wrapped embedder (DDP, DeepSpeed or itself), called for every forward with gradient.
+        embedder: the same, unwrapped.
+        batch: this rank's share of the step.
+        objective: losses and weights.
+        rationales: this rank's own rationales, one a query, for ``anchor=self``.
+        micro_batch_size: queries per forward.
+        backward: `Accelerator.backward` or `Tensor.backward`.
+        no_sync: context in which gradients of other ranks are not waited for, used for all chunks but the last.
+
+    Returns:
+        Report, equal on all ranks: loss, loss_lm, loss_contrastive and hit_at_1 where they exist.
+
+    Raises:
+        FloatingPointError: the loss is not finite; names the records of this rank.
+    """
+    chunks = _chunks(batch, micro_batch_size)
+    num_lm_tokens = _num_lm_tokens(batch, objective)
+    device = embedder.device
+    total_lm_tokens, total_queries = dist.sum_over_ranks([num_lm_tokens, len(batch.queries)], device)
+    # DDP averages over ranks, the losses are means over the global batch: sums / global count * world size.
+    lm_scale = objective.alpha_lm * dist.world_size() / max(total_lm_tokens, 1)
+    con_scale = objective.alpha_con * dist.world_size() / total_queries
+    nll, con, hits = 0.0, 0.0, 0.0
+    if objective.alpha_con > 0 and len(chunks) > 1:
+        q_BD, t_ND = _states_without_gradient(embedder, batch, objective, rationales, chunks)
+        q_BD, t_ND = q_BD.requires_grad_(), t_ND.requires_grad_()
+        loss, hits = _contrastive(q_BD, t_ND, batch, objective)
+        (loss * con_scale).backward()
+        con = float(loss.detach())
+        grad_q_BD, grad_t_ND = q_BD.grad, t_ND.grad
+    for number, (queries, candidates) in enumerate(chunks):
+        last = number == len(chunks) - 1
+        with nullcontext() if last else no_sync():
+            q, t = _forward(model, embedder, batch, objective, rationales, queries, candidates)
+            total = (q.nll + t.nll) * lm_scale
+            nll += float(q.nll.detach()) + float(t.nll.detach())
+            if objective.alpha_con > 0:
+                if len(chunks) == 1:
+                    loss, hits = _contrastive(q.state_ND, t.state_ND, batch, objective)
+                    con = float(loss.detach())
+                    total = total + loss * con_scale
+                else:
+                    total = total + (q.state_ND * grad_q_BD[queries]).sum() + (t.state_ND * grad_t_ND[candidates]).sum()
+            if not bool(torch.isfinite(total.detach())):
+                raise FloatingPointError(f"the loss is {float(total.detach())}; records of this batch: {batch.record_ids}")
+            backward(total)
+    nll, con, hits = dist.sum_over_ranks([nll, con, hits], device)
+    report = {}
+    if total_lm_tokens:
+        report["loss_lm"] = nll / total_lm_tokens
+    if objective.alpha_con > 0:
+        report["loss_contrastive"] = con / total_queries
+        report["hit_at_1"] = hits / total_queries
+    report["loss"] = objective.alpha_lm * report.get("loss_lm", 0.0) + objective.alpha_con * report.get(
+        "loss_contrastive", 0.0
+    )
+    return report
+
+
+def query_branches(batch: Batch, objective: Objective, rationales: Sequence[Rationale] | None, emb_id: int, row: int) -> list[Branch]:
+    """The continuations of one query's prompt: self, oracle or direct, as the objective needs them."""
+    branches = []
+    if objective.alpha_con > 0 and objective.anchor == "self":
+        branches.append(Branch([*rationales[row].ids, emb_id], read_state=True))  # type: ignore[index]
+    if objective.alpha_con > 0 and objective.anchor == "none":
+        branches.append(Branch([emb_id], read_state=True))
+    if objective.needs_oracle:
+        read = objective.alpha_con > 0 and objective.anchor == "oracle"
+        branches.append(Branch(batch.oracle_ids[row], read_state=read, predict=objective.alpha_lm > 0))
+    return branches
+
+
+def _forward(
+    model: nn.Module,
+    embedder: Embedder,
+    batch: Batch,
+    objective: Objective,
+    rationales: Sequence[Rationale] | None,
+    queries: slice,
+    candidates: slice,
+) -> tuple[Readout, Readout]:
+    emb_id = embedder.emb_id
+    rows = range(len(batch.queries))[queries]
+    branches = [query_branches(batch, objective, rationales, emb_id, row) for row in rows]
+    packs = [embedder.pack(batch.queries[queries], branches)]
+    if batch.candidates:
+        label = objective.lm_on_candidates and objective.alpha_lm > 0
+        branch = Branch([emb_id], read_state=objective.alpha_con > 0, predict=label)
+        prompts = batch.candidates[candidates]
+        packs.append(embedder.pack(prompts, [[branch]] * len(prompts)))
+    readouts = model(*packs)
+    if len(readouts) == 1:
+        q = readouts[0]
+        return q, Readout(q.state_ND[:0], q.nll.new_zeros(()), 0)
+    return readouts[0], readouts[1]
+
+
+@torch.no_grad()
+def _states_without_gradient(
+    embedder: Embedder,
+    batch: Batch,
+    objective: Objective,
+    rationales: Sequence[Rationale] | None,
+    chunks: Sequence[tuple[slice, slice]],
+) -> tuple[Tensor, Tensor]:
+    direct = Branch([embedder.emb_id], read_state=True)
+    q_parts, t_parts = [], []
+    for queries, candidates in chunks:
+        packs = []
+        if objective.anchor != "self":
+            rows = range(len(batch.queries))[queries]
+            ids = [[embedder.emb_id] if objective.anchor == "none" else batch.oracle_ids[row] for row in rows]
+            packs.append(embedder.pack(batch.queries[queries], [[Branch(row, read_state=True)] for row in ids]))
+        prompts = batch.candidates[candidates]
+        packs.append(embedder.pack(prompts, [[direct]] * len(prompts)))
+        *q, t = embedder(*packs)
+        q_parts += [readout.state_ND for readout in q]
+        t_parts.append(t.state_ND)
+    if objective.anchor == "self":
+        q_parts = [torch.stack([rationale.state_D for rationale in rationales])]  # type: ignore[union-attr]
+    return torch.cat(q_parts), torch.cat(t_parts)
+
+
+def _contrastive(q_BD: Tensor, t_ND: Tensor, batch: Batch, objective: Objective) -> tuple[Tensor, float]:
+    """Summed InfoNCE of this rank's queries and its number of hits at rank 1."""
+    device = q_BD.device
+    sizes = dist.gather_sizes(t_ND.shape[0], device)
+    offset = sum(sizes[: dist.rank()])
+    c_CD = dist.gather_rows(t_ND, sizes)
+    identity_C = dist.gather_rows(torch.tensor(batch.candidate_identity, device=device), sizes)
+    positive_BC, ignored_BC = candidate_masks(batch, identity_C, offset)
+    loss = info_nce(q_BD, c_CD, positive_BC, ignored_BC, temperature=objective.temperature)
+    return loss, float(hit_at_1(q_BD.detach(), c_CD.detach(), positive_BC, ignored_BC))
+
+
+def candidate_masks(batch: Batch, identity_C: Tensor, offset: int) -> tuple[Tensor, Tensor]:
+    """Which candidates of the global batch are each query's positive, and which must not count as its negatives.
+
+    A candidate of any rank that stands for one of the query's right answers is ignored, unless it is the drawn
+    positive itself or one of the query's own labelled negatives: a label is stronger than an equal identity.
+
+    Args:
+        batch: this rank's batch.
+        identity_C: identities of all ranks' candidates.
+        offset: column of this rank's first candidate.
+
+    Returns:
+        Two (B, C) bool masks: positive, ignored.
+    """
+    B, C = len(batch.queries), identity_C.shape[0]
+    positive_BC = torch.zeros(B, C, dtype=torch.bool, device=identity_C.device)
+    labelled_BC = torch.zeros_like(positive_BC)
+    ignored_BC = torch.zeros_like(positive_BC)
+    for row in range(B):
+        positive_BC[row, offset + batch.positive[row]] = True
+        labelled_BC[row, [offset + column for column in batch.negatives[row]]] = True
+        right = torch.tensor(batch.right_answers[row], device=identity_C.device)
+        ignored_BC[row] = torch.isin(identity_C, right)
+    return positive_BC, ignored_BC & ~positive_BC & ~labelled_BC
+
+
+def _num_lm_tokens(batch: Batch, objective: Objective) -> int:
+    if objective.alpha_lm == 0:
+        return 0
+    return sum(map(len, batch.oracle_ids)) + (len(batch.candidates) if objective.lm_on_candidates else 0)
+
+
+def _chunks(batch: Batch, micro_batch_size: int) -> list[tuple[slice, slice]]:
+    """Cut queries into micro batches and the candidates, of which there may be more, into equally many parts."""
+    count = -(-len(batch.queries) // micro_batch_size)
+    chunks = []
+    for number in range(count):
+        start = number * len(batch.candidates) // count
+        end = (number + 1) * len(batch.candidates) // count
+        chunks.append((slice(number * micro_batch_size, (number + 1) * micro_batch_size), slice(start, end)))
+    return chunks

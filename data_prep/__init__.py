@@ -1,0 +1,1 @@
+"""Everything before training: raw collections become training records and retrieval sets."""

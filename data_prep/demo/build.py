@@ -1,0 +1,172 @@
+"""Rebuild the shipped picture set: ``python -m data_prep demo [out=DIR] [icons=DIR]``.
+
+The tables beside this file are the source; the result is written from them alone and is the same every time.
+
+    train/relations.jsonl         questions about pictures, trained facts only
+    train/text.jsonl              the same questions in words, all facts
+    train/naming.jsonl            what is this?
+    train/pictures.parquet        drawings of the training families; OpenMoji's in train/openmoji/
+    valid/                        retrieval set by training families, to choose checkpoints and settings by
+    test/                         retrieval set by the two held-out families
+    LICENSES.md                   whom the drawings come from, and on which terms
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from data_prep.demo import retrieval
+from data_prep.demo.families import FAMILIES, GALLERY, QUERIES, TRAINING
+from data_prep.demo.pictures import render_family, write_library
+from data_prep.demo.records import naming_records, relation_records, text_records
+from data_prep.demo.splits import VALID_GALLERY, VALID_QUERIES, split
+from data_prep.demo.tables import HERE, read_tables
+from data_prep.options import read_options
+from rge.schema import Record
+
+OUT = HERE / "data"
+
+
+def main(words: Sequence[str]) -> None:
+    """The command line.
+
+    Args:
+        words: ``out=DIR`` (default: the shipped folder), ``icons=DIR`` (icon packages laid out like
+            ``node_modules``; missing ones are fetched with npm into it; default: a cache in the home directory).
+
+    Raises:
+        UserError: an unknown key, or packages that cannot be had.
+    """
+    options = read_options(words, ("out", "icons"))
+    out = Path(options.get("out", OUT))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rge" / "icons"
+    build(out, Path(options.get("icons", cache)))
+    files = sorted(path for path in out.rglob("*") if path.is_file())
+    for path in files:
+        print(f"{path.stat().st_size:>9,}  {path.relative_to(out)}")
+    print(f"{sum(path.stat().st_size for path in files):>9,}  bytes in all")
+
+
+def build(out: Path, icons: Path) -> None:
+    """Write everything.
+
+    Args:
+        out: folder of the result.
+        icons: folder of the icon packages.
+    """
+    write_records(out)
+    tables = read_tables()
+    splits = split(tables)
+    pictures = {family: render_family(family, tables, icons) for family in FAMILIES}
+    for library in dict.fromkeys(family.library for family in TRAINING):
+        rows = [
+            (tables.concepts[concept].picture(family), data, concept, family.name)
+            for family in TRAINING
+            if family.library == library
+            for concept, data in pictures[family].items()
+        ]
+        write_library(out / "train" / library, rows)
+    retrieval.write_set(
+        out / "test",
+        "rge-demo-test",
+        retrieval.test_rows(tables, splits),
+        GALLERY,
+        retrieval.stored(QUERIES, pictures[QUERIES]),
+        retrieval.stored(GALLERY, pictures[GALLERY]),
+        f"queries {QUERIES.licence}, gallery {GALLERY.licence}",
+    )
+    retrieval.write_set(
+        out / "valid",
+        "rge-demo-valid",
+        retrieval.valid_rows(tables, splits),
+        VALID_GALLERY,
+        retrieval.referred(VALID_QUERIES, "../train"),
+        retrieval.referred(VALID_GALLERY, "../train"),
+        f"queries {VALID_QUERIES.licence}, gallery {VALID_GALLERY.licence}",
+    )
+    (out / "LICENSES.md").write_text(licences(), encoding="utf-8")
+    (out / "train" / "openmoji" / "LICENSE.md").write_text(share_alike(), encoding="utf-8")
+
+
+def write_records(out: Path) -> None:
+    """Write the training records, which need the tables only.
+
+    Args:
+        out: folder of the result.
+    """
+    tables = read_tables()
+    splits = split(tables)
+    _write(out / "train" / "relations.jsonl", relation_records(tables, splits))
+    _write(out / "train" / "text.jsonl", text_records(tables, splits))
+    _write(out / "train" / "naming.jsonl", naming_records(tables))
+
+
+def licences() -> str:
+    """Whom the pictures come from, on which terms, and what was done to them."""
+    lines = [
+        "# Licences of the shipped pictures",
+        "",
+        "The pictures are icons from the families below, taken from the npm packages named, rendered to 84 x 84 pixels",
+        "on white, centred and scaled to fill the square, and stored as WebP. No other change was made. The drawings",
+        "remain under the licences of their makers; none of them endorses this project.",
+        "",
+        "| family | by | licence | package | files |",
+        "|---|---|---|---|---|",
+    ]
+    for family in FAMILIES:
+        files = {QUERIES: "`test/queries.parquet`", GALLERY: "`test/corpus.parquet`"}.get(
+            family, f"`train/{family.library}`"
+        )
+        lines.append(
+            f"| [{family.title}]({family.url}) | {family.author} | [{family.licence}]({family.licence_url}) "
+            f"| `@iconify-json/{family.name}` {family.version} | {files} |"
+        )
+    lines += [
+        "",
+        "OpenMoji is share-alike (CC BY-SA 4.0): its pictures are in a file of their own, and so is anything derived",
+        "from them that is passed on. The questions, relations, rationales and names were written for this project and",
+        "are under its licence, Apache-2.0.",
+        "",
+        _MIT.strip(),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def share_alike() -> str:
+    """The notice beside the share-alike pictures."""
+    family = next(family for family in TRAINING if family.licence == "CC-BY-SA-4.0")
+    return (
+        f"The pictures in this folder are by [{family.title}]({family.url}), the open-source emoji and icon project,\n"
+        f"under [CC BY-SA 4.0]({family.licence_url}): rendered to 84 x 84 pixels on white, centred and scaled, stored\n"
+        "as WebP. Adaptations must be shared under the same licence.\n"
+    )
+
+
+def _write(path: Path, records: list[Record]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8", newline="\n") as out:
+        for record in records:
+            row = record.model_dump(exclude_none=True, exclude_defaults=True)
+            out.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n")
+
+
+_MIT = """
+## Fluent Emoji: MIT License
+
+Copyright (c) Microsoft Corporation.
+
+Permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated
+documentation files (the "Software"), to deal in the Software without restriction, including without limitation the
+rights to use, copy, modify, merge, publish, distribute, sublicense, and/or sell copies of the Software, and to permit
+persons to whom the Software is furnished to do so, subject to the following conditions:
+
+The above copyright notice and this permission notice shall be included in all copies or substantial portions of the
+Software.
+
+THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT NOT LIMITED TO THE
+WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR
+COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR
+OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
+"""

@@ -1,0 +1,107 @@
+"""Turn facts into training records: asked about a picture, asked in words, and the naming of pictures."""
+
+from collections.abc import Sequence
+
+from data_prep.demo.families import TRAINING, Family
+from data_prep.demo.splits import VALID_QUERIES, Splits, choose, stable_hash
+from data_prep.demo.tables import Concept, Fact, Tables
+from rge.schema import Positive, QueryPart, Record, Target
+
+INSTRUCTION = "Answer with a picture."
+NAMING_INSTRUCTION = "Find the same thing."
+NAMING_PHRASINGS = ("What is this?", "What do you see?", "What does this show?", "Name this.")
+
+
+def relation_records(tables: Tables, splits: Splits) -> list[Record]:
+    """Questions about pictures: each trained fact once per training family, in changing phrasings."""
+    records = []
+    for fact in tables.facts:
+        if fact.pair in splits.words_only:
+            continue
+        families = tables.families(fact.source)
+        if fact.pair in splits.valid_seen:
+            families = [family for family in families if family != VALID_QUERIES]
+        first = stable_hash("phrasing", *fact.pair)
+        for number, family in enumerate(families):
+            query = QueryPart(
+                text=tables.questions[fact.question].shown(first + number),
+                images=[reference(tables.concepts[fact.source], family)],
+            )
+            records.append(_record(tables, fact, family.name, query, tables.questions[fact.question].category))
+    return records
+
+
+def text_records(tables: Tables, splits: Splits) -> list[Record]:
+    """The same questions with the thing named: every fact, in every phrasing where no picture asks it."""
+    records = []
+    for fact in tables.facts:
+        question = tables.questions[fact.question]
+        first = stable_hash("named", *fact.pair)
+        for number in range(len(question.phrasings) if fact.pair in splits.words_only else 1):
+            query = QueryPart(text=question.named(first + number, tables.concepts[fact.source]))
+            records.append(_record(tables, fact, f"text{number}", query, question.category))
+    return records
+
+
+def naming_records(tables: Tables) -> list[Record]:
+    """What is this? Each training drawing once; the answer is the same thing by another hand."""
+    records = []
+    for concept in tables.concepts.values():
+        families = tables.families(concept.key)
+        first = stable_hash("naming", concept.key)
+        for number, family in enumerate(families):
+            other = _drawing(tables, concept, concept.key, family.name, avoid=family)
+            query = QueryPart(
+                text=NAMING_PHRASINGS[(first + number) % len(NAMING_PHRASINGS)], images=[reference(concept, family)]
+            )
+            records.append(
+                Record(
+                    id=f"name.{concept.key}.{family.name}",
+                    group=concept.key,
+                    source="demo",
+                    split="train",
+                    category="naming",
+                    instruction=NAMING_INSTRUCTION,
+                    query=query,
+                    positives=[Positive(**other, rationale=f"{concept.sentence}.")],
+                )
+            )
+    return records
+
+
+def reference(concept: Concept, family: Family) -> str:
+    """Where a training drawing lies, seen from the folder of the training records."""
+    return f"{family.library}#{concept.picture(family)}"
+
+
+def _record(tables: Tables, fact: Fact, variant: str, query: QueryPart, category: str) -> Record:
+    def target(key: str) -> dict[str, str]:
+        avoid = [family for family in TRAINING if family.name == variant]
+        return _drawing(tables, tables.concepts[key], *fact.pair, variant, avoid=avoid[0] if avoid else None)
+
+    return Record(
+        id=f"{fact.question}.{fact.source}.{variant}",
+        group=fact.source,
+        source="demo",
+        split="train",
+        category=category,
+        instruction=INSTRUCTION,
+        query=query,
+        positives=[Positive(**target(key), rationale=rationale) for key, rationale in fact.answers.items()],
+        negatives=[Target(**target(key)) for key in _wrong(fact, variant)],
+    )
+
+
+def _wrong(fact: Fact, variant: str) -> Sequence[str]:
+    # The thing itself, drawn by another hand, in every second record: it is always wrong, and one lesson is enough.
+    return fact.wrong if stable_hash("wrong", *fact.pair, variant) % 2 else fact.near_misses
+
+
+def _drawing(tables: Tables, concept: Concept, *words: str, avoid: Family | None) -> dict[str, str]:
+    families = [family for family in tables.families(concept.key) if family != avoid]
+    family = choose(families, "drawing", concept.key, *words)
+    return {
+        "id": concept.picture(family),
+        "image": reference(concept, family),
+        "identity": concept.key,
+    }

@@ -1,0 +1,40 @@
+# Everything a newcomer needs, from a fresh clone. `make` alone lists the targets.
+#
+# Paths are relative and quoted by the shell, so the clone may stand in a folder with spaces in its name.
+
+VENV := .venv
+PY := $(VENV)/bin/python
+
+# Nothing here talks to a hub or a tracker. One thread a process: several test processes spinning on two cores are many
+# times slower than one thread each. The demo is one process and keeps all cores.
+OFFLINE := HF_HUB_OFFLINE=1 WANDB_MODE=offline WANDB_SILENT=true TOKENIZERS_PARALLELISM=false
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup demo test lint format clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+setup: ## make or refresh .venv; nothing happens where it is up to date
+	@sh scripts/setup.sh
+
+demo: setup ## train on the shipped pictures, evaluate on unseen drawings, write one HTML page (resumes)
+	@$(OFFLINE) $(PY) scripts/demo.py
+
+test: setup lint ## what CI runs: lint, types, all tests that need neither a GPU nor the network
+	@$(OFFLINE) $(ONE_THREAD) $(PY) -m pytest -m "not gpu and not net"
+
+lint: setup ## ruff (rules and format) and mypy on the pure modules
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check --quiet . || { echo "run: make format"; exit 1; }
+	@$(PY) -m mypy
+
+format: setup ## let ruff rewrite what it can
+	@$(PY) -m ruff check --fix --quiet .
+	@$(PY) -m ruff format .
+
+clean: ## remove .venv and caches; runs/ stays, it holds your training
+	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find rge eval data_prep tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +

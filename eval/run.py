@@ -1,0 +1,263 @@
+"""Evaluate a checkpoint on a retrieval set.
+
+    python -m eval run checkpoint=DIR set=DIR out=DIR [query_mode=reasoning,direct] [query_modality=both,text,image]
+
+set --sets--> items --encode--> embeddings (sharded, resumable) --search--> ranking --metrics, stats--> outputs --report-->
+
+Candidates are encoded once, directly, and serve every condition; a condition is a query mode with a query modality.
+One condition is written to ``out`` itself, several to ``out/<mode>-<modality>`` each.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eval.encode import Embeds, Mode, Side, cache_key, check_collapse, encode_side, mean_cosine, open_cache
+from eval.metrics import CUTOFFS
+from eval.options import UserError, one_of
+from eval.outputs import (
+    FORMAT,
+    RUN,
+    check_out,
+    figures,
+    invalidate,
+    per_query_table,
+    rationale_figures,
+    score_ranking,
+    self_retrieval,
+    set_figures,
+    statistics_settings,
+    summary,
+    versions,
+    write_tables,
+)
+from eval.search import DEPTH, search
+from eval.sets import MODALITIES, Modality, RetrievalSet, content_digest, load_set
+from eval.stats import NUM_RESAMPLES
+from eval.trec import write_run
+from rge.schema import Encoded, Item
+
+MODES: tuple[Mode, ...] = ("reasoning", "direct")
+BENCHMARKS = ("generic",)
+PROFILES = ("clean",)
+
+
+@dataclass
+class RunOptions:
+    """Options of ``python -m eval run``."""
+
+    checkpoint: Path
+    """Checkpoint directory with ``rge.json``."""
+    set: Path
+    """Retrieval set directory, see `eval.sets`."""
+    out: Path
+    """Output directory."""
+    query_mode: tuple[str, ...] = ("reasoning",)
+    """reasoning and/or direct: whether a query writes a rationale before it is embedded."""
+    query_modality: tuple[str, ...] = ("both",)
+    """both, text and/or image: what a query keeps; the shortcut ablations."""
+    batch_size: int = 32
+    """Items embedded at once; changes speed and memory, not the embeddings."""
+    limit: int | None = None
+    """Only the first so many queries, for a quick look; the pool stays whole."""
+    cache: Path | None = None
+    """Where embeddings are kept; null: ``out/.cache``. May be shared by any number of runs."""
+    by: tuple[str, ...] = ()
+    """Further query columns to report by, besides the set's ``report_by``."""
+    depth: int = DEPTH
+    """Length of a ranking."""
+    device: str | None = None
+    """Such as cuda:0; null: a GPU if there is one."""
+    dtype: str | None = None
+    """Weights' dtype; null: float32 on CPU, the recipe's on GPU."""
+    max_new_tokens: int | None = None
+    """Cap on a rationale in tokens; null: the checkpoint's."""
+    temperature: float | None = None
+    """Sampling temperature of rationales; null: the checkpoint's, which is greedy."""
+    seed: int = 0
+    """Of the resampling, and of sampled rationales."""
+    benchmark: str = "generic"
+    """Protocol of a known benchmark; only generic so far."""
+    profile: str = "clean"
+    """clean is the defensible protocol."""
+    report: bool = True
+    """Whether to write report.html."""
+    overwrite: bool = False
+    """Replace the output of another checkpoint or set."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A way of asking: mode, modality, and the directory that its output goes to."""
+
+    mode: Mode
+    modality: Modality
+    out: Path
+
+
+def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[Path]:
+    """Evaluate, write the outputs, and return their directories.
+
+    Args:
+        options: see `RunOptions`.
+        load: makes the encoder; `rge.encode.load_encoder` by default.
+
+    Raises:
+        UserError: something given is wrong; see the modules named above.
+    """
+    conditions = _conditions(options)
+    wanted = load_set(options.set, by=options.by)
+    if options.limit is not None:
+        wanted = wanted.first(options.limit)
+    if options.depth < min(max(CUTOFFS), len(wanted.corpus_ids)):
+        raise UserError(f"depth must be at least {max(CUTOFFS)}, the deepest metric, got {options.depth}")
+    queries = {one.modality: wanted.query_items(one.modality) for one in conditions}
+
+    # One pass over all pictures before the model is loaded: it names what the embeddings depend on, and a missing
+    # picture shows now instead of in the last shard.
+    candidate_contents, rows_of_picture = _candidate_contents(wanted)
+    query_contents = {
+        modality: [content_digest(item)[0] for item in items] for modality, items in queries.items()
+    }
+    own = [_own_rows(item, rows_of_picture) for item in wanted.queries]
+
+    encoder = _load(options, load)
+    generation = encoder.settings.get("generation", {})
+    seed = options.seed if generation.get("temperature", 0.0) > 0 else None
+    for one in conditions:
+        check_out(one.out, _identity(wanted, encoder, one), overwrite=options.overwrite)
+    cache = options.cache or options.out / ".cache"
+
+    def encode(side: Side, mode: Mode, modality: str, items: Any, contents: Sequence[str]) -> Encoded:
+        key = cache_key(
+            checkpoint_hash=encoder.checkpoint_hash,
+            settings=encoder.settings | ({"seed": seed} if mode == "reasoning" and seed is not None else {}),
+            side=side,
+            mode=mode,
+            modality=modality,
+            fingerprint=wanted.fingerprint,
+            contents=contents,
+        )
+        describe = {
+            "side": side,
+            "mode": mode,
+            "modality": modality,
+            "set": wanted.name,
+            "items": len(contents),
+        }
+        opened = open_cache(
+            cache, key, len(contents), describe | {"checkpoint_hash": encoder.checkpoint_hash}
+        )
+        sampled = seed if mode == "reasoning" else None
+        size = options.batch_size
+        found = encode_side(encoder, items, opened, side=side, mode=mode, batch_size=size, seed=sampled)
+        check_collapse(found.embeddings, contents, side)
+        return found
+
+    candidate_CD = encode("candidate", "direct", "both", wanted.corpus_items(), candidate_contents).embeddings
+    candidate_CD = candidate_CD[wanted.file_rows_C]  # from the order of the file to the order of ids
+    for one in conditions:
+        encoded = encode("query", one.mode, one.modality, queries[one.modality], query_contents[one.modality])
+        ranking = search(
+            encoded.embeddings,
+            candidate_CD,
+            depth=options.depth,
+            excluded=wanted.excluded,
+            candidates=wanted.candidates,
+        )
+        scored = score_ranking(wanted, ranking)
+        results = {
+            "format": FORMAT,
+            "set": set_figures(wanted) | {"limit": options.limit},
+            "benchmark": options.benchmark,
+            "profile": options.profile,
+            "query_mode": one.mode,
+            "query_modality": one.modality,
+            "candidate_mode": "direct",
+            **figures(wanted, scored, seed=options.seed),
+            "rationale": rationale_figures(encoded),
+            "self_retrieval": self_retrieval(ranking, own),
+            "coverage": 1.0,
+            "mean_cosine": {"query": mean_cosine(encoded.embeddings), "candidate": mean_cosine(candidate_CD)},
+            "checkpoint": str(encoder.checkpoint),
+            "checkpoint_hash": encoder.checkpoint_hash,
+            "settings": {key: value for key, value in encoder.settings.items() if key != "recipe"},
+            "decoding": generation,
+            "dtype": encoder.settings.get("dtype"),
+            "embedding_dim": candidate_CD.shape[1],
+            "batch_size": options.batch_size,
+            "depth": options.depth,
+            "seed": options.seed,
+            "statistics": statistics_settings(options.seed, NUM_RESAMPLES),
+            "versions": versions(),
+        }
+        invalidate(one.out)
+        tag = f"{encoder.checkpoint_hash[:12]}-{one.mode}-{one.modality}"
+        write_run(one.out / RUN, ranking, wanted.query_ids, wanted.corpus_ids, tag)
+        write_tables(one.out, per_query_table(wanted, ranking, scored, encoded), results)
+        print(f"\n{wanted.name}: {one.mode}, {one.modality} -> {one.out}\n{summary(results)}", flush=True)
+    dirs = [one.out for one in conditions]
+    if options.report:
+        from eval.report import write_report
+
+        print(f"\n{write_report(dirs, options.out / 'report.html')}")
+    return dirs
+
+
+def _conditions(options: RunOptions) -> list[Condition]:
+    one_of("query_mode", options.query_mode, MODES)
+    one_of("query_modality", options.query_modality, MODALITIES)
+    one_of("benchmark", [options.benchmark], BENCHMARKS)
+    one_of("profile", [options.profile], PROFILES)
+    if options.batch_size < 1:
+        raise UserError(f"batch_size must be at least 1, got {options.batch_size}")
+    pairs = [(mode, modality) for mode in MODES for modality in MODALITIES]
+    pairs = [pair for pair in pairs if pair[0] in options.query_mode and pair[1] in options.query_modality]
+    if len(pairs) == 1:
+        return [Condition(*pairs[0], options.out)]
+    return [Condition(mode, modality, options.out / f"{mode}-{modality}") for mode, modality in pairs]
+
+
+def _load(options: RunOptions, load: Callable[..., Embeds] | None) -> Embeds:
+    if load is None:
+        from rge.encode import load_encoder
+
+        load = load_encoder
+    return load(
+        options.checkpoint,
+        device=options.device,
+        dtype=options.dtype,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+    )
+
+
+def _identity(wanted: RetrievalSet, encoder: Embeds, condition: Condition) -> dict[str, Any]:
+    return {
+        "set.fingerprint": wanted.fingerprint,
+        "checkpoint_hash": encoder.checkpoint_hash,
+        "query_mode": condition.mode,
+        "query_modality": condition.modality,
+    }
+
+
+def _candidate_contents(wanted: RetrievalSet) -> tuple[list[str], dict[str, list[int]]]:
+    """Content digest of each candidate in file order, and the rows (in id order) that show each picture."""
+    row_of_C = np.empty(len(wanted.file_rows_C), np.int64)
+    row_of_C[wanted.file_rows_C] = np.arange(len(row_of_C))
+    contents: list[str] = []
+    rows_of_picture: dict[str, list[int]] = {}
+    for file_row, item in enumerate(wanted.corpus_items()):
+        content, pictures = content_digest(item)
+        contents.append(content)
+        for picture in pictures:
+            rows_of_picture.setdefault(picture, []).append(int(row_of_C[file_row]))
+    return contents, rows_of_picture
+
+
+def _own_rows(query: Item, rows_of_picture: dict[str, list[int]]) -> np.ndarray:
+    rows = {row for picture in content_digest(query)[1] for row in rows_of_picture.get(picture, [])}
+    return np.array(sorted(rows), np.int64)

@@ -1,0 +1,256 @@
+"""Line charts as inline SVG: sharp on a phone, in both colour schemes, without a plotting library in the page or here.
+
+A chart is drawn at the size of a phone's column (360 units wide) and laid out as small multiples, so its text never
+shrinks. Colours come from the page's style sheet (classes ``series-0`` ...), which knows dark from light.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup, escape
+
+WIDTH, HEIGHT = 360, 216
+LEFT, RIGHT, TOP, BOTTOM = (
+    46,
+    18,
+    24,
+    40,
+)  # room for tick labels, half of the last one, stage names, the axis label
+MAX_POINTS = 160
+NUM_SERIES_STYLES = 6
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a chart.
+
+    Attributes:
+        label: name in the legend and in the hover text; empty for a chart of one line.
+        x: strictly increasing.
+        y: as long as ``x``, finite.
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Band:
+    """A stretch of the x axis with a name, such as a training stage."""
+
+    label: str
+    start: float
+    end: float
+
+
+def nice_ticks(low: float, high: float, target: int) -> list[float]:
+    """Round axis values that cover ``[low, high]``.
+
+    Args:
+        low: smallest value shown.
+        high: largest value shown; if it equals ``low``, the range is widened.
+        target: about how many ticks; at least 2.
+
+    Returns:
+        Ascending multiples of 1, 2, 2.5 or 5 times a power of ten; the first is <= low, the last >= high.
+    """
+    if high <= low:
+        high = low + (abs(low) or 1.0)
+    raw = (high - low) / max(target - 1, 1)
+    magnitude = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * (1 - 1e-9))
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def number(value: float, *, digits: int = 3) -> str:
+    """A number for people: ``digits`` significant digits, no exponent between 0.001 and a million.
+
+    Args:
+        value: finite.
+        digits: significant digits of small numbers; whole numbers keep all of theirs.
+    """
+    if value == 0:
+        return "0"
+    if abs(value) >= 10 ** (digits - 1) or value == int(value):
+        return f"{value:,.0f}"
+    if abs(value) < 1e-3:
+        return f"{value:.{digits - 1}g}"
+    return f"{value:.{digits - 1 - math.floor(math.log10(abs(value)))}f}".rstrip("0").rstrip(".")
+
+
+def thin(series: Series, max_points: int = MAX_POINTS) -> Series:
+    """Mean over equal stretches of the series, at most ``max_points`` of them; a short series stays as it is."""
+    n = len(series.x)
+    if n <= max_points:
+        return series
+    edges = [round(i * n / max_points) for i in range(max_points + 1)]
+    cuts = list(zip(edges[:-1], edges[1:], strict=True))
+    return Series(
+        series.label,
+        [sum(series.x[a:b]) / (b - a) for a, b in cuts],
+        [sum(series.y[a:b]) / (b - a) for a, b in cuts],
+    )
+
+
+def smooth(series: Series, window: int) -> Series:
+    """Centred moving average over ``window`` points, narrower at both ends; the x values stay."""
+    half = max(window, 1) // 2
+    n = len(series.y)
+    sums = [0.0]
+    for value in series.y:
+        sums.append(sums[-1] + value)
+    y = []
+    for i in range(n):
+        reach = min(half, i, n - 1 - i)
+        y.append((sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1))
+    return Series(series.label, series.x, y)
+
+
+def line_chart(
+    series: Sequence[Series],
+    *,
+    name: str,
+    x_label: str = "step",
+    bands: Sequence[Band] = (),
+    percent: bool = False,
+    zero: bool = True,
+) -> Markup:
+    """Draw lines over a shared x axis: the values faint, their moving average strong.
+
+    Args:
+        series: one or more, each with at least one point; the first six have distinct colours and dashes.
+        name: what the y axis shows; the chart's accessible name.
+        x_label: text under the x axis.
+        bands: named stretches of x, drawn behind the lines where there is more than one.
+        percent: y is a fraction of 1, shown as per cent.
+        zero: let the y axis begin at zero, so that heights can be compared.
+
+    Returns:
+        An ``<svg>`` element. Its ``data-chart`` attribute holds what the page's script needs to show a value on
+        hover; without script the chart is complete but for that.
+
+    Raises:
+        ValueError: no series, an empty series, or x and y of different length.
+    """
+    if not series:
+        raise ValueError(f"chart {name!r} must have a series, got none")
+    for one in series:
+        if not one.x or len(one.x) != len(one.y):
+            raise ValueError(
+                f"chart {name!r}: series {one.label!r} has {len(one.x)} x and {len(one.y)} y values"
+            )
+    # A line breaks where a stage ends: the same name may stand for another sum of losses there.
+    raws = [[thin(part) for part in _split(one, bands)] for one in series]
+    # a window as wide as a 16th of the line calms the noise of single steps and keeps every bend that can be seen
+    lines = [[smooth(part, len(part.x) // 16) for part in parts_] for parts_ in raws]
+    joined = [
+        Series(one.label, [x for part in parts_ for x in part.x], [y for part in parts_ for y in part.y])
+        for one, parts_ in zip(series, lines, strict=True)
+    ]
+
+    scale = 100.0 if percent else 1.0
+    y_all = [v * scale for parts_ in raws for part in parts_ for v in part.y]
+    y_ticks = nice_ticks(min(0.0, *y_all) if zero else min(y_all), max(y_all), 5)
+    x_low, x_high = min(one.x[0] for one in series), max(one.x[-1] for one in series)
+    x_low, x_high = (x_low - 0.5, x_high + 0.5) if x_low == x_high else (x_low, x_high)
+    x_ticks = [t for t in nice_ticks(x_low, x_high, 5) if x_low <= t <= x_high]
+    plot_width, plot_height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+
+    def at_x(value: float) -> float:
+        return LEFT + (value - x_low) / (x_high - x_low) * plot_width
+
+    def at_y(value: float) -> float:
+        return TOP + (y_ticks[-1] - value) / (y_ticks[-1] - y_ticks[0]) * plot_height
+
+    def points(one: Series) -> str:
+        return " ".join(f"{at_x(x):.1f},{at_y(y * scale):.1f}" for x, y in zip(one.x, one.y, strict=True))
+
+    unit = "%" if percent else ""
+    parts: list[str] = []
+    visible = [band for band in bands if band.end > x_low and band.start < x_high]
+    if len(bands) > 1:
+        for index, band in enumerate(visible):
+            start, end = at_x(max(band.start, x_low)), at_x(min(band.end, x_high))
+            shade = " odd" if index % 2 else ""
+            parts.append(
+                f'<rect class="band{shade}" x="{start:.1f}" y="{TOP}" width="{end - start:.1f}" '
+                f'height="{plot_height}"/>'
+            )
+            if (end - start) > 6.2 * len(band.label):  # a name that would run into the next one is left out
+                parts.append(
+                    f'<text class="stage" x="{start + 4:.1f}" y="{TOP - 7}">{escape(band.label)}</text>'
+                )
+    for tick in y_ticks:
+        y = at_y(tick)
+        parts.append(
+            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<text class="tick" x="{LEFT - 7}" y="{y + 3.5:.1f}" text-anchor="end">{number(tick)}{unit}</text>'
+        )
+    for tick in x_ticks:
+        x = at_x(tick)
+        bottom = HEIGHT - BOTTOM
+        parts.append(
+            f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>'
+            f'<text class="tick" x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{number(tick)}</text>'
+        )
+    parts.append(
+        f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM}"/>'
+        f'<text class="label" x="{LEFT + plot_width / 2:.1f}" y="{HEIGHT - 6}" text-anchor="middle">'
+        f"{escape(x_label)}</text>"
+    )
+    for index, (raw_parts, line_parts) in enumerate(zip(raws, lines, strict=True)):
+        style = f"series-{index % NUM_SERIES_STYLES}"
+        for raw, line in zip(raw_parts, line_parts, strict=True):
+            if raw.y != line.y:
+                parts.append(f'<polyline class="raw {style}" points="{points(raw)}"/>')
+            if len(line.x) > 1:
+                parts.append(f'<polyline class="line {style}" points="{points(line)}"/>')
+        last = line_parts[-1]
+        parts.append(
+            f'<circle class="last {style}" cx="{at_x(last.x[-1]):.1f}" cy="{at_y(last.y[-1] * scale):.1f}" r="3"/>'
+        )
+    hover = {
+        "plot": [LEFT, TOP, plot_width, plot_height],
+        "domain": [x_low, x_high, y_ticks[0], y_ticks[-1]],
+        "unit": unit,
+        "xLabel": x_label,
+        "series": [
+            {"label": one.label, "x": [_short(v) for v in one.x], "y": [_short(v * scale) for v in one.y]}
+            for one in joined
+        ],
+    }
+    data = escape(json.dumps(hover, ensure_ascii=False, separators=(",", ":")))
+    return Markup(
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" '
+        f'aria-label="{escape(_spoken(name, joined, x_label, scale, unit))}" data-chart="{data}">{"".join(parts)}</svg>'
+    )
+
+
+def _split(series: Series, bands: Sequence[Band]) -> list[Series]:
+    """The parts of a series that lie in different bands; bands are open at their start."""
+    parts: dict[int, tuple[list[float], list[float]]] = {}
+    for x, y in zip(series.x, series.y, strict=True):
+        place = next((i for i, band in enumerate(bands) if band.start < x <= band.end), -1)
+        xs, ys = parts.setdefault(place, ([], []))
+        xs.append(x)
+        ys.append(y)
+    return [Series(series.label, xs, ys) for xs, ys in parts.values()]
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}") if abs(value) < 1e4 else round(value)
+
+
+def _spoken(name: str, lines: Sequence[Series], x_label: str, scale: float, unit: str) -> str:
+    """The chart in one sentence, for those who do not see it."""
+    ends = [
+        f"{one.label + ': ' if one.label else ''}{number(one.y[0] * scale)}{unit} at {x_label} {number(one.x[0])}, "
+        f"{number(one.y[-1] * scale)}{unit} at {x_label} {number(one.x[-1])}"
+        for one in lines
+    ]
+    return f"{name}. " + "; ".join(ends)

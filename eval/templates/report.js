@@ -1,0 +1,99 @@
+"use strict";
+// Filters and hover values. Without this script the page shows every card and every chart, only without them.
+(() => {
+  const PAGE = 12;
+  const form = document.querySelector(".filters");
+  const cards = [...document.querySelectorAll(".cards .card")];
+  const more = document.querySelector(".more");
+  if (form && cards.length) {
+    let limit = PAGE;
+    const shown = form.querySelector("output");
+    const show = () => {
+      const wanted = [...form.querySelectorAll("select")].filter((s) => s.value);
+      const fits = cards.filter((card) => wanted.every((s) => card.dataset[s.name] === s.value));
+      const visible = new Set(fits.slice(0, limit));
+      for (const card of cards) card.hidden = !visible.has(card);
+      const rest = fits.length - visible.size;
+      more.hidden = rest === 0;
+      more.textContent = `Show ${Math.min(rest, PAGE)} more`;
+      shown.textContent = fits.length
+        ? `${visible.size} of ${fits.length} shown`
+        : "No example here fits all of these.";
+    };
+    form.addEventListener("change", () => { limit = PAGE; show(); });
+    form.addEventListener("submit", (event) => event.preventDefault());
+    more.addEventListener("click", () => {
+      const next = limit;
+      limit += PAGE;
+      show();
+      const card = cards.filter((c) => !c.hidden)[next];
+      if (card) card.focus({ preventScroll: true });
+    });
+    form.hidden = false;
+    show();
+  }
+
+  const SVG = "http://www.w3.org/2000/svg";
+  const text = (value) => {
+    const size = Math.abs(value);
+    return size >= 100 ? value.toLocaleString("en", { maximumFractionDigits: 0 }) : String(+value.toPrecision(3));
+  };
+  for (const svg of document.querySelectorAll(".chart")) {
+    const { plot, domain, unit, xLabel, series } = JSON.parse(svg.dataset.chart);
+    const [left, top, width, height] = plot;
+    const [x0, x1, y0, y1] = domain;
+    const reading = svg.closest("figure").querySelector(".reading");
+    const atRest = reading.textContent;
+    const group = document.createElementNS(SVG, "g");
+    const line = document.createElementNS(SVG, "line");
+    line.setAttribute("class", "cursor");
+    line.setAttribute("y1", top);
+    line.setAttribute("y2", top + height);
+    group.append(line);
+    const dots = series.map((_, index) => {
+      const dot = document.createElementNS(SVG, "circle");
+      dot.setAttribute("class", `series-${index % 6}`);
+      dot.setAttribute("r", 3.5);
+      group.append(dot);
+      return dot;
+    });
+    group.style.display = "none";
+    svg.append(group);
+    const nearest = (xs, x) => {
+      let best = 0;
+      for (let i = 1; i < xs.length; i++) if (Math.abs(xs[i] - x) < Math.abs(xs[best] - x)) best = i;
+      return best;
+    };
+    const longest = series.reduce((a, b) => (b.x.length > a.x.length ? b : a));
+    let position = longest.x.length - 1;
+    const point = (x) => {
+      position = nearest(longest.x, x);
+      const at = longest.x[position];
+      const px = left + ((at - x0) / (x1 - x0)) * width;
+      line.setAttribute("x1", px);
+      line.setAttribute("x2", px);
+      const values = series.map((one, index) => {
+        const i = nearest(one.x, at);
+        dots[index].setAttribute("cx", left + ((one.x[i] - x0) / (x1 - x0)) * width);
+        dots[index].setAttribute("cy", top + ((y1 - one.y[i]) / (y1 - y0)) * height);
+        return `${one.label ? one.label + " " : ""}${text(one.y[i])}${unit}`;
+      });
+      reading.textContent = `${xLabel} ${text(Math.round(at))}: ${values.join(", ")}`;
+      group.style.display = "";
+    };
+    const leave = () => { group.style.display = "none"; reading.textContent = atRest; };
+    svg.addEventListener("pointermove", (event) => {
+      const box = svg.getBoundingClientRect();
+      const x = ((event.clientX - box.left) / box.width) * svg.viewBox.baseVal.width;
+      point(x0 + ((x - left) / width) * (x1 - x0));
+    });
+    svg.addEventListener("pointerleave", leave);
+    svg.addEventListener("blur", leave);
+    svg.addEventListener("keydown", (event) => {
+      const move = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
+      if (move === undefined) return;
+      event.preventDefault();
+      point(longest.x[Math.min(Math.max(position + move, 0), longest.x.length - 1)]);
+    });
+  }
+})();

@@ -1,0 +1,952 @@
+"""The report page, read back with `html.parser` (and, where Chromium is installed, looked at by it)."""
+
+import base64
+import io
+import json
+import os
+import re
+import select
+import shutil
+import subprocess
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from PIL import Image
+
+from eval import plots, report
+from eval.report import ReportError, choose_examples, read_training_logs, report_command, write_report
+from eval.stats import cluster_bootstrap, index_of, interval
+from rge.fingerprint import set_fingerprint
+
+METRICS = ("recall@1", "recall@5", "mrr")
+NASTY = 'It ends in <emb>; <script>alert("x")</script> & more.'
+
+
+# --- a small world --------------------------------------------------------------------------------------------------
+
+
+def picture(color, size=(24, 24), kind="WEBP") -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, color).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def color(i: int) -> tuple[int, int, int]:
+    return (37 * i % 256, 91 * i % 256, 53 * i % 256)
+
+
+def write_set(folder: Path, num_queries: int = 40, *, seen_texts: str = "What opens this?") -> Path:
+    """Query i asks about picture i; candidates c0.. are pictures, ci and c(i+1) are right, c(i+2) is judged wrong."""
+    folder.mkdir(parents=True)
+    num_candidates = num_queries + 8
+    corpus = pd.DataFrame(
+        {
+            "id": [f"c{i}" for i in range(num_candidates)],
+            "image": [picture(color(i)) for i in range(num_candidates)],
+            "text": [None if i else "a <b>key</b>" for i in range(num_candidates)],
+        }
+    )
+    images = [[picture(color(100 + i))] for i in range(num_queries)]
+    images[0] = []  # a text-only query
+    images[1] = [picture("red"), picture("blue")]  # one with two pictures
+    images[2] = [picture(color(2))]  # one whose own picture is a candidate
+    queries = pd.DataFrame(
+        {
+            "id": [f"q{i}" for i in range(num_queries)],
+            "text": [f"{seen_texts} <i>{i}</i>" for i in range(num_queries)],
+            "image": images,
+            "category": [("functional", "temporal")[i % 2] for i in range(num_queries)],
+            "group": [f"g{i // 2}" for i in range(num_queries)],
+            "pair": [("seen", "held_out")[i // 2 % 2] for i in range(num_queries)],
+            "instruction": [None] * num_queries,
+        }
+    )
+    qrels = [(f"q{i}", f"c{i + j}", 1) for i in range(num_queries) for j in (0, 1)]
+    negatives = [(f"q{i}", f"c{i + 2}") for i in range(num_queries)]
+    fingerprint = set_fingerprint(queries["id"], corpus["id"], qrels, negatives=negatives)
+    corpus.to_parquet(folder / "corpus.parquet")
+    queries.to_parquet(folder / "queries.parquet")
+    pd.DataFrame(qrels, columns=["query-id", "corpus-id", "score"]).to_parquet(folder / "qrels.parquet")
+    pd.DataFrame(negatives, columns=["query-id", "corpus-id"]).to_parquet(folder / "negatives.parquet")
+    meta = {"name": "tiny & <set>", "fingerprint": fingerprint, "report_by": ["pair"]}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return folder
+
+
+def write_evaluation(
+    folder: Path, set_dir: Path, *, mode: str = "reasoning", modality: str = "both", hit_every: int = 2
+) -> Path:
+    """Query i has its first hit at rank 1 where i % hit_every == 0, else at rank 3 (i odd multiples) or 7."""
+    folder.mkdir(parents=True)
+    queries = pd.read_parquet(set_dir / "queries.parquet")
+    corpus = list(pd.read_parquet(set_dir / "corpus.parquet")["id"])
+    rows = []
+    for i, query in enumerate(queries.itertuples()):
+        first = 1 if i % hit_every == 0 else (3, 7)[i // hit_every % 2]
+        right, negative = [f"c{i}", f"c{i + 1}"], f"c{i + 2}"
+        others = [name for name in corpus if name not in (*right, negative)]
+        order = [negative, *others]
+        order[first - 1 : first - 1] = right[:1]
+        rows.append(
+            {
+                report.QUERY_COLUMN: query.id,
+                "category": query.category,
+                "group": query.group,
+                "pair": query.pair,
+                "num_positives": 2,
+                report.RANK_COLUMN: first,
+                "recall@1": 0.5 * (first == 1),
+                "recall@5": 0.5 * (first <= 5),
+                "mrr": 1 / first,
+                "rationale": NASTY if mode == "reasoning" else "",
+                "rationale_tokens": 12 if mode == "reasoning" else 0,
+                "stop_reason": "prefilled" if mode == "direct" else "forced" if i % 5 == 4 else "emb",
+                "generate_ms": 3.0,
+                "embed_ms": 1.0,
+                report.TOP_COLUMN: order[:10],
+            }
+        )
+    per_query = pd.DataFrame(rows)
+    per_query.to_parquet(folder / "per_query.parquet")
+
+    def figures(table):
+        means = {name: float(table[name].mean()) for name in METRICS}
+        return {name: {"value": v, "low": v * 0.9, "high": v * 1.1} for name, v in means.items()}
+
+    by_category = {name: figures(table) for name, table in per_query.groupby("category")}
+    meta = json.loads((set_dir / "meta.json").read_text())
+    results = {
+        "set": {
+            "name": meta["name"],
+            "path": str(set_dir),
+            "fingerprint": meta["fingerprint"],
+            "num_queries": len(queries),
+            "num_candidates": len(corpus),
+        },
+        "profile": "clean",
+        "query_mode": mode,
+        "query_modality": modality,
+        "micro": figures(per_query),
+        "macro": {n: {"value": sum(c[n]["value"] for c in by_category.values()) / 2} for n in METRICS},
+        "by_category": by_category,
+        "by_pair": {name: figures(table) for name, table in per_query.groupby("pair")},
+        "ties": {name: {"best": 0.31, "worst": 0.29} for name in METRICS},
+        "rationale": {"forced_rate": 0.2, "tokens_mean": 12.0, "tokens_p95": 14.0},
+        "random": {"recall@1": 0.0021, "recall@5": 0.104, "mrr": 0.05},
+        "checkpoint_hash": "c0ffee" * 6,
+        "seed": 0,
+        "versions": {"rge": "0.1.0", "torch": "2.9"},
+        "command": "python -m eval run checkpoint=out/joint",
+    }
+    (folder / "results.json").write_text(json.dumps(results))
+    return folder
+
+
+@pytest.fixture
+def world(tmp_path):
+    """A set, four conditions of one checkpoint, one baseline, one training log."""
+    set_dir = write_set(tmp_path / "set")
+    out = tmp_path / "out"
+    write_evaluation(out / "reasoning-both", set_dir)
+    write_evaluation(out / "direct-both", set_dir, mode="direct", hit_every=8)
+    write_evaluation(out / "reasoning-text", set_dir, modality="text", hit_every=10)
+    write_evaluation(out / "reasoning-image", set_dir, modality="image", hit_every=5)
+    write_evaluation(tmp_path / "none" / "direct-both", set_dir, mode="direct", hit_every=3)
+    log = tmp_path / "cold" / "metrics.jsonl"
+    log.parent.mkdir()
+    write_log(log, [{"stage": "cold", "step": s, "loss": 4 / s, "loss_lm": 4 / s} for s in range(1, 400)])
+    return tmp_path
+
+
+def write_log(path: Path, entries: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return path
+
+
+def written(world: Path, **options) -> str:
+    options = {
+        "training_logs": [world / "cold" / "metrics.jsonl"],
+        "baselines": {"No <rationale>": world / "none"},
+        "num_examples": 24,
+    } | options
+    return write_report([world / "out"], world / "report.html", **options).read_text(encoding="utf-8")
+
+
+# --- reading a page back --------------------------------------------------------------------------------------------
+
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Elements with their attributes and text, and a check that every element is closed."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.elements: list[dict] = []
+        self.stack: list[dict] = []
+        self.feed(html)
+        assert not self.stack, f"not closed: {self.stack[-1]}"
+
+    def handle_starttag(self, tag, attrs, closed=False):
+        node = {"tag": tag, "attrs": dict(attrs), "text": "", "up": self.stack[-1] if self.stack else None}
+        self.elements.append(node)
+        if tag not in VOID and not closed:
+            self.stack.append(node)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs, closed=True)
+
+    def handle_endtag(self, tag):
+        assert self.stack, f"</{tag}> closes nothing"
+        assert self.stack[-1]["tag"] == tag, f"</{tag}> closes {self.stack[-1]}"
+        self.stack.pop()
+
+    def handle_data(self, data):
+        for node in self.stack:
+            node["text"] += data
+
+    def all(self, tag=None, **attrs):
+        def fits(node):
+            classes = (node["attrs"].get("class") or "").split()
+            rest = {k: v for k, v in attrs.items() if k != "cls"}
+            return (
+                (tag is None or node["tag"] == tag)
+                and ("cls" not in attrs or attrs["cls"] in classes)
+                and all(node["attrs"].get(k.replace("_", "-")) == v for k, v in rest.items())
+            )
+
+        return [node for node in self.elements if fits(node)]
+
+    def inside(self, outer, tag=None, **attrs):
+        def within(node):
+            while node is not None:
+                if node is outer:
+                    return True
+                node = node["up"]
+            return False
+
+        return [node for node in self.all(tag, **attrs) if within(node["up"])]
+
+
+def shown(value: float, like: float | None = None) -> str:
+    digits = 2 if 0 < abs(value if like is None else like) < 0.00995 else 1
+    return f"{100 * value:.{digits}f}"
+
+
+def test_every_value_of_the_tables_is_that_of_results_json(world):
+    page = Page(written(world))
+    results = {
+        "Question only": json.loads((world / "out/reasoning-text/results.json").read_text()),
+        "Image only": json.loads((world / "out/reasoning-image/results.json").read_text()),
+        "Direct": json.loads((world / "out/direct-both/results.json").read_text()),
+        "No <rationale>": json.loads((world / "none/direct-both/results.json").read_text()),
+        "Reasoning": json.loads((world / "out/reasoning-both/results.json").read_text()),
+    }
+    seen = set()
+    for cell in page.all("td"):
+        where = cell["attrs"].get("data-cell")
+        if not where:
+            continue
+        label, block, name, metric = where.split("|")
+        seen.add((label, block, name, metric))
+        if block == "random":
+            assert cell["text"].strip() in (shown(results["Reasoning"]["random"][metric]), "–")
+            continue
+        if block.startswith("gain"):
+            continue  # see test_gains_are_paired_differences
+        figures = results[label][block]
+        figure = (figures[name] if name else figures)[metric]
+        expected = shown(figure["value"])
+        if "low" in figure:
+            expected += f" {shown(figure['low'], figure['value'])}–{shown(figure['high'], figure['value'])}"
+        assert " ".join(cell["text"].split()) == expected, where
+    for label in results:
+        assert {(label, "micro", "", metric) for metric in METRICS} <= seen
+        assert {(label, "macro", "", metric) for metric in METRICS} <= seen
+        assert {(label, "by_pair", pair, "recall@1") for pair in ("seen", "held_out")} <= seen
+        assert {(label, "by_category", c, "recall@1") for c in ("functional", "temporal")} <= seen
+    assert ("Random floor", "random", "", "recall@1") in seen
+
+
+def test_rows_stand_in_the_order_of_what_the_model_is_given(world):
+    page = Page(written(world))
+    main = page.all("table", cls="main-table")[0]
+    rows = [node["text"] for node in page.inside(main, "th", scope="row")]
+    starts = ("Random floor", "Question only", "Image only", "Direct", "No <rationale>", "Reasoning")
+    starts += ("Gain over Direct", "Gain over No <rationale>")
+    assert [row[: len(start)] for row, start in zip(rows, starts, strict=True)] == list(starts)
+    heads = [" ".join(node["text"].split()) for node in page.inside(main, "th", scope="col")]
+    assert heads[1:] == ["All queries n = 40", "Seen pairs n = 20", "Held\u2011out pairs n = 20"]
+
+
+def test_gains_are_paired_differences(world):
+    page = Page(written(world))
+    cells = {
+        n["attrs"]["data-cell"]: " ".join(n["text"].split())
+        for n in page.all("td")
+        if "data-cell" in n["attrs"]
+    }
+    ours, theirs = (
+        pd.read_parquet(world / name / "per_query.parquet").set_index(report.QUERY_COLUMN)
+        for name in ("out/reasoning-both", "none/direct-both")
+    )
+    seen = ours["pair"] == "seen"
+    for where, rows in (("micro|", seen | True), ("by_pair|seen", seen), ("by_pair|held_out", ~seen)):
+        difference = (ours["recall@1"] - theirs["recall@1"])[rows]
+        low, high = interval(cluster_bootstrap(difference.to_numpy()[:, None], index_of(ours["group"][rows])))
+        text = f"{100 * difference.mean():+.1f} {100 * low[0]:.1f} to {100 * high[0]:.1f}".replace(
+            "-", "\u2212"
+        )
+        assert cells[f"No <rationale>|gain {where}|recall@1"] == text
+    assert "Direct|gain micro||recall@1" in cells
+    assert not any(where.startswith(("Question only|gain", "Image only|gain")) for where in cells)
+
+
+def test_opening_sentence_and_ceiling(world):
+    page = Page(written(world))
+    verdict = " ".join(page.all(cls="verdict")[0]["text"].split())
+    assert verdict == (
+        "recall@1: 25.0 % with its own rationale, 6.2 % by the same checkpoint without it, "
+        "17.5 % for “No <rationale>”, 0.21 % by chance."
+    )
+    assert (
+        "a perfect ranking reaches 50.0" in page.all("figcaption")[0]["text"]
+    )  # two right answers, one place
+
+
+def test_examples_show_what_was_ranked_and_mark_what_is_right(world):
+    page = Page(written(world))
+    cards = page.all("article", cls="card")
+    assert len(cards) == 24
+    qrels = pd.read_parquet(world / "set/qrels.parquet")
+    negatives = pd.read_parquet(world / "set/negatives.parquet")
+    right = set(zip(qrels["query-id"], qrels["corpus-id"], strict=True))
+    wrong = set(zip(negatives["query-id"], negatives["corpus-id"], strict=True))
+    per_query = pd.read_parquet(world / "out/reasoning-both/per_query.parquet").set_index(report.QUERY_COLUMN)
+    seen = set()
+    for card in cards:
+        query_id = card["attrs"]["data-query"]
+        seen.add(query_id)
+        ranked = page.inside(card, "li")
+        assert [node["attrs"]["data-id"] for node in ranked] == per_query.at[query_id, report.TOP_COLUMN][
+            :5
+        ].tolist()
+        for node in ranked:
+            pair = (query_id, node["attrs"]["data-id"])
+            classes = node["attrs"]["class"].split()
+            assert ("hit" in classes) == ("✓ hit" in node["text"]) == (pair in right)
+            assert ("negative" in classes) == ("✗ negative" in node["text"]) == (pair in wrong)
+        rank = per_query.at[query_id, report.RANK_COLUMN]
+        assert f"answer at rank {rank}" in page.inside(card, cls="outcome")[0]["text"]
+        assert bool(page.inside(card, cls="wanted")) == (rank > 5)
+        forced = page.inside(card, cls="forced")
+        assert bool(forced) == (per_query.at[query_id, "stop_reason"] == "forced")
+        assert not forced or "after 12 tokens" in forced[0]["text"]
+        assert NASTY in " ".join(page.inside(card, cls="says")[0]["text"].split())
+    assert len(seen) == 24
+    ranks = dict(re.findall(r"([A-Z<][\w <>]+?)(\d+)", page.inside(cards[0], "dl")[0]["text"]))
+    first = cards[0]["attrs"]["data-query"]
+    assert ranks["Reasoning"] == str(per_query.at[first, report.RANK_COLUMN])
+    direct = pd.read_parquet(world / "out/direct-both/per_query.parquet").set_index(report.QUERY_COLUMN)
+    assert ranks["Direct"] == str(direct.at[first, report.RANK_COLUMN])
+
+
+def test_says_in_which_proportion_examples_were_chosen(world):
+    page = Page(written(world))
+    text = " ".join(page.all("section", id="examples")[0]["text"].split())
+    assert "Of all 40 queries, 20 have a right candidate at rank 1, 10 at rank 2 to 5, and 10 below." in text
+    assert (
+        "The 24 on this page are not in that proportion: 12 are successes (rank 1) and 12 are failures"
+        in text
+    )
+    assert "in turn over category and pair" in text
+    assert [node["attrs"]["data-outcome"] for node in page.all("article")].count("first") == 12
+
+
+def test_queries_without_and_with_several_pictures(world):
+    page = Page(written(world, num_examples=40))
+    cards = {card["attrs"]["data-query"]: card for card in page.all("article")}
+    assert len(page.inside(cards["q0"], cls="query-pics")) == 0
+    assert len(page.inside(page.inside(cards["q1"], cls="query-pics")[0], "use")) == 2
+    assert len(page.inside(page.inside(cards["q3"], cls="query-pics")[0], "use")) == 1
+    assert "the query itself" in cards["q2"]["text"]
+    assert "the query itself" not in cards["q3"]["text"]
+    labels = [node["attrs"].get("aria-label") for node in page.all("svg", role="img")]
+    assert all(labels)
+    assert "rank 1: a <b>key</b>" in labels  # a candidate's text is its alternative text
+
+
+def test_each_picture_is_in_the_file_once_and_every_reference_resolves(world):
+    html = written(world)
+    page = Page(html)
+    data = [node["attrs"]["href"] for node in page.all("image")]
+    assert len(data) == len(set(data)) > 24
+    symbols = {node["attrs"]["id"] for node in page.all("symbol")}
+    uses = [node["attrs"]["href"] for node in page.all("use")]
+    assert {use.removeprefix("#") for use in uses} == symbols
+    ids = [node["attrs"]["id"] for node in page.elements if "id" in node["attrs"]]
+    assert len(ids) == len(set(ids))
+
+
+def test_one_file_without_network_or_local_paths(world):
+    html = written(world)
+    page = Page(html)
+    for node in page.elements:
+        for name, value in node["attrs"].items():
+            if name in ("href", "src", "srcset", "action", "data", "poster", "xlink:href"):
+                assert value.startswith(("#", "data:")), (node["tag"], name, value)
+            if name == "style":
+                assert "url(" not in value
+    assert "url(" not in page.all("style")[0]["text"]
+    assert "@import" not in page.all("style")[0]["text"]
+    assert str(world) not in html
+    policy = page.all("meta", http_equiv="Content-Security-Policy")[0]["attrs"]["content"]
+    assert policy.startswith("default-src 'none'; img-src data:;")
+
+
+def test_what_the_model_wrote_is_text_not_markup(world):
+    html = written(world)
+    page = Page(html)
+    assert "<script>alert" not in html
+    assert len(page.all("script")) == 1
+    assert not page.all("emb")
+    assert not page.all("i", id=None) or all(
+        n["attrs"].get("class") in ("span", "dot") for n in page.all("i")
+    )
+    assert page.all("title")[0]["text"] == "What reasoning bought on tiny & <set>"
+
+
+def test_same_input_same_bytes_and_no_leftovers(world):
+    first = written(world)
+    assert written(world) == first
+    assert written(world, seed=1) != first
+    assert not list(world.glob(".*.tmp")) + list(world.glob("*.tmp"))
+
+
+def test_a_failure_leaves_the_old_page(world):
+    written(world)
+    before = (world / "report.html").read_bytes()
+    with pytest.raises(ReportError):
+        written(world, metric="recall@3")
+    assert (world / "report.html").read_bytes() == before
+
+
+def test_direct_only_report_has_no_rationales(world):
+    out = write_report([world / "out/direct-both"], world / "direct.html", num_examples=4)
+    page = Page(out.read_text())
+    assert len(page.all("article")) == 4
+    assert not page.all("blockquote")
+    assert not page.all(cls="ranks")  # nothing to compare with
+    assert "without a rationale" in page.all(cls="verdict")[0]["text"]
+
+
+def test_a_set_without_pairs_has_its_categories_in_the_main_table(world):
+    for folder in (world / "out").iterdir():
+        results = json.loads((folder / "results.json").read_text())
+        del results["by_pair"]
+        (folder / "results.json").write_text(json.dumps(results))
+    page = Page(write_report([world / "out"], world / "r.html").read_text())
+    main = page.all("table", cls="main-table")
+    heads = [" ".join(node["text"].split()) for node in page.inside(main[0], "th", scope="col")]
+    assert heads[1:] == ["All queries n = 40", "Functional n = 20", "Temporal n = 20"]
+    assert len(main) == 1
+
+
+def test_large_pictures_are_scaled_down_and_small_ones_kept(tmp_path):
+    gallery = report.Gallery()
+    small = picture("red")
+    noise = Image.effect_noise((900, 600), 80).convert("RGB")
+    buffer = io.BytesIO()
+    noise.save(buffer, "PNG")
+    assert gallery.add(small, "one") == gallery.add(small, "another") == "p0"
+    assert gallery.add(buffer.getvalue(), "large") == "p1"
+    kept, scaled = gallery.pictures
+    assert base64.b64decode(kept.data.split(",")[1]) == small
+    image = Image.open(io.BytesIO(base64.b64decode(scaled.data.split(",")[1])))
+    assert (image.format, image.size) == ("WEBP", (224, 149))
+    assert (scaled.width, scaled.height) == (224, 149)
+    rotated = Image.new("RGB", (30, 10))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # lies on its side
+    buffer = io.BytesIO()
+    rotated.save(buffer, "JPEG", exif=exif)
+    gallery.add(buffer.getvalue(), "rotated")
+    assert (gallery.pictures[2].width, gallery.pictures[2].height) == (10, 30)
+
+
+# --- which examples -------------------------------------------------------------------------------------------------
+
+
+def table(ranks, categories=None, groups=None) -> pd.DataFrame:
+    names = [f"q{i}" for i in range(len(ranks))]
+    columns = {
+        report.RANK_COLUMN: ranks,
+        "category": categories or ["a"] * len(ranks),
+        "group": groups or names,
+    }
+    return pd.DataFrame(columns, index=names)
+
+
+def test_half_found_half_missed_in_turn_over_strata():
+    per_query = table([1, 9] * 50, ["a", "a", "b", "b", "c", "c", "c", "c", "c", "c"] * 10)
+    chosen = choose_examples(per_query, success_rank=1, num=24, strata=["category"])
+    assert len(set(chosen)) == 24
+    ranks = per_query.loc[chosen, report.RANK_COLUMN].tolist()
+    assert ranks == [1, 9] * 12
+    counts = per_query.loc[chosen].groupby([report.RANK_COLUMN, "category"]).size()
+    assert set(counts) == {4}
+
+
+def test_draw_ignores_the_order_of_rows_and_follows_the_seed():
+    per_query = table([1, 9, 3, 0] * 25)
+    chosen = choose_examples(per_query, success_rank=1, num=10)
+    assert choose_examples(per_query.iloc[::-1], success_rank=1, num=10) == chosen
+    assert choose_examples(per_query, success_rank=1, num=10, seed=1) != chosen
+
+
+@pytest.mark.parametrize(
+    ("ranks", "num", "found"), [([1] * 3 + [9] * 20, 10, 3), ([1] * 20 + [9] * 2, 10, 8)]
+)
+def test_the_other_half_fills_up(ranks, num, found):
+    per_query = table(ranks)
+    chosen = choose_examples(per_query, success_rank=1, num=num)
+    assert len(chosen) == num
+    assert per_query.loc[chosen, report.RANK_COLUMN].eq(1).sum() == found
+
+
+def test_few_queries_are_all_shown_and_rank_zero_is_a_miss():
+    per_query = table([0, 0, 1])
+    assert sorted(choose_examples(per_query, success_rank=5, num=48)) == ["q0", "q1", "q2"]
+    assert choose_examples(per_query, success_rank=5, num=1) == ["q2"]
+
+
+def test_new_pictures_go_first():
+    per_query = table([1] * 6, groups=["g0", "g0", "g0", "g1", "g1", "g2"])
+    chosen = choose_examples(per_query, success_rank=1, num=3)
+    assert set(per_query.loc[chosen, "group"]) == {"g0", "g1", "g2"}
+
+
+# --- training curves ------------------------------------------------------------------------------------------------
+
+
+def test_curves_are_drawn_with_axes_stages_and_a_spoken_summary(world):
+    joint = write_log(
+        world / "joint" / "metrics.jsonl",
+        [
+            {"stage": "joint", "step": s, "loss": 2.0, "loss_contrastive": 3.0, "forced_rate": 0.25}
+            for s in (1, 5, 9)
+        ],
+    )
+    page = Page(written(world, training_logs=[world / "cold/metrics.jsonl", joint]))
+    charts = page.all("svg", cls="chart")
+    names = [node["attrs"]["aria-label"].split(".")[0] for node in charts]
+    assert names == ["Loss", "Rationale loss (nats a token)", "Contrastive loss (nats)", "Forced stops"]
+    assert "25% at step 408" in charts[3]["attrs"]["aria-label"]  # 399 cold steps, then 9
+    texts = [node["text"] for node in page.inside(charts[0], "text")]
+    assert {"step", "cold", "0", "400"} <= set(texts)
+    data = json.loads(charts[0]["attrs"]["data-chart"])
+    assert data["series"][0]["y"][-1] == 2.0
+    assert len(data["series"][0]["x"]) <= plots.MAX_POINTS + 3
+
+
+def test_stages_end_to_end_and_runs_side_by_side(tmp_path):
+    cold = write_log(
+        tmp_path / "cold/metrics.jsonl", [{"stage": "cold", "step": s, "loss": 1.0} for s in (1, 2)]
+    )
+    ours = write_log(
+        tmp_path / "self/metrics.jsonl", [{"stage": "joint", "step": s, "loss": 2.0} for s in (1, 2)]
+    )
+    other = write_log(tmp_path / "none/metrics.jsonl", [{"stage": "joint", "step": 1, "loss": 3.0}])
+    (run,) = read_training_logs([cold, ours])
+    assert run.curves["loss"] == ([1, 2, 3, 4], [1.0, 1.0, 2.0, 2.0])
+    assert [(b.label, b.start, b.end) for b in run.stages] == [("cold", 0, 2), ("joint", 2, 4)]
+    assert [run.label for run in read_training_logs([ours, other])] == ["self", "none"]
+
+
+def test_a_resumed_step_replaces_and_half_a_last_line_is_dropped(tmp_path):
+    log = write_log(tmp_path / "m.jsonl", [{"step": s, "loss": float(i)} for i, s in enumerate((1, 2, 3, 2))])
+    log.write_text(log.read_text() + '{"step": 4, "lo')
+    (run,) = read_training_logs([log])
+    assert run.curves["loss"] == ([1, 2, 3], [0.0, 3.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"step": 1, "loss": NaN}\n', r"m\.jsonl:1: loss must be a finite number, got nan"),
+        ('{"step": 1}\n{"loss": 1}\n', r"m\.jsonl:2 must be a JSON object with a step"),
+        ('{"step": 1\n{"step": 2}\n', r"m\.jsonl:1 is not JSON"),
+        ("\n", r"m\.jsonl is empty"),
+    ],
+)
+def test_bad_logs_are_named_by_line(tmp_path, content, message):
+    (tmp_path / "m.jsonl").write_text(content)
+    with pytest.raises(ReportError, match=message):
+        read_training_logs([tmp_path / "m.jsonl"])
+
+
+def test_a_missing_log_is_named(tmp_path):
+    with pytest.raises(ReportError, match=r"training log .*gone\.jsonl cannot be read: No such file"):
+        read_training_logs([tmp_path / "gone.jsonl"])
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 4, [0, 1, 2, 3, 4]),
+        (0, 0.3, [0, 0.1, 0.2, 0.3]),
+        (0, 0, [0, 0.25, 0.5, 0.75, 1]),
+        (3, 997, [0, 250, 500, 750, 1000]),
+    ],
+)
+def test_ticks_are_round_and_cover(low, high, expected):
+    assert plots.nice_ticks(low, high, 5) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (1000, "1,000"), (0.25, "0.25"), (12.345, "12.3"), (0.00012, "0.00012"), (-2.5, "-2.5")],
+)
+def test_numbers_for_people(value, text):
+    assert plots.number(value) == text
+
+
+def test_smoothing_keeps_ends_and_mean():
+    line = plots.Series("", list(range(9)), [0.0, 3.0] * 4 + [0.0])
+    calm = plots.smooth(line, 3)
+    assert calm.y == pytest.approx([0, 1, 2, 1, 2, 1, 2, 1, 0])
+    assert plots.thin(line, 3).y == pytest.approx([1, 2, 1])
+
+
+def test_empty_charts_are_refused():
+    with pytest.raises(ValueError, match="chart 'Loss' must have a series"):
+        plots.line_chart([], name="Loss")
+    with pytest.raises(ValueError, match="series 'a' has 0 x and 0 y values"):
+        plots.line_chart([plots.Series("a", [], [])], name="Loss")
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+def edit(folder: Path, change) -> None:
+    results = json.loads((folder / "results.json").read_text())
+    change(results)
+    (folder / "results.json").write_text(json.dumps(results))
+
+
+def test_an_incomplete_evaluation_is_named(world):
+    (world / "out/direct-both/results.json").unlink()
+    with pytest.raises(ReportError, match="direct-both has no results.json: the evaluation is incomplete"):
+        written(world)
+
+
+def test_nothing_to_report_on(world):
+    with pytest.raises(ReportError, match="gone is not a directory"):
+        write_report([world / "gone"], world / "r.html")
+    with pytest.raises(ReportError, match="set has no results.json"):
+        write_report([world / "set"], world / "r.html")
+    with pytest.raises(ReportError, match="at least one evaluation"):
+        write_report([], world / "r.html")
+
+
+def test_evaluations_of_different_sets_are_refused(world):
+    edit(world / "out/direct-both", lambda r: r["set"].update(fingerprint="f" * 64))
+    with pytest.raises(ReportError, match=r"different retrieval sets \(fingerprints \w{12} and \w{12}\)"):
+        written(world)
+
+
+def test_evaluations_of_different_queries_are_refused(world):
+    path = world / "out/direct-both/per_query.parquet"
+    pd.read_parquet(path).iloc[1:].to_parquet(path)
+    with pytest.raises(ReportError, match="hold different queries: 'q0' is in one only"):
+        written(world)
+
+
+def test_a_set_that_changed_since_is_refused(world):
+    for folder in [*(world / "out").iterdir(), world / "none/direct-both"]:
+        edit(folder, lambda r: r["set"].update(fingerprint="f" * 64))
+    with pytest.raises(ReportError, match="is not the one that .* was measured on"):
+        written(world)
+
+
+def test_a_moved_set_is_found_where_it_is_said_to_be(world):
+    (world / "set").rename(world / "elsewhere")
+    with pytest.raises(ReportError, match="is not there; if it was moved, give set=DIR"):
+        written(world)
+    assert "<article" in written(world, set_dir=world / "elsewhere")
+
+
+@pytest.mark.parametrize("block", ["micro", "by_pair", "random", "forced", "ties"])
+def test_numbers_that_are_not_finite_are_named(world, block):
+    def change(results):
+        if block == "micro":
+            results["micro"]["mrr"]["low"] = float("nan")
+        elif block == "by_pair":
+            results["by_pair"]["seen"]["recall@1"]["value"] = float("inf")
+        elif block == "random":
+            results["random"]["recall@1"] = None
+        elif block == "forced":
+            results["rationale"]["forced_rate"] = float("nan")
+        else:
+            results["ties"]["recall@1"]["best"] = float("nan")
+
+    edit(world / "out/reasoning-both", change)
+    if block == "random":
+        assert "Random floor" not in Page(written(world)).all("table", cls="main-table")[0]["text"]
+    else:
+        with pytest.raises(ReportError, match="results.json: .* must be a finite number, got (nan|inf)"):
+            written(world)
+
+
+def test_a_missing_picture_is_named(world):
+    path = world / "set/queries.parquet"
+    queries = pd.read_parquet(path)
+    queries["image"] = [["images/gone.jpg"]] * len(queries)
+    queries.to_parquet(path)
+    with pytest.raises(ReportError, match=r"query 'q\d+' of .*gone.jpg cannot be read"):
+        written(world)
+
+
+def test_unknown_metric_names_those_there_are(world):
+    with pytest.raises(ReportError, match="got 'recall@3'; it holds recall@1, recall@5, mrr"):
+        written(world, metric="recall@3")
+
+
+def test_a_baseline_is_one_evaluation(world):
+    with pytest.raises(ReportError, match="holds 4: name one of direct-both"):
+        written(world, baselines={"other": world / "out"})
+    with pytest.raises(ReportError, match="label of its own, got 'Direct' twice"):
+        written(world, baselines={"Direct": world / "none"})
+
+
+def test_two_checkpoints_among_the_runs_are_told_apart(world):
+    out = write_report([world / "out/direct-both", world / "none/direct-both"], world / "r.html")
+    rows = [n["text"] for n in Page(out.read_text()).all("th", scope="row")]
+    assert any(row.startswith("Direct · out/direct-both") for row in rows)
+    assert any(row.startswith("Direct · none/direct-both") for row in rows)
+
+
+# --- command --------------------------------------------------------------------------------------------------------
+
+
+def test_command(world):
+    words = [
+        f"runs={world / 'out/reasoning-both'},{world / 'out/direct-both'}",
+        f"out={world / 'sub/page.html'}",
+        f"log={world / 'cold/metrics.jsonl'}",
+        f"baseline=none:{world / 'none'}",
+        "examples=6",
+        "title=Mine",
+    ]
+    assert report_command(words) == world / "sub/page.html"
+    page = Page((world / "sub/page.html").read_text())
+    assert len(page.all("article")) == 6
+    assert page.all("h1")[0]["text"] == "Mine"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["out=x"], "missing runs="),
+        (["runs=a", "out=x", "logs=y"], "unknown key 'logs', did you mean 'log'"),
+        (["runs=a", "out=x", "baseline=dir"], "baseline must be LABEL:DIR, got 'dir'"),
+        (["runs=a", "out=x", "examples=many"], "examples must be an integer, got 'many'"),
+    ],
+)
+def test_command_names_what_is_wrong(words, message):
+    with pytest.raises(ValueError, match=message):
+        report_command(words)
+
+
+# --- looks ----------------------------------------------------------------------------------------------------------
+
+
+def luminance(color: str) -> float:
+    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    r, g, b = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_has_contrast(scheme):
+    css = (Path(report.__file__).parent / "templates/report.css").read_text()
+    light, dark = (dict(re.findall(r"--([\w-]+): (#\w{6})", part)) for part in css.split("@media", 1))
+    colors = light if scheme == "light" else light | dark
+    pairs = [
+        (ink, ground) for ink in ("ink", "muted", "accent", "good", "bad") for ground in ("bg", "surface")
+    ]
+    pairs += [("accent", "accent-soft"), ("muted", "accent-soft"), ("warn", "warn-soft"), ("ink", "sunken")]
+    pairs += [("surface", "good"), ("surface", "bad"), ("surface", "warn"), ("muted", "sunken")]
+    for ink, ground in pairs:
+        light_, dark_ = sorted((luminance(colors[ink]), luminance(colors[ground])), reverse=True)
+        assert (light_ + 0.05) / (dark_ + 0.05) >= 4.5, (ink, ground)
+
+
+class Chromium:
+    """A headless browser driven over a pipe (the DevTools protocol), so that no client library is needed."""
+
+    def __init__(self, program: str, folder: Path):
+        to_browser, from_us = os.pipe()
+        to_us, from_browser = os.pipe()
+
+        def use_as_3_and_4():
+            os.dup2(to_browser, 103)
+            os.dup2(from_browser, 104)
+            os.dup2(103, 3)
+            os.dup2(104, 4)
+
+        flags = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--remote-debugging-pipe",
+            f"--user-data-dir={folder}",
+        ]
+        self.process = subprocess.Popen(
+            [program, *flags, "about:blank"],
+            preexec_fn=use_as_3_and_4,
+            close_fds=False,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(to_browser)
+        os.close(from_browser)
+        self.write_fd, self.read_fd = from_us, to_us
+        self.events, self.rest, self.count, self.session = [], b"", 0, None
+        target = next(t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page")
+        self.session = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)[
+            "sessionId"
+        ]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+
+    def receive(self, timeout_s: float = 60) -> dict:
+        end = time.monotonic() + timeout_s
+        while b"\0" not in self.rest:
+            if not select.select([self.read_fd], [], [], max(0, end - time.monotonic()))[0]:
+                raise TimeoutError("Chromium does not answer")
+            data = os.read(self.read_fd, 1 << 16)
+            if not data:
+                raise EOFError("Chromium has ended")
+            self.rest += data
+        message, self.rest = self.rest.split(b"\0", 1)
+        return json.loads(message)
+
+    def call(self, method: str, **params):
+        self.count += 1
+        message = {"id": self.count, "method": method, "params": params}
+        if self.session:
+            message["sessionId"] = self.session
+        os.write(self.write_fd, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self.receive()
+            if answer.get("id") == self.count:
+                assert "error" not in answer, answer
+                return answer["result"]
+            self.events.append(answer)
+
+    def open(self, page: Path, width: int, height: int, *, dark: bool = False, script: bool = True) -> None:
+        self.events.clear()
+        self.call("Emulation.setScriptExecutionDisabled", value=not script)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 700,
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.call("Page.navigate", url=page.as_uri())
+        while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
+            self.events.append(self.receive())
+
+    def js(self, expression: str):
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def complaints(self) -> list[dict]:
+        bad = (
+            "Runtime.exceptionThrown",
+            "Runtime.consoleAPICalled",
+            "Log.entryAdded",
+            "Network.loadingFailed",
+        )
+        return [event for event in self.events if event.get("method") in bad]
+
+    def requests(self) -> list[str]:
+        sent = [e for e in self.events if e.get("method") == "Network.requestWillBeSent"]
+        return [event["params"]["request"]["url"] for event in sent]
+
+    def close(self) -> None:
+        try:
+            self.call("Browser.close")
+            self.process.wait(20)
+        except (OSError, EOFError, TimeoutError, subprocess.TimeoutExpired):
+            self.process.kill()
+            self.process.wait()
+        os.close(self.write_fd)
+        os.close(self.read_fd)
+
+
+@pytest.mark.slow
+def test_in_a_browser(world, tmp_path):
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        pytest.skip("no Chromium on the path")
+    page = world / "report.html"
+    written(world, num_examples=40)
+    browser = Chromium(program, tmp_path / "profile")
+    try:
+        grounds = []
+        for width, height, dark in (
+            (390, 844, False),
+            (390, 844, True),
+            (320, 568, False),
+            (1280, 900, True),
+        ):
+            browser.open(page, width, height, dark=dark)
+            assert browser.js("document.documentElement.scrollWidth") <= width
+            wide = (
+                "[...document.querySelectorAll('body *')].filter(e => !e.closest('.scroll, .skip, .defs, pre') && "
+                "e.getBoundingClientRect().right > document.documentElement.clientWidth + 1).length"
+            )
+            assert browser.js(wide) == 0
+            grounds.append(browser.js("getComputedStyle(document.body).backgroundColor"))
+            assert browser.complaints() == []
+            assert {url.split(":")[0] for url in browser.requests()} <= {"file", "data"}
+            assert sum(url.startswith("file:") for url in browser.requests()) == 1
+        assert grounds[0] == grounds[2] != grounds[1] == grounds[3]
+
+        visible = "[...document.querySelectorAll('.cards .card')].filter(c => c.checkVisibility())"
+        assert browser.js(f"{visible}.length") == 12
+        browser.js("document.querySelector('.more').click()")
+        assert browser.js(f"{visible}.length") == 24
+        choose = "(s => {{ s.value = '{}'; s.dispatchEvent(new Event('change', {{bubbles: true}})) }})"
+        browser.js(choose.format("below") + "(document.querySelector('select[name=outcome]'))")
+        assert browser.js(f"{visible}.length") == 10
+        assert browser.js(f"{visible}.every(c => c.dataset.outcome === 'below')")
+        browser.js(choose.format("held_out") + "(document.querySelector('select[name=f1]'))")
+        assert browser.js(f"{visible}.map(c => c.querySelector('.tags').textContent.trim()).join()").count(
+            "held-out"
+        ) == (browser.js(f"{visible}.length"))
+        assert browser.js("document.querySelector('.more').hidden")
+        browser.js(
+            "document.querySelector('.chart').dispatchEvent(new KeyboardEvent('keydown', {key: 'Home'}))"
+        )
+        assert browser.js("document.querySelector('.reading').textContent").startswith("step ")
+        assert browser.complaints() == []
+
+        browser.open(page, 390, 844, script=False)
+        browser.call(
+            "Emulation.setScriptExecutionDisabled", value=False
+        )  # to look, not to run the page's script
+        assert browser.js(f"{visible}.length") == 39  # and the one at the top
+        assert browser.js("document.querySelector('.filters').checkVisibility()") is False
+    finally:
+        browser.close()

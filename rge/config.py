@@ -34,6 +34,11 @@ class ScratchConfig:
     """BPE vocabulary learned from the training records' texts, special tokens not counted."""
     text: dict[str, Any] = field(default_factory=dict)
     vision: dict[str, Any] = field(default_factory=dict)
+    naming: str | None = None
+    """Records whose query pictures teach the vision tower to name things before anything else; null skips it."""
+    naming_steps: int = 1000
+    naming_batch_size: int = 64
+    naming_lr: float = 3e-3
 
 
 @dataclass
@@ -75,6 +80,8 @@ class DataConfig:
     """Instruction profile, see `rge.prompts.PROFILES`."""
     max_prompt_tokens: int = 2048
     """Longer prompts lose the end of the user's text, never image tokens or the template. Tokens."""
+    max_negatives: int = 1
+    """Labelled negatives drawn per query and step, as further candidates."""
     num_workers: int = 4
     """Processes that decode pictures and tokenise, per rank; 0 does it in the training process."""
     augment: str = "none"
@@ -179,6 +186,8 @@ class Recipe:
     out: str = "runs/${recipe}"
     stage: str = "all"
     """all | cold_start | joint. `all` continues the joint stage from the cold start's checkpoint."""
+    init: str | None = None
+    """Checkpoint to start from instead of `model.path` or `model.scratch`, e.g. another run's cold start."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     loss: LossConfig = field(default_factory=LossConfig)

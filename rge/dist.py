@@ -10,7 +10,11 @@ import torch
 import torch.distributed
 import torch.distributed.nn.functional as differentiable
 from accelerate import Accelerator
-from torch import Tensor
+from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from torch import Tensor, nn
+
+from rge.config import LogConfig, TrainConfig
+from rge.rollout import Rationale
 
 
 class LaunchError(RuntimeError):
@@ -103,3 +107,71 @@ def close() -> None:
 
 def _initialized() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def make_accelerator(train: TrainConfig, log: LogConfig) -> Accelerator:
+    """The process group and mixed-precision settings that the launcher asked for."""
+    use_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    handlers = []
+    if use_deepspeed and not torch.cuda.is_available():
+        # Without a back end named, DeepSpeed on CPU leaves each rank alone, in silence.
+        handlers.append(InitProcessGroupKwargs(backend="gloo"))
+    if train.deterministic:
+        torch.use_deterministic_algorithms(True)
+    # Several processes without a GPU: unless told so, accelerate leaves each of them alone, in silence.
+    on_cpu = not use_deepspeed and not torch.accelerator.is_available()
+    return Accelerator(
+        cpu=on_cpu, log_with=log.trackers or None, kwargs_handlers=handlers, step_scheduler_with_optimizer=False
+    )
+
+
+def prepare(
+    accelerator: Accelerator, embedder: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Wrap model and optimizer for the back end."""
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin is not None:
+        # No data loader is prepared, so DeepSpeed cannot infer this; nothing depends on the number.
+        plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
+        plugin.deepspeed_config["gradient_clipping"] = max_grad_norm
+    return accelerator.prepare(embedder, optimizer)
+
+
+def optimizer_step(accelerator: Accelerator, model: nn.Module, optimizer, max_grad_norm: float) -> float:
+    """Clip, step, and clear the gradients.
+
+    Returns:
+        The gradient's global norm before clipping.
+    """
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        # Clipping and step happened inside backward.
+        norm = float(model.get_global_grad_norm())
+        optimizer.zero_grad()
+        return norm
+    norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return float(norm)
+
+
+def full_weights(accelerator: Accelerator, model: nn.Module, embedder: nn.Module) -> dict[str, Tensor] | None:
+    """Unsharded weights of ``embedder.model`` where the back end shards them, else None."""
+    if accelerator.num_processes == 1:
+        return None
+    prefix = "model."
+    weights = accelerator.get_state_dict(model)
+    return {name.removeprefix(prefix): value for name, value in weights.items()} if weights is not None else None
+
+
+def rollout_report(rationales: Sequence[Rationale] | None, seconds: float, device: torch.device) -> dict[str, float]:
+    """Share of forced stops, mean length and speed of a step's rationales over all ranks."""
+    if rationales is None:
+        return {}
+    tokens = sum(len(rationale.ids) for rationale in rationales)
+    forced = sum(rationale.forced for rationale in rationales)
+    count, tokens, forced = sum_over_ranks([len(rationales), tokens, forced], device)
+    return {
+        "forced_rate": forced / count,
+        "rationale_tokens_mean": tokens / count,
+        "tokens_per_s": tokens / max(seconds, 1e-9),
+    }

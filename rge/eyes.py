@@ -12,10 +12,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from rge import dist
 from rge.images import load_image
 from rge.sources import RecordFile
 
@@ -82,8 +84,20 @@ def patches(picture_B3HW: Tensor, patch: int, merge: int, temporal: int, mean: S
     return flat.expand(-1, -1, temporal, -1, -1).reshape(flat.shape[0], -1)
 
 
+class _Namer(nn.Module):
+    def __init__(self, visual: nn.Module, num_labels: int):
+        super().__init__()
+        self.visual, self.width = visual, visual.config.out_hidden_size
+        self.head = nn.Linear(self.width, num_labels)
+
+    def forward(self, values: Tensor, grid: Tensor) -> Tensor:
+        features = self.visual(values, grid_thw=grid).pooler_output
+        return self.head(features.reshape(grid.shape[0], -1, self.width).mean(dim=1))
+
+
 def teach(
     visual: nn.Module,
+    accelerator: Accelerator,
     image_processor,
     pictures: Tensor,
     labels: Tensor,
@@ -97,35 +111,35 @@ def teach(
     """Train a Qwen vision tower to name pictures.
 
     Args:
-        visual: the tower with its merger, changed in place.
+        visual: the tower with its merger, changed in place, on every process alike.
+        accelerator: the processes that share each batch.
         image_processor: gives patch sizes, mean and standard deviation.
         pictures: (N, 3, side, side) in [0, 1].
         labels: (N,) int64.
         num_labels: number of classes.
         steps: optimizer steps.
-        batch_size: pictures a step.
+        batch_size: pictures a step, all processes together.
         lr: peak learning rate of AdamW, cosine schedule.
         seed: of batches, augmentation and classifier.
 
     Returns:
-        Accuracy on the augmented training pictures over the last tenth of the steps.
+        Accuracy on this process's augmented training pictures over the last tenth of the steps.
     """
-    generator = torch.Generator().manual_seed(seed)
-    width = visual.config.out_hidden_size
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        head = nn.Linear(width, num_labels)
-    parameters = [*visual.parameters(), *head.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.05)
+    generator = torch.Generator().manual_seed(seed * 1000 + dist.rank())
+    torch.manual_seed(seed)
+    namer = _Namer(visual, num_labels)
+    optimizer = torch.optim.AdamW(namer.parameters(), lr=lr, weight_decay=0.05)
+    model, optimizer = accelerator.prepare(namer, optimizer)
+    share = batch_size // dist.world_size()
     side = pictures.shape[-1] // image_processor.patch_size
-    grid = torch.tensor([[1, side, side]] * batch_size)
+    grid = torch.tensor([[1, side, side]] * share, device=accelerator.device)
     correct = counted = 0
-    bar = tqdm(range(steps), desc="eyes", unit="step", dynamic_ncols=True)
+    bar = tqdm(range(steps), desc="eyes", unit="step", dynamic_ncols=True, disable=not accelerator.is_main_process)
     for step in bar:
         warmth = min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / steps))
         for group in optimizer.param_groups:
             group["lr"] = lr * warmth
-        rows = torch.randint(len(pictures), (batch_size,), generator=generator)
+        rows = torch.randint(len(pictures), (share,), generator=generator)
         values = patches(
             augment(pictures[rows], generator),
             image_processor.patch_size,
@@ -133,17 +147,18 @@ def teach(
             image_processor.temporal_patch_size,
             image_processor.image_mean,
             image_processor.image_std,
-        )
-        features = visual(values, grid_thw=grid).pooler_output
-        logits = head(features.reshape(batch_size, -1, width).mean(dim=1))
-        loss = F.cross_entropy(logits, labels[rows], label_smoothing=0.1)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
+        ).to(accelerator.device)
+        label = labels[rows].to(accelerator.device)
+        logits = model(values, grid)
+        loss = F.cross_entropy(logits, label, label_smoothing=0.1)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        optimizer.zero_grad()
         if step >= steps - max(1, steps // 10):
-            correct += int((logits.argmax(dim=1) == labels[rows]).sum())
-            counted += batch_size
+            correct += int((logits.argmax(dim=1) == label).sum())
+            counted += share
         if step % 20 == 0:
             bar.set_postfix(loss=f"{loss.item():.3g}")
+    accelerator.free_memory()
     return correct / counted

@@ -1,0 +1,68 @@
+"""Where a stage starts from: a given checkpoint, a model, or a backbone built from nothing (once per run)."""
+
+import json
+import shutil
+from pathlib import Path
+
+from accelerate import Accelerator
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from rge import eyes, scratch
+from rge.config import Recipe, ScratchConfig
+from rge.sources import read_texts
+
+
+def starting_point(recipe: Recipe, accelerator: Accelerator) -> str:
+    """Path or hub id that the first stage loads; builds the backbone of a ``model.scratch`` recipe if needed."""
+    if recipe.init is not None:
+        return recipe.init
+    if recipe.model.scratch is None:
+        assert recipe.model.path is not None
+        return recipe.model.path
+    folder = Path(recipe.out) / "backbone"
+    if not folder.is_dir():
+        accelerator.wait_for_everyone()
+        _build(recipe, recipe.model.scratch, folder, accelerator)
+    accelerator.wait_for_everyone()
+    return str(folder)
+
+
+def _build(recipe: Recipe, config: ScratchConfig, folder: Path, accelerator: Accelerator) -> None:
+    temporary = folder.with_name("tmp_backbone")
+    if accelerator.is_main_process:
+        shutil.rmtree(temporary, ignore_errors=True)
+        sources = [source.path for stage in (recipe.cold_start, recipe.joint) for source in stage.sources]
+        scratch.build(
+            temporary,
+            read_texts(list(dict.fromkeys(sources))),
+            seed=recipe.train.seed,
+            vocab_size=config.vocab_size,
+            text=config.text,
+            vision=config.vision,
+            min_pixels=recipe.model.min_pixels,
+            max_pixels=recipe.model.max_pixels,
+        )
+    accelerator.wait_for_everyone()
+    if config.naming is not None:
+        model = AutoModelForImageTextToText.from_pretrained(temporary)
+        processor = AutoProcessor.from_pretrained(temporary)
+        pictures, labels, num_labels = eyes.naming_pictures(config.naming, int(recipe.model.max_pixels**0.5))
+        accuracy = eyes.teach(
+            model.model.visual,
+            accelerator,
+            processor.image_processor,
+            pictures,
+            labels,
+            num_labels,
+            steps=config.naming_steps,
+            batch_size=config.naming_batch_size,
+            lr=config.naming_lr,
+            seed=recipe.train.seed,
+        )
+        if accelerator.is_main_process:
+            model.cpu().save_pretrained(temporary)
+            found = {"pictures": len(pictures), "concepts": num_labels, "train_accuracy": accuracy}
+            (temporary / "eyes.json").write_text(json.dumps(found))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        temporary.rename(folder)

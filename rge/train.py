@@ -1,0 +1,213 @@
+"""Train a reasoning-guided multimodal embedder (RGE, arXiv:2511.16150).
+
+    accelerate launch rge/train.py recipe=qwen25vl_3b [key=value ...]
+
+Two stages. The cold start teaches the model to write rationales: language modelling on oracle rationales, alone. The
+joint stage couples it with InfoNCE on embeddings taken after rationales that the model writes itself, in every step:
+
+    records --collate--> Batch --rollout--> own rationales --pack--> one row per query:
+        [ prompt ][ own rationale, <emb> ][ oracle rationale, <emb> ]
+    --embedder--> state at the first <emb> (InfoNCE), nll of the second branch (LM) --> backward, step
+
+The oracle's tokens cannot reach the contrastive state: the branches do not see one another. Everything is in
+``<out>/<stage>``: metrics.jsonl, state/ (resumable), final/ (a Hugging Face directory plus rge.json). Starting the
+same command again resumes; a finished stage is left alone. Benchmarks are run by ``python -m eval``.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+from rge import dist
+from rge.backbone import BackboneError, load_backbone
+from rge.checkpoint import CheckpointError, export, latest_state, save_state, settings_of
+from rge.collate import StepBatches, make_loader
+from rge.config import Recipe, RecipeError, StageConfig, load_recipe, to_dict
+from rge.embedder import Embedder
+from rge.images import ImageError
+from rge.logs import Logs
+from rge.optim import learning_rate, make_optimizer, set_learning_rate
+from rge.prompts import PromptBuilder
+from rge.resume import check_same_recipe, finished
+from rge.rollout import generate
+from rge.sources import Mixture, RecordError, RecordFile
+from rge.start import starting_point
+from rge.step import Objective, training_step
+
+
+def main(arguments: list[str]) -> None:
+    """Run the stages of a recipe, one after the other."""
+    recipe = load_recipe(arguments)
+    accelerator = dist.make_accelerator(recipe.train, recipe.log)
+    dist.check_launch(accelerator, recipe.train.num_processes, recipe.train.distributed_type)
+    start = starting_point(recipe, accelerator)
+    for name in recipe.stages():
+        folder = Path(recipe.out) / name
+        if not finished(folder, recipe, name):
+            train_stage(recipe, name, folder, start, accelerator)
+        start = str(folder / "final")
+    dist.close()
+
+
+def train_stage(recipe: Recipe, name: str, folder: Path, start: str, accelerator: Accelerator) -> None:
+    """Train one stage from `start`, or from its own last state, and export it to ``folder/final``."""
+    set_seed(recipe.train.seed)
+    stage: StageConfig = getattr(recipe, name)
+    objective = build_objective(recipe, name)
+    embedder = build_embedder(recipe, start)
+    batches = build_batches(recipe, stage, objective, embedder, accelerator)
+    optimizer = make_optimizer(
+        embedder, lr=stage.lr, betas=recipe.optim.betas, eps=recipe.optim.eps, weight_decay=recipe.optim.weight_decay
+    )
+    model, optimizer = dist.prepare(accelerator, embedder, optimizer, recipe.optim.max_grad_norm)
+
+    num_steps = stage.steps or round(stage.epochs * batches.mixture.steps_per_epoch())
+    first_step = 0
+    if state := latest_state(folder / "state"):
+        path, done = state
+        check_same_recipe(done["recipe"], recipe, name, path)
+        accelerator.load_state(str(path))
+        first_step = done["step"]
+        accelerator.print(f"{name}: resuming after step {first_step} from {path}")
+
+    loader = make_loader(batches, range(first_step, num_steps), recipe.data.num_workers)
+    logs = Logs(accelerator, folder, name, first_step, num_steps, recipe.train.log_every)
+    waited = time.perf_counter()
+    for step, batch in enumerate(loader, start=first_step):
+        began = time.perf_counter()
+        lr = learning_rate(
+            step,
+            num_steps=num_steps,
+            lr=stage.lr,
+            warmup_steps=stage.warmup_steps,
+            schedule=stage.schedule,
+            min_lr_ratio=stage.min_lr_ratio,
+        )
+        set_learning_rate(optimizer, lr)
+
+        # 1. The model writes its own rationales. No gradient; the states at <emb> are kept.
+        rationales = None
+        if objective.needs_rollout:
+            rationales = generate(
+                embedder,
+                batch.queries,
+                max_new_tokens=recipe.rollout.max_new_tokens,
+                batch_size=recipe.rollout.batch_size,
+                temperature=recipe.rollout.temperature,
+                seeds=batch.seeds,
+            )
+        rolled_out = time.perf_counter()
+
+        # 2. Both losses from one forward over prompt, own rationale and oracle rationale; backward.
+        report = training_step(
+            model,
+            embedder,
+            batch,
+            objective,
+            rationales=rationales,
+            micro_batch_size=recipe.train.micro_batch_size,
+            backward=accelerator.backward,
+            no_sync=lambda: accelerator.no_sync(model),
+        )
+
+        # 3. Clip and step, once, the same on every back end.
+        report["grad_norm"] = dist.optimizer_step(accelerator, model, optimizer, recipe.optim.max_grad_norm)
+
+        ended = time.perf_counter()
+        report |= {"lr": lr, "wait_s": began - waited, "rollout_s": rolled_out - began, "step_s": ended - began}
+        report |= dist.rollout_report(rationales, rolled_out - began, embedder.device)
+        waited = ended
+        logs.step(step + 1, report)
+        if (step + 1) % recipe.train.save_every == 0 and step + 1 < num_steps:
+            save_state(accelerator, folder / "state", step + 1, recipe.train.keep_last, {"recipe": to_dict(recipe)})
+    logs.close()
+    write_final(recipe, name, folder, num_steps, embedder, model, accelerator)
+
+
+def build_objective(recipe: Recipe, name: str) -> Objective:
+    """What a stage minimises: the cold start knows the LM loss only."""
+    loss = recipe.loss
+    if name == "cold_start":
+        return Objective(alpha_lm=1.0, alpha_con=0.0, lm_on_candidates=loss.lm_on_candidates)
+    return Objective(loss.alpha_lm, loss.alpha_con, loss.temperature, loss.anchor, loss.lm_on_candidates)  # type: ignore[arg-type]
+
+
+def build_embedder(recipe: Recipe, start: str) -> Embedder:
+    """Backbone, processor and ``<emb>``, ready to train."""
+    backbone = load_backbone(
+        start,
+        revision=recipe.model.revision if start == recipe.model.path else None,
+        dtype=recipe.model.dtype,
+        attn_implementation=recipe.model.attn_implementation,
+        min_pixels=recipe.model.min_pixels,
+        max_pixels=recipe.model.max_pixels,
+        add_emb=True,
+    )
+    if recipe.model.gradient_checkpointing:
+        backbone.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if recipe.model.freeze_vision:
+        backbone.model.model.visual.requires_grad_(False)
+    return Embedder(backbone).train()
+
+
+def build_batches(
+    recipe: Recipe, stage: StageConfig, objective: Objective, embedder: Embedder, accelerator: Accelerator
+) -> StepBatches:
+    """Sources, their mixture and this rank's share of every step."""
+    files = [
+        RecordFile(source.path, need_rationale=objective.needs_oracle, progress=accelerator.is_main_process)
+        for source in stage.sources
+    ]
+    mixture = Mixture(
+        [len(file) for file in files],
+        [source.weight for source in stage.sources],
+        stage.batch_size,
+        recipe.train.seed,
+    )
+    return StepBatches(
+        files,
+        mixture,
+        PromptBuilder(embedder.processor, recipe.data.profile, recipe.data.max_prompt_tokens),
+        rank=dist.rank(),
+        world_size=dist.world_size(),
+        augment=recipe.data.augment,
+        need_oracle=objective.needs_oracle,
+        need_candidates=objective.needs_candidates,
+        max_negatives=recipe.data.max_negatives,
+    )
+
+
+def write_final(
+    recipe: Recipe, name: str, folder: Path, num_steps: int, embedder: Embedder, model, accelerator: Accelerator
+) -> None:
+    """Export the trained model as a checkpoint that evaluation and plain transformers load."""
+    settings = settings_of(
+        emb_id=embedder.emb_id,
+        profile=recipe.data.profile,
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+        min_pixels=recipe.model.min_pixels,
+        max_pixels=recipe.model.max_pixels,
+        max_new_tokens=recipe.rollout.max_new_tokens,
+        reasons="none" if name == "joint" and recipe.loss.anchor == "none" else "query",
+        recipe=to_dict(recipe),
+        stage=name,
+        step=num_steps,
+    )
+    weights = dist.full_weights(accelerator, model, embedder)
+    if accelerator.is_main_process:
+        export(embedder, folder / "final", settings, weights)
+    accelerator.wait_for_everyone()
+    accelerator.free_memory()
+    accelerator.print(f"{name}: wrote {folder / 'final'}")
+
+
+if __name__ == "__main__":
+    torch.set_float32_matmul_precision("highest")
+    try:
+        main(sys.argv[1:])
+    except (RecipeError, RecordError, ImageError, BackboneError, CheckpointError, dist.LaunchError) as problem:
+        sys.exit(f"error: {problem}")

@@ -42,7 +42,7 @@ def parse_options(schema: type[T], argv: Sequence[str]) -> T:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             raise UserError(
-                f"unknown key {key!r}{f', did you mean {near[0]!r}?' if near else ''} Keys are {', '.join(known)}"
+                f"unknown key {key!r}{f', did you mean {near[0]!r}?' if near else '.'} Keys are {', '.join(known)}"
             )
         if key in values:
             raise UserError(f"{key} is given twice")

@@ -1,0 +1,54 @@
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from eval.options import UserError, one_of, parse_options
+
+
+@dataclass
+class Options:
+    out: Path
+    names: tuple[str, ...] = ("a",)
+    limit: int | None = None
+    rate: float = 0.5
+    deep: bool = False
+    word: str = "x"
+
+
+def test_every_type():
+    words = ["out=x/y=z", "names=a, b", "limit=3", "rate=1e-3", "deep=true", "word=null"]
+    assert parse_options(Options, words) == Options(Path("x/y=z"), ("a", "b"), 3, 0.001, True, "null")
+    assert parse_options(Options, ["out=o", "limit=null"]) == Options(Path("o"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["out=o", "limt=3"], "unknown key 'limt', did you mean 'limit'\\? Keys are out, names"),
+        (["out=o", "zzz=3"], "unknown key 'zzz'. Keys are out"),
+        (["out=o", "--limit"], "expected key=value, got '--limit'"),
+        (["out=o", "out=p"], "out is given twice"),
+        (["limit=3"], "missing out=..."),
+        (["out=o", "limit=many"], "limit must be an integer, got 'many'"),
+        (["out=o", "rate=high"], "rate must be a number, got 'high'"),
+        (["out=o", "deep=yes"], "deep must be true or false, got 'yes'"),
+        (["out="], "out must not be empty"),
+    ],
+)
+def test_wrong_words_are_refused(words, message):
+    with pytest.raises(UserError, match=message):
+        parse_options(Options, words)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (("reasonin",), "mode must be one of reasoning, direct, got 'reasonin'; did you mean 'reasoning'\\?"),
+        (("direct", "direct"), "mode must list at least one value and each only once"),
+        ((), "mode must list at least one"),
+    ],
+)
+def test_one_of(values, message):
+    with pytest.raises(UserError, match=message):
+        one_of("mode", values, ("reasoning", "direct"))

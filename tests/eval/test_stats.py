@@ -1,0 +1,212 @@
+"""Resampling against loops and closed forms, and its coverage on simulated data."""
+
+import itertools
+import math
+import time
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from eval.stats import (
+    cluster_bootstrap,
+    effect_size,
+    holm,
+    index_of,
+    interval,
+    minimum_detectable,
+    sign_flip_p,
+)
+
+
+def clusters(rng, num_groups):
+    return np.repeat(np.arange(num_groups), rng.integers(1, 4, num_groups))
+
+
+def test_index_of_numbers_sorted_names():
+    assert index_of(["b", "a", "b", "é"]).tolist() == [1, 0, 1, 2]
+
+
+def test_bootstrap_equals_a_loop_over_groups():
+    """The same draws, resampled query by query: whole groups come and go, sizes included."""
+    rng = np.random.default_rng(0)
+    group = clusters(rng, 7)
+    value = rng.random((len(group), 2))
+    value[3, 1] = np.nan
+    found = cluster_bootstrap(value, group, num_resamples=20, seed=4)
+    drawn = np.random.default_rng(4).integers(0, 7, (20, 7))
+    for draw, mean in zip(drawn, found.draws_BM, strict=True):
+        rows = np.concatenate([value[group == g] for g in draw])
+        np.testing.assert_allclose(mean, np.nanmean(rows, axis=0))
+    np.testing.assert_allclose(found.estimate_M, np.nanmean(value, axis=0))
+    for g in range(7):
+        np.testing.assert_allclose(found.jackknife_GM[g], np.nanmean(value[group != g], axis=0))
+
+
+def test_macro_bootstrap_is_the_mean_of_categories_in_every_draw():
+    rng = np.random.default_rng(1)
+    group = clusters(rng, 9)
+    value, category = rng.random((len(group), 1)), rng.integers(0, 3, len(group))
+    found = cluster_bootstrap(value, group, stratum_Q=category, num_resamples=20, seed=2)
+    drawn = np.random.default_rng(2).integers(0, 9, (20, 9))
+    for draw, mean in zip(drawn, found.draws_BM, strict=True):
+        rows = np.concatenate([np.flatnonzero(group == g) for g in draw])
+        each = [value[rows[category[rows] == c]].mean() for c in range(3) if (category[rows] == c).any()]
+        assert mean[0] == pytest.approx(np.mean(each))
+    assert found.estimate_M[0] == pytest.approx(np.mean([value[category == c].mean() for c in range(3)]))
+
+
+def test_interval_is_scipys_bca_without_clusters():
+    rng = np.random.default_rng(2)
+    value = rng.exponential(size=80)
+    ours = interval(cluster_bootstrap(value[:, None], np.arange(80), num_resamples=20_000, seed=0))
+    theirs = scipy.stats.bootstrap(
+        (value,), np.mean, n_resamples=20_000, method="BCa", rng=np.random.default_rng(1)
+    ).confidence_interval  # fmt: skip
+    np.testing.assert_allclose([ours[0][0], ours[1][0]], [theirs.low, theirs.high], rtol=0.02)
+
+
+def test_correlated_queries_widen_the_interval():
+    """Every query copied five times within its group says no more than once."""
+    value = np.random.default_rng(3).random((60, 1))
+    copies, group = np.repeat(value, 5, axis=0), np.repeat(np.arange(60), 5)
+    once = interval(cluster_bootstrap(value, np.arange(60), seed=0))
+    clustered = interval(cluster_bootstrap(copies, group, seed=0))
+    naive = interval(cluster_bootstrap(copies, np.arange(300), seed=0))
+    np.testing.assert_allclose(clustered, once)
+    assert (naive[1] - naive[0])[0] < 0.55 * (once[1] - once[0])[0]
+
+
+@pytest.mark.parametrize(("num_groups", "mean"), [(60, 0.1), (60, 0.5)])
+def test_coverage_on_simulated_clusters(num_groups, mean):
+    rng = np.random.default_rng(5)
+    covered, num = 0, 300
+    for trial in range(num):
+        group = clusters(rng, num_groups)
+        chance = rng.beta(2 * mean, 2 * (1 - mean), num_groups)
+        value = (rng.random(len(group)) < chance[group]).astype(float)[:, None]
+        low, high = interval(cluster_bootstrap(value, group, num_resamples=600, seed=trial))
+        covered += low[0] <= mean <= high[0]
+    assert 0.91 <= covered / num <= 0.985
+
+
+def test_p_is_uniform_when_nothing_differs():
+    rng = np.random.default_rng(6)
+    group = clusters(rng, 40)
+    effect = rng.standard_normal((40, 400))[group] + rng.standard_normal((len(group), 400))
+    p = sign_flip_p(effect, group, num_resamples=500, seed=0)
+    assert 0.02 <= (p <= 0.05).mean() <= 0.09
+    assert 0.4 <= p.mean() <= 0.6
+
+
+def test_p_is_that_of_all_sign_patterns():
+    """Six groups have 64 patterns, which can be enumerated; the p of a random sample of them comes close."""
+    rng = np.random.default_rng(7)
+    group = clusters(rng, 6)
+    value = rng.standard_normal((len(group), 1)) + 0.6
+    sums = np.bincount(group, value[:, 0])
+    patterns = np.array(list(itertools.product([-1, 1], repeat=6)))
+    exact = np.mean(np.abs(patterns @ sums) >= abs(sums.sum()) - 1e-12)
+    assert sign_flip_p(value, group, num_resamples=20_000, seed=0)[0] == pytest.approx(exact, abs=0.012)
+
+
+def test_p_is_never_zero_and_one_where_nothing_differs():
+    value = np.stack([np.ones(50), np.zeros(50)], axis=1)
+    p = sign_flip_p(value, np.arange(50), num_resamples=999, seed=0)
+    assert p.tolist() == [1 / 1000, 1.0]
+
+
+def test_macro_p_weighs_categories_equally():
+    """One category of two queries against one of fifty: only the macro mean sees the small one."""
+    difference = np.concatenate([np.full(8, 1.0), np.tile([0.5, -0.5], 100)])[:, None]
+    category = np.array([0] * 8 + [1] * 200)
+    groups = np.arange(208)
+    micro, macro = (sign_flip_p(difference, groups, stratum_Q=s, seed=0)[0] for s in (None, category))
+    assert macro < 0.02 < micro
+
+
+def test_a_zoo_of_degenerate_input_keeps_finite_intervals():
+    constant = cluster_bootstrap(np.full((10, 1), 0.25), np.arange(10), num_resamples=50)
+    assert interval(constant) == (0.25, 0.25)
+    one_group = cluster_bootstrap(np.arange(4.0)[:, None], np.zeros(4, int), num_resamples=50)
+    assert interval(one_group) == (1.5, 1.5)
+    undefined = cluster_bootstrap(np.full((4, 1), np.nan), np.arange(4), num_resamples=50)
+    assert np.isnan(undefined.estimate_M[0])
+    assert np.isnan(interval(undefined)).all()
+    gaps = cluster_bootstrap(np.array([[0.0], [1.0]]), np.array([3, 90]), num_resamples=50)
+    assert len(gaps.jackknife_GM) == 2
+
+
+def test_reversed_sign_reverses_everything():
+    rng = np.random.default_rng(8)
+    group = clusters(rng, 30)
+    value = rng.integers(-2, 3, (len(group), 3)) / 2
+    plus, minus = (cluster_bootstrap(sign * value, group, seed=1) for sign in (1, -1))
+    low, high = interval(plus)
+    reversed_low, reversed_high = interval(minus)
+    np.testing.assert_allclose(reversed_low, -high, atol=1e-9)
+    np.testing.assert_allclose(reversed_high, -low, atol=1e-9)
+    np.testing.assert_array_equal(sign_flip_p(value, group), sign_flip_p(-value, group))
+
+
+def test_seed_decides():
+    value, group = np.random.default_rng(9).random((50, 1)), np.arange(50)
+    one, same, other = (cluster_bootstrap(value, group, num_resamples=99, seed=s).draws_BM for s in (0, 0, 1))
+    assert (one == same).all()
+    assert (one != other).any()
+
+
+def test_holm_by_hand():
+    """Sorted .01 .02 .03 .04 times 4 3 2 1 is .04 .06 .06 .04, then made monotone."""
+    np.testing.assert_allclose(holm([0.03, 0.01, 0.04, 0.02]), [0.06, 0.04, 0.06, 0.06])
+    np.testing.assert_allclose(holm([0.6, 0.7]), [1.0, 1.0])
+    assert holm([]).tolist() == []
+    with pytest.raises(ValueError, match=r"p must lie in \[0, 1\]"):
+        holm([1.2])
+
+
+def test_effect_size_by_hand():
+    value = np.array([[1.0, 0.0, 2.0, np.nan], [3.0, 0.0, 2.0, 1.0]])
+    found = effect_size(value)
+    assert found[0] == pytest.approx(2 / math.sqrt(2))
+    assert found[1] == 0.0
+    assert np.isnan(found[2])
+    assert np.isnan(found[3])
+
+
+def test_minimum_detectable_difference_is_found_four_times_in_five():
+    """At 2.80 standard errors, a two-sided 5 % test has a power of 0.80."""
+    assert minimum_detectable(np.array([1.0]))[0] == pytest.approx(2.8016, abs=1e-4)
+    rng = np.random.default_rng(10)
+    true = minimum_detectable(np.array([1 / math.sqrt(80)]))[0]
+    data = rng.standard_normal((80, 300)) + true
+    assert 0.73 <= (sign_flip_p(data, np.arange(80), num_resamples=500) <= 0.05).mean() <= 0.87
+
+
+def test_ten_thousand_resamples_of_1634_queries_take_less_than_a_second():
+    value, group = np.random.default_rng(11).random((1634, 3)), np.arange(1634)
+    start = time.process_time()
+    interval(cluster_bootstrap(value, group))
+    sign_flip_p(value, group)
+    assert time.process_time() - start < 2.0  # both together, on a machine with other things to do
+
+
+@pytest.mark.parametrize(
+    ("value", "group", "change", "message"),
+    [
+        (np.ones((3, 1)), np.arange(2), {}, r"values must be \(Q, M\)"),
+        (np.ones(3), np.arange(3), {}, r"values must be \(Q, M\)"),
+        (np.ones((0, 1)), np.arange(0), {}, r"values must be \(Q, M\)"),
+        (np.full((3, 1), np.inf), np.arange(3), {}, "values must be finite or NaN"),
+        (np.ones((3, 1)), np.arange(3), {"num_resamples": 0}, "num_resamples must be >= 1, got 0"),
+        (
+            np.ones((3, 1)),
+            np.arange(3),
+            {"stratum_Q": np.zeros(2, int)},
+            "3 queries need as many strata, got 2",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(value, group, change, message):
+    with pytest.raises(ValueError, match=message):
+        cluster_bootstrap(value, group, **change)

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from PIL import Image
@@ -32,11 +33,12 @@ from eval.stats import cluster_bootstrap, index_of, interval
 from rge.images import ImageError, load_image, picture_bytes
 
 QUERY_COLUMN, RANK_COLUMN, TOP_COLUMN = "query_id", "first_hit_rank", "top10"
+NAME_COLUMNS = ("concept", "name", "label", "title")  # of corpus.parquet, the first that is there
 NUM_SHOWN = 5  # pictures of a ranking on an example card
 MAX_SIDE_PX = 224  # longest side of an embedded picture; cards show at most half of it
 MAX_PICTURE_BYTES = 8_192  # a larger file is re-encoded even where its sides are small
 WEBP_QUALITY = 72
-LONG_TEXT = 420  # characters; a longer question or rationale folds
+LONG_QUESTION, LONG_RATIONALE = 260, 420  # characters; what is longer folds
 MAX_MAIN_SLICES = 4  # slices beside "all queries" in the main table; more have a table of their own
 MAX_WANTED = 2  # right answers shown beside a ranking that has none of them
 
@@ -204,7 +206,10 @@ def write_report(
         sizes={picture.name: (picture.width, picture.height) for picture in gallery.pictures},
         curves=_curves(training_logs),
         provenance=_provenance(evaluations),
-        long_text=LONG_TEXT,
+        long_question=LONG_QUESTION,
+        long_rationale=LONG_RATIONALE,
+        cut_at=cut_at,
+        max_slices=MAX_MAIN_SLICES,
     )
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -387,6 +392,12 @@ def signed(value: float, plus: str = "+") -> str:
     return (f"{plus}{100 * value:.1f}" if value >= 0 else f"{100 * value:.1f}").replace("-", "\u2212")
 
 
+def cut_at(text: str, limit: int) -> int:
+    """Where to fold a text that is longer than ``limit`` characters: at the last space before, if one is near."""
+    space = text.rfind(" ", limit - 60, limit)
+    return space if space > 0 else limit
+
+
 def metric_words(metric: str) -> str:
     """What a metric means, in a clause; empty for a metric without a definition here."""
     name, _, k = metric.partition("@")
@@ -394,7 +405,8 @@ def metric_words(metric: str) -> str:
 
 
 def _slice_label(name: str) -> str:
-    return _SLICE_WORDS.get(name, name.replace("_", " ").capitalize())
+    words = name.replace("_", " ")
+    return _SLICE_WORDS.get(name, words[:1].upper() + words[1:])
 
 
 # --- tables ---------------------------------------------------------------------------------------------------------
@@ -451,7 +463,7 @@ def _table(
 ) -> Table:
     grid: list[tuple[str, str, list[Figure | None], bool, bool]] = []
     floor = (main.results.get("random") or {}).get(metric)
-    if floor is not None:
+    if floor is not None and any(name is None for _, _, name in columns):
         _check_finite(floor, f"{main.directory}/results.json: random.{metric}")
         figures = [Figure(floor) if name is None else None for _, _, name in columns]
         grid.append(("Random floor", "a shuffled ranking", figures, False, True))
@@ -808,6 +820,7 @@ def _examples(
     }
     needed = {name for lists in (ranked, wanted) for names in lists.values() for name in names}
     corpus = {item.id: item for item in loaded.corpus_items() if item.id in needed} if needed else {}
+    names = _names(loaded.path / "corpus.parquet")
     lost = sorted(needed - corpus.keys())
     if lost:
         raise ReportError(f"{main.directory} ranks candidate {lost[0]!r}, which {loaded.path} does not have")
@@ -815,7 +828,7 @@ def _examples(
     def candidate(name: str) -> dict[str, Any]:
         item = corpus[name]
         picture = gallery.add(item.images[0], f"candidate {name!r} of {loaded.path}") if item.images else None
-        return {"id": name, "picture": picture, "text": item.text, "alt": item.text or name}
+        return {"id": name, "picture": picture, "text": item.text, "alt": item.text or names.get(name, name)}
 
     cards = []
     for query_id in chosen:
@@ -878,6 +891,20 @@ def _examples(
             for name, values in facets
         ],
         "strata": [name.replace("_", " ") for name in strata],
+    }
+
+
+def _names(path: Path) -> dict[str, str]:
+    """What candidates are called, for those who do not see the pictures; empty where the set does not say."""
+    known = pq.read_schema(path).names
+    column = next((name for name in NAME_COLUMNS if name in known), None)
+    if column is None:
+        return {}
+    table = pq.read_table(path, columns=["id", column]).to_pydict()
+    return {
+        key: str(value).replace("_", " ")
+        for key, value in zip(table["id"], table[column], strict=True)
+        if value
     }
 
 

@@ -38,7 +38,9 @@ def color(i: int) -> tuple[int, int, int]:
     return (37 * i % 256, 91 * i % 256, 53 * i % 256)
 
 
-def write_set(folder: Path, num_queries: int = 40, *, seen_texts: str = "What opens this?") -> Path:
+def write_set(
+    folder: Path, num_queries: int = 40, *, question: str = "What opens this?", pictured: bool = True
+) -> Path:
     """Query i asks about picture i; candidates c0.. are pictures, ci and c(i+1) are right, c(i+2) is judged wrong."""
     folder.mkdir(parents=True)
     num_candidates = num_queries + 8
@@ -47,8 +49,11 @@ def write_set(folder: Path, num_queries: int = 40, *, seen_texts: str = "What op
             "id": [f"c{i}" for i in range(num_candidates)],
             "image": [picture(color(i)) for i in range(num_candidates)],
             "text": [None if i else "a <b>key</b>" for i in range(num_candidates)],
+            "concept": [f"thing_{i}" for i in range(num_candidates)],
         }
     )
+    if not pictured:
+        corpus = corpus.assign(image=None, text=corpus["concept"])
     images = [[picture(color(100 + i))] for i in range(num_queries)]
     images[0] = []  # a text-only query
     images[1] = [picture("red"), picture("blue")]  # one with two pictures
@@ -56,7 +61,7 @@ def write_set(folder: Path, num_queries: int = 40, *, seen_texts: str = "What op
     queries = pd.DataFrame(
         {
             "id": [f"q{i}" for i in range(num_queries)],
-            "text": [f"{seen_texts} <i>{i}</i>" for i in range(num_queries)],
+            "text": [f"{question} <i>{i}</i>" for i in range(num_queries)],
             "image": images,
             "category": [("functional", "temporal")[i % 2] for i in range(num_queries)],
             "group": [f"g{i // 2}" for i in range(num_queries)],
@@ -179,6 +184,22 @@ def written(world: Path, **options) -> str:
 # --- reading a page back --------------------------------------------------------------------------------------------
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
+PHRASING = {"p", "h1", "h2", "h3", "summary", "span"}  # a browser would close these before a block
+BLOCKS = {
+    "p",
+    "div",
+    "details",
+    "ul",
+    "ol",
+    "dl",
+    "table",
+    "section",
+    "figure",
+    "article",
+    "blockquote",
+    "h2",
+    "h3",
+}
 
 
 class Page(HTMLParser):
@@ -193,6 +214,8 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attrs, closed=False):
         node = {"tag": tag, "attrs": dict(attrs), "text": "", "up": self.stack[-1] if self.stack else None}
+        outer = [up["tag"] for up in self.stack if up["tag"] in PHRASING]
+        assert tag not in BLOCKS or not outer, f"<{tag}> within <{outer[-1]}>"
         self.elements.append(node)
         if tag not in VOID and not closed:
             self.stack.append(node)
@@ -377,7 +400,8 @@ def test_queries_without_and_with_several_pictures(world):
     assert "the query itself" not in cards["q3"]["text"]
     labels = [node["attrs"].get("aria-label") for node in page.all("svg", role="img")]
     assert all(labels)
-    assert "rank 1: a <b>key</b>" in labels  # a candidate's text is its alternative text
+    assert "rank 1: a <b>key</b>" in labels  # a candidate's text is its alternative text, else its name
+    assert "rank 1: thing 4" in labels
 
 
 def test_each_picture_is_in_the_file_once_and_every_reference_resolves(world):
@@ -454,6 +478,42 @@ def test_a_set_without_pairs_has_its_categories_in_the_main_table(world):
     heads = [" ".join(node["text"].split()) for node in page.inside(main[0], "th", scope="col")]
     assert heads[1:] == ["All queries n = 40", "Functional n = 20", "Temporal n = 20"]
     assert len(main) == 1
+
+
+def test_many_categories_have_a_table_with_a_row_each(world):
+    for folder in [*(world / "out").iterdir(), world / "none/direct-both"]:
+        results = json.loads((folder / "results.json").read_text())
+        results["by_task"] = {f"task {i}": results["micro"] for i in range(9)}
+        (folder / "results.json").write_text(json.dumps(results))
+    page = Page(written(world))
+    cells = [
+        n["attrs"]["data-cell"] for n in page.all("td") if "|by_task|" in n["attrs"].get("data-cell", "")
+    ]
+    assert len(cells) == 9 * 5
+    rows = [n["text"] for n in page.all("th", scope="row")]
+    assert {"Task 0", "Task 8"} <= set(rows)
+
+
+def test_long_texts_fold_without_losing_a_character(tmp_path):
+    question = " ".join(f"word{i}" for i in range(200))
+    set_dir = write_set(tmp_path / "set", 4, question=question)
+    out = write_evaluation(tmp_path / "out", set_dir)
+    page = Page(write_report([out], tmp_path / "r.html").read_text())
+    card = page.all("article")[0]
+    heading, folded = page.inside(card, "h3")[0]["text"], page.inside(card, "details")[0]["text"]
+    i = card["attrs"]["data-query"][1:]
+    assert heading.removesuffix("…") + folded.removeprefix("read on…") == f"{question} <i>{i}</i>"
+    assert len(heading) <= report.LONG_QUESTION + 1
+
+
+def test_text_candidates_are_read_not_looked_at(tmp_path):
+    set_dir = write_set(tmp_path / "set", 4, pictured=False)
+    out = write_evaluation(tmp_path / "out", set_dir)
+    page = Page(write_report([out], tmp_path / "r.html").read_text())
+    card = page.all("article", data_query="q2")[0]
+    assert "texts" in page.inside(card, "ol")[0]["attrs"]["class"]
+    words = [" ".join(node["text"].split()) for node in page.inside(card, "li")]
+    assert words[:2] == ["thing_2 1 ✓ hit", "thing_4 2 ✗ negative"]
 
 
 def test_large_pictures_are_scaled_down_and_small_ones_kept(tmp_path):

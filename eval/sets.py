@@ -171,17 +171,18 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
         else None
         for name in ("negatives", "excluded", "candidates")
     }
+    rows = {
+        name: None if table is None else _by_query(table, query_of, row_of) for name, table in tables.items()
+    }
+    positives = _positives(root / "qrels.parquet", qrels, query_of, row_of)
+    _check_reachable(root, [item.id for item in queries], corpus_ids, order_C, positives, rows)
+    # last, since a message about the fingerprint says less than any of the above
     fingerprint = set_fingerprint(query_of, corpus_ids, qrels, **{k: v or () for k, v in tables.items()})
     if meta["fingerprint"] != fingerprint:
         raise SetError(
             f"{root / 'meta.json'}: fingerprint is {meta['fingerprint']!r}, but the tables beside it have "
             f"{fingerprint!r}: the set was changed after it was written, or only part of it was copied"
         )
-    rows = {
-        name: None if table is None else _by_query(table, query_of, row_of) for name, table in tables.items()
-    }
-    positives = _positives(root / "qrels.parquet", qrels, query_of, row_of)
-    _check_reachable(root, [item.id for item in queries], corpus_ids, order_C, positives, rows)
     return RetrievalSet(
         path=root,
         name=meta["name"],

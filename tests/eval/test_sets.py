@@ -1,0 +1,322 @@
+"""Loading a retrieval set: every form that the format allows, and an error for everything that it does not."""
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from eval_fakes import NUM_CANDIDATES, NUM_QUERIES, picture, tables, write_set, write_tables
+
+from eval.sets import SetError, content_digest, load_set
+from rge.images import ImageError, picture_bytes
+from rge.schema import Item
+
+
+def small():
+    """Two queries, three candidates."""
+    return {
+        "corpus": {
+            "id": ["b", "a", "c"],
+            "image": [picture(1), picture(2), picture(3)],
+            "text": [None, "second", ""],
+        },
+        "queries": {
+            "id": ["q1", "q2"],
+            "text": ["what?", None],
+            "image": [[picture(9)], [picture(8), picture(7)]],
+            "category": ["causal", None],
+            "group": ["g1", "g2"],
+            "instruction": ["Find it.", None],
+        },
+        "qrels": {"query-id": ["q1", "q1", "q2"], "corpus-id": ["c", "b", "a"], "score": [2, 1, 1]},
+    }
+
+
+def test_rows_count_in_the_order_of_ids(tmp_path):
+    found = load_set(write_tables(tmp_path, small()))
+    assert found.corpus_ids == ["a", "b", "c"]
+    assert [list(found.corpus_items())[row].id for row in found.file_rows_C] == found.corpus_ids
+    assert found.query_ids == ["q1", "q2"]
+    rows, gains = found.positives[0]
+    assert (rows.tolist(), gains.tolist()) == ([1, 2], [1.0, 2.0])
+    assert found.negatives is None
+    assert found.pool_sizes().tolist() == [3, 3]
+    assert found.columns == {"category": ["causal", "uncategorised"], "group": ["g1", "g2"]}
+    assert found.queries[0] == Item("q1", "what?", (picture(9),), "Find it.")
+    assert found.queries[1] == Item("q2", None, (picture(8), picture(7)), None)
+
+
+def test_optional_tables_and_pool_sizes(tmp_path):
+    content = small()
+    content["negatives"] = {"query-id": ["q1"], "corpus-id": ["b"]}  # also a positive, which is allowed
+    content["excluded"] = {"query-id": ["q1", "q2"], "corpus-id": ["a", "b"]}
+    content["candidates"] = {"query-id": ["q1", "q1", "q2", "q2"], "corpus-id": ["c", "b", "a", "b"]}
+    found = load_set(write_tables(tmp_path, content))
+    assert [rows.tolist() for rows in found.negatives] == [[1], []]
+    assert [rows.tolist() for rows in found.candidates] == [[1, 2], [0, 1]]
+    assert found.pool_sizes().tolist() == [2, 1]  # "a" is not among the candidates of q1 anyway
+    del content["candidates"]
+    assert load_set(write_tables(tmp_path / "two", content)).pool_sizes().tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("form", ["bytes", "struct", "struct path", "path", "library", "scalar"])
+def test_every_form_of_a_picture(tmp_path, form):
+    (tmp_path / "pictures").mkdir(parents=True)
+    for number in (1, 2, 3, 7, 8, 9):
+        (tmp_path / "pictures" / f"{number}.png").write_bytes(picture(number))
+    library = {
+        "id": [f"noto/{n}" for n in (1, 2, 3, 7, 8, 9)],
+        "image": [picture(n) for n in (1, 2, 3, 7, 8, 9)],
+    }
+    pq.write_table(pa.table(library), tmp_path / "library.parquet")
+
+    def cell(number):
+        return {
+            "bytes": picture(number),
+            "scalar": picture(number),
+            "struct": {"bytes": picture(number), "path": None},
+            "struct path": {"bytes": None, "path": f"pictures/{number}.png"},
+            "path": f"pictures/{number}.png",
+            "library": f"library.parquet#noto/{number}",
+        }[form]
+
+    content = small()
+    content["corpus"]["image"] = pa.array([cell(n) for n in (1, 2, 3)])
+    single = [cell(9), cell(8)]
+    content["queries"]["image"] = pa.array(single if form == "scalar" else [[cell(9)], [cell(8), cell(7)]])
+    found = load_set(write_tables(tmp_path, content))
+    shown = {item.id: [picture_bytes(ref) for ref in item.images] for item in found.corpus_items()}
+    assert shown == {"b": [picture(1)], "a": [picture(2)], "c": [picture(3)]}
+    assert [picture_bytes(ref) for ref in found.queries[0].images] == [picture(9)]
+    assert len(found.queries[1].images) == (1 if form == "scalar" else 2)
+
+
+def test_text_only_and_picture_only_sets_may_leave_the_other_column_out(tmp_path):
+    content = small()
+    for table in ("corpus", "queries"):
+        del content[table]["image"]
+    content["corpus"]["text"] = ["one", "two", "three"]
+    content["queries"]["text"] = ["what?", "who?"]
+    del content["queries"]["instruction"]
+    found = load_set(write_tables(tmp_path / "text", content))
+    assert [item.images for item in found.corpus_items()] == [()] * 3
+    content = small()
+    for table in ("corpus", "queries"):
+        del content[table]["text"]
+    assert all(
+        item.text is None for item in load_set(write_tables(tmp_path / "image", content)).corpus_items()
+    )
+
+
+def test_dictionary_encoded_columns_are_strings_too(tmp_path):
+    content = small()
+    for table, column in (("queries", "category"), ("queries", "group"), ("qrels", "query-id")):
+        content[table][column] = pa.array(content[table][column]).dictionary_encode()
+    path = tmp_path / "set"
+    plain = small()
+    write_tables(path, plain)
+    for name, columns in content.items():
+        pq.write_table(pa.table(columns), path / f"{name}.parquet")
+    assert load_set(path).columns["category"] == ["causal", "uncategorised"]
+
+
+def test_modalities(tmp_path):
+    found = load_set(write_set(tmp_path / "set"))
+    both, text, image = (found.query_items(modality)[0] for modality in ("both", "text", "image"))
+    assert (both.text, both.instruction, len(both.images)) == ("question 0", "Find the picture.", 1)
+    assert (text.text, text.instruction, len(text.images)) == ("question 0", "Find the picture.", 0)
+    assert (image.text, image.instruction, len(image.images)) == (None, None, 1)
+    only_pictures = load_set(write_tables(tmp_path / "small", small()))
+    with pytest.raises(SetError, match="1 of 2 queries have no text, so query_modality=text .* empty: 'q2'"):
+        only_pictures.query_items("text")
+
+
+def test_limit_and_report_by(tmp_path):
+    path = write_set(tmp_path)
+    found = load_set(path)
+    assert found.report_by == ("pair",)
+    assert len(found.queries) == NUM_QUERIES
+    first = found.first(3)
+    assert first.query_ids == ["q00", "q01", "q02"]
+    assert len(first.columns["pair"]) == len(first.positives) == len(first.negatives) == 3
+    assert first.excluded is None
+    assert (len(first.corpus_ids), first.fingerprint) == (NUM_CANDIDATES, found.fingerprint)
+    with pytest.raises(SetError, match="column 'colour' is missing; there are id, text"):
+        load_set(path, by=["colour"])
+    with pytest.raises(SetError, match="cannot report by 'group', which has a meaning of its own"):
+        load_set(path, by=["group"])
+
+
+def test_report_by_refuses_a_column_that_is_no_grouping(tmp_path):
+    content = tables(num_queries=60)
+    content["queries"]["note"] = [f"note {number}" for number in range(60)]
+    with pytest.raises(SetError, match="report_by column 'note' has 60 values, more than 50"):
+        load_set(write_tables(tmp_path, content, {"report_by": ["note"]}))
+
+
+def _drop(table, column):
+    def change(content):
+        del content[table][column]
+
+    return change
+
+
+def _put(table, column, row, value):
+    def change(content):
+        content[table][column][row] = value
+
+    return change
+
+
+def _columns(table, **columns):
+    def change(content):
+        content[table] = {name.replace("_", "-"): values for name, values in columns.items()}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_drop("queries", "group"), r"queries.parquet: column 'group' is missing; there are id, text, image"),
+        (_drop("queries", "category"), "queries.parquet: column 'category' is missing"),
+        (_drop("qrels", "score"), "qrels.parquet: column 'score' is missing"),
+        (
+            _columns("corpus", id=["a", "b", "c"], title=["x", "y", "z"]),
+            "neither column 'text' nor 'image' is there",
+        ),
+        (_put("corpus", "id", 1, "b"), "corpus.parquet: id 'b' occurs twice, again in row 1"),
+        (_put("queries", "id", 1, "q1"), "queries.parquet: id 'q1' occurs twice, again in row 1"),
+        (
+            _put("corpus", "id", 1, "a b"),
+            "corpus.parquet: id 'a b' in row 1 is empty or contains white space",
+        ),
+        (_put("corpus", "id", 1, ""), "corpus.parquet: id '' in row 1 is empty"),
+        (_put("queries", "group", 1, ""), "query 'q2' has no group; where nothing is shared, repeat the id"),
+        (_put("queries", "group", 1, None), "column 'group' is null in row 1"),
+        (
+            _put("qrels", "corpus-id", 0, "z"),
+            "qrels.parquet: 'z', listed for query 'q1', is not in corpus.parquet",
+        ),
+        (_put("qrels", "query-id", 0, "q7"), "qrels.parquet: query 'q7' is not in queries.parquet"),
+        (_put("qrels", "query-id", 2, "q1"), "qrels.parquet: 1 of 2 queries have no positive: 'q2'"),
+        (_put("qrels", "score", 2, 0), "1 of 2 queries have no positive: 'q2'"),
+        (_put("qrels", "score", 2, -1), "score of 'a' for query 'q2' must be a gain >= 0, got -1"),
+        (_put("qrels", "corpus-id", 1, "c"), "qrels.parquet: 'c' is listed twice for query 'q1'"),
+        (
+            _columns("negatives", query_id=["q1"], corpus_id=["z"]),
+            "negatives.parquet: 'z', listed for query 'q1'",
+        ),
+        (
+            _columns("excluded", query_id=["q1"], corpus_id=["b"]),
+            "excluded.parquet: 'b' is a positive of query 'q1'",
+        ),
+        (
+            _columns("candidates", query_id=["q1", "q1"], corpus_id=["b", "c"]),
+            "candidates.parquet: query 'q2' has no candidates",
+        ),
+        (
+            _columns("candidates", query_id=["q1", "q1", "q2"], corpus_id=["b", "a", "a"]),
+            "candidates.parquet: positive 'c' of query 'q1' is not among them",
+        ),
+    ],
+)
+def test_what_breaks_the_format_is_named(tmp_path, change, message):
+    content = small()
+    write_tables(tmp_path, content)
+    change(content)
+    for name, columns in content.items():  # the fingerprint is that of the set before the change
+        pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+    with pytest.raises(SetError, match=message):
+        load_set(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "values", "message"),
+    [
+        ("corpus", "id", [1, 2, 3], "column 'id' must hold strings, it holds int64"),
+        ("queries", "category", [1.0, 2.0], "column 'category' must hold strings, it holds double"),
+        ("queries", "text", [1, 2], "column 'text' must hold strings, it holds int64"),
+        ("qrels", "score", [1.0, 2.0, 1.0], r"column 'score' must hold integers \(gains\), it holds double"),
+        ("queries", "image", [[1], [2]], "image of 'q1' must be bytes, a path or {bytes, path}, got int"),
+        ("queries", "image", [[], []], "'q2' has neither text nor image"),
+    ],
+)
+def test_wrong_types_are_named(tmp_path, table, column, values, message):
+    content = small()
+    write_tables(tmp_path, content)
+    pq.write_table(pa.table(content[table] | {column: values}), tmp_path / f"{table}.parquet")
+    with pytest.raises(SetError, match=message):
+        load_set(tmp_path)
+
+
+def test_an_empty_candidate_is_named_when_it_is_read(tmp_path):
+    content = small()
+    content["corpus"]["image"][2] = None
+    found = load_set(write_tables(tmp_path, content))
+    with pytest.raises(SetError, match="corpus.parquet: 'c' has neither text nor image"):
+        list(found.corpus_items())
+
+
+def test_a_changed_set_is_refused(tmp_path):
+    content = small()
+    write_tables(tmp_path, content)
+    content["qrels"]["corpus-id"][0] = "a"
+    pq.write_table(pa.table(content["qrels"]), tmp_path / "qrels.parquet")
+    with pytest.raises(
+        SetError, match="fingerprint is '.*', but the tables beside it have '.*': the set was changed"
+    ):
+        load_set(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        ("[]", "'name' must be a string"),
+        ('{"name": "x"}', "'fingerprint' must be a string"),
+        ("{", "meta.json is not JSON"),
+        (
+            '{"name": "x", "fingerprint": "y", "report_by": "pair"}',
+            "report_by must be a list of query columns",
+        ),
+        (None, "meta.json cannot be read"),
+    ],
+)
+def test_meta_must_be_there_and_be_right(tmp_path, meta, message):
+    write_tables(tmp_path, small())
+    (tmp_path / "meta.json").unlink() if meta is None else (tmp_path / "meta.json").write_text(meta)
+    with pytest.raises(SetError, match=message):
+        load_set(tmp_path)
+
+
+def test_files_that_are_missing_empty_or_no_parquet(tmp_path):
+    with pytest.raises(SetError, match="is not a directory"):
+        load_set(tmp_path / "none")
+    path = write_tables(tmp_path / "set", small())
+    pq.write_table(
+        pa.table({"id": pa.array([], pa.string()), "text": pa.array([], pa.string())}),
+        path / "corpus.parquet",
+    )
+    with pytest.raises(SetError, match="corpus.parquet has no rows"):
+        load_set(path)
+    (path / "corpus.parquet").write_bytes(b"id,text\n")
+    with pytest.raises(SetError, match="corpus.parquet is not a Parquet file"):
+        load_set(path)
+    (path / "corpus.parquet").unlink()
+    with pytest.raises(SetError, match="corpus.parquet cannot be read"):
+        load_set(path)
+
+
+def test_content_digest_sees_what_is_shown_and_not_the_name(tmp_path):
+    (tmp_path / "x.png").write_bytes(picture(1))
+    item = Item("a", "text", (picture(1),), "do")
+    whole, pictures = content_digest(item)
+    assert content_digest(Item("b", "text", (str(tmp_path / "x.png"),), "do")) == (whole, pictures)
+    others = [
+        Item("a", "texT", (picture(1),), "do"),
+        Item("a", "text", (picture(2),), "do"),
+        Item("a", "text", (picture(1), picture(1)), "do"),
+        Item("a", "text", (picture(1),), None),
+        Item("a", "do", (picture(1),), "text"),
+    ]
+    assert len({content_digest(other)[0] for other in others} | {whole}) == 6
+    with pytest.raises(ImageError, match="cannot be read"):
+        content_digest(Item("a", images=(str(tmp_path / "y.png"),)))

@@ -2,6 +2,7 @@
 
 import os
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -70,3 +71,59 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     """Random pixels; reproducible."""
     pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
+
+
+@pytest.fixture(name="picture")
+def picture_fixture():
+    """`picture`, for tests: modules cannot import from here."""
+    return picture
+
+
+def enliven(model: torch.nn.Module, seed: int = 0) -> None:
+    """Draw weights so wide that the model writes varied tokens and `<emb>` at different lengths.
+
+    With Hugging Face's own initialisation all states are nearly equal, and a test on them proves little.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.3 * noise)
+
+
+@pytest.fixture(scope="session")
+def lively_path(tiny_path, tmp_path_factory):
+    """A backbone directory with `<emb>`, whose states and tokens vary; see `enliven`."""
+    path = tmp_path_factory.mktemp("backbone") / "lively"
+    backbone = load_backbone(tiny_path, add_emb=True)
+    enliven(backbone.model)
+    with torch.no_grad():
+        # `<emb>` is one token of hundreds: without a push, random rationales would all reach the cap.
+        backbone.model.get_input_embeddings().weight[backbone.emb_id] *= 2.0
+    backbone.model.save_pretrained(path)
+    backbone.processor.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def lively(lively_path):
+    """A fresh float32 embedder whose states and tokens vary."""
+    return Embedder(load_backbone(lively_path)).eval()
+
+
+@pytest.fixture
+def untied(tmp_path):
+    """The same, with an output matrix of its own."""
+    text = {**TEXT, "tie_word_embeddings": False}
+    scratch.build(
+        tmp_path, TEXTS, seed=0, vocab_size=320, text=text, vision=VISION, min_pixels=784, max_pixels=7056
+    )
+    backbone = load_backbone(tmp_path, add_emb=True)
+    enliven(backbone.model)
+    return Embedder(backbone).eval()
+
+
+@pytest.fixture
+def lively64(lively_path):
+    """The same in float64."""
+    return Embedder(load_backbone(lively_path, dtype="float64")).eval()

@@ -1,0 +1,107 @@
+"""Batches for the joint step: ragged, several pictures of different sizes, text only, shared targets, negatives."""
+
+import numpy as np
+import pytest
+
+from rge.collate import Batch
+from rge.prompts import PromptBuilder
+from rge.rollout import Rationale, generate
+from rge.schema import Item, Target
+from rge.sources import identity
+
+WORDS = ["what", "egg", "key", "open", "this", "turn", "picture", "of", "a", "locked", "chick"]
+
+
+@pytest.fixture
+def make_items():
+    """Queries of every shape: one picture, none, several of different sizes, wide, tall, without text."""
+
+    def make(count: int, seed: int = 0) -> list[Item]:
+        chance = np.random.default_rng(seed)
+        return [
+            Item(f"item{number}", " ".join(chance.choice(WORDS, size=chance.integers(1, 12))))
+            for number in range(count)
+        ]
+
+    return make
+
+
+@pytest.fixture
+def make_prompts(picture, make_items):
+    """`count` ragged prompts: every fourth has no picture, every fourth two of different sizes."""
+
+    def make(builder: PromptBuilder, count: int, seed: int = 0, pictures: bool = True, side: str = "query"):
+        prompts = []
+        for number, item in enumerate(make_items(count, seed)):
+            shapes = [[(40, 90)], [], [(120, 30), (60, 60)], [(84, 84)]][number % 4]
+            images = [picture(w + 5 * number, h, seed * 100 + number) for w, h in shapes] if pictures else []
+            prompts.append(builder.build(item, side, images))
+        return prompts
+
+    return make
+
+
+def _target(name: str, identity: str | None = None) -> Target:
+    return Target(id=name, text=name, identity=identity)
+
+
+@pytest.fixture
+def make_batch(make_prompts, picture):
+    """A batch of five queries that needs every masking rule.
+
+    Candidates, query after query (identity in brackets, which is the id unless given):
+
+    =====  =================  =========================================================================
+    query  candidates         why
+    =====  =================  =========================================================================
+    0      a | n0, b          its labelled negative b is the positive of query 1: used, not masked
+    1      b                  a plain one
+    2      a2 (identity a)    duplicate target of query 0: each ignores the other's column
+    3      c | n3             d is right as well (other positive), so query 4's column is ignored
+    4      d | e (identity d) a negative with the identity of its own positive: a label is stronger
+    =====  =================  =========================================================================
+    """
+
+    def make(
+        builder: PromptBuilder, seed: int = 0, query_pictures: bool = True, candidate_pictures: bool = True
+    ):
+        positives = [["a"], ["b"], ["a2"], ["c", "d"], ["d"]]
+        targets = [["a", "n0", "b"], ["b"], ["a2"], ["c", "n3"], ["d", "e"]]
+        known_as = {"a2": "a", "e": "d"}
+        batch = Batch([], [], [], [], [], [], [], [], [])
+        batch.queries.extend(make_prompts(builder, 5, seed=seed + 1, pictures=query_pictures))
+        chance = np.random.default_rng(seed)
+        for row, names in enumerate(targets):
+            batch.record_ids.append(f"record{row}")
+            batch.seeds.append(int(chance.integers(2**31)))
+            words = chance.choice(WORDS, size=chance.integers(1, 15))
+            batch.oracle_ids.append(builder.rationale_ids(" ".join(words), f"record{row}"))
+            batch.positive.append(len(batch.candidates))
+            batch.negatives.append(list(range(len(batch.candidates) + 1, len(batch.candidates) + len(names))))
+            batch.right_answers.append(
+                sorted(identity(_target(name, known_as.get(name))) for name in positives[row])
+            )
+            for name in names:
+                number = len(batch.candidates)
+                images = (
+                    [picture(30 + 9 * number, 80 - 4 * number, number)]
+                    if candidate_pictures and number % 3
+                    else []
+                )
+                batch.candidates.append(
+                    builder.build(Item(name, f"{name} {WORDS[number]}"), "candidate", images)
+                )
+                batch.candidate_identity.append(identity(_target(name, known_as.get(name))))
+        return batch
+
+    return make
+
+
+@pytest.fixture
+def roll_out():
+    """The model's own rationales of a batch, short ones, of different lengths."""
+
+    def run(embedder, batch: Batch, max_new_tokens: int = 9) -> list[Rationale]:
+        return generate(embedder, batch.queries, max_new_tokens=max_new_tokens, batch_size=len(batch.queries))
+
+    return run

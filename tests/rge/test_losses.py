@@ -1,0 +1,167 @@
+"""Losses against values worked out by hand and against loops."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rge.losses import hit_at_1, info_nce, rationale_nll
+
+
+def unit_rows(rows: int, width: int, seed: int) -> torch.Tensor:
+    return F.normalize(
+        torch.randn(rows, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64), dim=-1
+    )
+
+
+def columns(B: int, C: int, chosen: list[list[int]]) -> torch.Tensor:
+    mask = torch.zeros(B, C, dtype=torch.bool)
+    for row, places in enumerate(chosen):
+        mask[row, places] = True
+    return mask
+
+
+def test_hand_value():
+    """I_2 against I_2 at tau=1: -log(e / (e + 1)) = log(1 + 1/e), twice."""
+    eye, nothing = torch.eye(2), torch.zeros(2, 2, dtype=torch.bool)
+    loss = info_nce(eye, eye, eye.bool(), nothing, temperature=1.0)
+    assert loss.item() == pytest.approx(2 * math.log(1 + math.exp(-1)))
+    # tau = 1/2 doubles the similarities.
+    loss = info_nce(eye, eye, eye.bool(), nothing, temperature=0.5)
+    assert loss.item() == pytest.approx(2 * math.log(1 + math.exp(-2)))
+
+
+def test_ignored_columns_are_as_if_absent():
+    q, c = unit_rows(2, 8, 0), unit_rows(5, 8, 1)
+    positive = columns(2, 5, [[0], [1]])
+    ignored = columns(2, 5, [[3], [3]])
+    kept = [0, 1, 2, 4]
+    expected = info_nce(q, c[kept], positive[:, kept], ignored[:, kept], temperature=0.1)
+    assert info_nce(q, c, positive, ignored, temperature=0.1).item() == pytest.approx(
+        expected.item(), rel=1e-12
+    )
+    assert info_nce(q, c, positive, torch.zeros_like(ignored), temperature=0.1) > expected
+
+
+@pytest.mark.parametrize("temperature", [0.03, 1.0])
+def test_matches_loops_with_several_positives(temperature):
+    q, c = unit_rows(3, 6, 0), unit_rows(7, 6, 1)
+    positives, others = [[0, 2], [1], [3, 4, 5]], [[6], [], [0]]
+    expected = 0.0
+    for row in range(3):
+        negatives = [j for j in range(7) if j not in positives[row] and j not in others[row]]
+        for column in positives[row]:
+            top = math.exp(float(q[row] @ c[column]) / temperature)
+            rest = sum(math.exp(float(q[row] @ c[j]) / temperature) for j in negatives)
+            expected += -math.log(top / (top + rest)) / len(positives[row])
+    loss = info_nce(q, c, columns(3, 7, positives), columns(3, 7, others), temperature=temperature)
+    assert loss.item() == pytest.approx(expected, rel=1e-10)
+
+
+def test_gradient_matches_finite_differences():
+    q, c = unit_rows(3, 4, 2).requires_grad_(), unit_rows(6, 4, 3).requires_grad_()
+    positive, ignored = columns(3, 6, [[0], [1, 2], [5]]), columns(3, 6, [[4], [], [0, 1, 2, 3, 4]])
+    assert torch.autograd.gradcheck(lambda a, b: info_nce(a, b, positive, ignored, temperature=0.5), (q, c))
+
+
+def test_a_query_without_negatives_has_no_loss_and_no_gradient():
+    q, c = unit_rows(1, 4, 0).requires_grad_(), unit_rows(2, 4, 1).requires_grad_()
+    loss = info_nce(q, c, columns(1, 2, [[0]]), columns(1, 2, [[1]]), temperature=0.03)
+    loss.backward()
+    assert loss.item() == 0
+    assert not q.grad.any()
+    assert not c.grad.any()
+
+
+def test_cold_temperature_neither_overflows_nor_underflows():
+    q = torch.tensor([[1.0, 0.0]], requires_grad=True)
+    c = torch.tensor([[-1.0, 0.0], [1.0, 0.0]])
+    loss = info_nce(q, c, columns(1, 2, [[0]]), columns(1, 2, [[]]), temperature=1e-3)
+    loss.backward()
+    assert loss.item() == pytest.approx(2000.0)
+    assert q.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("temperature", [0, -0.1])
+def test_rejects_a_temperature_that_is_not_positive(temperature):
+    with pytest.raises(ValueError, match=f"temperature must be > 0, got {temperature}"):
+        info_nce(
+            torch.eye(2), torch.eye(2), torch.eye(2).bool(), torch.zeros(2, 2).bool(), temperature=temperature
+        )
+
+
+def test_rejects_a_query_without_positive():
+    with pytest.raises(
+        ValueError, match=r"every query needs a positive among the candidates; rows \[1\] have none"
+    ):
+        info_nce(
+            torch.eye(2), torch.eye(2), columns(2, 2, [[0], []]), torch.zeros(2, 2).bool(), temperature=1.0
+        )
+
+
+def test_rejects_a_positive_that_is_ignored():
+    with pytest.raises(ValueError, match="a candidate cannot be a positive and ignored for the same query"):
+        info_nce(torch.eye(2), torch.eye(2), torch.eye(2).bool(), columns(2, 2, [[0], []]), temperature=1.0)
+
+
+def test_hit_at_1_loses_ties_and_passes_over_ignored_columns():
+    q = torch.tensor([[1.0, 0.0]] * 5)
+    c = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.6, 0.8], [0.0, 1.0]])
+    positive = columns(5, 4, [[0], [0], [2], [2], [3, 0]])
+    ignored = columns(5, 4, [[], [1], [0, 1], [0], [1]])
+    # tie with column 1: miss; tie ignored: hit; best two ignored: hit; one better left: miss; best positive counts: hit
+    assert hit_at_1(q, c, positive, ignored).item() == 3
+    for row, hit in enumerate([0, 1, 1, 0, 1]):
+        assert hit_at_1(q[row : row + 1], c, positive[row : row + 1], ignored[row : row + 1]).item() == hit
+
+
+@pytest.fixture
+def head():
+    generator = torch.Generator().manual_seed(0)
+    layer = torch.nn.Linear(6, 11, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(11, 6, generator=generator))
+    return layer
+
+
+def test_nll_of_uniform_logits_is_log_vocabulary(head):
+    hidden = torch.zeros(3, 6, dtype=torch.float64)
+    assert rationale_nll(hidden, head, torch.tensor([0, 4, 10])).item() == pytest.approx(3 * math.log(11))
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 7, 8])
+def test_nll_in_chunks_matches_loops(head, chunk_tokens):
+    hidden = torch.randn(
+        7, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True
+    )
+    label = torch.tensor([0, 3, 3, 10, 5, 1, 2])
+    expected = sum(-torch.log_softmax(head(hidden[n]), dim=0)[label[n]] for n in range(7))
+    expected.backward()
+    gradient, head_gradient = hidden.grad.clone(), head.weight.grad.clone()
+    hidden.grad = head.weight.grad = None
+    loss = rationale_nll(hidden, head, label, chunk_tokens=chunk_tokens)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    torch.testing.assert_close(hidden.grad, gradient)
+    torch.testing.assert_close(head.weight.grad, head_gradient)
+
+
+def test_nll_of_no_tokens_is_zero_and_part_of_the_graph(head):
+    hidden = torch.ones(2, 6, dtype=torch.float64, requires_grad=True)
+    loss = rationale_nll(hidden[:0], head, torch.empty(0, dtype=torch.long))
+    loss.backward()
+    assert loss.item() == 0
+    assert not hidden.grad.any()
+    assert not head.weight.grad.any()
+
+
+def test_nll_in_bfloat16_is_summed_in_float32():
+    head = torch.nn.Linear(4, 5, dtype=torch.bfloat16)
+    loss = rationale_nll(torch.ones(6, 4, dtype=torch.bfloat16), head, torch.arange(6) % 5, chunk_tokens=2)
+    assert loss.dtype == torch.float32
+
+
+def test_nll_rejects_unequal_lengths(head):
+    with pytest.raises(ValueError, match="3 states cannot predict 2 labels"):
+        rationale_nll(torch.zeros(3, 6, dtype=torch.float64), head, torch.tensor([0, 1]))

@@ -1,0 +1,365 @@
+"""The joint step against its definition: three stock forward passes, labels by hand, InfoNCE in loops."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rge.backbone import load_backbone
+from rge.embedder import Embedder
+from rge.packing import Branch
+from rge.prompts import PromptBuilder
+from rge.rollout import Rationale
+from rge.step import Objective, candidate_masks, training_step
+
+TEMPERATURE = 0.07
+
+
+def stock_forward(model, prompts, continuations, padding_side):
+    """One ordinary pass over prompt + continuation, as a user of plain transformers would run it.
+
+    Returns:
+        Last-layer states, logits, and each row's first column.
+    """
+    rows = [
+        torch.cat([prompt.input_ids, torch.tensor(ids)])
+        for prompt, ids in zip(prompts, continuations, strict=True)
+    ]
+    longest = max(len(row) for row in rows)
+    input_ids = torch.full((len(rows), longest), model.config.get_text_config().pad_token_id)
+    attention_mask = torch.zeros_like(input_ids)
+    starts = []
+    for number, row in enumerate(rows):
+        start = 0 if padding_side == "right" else longest - len(row)
+        starts.append(start)
+        input_ids[number, start : start + len(row)] = row
+        attention_mask[number, start : start + len(row)] = 1
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+    pixels = [prompt.pixel_values for prompt in prompts if prompt.pixel_values is not None]
+    if pixels:
+        inputs["pixel_values"] = torch.cat(pixels)
+        inputs["image_grid_thw"] = torch.cat(
+            [prompt.image_grid for prompt in prompts if prompt.image_grid is not None]
+        )
+        inputs["mm_token_type_ids"] = (input_ids == model.config.image_token_id).long()
+    else:
+        # Without a picture transformers counts positions from the first padding token; rounding would differ.
+        inputs["position_ids"] = (attention_mask.cumsum(-1) - 1).clamp(min=0).expand(3, -1, -1)
+    output = model(**inputs, output_hidden_states=True, use_cache=False)
+    return output.hidden_states[-1], output.logits, starts
+
+
+def state_at_end(hidden, starts, prompts, continuations):
+    rows = []
+    for row, start in enumerate(starts):
+        end = start + len(prompts[row]) + len(continuations[row]) - 1
+        rows.append(hidden[row, end] / hidden[row, end].norm())
+    return rows
+
+
+def nll_of(logits, starts, prompts, continuations):
+    total, count = 0.0, 0
+    for row, ids in enumerate(continuations):
+        for place, token in enumerate(ids):
+            column = starts[row] + len(prompts[row]) + place
+            total = total - torch.log_softmax(logits[row, column - 1], dim=-1)[token]
+            count += 1
+    return total, count
+
+
+def naive_info_nce(q, c, batch):
+    """Per query: -log of the positive's share among itself and everything that may count as a negative."""
+    total = 0.0
+    for row in range(len(q)):
+        terms, positive = [], None
+        for column in range(len(c)):
+            term = torch.exp(q[row] @ c[column] / TEMPERATURE - 1 / TEMPERATURE)  # at most 1: no overflow
+            if column == batch.positive[row]:
+                positive = term
+            elif (
+                column in batch.negatives[row]
+                or batch.candidate_identity[column] not in batch.right_answers[row]
+            ):
+                terms.append(term)
+        total = total - torch.log(positive / (positive + sum(terms)))
+    return total / len(q)
+
+
+def three_passes(model, batch, self_ids, emb_id, objective, padding_side):
+    """The two losses and the total, from one pass each over (query, own rationale), (query, oracle), candidate."""
+    pass_over = partial(stock_forward, model, padding_side=padding_side)
+    direct = [[emb_id]] * len(batch.candidates)
+    anchors = {
+        "self": [[*ids, emb_id] for ids in self_ids],
+        "oracle": batch.oracle_ids,
+        "none": [[emb_id]] * len(batch.queries),
+    }
+    hidden, _, starts = pass_over(batch.queries, anchors[objective.anchor])
+    q = state_at_end(hidden, starts, batch.queries, anchors[objective.anchor])
+    _, logits, starts = pass_over(batch.queries, batch.oracle_ids)
+    nll, count = nll_of(logits, starts, batch.queries, batch.oracle_ids)
+    hidden, logits, starts = pass_over(batch.candidates, direct)
+    c = state_at_end(hidden, starts, batch.candidates, direct)
+    if objective.lm_on_candidates:
+        more_nll, more_count = nll_of(logits, starts, batch.candidates, direct)
+        nll, count = nll + more_nll, count + more_count
+    lm, contrastive = nll / count, naive_info_nce(q, c, batch)
+    return lm, contrastive, objective.alpha_lm * lm + objective.alpha_con * contrastive
+
+
+def gradients(embedder):
+    found = {
+        name: parameter.grad.clone()
+        for name, parameter in embedder.named_parameters()
+        if parameter.grad is not None
+    }
+    embedder.zero_grad(set_to_none=True)
+    return found
+
+
+def worst_gradient_error(found, expected):
+    """Largest relative error of any parameter's gradient (norm of the difference over norm), and its name."""
+    # Where no row has a picture the reference leaves the vision tower out, and ours runs it behind a mask.
+    assert all(not found[name].any() for name in found.keys() - expected.keys())
+    assert all(expected[name].norm() > 0 for name in expected)
+    errors = {name: float((found[name] - expected[name]).norm() / expected[name].norm()) for name in expected}
+    name = max(errors, key=errors.get)
+    return errors[name], name
+
+
+def run_step(embedder, batch, objective, rationales, micro_batch_size=100):
+    report = training_step(
+        embedder,
+        embedder,
+        batch,
+        objective,
+        rationales=rationales,
+        micro_batch_size=micro_batch_size,
+        backward=lambda loss: loss.backward(),
+    )
+    return report, gradients(embedder)
+
+
+LAYOUTS = {
+    "mixed": (True, True),
+    "text queries": (False, True),
+    "text candidates": (True, False),
+    "text": (False, False),
+}
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+@pytest.mark.parametrize("padding_side", ["right", "left"])
+@pytest.mark.parametrize(
+    ("layout", "anchor"),
+    [("mixed", "self"), ("mixed", "oracle"), ("mixed", "none")]
+    + [("text queries", "self"), ("text candidates", "self"), ("text", "self")],
+)
+def test_one_forward_equals_three_passes(
+    lively_path, make_batch, roll_out, precision, padding_side, layout, anchor
+):
+    embedder = Embedder(load_backbone(lively_path, dtype=precision)).eval()
+    batch = make_batch(PromptBuilder(embedder.processor), 0, *LAYOUTS[layout])
+    rationales = roll_out(embedder, batch)
+    assert len({len(rationale.ids) for rationale in rationales}) > 2
+    objective = Objective(1 / 11, 10 / 11, TEMPERATURE, anchor)
+    # Ours pads on one side, the reference on the other.
+    embedder.pack = partial(embedder.pack, padding_side="left" if padding_side == "right" else "right")
+
+    report, found = run_step(embedder, batch, objective, rationales)
+    lm, contrastive, total = three_passes(
+        embedder.model,
+        batch,
+        [rationale.ids for rationale in rationales],
+        embedder.emb_id,
+        objective,
+        padding_side,
+    )
+    total.backward()
+    lm, contrastive, total = float(lm.detach()), float(contrastive.detach()), float(total.detach())
+    error, name = worst_gradient_error(found, gradients(embedder))
+
+    loss_tolerance, gradient_tolerance = {"float32": (1e-6, 1e-4), "float64": (1e-9, 1e-6)}[precision]
+    differences = [
+        abs(report["loss_lm"] / lm - 1),
+        abs(report["loss_contrastive"] / contrastive - 1),
+        abs(report["loss"] / total - 1),
+    ]
+    assert max(differences) < loss_tolerance
+    assert error < gradient_tolerance, name
+
+
+def test_a_separate_weight_for_the_output_matrix(tiny_path, make_batch, roll_out, untied):
+    """The reference holds for untied weights too, where the LM loss alone trains the output matrix."""
+    batch = make_batch(PromptBuilder(untied.processor))
+    rationales = roll_out(untied, batch)
+    report, found = run_step(untied, batch, Objective(0.5, 0.5, TEMPERATURE), rationales)
+    ids = [rationale.ids for rationale in rationales]
+    *_, total = three_passes(
+        untied.model, batch, ids, untied.emb_id, Objective(0.5, 0.5, TEMPERATURE), "right"
+    )
+    total.backward()
+    error, name = worst_gradient_error(found, gradients(untied))
+    assert report["loss"] == pytest.approx(float(total.detach()), rel=1e-6)
+    assert error < 1e-4, name
+    # With one loss switched off, everything else still takes part: DDP waits for every gradient.
+    _, found = run_step(untied, batch, Objective(0.0, 1.0, TEMPERATURE), rationales)
+    assert not found["model.lm_head.weight"].any()
+    assert found.keys() == dict(untied.named_parameters()).keys()
+
+
+def other_tokens(ids, emb_id):
+    """The same length, every token but `<emb>` another."""
+    return [*((token + 7) % 300 for token in ids[:-1]), emb_id]
+
+
+def test_own_state_does_not_move_by_a_bit_when_the_oracle_changes(lively, make_prompts):
+    builder = PromptBuilder(lively.processor)
+    prompts = make_prompts(builder, 4)
+    own = [[3, 5, 9, lively.emb_id], [lively.emb_id], [40, 41, lively.emb_id], [7] * 12 + [lively.emb_id]]
+    oracle = [
+        builder.rationale_ids(text, "") for text in ("this is a key", "egg", "a chick", "open this padlock")
+    ]
+
+    def states(oracles):
+        branches = [
+            [Branch(mine, read_state=True), Branch(theirs, read_state=True, predict=True)]
+            for mine, theirs in zip(own, oracles, strict=True)
+        ]
+        with torch.no_grad():
+            readout = lively(lively.pack(prompts, branches))[0]
+        return readout.state_ND[0::2], readout.state_ND[1::2]
+
+    before, oracle_before = states(oracle)
+    after, oracle_after = states([other_tokens(ids, lively.emb_id) for ids in oracle])
+    assert torch.equal(before, after)
+    # Another length moves columns and padding, so rounding may differ, and nothing else.
+    longer, _ = states([[50, 51, 52, *ids] for ids in oracle])
+    torch.testing.assert_close(longer, before, atol=2e-6, rtol=0)
+    # The same change is seen where it should be, so the perturbation is real.
+    assert ((oracle_before - oracle_after).norm(dim=1) > 1e-3).all()
+
+
+def test_no_gradient_flows_from_the_own_state_to_oracle_tokens(lively, make_prompts):
+    prompt = make_prompts(PromptBuilder(lively.processor), 1)
+    own, oracle = [3, 5, 9, lively.emb_id], [11, 12, 13, 14, lively.emb_id]
+    packed = lively.pack(prompt, [[Branch(own, read_state=True), Branch(oracle, predict=True)]])
+    embedded = []
+
+    def keep(module, inputs, output):
+        output.requires_grad_().retain_grad()
+        embedded.append(output)
+
+    handle = lively.model.get_input_embeddings().register_forward_hook(keep)
+    state = lively(packed)[0].state_ND
+    handle.remove()
+    (state * torch.linspace(-1, 1, state.shape[1])).sum().backward()
+    reached = embedded[0].grad[0].abs().sum(dim=1)
+    assert not reached[packed.segment_BT[0] == 2].any()
+    assert (reached[packed.segment_BT[0] == 1] > 0).all()
+
+
+@pytest.mark.parametrize("anchor", ["self", "oracle", "none"])
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 3])
+def test_chunks_equal_the_undivided_batch(lively, make_batch, roll_out, anchor, micro_batch_size):
+    batch = make_batch(PromptBuilder(lively.processor))
+    rationales = roll_out(lively, batch)
+    objective = Objective(0.3, 0.7, TEMPERATURE, anchor)
+    whole, expected = run_step(lively, batch, objective, rationales)
+    report, found = run_step(lively, batch, objective, rationales, micro_batch_size)
+    assert report == pytest.approx(whole, rel=1e-6)
+    error, name = worst_gradient_error(found, expected)
+    assert error < 1e-5, name
+
+
+@pytest.mark.parametrize("lm_on_candidates", [True, False])
+def test_cold_start_is_the_token_mean_over_the_global_batch(lively, make_batch, lm_on_candidates):
+    """Alone, the LM loss needs no rollout; without the candidates' `<emb>` it needs no candidates either."""
+    batch = make_batch(PromptBuilder(lively.processor))
+    objective = Objective(1.0, 0.0, lm_on_candidates=lm_on_candidates)
+    assert not objective.needs_rollout
+    assert objective.needs_candidates == lm_on_candidates
+    if not lm_on_candidates:
+        batch.candidates.clear()
+    whole, expected = run_step(lively, batch, objective, None)
+    direct = [[lively.emb_id]] * len(batch.candidates)
+    _, logits, starts = stock_forward(lively.model, batch.queries, batch.oracle_ids, "right")
+    nll, count = nll_of(logits, starts, batch.queries, batch.oracle_ids)
+    if direct:
+        _, logits, starts = stock_forward(lively.model, batch.candidates, direct, "right")
+        more, more_count = nll_of(logits, starts, batch.candidates, direct)
+        nll, count = nll + more, count + more_count
+    assert whole["loss"] == whole["loss_lm"] == pytest.approx(float(nll.detach()) / count, rel=1e-6)
+    assert "loss_contrastive" not in whole
+    report, found = run_step(lively, batch, objective, None, micro_batch_size=2)
+    assert report == pytest.approx(whole, rel=1e-6)
+    assert worst_gradient_error(found, expected)[0] < 1e-5
+
+
+def test_masks_by_identity(lively, make_batch):
+    """The batch of `make_batch`, written out. Candidates: a n0 b | b | a2 | c n3 | d e."""
+    batch = make_batch(PromptBuilder(lively.processor))
+    positive, ignored = candidate_masks(batch, torch.tensor(batch.candidate_identity), offset=0)
+    columns = ["a", "n0", "b-", "b", "a2", "c", "n3", "d", "e"]
+
+    def names(mask):
+        return [[columns[column] for column in row.nonzero().flatten()] for row in mask]
+
+    assert names(positive) == [["a"], ["b"], ["a2"], ["c"], ["d"]]
+    assert names(ignored) == [["a2"], ["b-"], ["a"], ["d", "e"], []]
+    # Candidates of a rank before this one: columns move, and its duplicates are ignored as well.
+    shifted = torch.tensor([batch.candidate_identity[0], 12345, *batch.candidate_identity])
+    positive, ignored = candidate_masks(batch, shifted, offset=2)
+    assert positive.nonzero()[:, 1].tolist() == [2, 5, 6, 7, 9]
+    assert ignored[0].nonzero().flatten().tolist() == [0, 6]
+
+
+def test_without_lm_loss_no_oracle_is_needed(lively, make_batch, roll_out):
+    batch = make_batch(PromptBuilder(lively.processor))
+    rationales = roll_out(lively, batch)
+    expected, gradient = run_step(lively, batch, Objective(0.0, 1.0, TEMPERATURE), rationales)
+    batch.oracle_ids[:] = [[] for _ in batch.queries]
+    report, found = run_step(lively, batch, Objective(0.0, 1.0, TEMPERATURE), rationales)
+    assert report == expected
+    assert "loss_lm" not in report
+    assert worst_gradient_error(found, gradient)[0] == 0
+
+
+def test_gradient_checkpointing_changes_nothing(lively, make_batch, roll_out):
+    batch = make_batch(PromptBuilder(lively.processor))
+    rationales = roll_out(lively, batch)
+    objective = Objective(0.5, 0.5, TEMPERATURE)
+    lively.train()
+    _, expected = run_step(lively, batch, objective, rationales, micro_batch_size=3)
+    lively.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert [rationale.ids for rationale in roll_out(lively, batch)] == [
+        rationale.ids for rationale in rationales
+    ]
+    _, found = run_step(lively, batch, objective, rationales, micro_batch_size=3)
+    assert worst_gradient_error(found, expected)[0] == 0
+
+
+def test_a_loss_that_is_not_finite_names_the_records(lively, make_batch, roll_out):
+    batch = make_batch(PromptBuilder(lively.processor))
+    rationales = roll_out(lively, batch)
+    with torch.no_grad():
+        lively.model.model.language_model.norm.weight[0] = math.nan
+    with pytest.raises(FloatingPointError, match="the loss is nan; records of this batch: .*record3"):
+        run_step(lively, batch, Objective(0.5, 0.5, TEMPERATURE), rationales)
+
+
+def test_rationales_are_carried_as_ids(lively, make_batch):
+    """Ids that no text tokenises to (single bytes of one word) reach the state as they are."""
+    batch = make_batch(PromptBuilder(lively.processor))
+    whole = lively.processor.tokenizer("picture").input_ids
+    letters = [token for letter in "picture" for token in lively.processor.tokenizer(letter).input_ids]
+    assert lively.processor.tokenizer.decode(whole) == lively.processor.tokenizer.decode(letters)
+    losses = []
+    for ids in (whole, letters):
+        rationales = [Rationale(tuple(ids), False, F.normalize(torch.ones(32), dim=0), 0.0)] * len(
+            batch.queries
+        )
+        losses.append(run_step(lively, batch, Objective(0.0, 1.0, TEMPERATURE), rationales)[0]["loss"])
+    assert abs(losses[0] - losses[1]) > 1e-3

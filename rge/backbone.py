@@ -13,6 +13,7 @@ from tokenizers import AddedToken
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.utils import logging as transformers_logging
 
 from rge.prompts import EMB_TOKEN, Prompt
 
@@ -69,6 +70,7 @@ def load_backbone(
     Raises:
         BackboneError: nothing to load there, an unsupported family, or no ``<emb>``.
     """
+    transformers_logging.disable_progress_bar()  # ours are the bars to watch
     try:
         config = AutoConfig.from_pretrained(path, revision=revision)
     except (OSError, ValueError) as error:

@@ -140,8 +140,10 @@ class StageConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW, the same for both stages."""
+    """The optimizer, the same for both stages."""
 
+    name: str = "adamw"
+    """adamw | muon. Muon for matrices with AdamW for the rest learns much faster from scratch; not under ZeRO."""
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -264,6 +266,7 @@ def check(recipe: Recipe) -> None:
     _one_of("stage", recipe.stage, ["all", "cold_start", "joint"])
     _one_of("loss.anchor", recipe.loss.anchor, ["self", "oracle", "none"])
     _one_of("model.dtype", recipe.model.dtype, ["float32", "bfloat16"])
+    _one_of("optim.name", recipe.optim.name, ["adamw", "muon"])
     _one_of("data.augment", recipe.data.augment, ["none", "drawing"])
     if (recipe.model.path is None) == (recipe.model.scratch is None):
         raise RecipeError("give exactly one of model.path and model.scratch")

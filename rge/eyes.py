@@ -5,7 +5,6 @@ This stage trains the vision tower and its merger as a classifier over the conce
 hundred pictures a second on two CPU cores, and throws the classifier away.
 """
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from tqdm import tqdm
 
 from rge import dist
 from rge.images import load_image
+from rge.optim import learning_rate, make_optimizer, set_learning_rate
 from rge.sources import RecordFile
 
 
@@ -119,7 +119,7 @@ def teach(
         num_labels: number of classes.
         steps: optimizer steps.
         batch_size: pictures a step, all processes together.
-        lr: peak learning rate of AdamW, cosine schedule.
+        lr: peak learning rate, cosine schedule; Muon needs a third of AdamW's steps here.
         seed: of batches, augmentation and classifier.
 
     Returns:
@@ -128,7 +128,9 @@ def teach(
     generator = torch.Generator().manual_seed(seed * 1000 + dist.rank())
     torch.manual_seed(seed)
     namer = _Namer(visual, num_labels)
-    optimizer = torch.optim.AdamW(namer.parameters(), lr=lr, weight_decay=0.05)
+    optimizer: torch.optim.Optimizer = make_optimizer(
+        namer, name="muon", lr=lr, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.05
+    )
     model, optimizer = accelerator.prepare(namer, optimizer)
     share = batch_size // dist.world_size()
     side = pictures.shape[-1] // image_processor.patch_size
@@ -136,9 +138,8 @@ def teach(
     correct = counted = 0
     bar = tqdm(range(steps), desc="eyes", unit="step", dynamic_ncols=True, disable=not accelerator.is_main_process)
     for step in bar:
-        warmth = min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / steps))
-        for group in optimizer.param_groups:
-            group["lr"] = lr * warmth
+        rate = learning_rate(step, num_steps=steps, lr=lr, warmup_steps=50, schedule="cosine", min_lr_ratio=0.0)
+        set_learning_rate(optimizer, rate)
         rows = torch.randint(len(pictures), (share,), generator=generator)
         values = patches(
             augment(pictures[rows], generator),

@@ -44,9 +44,9 @@ class RecordFile:
         if not self.path.is_file():
             raise RecordError(f"training records {self.path} do not exist")
         offsets, problems, seen, offset = [], [], {}, 0
-        bar = tqdm(
-            total=self.path.stat().st_size, unit="B", unit_scale=True, desc=f"checking {self.path.name}", disable=not progress
-        )
+        size = self.path.stat().st_size
+        quick = size < 100_000_000  # a second or two
+        bar = tqdm(total=size, unit="B", unit_scale=True, desc=f"checking {self.path.name}", disable=quick or not progress)
         with self.path.open("rb") as lines, bar:
             for number, line in enumerate(lines, start=1):
                 bar.update(len(line))

@@ -61,7 +61,12 @@ def train_stage(recipe: Recipe, name: str, folder: Path, start: str, accelerator
     embedder = build_embedder(recipe, start)
     batches = build_batches(recipe, stage, objective, embedder, accelerator)
     optimizer = make_optimizer(
-        embedder, lr=stage.lr, betas=recipe.optim.betas, eps=recipe.optim.eps, weight_decay=recipe.optim.weight_decay
+        embedder,
+        name=recipe.optim.name,
+        lr=stage.lr,
+        betas=recipe.optim.betas,
+        eps=recipe.optim.eps,
+        weight_decay=recipe.optim.weight_decay,
     )
     model, optimizer = dist.prepare(accelerator, embedder, optimizer, recipe.optim.max_grad_norm)
 

@@ -7,7 +7,7 @@ from eval_fakes import tables, write_set, write_tables
 
 from eval.metrics import NAMES
 from eval.outputs import score_ranking
-from eval.search import Ranking, search
+from eval.search import search
 from eval.sets import load_set
 from eval.trec import RunError, read_run, strictly_decreasing, write_run
 
@@ -190,4 +190,3 @@ def test_ranks_beyond_the_depth_are_not_written(wanted, tmp_path):
     assert whole.rows_QW.shape[1] > 5  # ties with the fifth
     write_run(tmp_path / "run", whole, wanted.query_ids, wanted.corpus_ids, "tag")
     assert (tmp_path / "run").read_text().count("\n") == 5 * len(wanted.queries)
-    assert isinstance(whole, Ranking)

@@ -1,0 +1,449 @@
+"""`python -m eval run` and `score` end to end on a fake encoder: files, conditions, resumption, refusals."""
+
+import json
+import math
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from eval_fakes import (
+    NUM_CANDIDATES,
+    NUM_QUERIES,
+    FakeEncoder,
+    loader,
+    picture,
+    tables,
+    write_set,
+    write_tables,
+)
+
+from eval import run as run_module
+from eval.__main__ import main, usage
+from eval.metrics import NAMES, NEGATIVE_NAMES
+from eval.options import UserError
+from eval.outputs import means
+from eval.run import RunOptions, run
+from eval.score import ScoreOptions, score
+from eval.stats import NUM_RESAMPLES
+from rge.images import ImageError
+
+METRICS = (*NAMES, *NEGATIVE_NAMES)
+
+
+@pytest.fixture(scope="module")
+def set_dir(tmp_path_factory):
+    return write_set(tmp_path_factory.mktemp("set"))
+
+
+def options(set_dir, out, **change):
+    return RunOptions(
+        **{"checkpoint": "fake", "set": set_dir, "out": out, "batch_size": 2, "report": False} | change
+    )
+
+
+def results_of(path):
+    return json.loads((path / "results.json").read_text())
+
+
+def per_query_of(path):
+    return pd.read_parquet(path / "per_query.parquet").set_index("query_id")
+
+
+@pytest.fixture(scope="module")
+def done(set_dir, tmp_path_factory):
+    """Both modes, once for all tests that only read."""
+    out = tmp_path_factory.mktemp("out") / "both"
+    encoder = FakeEncoder()
+    dirs = run(options(set_dir, out, query_mode=("direct", "reasoning")), loader(encoder))
+    return encoder, out, dirs
+
+
+def test_two_modes_in_one_go_encode_candidates_once(done):
+    encoder, out, dirs = done
+    assert dirs == [out / "reasoning-both", out / "direct-both"]
+    sizes = {}
+    for side, mode, size in encoder.calls:
+        sizes[side, mode] = sizes.get((side, mode), 0) + size
+    assert sizes == {
+        ("candidate", "direct"): NUM_CANDIDATES,
+        ("query", "reasoning"): NUM_QUERIES,
+        ("query", "direct"): NUM_QUERIES,
+    }
+    for folder in dirs:
+        assert {path.name for path in folder.iterdir()} == {"run.trec", "per_query.parquet", "results.json"}
+
+
+def test_results_hold_the_fixed_keys(done):
+    encoder, _, dirs = done
+    results = results_of(dirs[0])
+    assert results["set"]["name"] == "fake"
+    assert (results["set"]["num_queries"], results["set"]["num_candidates"]) == (NUM_QUERIES, NUM_CANDIDATES)
+    assert len(results["set"]["fingerprint"]) == 64
+    assert (results["profile"], results["query_mode"], results["query_modality"]) == (
+        "clean",
+        "reasoning",
+        "both",
+    )
+    assert set(results["micro"]) == set(results["ties"]) == set(results["random"]) == set(METRICS)
+    assert set(results["by_category"]) == {"functional", "temporal", "causal"}
+    assert set(results["by_pair"]) == {"seen", "held_out"}
+    for block in (
+        results["micro"],
+        results["macro"],
+        *results["by_category"].values(),
+        *results["by_pair"].values(),
+    ):
+        for figure in block.values():
+            assert figure["low"] <= figure["value"] + 1e-12
+            assert figure["value"] <= figure["high"] + 1e-12
+    for name, ties in results["ties"].items():
+        assert ties["best"] == ties["worst"] == pytest.approx(results["micro"][name]["value"])
+    assert results["checkpoint_hash"] == encoder.checkpoint_hash
+    assert results["settings"]["profile"] == "rge"
+    assert (results["dtype"], results["batch_size"], results["seed"]) == ("float32", 2, 0)
+    assert results["versions"]["rge"]
+    assert results["statistics"]["num_resamples"] == NUM_RESAMPLES
+    assert results["coverage"] == 1.0
+
+
+def test_figures_derive_from_the_per_query_table(done):
+    _, _, dirs = done
+    results, table = results_of(dirs[0]), per_query_of(dirs[0])
+    for name in METRICS:
+        value = table[name]
+        assert results["micro"][name]["value"] == pytest.approx(value.mean(), abs=1e-14)
+        by = value.groupby(table["category"]).mean()
+        assert results["macro"][name]["value"] == pytest.approx(by.mean(), abs=1e-14)
+        assert {k: v[name]["value"] for k, v in results["by_category"].items()} == pytest.approx(by.to_dict())
+    assert results["random"]["recall@10"] == pytest.approx(10 / NUM_CANDIDATES)
+
+
+def test_per_query_table(done):
+    encoder, _, dirs = done
+    table = per_query_of(dirs[0])
+    assert list(table.index) == [f"q{number:02d}" for number in range(NUM_QUERIES)]
+    assert list(table["num_positives"][:4]) == [1, 2, 3, 1]
+    assert table["group"].iloc[3] == "g01"
+    assert table["rationale"].iloc[5] == "because of q05"
+    assert set(table["stop_reason"]) == {"emb", "forced"}
+    assert table["top10"].map(len).eq(10).all()
+    for _, row in table.iterrows():
+        assert (np.diff(row["top10_scores"]) <= 0).all()
+        assert row["mrr"] == pytest.approx(1 / row["first_hit_rank"])
+    direct = per_query_of(dirs[1])
+    assert set(direct["stop_reason"]) == {"prefilled"}
+    assert (direct["rationale"] == "").all()
+
+
+def test_rationale_figures(done):
+    _, _, dirs = done
+    tokens = per_query_of(dirs[0])["rationale_tokens"]
+    found = results_of(dirs[0])["rationale"]
+    assert found == {
+        "forced_rate": pytest.approx((per_query_of(dirs[0])["stop_reason"] == "forced").mean()),
+        "tokens_mean": pytest.approx(tokens.mean()),
+        "tokens_p50": pytest.approx(tokens.quantile(0.5)),
+        "tokens_p95": pytest.approx(tokens.quantile(0.95)),
+    }
+    assert set(results_of(dirs[1])["rationale"].values()) == {None}
+
+
+def test_scoring_the_run_gives_the_same_metrics(done, set_dir, tmp_path):
+    _, _, dirs = done
+    score(ScoreOptions(run=dirs[0] / "run.trec", set=set_dir, out=tmp_path / "scored"))
+    ours, scored = results_of(dirs[0]), results_of(tmp_path / "scored")
+    for block in ("micro", "macro", "by_category", "by_pair", "random"):
+        assert ours[block] == scored[block]
+    pd.testing.assert_frame_equal(
+        per_query_of(dirs[0])[list(METRICS)], per_query_of(tmp_path / "scored")[list(METRICS)]
+    )
+    assert (scored["query_mode"], scored["coverage"], set(scored["rationale"].values())) == (
+        None,
+        1.0,
+        {None},
+    )
+    assert (tmp_path / "scored" / "run.trec").read_bytes() == (dirs[0] / "run.trec").read_bytes()
+
+
+def test_one_condition_goes_into_out_itself_and_a_second_run_reuses_everything(set_dir, tmp_path):
+    assert run(options(set_dir, tmp_path), loader(FakeEncoder())) == [tmp_path]
+    first = results_of(tmp_path)
+    encoder = FakeEncoder()
+    run(options(set_dir, tmp_path, batch_size=7), loader(encoder))
+    assert encoder.calls == []
+    again = results_of(tmp_path)
+    assert again.pop("batch_size") != first.pop("batch_size")
+    assert again == first
+
+
+def test_a_shared_cache_serves_another_output(set_dir, tmp_path):
+    run(options(set_dir, tmp_path / "a", cache=tmp_path / "cache"), loader(FakeEncoder()))
+    encoder = FakeEncoder()
+    run(
+        options(set_dir, tmp_path / "b", cache=tmp_path / "cache", query_mode=("reasoning", "direct")),
+        loader(encoder),
+    )
+    assert {(side, mode) for side, mode, _ in encoder.calls} == {("query", "direct")}
+
+
+def test_a_stale_cache_is_not_used(tmp_path):
+    """Another checkpoint, other settings, or one changed picture: nothing of the old cache is read."""
+    content = tables()
+    path = write_tables(tmp_path / "set", content)
+    cache = tmp_path / "cache"
+    run(options(path, tmp_path / "a", cache=cache), loader(FakeEncoder()))
+    for name, encoder in (("b", FakeEncoder("other")), ("c", FakeEncoder(profile="raw"))):
+        run(options(path, tmp_path / name, cache=cache), loader(encoder))
+        assert sum(size for *_, size in encoder.calls) == NUM_QUERIES + NUM_CANDIDATES
+    content["corpus"]["image"][5] = picture(999)
+    write_tables(path, content)  # the fingerprint, which names ids and judgements, stays
+    encoder = FakeEncoder()
+    run(options(path, tmp_path / "d", cache=cache), loader(encoder))
+    assert sum(size for side, _, size in encoder.calls if side == "candidate") == NUM_CANDIDATES
+    assert sum(size for side, _, size in encoder.calls if side == "query") == 0
+
+
+def test_modalities_reach_the_encoder(set_dir, tmp_path):
+    seen = {}
+
+    class Spy(FakeEncoder):
+        def encode(self, items, *, side, **rest):
+            if side == "query":
+                kinds = {(i.text is not None, i.instruction is not None, len(i.images)) for i in items}
+                seen.setdefault(len(seen), kinds)
+            return super().encode(items, side=side, **rest)
+
+    dirs = run(
+        options(set_dir, tmp_path, query_modality=("both", "text", "image"), batch_size=64), loader(Spy())
+    )  # fmt: skip
+    assert [path.name for path in dirs] == ["reasoning-both", "reasoning-text", "reasoning-image"]
+    assert list(seen.values()) == [{(True, True, 1)}, {(True, True, 0)}, {(False, False, 1)}]
+    assert results_of(dirs[1])["query_modality"] == "text"
+
+
+def test_self_retrieval_counts_a_query_that_finds_its_own_picture(tmp_path):
+    content = tables()
+    content["corpus"]["image"][0] = picture(1000)  # shown by the first two queries
+
+    class Same(FakeEncoder):
+        """Queries and candidates with one picture get one embedding."""
+
+        def encode(self, items, **rest):
+            found = super().encode(items, **rest)
+            found.embeddings[:] = [self.vector(item.images[0]) for item in items]
+            return found
+
+    run(options(write_tables(tmp_path / "set", content), tmp_path / "out"), loader(Same()))
+    assert results_of(tmp_path / "out")["self_retrieval"] == {"num_queries": 2, "rate@1": 1.0, "rate@20": 1.0}
+
+
+def test_limit(set_dir, tmp_path):
+    run(options(set_dir, tmp_path, limit=5), loader(FakeEncoder()))
+    results = results_of(tmp_path)
+    assert (results["set"]["num_queries"], results["set"]["num_candidates"], results["set"]["limit"]) == (
+        5,
+        60,
+        5,
+    )
+    assert len(per_query_of(tmp_path)) == 5
+
+
+def test_ties_are_reported_as_a_range(set_dir, tmp_path):
+    class Coarse(FakeEncoder):
+        """Candidates share three embeddings."""
+
+        def encode(self, items, *, side, **rest):
+            found = super().encode(items, side=side, **rest)
+            if side == "candidate":
+                found.embeddings[:] = [self.vector(int(item.id[1:]) % 3) for item in items]
+            return found
+
+    run(options(set_dir, tmp_path), loader(Coarse()))
+    results = results_of(tmp_path)
+    for name in NAMES:
+        ties = results["ties"][name]
+        assert ties["worst"] <= results["micro"][name]["value"] <= ties["best"]
+    assert results["ties"]["recall@10"]["best"] > results["ties"]["recall@10"]["worst"]
+    fell = np.array(
+        [float(line.split()[4]) for line in (tmp_path / "run.trec").read_text().splitlines()[:60]]
+    )
+    assert (np.diff(fell.astype(np.float32)) < 0).all()
+
+
+def test_sampled_rationales_take_their_seed_from_the_options(set_dir, tmp_path):
+    values = []
+    for seed in (0, 0, 1):
+        out = tmp_path / str(len(values))
+        run(options(set_dir, out, temperature=0.7, seed=seed), loader(FakeEncoder()))
+        values.append(results_of(out)["micro"]["mrr"]["value"])
+    assert values[0] == values[1] != values[2]
+    assert results_of(tmp_path / "0")["decoding"]["temperature"] == 0.7
+
+
+@pytest.mark.parametrize(
+    ("change", "encoder", "key"),
+    [
+        ({}, FakeEncoder("other"), "checkpoint_hash"),
+        ({"query_mode": ("direct",)}, FakeEncoder(), "query_mode"),
+        ({"query_modality": ("text",)}, FakeEncoder(), "query_modality"),
+    ],
+)
+def test_another_output_is_not_overwritten_unasked(set_dir, tmp_path, change, encoder, key):
+    run(options(set_dir, tmp_path), loader(FakeEncoder()))
+    before = (tmp_path / "results.json").read_bytes()
+    with pytest.raises(UserError, match=f"already holds an evaluation with {key} = .*overwrite=true"):
+        run(options(set_dir, tmp_path, **change), loader(encoder))
+    assert (tmp_path / "results.json").read_bytes() == before
+    run(options(set_dir, tmp_path, overwrite=True, **change), loader(encoder))
+    assert (tmp_path / "results.json").read_bytes() != before
+
+
+def test_another_set_is_not_overwritten_unasked(set_dir, tmp_path):
+    run(options(set_dir, tmp_path / "out"), loader(FakeEncoder()))
+    other = write_set(tmp_path / "other", num_queries=12)
+    with pytest.raises(UserError, match=r"already holds an evaluation with set.fingerprint = "):
+        run(options(other, tmp_path / "out"), loader(FakeEncoder()))
+
+
+def test_nothing_half_written_looks_complete(set_dir, tmp_path, monkeypatch):
+    run(options(set_dir, tmp_path), loader(FakeEncoder()))
+    monkeypatch.setattr(run_module, "write_run", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run(options(set_dir, tmp_path), loader(FakeEncoder()))
+    assert not (tmp_path / "results.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"query_mode": ("reasonin",)},
+            "query_mode must be one of reasoning, direct, got 'reasonin'; did you mean",
+        ),
+        ({"query_modality": ("picture",)}, "query_modality must be one of both, text, image, got 'picture'"),
+        ({"benchmark": "rmir"}, "benchmark must be one of generic, got 'rmir'"),
+        ({"profile": "official"}, "profile must be one of clean, got 'official'"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"limit": 0}, "limit must be at least 1, got 0"),
+        ({"depth": 20}, "depth must be at least 50, the deepest metric, got 20"),
+    ],
+)
+def test_wrong_options_are_named(set_dir, tmp_path, change, message):
+    with pytest.raises(UserError, match=message):
+        run(options(set_dir, tmp_path / "out", **change), loader(FakeEncoder()))
+    assert not (tmp_path / "out").exists()
+
+
+def test_collapsed_candidates_stop_the_run(set_dir, tmp_path):
+    class Collapsed(FakeEncoder):
+        def vector(self, *parts):
+            return super().vector("same")
+
+    with pytest.raises(UserError, match="all 60 different items of side candidate have the same embedding"):
+        run(options(set_dir, tmp_path), loader(Collapsed()))
+    assert not (tmp_path / "results.json").exists()
+
+
+def test_a_missing_picture_is_named_before_the_model_is_loaded(tmp_path):
+    content = tables()
+    content["corpus"]["image"] = pa.array([f"{number}.png" for number in range(NUM_CANDIDATES)])
+    path = write_tables(tmp_path / "set", content)
+    with pytest.raises(ImageError, match="0.png cannot be read"):
+        run(options(path, tmp_path / "out"), lambda *_, **__: pytest.fail("the model was loaded"))
+
+
+def test_exclusions_and_candidate_lists_reach_the_ranking(tmp_path):
+    content = tables(negatives=False)
+    right = sorted(zip(content["qrels"]["query-id"], content["qrels"]["corpus-id"], strict=True))
+    hidden = "c000"
+    lists = sorted(
+        {*right, *((query, name) for query in content["queries"]["id"] for name in ("c001", "c002", hidden))}
+    )
+    content["candidates"] = {"query-id": [q for q, _ in lists], "corpus-id": [c for _, c in lists]}
+    out = [(q, c) for q, c in lists if c == hidden and (q, c) not in right]
+    content["excluded"] = {"query-id": [q for q, _ in out], "corpus-id": [c for _, c in out]}
+    run(options(write_tables(tmp_path / "set", content), tmp_path / "out"), loader(FakeEncoder()))
+    ranked = {}
+    for line in (tmp_path / "out" / "run.trec").read_text().splitlines():
+        ranked.setdefault(line.split()[0], set()).add(line.split()[2])
+    for query in content["queries"]["id"]:
+        assert ranked[query] == {c for q, c in lists if q == query} - {c for q, c in out if q == query}
+    assert results_of(tmp_path / "out")["micro"]["recall@10"]["value"] == 1.0
+
+
+def test_missing_queries_score_zero_and_are_counted(done, set_dir, tmp_path):
+    _, _, dirs = done
+    text = (dirs[0] / "run.trec").read_text().splitlines(keepends=True)
+    (tmp_path / "run").write_text("".join(line for line in text if not line.startswith(("q03 ", "q11 "))))
+    with pytest.raises(UserError, match="2 of 24 queries have no line, first 'q03'.*allow_missing=true"):
+        score(ScoreOptions(run=tmp_path / "run", set=set_dir, out=tmp_path / "out"))
+    score(ScoreOptions(run=tmp_path / "run", set=set_dir, out=tmp_path / "out", allow_missing=True))
+    results, table = results_of(tmp_path / "out"), per_query_of(tmp_path / "out")
+    assert (results["coverage"], results["num_missing"]) == (pytest.approx(22 / 24), 2)
+    assert table.loc[["q03", "q11"], list(NAMES)].eq(0).all(axis=None)
+    assert table.loc["q03", "first_hit_rank"] is pd.NA or math.isnan(table.loc["q03", "first_hit_rank"])
+    before = per_query_of(dirs[0])
+    expected = before["mrr"].drop(["q03", "q11"]).sum() / 24
+    assert results["micro"]["mrr"]["value"] == pytest.approx(expected)
+
+
+def test_short_runs_and_ties_in_foreign_runs_are_reported(set_dir, tmp_path, capsys):
+    rows = [f"q{n:02d} Q0 c{c:03d} {c + 1} {5 - c // 2} bm25\n" for n in range(NUM_QUERIES) for c in range(6)]
+    (tmp_path / "run").write_text("".join(rows))
+    score(ScoreOptions(run=tmp_path / "run", set=set_dir, out=tmp_path / "out", allow_ties=True))
+    results = results_of(tmp_path / "out")
+    assert (results["num_short"], results["tag"]) == (NUM_QUERIES, "bm25")
+    assert results["ties"]["mrr"]["best"] > results["micro"]["mrr"]["value"] > results["ties"]["mrr"]["worst"]
+    assert "24 queries list fewer than 50 candidates" in capsys.readouterr().out
+
+
+def test_scores_of_another_run_are_not_overwritten_unasked(done, set_dir, tmp_path):
+    _, _, dirs = done
+    score(ScoreOptions(run=dirs[0] / "run.trec", set=set_dir, out=tmp_path))
+    with pytest.raises(UserError, match="already holds an evaluation with tag = "):
+        score(ScoreOptions(run=dirs[1] / "run.trec", set=set_dir, out=tmp_path))
+
+
+def test_metrics_that_no_query_defines_are_left_out():
+    assert means(("a", "b"), np.array([[1.0, np.nan], [0.0, np.nan]])) == {"a": 0.5}
+
+
+def test_the_command_line_prints_user_errors_and_usage(set_dir, tmp_path, capsys):
+    assert main([]) == 2
+    assert main(["rum"]) == 2
+    assert "run|score|compare|report" in capsys.readouterr().err
+    assert main(["run"]) == 2
+    assert "checkpoint=(required)" in capsys.readouterr().out
+    assert "query_mode=reasoning" in usage("run")
+    assert main(["score", f"set={set_dir}", "run=none", f"out={tmp_path}"]) == 2
+    assert "error: run none cannot be read" in capsys.readouterr().err
+    assert main(["score", "sett=x"]) == 2
+    assert "did you mean 'set'?" in capsys.readouterr().err
+    assert main(["run", f"set={set_dir}", "checkpoint=none", f"out={tmp_path / 'o'}"]) == 2
+    assert "checkpoint none does not exist" in capsys.readouterr().err
+
+
+def test_the_report_is_written_last(set_dir, tmp_path, monkeypatch, capsys):
+    report = pytest.importorskip("eval.report")
+    asked = []
+    monkeypatch.setattr(report, "write_report", lambda dirs, out: asked.append((dirs, out)) or out)
+    run(options(set_dir, tmp_path, report=True, query_mode=("reasoning", "direct")), loader(FakeEncoder()))
+    assert asked == [([tmp_path / "reasoning-both", tmp_path / "direct-both"], tmp_path / "report.html")]
+    assert str(tmp_path / "report.html") in capsys.readouterr().out
+
+
+def test_per_query_nulls_where_a_metric_is_not_defined(tmp_path):
+    content = tables()
+    keep = [query != "q00" for query in content["negatives"]["query-id"]]
+    content["negatives"] = {
+        name: [value for value, kept in zip(values, keep, strict=True) if kept]
+        for name, values in content["negatives"].items()
+    }
+    run(options(write_tables(tmp_path / "set", content), tmp_path / "out"), loader(FakeEncoder()))
+    column = pq.read_table(tmp_path / "out" / "per_query.parquet")["negative_recall@10"]
+    assert column.null_count == 1
+    assert results_of(tmp_path / "out")["micro"]["negative_recall@10"]["value"] == pytest.approx(
+        np.mean([v for v in column.to_pylist() if v is not None])
+    )

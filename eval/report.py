@@ -2,15 +2,16 @@
 
     python -m eval report runs=DIR[,DIR...] out=FILE [log=FILE,...] [baseline=LABEL:DIR,...]
 
-evaluation directories --read_evaluation--> Evaluation --_table, choose_examples, _curves--> context
+evaluation directories --read_evaluations--> Evaluation --_main_table, examples, plots--> context
   --templates/report.html.j2--> one file: no network, every picture in it once, readable without script
+
+Anything that cannot be shown honestly is a `UserError` that names the directory and the mend: an incomplete evaluation,
+figures of different sets side by side, a number that is not finite, a missing picture.
 """
 
 import base64
 import hashlib
-import io
 import json
-import math
 import os
 import re
 from collections import defaultdict
@@ -24,20 +25,16 @@ import pandas as pd
 import pyarrow.parquet as pq
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
-from PIL import Image
 
+from eval.examples import RANK_COLUMN, Gallery, choose_examples
 from eval.options import UserError, parse_options
-from eval.plots import Band, Series, line_chart, number
+from eval.plots import CURVE_NAMES, Series, check_finite, line_chart, number, read_training_logs
 from eval.sets import RetrievalSet, load_set
 from eval.stats import cluster_bootstrap, index_of, interval
-from rge.images import ImageError, load_image, picture_bytes
 
-QUERY_COLUMN, RANK_COLUMN, TOP_COLUMN = "query_id", "first_hit_rank", "top10"
+QUERY_COLUMN, TOP_COLUMN = "query_id", "top10"
 NAME_COLUMNS = ("concept", "name", "label", "title")  # of corpus.parquet, the first that is there
 NUM_SHOWN = 5  # pictures of a ranking on an example card
-MAX_SIDE_PX = 224  # longest side of an embedded picture; cards show at most half of it
-MAX_PICTURE_BYTES = 8_192  # a larger file is re-encoded even where its sides are small
-WEBP_QUALITY = 72
 LONG_QUESTION, LONG_RATIONALE = 260, 420  # characters; what is longer folds
 MAX_MAIN_SLICES = 4  # slices beside "all queries" in the main table; more have a table of their own
 MAX_WANTED = 2  # right answers shown beside a ranking that has none of them
@@ -62,10 +59,6 @@ _METRIC_WORDS = {
     "negative_recall": "share of a query’s explicit negatives among the first {k}: lower is better",
 }
 _SLICE_WORDS = {"seen": "Seen pairs", "held_out": "Held\u2011out pairs"}
-
-
-class ReportError(UserError):
-    """Evaluations that cannot be shown together or are incomplete; the message names the directory and the mend."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +106,7 @@ class Evaluation:
             slice_name: category or pair; None for the blocks without slices.
 
         Raises:
-            ReportError: the value or a bound is not a finite number.
+            UserError: the value or a bound is not a finite number.
         """
         figures = self.results.get(block) or {}
         if slice_name is not None:
@@ -126,7 +119,7 @@ class Evaluation:
         for key in ("value", "low", "high"):
             numbers[key] = entry.get(key)
             if key == "value" or numbers[key] is not None:
-                _check_finite(numbers[key], f"{where}.{key}")
+                check_finite(numbers[key], f"{where}.{key}")
         return Figure(**numbers)
 
 
@@ -162,7 +155,7 @@ def write_report(
         ``out``.
 
     Raises:
-        ReportError: an evaluation is incomplete, holds a number that is not finite, or is of another retrieval set;
+        UserError: an evaluation is incomplete, holds a number that is not finite, or is of another retrieval set;
             a picture is missing; a training log cannot be read.
     """
     evaluations = read_evaluations(dirs, baselines or {})
@@ -170,12 +163,13 @@ def write_report(
     main = _featured(evaluations)
     if main.figure("micro", metric) is None:
         known = ", ".join(main.results["micro"])
-        raise ReportError(
+        raise UserError(
             f"metric must be one that {main.directory}/results.json holds, got {metric!r}; it holds {known}"
         )
+    compared = _compared(evaluations)
     gallery = Gallery()
-    examples = _examples(evaluations, main, _load_set(main, set_dir), metric, num_examples, seed, gallery)
-    main_table, other_tables = _main_table(evaluations, main, metric)
+    examples = _examples(compared, main, _load_set(main, set_dir), metric, num_examples, seed, gallery)
+    main_table, other_tables = _main_table(compared, main, metric)
     templates = Path(__file__).with_name("templates")
     script = (templates / "report.js").read_text(encoding="utf-8")
     environment = Environment(
@@ -195,7 +189,7 @@ def write_report(
         profile=main.results.get("profile"),
         metric=metric,
         metric_words=metric_words(metric),
-        verdict=_verdict(evaluations, main, metric),
+        verdict=_verdict(compared, main, metric),
         main_table=main_table,
         other_tables=other_tables,
         ceiling=_ceiling(main, metric),
@@ -233,13 +227,13 @@ def read_evaluations(dirs: Sequence[Path], baselines: Mapping[str, Path]) -> lis
         baselines: label -> evaluation directory.
 
     Raises:
-        ReportError: no directory, one of them incomplete, or its files do not fit together.
+        UserError: no directory, one of them incomplete, or its files do not fit together.
     """
     found: list[Path] = []
     for directory in map(Path, dirs):
         found += _expand(directory)
     if not found:
-        raise ReportError("dirs must name at least one evaluation directory, got none")
+        raise UserError("dirs must name at least one evaluation directory, got none")
     evaluations = [_read_evaluation(directory) for directory in dict.fromkeys(found)]
     counts: dict[str, int] = defaultdict(int)
     for evaluation in evaluations:
@@ -256,7 +250,7 @@ def read_evaluations(dirs: Sequence[Path], baselines: Mapping[str, Path]) -> lis
     labels = [one.label for one in evaluations]
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
-        raise ReportError(f"every evaluation needs a label of its own, got {twice[0]!r} twice")
+        raise UserError(f"every evaluation needs a label of its own, got {twice[0]!r} twice")
     return sorted(evaluations, key=lambda one: one.order)
 
 
@@ -268,7 +262,7 @@ def _relabel(evaluation: Evaluation, label: str, *, is_baseline: bool = False) -
 
 def _expand(directory: Path, *, single: bool = False) -> list[Path]:
     if not directory.is_dir():
-        raise ReportError(f"{directory} is not a directory: name the output of `python -m eval run`")
+        raise UserError(f"{directory} is not a directory: name the output of `python -m eval run`")
     if (directory / "results.json").exists() or (directory / "per_query.parquet").exists():
         return [directory]
     inner = sorted(
@@ -277,42 +271,40 @@ def _expand(directory: Path, *, single: bool = False) -> list[Path]:
         if any((child / name).exists() for name in ("results.json", "per_query.parquet", "run.trec"))
     )
     if not inner:
-        raise ReportError(
+        raise UserError(
             f"{directory} has no results.json: the evaluation is incomplete, or was written elsewhere"
         )
     if single and len(inner) > 1:
         names = ", ".join(child.name for child in inner)
-        raise ReportError(
-            f"a baseline is one evaluation, {directory} holds {len(inner)}: name one of {names}"
-        )
+        raise UserError(f"a baseline is one evaluation, {directory} holds {len(inner)}: name one of {names}")
     return inner
 
 
 def _read_evaluation(directory: Path) -> Evaluation:
     for name in ("results.json", "per_query.parquet"):
         if not (directory / name).is_file():
-            raise ReportError(f"{directory} has no {name}: the evaluation is incomplete, run it again")
+            raise UserError(f"{directory} has no {name}: the evaluation is incomplete, run it again")
     try:
         results = json.loads((directory / "results.json").read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ReportError(f"{directory}/results.json is not JSON: {error}") from error
+        raise UserError(f"{directory}/results.json is not JSON: {error}") from error
     missing = [key for key in ("set", "micro") if not results.get(key)]
     missing += [f"set.{key}" for key in ("name", "fingerprint") if not (results.get("set") or {}).get(key)]
     if missing:
-        raise ReportError(f"{directory}/results.json lacks {', '.join(missing)}")
+        raise UserError(f"{directory}/results.json lacks {', '.join(missing)}")
     try:
         per_query = pd.read_parquet(directory / "per_query.parquet")
     except (OSError, ValueError) as error:
-        raise ReportError(f"{directory}/per_query.parquet cannot be read: {error}") from error
+        raise UserError(f"{directory}/per_query.parquet cannot be read: {error}") from error
     absent = [name for name in (QUERY_COLUMN, RANK_COLUMN, TOP_COLUMN) if name not in per_query]
     if absent:
-        raise ReportError(
+        raise UserError(
             f"{directory}/per_query.parquet has no column {absent[0]!r}; it has {', '.join(per_query.columns)}"
         )
     per_query = per_query.set_index(QUERY_COLUMN)
     if per_query.index.has_duplicates:
         twice = per_query.index[per_query.index.duplicated()][0]
-        raise ReportError(f"{directory}/per_query.parquet has query {twice!r} more than once")
+        raise UserError(f"{directory}/per_query.parquet has query {twice!r} more than once")
     if results.get("query_mode") is None:  # `python -m eval score`: a ranking made elsewhere
         order, label, note = (
             _FOREIGN_ORDER,
@@ -330,20 +322,15 @@ def _check_one_set(evaluations: Sequence[Evaluation]) -> None:
     for other in evaluations[1:]:
         ours, theirs = first.results["set"]["fingerprint"], other.results["set"]["fingerprint"]
         if ours != theirs:
-            raise ReportError(
+            raise UserError(
                 f"{first.directory} and {other.directory} are evaluations of different retrieval sets "
                 f"(fingerprints {ours[:12]} and {theirs[:12]}): write one report for each set"
             )
         missing = first.per_query.index.symmetric_difference(other.per_query.index)
         if len(missing):
-            raise ReportError(
+            raise UserError(
                 f"{first.directory} and {other.directory} hold different queries: {missing[0]!r} is in one only"
             )
-
-
-def _check_finite(value: object, where: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ReportError(f"{where} must be a finite number, got {value!r}")
 
 
 def _featured(evaluations: Sequence[Evaluation]) -> Evaluation:
@@ -352,20 +339,33 @@ def _featured(evaluations: Sequence[Evaluation]) -> Evaluation:
     return max(own or evaluations, key=lambda one: (one.mode[0] == "reasoning", one.mode[1] == "both"))
 
 
+def _compared(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+    """The rows of the main table: a shortcut (text or image only) without rationale is left to the details.
+
+    It stays where there is no such shortcut with rationale.
+    """
+    reasoned = {one.mode[1] for one in evaluations if one.mode[0] == "reasoning" and not one.is_baseline}
+    return [
+        one
+        for one in evaluations
+        if one.is_baseline or one.mode[0] != "direct" or one.mode[1] == "both" or one.mode[1] not in reasoned
+    ]
+
+
 def _load_set(main: Evaluation, given: Path | None) -> RetrievalSet:
     path = given or main.results["set"].get("path")
     if path is None:
-        raise ReportError(
+        raise UserError(
             f"{main.directory}/results.json does not say where the retrieval set is: give set=DIR"
         )
     if not Path(path).is_dir():
-        raise ReportError(
+        raise UserError(
             f"retrieval set {path} of {main.directory} is not there; if it was moved, give set=DIR"
         )
     loaded = load_set(path)
     expected = main.results["set"]["fingerprint"]
     if loaded.fingerprint != expected:
-        raise ReportError(
+        raise UserError(
             f"retrieval set {path} is not the one that {main.directory} was measured on "
             f"(fingerprints {loaded.fingerprint[:12]} and {expected[:12]})"
         )
@@ -464,7 +464,7 @@ def _table(
     grid: list[tuple[str, str, list[Figure | None], bool, bool]] = []
     floor = (main.results.get("random") or {}).get(metric)
     if floor is not None and any(name is None for _, _, name in columns):
-        _check_finite(floor, f"{main.directory}/results.json: random.{metric}")
+        check_finite(floor, f"{main.directory}/results.json: random.{metric}")
         figures = [Figure(floor) if name is None else None for _, _, name in columns]
         grid.append(("Random floor", "a shuffled ranking", figures, False, True))
     for one in evaluations:
@@ -571,7 +571,8 @@ def _metrics_table(evaluations: Sequence[Evaluation], main: Evaluation) -> dict[
             floor = (main.results.get("random") or {}).get(metric) if block == "micro" else None
             rows.append({"metric": metric, "words": metric_words(metric), "floor": floor, "cells": cells})
         if rows:
-            blocks.append({"heading": heading, "rows": rows})
+            has_floor = any(row["floor"] is not None for row in rows)
+            blocks.append({"heading": heading, "rows": rows, "has_floor": has_floor})
     return {"labels": [one.label for one in evaluations], "blocks": blocks}
 
 
@@ -615,14 +616,14 @@ def _health(evaluation: Evaluation, metric: str) -> dict[str, Any]:
     for key in ("forced_rate", "tokens_mean", "tokens_p95"):
         value = rationale.get(key) if reasons else None
         if value is not None:
-            _check_finite(value, f"{evaluation.directory}/results.json: rationale.{key}")
+            check_finite(value, f"{evaluation.directory}/results.json: rationale.{key}")
         row[key] = value
     for key in ("generate_ms", "embed_ms"):
         column = evaluation.per_query.get(key)
         row[key] = None if column is None or column.isna().all() else float(column.mean())
     ties = (evaluation.results.get("ties") or {}).get(metric)
     for key, value in (ties or {}).items():
-        _check_finite(value, f"{evaluation.directory}/results.json: ties.{metric}.{key}")
+        check_finite(value, f"{evaluation.directory}/results.json: ties.{metric}.{key}")
     own = evaluation.results.get("self_retrieval") or {}
     row["own_first"] = own.get("rate@1")
     row["ties"] = None if ties is None else (ties["worst"], ties["best"])
@@ -642,6 +643,7 @@ def _provenance(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
                 value = ", ".join(f"{k} {_brief(v)}" for k, v in value.items())
             if isinstance(value, (str, int, float)) and 0 < len(_brief(value)) <= 300:
                 facts[name.replace("_", " ")] = _brief(value)
+        facts["again with"] = _command(one)
         blocks.append(facts)
         recorded.append((one.label, json.dumps(rest, indent=1, ensure_ascii=False, default=str)))
     common = {k: v for k, v in blocks[0].items() if all(facts.get(k) == v for facts in blocks[1:])}
@@ -659,127 +661,36 @@ def _brief(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def _command(evaluation: Evaluation) -> str:
+    """The command that makes this evaluation again, out= apart."""
+    results = evaluation.results
+    if results.get("query_mode") is None:
+        return f"python -m eval score run={evaluation.label} set={_local(str(results['set'].get('path')))}"
+    words = {"checkpoint": results.get("checkpoint"), "set": results["set"].get("path")}
+    words |= {
+        key: results.get(key) for key in ("query_mode", "query_modality", "batch_size", "dtype", "seed")
+    }
+    given = [f"{key}={_local(str(value))}" for key, value in words.items() if value is not None]
+    return " ".join(("python -m eval run", *given))
+
+
 def _without_paths(value: Any) -> Any:
-    """The same with absolute paths cut to their last part: a page is passed on, a machine's folders need not be."""
+    """The same with absolute paths made local: a page is passed on, a machine's folders need not be."""
     if isinstance(value, Mapping):
         return {k: _without_paths(v) for k, v in value.items()}
     if isinstance(value, list):
         return [_without_paths(v) for v in value]
-    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+    return _local(value) if isinstance(value, str) else value
 
 
-# --- pictures -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Picture:
-    """An embedded picture; ``data`` is a data URI."""
-
-    name: str
-    width: int
-    height: int
-    data: str
-
-
-@dataclass
-class Gallery:
-    """Every picture of the page, each once: cards refer to it by name."""
-
-    pictures: list[Picture] = field(default_factory=list)
-    _names: dict[str, str] = field(default_factory=dict)
-
-    def add(self, ref: str | bytes, owner: str) -> str:
-        """Embed a picture unless it is there already.
-
-        Args:
-            ref: see `rge.images.picture_bytes`.
-            owner: the query or candidate it belongs to, for the error message.
-
-        Returns:
-            Its name on the page.
-
-        Raises:
-            ReportError: it is missing or cannot be decoded.
-        """
-        try:
-            data = picture_bytes(ref)
-            digest = hashlib.sha256(data).hexdigest()
-            if digest not in self._names:
-                name = f"p{len(self.pictures)}"
-                self.pictures.append(_embed(name, data))
-                self._names[digest] = name
-        except ImageError as error:
-            raise ReportError(f"{owner}: {error}") from error
-        return self._names[digest]
-
-
-def _embed(name: str, data: bytes) -> Picture:
-    image = load_image(data)
-    small = max(image.size) <= MAX_SIDE_PX and len(data) <= MAX_PICTURE_BYTES
-    with Image.open(io.BytesIO(data)) as original:
-        kind = Image.MIME.get(original.format or "")
-        upright = original.size == image.size and not original.getexif()
-    if not (small and upright and kind in ("image/webp", "image/png", "image/jpeg")):
-        image.thumbnail((MAX_SIDE_PX, MAX_SIDE_PX), Image.Resampling.LANCZOS)
-        buffer = io.BytesIO()
-        image.save(buffer, "WEBP", quality=WEBP_QUALITY, method=6)
-        data, kind = buffer.getvalue(), "image/webp"
-    return Picture(name, *image.size, f"data:{kind};base64,{base64.b64encode(data).decode()}")
+def _local(text: str) -> str:
+    path = Path(text)
+    if not path.is_absolute():
+        return text
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
 
 
 # --- examples -------------------------------------------------------------------------------------------------------
-
-
-def choose_examples(
-    per_query: pd.DataFrame, *, success_rank: int, num: int, strata: Sequence[str] = (), seed: int = 0
-) -> list[str]:
-    """Draw queries to show: half found, half missed, each half in turn over the strata.
-
-    A query's place in the draw is a hash of the seed and its id, so the draw depends on neither the order of the
-    file nor the version of a random generator. Within a stratum, pictures (``group``) not shown yet go first. Where
-    one half has too few queries, the other fills up.
-
-    Args:
-        per_query: indexed by query id; ``first_hit_rank``, ``group`` where known, and the columns of ``strata``.
-        success_rank: a query counts as found if its first right candidate has this rank or a better one.
-        num: how many; fewer if there are not as many queries.
-        strata: columns whose combinations are visited in turn.
-        seed: draws others.
-
-    Returns:
-        Query ids, found and missed in turn.
-    """
-    groups = per_query["group"] if "group" in per_query else pd.Series(per_query.index, per_query.index)
-    found = per_query[RANK_COLUMN].between(1, success_rank)
-    halves: list[list[str]] = []
-    for wanted in (True, False):
-        members: dict[tuple[str, ...], list[str]] = defaultdict(list)
-        for query_id, row in per_query.loc[found == wanted, list(strata)].iterrows():
-            members[tuple(map(str, row))].append(str(query_id))
-        queues = [
-            sorted(members[key], key=lambda name: hashlib.sha256(f"{seed}\n{name}".encode()).hexdigest())
-            for key in sorted(members)
-        ]
-        halves.append(_in_turn(queues, groups))
-    hits, misses = halves
-    num_hits = min(len(hits), max(num - num // 2, num - len(misses)))
-    hits, misses = hits[:num_hits], misses[: max(num - num_hits, 0)]
-    mixed: list[str] = []
-    for place in range(max(len(hits), len(misses))):
-        mixed += hits[place : place + 1] + misses[place : place + 1]
-    return mixed
-
-
-def _in_turn(queues: list[list[str]], groups: pd.Series) -> list[str]:
-    order: list[str] = []
-    seen: set[str] = set()
-    while any(queues):
-        for queue in filter(None, queues):
-            fresh = next((i for i, name in enumerate(queue) if str(groups[name]) not in seen), 0)
-            name = queue.pop(fresh)
-            seen.add(str(groups[name]))
-            order.append(name)
-    return order
 
 
 def _examples(
@@ -799,9 +710,7 @@ def _examples(
     place = {query_id: row for row, query_id in enumerate(loaded.query_ids)}
     strange = [query_id for query_id in chosen if query_id not in place]
     if strange:
-        raise ReportError(
-            f"{main.directory} evaluates query {strange[0]!r}, which {loaded.path} does not have"
-        )
+        raise UserError(f"{main.directory} evaluates query {strange[0]!r}, which {loaded.path} does not have")
     ranked = {
         query_id: [str(name) for name in main.per_query.at[query_id, TOP_COLUMN]][:NUM_SHOWN]
         for query_id in chosen
@@ -811,7 +720,7 @@ def _examples(
         rows, gains = loaded.positives[place[query_id]]
         best_first = np.lexsort((rows, -gains))
         right[query_id] = [loaded.corpus_ids[row] for row in rows[best_first]]
-        listed = loaded.negatives[place[query_id]] if loaded.negatives is not None else []
+        listed = () if loaded.negatives is None else loaded.negatives[place[query_id]].tolist()
         # an explicit negative that is also a positive counts as a positive, as in the metrics
         wrong[query_id] = {loaded.corpus_ids[row] for row in listed} - set(right[query_id])
     wanted = {
@@ -823,7 +732,7 @@ def _examples(
     names = _names(loaded.path / "corpus.parquet")
     lost = sorted(needed - corpus.keys())
     if lost:
-        raise ReportError(f"{main.directory} ranks candidate {lost[0]!r}, which {loaded.path} does not have")
+        raise UserError(f"{main.directory} ranks candidate {lost[0]!r}, which {loaded.path} does not have")
 
     def candidate(name: str) -> dict[str, Any]:
         item = corpus[name]
@@ -844,21 +753,25 @@ def _examples(
                 "is_query": shown["picture"] in pictures,
             }
             results.append(shown | marks)
-        rank = _rank(measured[RANK_COLUMN])
+        first = _rank(measured[RANK_COLUMN])
         cards.append(
             {
                 "id": query_id,
                 "facets": [str(measured[name]) for name in strata],
                 "tags": [_tag(name, str(measured[name])) for name in strata],
-                "outcome": "below" if rank is None or rank > NUM_SHOWN else "first" if rank == 1 else "near",
-                "success": rank is not None and rank <= success_rank,
+                "outcome": "below"
+                if first is None or first > NUM_SHOWN
+                else "first"
+                if first == 1
+                else "near",
+                "success": first is not None and first <= success_rank,
                 "pictures": pictures,
                 "text": item.text,
                 "rationale": _text(measured.get("rationale")),
                 "forced": measured.get("stop_reason") == "forced",
                 "tokens": _rank(measured.get("rationale_tokens")),
                 "results": results,
-                "rank": rank,
+                "rank": first,
                 "num_positives": len(right[query_id]),
                 "wanted": [candidate(name) for name in wanted[query_id]],
                 "ranks": [
@@ -872,7 +785,8 @@ def _examples(
     facets = [(name, sorted(set(main.per_query[name].astype(str)), key=_slice_order)) for name in strata]
     return {
         "cards": cards,
-        "specimen": next((card for card in cards if card["outcome"] == "first"), cards[0] if cards else None),
+        "found": next((card for card in cards if card["success"]), None),
+        "missed": next((card for card in cards if not card["success"]), None),
         "reasons": main.mode[0] == "reasoning",
         "success_rank": success_rank,
         "num_successes": sum(card["success"] for card in cards),
@@ -924,122 +838,16 @@ def _rank(value: Any) -> int | None:
 
 # --- training curves ------------------------------------------------------------------------------------------------
 
-_CURVE_NAMES = {
-    "loss": ("Loss", False),
-    "loss_lm": ("Rationale loss (nats a token)", False),
-    "loss_contrastive": ("Contrastive loss (nats)", False),
-    "hit_at_1": ("In-batch hit@1", True),
-    "forced_rate": ("Forced stops", True),
-    "rationale_tokens_mean": ("Rationale length (tokens)", False),
-}
-
-
-@dataclass
-class Training:
-    """Curves of one run: key -> (steps, values), and the stages on the same step axis."""
-
-    label: str
-    curves: dict[str, tuple[list[float], list[float]]] = field(default_factory=dict)
-    stages: list[Band] = field(default_factory=list)
-
-
-def read_training_logs(paths: Sequence[Path]) -> list[Training]:
-    """Read ``metrics.jsonl`` files.
-
-    Files without a stage in common are stages of one run and are laid end to end, in the order given; otherwise each
-    file is a run of its own. A stage that counts its steps from the beginning continues the axis; a step met again
-    within a stage (a resumed run) replaces the earlier one.
-
-    Args:
-        paths: one JSON object a line, with ``step`` and any of the losses, ``forced_rate``,
-            ``rationale_tokens_mean``; ``stage`` where the run has several.
-
-    Raises:
-        ReportError: a file is missing or empty, a line is not a JSON object with a step, or a value is not finite.
-    """
-    logs = [(Path(path), _read_log(Path(path))) for path in paths]
-    stages = [{entry.get("stage") for entry in entries} for _, entries in logs]
-    flat = [stage for found in stages for stage in found]
-    if len(logs) > 1 and None not in flat and len(flat) == len(set(flat)):
-        return [_training("", [entry for _, entries in logs for entry in entries])]
-    labels = _short_names([path for path, _ in logs])
-    return [_training(label, entries) for label, (_, entries) in zip(labels, logs, strict=True)]
-
-
-def _read_log(path: Path) -> list[dict[str, Any]]:
-    try:
-        content = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ReportError(f"training log {path} cannot be read: {error.strerror or error}") from error
-    entries = []
-    lines = content.splitlines()
-    for place, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except ValueError as error:
-            if place == len(lines) and not content.endswith("\n"):
-                break  # a run that was killed, or is still going, may end in half a line
-            raise ReportError(f"{path}:{place} is not JSON: {error}") from error
-        if not isinstance(entry, dict) or "step" not in entry:
-            raise ReportError(f"{path}:{place} must be a JSON object with a step, got {line[:80]}")
-        for key in ("step", *filter(_is_curve, entry)):
-            if entry[key] is not None:
-                _check_finite(entry[key], f"{path}:{place}: {key}")
-        entries.append(entry)
-    if not entries:
-        raise ReportError(f"training log {path} is empty")
-    return entries
-
-
-def _is_curve(key: str) -> bool:
-    return key in _CURVE_NAMES or key.startswith("loss")
-
-
-def _training(label: str, entries: Sequence[Mapping[str, Any]]) -> Training:
-    training = Training(label)
-    values: dict[str, dict[float, float]] = defaultdict(dict)
-    offset, last, stage = 0.0, 0.0, object()
-    for entry in entries:
-        if entry.get("stage") != stage:
-            stage = entry.get("stage")
-            if entry["step"] + offset <= last:
-                offset = last
-            training.stages.append(Band(str(stage or ""), last, last))
-        x = entry["step"] + offset
-        last = max(last, x)
-        training.stages[-1] = Band(training.stages[-1].label, training.stages[-1].start, last)
-        for key in filter(_is_curve, entry):
-            if entry[key] is not None:
-                values[key][x] = float(entry[key])
-    for key, points in values.items():
-        steps = sorted(points)
-        training.curves[key] = (steps, [points[step] for step in steps])
-    return training
-
-
-def _short_names(paths: Sequence[Path]) -> list[str]:
-    """What tells the files apart: their paths without the parts that all of them share."""
-    parts = [path.with_suffix("").parts for path in paths]
-    if len(parts) < 2:
-        return [""]
-    kept = [
-        [part for place, part in enumerate(one) if any(place >= len(o) or o[place] != part for o in parts)]
-        for one in parts
-    ]
-    return ["/".join(one) or str(path) for one, path in zip(kept, paths, strict=True)]
-
 
 def _curves(paths: Sequence[Path]) -> dict[str, Any] | None:
     if not paths:
         return None
     runs = read_training_logs(paths)
     keys = list(dict.fromkeys(key for run in runs for key in run.curves))
-    keys = [key for key in _CURVE_NAMES if key in keys] + sorted(set(keys) - set(_CURVE_NAMES))
+    keys = [key for key in CURVE_NAMES if key in keys] + sorted(set(keys) - set(CURVE_NAMES))
     charts = []
     for key in keys:
-        name, is_percent = _CURVE_NAMES.get(key, (key.replace("_", " ").capitalize(), False))
+        name, is_percent = CURVE_NAMES.get(key, (key.replace("_", " ").capitalize(), False))
         series = [Series(run.label, *run.curves[key]) for run in runs if key in run.curves]
         bands = runs[0].stages if len(runs) == 1 else []
         last = "" if len(series) > 1 else f"ends at {number(series[0].y[-1] * (100 if is_percent else 1))}"
@@ -1100,7 +908,7 @@ def report_command(argv: Sequence[str]) -> Path:
     for entry in filter(None, options.baseline):
         label, colon, directory = entry.partition(":")
         if not (label and colon and directory):
-            raise ReportError(f"baseline must be LABEL:DIR, got {entry!r}")
+            raise UserError(f"baseline must be LABEL:DIR, got {entry!r}")
         baselines[label] = Path(directory)
     return write_report(
         [Path(name) for name in options.runs if name],

@@ -8,11 +8,10 @@ the backbone's own processor.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from PIL import Image
 from torch import Tensor
 
-from rge.images import load_image
+from rge.images import ImageError, load_image
 from rge.schema import Item
 
 EMB_TOKEN = "<emb>"
@@ -121,6 +120,9 @@ class PromptBuilder:
         self.emb_id = self.tokenizer.convert_tokens_to_ids(EMB_TOKEN)
         if self.emb_id is None or self.emb_id == self.tokenizer.unk_token_id:
             raise ValueError(f"the tokenizer has no {EMB_TOKEN} token; add it with rge.backbone.add_emb_token")
+        # `all_special_tokens` knows the named ones only: neither <emb> nor, on some tokenizers, the placeholders.
+        added = self.tokenizer.added_tokens_decoder.values()
+        self._control_tokens = sorted({token.content for token in added if token.special})
         self._image_id = self.tokenizer.convert_tokens_to_ids(processor.image_token)
 
     def build(self, item: Item, side: str, images: Sequence[Image.Image] | None = None) -> Prompt:
@@ -140,24 +142,25 @@ class PromptBuilder:
         """
         if images is None:
             images = [load_image(ref) for ref in item.images]
-        text = user_text(item, side, self.profile)
+        text = self._plain(user_text(item, side, self.profile))
         if not images and not text:
             raise ValueError(f"item {item.id!r} has neither text nor images")
         prompt = self._encode(item.id, text, images)
         if len(prompt) <= self.max_tokens:
             return prompt
         text_ids = self.tokenizer(text, add_special_tokens=False).input_ids
-        kept, excess = len(text_ids), len(prompt) - self.max_tokens
+        kept = len(text_ids)
         # Decoding a prefix of the ids and encoding it again may give other ids, a few more than before, hence a loop.
-        while excess > 0:
-            kept -= excess
-            if kept < 0:
+        while (excess := len(prompt) - self.max_tokens) > 0:
+            if kept == 0:
                 raise ValueError(
                     f"item {item.id!r}: pictures and template alone exceed max_prompt_tokens={self.max_tokens}; "
                     "raise it or lower model.max_pixels"
                 )
-            prompt = self._encode(item.id, self.tokenizer.decode(text_ids[:kept]), images, len(text_ids) - kept)
-            excess = len(prompt) - self.max_tokens
+            kept = max(0, kept - excess)
+            # A cut inside a character of several tokens decodes to a replacement character.
+            shorter = self.tokenizer.decode(text_ids[:kept]).rstrip("\ufffd")
+            prompt = self._encode(item.id, shorter, images, len(text_ids) - kept)
         return prompt
 
     def rationale_ids(self, rationale: str, record_id: str) -> list[int]:
@@ -169,24 +172,24 @@ class PromptBuilder:
         text = rationale.strip()
         if not text:
             raise ValueError(f"record {record_id!r} has an empty rationale")
-        ids = self.tokenizer(text, add_special_tokens=False).input_ids
-        if self.emb_id in ids:
+        if EMB_TOKEN in text:
             raise ValueError(f"record {record_id!r}: the rationale contains {EMB_TOKEN}, which the trainer appends itself")
-        return [*ids, self.emb_id]
+        return [*self.tokenizer(self._plain(text), add_special_tokens=False).input_ids, self.emb_id]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of generated ids, special tokens left out."""
         return self.tokenizer.decode(ids, skip_special_tokens=True).strip()
 
     def _encode(self, name: str, text: str, images: Sequence[Image.Image], num_cut: int = 0) -> Prompt:
-        # The text comes from data: a picture placeholder or a turn marker in it must not become a special token.
-        text = self._plain(text)
         content = [{"type": "image"} for _ in images]
         content.append({"type": "text", "text": f"\n{text}\n" if images else f"{text}\n"})
         rendered = self.processor.apply_chat_template(
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
         )
-        fields = self.processor(text=[rendered], images=list(images) or None, return_tensors="pt")
+        try:
+            fields = self.processor(text=[rendered], images=list(images) or None, return_tensors="pt")
+        except ValueError as error:  # e.g. a side 200 times as long as the other
+            raise ImageError(f"pictures of item {name!r} cannot be processed: {error}") from error
         input_ids = fields["input_ids"][0]
         return Prompt(
             id=name,
@@ -198,8 +201,9 @@ class PromptBuilder:
         )
 
     def _plain(self, text: str) -> str:
-        for token in self.tokenizer.all_special_tokens:
+        # The text comes from data: a picture placeholder or a turn marker in it must not become a control token. A
+        # word joiner inside (of no width) keeps it readable.
+        for token in self._control_tokens:
             if token in text:
-                # A zero-width joiner inside keeps the text readable and stops it from being the control token.
                 text = text.replace(token, token[:1] + "\u2060" + token[1:])
         return text

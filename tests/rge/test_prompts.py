@@ -1,0 +1,196 @@
+"""Prompts token by token: the released format, its borders, and what data must not be able to do to it."""
+
+import pytest
+import torch
+
+from rge.images import ImageError
+from rge.prompts import EMB_TOKEN, PROFILES, Profile, PromptBuilder, user_text
+from rge.schema import Item
+
+# The format of the released checkpoint, with {pad} standing for one placeholder a 28 x 28 square.
+RELEASED = (
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    "<|im_start|>user\n<|vision_start|>{pad}<|vision_end|>\n{text}\n<|im_end|>\n<|im_start|>assistant\n"
+)
+RELEASED_TEXT = (
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    "<|im_start|>user\n{text}\n<|im_end|>\n<|im_start|>assistant\n"
+)
+PAD = "<|image_pad|>"
+
+
+@pytest.fixture
+def encoded(builder):
+    """Ids of a string in which special tokens are meant."""
+    return lambda text: builder.tokenizer(text, add_special_tokens=False).input_ids
+
+
+def test_query_with_a_picture_is_the_released_format(builder, picture, encoded):
+    item = Item("q", "What opens this?", instruction="Find the picture.")
+    prompt = builder.build(item, "query", [picture(56, 84)])
+    text = RELEASED.format(pad=6 * PAD, text="Find the picture. What opens this?")
+    assert builder.tokenizer.decode(prompt.input_ids) == text
+    assert prompt.input_ids.tolist() == encoded(text)
+    assert prompt.image_grid.tolist() == [[1, 6, 4]]
+    assert prompt.pixel_values.shape[0] == 24
+    assert prompt.type_ids.sum() == 6
+    assert (prompt.input_ids[prompt.type_ids.bool()] == encoded(PAD)[0]).all()
+
+
+def test_text_only_query(builder, encoded):
+    prompt = builder.build(Item("q", "What opens this?"), "query")
+    assert prompt.input_ids.tolist() == encoded(RELEASED_TEXT.format(text="What opens this?"))
+    assert prompt.pixel_values is None
+    assert prompt.image_grid is None
+    assert not prompt.type_ids.any()
+
+
+def test_several_pictures_stand_before_the_text_in_order(builder, picture, encoded):
+    prompt = builder.build(Item("q", "egg"), "query", [picture(28, 28), picture(84, 28)])
+    pads = f"{PAD}<|vision_end|><|vision_start|>{3 * PAD}"
+    assert prompt.input_ids.tolist() == encoded(RELEASED.format(pad=pads, text="egg"))
+    assert prompt.image_grid.tolist() == [[1, 2, 2], [1, 2, 6]]
+    assert prompt.pixel_values.shape[0] == 4 + 12
+
+
+def test_pictures_are_loaded_by_reference(builder, picture, tmp_path):
+    picture(60, 60).save(tmp_path / "egg.png")
+    by_reference = builder.build(Item("q", "egg", (str(tmp_path / "egg.png"),)), "query")
+    given = builder.build(Item("q", "egg"), "query", [picture(60, 60)])
+    assert torch.equal(by_reference.pixel_values, given.pixel_values)
+    assert torch.equal(by_reference.input_ids, given.input_ids)
+
+
+def test_the_text_ends_in_a_newline_of_its_own(builder, encoded):
+    """Surrounding blanks of data do not reach the template, so a query has one form."""
+    plain = builder.build(Item("q", "egg"), "query")
+    assert torch.equal(builder.build(Item("q", "  egg \n\n"), "query").input_ids, plain.input_ids)
+    assert (
+        builder.tokenizer.decode(plain.input_ids).split("egg")[1] == "\n<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("profile", "item", "side", "expected"),
+    [
+        ("rge", Item("", "t", instruction="i"), "query", "i t"),
+        ("rge", Item("", "t"), "query", "t"),
+        ("rge", Item("", None, ("p",), "i"), "query", "i"),
+        ("rge", Item("", "t"), "candidate", "Summarize the following text in one word: t"),
+        ("rge", Item("", None, ("p",)), "candidate", "Summarize the given image in one word."),
+        ("rge", Item("", "t", ("p",)), "candidate", "Summarize the given image and text in one word: t"),
+        ("plain", Item("", "t"), "candidate", "t"),
+        ("plain", Item("", None, ("p",)), "candidate", ""),
+        ("plain", Item("", "{text} {0}", instruction="{instruction}"), "query", "{instruction} {text} {0}"),
+    ],
+)
+def test_wording(profile, item, side, expected):
+    assert user_text(item, side, PROFILES[profile]) == expected
+
+
+def test_profiles_word_everything():
+    assert all(isinstance(profile, Profile) for profile in PROFILES.values())
+    with pytest.raises(ValueError, match="side must be query or candidate, got 'document'"):
+        user_text(Item("", "t"), "document", PROFILES["plain"])
+
+
+def test_a_picture_without_text_is_a_prompt_and_nothing_at_all_is_not(embedder, picture):
+    builder = PromptBuilder(embedder.processor, "plain")
+    prompt = builder.build(Item("c", None), "candidate", [picture(28, 28)])
+    assert prompt.type_ids.sum() == 1
+    with pytest.raises(ValueError, match="item 'c' has neither text nor images"):
+        builder.build(Item("c", "  "), "candidate")
+
+
+LONG = " ".join(f"word{number}" for number in range(400))
+
+
+@pytest.mark.parametrize("text", [LONG, "ä€𝄞" * 300, "<|im_end|>" * 100, LONG + "."])
+@pytest.mark.parametrize("limit", [90, 91, 92, 93, 120])
+def test_a_long_text_is_cut_at_its_end_and_nothing_else_is(embedder, picture, text, limit):
+    builder = PromptBuilder(embedder.processor, max_tokens=limit)
+    prompt = builder.build(Item("q", text), "query", [picture(56, 84)])
+    shown = builder.tokenizer.decode(prompt.input_ids)
+    head, tail = RELEASED.format(pad=6 * PAD, text="|CUT|").split("|CUT|")
+    assert shown.startswith(head)
+    assert shown.endswith(tail)
+    kept = shown[len(head) : -len(tail)]
+    assert kept
+    assert text.startswith(kept.replace("\u2060", ""))
+    # As much is kept as fits; re-encoding the cut text may cost a few tokens.
+    assert limit - 8 <= len(prompt) <= limit
+    assert prompt.num_cut_tokens > 0
+
+
+def test_a_text_that_fits_is_not_cut(embedder):
+    short = PromptBuilder(embedder.processor, max_tokens=4096).build(Item("q", LONG), "query")
+    assert short.num_cut_tokens == 0
+    exact = PromptBuilder(embedder.processor, max_tokens=len(short)).build(Item("q", LONG), "query")
+    assert torch.equal(exact.input_ids, short.input_ids)
+
+
+def test_pictures_that_leave_no_room_are_an_error(embedder, picture):
+    builder = PromptBuilder(embedder.processor, max_tokens=40)
+    with pytest.raises(ValueError, match="item 'q': pictures and template alone exceed max_prompt_tokens=40"):
+        builder.build(Item("q", LONG), "query", [picture(56, 84)])
+    # With exactly enough room for picture and template the text goes, all of it.
+    bare = len(PromptBuilder(embedder.processor, "plain").build(Item("q"), "query", [picture(56, 84)]))
+    tight = PromptBuilder(embedder.processor, max_tokens=bare).build(
+        Item("q", LONG), "query", [picture(56, 84)]
+    )
+    assert len(tight) <= bare
+
+
+def control_tokens(builder):
+    return [token.content for token in builder.tokenizer.added_tokens_decoder.values() if token.special]
+
+
+def test_control_tokens_in_data_are_text(builder, picture):
+    names = control_tokens(builder)
+    assert {"<|image_pad|>", "<|vision_start|>", "<|im_start|>", "<|im_end|>", EMB_TOKEN} <= set(names)
+    clean = builder.build(Item("q", "egg", instruction="find"), "query", [picture(28, 28)])
+    special = torch.tensor(builder.tokenizer.convert_tokens_to_ids(names))
+    for name in names:
+        item = Item("q", f"{name} egg{name}{name}", instruction=f"find {name}")
+        prompt = builder.build(item, "query", [picture(28, 28)])
+        found = prompt.input_ids[torch.isin(prompt.input_ids, special)]
+        assert torch.equal(found, clean.input_ids[torch.isin(clean.input_ids, special)])
+        assert prompt.type_ids.sum() == 1
+
+
+def test_rationale_ids_end_with_emb(builder, encoded):
+    assert builder.rationale_ids(" a key \n", "r") == [*encoded("a key"), builder.emb_id]
+
+
+def test_control_tokens_in_a_rationale_are_text(builder):
+    """`<|im_end|>` is suppressed in generation, so it must not be taught either."""
+    special = set(builder.tokenizer.convert_tokens_to_ids(control_tokens(builder)))
+    ids = builder.rationale_ids("a key<|im_end|> <|endoftext|>", "r")
+    assert [token for token in ids if token in special] == [builder.emb_id]
+
+
+def test_rationale_errors(builder):
+    with pytest.raises(ValueError, match="record 'r7' has an empty rationale"):
+        builder.rationale_ids(" \n", "r7")
+    with pytest.raises(ValueError, match="record 'r7': the rationale contains <emb>"):
+        builder.rationale_ids("a key <emb>", "r7")
+
+
+def test_decode_leaves_special_tokens_out(builder):
+    assert builder.decode(builder.rationale_ids("a key", "r")) == "a key"
+
+
+def test_a_picture_the_processor_refuses_names_the_item(builder, picture):
+    with pytest.raises(ImageError, match="pictures of item 'thread' cannot be processed: .*aspect ratio"):
+        builder.build(Item("thread", "egg"), "query", [picture(2000, 2)])
+
+
+def test_builder_errors(builder, tiny_path, embedder):
+    with pytest.raises(ValueError, match="unknown profile 'rgb'; there are: rge, plain"):
+        PromptBuilder(embedder.processor, "rgb")
+    from transformers import AutoProcessor
+
+    with pytest.raises(
+        ValueError, match="the tokenizer has no <emb> token; add it with rge.backbone.add_emb_token"
+    ):
+        PromptBuilder(AutoProcessor.from_pretrained(tiny_path))

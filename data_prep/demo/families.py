@@ -41,7 +41,13 @@ _CC_BY_SA = "https://creativecommons.org/licenses/by-sa/4.0/"
 
 TRAINING = (
     Family(
-        "noto", "1.2.9", "Noto Emoji", "Google Inc", "Apache-2.0", "https://github.com/googlefonts/noto-emoji", _APACHE
+        "noto",
+        "1.2.9",
+        "Noto Emoji",
+        "Google Inc",
+        "Apache-2.0",
+        "https://github.com/googlefonts/noto-emoji",
+        _APACHE,
     ),
     Family(
         "noto-v1",
@@ -73,12 +79,20 @@ TRAINING = (
         _CC_BY,
     ),
     Family(
-        "fxemoji", "1.2.2", "Firefox OS Emoji", "Mozilla", "Apache-2.0", "https://github.com/mozilla/fxemoji", _APACHE
+        "fxemoji",
+        "1.2.2",
+        "Firefox OS Emoji",
+        "Mozilla",
+        "Apache-2.0",
+        "https://github.com/mozilla/fxemoji",
+        _APACHE,
     ),
 )
 """Families that draw the training and validation pictures."""
 
-QUERIES = Family("twemoji", "1.2.5", "Twemoji", "Twitter", "CC-BY-4.0", "https://github.com/jdecked/twemoji", _CC_BY)
+QUERIES = Family(
+    "twemoji", "1.2.5", "Twemoji", "Twitter", "CC-BY-4.0", "https://github.com/jdecked/twemoji", _CC_BY
+)
 """Held out: draws the pictures of the test queries."""
 
 GALLERY = Family(
@@ -126,7 +140,9 @@ def _fetch(family: Family, package: Path) -> None:
         try:
             subprocess.run(command, check=True, capture_output=True, text=True)
         except FileNotFoundError:
-            raise UserError(f"npm is needed to fetch {name}; or give icons=DIR, laid out like node_modules") from None
+            raise UserError(
+                f"npm is needed to fetch {name}; or give icons=DIR, laid out like node_modules"
+            ) from None
         except subprocess.CalledProcessError as error:
             raise UserError(f"npm pack {name} failed: {error.stderr.strip()}") from None
         (archive,) = Path(scratch).glob("*.tgz")

@@ -59,7 +59,11 @@ def render(icon: dict) -> bytes:
     side = max(icon["width"], icon["height"])
     left = icon["left"] - (side - icon["width"]) / 2
     top = icon["top"] - (side - icon["height"]) / 2
-    ink = _rasterise(icon["body"], left, top, side, MEASURE_PX).getchannel("A").point(lambda alpha: 255 * (alpha > 8))
+    ink = (
+        _rasterise(icon["body"], left, top, side, MEASURE_PX)
+        .getchannel("A")
+        .point(lambda alpha: 255 * (alpha > 8))
+    )
     x_0, y_0, x_1, y_1 = (edge * side / MEASURE_PX for edge in ink.getbbox())
     wanted = max(x_1 - x_0, y_1 - y_0) * SIZE_PX / (SIZE_PX - 2 * MARGIN_PX)
     left, top = left + (x_0 + x_1 - wanted) / 2, top + (y_0 + y_1 - wanted) / 2
@@ -94,7 +98,9 @@ def write_table(path: Path, table: pa.Table) -> None:
     for field in table.schema:
         if field.name == "image":
             listed = pa.types.is_list(field.type)
-            features["image"] = {"feature": {"_type": "Image"}, "_type": "List"} if listed else {"_type": "Image"}
+            features["image"] = (
+                {"feature": {"_type": "Image"}, "_type": "List"} if listed else {"_type": "Image"}
+            )
         else:
             features[field.name] = {"dtype": str(field.type), "_type": "Value"}
     metadata = {"huggingface": json.dumps({"info": {"features": features}})}

@@ -9,6 +9,8 @@ from rge.schema import Positive, QueryPart, Record, Target
 
 INSTRUCTION = "Answer with a picture."
 NAMING_INSTRUCTION = "Find the same thing."
+NUM_WORDS_ONLY = 2
+"""Phrasings of a fact that training meets in words only."""
 NAMING_PHRASINGS = ("What is this?", "What do you see?", "What does this show?", "Name this.")
 
 
@@ -27,17 +29,19 @@ def relation_records(tables: Tables, splits: Splits) -> list[Record]:
                 text=tables.questions[fact.question].shown(first + number),
                 images=[reference(tables.concepts[fact.source], family)],
             )
-            records.append(_record(tables, fact, family.name, query, tables.questions[fact.question].category))
+            records.append(
+                _record(tables, fact, family.name, query, tables.questions[fact.question].category)
+            )
     return records
 
 
 def text_records(tables: Tables, splits: Splits) -> list[Record]:
-    """The same questions with the thing named: every fact, in every phrasing where no picture asks it."""
+    """The same questions with the thing named: every fact, twice where no picture asks it."""
     records = []
     for fact in tables.facts:
         question = tables.questions[fact.question]
         first = stable_hash("named", *fact.pair)
-        for number in range(len(question.phrasings) if fact.pair in splits.words_only else 1):
+        for number in range(NUM_WORDS_ONLY if fact.pair in splits.words_only else 1):
             query = QueryPart(text=question.named(first + number, tables.concepts[fact.source]))
             records.append(_record(tables, fact, f"text{number}", query, question.category))
     return records
@@ -52,7 +56,8 @@ def naming_records(tables: Tables) -> list[Record]:
         for number, family in enumerate(families):
             other = _drawing(tables, concept, concept.key, family.name, avoid=family)
             query = QueryPart(
-                text=NAMING_PHRASINGS[(first + number) % len(NAMING_PHRASINGS)], images=[reference(concept, family)]
+                text=NAMING_PHRASINGS[(first + number) % len(NAMING_PHRASINGS)],
+                images=[reference(concept, family)],
             )
             records.append(
                 Record(

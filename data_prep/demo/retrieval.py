@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from data_prep.demo.families import GALLERY
+from data_prep.demo.families import GALLERY, Family
 from data_prep.demo.pictures import IMAGE, write_table
 from data_prep.demo.records import INSTRUCTION, reference
 from data_prep.demo.splits import VALID_GALLERY, Splits, stable_hash
@@ -56,18 +56,20 @@ def valid_rows(tables: Tables, splits: Splits) -> SetRows:
     return rows
 
 
-def stored(family, pictures: dict[str, bytes]) -> Cell:
+def stored(family: Family, pictures: dict[str, bytes]) -> Cell:
     """Cells that hold the pictures of a family."""
     return lambda concept: {"bytes": pictures[concept.key], "path": f"{concept.picture(family)}.webp"}
 
 
-def referred(family, folder: str) -> Cell:
+def referred(family: Family, folder: str) -> Cell:
     """Cells that refer to the picture library of a family under a folder."""
     return lambda concept: {"bytes": None, "path": f"{folder}/{reference(concept, family)}"}
 
 
-def write_set(folder: Path, name: str, rows: SetRows, family, query_cell: Cell, corpus_cell: Cell, licence: str) -> None:
-    """Write a retrieval set (see docs on formats: corpus, queries, qrels, negatives, excluded, meta).
+def write_set(
+    folder: Path, name: str, rows: SetRows, family: Family, query_cell: Cell, corpus_cell: Cell, licence: str
+) -> None:
+    """Write a retrieval set (the layout is that of `eval.sets`: corpus, queries, qrels, negatives, meta).
 
     The fingerprint is `rge.fingerprint.set_fingerprint` of ids, qrels and negatives: sha256 over sorted JSON rows.
 
@@ -89,7 +91,10 @@ def write_set(folder: Path, name: str, rows: SetRows, family, query_cell: Cell, 
         "id": [query["id"] for query in rows.queries],
         "text": [query["text"] for query in rows.queries],
         "image": pa.array([[query_cell(concept)] for concept in rows.sources], pa.list_(IMAGE)),
-        **{key: [query[key] for query in rows.queries] for key in ("category", "group", "instruction", "pair")},
+        **{
+            key: [query[key] for query in rows.queries]
+            for key in ("category", "group", "instruction", "pair")
+        },
     }
     write_table(folder / "corpus.parquet", pa.table(corpus))
     write_table(folder / "queries.parquet", pa.table(queries))
@@ -101,14 +106,21 @@ def write_set(folder: Path, name: str, rows: SetRows, family, query_cell: Cell, 
         "split": folder.name,
         "licence": licence,
         "source": "hand-written relations over icon families, see LICENSES.md",
-        "counts": {"queries": len(rows.queries), "corpus": len(rows.corpus), "qrels": len(rows.qrels), **counts},
+        "counts": {
+            "queries": len(rows.queries),
+            "corpus": len(rows.corpus),
+            "qrels": len(rows.qrels),
+            **counts,
+        },
         "report_by": ["pair"],
-        "fingerprint": set_fingerprint(corpus_ids=corpus["id"], query_ids=queries["id"], qrels=rows.qrels, negatives=rows.negatives),
+        "fingerprint": set_fingerprint(
+            corpus_ids=corpus["id"], query_ids=queries["id"], qrels=rows.qrels, negatives=rows.negatives
+        ),
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
 
 
-def _ask(rows: SetRows, tables: Tables, fact: Fact, pair: str, family, num_phrasings: int) -> None:
+def _ask(rows: SetRows, tables: Tables, fact: Fact, pair: str, family: Family, num_phrasings: int) -> None:
     question = tables.questions[fact.question]
     first = stable_hash("asked", *fact.pair)
     for number in range(num_phrasings):

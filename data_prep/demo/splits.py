@@ -84,7 +84,9 @@ def split(tables: Tables) -> Splits:
     rest = [fact for fact in shuffled(tables.facts, "valid seen") if fact.pair not in test | valid]
     valid_seen = {fact.pair for fact in [fact for fact in rest if _valid(tables, fact)][:NUM_VALID]}
     if len(valid) < NUM_VALID or len(valid_seen) < NUM_VALID:
-        raise ValueError(f"too few relations for {NUM_VALID} validation pairs: {len(valid)} and {len(valid_seen)}")
+        raise ValueError(
+            f"too few relations for {NUM_VALID} validation pairs: {len(valid)} and {len(valid_seen)}"
+        )
     return Splits(frozenset(test), frozenset(valid), frozenset(valid_seen))
 
 

@@ -6,8 +6,8 @@
 ``relations.tsv``    question, source concept, target concept, rationale; one row per acceptable target
 ``near_misses.tsv``  question, source concept, a concept that looks right and is wrong
 
-A phrasing has the slots ``{x}`` ("this" beside a picture, else the name), ``{is}`` and ``{does}`` (their plural where
-the name is one).
+A phrasing has the slots ``{x}`` ("this" beside a picture, else the name), ``{is}``, ``{does}`` and ``{was}`` (their
+plural where the name is one).
 """
 
 import csv
@@ -21,6 +21,9 @@ HERE = Path(__file__).parent
 CATEGORIES = ("functional", "temporal", "causal")
 MAX_RATIONALE_WORDS = 25
 MIN_TRAINING_FAMILIES = 3
+
+_ONE = {"is": "is", "does": "does", "was": "was"}
+_MANY = {"is": "are", "does": "do", "was": "were"}
 
 
 class TableError(ValueError):
@@ -56,12 +59,11 @@ class Question:
 
     def shown(self, number: int) -> str:
         """A phrasing beside a picture."""
-        return self._phrase(number).format(x="this", **{"is": "is", "does": "does"})
+        return self._phrase(number).format(x="this", **_ONE)
 
     def named(self, number: int, concept: Concept) -> str:
         """A phrasing that names the thing instead of showing it."""
-        verbs = {"is": "are", "does": "do"} if concept.many else {"is": "is", "does": "does"}
-        return self._phrase(number).format(x=concept.name, **verbs)
+        return self._phrase(number).format(x=concept.name, **(_MANY if concept.many else _ONE))
 
     def _phrase(self, number: int) -> str:
         return self.phrasings[number % len(self.phrasings)]
@@ -129,7 +131,9 @@ def read_tables(folder: Path = HERE) -> Tables:
     for where, row in _rows(folder / "questions.tsv", columns):
         _new(where, row["question"], questions)
         if row["category"] not in CATEGORIES:
-            raise TableError(f"{where}: category must be one of {', '.join(CATEGORIES)}, got {row['category']!r}")
+            raise TableError(
+                f"{where}: category must be one of {', '.join(CATEGORIES)}, got {row['category']!r}"
+            )
         phrasings = tuple(text for column, text in row.items() if column.startswith("phrasing_") and text)
         for text in phrasings:
             if text.count("{x}") != 1:
@@ -206,7 +210,9 @@ def _known(where: str, key: str, table: dict) -> None:
 def _check_rationale(where: str, rationale: str, source: Concept, target: Concept) -> None:
     # A rationale reasons from what is seen to what is needed, in one pattern that a tiny model can learn.
     if not rationale.startswith(source.sentence + "; "):
-        raise TableError(f"{where}: the rationale must begin with {source.sentence!r} and a semicolon, got {rationale!r}")
+        raise TableError(
+            f"{where}: the rationale must begin with {source.sentence!r} and a semicolon, got {rationale!r}"
+        )
     if not rationale.endswith(f" {target.name}."):
         raise TableError(f"{where}: the rationale must end with {target.name!r}, got {rationale!r}")
     if len(rationale.split()) > MAX_RATIONALE_WORDS:

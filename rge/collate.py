@@ -95,11 +95,14 @@ class StepBatches(Dataset):
         """This rank's batch of a step."""
         batch = Batch([], [], [], [], [], [], [], [], [])
         for draw in self.mixture.batch(step)[self.share]:
-            self._add(batch, draw)
+            record = self.files[draw.source][draw.index]
+            try:
+                self._add(batch, draw, record)
+            except ValueError as error:
+                raise type(error)(f"record {record.id!r} of {self.files[draw.source].path}: {error}") from error
         return batch
 
-    def _add(self, batch: Batch, draw: Draw) -> None:
-        record = self.files[draw.source][draw.index]
+    def _add(self, batch: Batch, draw: Draw, record: Record) -> None:
         generator = np.random.default_rng(draw.seed)
         positive = record.positives[int(generator.integers(len(record.positives)))]
         batch.record_ids.append(record.id)

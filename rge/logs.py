@@ -9,6 +9,12 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 
+def start_trackers(accelerator: Accelerator, project: str, recipe: dict[str, Any]) -> None:
+    """Begin a run in every tracker that the recipe names; `log.trackers=[wandb]` with WANDB_MODE=offline needs no network."""
+    if accelerator.log_with:
+        accelerator.init_trackers(project, config=recipe)
+
+
 class Logs:
     """Writes one JSON object a logged step to `metrics.jsonl`; only the main process writes.
 
@@ -55,10 +61,12 @@ class Logs:
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
         values = {f"{self.stage}/{name}": value for name, value in line.items() if isinstance(value, (int, float))}
-        self.accelerator.log(values, step=step)
+        if self.accelerator.log_with:
+            # Both stages share a tracker's step axis, so the axis counts logged lines of this process.
+            self.accelerator.log(values)
 
     def close(self) -> None:
-        """Close the bar and the file."""
+        """Close the bar and the file; trackers stay open for the next stage."""
         self.bar.close()
         if self._file is not None:
             self._file.close()

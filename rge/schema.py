@@ -35,7 +35,7 @@ class Target(_Model):
 
     @model_validator(mode="after")
     def _has_content(self) -> "Target":
-        if self.image is None and self.text is None:
+        if self.image is None and not (self.text or "").strip():
             raise ValueError("a target needs an image, a text, or both")
         return self
 
@@ -54,7 +54,7 @@ class QueryPart(_Model):
 
     @model_validator(mode="after")
     def _has_content(self) -> "QueryPart":
-        if not self.text and not self.images:
+        if not (self.text or "").strip() and not self.images:
             raise ValueError("a query needs a text, images, or both")
         return self
 

@@ -6,6 +6,7 @@ of processes.
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 from pydantic import ValidationError
 from tqdm import tqdm
 
+from rge.prompts import EMB_TOKEN
 from rge.schema import Record, Target
 
 
@@ -98,11 +100,19 @@ def _problems(line: bytes, need_rationale: bool, seen: dict[str, int], number: i
     seen[record.id] = number
     if need_rationale:
         return [
-            f"positives.{index}.rationale: missing or blank, and the LM loss needs it (record {record.id!r})"
+            f"positives.{index}.rationale: {fault} (record {record.id!r})"
             for index, positive in enumerate(record.positives)
-            if not (positive.rationale or "").strip()
+            if (fault := _rationale_fault(positive.rationale or ""))
         ]
     return []
+
+
+def _rationale_fault(rationale: str) -> str | None:
+    if not rationale.strip():
+        return "missing or blank, and the LM loss needs it"
+    if EMB_TOKEN in rationale:
+        return f"contains {EMB_TOKEN}, which the trainer appends itself"
+    return None
 
 
 def _absolute(record: Record, folder: Path) -> Record:
@@ -143,7 +153,8 @@ class Mixture:
     """Which records make up each step's global batch.
 
     Every source is gone through in a new random order each epoch; its share of the batches follows its weight, exact
-    over time (a source with share 0.3 of 8 gets 2 or 3 records a step, 2.4 on average).
+    over time: of n records drawn so far, a source with share s has s * n, give or take the rounding of one record a
+    source (with share 0.3 of 8 it gets 2 or 3 records a step, seldom one more or less, 2.4 on average).
 
     Args:
         sizes: number of records of each source.
@@ -181,10 +192,14 @@ class Mixture:
         return [Draw(*draws[place], seed=int(seeds[place])) for place in mixed]
 
     def _counts(self, step: int) -> list[int]:
-        # Records drawn from each source before `step`: whole numbers that sum to step * batch_size.
-        bounds = np.floor(np.cumsum(self.share) * step * self.batch_size + 1e-6).astype(int)
-        bounds[-1] = step * self.batch_size
-        return np.diff(bounds, prepend=0).tolist()
+        # Records drawn from each source before `step`: whole numbers that sum to step * batch_size. A source takes its
+        # share of what the sources before it leave. Every count then only ever grows with the step, which differences
+        # of rounded cumulative shares do not: they would draw a negative number from a small source now and then.
+        counts, left, share_left = [], step * self.batch_size, 1.0
+        for share in self.share[:-1]:
+            counts.append(math.floor(left * share / share_left + 1e-6))
+            left, share_left = left - counts[-1], share_left - share
+        return [*counts, left]
 
     def _order(self, source: int, epoch: int) -> np.ndarray:
         key = (source, epoch)

@@ -23,18 +23,18 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from rge import dist
-from rge.backbone import BackboneError, load_backbone
-from rge.checkpoint import CheckpointError, export, latest_state, save_state, settings_of
+from rge.backbone import load_backbone
+from rge.checkpoint import export, latest_state, save_state, settings_of
 from rge.collate import StepBatches, make_loader
-from rge.config import Recipe, RecipeError, StageConfig, load_recipe, to_dict
+from rge.config import Recipe, StageConfig, load_recipe, to_dict
 from rge.embedder import Embedder
-from rge.images import ImageError
-from rge.logs import Logs
+from rge.errors import USER_ERRORS, explain
+from rge.logs import Logs, start_trackers
 from rge.optim import learning_rate, make_optimizer, set_learning_rate
 from rge.prompts import PromptBuilder
 from rge.resume import check_same_recipe, finished
 from rge.rollout import generate
-from rge.sources import Mixture, RecordError, RecordFile
+from rge.sources import Mixture, RecordFile
 from rge.start import starting_point
 from rge.step import Objective, training_step
 
@@ -44,12 +44,14 @@ def main(arguments: list[str]) -> None:
     recipe = load_recipe(arguments)
     accelerator = dist.make_accelerator(recipe.train, recipe.log)
     dist.check_launch(accelerator, recipe.train.num_processes, recipe.train.distributed_type)
+    start_trackers(accelerator, recipe.log.project, to_dict(recipe))
     start = starting_point(recipe, accelerator)
     for name in recipe.stages():
         folder = Path(recipe.out) / name
         if not finished(folder, recipe, name):
             train_stage(recipe, name, folder, start, accelerator)
         start = str(folder / "final")
+    accelerator.end_training()
     dist.close()
 
 
@@ -214,5 +216,5 @@ if __name__ == "__main__":
     torch.set_float32_matmul_precision("highest")
     try:
         main(sys.argv[1:])
-    except (RecipeError, RecordError, ImageError, BackboneError, CheckpointError, dist.LaunchError) as problem:
-        sys.exit(f"error: {problem}")
+    except USER_ERRORS as problem:
+        sys.exit(f"error: {explain(problem)}")

@@ -1,0 +1,18 @@
+"""Errors that are the user's to mend: shown as one message, without a traceback."""
+
+from rge.backbone import BackboneError
+from rge.checkpoint import CheckpointError
+from rge.config import RecipeError
+from rge.dist import LaunchError
+from rge.images import ImageError
+from rge.sources import RecordError
+
+USER_ERRORS = (RecipeError, RecordError, ImageError, BackboneError, CheckpointError, LaunchError)
+
+
+def explain(error: Exception) -> str:
+    """The message alone, also where a data worker has wrapped it in its own traceback."""
+    message = str(error).strip()
+    if message.startswith("Caught "):
+        message = message.rpartition(f"{type(error).__name__}: ")[2]
+    return message

@@ -149,7 +149,7 @@ def figures(
             num_resamples=num_resamples,
             seed=seed,
         )
-        low_M, high_M = interval(found)
+        low_M, high_M = interval(found, bounds=(0.0, 1.0))
         columns = zip(scored.names, found.estimate_M.tolist(), low_M.tolist(), high_M.tolist(), strict=True)
         return {
             name: {"value": value, "low": low, "high": high}

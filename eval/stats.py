@@ -36,11 +36,13 @@ class Bootstrap:
         estimate_M: the means themselves; NaN where a metric is defined for no query.
         draws_BM: their resamples.
         jackknife_GM: the means with one group left out.
+        num_groups_M: groups with a defined value.
     """
 
     estimate_M: np.ndarray
     draws_BM: np.ndarray
     jackknife_GM: np.ndarray
+    num_groups_M: np.ndarray
 
     @property
     def standard_error_M(self) -> np.ndarray:
@@ -100,14 +102,24 @@ def cluster_bootstrap(
         estimate_M=_mean(sum_SM[None], size_SM[None])[0],
         draws_BM=np.concatenate(draws),
         jackknife_GM=_mean(sum_SM - num_GSM, size_SM - count_GSM),
+        num_groups_M=(count_GSM.sum(axis=1) > 0).sum(axis=0),
     )  # fmt: skip
 
 
-def interval(bootstrap: Bootstrap, *, level: float = LEVEL) -> tuple[np.ndarray, np.ndarray]:
+def interval(
+    bootstrap: Bootstrap, *, level: float = LEVEL, bounds: tuple[float, float] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """BCa interval of each mean, (low_M, high_M).
 
-    Where every resample is the same the interval is that point. Where the estimate lies outside its own resamples, or
-    only one group carries values, the corrections do not exist and the interval is that of the percentiles.
+    Where the estimate lies outside its own resamples, or only one group carries values, the corrections do not exist
+    and the interval is that of the percentiles. Resamples of equal values are all equal and say nothing, although no
+    hit in twenty groups is no proof that there never is one. Where all values lie on a bound, the interval therefore
+    reaches as far as the exact binomial one (Clopper and Pearson 1934) for groups of which none left the bound.
+
+    Args:
+        bootstrap: from `cluster_bootstrap`.
+        level: nominal coverage.
+        bounds: least and greatest possible value; None for values without bounds, such as differences.
     """
     low_M, high_M = np.full((2, len(bootstrap.estimate_M)), np.nan)
     for m, estimate in enumerate(bootstrap.estimate_M):
@@ -129,6 +141,11 @@ def interval(bootstrap: Bootstrap, *, level: float = LEVEL) -> tuple[np.ndarray,
             shifted = [bias + _NORMAL.inv_cdf(tail) for tail in tails]
             tails = [_NORMAL.cdf(bias + shift / (1 - acceleration * shift)) for shift in shifted]
         low_M[m], high_M[m] = np.quantile(draws, tails)
+        if bounds is not None and estimate in bounds:  # a mean on a bound means that every value is there
+            reach = (bounds[1] - bounds[0]) * (1 - ((1 - level) / 2) ** (1 / bootstrap.num_groups_M[m]))
+            low_M[m], high_M[m] = (
+                (estimate, estimate + reach) if estimate == bounds[0] else (estimate - reach, estimate)
+            )
     return low_M, high_M
 
 

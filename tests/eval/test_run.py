@@ -447,3 +447,27 @@ def test_per_query_nulls_where_a_metric_is_not_defined(tmp_path):
     assert results_of(tmp_path / "out")["micro"]["negative_recall@10"]["value"] == pytest.approx(
         np.mean([v for v in column.to_pylist() if v is not None])
     )
+
+
+def test_an_oracle_finds_everything(tmp_path):
+    """Guards the way from the order of the file to the order of ids: any slip in it would show here."""
+    content = tables(num_queries=30)
+    best = {}
+    rows = zip(
+        content["qrels"]["query-id"], content["qrels"]["corpus-id"], content["qrels"]["score"], strict=True
+    )
+    for query, name, gain in rows:
+        best[query] = max(best.get(query, (0, "")), (gain, name))
+
+    class Oracle(FakeEncoder):
+        def encode(self, items, *, side, **rest):
+            found = super().encode(items, side=side, **rest)
+            found.embeddings[:] = [self.vector(best[i.id][1] if side == "query" else i.id) for i in items]
+            return found
+
+    run(options(write_tables(tmp_path / "set", content), tmp_path / "out"), loader(Oracle()))
+    results = results_of(tmp_path / "out")
+    assert results["micro"]["hit@1"]["value"] == results["micro"]["hit@1"]["high"] == 1.0
+    assert results["micro"]["hit@1"]["low"] == pytest.approx(0.025 ** (1 / 15))  # 15 groups
+    table = per_query_of(tmp_path / "out")
+    assert [top[0] for top in table["top10"]] == [best[query][1] for query in table.index]

@@ -137,6 +137,18 @@ def test_a_zoo_of_degenerate_input_keeps_finite_intervals():
     assert len(gaps.jackknife_GM) == 2
 
 
+def test_no_hit_at_all_is_no_proof_that_there_never_is_one():
+    """Clopper and Pearson: none of 12 groups leaves at most 26.5 % at 95 %, from scipy's beta quantile."""
+    group = np.repeat(np.arange(12), 2)
+    value = np.stack([np.zeros(24), np.ones(24), np.full(24, 0.5)], axis=1)
+    found = cluster_bootstrap(value, group, num_resamples=50)
+    low, high = interval(found, bounds=(0.0, 1.0))
+    exact = scipy.stats.beta.ppf(0.975, 1, 12)
+    np.testing.assert_allclose(low, [0, 1 - exact, 0.5])
+    np.testing.assert_allclose(high, [exact, 1, 0.5])
+    assert interval(found)[1][0] == 0.0
+
+
 def test_reversed_sign_reverses_everything():
     rng = np.random.default_rng(8)
     group = clusters(rng, 30)

@@ -1,0 +1,237 @@
+"""Records: every fault is named with file, line and field. Mixtures: exact shares, a pure function of the step."""
+
+import json
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from rge.schema import Record, Target
+from rge.sources import Mixture, RecordError, RecordFile, identity, read_texts, write_records
+
+
+def record(name: str = "r1", **changes) -> dict:
+    return {
+        "id": name,
+        "group": "g",
+        "source": "s",
+        "split": "train",
+        "query": {"text": "What opens this?", "images": ["images/padlock.png"]},
+        "positives": [{"id": "key", "image": "images/key.png", "rationale": "A key opens a padlock."}],
+        **changes,
+    }
+
+
+@pytest.fixture
+def write(tmp_path):
+    def to_file(*lines) -> str:
+        path = tmp_path / "records.jsonl"
+        path.write_bytes(
+            b"".join(
+                (line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines
+            )
+        )
+        return str(path)
+
+    return to_file
+
+
+def without(key: str) -> dict:
+    return {name: value for name, value in record().items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("broken", "problem"),
+    [
+        (without("query"), "query: Field required"),
+        (without("positives"), "positives: Field required"),
+        (record(positives=[]), "positives: List should have at least 1 item"),
+        (
+            record(positives=[{"id": "key", "rationale": "x"}]),
+            "positives.0: .*a target needs an image, a text, or both",
+        ),
+        (
+            record(positives=[{"id": "key", "text": " "}]),
+            "positives.0: .*a target needs an image, a text, or both",
+        ),
+        (record(positives=[{"image": "key.png"}]), "positives.0.id: Field required"),
+        (record(negatives=[{"id": "n"}]), "negatives.0: .*a target needs an image, a text, or both"),
+        (record(query={"images": []}), "query: .*a query needs a text, images, or both"),
+        (record(query={"text": " \n"}), "query: .*a query needs a text, images, or both"),
+        (record(negativs=[]), "negativs: Extra inputs are not permitted"),
+        (record(query={"text": "a", "image": "p.png"}), "query.image: Extra inputs are not permitted"),
+        (record(name=7), "id: Input should be a valid string"),
+        (record(name=""), "id: String should have at least 1 character"),
+        (record(query={"text": "a", "images": "p.png"}), "query.images: Input should be a valid array"),
+        (b"{not json", "record: Invalid JSON"),
+        (b'{"id": "\xff"}', "record: Invalid JSON"),
+        (b"[1, 2]", "record: Input should be an object"),
+        (record("first"), "id: 'first' stands already in line 1"),
+    ],
+)
+def test_a_broken_record_is_reported_with_file_line_and_field(write, broken, problem):
+    path = write(record("first"), record("second"), broken, record("last"))
+    with pytest.raises(RecordError) as caught:
+        RecordFile(path)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "training records break the format:"
+    assert re.fullmatch(f"{re.escape(path)}:3: {problem}.*", lines[1])
+    assert len(lines) == 2  # the good records around it are not blamed
+
+
+@pytest.mark.parametrize(
+    ("rationale", "problem"),
+    [
+        (None, "missing or blank, and the LM loss needs it"),
+        (" \n", "missing or blank, and the LM loss needs it"),
+        ("a key <emb>", "contains <emb>, which the trainer appends itself"),
+    ],
+)
+def test_rationales_are_checked_where_they_are_needed(write, rationale, problem):
+    positives = [record()["positives"][0], {"id": "k2", "text": "key", "rationale": rationale}]
+    path = write(record("ok"), record("bad", positives=positives))
+    assert len(RecordFile(path)) == 2
+    with pytest.raises(RecordError) as caught:
+        RecordFile(path, need_rationale=True)
+    assert str(caught.value).splitlines()[1:] == [
+        f"{path}:2: positives.1.rationale: {problem} (record 'bad')"
+    ]
+
+
+def test_every_fault_is_listed_and_a_flood_is_counted(write):
+    path = write(*[record(f"r{n}", negativs=[], group="") for n in range(15)])
+    with pytest.raises(RecordError) as caught:
+        RecordFile(path)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 1 + 20 + 1
+    assert lines[1].startswith(f"{path}:1: group: ")
+    assert lines[2].startswith(f"{path}:1: negativs: ")
+    assert lines[-1] == "... and 10 more"
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n  \n"])
+def test_an_empty_file_is_an_error(tmp_path, content):
+    path = tmp_path / "none.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(RecordError, match=r"none\.jsonl: the file is empty"):
+        RecordFile(path)
+
+
+def test_a_missing_file_is_an_error(tmp_path):
+    with pytest.raises(RecordError, match=r"training records .*absent\.jsonl do not exist"):
+        RecordFile(tmp_path / "absent.jsonl")
+    with pytest.raises(RecordError, match="do not exist"):
+        RecordFile(tmp_path)
+
+
+def test_records_are_read_by_position_with_absolute_pictures(write, tmp_path):
+    path = write(record("a"), b"  ", record("ü"), record("c", query={"text": "only text"}))
+    file = RecordFile(path, progress=True)
+    assert [file[index].id for index in (2, 0, 1, 0)] == ["c", "a", "ü", "a"]
+    assert file[0].query.images == [str(tmp_path / "images/padlock.png")]
+    assert file[0].positives[0].image == str(tmp_path / "images/key.png")
+    assert file[2].query.images == []
+
+
+def test_a_last_line_without_newline_counts(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_text(json.dumps(record("a")) + "\n" + json.dumps(record("b")))
+    assert [RecordFile(path)[index].id for index in range(2)] == ["a", "b"]
+
+
+def test_written_records_read_back(tmp_path):
+    records = [Record.model_validate(record("a", category="temporal")), Record.model_validate(record("b"))]
+    write_records(tmp_path / "out.jsonl", records)
+    file = RecordFile(tmp_path / "out.jsonl")
+    assert [file[0].category, file[1].positives[0].rationale] == ["temporal", "A key opens a padlock."]
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+def test_texts_without_repeats(write):
+    negatives = [{"id": "n", "text": "What opens this?"}]
+    path = write(record("a", instruction="Find it."), record("b", negatives=negatives))
+    assert read_texts([path, path]) == ["Find it.", "What opens this?", "A key opens a padlock."]
+
+
+def test_identity_defaults_to_the_id():
+    key, same, other = (
+        Target(id="key", text="x"),
+        Target(id="drawing of a key", text="y", identity="key"),
+        Target(id="key2", text="x"),
+    )
+    assert identity(key) == identity(same) != identity(other)
+    assert -(2**63) <= identity(key) < 2**63
+    # The same on every machine and in every process: not Python's salted hash (`printf key | b2sum -l 64`).
+    assert identity(key) == -3567751758100214539
+
+
+SHARES = [
+    ([1.0], 8),
+    ([0.5, 0.25, 0.25], 48),
+    ([0.911, 0.051, 0.714, 0.015], 8),
+    ([0.537, 0.739, 0.035, 0.394, 0.731], 16),
+    ([0.001, 1.0], 4),
+    ([1, 1, 1], 1),
+]
+
+
+@pytest.mark.parametrize(("weights", "batch_size"), SHARES)
+def test_every_batch_is_full_and_shares_are_exact_over_time(weights, batch_size):
+    mixture = Mixture([50] * len(weights), weights, batch_size, seed=0)
+    share = np.array(weights) / sum(weights)
+    drawn: Counter[int] = Counter()
+    for step in range(400):
+        batch = mixture.batch(step)
+        assert len(batch) == batch_size
+        drawn.update(draw.source for draw in batch)
+        expected = share * (step + 1) * batch_size
+        assert all(abs(drawn[source] - expected[source]) < len(weights) for source in range(len(weights)))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_each_record_comes_once_an_epoch_in_a_new_order(seed):
+    mixture = Mixture([7, 13], [0.4, 0.6], 5, seed)
+    seen: dict[int, list[int]] = {0: [], 1: []}
+    for step in range(60):
+        # Within a step the order is mixed, so put a source's draws back by epoch.
+        for source in (0, 1):
+            seen[source] += sorted(draw.index for draw in mixture.batch(step) if draw.source == source)
+    for source, size in enumerate((7, 13)):
+        counts = Counter(seen[source])
+        assert max(counts.values()) - min(counts[index] for index in range(size)) <= 1
+    orders = [tuple(mixture._order(0, epoch)) for epoch in range(5)]
+    assert len(set(orders)) == 5
+    assert all(sorted(order) == list(range(7)) for order in orders)
+
+
+def test_one_source_is_gone_through_epoch_by_epoch():
+    mixture = Mixture([12], [3.0], 4, seed=5)
+    assert mixture.steps_per_epoch() == 3
+    for epoch in range(3):
+        indices = [draw.index for step in range(3 * epoch, 3 * epoch + 3) for draw in mixture.batch(step)]
+        assert sorted(indices) == list(range(12))
+
+
+def test_a_batch_is_a_pure_function_of_seed_and_step():
+    mixture = Mixture([30, 40], [1, 2], 6, seed=3)
+    forwards = [mixture.batch(step) for step in range(50)]
+    assert [mixture.batch(step) for step in reversed(range(50))][::-1] == forwards
+    assert Mixture([30, 40], [1, 2], 6, seed=3).batch(49) == forwards[49]
+    assert Mixture([30, 40], [1, 2], 6, seed=4).batch(49) != forwards[49]
+    seeds = [draw.seed for batch in forwards for draw in batch]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_sources_are_interleaved():
+    """The share of a rank is a slice, so a batch must not come source by source."""
+    halves = Counter()
+    mixture = Mixture([1000, 1000], [1, 1], 16, seed=0)
+    for step in range(100):
+        halves.update(draw.source for draw in mixture.batch(step)[:8])
+    assert abs(halves[0] - 400) < 60
+
+
+def test_a_source_without_records_is_an_error():
+    with pytest.raises(ValueError, match="every source needs at least one record"):
+        Mixture([3, 0], [1, 1], 2, seed=0)

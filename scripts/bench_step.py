@@ -1,0 +1,583 @@
+"""Our training step against the three-pass form: FLOPs, wall time, memory, in one run.
+
+    python scripts/bench_step.py [settings=demo,long] [prompt_tokens=1024] [rationale_tokens=128] [batch=4] [repeats=3]
+
+Both forms compute the same step on the same weights, prompts, own rationales and candidates:
+
+    three passes  transformers' `generate`; LM forward on [prompt][oracle]; contrastive forward on [prompt][own, <emb>]
+    ours          `rge.rollout.generate`; one forward on [prompt][own, <emb>][oracle, <emb>] (`rge.step.training_step`)
+
+``demo`` is the demo recipe's model and one of its real batches; ``long`` is a random Qwen2.5-VL with a picture and text
+of `prompt_tokens`, rationales of 40 tokens to `rationale_tokens` (lognormal), and a picture of 256 placeholders as each
+query's candidate. The vision tower runs wherever a form needs it: three times a step (rollout, LM, contrastive) there,
+twice here. Candidates are encoded alike in both. The three-pass form is given what costs nothing to write: logits at
+labelled positions only, the rows padded to the longest of their own pass, and for memory also a variant that goes
+backward after each pass (`peak_memory_ratio_two_backwards`).
+
+Random weights never write ``<emb>``. `StoppingHead` raises its logit at a length drawn for each row and lowers it
+before, by the same code in both forms, so both write the same tokens; transformers keeps finished rows in the batch
+until the last one ends, and so does the form measured here.
+
+Before anything is timed, tokens, losses and all gradients of the two forms are compared in float64; a difference is an
+error. Repetitions alternate, medians count. FLOPs: `torch.utils.flop_counter`, attention counted dense, as it does for
+CUDA kernels. Memory: each form in a process of its own, peak resident set above what model and batch occupy. Ratios
+are three-pass over ours, except ``rollout_tokens_per_s_ratio`` and the memory ratios, which are ours over three-pass.
+The last line is one JSON object; its top level repeats the figures of the last setting. Threads: OMP_NUM_THREADS.
+"""
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils import flop_counter
+from transformers import GenerationConfig
+
+from eval.options import UserError, one_of, parse_options
+from rge import scratch
+from rge.backbone import load_backbone, text_model
+from rge.collate import Batch, StepBatches
+from rge.config import load_recipe
+from rge.embedder import Embedder, normalise
+from rge.losses import info_nce, rationale_nll
+from rge.packing import Branch
+from rge.prompts import Prompt, PromptBuilder
+from rge.rollout import Rationale, generate
+from rge.schema import Item
+from rge.sources import Mixture, RecordFile, read_texts
+from rge.step import Objective, candidate_masks, training_step
+
+FORMS = ("ours", "three_pass", "three_pass_two_backwards")
+TOLERANCE = 1e-6
+"""Largest relative difference of losses and gradients with float64 weights; transformers' norms round to float32."""
+
+
+@dataclass
+class Options:
+    """What is measured; the sizes are those of ``long``."""
+
+    settings: tuple[str, ...] = ("demo", "long")
+    prompt_tokens: int = 1024
+    rationale_tokens: int = 128
+    batch: int = 4
+    repeats: int = 3
+    hidden: int = 256
+    layers: int = 8
+    candidate_side_px: int = 448
+    memory_of: str | None = None
+    """Set in the processes that measure memory: one of `FORMS`."""
+
+
+@dataclass
+class Setting:
+    """Everything a form needs.
+
+    Attributes:
+        name: of the setting.
+        embedder: random weights, float32.
+        batch: prompts of queries and candidates, oracle rationales.
+        objective: losses and weights.
+        stop_B: tokens each query's own rationale has, ``<emb>`` not counted.
+        max_new_tokens: cap, ``<emb>`` counted.
+        note: one line that says what it is.
+    """
+
+    name: str
+    embedder: Embedder
+    batch: Batch
+    objective: Objective
+    stop_B: list[int]
+    max_new_tokens: int
+    note: str
+
+
+def demo_setting(options: Options) -> Setting:
+    """The demo recipe: its architecture, objective and the batch of its first joint step."""
+    recipe = load_recipe(["recipe=demo"])
+    config, stage = recipe.model.scratch, recipe.joint
+    assert config is not None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "backbone"
+        texts = read_texts([source.path for source in stage.sources])
+        pixels = {"min_pixels": recipe.model.min_pixels, "max_pixels": recipe.model.max_pixels}
+        sizes = {"vocab_size": config.vocab_size, "text": config.text, "vision": config.vision}
+        scratch.build(path, texts, seed=0, **sizes, **pixels)
+        embedder = Embedder(load_backbone(path, add_emb=True, **pixels)).eval()
+    files = [RecordFile(source.path, need_rationale=True) for source in stage.sources]
+    weights = [source.weight for source in stage.sources]
+    loss = recipe.loss
+    objective = Objective(
+        loss.alpha_lm, loss.alpha_con, loss.temperature, lm_on_candidates=loss.lm_on_candidates
+    )
+    builder = PromptBuilder(embedder.processor, recipe.data.profile, recipe.data.max_prompt_tokens)
+    mixture = Mixture([len(file) for file in files], weights, stage.batch_size, seed=0)
+    batch = StepBatches(
+        files, mixture, builder, rank=0, world_size=1, max_negatives=recipe.data.max_negatives
+    )[0]
+    cap = recipe.rollout.max_new_tokens
+    # Own rationales as long as other records' oracles: the lengths that a trained model writes.
+    lengths = [min(len(ids) - 1, cap - 1) for ids in batch.oracle_ids]
+    stop_B = lengths[1:] + lengths[:1]
+    return Setting("demo", embedder, batch, objective, stop_B, cap, _note(embedder, batch, stop_B))
+
+
+def long_setting(options: Options) -> Setting:
+    """A picture and text of `prompt_tokens`, long rationales, a language model large enough to dominate."""
+    vision = {
+        **{"depth": 4, "hidden_size": options.hidden // 2, "intermediate_size": options.hidden * 3 // 2},
+        **{"num_heads": 4, "patch_size": 14, "window_size": 112, "fullatt_block_indexes": [3]},
+    }
+    text = {
+        **{"hidden_size": options.hidden, "intermediate_size": options.hidden * 4},
+        **{"num_hidden_layers": options.layers, "num_attention_heads": 8, "num_key_value_heads": 2},
+    }
+    rng = np.random.default_rng(0)
+    words = ["key", "lock", "door", "open", "close"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "backbone"
+        pixels = {"min_pixels": 28 * 28, "max_pixels": 4096 * 4096}
+        texts = [" ".join(rng.choice(words, 20)) for _ in range(50)]
+        scratch.build(path, texts, seed=0, vocab_size=2048, text=text, vision=vision, **pixels)
+        embedder = Embedder(load_backbone(path, add_emb=True, **pixels)).eval()
+    builder = PromptBuilder(embedder.processor, "plain", max_tokens=10**6)
+
+    def picture(side_px: int) -> Image.Image:
+        return Image.fromarray(rng.integers(0, 255, (side_px, side_px, 3), dtype=np.uint8))
+
+    side_px = 28 * max(1, math.isqrt(int(0.88 * options.prompt_tokens)))
+    queries, candidates = [], []
+    for row in range(options.batch):
+        image = picture(side_px)
+        base = len(builder.build(Item(f"q{row}", " key", ()), "query", [image]))
+        # Ragged, as real prompts are: the longest has `prompt_tokens`, the others up to 4 % less.
+        wanted = options.prompt_tokens - (row % 4) * options.prompt_tokens // 100
+        if wanted < base:
+            raise UserError(f"prompt_tokens must be at least {base + 40}, got {options.prompt_tokens}")
+        text_ = " key" * (wanted - base + 1)
+        queries.append(builder.build(Item(f"q{row}", text_, ()), "query", [image]))
+        candidates.append(
+            builder.build(Item(f"c{row}", None, ()), "candidate", [picture(options.candidate_side_px)])
+        )
+
+    def lengths() -> list[int]:
+        drawn = np.exp(rng.normal(np.log(0.6 * options.rationale_tokens), 0.35, options.batch))
+        low = min(40, options.rationale_tokens // 2)
+        return np.clip(drawn.astype(int), low, options.rationale_tokens - 1).tolist()
+
+    high = min(embedder.suppressed_ids)
+    batch = Batch(
+        record_ids=[prompt.id for prompt in queries],
+        queries=queries,
+        oracle_ids=[[*rng.integers(0, high, length).tolist(), embedder.emb_id] for length in lengths()],
+        candidates=candidates,
+        candidate_identity=list(range(options.batch)),
+        positive=list(range(options.batch)),
+        negatives=[[] for _ in queries],
+        right_answers=[[row] for row in range(options.batch)],
+        seeds=[0] * options.batch,
+    )
+    stop_B = lengths()
+    objective = Objective(1 / 11, 10 / 11)
+    return Setting(
+        "long", embedder, batch, objective, stop_B, options.rationale_tokens, _note(embedder, batch, stop_B)
+    )
+
+
+SETTINGS: dict[str, Callable[[Options], Setting]] = {"demo": demo_setting, "long": long_setting}
+
+
+def _note(embedder: Embedder, batch: Batch, stop_B: Sequence[int]) -> str:
+    size = sum(parameter.numel() for parameter in embedder.parameters()) / 1e6
+
+    def span(values: Sequence[int]) -> str:
+        return f"{min(values)} to {max(values)}"
+
+    return (
+        f"{size:.1f} M parameters, {len(batch.queries)} queries with prompts of {span([len(p) for p in batch.queries])} "
+        f"tokens, own rationales {span(stop_B)}, oracles {span([len(ids) - 1 for ids in batch.oracle_ids])}; "
+        f"{len(batch.candidates)} candidates of {span([len(p) for p in batch.candidates])} tokens"
+    )
+
+
+class StoppingHead(nn.Module):
+    """An output head that ends row r's rationale after ``stop_B[r]`` tokens, and not before.
+
+    Called once a generated token, with (rows, D) by our rollout and (rows, 1, D) by transformers. Where the batch
+    shrinks, finished rows have been dropped; the others keep their order.
+    """
+
+    def __init__(self, head: nn.Module, emb_id: int, stop_B: Sequence[int]):
+        super().__init__()
+        self.head, self.emb_id = head, emb_id
+        self.stop_R, self.step = list(stop_B), 0
+
+    @property
+    def weight(self) -> Tensor:
+        """The wrapped head's."""
+        return self.head.weight  # type: ignore[return-value]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Logits of the wrapped head, those of ``<emb>`` overwritten."""
+        logits = self.head(hidden)
+        if logits.shape[0] != len(self.stop_R):
+            self.stop_R = [stop for stop in self.stop_R if stop >= self.step]
+        if logits.shape[0] != len(self.stop_R):
+            raise RuntimeError(f"{logits.shape[0]} rows are being written, {len(self.stop_R)} are unfinished")
+        last = logits if logits.ndim == 2 else logits[:, -1]
+        ends = torch.tensor([stop == self.step for stop in self.stop_R])
+        last[:, self.emb_id] = torch.where(ends, 1e4, -1e4).to(last.dtype)
+        self.step += 1
+        return logits
+
+
+@contextmanager
+def stopping(embedder: Embedder, stop_B: Sequence[int]) -> Iterator[None]:
+    """Let the model's rows stop after so many tokens."""
+    head = embedder.model.lm_head
+    embedder.model.lm_head = StoppingHead(head, embedder.emb_id, stop_B)
+    try:
+        yield
+    finally:
+        embedder.model.lm_head = head
+
+
+def our_rollout(setting: Setting) -> list[Rationale]:
+    """Own rationales, by rge."""
+    prompts = setting.batch.queries
+    order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))  # the order rows are written in
+    with stopping(setting.embedder, [setting.stop_B[row] for row in order]):
+        return generate(
+            setting.embedder, prompts, max_new_tokens=setting.max_new_tokens, batch_size=len(prompts)
+        )
+
+
+@torch.no_grad()
+def their_rollout(setting: Setting) -> list[list[int]]:
+    """Own rationales, by transformers' `generate`; ids without ``<emb>``."""
+    embedder, prompts = setting.embedder, setting.batch.queries
+    inputs = stock_inputs(embedder, prompts, [[] for _ in prompts], padding_side="left")
+    config = GenerationConfig(
+        max_new_tokens=setting.max_new_tokens,
+        do_sample=False,
+        eos_token_id=embedder.emb_id,
+        pad_token_id=embedder.pad_id,
+        suppress_tokens=embedder.suppressed_ids,
+    )
+    with stopping(embedder, setting.stop_B):
+        written = embedder.model.generate(**inputs, generation_config=config)
+    written = written[:, inputs["input_ids"].shape[1] :].tolist()
+    return [row[: row.index(embedder.emb_id)] for row in written]
+
+
+def stock_inputs(
+    embedder: Embedder, prompts: Sequence[Prompt], suffixes: Sequence[Sequence[int]], padding_side: str
+) -> dict[str, Tensor]:
+    """A padded batch as transformers takes it; positions and masks are made inside the model."""
+    ids, types = [], []
+    for prompt, suffix in zip(prompts, suffixes, strict=True):
+        tail = torch.tensor(list(suffix), dtype=torch.long)
+        ids.append(torch.cat([prompt.input_ids, tail]))
+        types.append(torch.cat([prompt.type_ids, torch.zeros_like(tail)]))
+
+    def padded(rows: list[Tensor], value: int) -> Tensor:
+        return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=padding_side)
+
+    inputs = {
+        "input_ids": padded(ids, embedder.pad_id),
+        "attention_mask": padded([torch.ones_like(row) for row in ids], 0),
+        "mm_token_type_ids": padded(types, 0),
+    }
+    pictures = [prompt for prompt in prompts if prompt.pixel_values is not None]
+    if pictures:
+        inputs["pixel_values"] = torch.cat([prompt.pixel_values for prompt in pictures])  # type: ignore[misc]
+        inputs["image_grid_thw"] = torch.cat([prompt.image_grid for prompt in pictures])  # type: ignore[misc]
+    return inputs
+
+
+def our_step(setting: Setting, rationales: Sequence[Rationale]) -> dict[str, float]:
+    """Gradients of one step, by rge."""
+    return training_step(
+        setting.embedder,
+        setting.embedder,
+        setting.batch,
+        setting.objective,
+        rationales=rationales,
+        micro_batch_size=len(setting.batch.queries),
+        backward=lambda loss: loss.backward(),
+    )
+
+
+def three_pass_step(
+    setting: Setting, own_ids: Sequence[Sequence[int]], two_backwards: bool = False
+) -> dict[str, float]:
+    """Gradients of one step, in three passes: LM, contrastive, candidates."""
+    embedder, batch, objective = setting.embedder, setting.batch, setting.objective
+    model, emb_id = embedder.model, embedder.emb_id
+
+    def states(suffixes: Sequence[Sequence[int]]) -> Tensor:
+        inputs = stock_inputs(embedder, batch.queries, suffixes, padding_side="right")
+        return text_model(model)(**inputs, use_cache=False).last_hidden_state
+
+    labelled = objective.lm_on_candidates and objective.alpha_lm > 0
+    num_tokens = sum(map(len, batch.oracle_ids)) + (len(batch.candidates) if labelled else 0)
+    hidden_BTD = states(batch.oracle_ids)
+    rows, columns, labels = [], [], []
+    for row, (prompt, ids) in enumerate(zip(batch.queries, batch.oracle_ids, strict=True)):
+        rows += [row] * len(ids)
+        columns += range(len(prompt) - 1, len(prompt) - 1 + len(ids))
+        labels += ids
+    nll = rationale_nll(hidden_BTD[rows, columns], model.get_output_embeddings(), torch.tensor(labels))
+    lm = float(nll.detach())
+    total = objective.alpha_lm * nll / num_tokens
+    if two_backwards:
+        total.backward()
+        total = 0.0
+        del hidden_BTD, nll
+
+    hidden_BTD = states([[*ids, emb_id] for ids in own_ids])
+    ends = [len(prompt) + len(ids) for prompt, ids in zip(batch.queries, own_ids, strict=True)]
+    q_BD = normalise(hidden_BTD[range(len(ends)), ends])
+    branch = Branch([emb_id], read_state=True, predict=labelled)
+    candidates = embedder(embedder.pack(batch.candidates, [[branch]] * len(batch.candidates)))[0]
+    positive_BC, ignored_BC = candidate_masks(batch, torch.tensor(batch.candidate_identity), 0)
+    con = info_nce(q_BD, candidates.state_ND, positive_BC, ignored_BC, temperature=objective.temperature)
+    con = con / len(batch.queries)
+    total = total + objective.alpha_lm * candidates.nll / num_tokens + objective.alpha_con * con
+    total.backward()  # type: ignore[union-attr]
+    lm = (lm + float(candidates.nll.detach())) / num_tokens
+    con_value = float(con.detach())
+    return {
+        "loss_lm": lm,
+        "loss_contrastive": con_value,
+        "loss": objective.alpha_lm * lm + objective.alpha_con * con_value,
+    }
+
+
+def candidates_alone(setting: Setting) -> None:
+    """Forward and backward of the candidates, which both forms share."""
+    embedder, prompts = setting.embedder, setting.batch.candidates
+    branch = Branch([embedder.emb_id], read_state=True, predict=setting.objective.lm_on_candidates)
+    readout = embedder(embedder.pack(prompts, [[branch]] * len(prompts)))[0]
+    (readout.state_ND.sum() + readout.nll).backward()
+
+
+def check_equal(setting: Setting) -> None:
+    """Compare tokens, losses and gradients of the two forms in float64.
+
+    Raises:
+        RuntimeError: they differ by more than `TOLERANCE`.
+    """
+    embedder = setting.embedder.double()
+    try:
+        rationales = our_rollout(setting)
+        if [list(rationale.ids) for rationale in rationales] != their_rollout(setting):
+            raise RuntimeError(f"{setting.name}: the two rollouts wrote different tokens")
+        own_ids = [rationale.ids for rationale in rationales]
+        reports, gradients = [], []
+        for step in (
+            lambda: our_step(setting, rationales),
+            lambda: three_pass_step(setting, own_ids),
+            lambda: three_pass_step(setting, own_ids, two_backwards=True),
+        ):
+            embedder.zero_grad(set_to_none=True)
+            reports.append(step())
+            gradients.append({name: p.grad for name, p in embedder.named_parameters() if p.grad is not None})
+        embedder.zero_grad(set_to_none=True)
+        worst = 0.0
+        for report, gradient in zip(reports[1:], gradients[1:], strict=True):
+            for name in ("loss_lm", "loss_contrastive", "loss"):
+                worst = max(worst, abs(report[name] - reports[0][name]) / abs(report[name]))
+            if gradient.keys() != gradients[0].keys():
+                raise RuntimeError(f"{setting.name}: the two forms reach different parameters")
+            norm = sum(float(value.square().sum()) for value in gradient.values()) ** 0.5
+            apart = (
+                sum(float((value - gradients[0][name]).square().sum()) for name, value in gradient.items())
+                ** 0.5
+            )
+            worst = max(worst, apart / norm)
+        if not worst <= TOLERANCE:
+            raise RuntimeError(
+                f"{setting.name}: losses or gradients differ by {worst:.1e} (relative), > {TOLERANCE}"
+            )
+        print(
+            f"{setting.name}: same tokens; losses and gradients equal to {worst:.0e} (float64, relative)",
+            flush=True,
+        )
+    finally:
+        embedder.float()
+
+
+def count_flops(work: Callable[[], object]) -> float:
+    """FLOPs of a call; torch's counter does not know the CPU's fused attention, so it is told."""
+    aten = torch.ops.aten
+
+    def forward(query, key, value, *args, **kwargs):
+        return flop_counter.sdpa_flop_count(query, key, value)
+
+    def backward(grad, query, key, value, *args, **kwargs):
+        return flop_counter.sdpa_backward_flop_count(grad, query, key, value)
+
+    mapping = {
+        aten._scaled_dot_product_flash_attention_for_cpu: forward,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
+    }
+    with flop_counter.FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+        work()
+    return counter.get_total_flops()
+
+
+def measure(setting: Setting, options: Options) -> dict[str, float]:
+    """FLOPs and medians of alternating timings."""
+    embedder = setting.embedder
+    rationales = our_rollout(setting)
+    own_ids = [rationale.ids for rationale in rationales]
+    work: dict[str, Callable[[], object]] = {
+        "ours rollout": lambda: our_rollout(setting),
+        "theirs rollout": lambda: their_rollout(setting),
+        "ours step": lambda: our_step(setting, rationales),
+        "theirs step": lambda: three_pass_step(setting, own_ids),
+    }
+
+    def fresh(call: Callable[[], object]) -> Callable[[], object]:
+        def run() -> object:
+            embedder.zero_grad(set_to_none=True)
+            return call()
+
+        return run
+
+    flops = {name: count_flops(fresh(call)) for name, call in work.items()}
+    shared = count_flops(fresh(lambda: candidates_alone(setting)))
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for repeat in range(options.repeats):
+        for name in list(work) if repeat % 2 == 0 else reversed(list(work)):
+            embedder.zero_grad(set_to_none=True)
+            began = time.perf_counter()
+            work[name]()
+            seconds[name].append(time.perf_counter() - began)
+    embedder.zero_grad(set_to_none=True)
+    full = {
+        form: [a + b for a, b in zip(seconds[f"{form} rollout"], seconds[f"{form} step"], strict=True)]
+        for form in ("ours", "theirs")
+    }
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    median |= {f"{form} full": statistics.median(values) for form, values in full.items()}
+    flops |= {f"{form} full": flops[f"{form} rollout"] + flops[f"{form} step"] for form in ("ours", "theirs")}
+    num_tokens = sum(len(ids) + 1 for ids in own_ids)
+    print(f"{'':28s}{'three-pass':>12s}{'ours':>12s}{'ratio':>8s}")
+    for kind, unit, values in (("GFLOP", 1e9, flops), ("s", 1.0, median)):
+        for part in ("rollout", "step", "full"):
+            theirs, ours = values[f"theirs {part}"] / unit, values[f"ours {part}"] / unit
+            label = {"rollout": "rollout", "step": "forward and backward", "full": "both"}[part]
+            print(f"{label + ', ' + kind:28s}{theirs:12.2f}{ours:12.2f}{theirs / ours:8.2f}")
+    speed = {form: num_tokens / median[f"{form} rollout"] for form in ("theirs", "ours")}
+    ratio = speed["ours"] / speed["theirs"]
+    print(f"{'rollout, tokens/s':28s}{speed['theirs']:12.1f}{speed['ours']:12.1f}{ratio:8.2f}", flush=True)
+    return {
+        "step_flops_ratio": flops["theirs step"] / flops["ours step"],
+        "step_time_ratio": median["theirs step"] / median["ours step"],
+        "full_step_flops_ratio": flops["theirs full"] / flops["ours full"],
+        "full_step_time_ratio": median["theirs full"] / median["ours full"],
+        "rollout_tokens_per_s_ratio": ratio,
+        "query_side_step_flops_ratio": (flops["theirs step"] - shared) / (flops["ours step"] - shared),
+        "ours_step_gflop": flops["ours step"] / 1e9,
+        "ours_step_s": median["ours step"],
+        "ours_rollout_s": median["ours rollout"],
+        "ours_rollout_tokens_per_s": speed["ours"],
+    }
+
+
+def peak_growth(work: Callable[[], object]) -> int:
+    """Bytes by which the resident set grows at most while `work` runs (Linux)."""
+    status = Path("/proc/self/status")
+
+    def field(name: str) -> int:
+        return next(
+            int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith(name)
+        )
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
+    before = field("VmRSS")
+    work()
+    return field("VmHWM") - before
+
+
+def memory_of(setting: Setting, form: str) -> int:
+    """Peak growth of one full step, rollout included, in this process."""
+
+    def ours() -> None:
+        our_step(setting, our_rollout(setting))
+
+    def theirs() -> None:
+        three_pass_step(setting, their_rollout(setting), two_backwards=form == FORMS[2])
+
+    return peak_growth(ours if form == "ours" else theirs)
+
+
+def measure_memory(name: str, options: Options) -> dict[str, float]:
+    """Memory of each form, each in a fresh process whose allocator gives freed tensors back at once."""
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+    peak = {}
+    for form in FORMS:
+        given = asdict(options) | {"settings": name, "memory_of": form}
+        words = [f"{key}={value}" for key, value in given.items()]
+        done = subprocess.run(
+            [sys.executable, __file__, *words], env=environment, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"the memory of {form} could not be measured:\n{done.stderr}")
+        peak[form] = int(done.stdout.split()[-1])
+    for label, form in (("peak memory, MB", FORMS[1]), ("  of two backwards, MB", FORMS[2])):
+        theirs, ours = peak[form] / 1e6, peak["ours"] / 1e6
+        print(f"{label:28s}{theirs:12.1f}{ours:12.1f}{theirs / ours:8.2f}", flush=True)
+    return {
+        "peak_memory_ratio": peak["ours"] / peak[FORMS[1]],
+        "peak_memory_ratio_two_backwards": peak["ours"] / peak[FORMS[2]],
+        "ours_peak_mb": peak["ours"] / 1e6,
+    }
+
+
+def main(argv: list[str]) -> None:
+    """Measure every setting, print the tables and the JSON line."""
+    options = parse_options(Options, argv)
+    one_of("settings", options.settings, list(SETTINGS))
+    torch.manual_seed(0)
+    if options.memory_of is not None:
+        print(memory_of(SETTINGS[options.settings[0]](options), options.memory_of))
+        return
+    results: dict[str, dict[str, float]] = {}
+    for name in options.settings:
+        setting = SETTINGS[name](options)
+        print(f"\n{name}: {setting.note}", flush=True)
+        check_equal(setting)
+        results[name] = measure(setting, options)
+        del setting
+        if sys.platform == "linux":
+            results[name] |= measure_memory(name, options)
+    last = results[options.settings[-1]]
+    print(
+        json.dumps(
+            last
+            | {"settings": results, "options": asdict(options), "threads": torch.get_num_threads()}
+            | {"torch": torch.__version__}
+        )
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (UserError, RuntimeError) as problem:
+        sys.exit(f"error: {problem}")

@@ -7,13 +7,17 @@ overrides. A key that does not exist is an error that names the nearest one. Con
 
 import difflib
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from omegaconf import MISSING, DictConfig, OmegaConf
+import yaml
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from rge.prompts import PROFILES
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
@@ -225,22 +229,21 @@ def load_recipe(arguments: Sequence[str], recipes: Path = RECIPES) -> Recipe:
     if len(names) != 1:
         raise RecipeError(f"give exactly one recipe=NAME; there are: {', '.join(_available(recipes))}")
     path = _recipe_path(names[0], recipes)
-    layers: list[tuple[str, DictConfig]] = []
     try:
-        document = OmegaConf.load(path)
-    except (OSError, ValueError) as error:
+        document = _parse(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"recipe {path} cannot be read: {error}") from error
-    except Exception as error:  # noqa: BLE001 - yaml's own errors share no public base
+    except yaml.YAMLError as error:
         raise RecipeError(f"recipe {path} is not valid YAML: {error}") from error
-    layers.append((str(path), document))
-    for key, value in overrides:
-        if key != "recipe":
-            layers.append((f"{key}={value}", OmegaConf.from_dotlist([f"{key}={value}"])))
-    layers.append(("recipe", OmegaConf.create({"recipe": path.stem})))
+    if not isinstance(document, dict):
+        raise RecipeError(f"recipe {path} must be a mapping of keys to values, got {type(document).__name__}")
+    layers = [(str(path), document)]
+    layers += [(f"{key}={value}", _nested(key, value)) for key, value in overrides if key != "recipe"]
+    layers.append(("recipe", {"recipe": path.stem}))
     config = OmegaConf.structured(Recipe)
     for origin, layer in layers:
         try:
-            config = OmegaConf.merge(config, layer)
+            config = OmegaConf.merge(config, OmegaConf.create(layer))
         except OmegaConfBaseException as error:
             raise RecipeError(_explain(origin, error)) from None
     try:
@@ -266,10 +269,14 @@ def check(recipe: Recipe) -> None:
     _one_of("stage", recipe.stage, ["all", "cold_start", "joint"])
     _one_of("loss.anchor", recipe.loss.anchor, ["self", "oracle", "none"])
     _one_of("model.dtype", recipe.model.dtype, ["float32", "bfloat16"])
+    # The joint forward needs a 4-D mask; transformers would only complain deep inside the first step.
+    _one_of("model.attn_implementation", recipe.model.attn_implementation, ["sdpa", "eager"])
+    _one_of("data.profile", recipe.data.profile, list(PROFILES))
     _one_of("optim.name", recipe.optim.name, ["adamw", "muon"])
     _one_of("data.augment", recipe.data.augment, ["none", "drawing"])
     if (recipe.model.path is None) == (recipe.model.scratch is None):
         raise RecipeError("give exactly one of model.path and model.scratch")
+    _positive("model.min_pixels", recipe.model.min_pixels)
     if recipe.model.min_pixels > recipe.model.max_pixels:
         raise RecipeError(
             f"model.min_pixels ({recipe.model.min_pixels}) must not exceed model.max_pixels ({recipe.model.max_pixels})"
@@ -281,13 +288,23 @@ def check(recipe: Recipe) -> None:
     _positive("train.save_every", recipe.train.save_every)
     _positive("train.log_every", recipe.train.log_every)
     _positive("train.keep_last", recipe.train.keep_last)
-    if recipe.rollout.temperature < 0:
-        raise RecipeError(f"rollout.temperature must be >= 0 (0 is greedy), got {recipe.rollout.temperature}")
+    if recipe.train.num_processes is not None:
+        _positive("train.num_processes", recipe.train.num_processes)
+    _positive("data.max_prompt_tokens", recipe.data.max_prompt_tokens)
+    _within("data.max_negatives", recipe.data.max_negatives, 0)
+    _within("data.num_workers", recipe.data.num_workers, 0)
+    _within("train.seed", recipe.train.seed, 0)
+    _within("optim.weight_decay", recipe.optim.weight_decay, 0)
+    _within("optim.max_grad_norm", recipe.optim.max_grad_norm, 0)
+    _within("rollout.temperature", recipe.rollout.temperature, 0)
     for name in recipe.stages():
         stage: StageConfig = getattr(recipe, name)
         _positive(f"{name}.batch_size", stage.batch_size)
         _positive(f"{name}.lr", stage.lr)
         _one_of(f"{name}.schedule", stage.schedule, ["cosine", "linear", "constant"])
+        _within(f"{name}.warmup_steps", stage.warmup_steps, 0)
+        _within(f"{name}.min_lr_ratio", stage.min_lr_ratio, 0, 1)
+        _positive(f"{name}.epochs", stage.epochs)
         if stage.steps is not None:
             _positive(f"{name}.steps", stage.steps)
         if not stage.sources:
@@ -358,9 +375,13 @@ def _known_keys(cls: type, prefix: str = "") -> list[str]:
 def _explain(origin: str, error: OmegaConfBaseException) -> str:
     key = getattr(error, "full_key", None) or getattr(error, "key", None)
     if isinstance(error, ConfigKeyError):
-        return f"{origin}: unknown key {key}{nearest(str(key), _known_keys(Recipe))}"
+        known = _known_keys(Recipe)
+        owner = getattr(error, "object_type", None)
+        if owner is not Recipe and str(key) == str(getattr(error, "key", None)) and is_dataclass(owner):
+            known = [item.name for item in fields(owner)]  # inside a list, where the full key is not known
+        return f"{origin}: unknown key {key}{nearest(str(key), known)}"
     reason = str(error).splitlines()[0]
-    return f"{origin}: {key}: {reason}"
+    return f"{origin}: {key}: {reason}" if key else f"{origin}: {reason}"
 
 
 def _available(recipes: Path) -> list[str]:
@@ -383,5 +404,55 @@ def _one_of(key: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def _positive(key: str, value: float) -> None:
-    if not value > 0:
-        raise RecipeError(f"{key} must be > 0, got {value}")
+    if not 0 < value < math.inf:
+        raise RecipeError(f"{key} must be > 0 and finite, got {value}")
+
+
+def _within(key: str, value: float, low: float, high: float = math.inf) -> None:
+    if not (low <= value <= high and math.isfinite(value)):
+        limits = f">= {low} and finite" if high == math.inf else f"between {low} and {high}"
+        raise RecipeError(f"{key} must be {limits}, got {value}")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with the numbers of YAML 1.2: ``1:10`` is a text and not seventy, ``1e-4`` a number.
+
+    A key given twice is an error, not a matter of order.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"found the key {key.value!r} twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_NUMBERS = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?\d[\d_]*$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.?|\d[\d_]*\.\d[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"),
+    list("-+.0123456789"),
+)
+
+
+def _parse(text: str) -> Any:
+    document = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+    return {} if document is None else document
+
+
+def _nested(key: str, value: str) -> dict[str, Any]:
+    """``a.b=v`` as ``{a: {b: v}}``."""
+    try:
+        tree = yaml.load(value, _Loader)  # noqa: S506 - a SafeLoader
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{key}={value}: the value is not valid YAML: {error}") from error
+    for part in reversed(key.split(".")):
+        tree = {part: tree}
+    return tree

@@ -1,0 +1,288 @@
+"""Recipes: those that ship load, what is wrong is named, weights add up."""
+
+from dataclasses import fields
+
+import pytest
+import yaml
+
+from rge.config import RECIPES, Recipe, RecipeError, load_recipe, to_dict
+
+SHIPPED = sorted(RECIPES.glob("*.yaml"))
+
+MINIMAL = """
+model: {path: some/model}
+cold_start: {sources: [{path: a.jsonl}]}
+joint: {sources: [{path: a.jsonl}]}
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Load a minimal recipe with overrides."""
+    (tmp_path / "small.yaml").write_text(MINIMAL)
+    return lambda *overrides: load_recipe(["recipe=small", *overrides], tmp_path)
+
+
+@pytest.fixture
+def load_text(tmp_path):
+    """Load a recipe of the given text."""
+
+    def run(text: str | bytes) -> Recipe:
+        path = tmp_path / "written.yaml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return load_recipe([f"recipe={path}"])
+
+    return run
+
+
+def test_there_are_recipes():
+    assert {"demo", "qwen25vl_3b"} <= {path.stem for path in SHIPPED}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_recipe_loads(path):
+    recipe = load_recipe([f"recipe={path.stem}"])
+    assert recipe.recipe == path.stem
+    assert recipe.out == f"runs/{path.stem}"
+    assert recipe.loss.alpha_lm + recipe.loss.alpha_con == pytest.approx(1)
+    # A field that no recipe can set would be a field without effect.
+    assert set(to_dict(recipe)) == {item.name for item in fields(Recipe)}
+
+
+def test_the_papers_recipe_holds_the_papers_numbers():
+    recipe = load_recipe(["recipe=qwen25vl_3b"])
+    assert (recipe.loss.alpha_lm, recipe.loss.alpha_con) == pytest.approx((1 / 11, 10 / 11))
+    assert (recipe.loss.temperature, recipe.loss.anchor, recipe.loss.lm_on_candidates) == (0.03, "self", True)
+    assert (recipe.joint.batch_size, recipe.joint.lr, recipe.joint.epochs, recipe.joint.steps) == (
+        512,
+        2e-5,
+        1,
+        None,
+    )
+    assert (recipe.rollout.max_new_tokens, recipe.rollout.temperature) == (128, 0)
+    assert (recipe.model.min_pixels, recipe.model.max_pixels) == (200_704, 802_816)
+    assert (recipe.model.freeze_vision, recipe.data.profile) == (False, "rge")
+
+
+def test_overrides_are_typed(load):
+    recipe = load(
+        "joint.lr=1e-4",
+        "joint.steps=null",
+        "train.seed=1_000",
+        "--train.deterministic=true",
+        "out=/runs/a b=c",
+        "optim.betas=[0.8, 0.9]",
+        "joint.sources=[{path: x.jsonl, weight: 2}, {path: y.jsonl}]",
+        "log.trackers=[wandb]",
+    )
+    assert (recipe.joint.lr, recipe.joint.steps, recipe.train.seed) == (1e-4, None, 1000)
+    assert recipe.train.deterministic is True
+    assert recipe.out == "/runs/a b=c"
+    assert tuple(recipe.optim.betas) == (0.8, 0.9)
+    assert [(source.path, source.weight) for source in recipe.joint.sources] == [
+        ("x.jsonl", 2.0),
+        ("y.jsonl", 1.0),
+    ]
+    assert recipe.log.trackers == ["wandb"]
+
+
+def test_a_recipe_is_found_by_path_too(tmp_path):
+    (tmp_path / "mine.yaml").write_text(MINIMAL)
+    assert load_recipe([f"recipe={tmp_path / 'mine.yaml'}"]).out == "runs/mine"
+
+
+def test_later_overrides_win(load):
+    assert load("train.seed=1", "train.seed=2").train.seed == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("loss.alfa_lm=0.5", r"unknown key loss\.alfa_lm; did you mean loss\.alpha_lm\?"),
+        ("lr=1", r"unknown key lr; did you mean (joint|cold_start)\.lr\?"),
+        ("train.log_evry=1", r"unknown key train\.log_evry; did you mean train\.log_every\?"),
+        ("jiont.lr=1", r"unknown key jiont; did you mean joint\?"),
+        (
+            "model.scratch.vocab=3",
+            r"unknown key model\.scratch\.vocab; did you mean model\.scratch\.vocab_size\?",
+        ),
+        ("joint.sources=[{pth: x}]", r"unknown key pth; did you mean path\?"),
+        ("zzz=1", r"unknown key zzz; known keys: cold_start, .*train\.seed"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(load, override, message):
+    with pytest.raises(RecipeError, match=f"^{override.partition('=')[0]}.*{message}"):
+        load(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.seed=x", r"train\.seed: Value 'x' of type 'str' could not be converted to Integer"),
+        ("train.micro_batch_size=1.5", r"train\.micro_batch_size: Value '1\.5'"),
+        ("train.micro_batch_size=true", r"train\.micro_batch_size: Value 'True' of type 'bool'"),
+        ("joint.lr=fast", r"joint\.lr: Value 'fast' .*Float"),
+        ("optim.betas=[1, 2, 3]", r"optim\.betas=\[1, 2, 3\]: .*length 3"),
+        ("loss=3", r"loss=3: .*int is not a subclass of LossConfig"),
+        ("joint=null", r"joint: field 'joint' is not Optional"),
+        ("joint.sources=[x]", r"joint\.sources\[0\]: .*str is not a subclass of SourceConfig"),
+        ("joint.sources=[{weight: 1}]", r"joint\.sources\[0\]\.path: .*missing mandatory value"),
+        ("joint.lr=[", r"joint\.lr=\[: the value is not valid YAML"),
+        ("out=${nowhere}", r"out: Interpolation key 'nowhere' not found"),
+    ],
+)
+def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
+    with pytest.raises(RecipeError, match=message):
+        load(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("stage=warm", "stage must be one of all, cold_start, joint; got 'warm'"),
+        ("loss.anchor=teacher", "loss.anchor must be one of self, oracle, none; got 'teacher'"),
+        ("model.dtype=float16", "model.dtype must be one of float32, bfloat16; got 'float16'"),
+        (
+            "model.attn_implementation=flash_attention_2",
+            "model.attn_implementation must be one of sdpa, eager",
+        ),
+        ("data.profile=rgb", "data.profile must be one of rge, plain; got 'rgb'"),
+        ("data.augment=flip", "data.augment must be one of none, drawing; got 'flip'"),
+        ("joint.schedule=step", "joint.schedule must be one of cosine, linear, constant; got 'step'"),
+        ("loss.temperature=0", "loss.temperature must be > 0 and finite, got 0.0"),
+        ("loss.temperature=.nan", "loss.temperature must be > 0 and finite, got nan"),
+        ("joint.lr=.inf", "joint.lr must be > 0 and finite, got inf"),
+        ("joint.steps=0", "joint.steps must be > 0 and finite, got 0"),
+        ("joint.epochs=-1", "joint.epochs must be > 0 and finite, got -1.0"),
+        ("joint.batch_size=0", "joint.batch_size must be > 0 and finite, got 0"),
+        ("joint.warmup_steps=-1", "joint.warmup_steps must be >= 0 and finite, got -1"),
+        ("joint.min_lr_ratio=1.5", "joint.min_lr_ratio must be between 0 and 1, got 1.5"),
+        ("joint.sources=[]", "joint.sources is empty: name at least one file"),
+        ("joint.sources=[{path: a, weight: 0}]", "joint.sources weight of a must be > 0 and finite, got 0.0"),
+        ("rollout.max_new_tokens=0", "rollout.max_new_tokens must be > 0 and finite, got 0"),
+        ("rollout.batch_size=0", "rollout.batch_size must be > 0 and finite, got 0"),
+        ("rollout.temperature=-1", "rollout.temperature must be >= 0 and finite, got -1.0"),
+        ("train.micro_batch_size=0", "train.micro_batch_size must be > 0 and finite, got 0"),
+        ("train.save_every=0", "train.save_every must be > 0 and finite, got 0"),
+        ("train.keep_last=0", "train.keep_last must be > 0 and finite, got 0"),
+        ("train.log_every=0", "train.log_every must be > 0 and finite, got 0"),
+        ("train.num_processes=0", "train.num_processes must be > 0 and finite, got 0"),
+        ("train.seed=-1", "train.seed must be >= 0 and finite, got -1"),
+        ("data.max_negatives=-1", "data.max_negatives must be >= 0 and finite, got -1"),
+        ("data.num_workers=-1", "data.num_workers must be >= 0 and finite, got -1"),
+        ("data.max_prompt_tokens=0", "data.max_prompt_tokens must be > 0 and finite, got 0"),
+        ("optim.max_grad_norm=-1", "optim.max_grad_norm must be >= 0 and finite, got -1.0"),
+        ("optim.weight_decay=-1", "optim.weight_decay must be >= 0 and finite, got -1.0"),
+        ("model.min_pixels=0", "model.min_pixels must be > 0 and finite, got 0"),
+        (
+            "model.min_pixels=900000",
+            r"model.min_pixels \(900000\) must not exceed model.max_pixels \(802816\)",
+        ),
+        ("model.path=null", "give exactly one of model.path and model.scratch"),
+        ("model.scratch={}", "give exactly one of model.path and model.scratch"),
+    ],
+)
+def test_a_value_out_of_range_names_key_value_and_limits(load, override, message):
+    with pytest.raises(RecipeError, match=message):
+        load(override)
+
+
+def test_only_the_stages_of_a_run_are_checked(load):
+    assert load("stage=joint", "cold_start.sources=[]").stages() == ["joint"]
+    assert load().stages() == ["cold_start", "joint"]
+    with pytest.raises(RecipeError, match=r"cold_start\.sources is empty"):
+        load("stage=cold_start", "cold_start.sources=[]")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "weights"),
+    [
+        ([], (1 / 11, 10 / 11)),
+        (["loss.ratio=1:10"], (1 / 11, 10 / 11)),
+        (["loss.ratio=20:1"], (20 / 21, 1 / 21)),
+        (["loss.ratio=1:100"], (1 / 101, 100 / 101)),
+        (["loss.ratio=1:1.5"], (0.4, 0.6)),
+        (["loss.ratio=0:1"], (0.0, 1.0)),
+        (["loss.ratio=1:0"], (1.0, 0.0)),
+        (["loss.ratio=none"], (0.0, 1.0)),
+        (["loss.alpha_lm=0.25"], (0.25, 0.75)),
+        (["loss.alpha_con=0.25"], (0.75, 0.25)),
+        (["loss.alpha_lm=0.25", "loss.ratio=1:1"], (0.25, 0.75)),
+        (["loss.alpha_lm=0.3", "loss.alpha_con=0.7"], (0.3, 0.7)),
+    ],
+)
+def test_loss_weights(load, overrides, weights):
+    loss = load(*overrides).loss
+    assert (loss.alpha_lm, loss.alpha_con) == pytest.approx(weights, abs=1e-12)
+
+
+def test_an_unquoted_ratio_in_yaml_is_not_a_number_to_base_sixty(load_text):
+    loss = load_text(MINIMAL + "loss:\n  ratio: 1:1\n").loss
+    assert (loss.ratio, loss.alpha_lm) == ("1:1", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["loss.ratio=10"], "loss.ratio must be LM:CONTRASTIVE such as 1:10, or none; got '10'"),
+        (["loss.ratio=1:2:3"], "got '1:2:3'"),
+        (["loss.ratio=a:b"], "got 'a:b'"),
+        (["loss.ratio=0:0"], "loss.ratio needs two weights >= 0, not both zero; got '0:0'"),
+        (["loss.ratio=-1:2"], "loss.ratio needs two weights >= 0"),
+        (["loss.ratio=inf:1"], "loss.ratio needs two weights >= 0"),
+        (["loss.alpha_lm=0.5", "loss.alpha_con=0.4"], r"must lie in \[0, 1\] and sum to 1"),
+        (["loss.alpha_lm=1.5"], r"loss.alpha_lm \(1.5\) and loss.alpha_con \(-0.5\)"),
+        (["loss.alpha_con=.nan"], r"must lie in \[0, 1\] and sum to 1"),
+    ],
+)
+def test_loss_weights_that_do_not_add_up(load, overrides, message):
+    with pytest.raises(RecipeError, match=message):
+        load(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- 1\n", "must be a mapping of keys to values, got list"),
+        ("only words\n", "must be a mapping of keys to values, got str"),
+        ("a: [1\n", "is not valid YAML"),
+        (
+            "loss:\n  ratio: none\n  ratio: '1:1'\n",
+            r"is not valid YAML: found the key 'ratio' twice\n.*line 3",
+        ),
+        (b"\xff\xfe", "cannot be read"),
+        ("", "give exactly one of model.path and model.scratch"),
+        (MINIMAL + "losss: {ratio: none}\n", r"written\.yaml: unknown key losss; did you mean loss\?"),
+    ],
+)
+def test_a_broken_recipe_file_is_named(load_text, text, message):
+    with pytest.raises(RecipeError, match=message):
+        load_text(text)
+
+
+def test_arguments(load, tmp_path):
+    with pytest.raises(RecipeError, match=r"give exactly one recipe=NAME; there are: .*demo"):
+        load_recipe([])
+    with pytest.raises(RecipeError, match="give exactly one recipe=NAME"):
+        load_recipe(["recipe=demo", "recipe=demo"])
+    with pytest.raises(RecipeError, match=r"unknown recipe 'dmo': did you mean demo\? there are: .*demo"):
+        load_recipe(["recipe=dmo"])
+    with pytest.raises(RecipeError, match=r"unknown recipe '.*gone\.yaml'"):
+        load_recipe([f"recipe={tmp_path / 'gone.yaml'}"])
+    with pytest.raises(RecipeError, match="arguments are key=value, got 'demo'"):
+        load("demo")
+    with pytest.raises(RecipeError, match="arguments are key=value, got '=3'"):
+        load("=3")
+
+
+def test_the_resolved_recipe_loads_again(load, tmp_path):
+    """What a checkpoint keeps is enough to run again: the same values, the interpolations resolved."""
+    first = to_dict(load("loss.ratio=1:3", "optim.betas=[0.8, 0.9]", "joint.sources=[{path: x, weight: 3}]"))
+    again = {key: value for key, value in first.items() if key != "recipe"}
+    (tmp_path / "again.yaml").write_text(yaml.safe_dump(again))
+    second = to_dict(load_recipe(["recipe=again"], tmp_path))
+    assert second | {"recipe": "small"} == first
+
+
+def test_a_hash_in_a_value_is_not_a_comment(load):
+    assert load("init=runs/x#1").init == "runs/x#1"

@@ -27,6 +27,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from eval.examples import RANK_COLUMN, Gallery, choose_examples
+from eval.metrics import judge, random_floor
 from eval.options import UserError, parse_options
 from eval.plots import CURVE_NAMES, Series, check_finite, line_chart, number, read_training_logs
 from eval.sets import RetrievalSet, load_set
@@ -168,8 +169,9 @@ def write_report(
         )
     compared = _compared(evaluations)
     gallery = Gallery()
-    examples = _examples(compared, main, _load_set(main, set_dir), metric, num_examples, seed, gallery)
-    main_table, other_tables = _main_table(compared, main, metric)
+    loaded = _load_set(main, set_dir)
+    examples = _examples(compared, main, loaded, metric, num_examples, seed, gallery)
+    main_table, other_tables = _main_table(compared, main, metric, _floor(main, loaded, metric))
     templates = Path(__file__).with_name("templates")
     script = (templates / "report.js").read_text(encoding="utf-8")
     environment = Environment(
@@ -460,12 +462,17 @@ def _table(
     columns: Sequence[tuple[str, str, str | None]],
     counts: Mapping[str | None, int],
     block_name: str | None,
+    floor: np.ndarray | None,
 ) -> Table:
     grid: list[tuple[str, str, list[Figure | None], bool, bool]] = []
-    floor = (main.results.get("random") or {}).get(metric)
-    if floor is not None and any(name is None for _, _, name in columns):
-        check_finite(floor, f"{main.directory}/results.json: random.{metric}")
-        figures = [Figure(floor) if name is None else None for _, _, name in columns]
+    figures: list[Figure | None]
+    if floor is not None:
+        figures = []
+        for _, block, name in columns:
+            rows_Q = _members(main, block, name)
+            figures.append(None if rows_Q is None else Figure(float(np.nanmean(floor[rows_Q]))))
+        if columns[0][2] is None:  # as it was measured; the slices are not in results.json
+            figures[0] = Figure(main.results["random"][metric])
         grid.append(("Random floor", "a shuffled ranking", figures, False, True))
     for one in evaluations:
         figures = [one.figure(block, metric, name) for _, block, name in columns]
@@ -495,7 +502,7 @@ def _table(
 
 
 def _main_table(
-    evaluations: Sequence[Evaluation], main: Evaluation, metric: str
+    evaluations: Sequence[Evaluation], main: Evaluation, metric: str, floor: np.ndarray | None
 ) -> tuple[Table, list[Table]]:
     """The main table (all queries, then pairs, or the categories of a set without pairs) and one for each other slice."""
     blocks = [block for one in evaluations for block in one.results if block.startswith("by_")]
@@ -509,9 +516,30 @@ def _main_table(
     lead = next((block for block in sliced if len(sliced[block]) <= MAX_MAIN_SLICES), None)
     columns = everything + (sliced.pop(lead) if lead else [])
     counts = _counts(main, lead)
-    others = [_table(evaluations, main, metric, sliced[b], _counts(main, b), b) for b in sliced]
-    table = _table(evaluations, main, metric, columns, counts, lead)
+    others = [_table(evaluations, main, metric, sliced[b], _counts(main, b), b, floor) for b in sliced]
+    table = _table(evaluations, main, metric, columns, counts, lead, floor)
     return replace(table, gains=_gains(evaluations, main, metric, columns)), others
+
+
+def _members(main: Evaluation, block: str, name: str | None) -> np.ndarray | None:
+    """Which queries of per_query.parquet a column of a table is about; None if it does not say."""
+    if name is None:
+        return np.ones(len(main.per_query), bool)
+    column = block.removeprefix("by_")
+    return (main.per_query[column] == name).to_numpy() if column in main.per_query else None
+
+
+def _floor(main: Evaluation, loaded: RetrievalSet, metric: str) -> np.ndarray | None:
+    """Expected value of the metric under a shuffled ranking, for each query of the evaluation; None if unknown."""
+    value = (main.results.get("random") or {}).get(metric)
+    if value is None:
+        return None
+    check_finite(value, f"{main.directory}/results.json: random.{metric}")
+    nothing = np.full((len(loaded.queries), 1), -1)
+    judged = judge(nothing, loaded.positives, loaded.negatives, num_candidates=len(loaded.corpus_ids))
+    depth = int(main.results.get("depth") or len(loaded.corpus_ids))
+    floors = pd.Series(random_floor(metric, judged, loaded.pool_sizes(), depth=depth), loaded.query_ids)
+    return floors.reindex(main.per_query.index).to_numpy()
 
 
 def _gains(
@@ -529,13 +557,16 @@ def _gains(
         difference = main.per_query[metric] - one.per_query.loc[main.per_query.index, metric]
         cells = []
         for _, block, name in columns:
-            column = block.removeprefix("by_")
-            chosen = difference if name is None else difference[main.per_query[column] == name]
+            rows_Q = _members(main, block, name)
+            where = f"{one.label}|gain {block}|{name or ''}|{metric}"
+            if rows_Q is None:
+                cells.append(Cell(None, where=where))
+                continue
+            chosen = difference[rows_Q]
             group_Q = index_of(main.per_query.loc[chosen.index, "group"].tolist())
             found = cluster_bootstrap(chosen.to_numpy(np.float64)[:, None], group_Q)
             low_M, high_M = interval(found)
             bounds = [float(x[0]) for x in (found.estimate_M, low_M, high_M)]
-            where = f"{one.label}|gain {block}|{name or ''}|{metric}"
             cells.append(Cell(Figure(*bounds) if np.isfinite(bounds).all() else None, where=where))
         rows.append(Row(f"Gain over {one.label}", "", cells))
     return rows

@@ -2,10 +2,9 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
 
 from eval.compare import CompareOptions, compare
-from eval.options import UserError, parse_options
+from eval.options import UserError, explain, parse_options
 from eval.run import RunOptions, run
 from eval.score import ScoreOptions, score
 from rge.backbone import BackboneError
@@ -39,20 +38,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def usage(name: str) -> str:
-    """Keys of a command with their defaults; those without one have to be given."""
+    """Keys of a command with their defaults and meanings; those with ``...`` have to be given."""
     if name == "report":
-        return "python -m eval report runs=DIR[,DIR...] out=FILE [log=FILE,...] [baseline=LABEL:DIR,...]"
-    lines = [f"python -m eval {name} key=value ..."]
-    for field in fields(COMMANDS[name][0]):
-        value = "(required)" if field.default is MISSING else _word(field.default)
-        lines.append(f"  {field.name}={value}")
-    return "\n".join(lines)
+        from eval.report import ReportOptions
 
-
-def _word(value: object) -> str:
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return {None: "null", True: "true", False: "false"}.get(value, str(value))  # type: ignore[call-overload]
+        return f"python -m eval report key=value ...\n{explain(ReportOptions)}"
+    return f"python -m eval {name} key=value ...\n{explain(COMMANDS[name][0])}"
 
 
 if __name__ == "__main__":

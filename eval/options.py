@@ -1,6 +1,9 @@
 """``key=value`` command lines: typed by a dataclass, unknown keys are an error that names the nearest."""
 
+import ast
 import difflib
+import inspect
+import textwrap
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -57,6 +60,28 @@ def parse_options(schema: type[T], argv: Sequence[str]) -> T:
     return schema(**values)
 
 
+def explain(schema: type) -> str:
+    """One line a key: its default, or that it has to be given, and the string that documents the field.
+
+    Args:
+        schema: a dataclass in a source file, as for `parse_options`.
+    """
+    body: list[Any] = ast.parse(textwrap.dedent(inspect.getsource(schema))).body[0].body  # type: ignore[attr-defined]
+    notes = {
+        field.target.id: " ".join(ast.literal_eval(note.value).split())
+        for field, note in zip(body, body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(note, ast.Expr)
+        and isinstance(note.value, ast.Constant)
+    }
+    words = {
+        field.name: f"{field.name}={'...' if field.default is MISSING else _word(field.default)}"
+        for field in fields(schema)
+    }
+    width = max(map(len, words.values()))
+    return "\n".join(f"  {word:<{width}}  {notes.get(name, '')}".rstrip() for name, word in words.items())
+
+
 def one_of(key: str, values: Sequence[str], allowed: Sequence[str]) -> None:
     """Check listed values against the allowed ones.
 
@@ -72,6 +97,12 @@ def one_of(key: str, values: Sequence[str], allowed: Sequence[str]) -> None:
             )
     if not values or len(set(values)) < len(values):
         raise UserError(f"{key} must list at least one value and each only once, got {','.join(values)!r}")
+
+
+def _word(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _convert(key: str, text: str, kind: Any) -> Any:

@@ -9,7 +9,7 @@ One condition is written to ``out`` itself, several to ``out/<mode>-<modality>``
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,14 @@ from eval.search import DEPTH, search
 from eval.sets import MODALITIES, Modality, RetrievalSet, content_digest, load_set
 from eval.stats import NUM_RESAMPLES
 from eval.trec import write_run
+from rge.prompts import PROFILES
 from rge.schema import Encoded, Item
 
 MODES: tuple[Mode, ...] = ("reasoning", "direct")
 BENCHMARKS = ("generic",)
-PROFILES = ("clean",)
+PROTOCOLS = ("clean",)
+MAX_INSTRUCTIONS = 20
+"""Instructions listed in results.json; a set may have one a query."""
 
 
 @dataclass
@@ -184,6 +187,7 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
             "mean_cosine": {"query": mean_cosine(encoded.embeddings), "candidate": mean_cosine(candidate_CD)},
             "checkpoint": str(encoder.checkpoint),
             "checkpoint_hash": encoder.checkpoint_hash,
+            "prompts": _prompts(wanted, encoder),
             "settings": {key: value for key, value in encoder.settings.items() if key != "recipe"},
             "decoding": generation,
             "dtype": encoder.settings.get("dtype"),
@@ -211,7 +215,7 @@ def _conditions(options: RunOptions) -> list[Condition]:
     one_of("query_mode", options.query_mode, MODES)
     one_of("query_modality", options.query_modality, MODALITIES)
     one_of("benchmark", [options.benchmark], BENCHMARKS)
-    one_of("profile", [options.profile], PROFILES)
+    one_of("profile", [options.profile], PROTOCOLS)
     if options.batch_size < 1:
         raise UserError(f"batch_size must be at least 1, got {options.batch_size}")
     pairs = [(mode, modality) for mode in MODES for modality in MODALITIES]
@@ -241,6 +245,18 @@ def _identity(wanted: RetrievalSet, encoder: Embeds, condition: Condition) -> di
         "checkpoint_hash": encoder.checkpoint_hash,
         "query_mode": condition.mode,
         "query_modality": condition.modality,
+    }
+
+
+def _prompts(wanted: RetrievalSet, encoder: Embeds) -> dict[str, Any]:
+    """How queries and candidates were worded: the profile's templates and the set's instructions."""
+    profile = encoder.settings["profile"]
+    instructions = sorted({item.instruction or "" for item in wanted.queries})
+    return {
+        "profile": profile,
+        "templates": asdict(PROFILES[profile]) if profile in PROFILES else None,
+        "instructions": instructions[:MAX_INSTRUCTIONS],
+        "num_instructions": len(instructions),
     }
 
 

@@ -27,7 +27,7 @@ from eval.outputs import (
     versions,
     write_tables,
 )
-from eval.run import BENCHMARKS, PROFILES
+from eval.run import BENCHMARKS, PROTOCOLS
 from eval.sets import load_set
 from eval.stats import NUM_RESAMPLES
 from eval.trec import read_run, write_run
@@ -66,7 +66,7 @@ def score(options: ScoreOptions) -> Path:
         UserError: the run or the set is wrong, or queries are missing and ``allow_missing`` is not given.
     """
     one_of("benchmark", [options.benchmark], BENCHMARKS)
-    one_of("profile", [options.profile], PROFILES)
+    one_of("profile", [options.profile], PROTOCOLS)
     wanted = load_set(options.set, by=options.by)
     read = read_run(options.run, wanted, allow_ties=options.allow_ties)
     num_queries = len(wanted.queries)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pandas as pd
@@ -102,6 +103,8 @@ def test_results_hold_the_fixed_keys(done):
         assert ties["best"] == ties["worst"] == pytest.approx(results["micro"][name]["value"])
     assert results["checkpoint_hash"] == encoder.checkpoint_hash
     assert results["settings"]["profile"] == "rge"
+    assert results["prompts"]["instructions"] == ["Find the picture."]
+    assert results["prompts"]["templates"]["query"] == "{instruction} {text}"
     assert (results["dtype"], results["batch_size"], results["seed"]) == ("float32", 2, 0)
     assert results["versions"]["rge"]
     assert results["statistics"]["num_resamples"] == NUM_RESAMPLES
@@ -415,8 +418,11 @@ def test_the_command_line_prints_user_errors_and_usage(set_dir, tmp_path, capsys
     assert main(["rum"]) == 2
     assert "run|score|compare|report" in capsys.readouterr().err
     assert main(["run"]) == 2
-    assert "checkpoint=(required)" in capsys.readouterr().out
-    assert "query_mode=reasoning" in usage("run")
+    printed = capsys.readouterr().out
+    assert re.search(r"checkpoint=\.\.\. +Checkpoint directory with", printed)
+    assert re.search(r"query_mode=reasoning +reasoning and/or direct", printed)
+    for command in ("score", "compare"):
+        assert "overwrite=false" in usage(command) or "seed=0" in usage(command)
     assert main(["score", f"set={set_dir}", "run=none", f"out={tmp_path}"]) == 2
     assert "error: run none cannot be read" in capsys.readouterr().err
     assert main(["score", "sett=x"]) == 2

@@ -1,0 +1,53 @@
+"""`eval.run` on the real encoder: what it asks of `rge.encode` is what `rge.encode` gives."""
+
+import inspect
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from eval_fakes import FakeEncoder, loader, write_set
+
+from eval.encode import Embeds
+from eval.run import RunOptions, run
+from rge.checkpoint import export, settings_of
+from rge.encode import Encoder, load_encoder
+
+
+@pytest.fixture
+def checkpoint(lively, tmp_path):
+    settings = settings_of(
+        emb_id=lively.emb_id, profile="rge", max_prompt_tokens=256, min_pixels=28 * 28, max_pixels=84 * 84,
+        max_new_tokens=6, reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=1,
+    )  # fmt: skip
+    export(lively, tmp_path / "checkpoint", settings)
+    return tmp_path / "checkpoint"
+
+
+def test_two_modes_of_a_real_checkpoint(checkpoint, tmp_path):
+    data = write_set(tmp_path / "set", num_queries=10, num_candidates=12)
+    options = {"checkpoint": checkpoint, "set": data, "query_mode": ("reasoning", "direct"), "report": False}
+    dirs = run(RunOptions(**options, out=tmp_path / "a", batch_size=4))
+    run(RunOptions(**options, out=tmp_path / "b", batch_size=1))
+    for folder in dirs:
+        one, other = (
+            pd.read_parquet(path / "per_query.parquet") for path in (folder, tmp_path / "b" / folder.name)
+        )
+        assert one["rationale"].tolist() == other["rationale"].tolist()
+        for left, right in zip(one["top10_scores"], other["top10_scores"], strict=True):
+            np.testing.assert_allclose(left, right, atol=1e-5)
+    results = json.loads((dirs[0] / "results.json").read_text())
+    assert (results["dtype"], results["decoding"]["max_new_tokens"]) == ("float32", 6)
+    assert results["checkpoint_hash"] == load_encoder(checkpoint).checkpoint_hash
+    reasoning, direct = (pd.read_parquet(folder / "per_query.parquet") for folder in dirs)
+    assert reasoning["rationale_tokens"].gt(0).any()
+    assert direct["rationale_tokens"].eq(0).all()
+    assert set(direct["stop_reason"]) == {"prefilled"}
+
+
+def test_the_fake_and_the_protocol_have_the_real_signatures():
+    real = list(inspect.signature(Encoder.encode).parameters)
+    assert list(inspect.signature(Embeds.encode).parameters) == real
+    assert list(inspect.signature(FakeEncoder.encode).parameters) == real
+    asked = list(inspect.signature(loader(FakeEncoder())).parameters)
+    assert asked == list(inspect.signature(load_encoder).parameters)

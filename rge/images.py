@@ -5,6 +5,7 @@ import warnings
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 from PIL import Image, ImageOps
 
@@ -60,7 +61,8 @@ def load_image(ref: ImageRef) -> Image.Image:
         An RGB image, fully decoded.
 
     Raises:
-        ImageError: missing, not an image, truncated, animated, or so large that Pillow suspects an attack.
+        ImageError: missing, not an image, truncated, animated, of pixels without a known range, or so large that
+            Pillow suspects an attack.
     """
     name = f"<{len(ref)} bytes>" if isinstance(ref, bytes) else ref
     data = picture_bytes(ref)
@@ -68,10 +70,11 @@ def load_image(ref: ImageRef) -> Image.Image:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             image = Image.open(io.BytesIO(data))
-            if getattr(image, "n_frames", 1) > 1:
+            # A phone's MPO is a JPEG with previews after it: its first frame is the picture.
+            if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
                 raise ImageError(f"picture {name} has {image.n_frames} frames: extract the one that is meant")
             image.load()
-            image = ImageOps.exif_transpose(image)
+            image = _eight_bits(ImageOps.exif_transpose(image), name)
             if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
                 image = image.convert("RGBA")
                 image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -80,3 +83,12 @@ def load_image(ref: ImageRef) -> Image.Image:
         if isinstance(error, ImageError):
             raise
         raise ImageError(f"picture {name} cannot be decoded: {error}") from error
+
+
+def _eight_bits(image: Image.Image, name: str) -> Image.Image:
+    # Pillow's own conversion clips instead of scaling: a 16-bit scan would come out white.
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ImageError(f"picture {name} has 32-bit pixels of no known range: convert it to 8 bits a channel")
+    return image

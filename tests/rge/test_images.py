@@ -1,0 +1,155 @@
+"""Pictures that can be read come out as RGB; those that cannot are named. None is replaced."""
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from rge.images import ImageError, load_image, picture_bytes
+
+
+def encode(image: Image.Image, kind: str = "PNG", **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def png(picture) -> bytes:
+    return encode(picture(6, 4))
+
+
+def test_bytes_path_and_library_row_are_the_same_picture(picture, tmp_path, png):
+    (tmp_path / "egg.png").write_bytes(png)
+    rows = {"plain": png, "struct": {"bytes": png, "path": None}}
+    for name, value in rows.items():
+        pq.write_table(pa.table({"id": ["noto/1F512"], "image": [value]}), tmp_path / f"{name}.parquet")
+    refs = [png, str(tmp_path / "egg.png"), *(f"{tmp_path}/{name}.parquet#noto/1F512" for name in rows)]
+    for ref in refs:
+        assert picture_bytes(ref) == png
+        assert np.array_equal(np.asarray(load_image(ref)), np.asarray(picture(6, 4)))
+
+
+@pytest.mark.parametrize(
+    ("image", "expected"),
+    [
+        (Image.new("L", (2, 2), 7), (7, 7, 7)),
+        (Image.new("1", (2, 2), 1), (255, 255, 255)),
+        (Image.new("RGBA", (2, 2), (200, 0, 0, 0)), (255, 255, 255)),
+        (Image.new("RGBA", (2, 2), (200, 0, 0, 255)), (200, 0, 0)),
+        (Image.new("LA", (2, 2), (0, 0)), (255, 255, 255)),
+        (Image.fromarray(np.full((2, 2), 0x4080, np.uint16)), (0x40, 0x40, 0x40)),
+        (Image.new("RGB", (1, 1), (1, 2, 3)), (1, 2, 3)),
+    ],
+    ids=["gray", "bilevel", "transparent", "opaque", "gray transparent", "16 bit", "one pixel"],
+)
+def test_every_mode_becomes_rgb_with_transparency_on_white(image, expected):
+    loaded = load_image(encode(image))
+    assert (loaded.mode, loaded.size) == ("RGB", image.size)
+    assert loaded.getpixel((0, 0)) == expected
+
+
+def test_a_palette_with_a_transparent_entry():
+    image = Image.new("P", (2, 1))
+    image.putpalette([0, 0, 0, 9, 8, 7])
+    image.putpixel((1, 0), 1)
+    loaded = load_image(encode(image, transparency=0))
+    assert [loaded.getpixel((x, 0)) for x in (0, 1)] == [(255, 255, 255), (9, 8, 7)]
+
+
+def test_cmyk():
+    loaded = load_image(encode(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG", quality=100))
+    assert loaded.mode == "RGB"
+    red, green, blue = loaded.getpixel((4, 4))
+    assert red > 200
+    assert max(green, blue) < 60
+
+
+def test_exif_rotation_is_applied(picture):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn clockwise
+    image = picture(6, 4)
+    loaded = load_image(encode(image, "PNG", exif=exif))
+    assert loaded.size == (4, 6)
+    assert np.array_equal(np.asarray(loaded), np.asarray(image.rotate(-90, expand=True)))
+
+
+def test_a_phones_picture_with_previews_is_its_first_frame(picture):
+    data = encode(picture(16, 16, 1), "MPO", save_all=True, append_images=[picture(16, 16, 2)], quality=100)
+    assert Image.open(io.BytesIO(data)).n_frames == 2
+    first = Image.open(io.BytesIO(encode(picture(16, 16, 1), "JPEG", quality=100)))
+    assert np.array_equal(np.asarray(load_image(data)), np.asarray(first))
+
+
+@pytest.mark.parametrize(("kind", "frames"), [("GIF", 2), ("PNG", 3), ("WEBP", 2)])
+def test_an_animation_is_refused(picture, kind, frames):
+    data = encode(
+        picture(8, 8, 0), kind, save_all=True, append_images=[picture(8, 8, n) for n in range(1, frames)]
+    )
+    with pytest.raises(ImageError, match=f"has {frames} frames: extract the one that is meant"):
+        load_image(data)
+    assert load_image(encode(picture(8, 8, 0), kind)).size == (8, 8)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("kept", [0.0, 0.1, 0.5, 0.9])
+def test_a_truncated_picture_is_refused(picture, tmp_path, kind, kept):
+    data = encode(picture(40, 40), kind)
+    (tmp_path / "cut.img").write_bytes(data[: int(len(data) * kept)])
+    with pytest.raises(ImageError, match=r"picture .*cut\.img cannot be decoded: "):
+        load_image(str(tmp_path / "cut.img"))
+
+
+def test_a_corrupt_picture_is_refused(png):
+    broken = bytearray(png)
+    broken[60] ^= 0xFF
+    with pytest.raises(ImageError, match=f"picture <{len(png)} bytes> cannot be decoded"):
+        load_image(bytes(broken))
+    with pytest.raises(ImageError, match="picture <9 bytes> cannot be decoded"):
+        load_image(b"not an im")
+
+
+def test_pixels_without_a_known_range_are_refused():
+    with pytest.raises(ImageError, match="has 32-bit pixels of no known range"):
+        load_image(encode(Image.new("F", (2, 2), 0.5), "TIFF"))
+
+
+@pytest.mark.parametrize("side", [10_000, 20_000])
+def test_a_decompression_bomb_is_refused_before_it_is_unpacked(side):
+    """Pillow warns above 89 million pixels and raises above twice as many; both are an error here."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    data = (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b""))
+        + chunk(b"IEND", b"")
+    )
+    with pytest.raises(ImageError, match="decompression bomb"):
+        load_image(data)
+
+
+def test_what_is_missing_is_named(tmp_path, png):
+    with pytest.raises(ImageError, match=r"picture .*gone\.png cannot be read: No such file or directory"):
+        load_image(str(tmp_path / "gone.png"))
+    with pytest.raises(ImageError, match=r"picture .* cannot be read: Is a directory"):
+        load_image(str(tmp_path))
+    with pytest.raises(ImageError, match=r"picture library .*gone\.parquet does not exist"):
+        load_image(f"{tmp_path}/gone.parquet#a")
+    pq.write_table(pa.table({"id": ["a", "b"], "image": [png, png]}), tmp_path / "some.parquet")
+    with pytest.raises(ImageError, match=r"picture 'c' is not in .*some\.parquet \(2 rows\)"):
+        load_image(f"{tmp_path}/some.parquet#c")
+    pq.write_table(pa.table({"name": ["a"]}), tmp_path / "other.parquet")
+    with pytest.raises(ImageError, match=r"other\.parquet is not a Parquet file with columns id and image"):
+        load_image(f"{tmp_path}/other.parquet#a")
+    (tmp_path / "text.parquet").write_text("no")
+    with pytest.raises(ImageError, match=r"text\.parquet is not a Parquet file with columns id and image"):
+        load_image(f"{tmp_path}/text.parquet#a")

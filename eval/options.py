@@ -71,6 +71,7 @@ def explain(schema: type) -> str:
         field.target.id: " ".join(ast.literal_eval(note.value).split())
         for field, note in zip(body, body[1:], strict=False)
         if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
         and isinstance(note, ast.Expr)
         and isinstance(note.value, ast.Constant)
     }

@@ -8,7 +8,7 @@ Candidates are encoded once, directly, and serve every condition; a condition is
 One condition is written to ``out`` itself, several to ``out/<mode>-<modality>`` each.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from eval.metrics import CUTOFFS
 from eval.options import UserError, one_of
 from eval.outputs import (
     FORMAT,
+    RESULTS,
     RUN,
     check_out,
     figures,
@@ -128,35 +129,24 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
     own = [_own_rows(item, rows_of_picture) for item in wanted.queries]
 
     encoder = _load(options, load)
-    generation = encoder.settings.get("generation", {})
-    seed = options.seed if generation.get("temperature", 0.0) > 0 else None
+    sampled = encoder.settings["generation"]["temperature"] > 0
     for one in conditions:
         check_out(one.out, _identity(wanted, encoder, one), overwrite=options.overwrite)
-    cache = options.cache or options.out / ".cache"
 
-    def encode(side: Side, mode: Mode, modality: str, items: Any, contents: Sequence[str]) -> Encoded:
-        key = cache_key(
-            checkpoint_hash=encoder.checkpoint_hash,
-            settings=encoder.settings | ({"seed": seed} if mode == "reasoning" and seed is not None else {}),
-            side=side,
-            mode=mode,
-            modality=modality,
-            fingerprint=wanted.fingerprint,
-            contents=contents,
+    def encode(
+        side: Side, mode: Mode, modality: str, items: Iterable[Item], contents: Sequence[str]
+    ) -> Encoded:
+        seed = options.seed if mode == "reasoning" and sampled else None
+        settings = encoder.settings | {"seed": seed}
+        if mode == "direct":  # nothing is generated, so another cap on rationales changes nothing
+            del settings["generation"]
+        about = {"side": side, "mode": mode, "modality": modality, "checkpoint_hash": encoder.checkpoint_hash}
+        key = cache_key(**about, settings=settings, fingerprint=wanted.fingerprint, contents=contents)
+        cache = open_cache(
+            options.cache or options.out / ".cache", key, len(contents), about | {"set": wanted.name}
         )
-        describe = {
-            "side": side,
-            "mode": mode,
-            "modality": modality,
-            "set": wanted.name,
-            "items": len(contents),
-        }
-        opened = open_cache(
-            cache, key, len(contents), describe | {"checkpoint_hash": encoder.checkpoint_hash}
-        )
-        sampled = seed if mode == "reasoning" else None
         size = options.batch_size
-        found = encode_side(encoder, items, opened, side=side, mode=mode, batch_size=size, seed=sampled)
+        found = encode_side(encoder, items, cache, side=side, mode=mode, batch_size=size, seed=seed)
         check_collapse(found.embeddings, contents, side)
         return found
 
@@ -173,30 +163,13 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
         )
         scored = score_ranking(wanted, ranking)
         results = {
-            "format": FORMAT,
-            "set": set_figures(wanted) | {"limit": options.limit},
-            "benchmark": options.benchmark,
-            "profile": options.profile,
-            "query_mode": one.mode,
-            "query_modality": one.modality,
-            "candidate_mode": "direct",
+            **_measured_with(options, wanted, encoder, one),
             **figures(wanted, scored, seed=options.seed),
             "rationale": rationale_figures(encoded),
             "self_retrieval": self_retrieval(ranking, own),
             "coverage": 1.0,
             "mean_cosine": {"query": mean_cosine(encoded.embeddings), "candidate": mean_cosine(candidate_CD)},
-            "checkpoint": str(encoder.checkpoint),
-            "checkpoint_hash": encoder.checkpoint_hash,
-            "prompts": _prompts(wanted, encoder),
-            "settings": {key: value for key, value in encoder.settings.items() if key != "recipe"},
-            "decoding": generation,
-            "dtype": encoder.settings.get("dtype"),
             "embedding_dim": candidate_CD.shape[1],
-            "batch_size": options.batch_size,
-            "depth": options.depth,
-            "seed": options.seed,
-            "statistics": statistics_settings(options.seed, NUM_RESAMPLES),
-            "versions": versions(),
         }
         invalidate(one.out)
         tag = f"{encoder.checkpoint_hash[:12]}-{one.mode}-{one.modality}"
@@ -222,6 +195,10 @@ def _conditions(options: RunOptions) -> list[Condition]:
     pairs = [pair for pair in pairs if pair[0] in options.query_mode and pair[1] in options.query_modality]
     if len(pairs) == 1:
         return [Condition(*pairs[0], options.out)]
+    if (options.out / RESULTS).exists():
+        raise UserError(
+            f"{options.out} holds a single evaluation, these would be {len(pairs)}: give another out="
+        )
     return [Condition(mode, modality, options.out / f"{mode}-{modality}") for mode, modality in pairs]
 
 
@@ -245,6 +222,32 @@ def _identity(wanted: RetrievalSet, encoder: Embeds, condition: Condition) -> di
         "checkpoint_hash": encoder.checkpoint_hash,
         "query_mode": condition.mode,
         "query_modality": condition.modality,
+    }
+
+
+def _measured_with(
+    options: RunOptions, wanted: RetrievalSet, encoder: Embeds, condition: Condition
+) -> dict[str, Any]:
+    """What results.json says of how it was measured."""
+    return {
+        "format": FORMAT,
+        "set": set_figures(wanted) | {"limit": options.limit},
+        "benchmark": options.benchmark,
+        "profile": options.profile,
+        "query_mode": condition.mode,
+        "query_modality": condition.modality,
+        "candidate_mode": "direct",
+        "checkpoint": str(encoder.checkpoint),
+        "checkpoint_hash": encoder.checkpoint_hash,
+        "prompts": _prompts(wanted, encoder),
+        "settings": {key: value for key, value in encoder.settings.items() if key != "recipe"},
+        "decoding": encoder.settings["generation"],
+        "dtype": encoder.settings["dtype"],
+        "batch_size": options.batch_size,
+        "depth": options.depth,
+        "seed": options.seed,
+        "statistics": statistics_settings(options.seed, NUM_RESAMPLES),
+        "versions": versions(),
     }
 
 

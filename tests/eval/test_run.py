@@ -191,6 +191,20 @@ def test_a_shared_cache_serves_another_output(set_dir, tmp_path):
     assert {(side, mode) for side, mode, _ in encoder.calls} == {("query", "direct")}
 
 
+def test_another_cap_on_rationales_leaves_direct_embeddings_alone(set_dir, tmp_path):
+    conditions = {"cache": tmp_path / "cache", "query_mode": ("reasoning", "direct")}
+    run(options(set_dir, tmp_path / "a", **conditions), loader(FakeEncoder()))
+    encoder = FakeEncoder()
+    run(options(set_dir, tmp_path / "b", max_new_tokens=99, **conditions), loader(encoder))
+    assert {(side, mode) for side, mode, _ in encoder.calls} == {("query", "reasoning")}
+
+
+def test_several_evaluations_do_not_go_into_the_directory_of_one(set_dir, tmp_path):
+    run(options(set_dir, tmp_path), loader(FakeEncoder()))
+    with pytest.raises(UserError, match="holds a single evaluation, these would be 2: give another out="):
+        run(options(set_dir, tmp_path, query_mode=("reasoning", "direct")), loader(FakeEncoder()))
+
+
 def test_a_stale_cache_is_not_used(tmp_path):
     """Another checkpoint, other settings, or one changed picture: nothing of the old cache is read."""
     content = tables()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from tokenizers import AddedToken
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
@@ -71,6 +72,8 @@ def load_backbone(
         BackboneError: nothing to load there, an unsupported family, or no ``<emb>``.
     """
     transformers_logging.disable_progress_bar()  # ours are the bars to watch
+    if not Path(path).exists() and (str(path).startswith((".", "/", "~")) or str(path).count("/") != 1):
+        raise BackboneError(f"no model can be loaded from {path}: there is no such directory")
     try:
         config = AutoConfig.from_pretrained(path, revision=revision)
     except (OSError, ValueError) as error:
@@ -79,11 +82,18 @@ def load_backbone(
         raise BackboneError(f"{path} is a {config.model_type}; supported families: {', '.join(FAMILIES)}")
     try:
         processor = AutoProcessor.from_pretrained(path, revision=revision)
-        model = AutoModelForImageTextToText.from_pretrained(
-            path, revision=revision, dtype=getattr(torch, dtype), attn_implementation=attn_implementation
+        model, report = AutoModelForImageTextToText.from_pretrained(
+            path,
+            revision=revision,
+            dtype=getattr(torch, dtype),
+            attn_implementation=attn_implementation,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise BackboneError(f"{path} cannot be loaded: {error}") from error
+    if missing := sorted(report["missing_keys"]):
+        # transformers fills them with random numbers and a warning.
+        raise BackboneError(f"{path} lacks {len(missing)} weights, e.g. {missing[0]}: the checkpoint is incomplete")
     size = processor.image_processor.size
     processor.image_processor.size = {
         "shortest_edge": min_pixels or size["shortest_edge"],

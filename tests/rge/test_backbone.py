@@ -1,0 +1,230 @@
+"""Loading: what `<emb>` gets, what is refused, and that plain transformers reads what is written."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+)
+
+from rge.backbone import BackboneError, add_emb_token, empty_picture, load_backbone
+from rge.embedder import Embedder
+from rge.packing import Branch
+from rge.prompts import EMB_TOKEN, PromptBuilder
+from rge.schema import Item
+from rge.step import Objective, training_step
+
+
+def test_emb_takes_the_first_free_id_of_a_matrix_that_keeps_its_size(tiny_path):
+    plain = AutoModelForImageTextToText.from_pretrained(tiny_path)
+    tokenizer = AutoProcessor.from_pretrained(tiny_path).tokenizer
+    before = plain.get_input_embeddings().weight.detach().clone()
+    assert EMB_TOKEN not in tokenizer.get_vocab()
+    assert before.shape[0] > len(tokenizer) + 1  # padding rows, as Qwen2.5-VL has them
+
+    backbone = load_backbone(tiny_path, add_emb=True)
+    after = backbone.model.get_input_embeddings().weight.detach()
+    assert backbone.emb_id == len(tokenizer)
+    assert after.shape == before.shape
+    im_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert torch.equal(after[backbone.emb_id], before[im_end])
+    others = torch.arange(len(before)) != backbone.emb_id
+    assert torch.equal(after[others], before[others])
+    assert backbone.processor.tokenizer(f"a{EMB_TOKEN}b").input_ids.count(backbone.emb_id) == 1
+
+
+def test_emb_is_added_once(lively_path):
+    first = load_backbone(lively_path)
+    weight = first.model.get_input_embeddings().weight.detach().clone()
+    again = load_backbone(lively_path, add_emb=True)
+    assert again.emb_id == first.emb_id
+    assert torch.equal(again.model.get_input_embeddings().weight, weight)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_full_matrix_grows(tiny_path, untied, tied):
+    """Without a padding row left, the matrix grows to a multiple of 64 and nothing else moves."""
+    model = AutoModelForImageTextToText.from_pretrained(tiny_path) if tied else untied.model
+    tokenizer = AutoProcessor.from_pretrained(tiny_path).tokenizer
+    model.resize_token_embeddings(len(tokenizer))
+    before = [
+        module.weight.detach().clone()
+        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+    ]
+    emb_id = add_emb_token(model, tokenizer)
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    assert emb_id == len(before[0])
+    im_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    for module, old in zip(modules, before, strict=True):
+        assert module.weight.shape[0] % 64 == 0
+        assert module.weight.shape[0] > len(old)
+        assert torch.equal(module.weight[: len(old)], old)
+        assert torch.equal(module.weight[emb_id], old[im_end])
+    assert (modules[0].weight is modules[1].weight) == tied
+    assert model.config.get_text_config().vocab_size == modules[0].weight.shape[0]
+
+
+def test_tied_weights_stay_tied(tiny_path, untied):
+    backbone = load_backbone(tiny_path, add_emb=True)
+    assert backbone.model.get_input_embeddings().weight is backbone.model.get_output_embeddings().weight
+    assert untied.model.get_input_embeddings().weight is not untied.model.get_output_embeddings().weight
+
+
+def test_the_row_of_emb_is_trained(lively, untied, make_batch, roll_out):
+    """As a token that is read (input row) and as one that is predicted (output row)."""
+    for embedder in (lively, untied):
+        batch = make_batch(PromptBuilder(embedder.processor))
+        training_step(
+            embedder,
+            embedder,
+            batch,
+            Objective(0.5, 0.5),
+            rationales=roll_out(embedder, batch),
+            micro_batch_size=8,
+            backward=lambda loss: loss.backward(),
+        )
+        for module in (embedder.model.get_input_embeddings(), embedder.model.get_output_embeddings()):
+            assert module.weight.grad[embedder.emb_id].norm() > 0
+
+
+def test_what_a_rationale_never_contains(lively):
+    tokenizer = lively.processor.tokenizer
+    suppressed = set(lively.suppressed_ids)
+    for token in ("<|im_end|>", "<|im_start|>", "<|endoftext|>", "<|image_pad|>", "<|vision_start|>"):
+        assert tokenizer.convert_tokens_to_ids(token) in suppressed
+    rows = lively.model.get_input_embeddings().weight.shape[0]
+    assert set(range(len(tokenizer), rows)) <= suppressed
+    assert lively.emb_id not in suppressed
+    assert not suppressed & set(tokenizer("any text of data, 123").input_ids)
+
+
+def test_pixel_limits(tiny_path):
+    kept = load_backbone(tiny_path, add_emb=True).processor.image_processor.size
+    assert (kept["shortest_edge"], kept["longest_edge"]) == (28 * 28, 84 * 84)
+    given = load_backbone(tiny_path, add_emb=True, min_pixels=56 * 56, max_pixels=56 * 56)
+    assert given.processor.image_processor.size["longest_edge"] == 56 * 56
+    prompt = PromptBuilder(given.processor).build(Item("a"), "query", [Image.new("RGB", (500, 500))])
+    assert prompt.image_grid.tolist() == [[1, 4, 4]]
+
+
+def test_a_plain_model_is_not_an_embedder(tiny_path):
+    with pytest.raises(
+        BackboneError, match=r"tiny has no <emb> token, so it is not a reasoning-guided embedder"
+    ):
+        load_backbone(tiny_path)
+
+
+def test_an_unsupported_family_is_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(BackboneError, match=r"is a bert; supported families: qwen2_vl, qwen2_5_vl"):
+        load_backbone(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["/no/such/place", "./nowhere", "runs/demo/joint/final", "nowhere"])
+def test_a_missing_directory_is_named(path):
+    with pytest.raises(
+        BackboneError, match=f"no model can be loaded from {path}: there is no such directory"
+    ):
+        load_backbone(path)
+
+
+def test_an_unreachable_hub_model_is_named():
+    with pytest.raises(BackboneError, match="no model can be loaded from nobody/nothing: "):
+        load_backbone("nobody/nothing")
+
+
+@pytest.fixture
+def damaged(lively_path, tmp_path):
+    return shutil.copytree(lively_path, tmp_path / "damaged")
+
+
+def test_an_empty_directory(tmp_path):
+    with pytest.raises(BackboneError, match="no model can be loaded from "):
+        load_backbone(tmp_path)
+
+
+def test_cut_weights(damaged):
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(BackboneError, match="damaged cannot be loaded: "):
+        load_backbone(damaged)
+
+
+def test_missing_weights_are_not_filled_with_random_numbers(damaged):
+    weights = load_file(damaged / "model.safetensors")
+    name = next(name for name in weights if name.endswith("layers.1.mlp.up_proj.weight"))
+    del weights[name]
+    save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        BackboneError, match=r"damaged lacks 1 weights, e\.g\. .*layers\.1\.mlp\.up_proj\.weight"
+    ):
+        load_backbone(damaged)
+
+
+def test_no_weights_at_all(damaged):
+    (damaged / "model.safetensors").unlink()
+    with pytest.raises(BackboneError, match="damaged cannot be loaded: "):
+        load_backbone(damaged)
+
+
+def test_no_processor(damaged):
+    for name in ("tokenizer.json", "tokenizer_config.json", "processor_config.json"):
+        (damaged / name).unlink()
+    with pytest.raises(BackboneError, match="damaged cannot be loaded: "):
+        load_backbone(damaged)
+
+
+def test_the_empty_picture_is_one_placeholder(lively):
+    values, grid = empty_picture(lively.model)
+    vision = lively.model.config.vision_config
+    assert grid.tolist() == [[1, 2, 2]]
+    assert values.shape == (4, 3 * vision.temporal_patch_size * vision.patch_size**2)
+    features = lively.model.model.visual(values, grid_thw=grid).pooler_output
+    assert features.shape[0] == 1
+
+
+def test_qwen2_vl_is_supported_too(lively, picture, tmp_path):
+    """The other family of `FAMILIES`: the packed state equals a stock forward."""
+    ours = lively.model.config
+    text = ours.text_config.to_dict()
+    config = Qwen2VLConfig(
+        text_config={
+            key: text[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+        }
+        | {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": text["rope_parameters"]},
+        vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2},
+        image_token_id=ours.image_token_id,
+        video_token_id=ours.video_token_id,
+        vision_start_token_id=ours.vision_start_token_id,
+        vision_end_token_id=ours.vision_end_token_id,
+    )
+    torch.manual_seed(0)
+    Qwen2VLForConditionalGeneration(config).save_pretrained(tmp_path)
+    lively.processor.save_pretrained(tmp_path)
+    embedder = Embedder(load_backbone(tmp_path, add_emb=True)).eval()
+    builder = PromptBuilder(embedder.processor)
+    prompts = [
+        builder.build(Item("p", "egg"), "query", [picture(56, 84)]),
+        builder.build(Item("t", "open this"), "query"),
+    ]
+    with torch.no_grad():
+        packed = embedder(embedder.pack(prompts, [[Branch([3, embedder.emb_id], read_state=True)]] * 2))[
+            0
+        ].state_ND
+        ids = torch.cat([prompts[0].input_ids, torch.tensor([3, embedder.emb_id])])[None]
+        stock = embedder.model(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            mm_token_type_ids=(ids == ours.image_token_id).long(),
+            pixel_values=prompts[0].pixel_values,
+            image_grid_thw=prompts[0].image_grid,
+            output_hidden_states=True,
+        ).hidden_states[-1][0, -1]
+    torch.testing.assert_close(packed[0], stock / stock.norm(), atol=1e-5, rtol=0)

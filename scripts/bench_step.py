@@ -19,10 +19,11 @@ before, by the same code in both forms, so both write the same tokens; transform
 until the last one ends, and so does the form measured here.
 
 Before anything is timed, tokens, losses and all gradients of the two forms are compared in float64; a difference is an
-error. Repetitions alternate, medians count. FLOPs: `torch.utils.flop_counter`, attention counted dense, as it does for
-CUDA kernels. Memory: each form in a process of its own, peak resident set above what model and batch occupy. Ratios
-are three-pass over ours, except ``rollout_tokens_per_s_ratio`` and the memory ratios, which are ours over three-pass.
-The last line is one JSON object; its top level repeats the figures of the last setting. Threads: OMP_NUM_THREADS.
+error. Repetitions alternate, medians count; CPU time stands beside wall time, since on a busy machine only the former
+repeats. FLOPs: `torch.utils.flop_counter`, attention counted dense, as it does for CUDA kernels. Memory: each form in a
+process of its own, peak resident set above what model and batch occupy. Ratios are three-pass over ours, except
+``rollout_tokens_per_s_ratio`` and the memory ratios, which are ours over three-pass. The last line is one JSON object;
+its top level repeats the figures of the last setting. Threads: OMP_NUM_THREADS.
 """
 
 import json
@@ -77,6 +78,8 @@ class Options:
     hidden: int = 256
     layers: int = 8
     candidate_side_px: int = 448
+    memory: bool = True
+    """Whether memory is measured, which takes three more processes a setting."""
     memory_of: str | None = None
     """Set in the processes that measure memory: one of `FORMS`."""
 
@@ -157,7 +160,7 @@ def long_setting(options: Options) -> Setting:
     def picture(side_px: int) -> Image.Image:
         return Image.fromarray(rng.integers(0, 255, (side_px, side_px, 3), dtype=np.uint8))
 
-    side_px = 28 * max(1, math.isqrt(int(0.88 * options.prompt_tokens)))
+    side_px = 28 * math.isqrt(max(1, int(0.94 * (options.prompt_tokens - 64))))  # the template takes about 60
     queries, candidates = [], []
     for row in range(options.batch):
         image = picture(side_px)
@@ -165,7 +168,9 @@ def long_setting(options: Options) -> Setting:
         # Ragged, as real prompts are: the longest has `prompt_tokens`, the others up to 4 % less.
         wanted = options.prompt_tokens - (row % 4) * options.prompt_tokens // 100
         if wanted < base:
-            raise UserError(f"prompt_tokens must be at least {base + 40}, got {options.prompt_tokens}")
+            raise UserError(
+                f"prompt_tokens={options.prompt_tokens} is too few: picture and template take {base}"
+            )
         text_ = " key" * (wanted - base + 1)
         queries.append(builder.build(Item(f"q{row}", text_, ()), "query", [image]))
         candidates.append(
@@ -461,17 +466,20 @@ def measure(setting: Setting, options: Options) -> dict[str, float]:
     flops = {name: count_flops(fresh(call)) for name, call in work.items()}
     shared = count_flops(fresh(lambda: candidates_alone(setting)))
     seconds: dict[str, list[float]] = {name: [] for name in work}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in work}
     for repeat in range(options.repeats):
         for name in list(work) if repeat % 2 == 0 else reversed(list(work)):
             embedder.zero_grad(set_to_none=True)
-            began = time.perf_counter()
+            began, cpu_began = time.perf_counter(), time.process_time()
             work[name]()
             seconds[name].append(time.perf_counter() - began)
+            cpu_seconds[name].append(time.process_time() - cpu_began)
     embedder.zero_grad(set_to_none=True)
     full = {
         form: [a + b for a, b in zip(seconds[f"{form} rollout"], seconds[f"{form} step"], strict=True)]
         for form in ("ours", "theirs")
     }
+    cpu = {name: statistics.median(values) for name, values in cpu_seconds.items()}
     median = {name: statistics.median(values) for name, values in seconds.items()}
     median |= {f"{form} full": statistics.median(values) for form, values in full.items()}
     flops |= {f"{form} full": flops[f"{form} rollout"] + flops[f"{form} step"] for form in ("ours", "theirs")}
@@ -484,6 +492,9 @@ def measure(setting: Setting, options: Options) -> dict[str, float]:
             print(f"{label + ', ' + kind:28s}{theirs:12.2f}{ours:12.2f}{theirs / ours:8.2f}")
     speed = {form: num_tokens / median[f"{form} rollout"] for form in ("theirs", "ours")}
     ratio = speed["ours"] / speed["theirs"]
+    cpu_ratio = {part: cpu[f"theirs {part}"] / cpu[f"ours {part}"] for part in ("rollout", "step")}
+    for part, label in (("rollout", "rollout, CPU s"), ("step", "forward and backward, CPU s")):
+        print(f"{label:28s}{cpu[f'theirs {part}']:12.2f}{cpu[f'ours {part}']:12.2f}{cpu_ratio[part]:8.2f}")
     print(f"{'rollout, tokens/s':28s}{speed['theirs']:12.1f}{speed['ours']:12.1f}{ratio:8.2f}", flush=True)
     return {
         "step_flops_ratio": flops["theirs step"] / flops["ours step"],
@@ -491,6 +502,8 @@ def measure(setting: Setting, options: Options) -> dict[str, float]:
         "full_step_flops_ratio": flops["theirs full"] / flops["ours full"],
         "full_step_time_ratio": median["theirs full"] / median["ours full"],
         "rollout_tokens_per_s_ratio": ratio,
+        "step_cpu_time_ratio": cpu_ratio["step"],
+        "rollout_cpu_time_ratio": cpu_ratio["rollout"],
         "query_side_step_flops_ratio": (flops["theirs step"] - shared) / (flops["ours step"] - shared),
         "ours_step_gflop": flops["ours step"] / 1e9,
         "ours_step_s": median["ours step"],
@@ -532,7 +545,10 @@ def measure_memory(name: str, options: Options) -> dict[str, float]:
     peak = {}
     for form in FORMS:
         given = asdict(options) | {"settings": name, "memory_of": form}
-        words = [f"{key}={value}" for key, value in given.items()]
+        words = [
+            f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+            for key, value in given.items()
+        ]
         done = subprocess.run(
             [sys.executable, __file__, *words], env=environment, capture_output=True, text=True, check=False
         )
@@ -564,7 +580,7 @@ def main(argv: list[str]) -> None:
         check_equal(setting)
         results[name] = measure(setting, options)
         del setting
-        if sys.platform == "linux":
+        if options.memory and sys.platform == "linux":
             results[name] |= measure_memory(name, options)
     last = results[options.settings[-1]]
     print(

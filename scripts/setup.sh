@@ -59,19 +59,21 @@ PY
 }
 
 install() { # pip's words go to the log; people see that it goes on
-    "$VENV/bin/python" -m pip install --disable-pip-version-check --progress-bar off -c "$1" -e '.[dev]' >>"$LOG" 2>&1 &
-    pip=$!
-    trap 'kill $pip 2>/dev/null; exit 130' INT TERM
-    seconds=0
-    while kill -0 $pip 2>/dev/null; do
-        sleep 1
-        seconds=$((seconds + 1))
-        if [ $((seconds % 20)) -eq 0 ]; then
+    (
+        seconds=0
+        while sleep 20 >/dev/null 2>&1 9>&- && kill -0 $$ 2>/dev/null; do
+            seconds=$((seconds + 20))
             printf 'setup: %4d s  %s\n' "$seconds" "$(tail -n 1 "$LOG" | cut -c 1-90)"
-        fi
-    done
-    trap - INT TERM
-    wait $pip
+        done
+    ) &
+    ticker=$!
+    trap 'kill $ticker 2>/dev/null || true' EXIT
+    status=0
+    "$VENV/bin/python" -m pip install --disable-pip-version-check --progress-bar off -c "$1" -e '.[dev]' >>"$LOG" 2>&1 ||
+        status=$?
+    kill $ticker 2>/dev/null || true
+    trap - EXIT
+    return $status
 }
 
 # Two runs at a time would install over one another.

@@ -1,0 +1,100 @@
+"""The boundaries of CONTRIBUTING.md, read off the import statements."""
+
+import ast
+import importlib.machinery
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("rge", "eval", "data_prep")
+FILES = sorted(
+    path.relative_to(ROOT).as_posix() for package in PACKAGES for path in (ROOT / package).rglob("*.py")
+)
+
+MAY_IMPORT = {"rge": {"rge"}, "eval": {"eval", "rge"}, "data_prep": {"data_prep", "rge"}}
+
+ONLY_IN = {
+    "torch.distributed": {"rge/dist.py"},
+    "deepspeed": {"rge/dist.py"},
+    "peft": {"rge/backbone.py"},
+    "wandb": {"rge/logs.py"},
+    "transformers": {"rge/backbone.py", "rge/scratch.py", "rge/start.py", "rge/rollout.py"},
+}
+WITHOUT_TORCH = (
+    "eval/metrics.py",
+    "eval/stats.py",
+    "eval/sets.py",
+    "eval/search.py",
+    "eval/trec.py",
+    "rge/schema.py",
+)
+
+
+def imports(name: str) -> list[str]:
+    """Every module that a file imports, wherever the statement stands; `from a import b` counts as a and a.b."""
+    found = []
+    for node in ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}:{node.lineno} is a relative import"
+            found += [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return found
+
+
+def is_or_is_in(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def test_the_files_are_found():
+    assert {"rge/train.py", "eval/metrics.py", "data_prep/__main__.py"} <= set(FILES)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_packages_import_in_one_direction(name):
+    allowed = MAY_IMPORT[name.split("/")[0]]
+    ours = {module.split(".")[0] for module in imports(name)} & {*PACKAGES, "tests", "scripts", "recipes"}
+    assert ours <= allowed
+    assert "rge.train" not in imports(name), "rge/train.py is a recipe; move what is needed into a module"
+    assert "eval" not in [
+        alias.name
+        for node in ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    ], "a bare `import eval` hides the builtin"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_each_dependency_has_its_home(name):
+    for package, homes in ONLY_IN.items():
+        if name not in homes:
+            assert not [module for module in imports(name) if is_or_is_in(module, package)]
+    # torch.distributed is also reachable as an attribute of torch.
+    if name not in ONLY_IN["torch.distributed"]:
+        assert "torch.distributed" not in (ROOT / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", WITHOUT_TORCH)
+def test_pure_modules_do_without_torch(name):
+    assert not [
+        module for module in imports(name) if module.split(".")[0] in ("torch", "transformers", "accelerate")
+    ]
+
+
+def test_no_module_of_rge_shadows_another():
+    """`accelerate launch rge/train.py` puts rge/ first on sys.path: rge/datasets.py would replace the real one."""
+    installed = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    for path in (ROOT / "rge").glob("*.py"):
+        if path.stem != "__init__":
+            assert path.stem not in sys.stdlib_module_names
+            assert importlib.machinery.PathFinder.find_spec(path.stem, installed) is None, path.stem
+
+
+def test_the_file_read_first_stays_short():
+    text = (ROOT / "rge" / "train.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 250
+    assert not [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
+    assert "argparse" not in imports("rge/train.py")

@@ -166,3 +166,12 @@ def test_profiles_must_agree(dirs, tmp_path):
     (tmp_path / "results.json").write_text("{")
     with pytest.raises(UserError, match="results.json cannot be read"):
         compare(CompareOptions(dirs / "b", tmp_path))
+
+
+def test_queries_are_paired_by_id_not_by_place(dirs, tmp_path):
+    one, other = dirs / "a/reasoning-both", dirs / "a/direct-both"
+    (tmp_path / "results.json").write_bytes((other / "results.json").read_bytes())
+    pd.read_parquet(other / "per_query.parquet").sample(frac=1, random_state=0).to_parquet(
+        tmp_path / "per_query.parquet"
+    )
+    assert compare(CompareOptions(one, tmp_path)) == compare(CompareOptions(one, other))

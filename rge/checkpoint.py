@@ -14,11 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from safetensors import SafetensorError
 
 import rge
 from rge.embedder import Embedder
 
 RGE_JSON = "rge.json"
+
+WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
+"""What a full disk looks like: to Python, to torch's serialiser, to safetensors."""
 
 
 class CheckpointError(ValueError):
@@ -48,7 +52,7 @@ def save_state(accelerator: Accelerator, folder: Path, step: int, keep_last: int
         accelerator.save_state(str(temporary), safe_serialization=True)
         if accelerator.is_main_process:
             (temporary / "done.json").write_text(json.dumps({"step": step, **meta}))
-    except (OSError, RuntimeError) as error:
+    except WRITE_ERRORS as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
             f"state after step {step} could not be written to {folder}: {error}; earlier states are unharmed, "
@@ -90,7 +94,7 @@ def export(embedder: Embedder, folder: Path, settings: dict[str, Any], state_dic
         embedder.model.save_pretrained(temporary, state_dict=state_dict)
         embedder.processor.save_pretrained(temporary)
         (temporary / RGE_JSON).write_text(json.dumps(settings, indent=2) + "\n")
-    except (OSError, RuntimeError) as error:
+    except WRITE_ERRORS as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"checkpoint {folder} could not be written: {error}; free some space and start again") from error
     if folder.exists():
@@ -136,7 +140,7 @@ def read_settings(checkpoint: Path) -> dict[str, Any]:
     """Content of a checkpoint's ``rge.json``.
 
     Raises:
-        CheckpointError: not a directory, not an rge checkpoint, or written by a newer format.
+        CheckpointError: not a directory, not an rge checkpoint, damaged, or written by a newer format.
     """
     path = checkpoint / RGE_JSON
     if not checkpoint.is_dir():
@@ -145,7 +149,10 @@ def read_settings(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{checkpoint} has no {RGE_JSON}, so it is not a checkpoint of rge; finished ones are in <out>/<stage>/final"
         )
-    settings = json.loads(path.read_text())
+    try:
+        settings = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
     if settings.get("format") != 1:
         raise CheckpointError(f"{path} has format {settings.get('format')}, this version reads format 1")
     return settings

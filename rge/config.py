@@ -148,6 +148,8 @@ class OptimConfig:
 
     name: str = "adamw"
     """adamw | muon. Muon for matrices with AdamW for the rest learns much faster from scratch; not under ZeRO."""
+    vision_lr_ratio: float = 1.0
+    """Learning rate of the vision tower and its merger as a share of the stage's."""
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -256,8 +258,14 @@ def load_recipe(arguments: Sequence[str], recipes: Path = RECIPES) -> Recipe:
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
-    """The resolved recipe as plain containers, for rge.json and the log."""
-    return OmegaConf.to_container(OmegaConf.structured(recipe), resolve=True)  # type: ignore[return-value]
+    """The resolved recipe as JSON's own containers, so that it equals what a checkpoint gives back."""
+    return _lists(OmegaConf.to_container(OmegaConf.structured(recipe), resolve=True))
+
+
+def _lists(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _lists(value) for key, value in tree.items()}
+    return [_lists(value) for value in tree] if isinstance(tree, (list, tuple)) else tree
 
 
 def check(recipe: Recipe) -> None:

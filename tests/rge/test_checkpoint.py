@@ -1,0 +1,289 @@
+"""States and checkpoints: complete or not there, the same after a reload, and never of another recipe."""
+
+import json
+import resource
+import shutil
+from contextlib import contextmanager
+from copy import deepcopy
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
+
+from rge.checkpoint import (
+    CheckpointError,
+    checkpoint_hash,
+    export,
+    git_commit,
+    latest_state,
+    read_settings,
+    save_state,
+    settings_of,
+)
+from rge.config import load_recipe, to_dict
+from rge.encode import load_encoder
+from rge.prompts import PromptBuilder
+from rge.resume import check_same_recipe, finished
+from rge.rollout import generate
+from rge.schema import Item
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int):
+    """Writing beyond that many bytes fails in the kernel, as on a full disk: nothing of ours is replaced."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.fixture
+def settings(lively):
+    return settings_of(
+        emb_id=lively.emb_id, profile="rge", max_prompt_tokens=2048, min_pixels=784, max_pixels=7056, max_new_tokens=12,
+        reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=7,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def items(picture, tmp_path):
+    picture(50, 80).save(tmp_path / "egg.png")
+    return [
+        Item("1", "what is this", (str(tmp_path / "egg.png"),)),
+        Item("2", "open a locked chick"),
+        Item("3", "key"),
+    ]
+
+
+class Trained:
+    """A small model with an optimizer that has moved, as training prepares them."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.accelerator = Accelerator(cpu=True)
+        layer = torch.nn.Linear(100, 100)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+        self.model, self.optimizer = self.accelerator.prepare(layer, optimizer)
+
+    def step(self) -> None:
+        self.model(torch.ones(2, 100)).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def snapshot(self):
+        return deepcopy((self.model.state_dict(), self.optimizer.state_dict()["state"]))
+
+
+@pytest.fixture
+def trained():
+    return Trained()
+
+
+def flat(tree):
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    return [leaf for value in (tree.values() if isinstance(tree, dict) else tree) for leaf in flat(value)]
+
+
+def same(one, other) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(flat(one), flat(other), strict=True))
+
+
+def test_a_state_brings_weights_and_optimizer_back(trained, tmp_path):
+    trained.step()
+    save_state(trained.accelerator, tmp_path, 1, 2, {"recipe": {"a": 1}})
+    trained.step()
+    expected = trained.snapshot()
+    path, done = latest_state(tmp_path)
+    assert (path.name, done) == ("step_00000001", {"step": 1, "recipe": {"a": 1}})
+    trained.accelerator.load_state(str(path))
+    assert not same(trained.snapshot(), expected)
+    trained.step()
+    assert same(trained.snapshot(), expected)
+
+
+def test_only_the_newest_states_are_kept(trained, tmp_path):
+    for step in (1, 2, 9, 10, 100):
+        save_state(trained.accelerator, tmp_path, step, 2, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000010", "step_00000100"]
+    assert latest_state(tmp_path)[1]["step"] == 100
+
+
+def test_latest_state_ignores_what_is_not_complete(trained, tmp_path):
+    assert latest_state(tmp_path / "absent") is None
+    assert latest_state(tmp_path) is None
+    save_state(trained.accelerator, tmp_path, 5, 2, {})
+    (tmp_path / "tmp_step_00000006").mkdir()
+    (tmp_path / "tmp_step_00000006/done.json").write_text('{"step": 6}')
+    (tmp_path / "step_00000007").mkdir()
+    (tmp_path / "step_8").mkdir()
+    (tmp_path / "step_8/done.json").write_text('{"step": 8}')
+    assert latest_state(tmp_path)[1]["step"] == 5
+    # A leftover of the step that is written next is replaced.
+    (tmp_path / "tmp_step_00000006/garbage").write_text("x")
+    save_state(trained.accelerator, tmp_path, 6, 2, {})
+    path, _ = latest_state(tmp_path)
+    assert path.name == "step_00000006"
+    assert not (path / "garbage").exists()
+
+
+# 20 kB stops the weights (40 kB), 60 kB lets them pass and stops the optimizer (80 kB).
+@pytest.mark.parametrize("limit", [0, 20_000, 60_000])
+def test_a_full_disk_leaves_the_earlier_state_and_nothing_partial(trained, tmp_path, limit):
+    trained.step()
+    save_state(trained.accelerator, tmp_path, 1, 1, {})
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    trained.step()
+    with (
+        files_of_at_most(limit),
+        pytest.raises(
+            CheckpointError, match=r"state after step 2 could not be written to .*earlier states are unharmed"
+        ),
+    ):
+        save_state(trained.accelerator, tmp_path, 2, 1, {})
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+    save_state(trained.accelerator, tmp_path, 2, 1, {})
+    assert latest_state(tmp_path)[1]["step"] == 2
+
+
+# 2 kB stops a config or the weights, 150 kB lets those pass and stops rge.json's neighbours or nothing.
+@pytest.mark.parametrize("limit", [0, 2_000, 50_000])
+def test_a_full_disk_leaves_an_earlier_checkpoint(lively, settings, tmp_path, limit):
+    final = tmp_path / "final"
+    export(lively, final, settings)
+    before = checkpoint_hash(final)
+    with (
+        files_of_at_most(limit),
+        pytest.raises(CheckpointError, match=r"checkpoint .*final could not be written: .*free some space"),
+    ):
+        export(lively, final, {**settings, "step": 8})
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+    assert checkpoint_hash(final) == before
+
+
+def test_a_reloaded_checkpoint_gives_the_same_embeddings_bit_for_bit(lively, settings, items, tmp_path):
+    export(lively, tmp_path / "one", settings)
+    first = load_encoder(tmp_path / "one")
+    export(first.embedder, tmp_path / "two", settings)
+    second = load_encoder(tmp_path / "two")
+    assert first.checkpoint_hash == second.checkpoint_hash
+    prompts = [PromptBuilder(lively.processor).build(item, "query") for item in items]
+    trained = generate(lively, prompts, max_new_tokens=12, batch_size=8)
+    for encoder in (first, second):
+        found = encoder.encode(items, side="query", mode="reasoning", batch_size=8)
+        assert torch.equal(torch.from_numpy(found.embeddings), torch.stack([row.state_D for row in trained]))
+        assert found.rationales == [encoder.builder.decode(row.ids) for row in trained]
+
+
+def test_plain_transformers_loads_the_checkpoint(lively, settings, items, tmp_path, picture):
+    """Only from_pretrained and public calls: prompt as text, `<emb>` appended, state at the last token."""
+    export(lively, tmp_path / "final", settings)
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path / "final").eval()
+    processor = AutoProcessor.from_pretrained(tmp_path / "final")
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == model.config.tie_word_embeddings
+    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "\nwhat is this\n"}]}
+    text = processor.apply_chat_template([message], add_generation_prompt=True, tokenize=False) + "<emb>"
+    inputs = processor(text=[text], images=[picture(50, 80)], return_tensors="pt")
+    assert inputs["input_ids"][0, -1] == lively.emb_id
+    with torch.no_grad():
+        state = model(**inputs, output_hidden_states=True).hidden_states[-1][0, -1]
+    found = load_encoder(tmp_path / "final").encode(items[:1], side="query", mode="direct")
+    torch.testing.assert_close(torch.from_numpy(found.embeddings[0]), state / state.norm(), atol=1e-5, rtol=0)
+
+
+def test_settings_hold_what_an_embedder_needs(lively, settings, tmp_path):
+    export(lively, tmp_path / "final", settings)
+    read = read_settings(tmp_path / "final")
+    assert read == json.loads(json.dumps(settings))
+    assert read["emb_id"] == lively.emb_id
+    assert read["generation"] == {"max_new_tokens": 12, "temperature": 0.0, "stop": "<emb>"}
+    assert read["pixels"] == {"min": 784, "max": 7056}
+    assert (read["profile"], read["reasons"], read["stage"], read["step"]) == ("rge", "query", "joint", 7)
+    assert read["git_commit"] == git_commit()
+
+
+def test_the_hash_sees_weights_and_settings_and_nothing_else(lively, settings, tmp_path):
+    export(lively, tmp_path / "a", settings)
+    export(lively, tmp_path / "b", settings)
+    (tmp_path / "b/notes.md").write_text("not part of it")
+    assert checkpoint_hash(tmp_path / "a") == checkpoint_hash(tmp_path / "b")
+    export(lively, tmp_path / "b", {**settings, "profile": "plain"})
+    assert checkpoint_hash(tmp_path / "a") != checkpoint_hash(tmp_path / "b")
+    with torch.no_grad():
+        lively.model.model.language_model.norm.weight[0] += 1e-3
+    export(lively, tmp_path / "b", settings)
+    assert checkpoint_hash(tmp_path / "a") != checkpoint_hash(tmp_path / "b")
+
+
+def test_what_is_not_a_checkpoint_is_named(tiny_path, lively, settings, tmp_path):
+    with pytest.raises(CheckpointError, match=r"checkpoint .*gone does not exist"):
+        load_encoder(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match=r"tiny has no rge\.json, so it is not a checkpoint of rge"):
+        load_encoder(tiny_path)
+    export(lively, tmp_path / "final", {**settings, "format": 2})
+    with pytest.raises(CheckpointError, match="has format 2, this version reads format 1"):
+        load_encoder(tmp_path / "final")
+    (tmp_path / "final/rge.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"final/rge\.json is not valid JSON"):
+        load_encoder(tmp_path / "final")
+
+
+@pytest.fixture
+def recipe():
+    sources = "[{path: a.jsonl}]"
+    fixed = ["recipe=qwen25vl_3b", f"cold_start.sources={sources}", f"joint.sources={sources}"]
+    return lambda *overrides: load_recipe([*fixed, *overrides])
+
+
+@pytest.mark.parametrize(
+    "override", ["out=elsewhere", "train.save_every=3", "data.num_workers=0", "stage=joint", "log.project=x"]
+)
+def test_a_run_may_be_resumed_with_other_bookkeeping(recipe, tmp_path, override):
+    check_same_recipe(json.loads(json.dumps(to_dict(recipe()))), recipe(override), "joint", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "difference"),
+    [
+        ("joint.lr=1e-3", r"joint\.lr \(there 2e-05, now 0\.001\)"),
+        ("train.seed=5", r"train\.seed \(there 0, now 5\)"),
+        ("loss.anchor=oracle", r"loss\.anchor \(there 'self', now 'oracle'\)"),
+        ("optim.betas=[0.9, 0.95]", r"optim\.betas \(there \[0\.9, 0\.999\], now \[0\.9, 0\.95\]\)"),
+        (
+            "joint.sources=[{path: b.jsonl}]",
+            r"joint\.sources \(there \[.*a\.jsonl.*\], now \[.*b\.jsonl.*\]\)",
+        ),
+    ],
+)
+def test_a_run_is_not_resumed_with_another_recipe(recipe, tmp_path, override, difference):
+    found = json.loads(json.dumps(to_dict(recipe())))
+    with pytest.raises(
+        CheckpointError, match=rf"was made with another recipe: .*{difference}.*Use another out="
+    ):
+        check_same_recipe(found, recipe(override), "joint", tmp_path)
+
+
+def test_the_cold_start_does_not_depend_on_the_joint_stages_settings(recipe, tmp_path):
+    """So one cold start serves every ablation of the joint stage."""
+    found = json.loads(json.dumps(to_dict(recipe())))
+    for override in ("joint.lr=1e-3", "loss.ratio=1:1", "loss.anchor=none", "rollout.temperature=1"):
+        check_same_recipe(found, recipe(override), "cold_start", tmp_path)
+    with pytest.raises(CheckpointError, match=r"lm_on_candidates \(there True, now False\)"):
+        check_same_recipe(found, recipe("loss.lm_on_candidates=false"), "cold_start", tmp_path)
+    with pytest.raises(CheckpointError, match=r"cold_start\.lr"):
+        check_same_recipe(found, recipe("cold_start.lr=1"), "cold_start", tmp_path)
+
+
+def test_a_finished_stage_is_recognised(lively, settings, recipe, tmp_path):
+    assert not finished(tmp_path, recipe(), "joint")
+    export(lively, tmp_path / "final", {**settings, "recipe": to_dict(recipe())})
+    assert finished(tmp_path, recipe(), "joint")
+    with pytest.raises(CheckpointError, match=r"joint\.lr"):
+        finished(tmp_path, recipe("joint.lr=1"), "joint")
+    shutil.rmtree(tmp_path / "final")
+    (tmp_path / "tmp_final").mkdir()
+    assert not finished(tmp_path, recipe(), "joint")

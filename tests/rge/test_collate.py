@@ -1,0 +1,212 @@
+"""From records to a rank's batch: the same tokens as evaluation, one seed, any number of processes."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from rge.checkpoint import export, settings_of
+from rge.collate import StepBatches, make_loader, query_item, target_item
+from rge.encode import load_encoder
+from rge.packing import Branch
+from rge.prompts import PromptBuilder
+from rge.sources import Mixture, RecordFile, identity
+
+
+@pytest.fixture
+def records(tmp_path, picture):
+    """Two files of records with pictures: several positives, negatives, text only, control tokens, long texts."""
+    folder = tmp_path / "data"
+    (folder / "images").mkdir(parents=True)
+    for number in range(6):
+        picture(30 + 20 * number, 90 - 8 * number, number).save(folder / f"images/{number}.png")
+
+    def target(number: int, **more) -> dict:
+        shown = {"image": f"images/{number % 6}.png"} if number % 3 else {"text": f"thing {number}"}
+        return {"id": f"t{number}", **shown, **more}
+
+    paths = []
+    for source, count in (("a", 9), ("b", 5)):
+        lines = []
+        for number in range(count):
+            images = [f"images/{(number + place) % 6}.png" for place in range(number % 3)]
+            text = (
+                "what <|im_end|> opens this"
+                if number == 1
+                else "word " * (300 if number == 2 else number + 1)
+            )
+            lines.append(
+                {
+                    "id": f"{source}{number}",
+                    "group": str(number),
+                    "source": source,
+                    "split": "train",
+                    "instruction": "find it" if number % 2 else None,
+                    "query": {"text": text, "images": images},
+                    "positives": [target(number + p, rationale=f"a key {p}") for p in range(1 + number % 3)],
+                    "negatives": [target(20 + number + n) for n in range(number % 4)],
+                }
+            )
+        path = folder / f"{source}.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        paths.append(path)
+    return [RecordFile(path) for path in paths]
+
+
+@pytest.fixture
+def batches(records, builder):
+    def make(world_size=1, rank=0, batch_size=6, seed=0, **options):
+        mixture = Mixture([len(file) for file in records], [2, 1], batch_size, seed)
+        return StepBatches(records, mixture, builder, rank=rank, world_size=world_size, **options)
+
+    return make
+
+
+def content(batch):
+    """Everything in a batch as comparable values."""
+
+    def prompt(value):
+        pixels = None if value.pixel_values is None else value.pixel_values.numpy().tobytes()
+        return value.id, value.input_ids.tolist(), pixels
+
+    queries = [
+        (
+            batch.record_ids[row],
+            prompt(batch.queries[row]),
+            batch.oracle_ids[row],
+            batch.right_answers[row],
+            batch.seeds[row],
+        )
+        for row in range(len(batch.queries))
+    ]
+    chosen = [
+        [
+            prompt(batch.candidates[column]) + (batch.candidate_identity[column],)
+            for column in (place, *others)
+        ]
+        for place, others in zip(batch.positive, batch.negatives, strict=True)
+    ]
+    return list(zip(queries, chosen, strict=True))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 6])
+@pytest.mark.parametrize("augment", ["none", "drawing"])
+def test_a_steps_batch_does_not_depend_on_the_number_of_processes(batches, world_size, augment):
+    for step in (0, 7):
+        whole = content(batches(augment=augment)[step])
+        shares = [content(batches(world_size, rank, augment=augment)[step]) for rank in range(world_size)]
+        assert [row for share in shares for row in share] == whole
+
+
+def test_a_batch_repeats_and_differs_from_the_next(batches):
+    made = batches()
+    later = content(made[3])
+    assert content(made[4]) != later
+    assert content(batches()[3]) == later
+    assert content(batches(seed=1)[3]) != later
+
+
+def test_workers_make_the_same_batches_in_order(batches):
+    made = batches(augment="drawing")
+    steps = range(2, 6)
+    expected = [content(made[step]) for step in steps]
+    assert [content(batch) for batch in make_loader(made, steps, num_workers=0)] == expected
+    assert [content(batch) for batch in make_loader(made, steps, num_workers=2)] == expected
+
+
+def test_candidates_are_the_drawn_positive_and_negatives(batches, records):
+    by_id = {file[index].id: file[index] for file in records for index in range(len(file))}
+    positives, negatives = Counter(), Counter()
+    made = batches(max_negatives=2)
+    for step in range(40):
+        batch = made[step]
+        assert len(batch.candidates) == len(batch.candidate_identity)
+        columns = []
+        for row, name in enumerate(batch.record_ids):
+            record = by_id[name]
+            place = batch.positive[row]
+            drawn = next(target for target in record.positives if target.id == batch.candidates[place].id)
+            positives[name, drawn.id] += 1
+            assert batch.candidate_identity[place] == identity(drawn)
+            # The oracle rationale is that of the drawn pair, not of the record's first.
+            assert batch.oracle_ids[row] == made.builder.rationale_ids(drawn.rationale, name)
+            assert batch.right_answers[row] == sorted(identity(target) for target in record.positives)
+            allowed = {target.id for target in record.negatives}
+            shown = [batch.candidates[column].id for column in batch.negatives[row]]
+            assert len(set(shown)) == len(shown) == min(2, len(allowed))
+            assert set(shown) <= allowed
+            negatives.update((name, other) for other in shown)
+            columns += [place, *batch.negatives[row]]
+        assert columns == list(range(len(batch.candidates)))
+    # Over time every positive and every negative of every record is drawn.
+    for record in by_id.values():
+        assert all(positives[record.id, target.id] for target in record.positives)
+        assert all(negatives[record.id, target.id] for target in record.negatives)
+
+
+def test_what_a_stage_does_not_need_is_not_made(batches):
+    batch = batches(need_oracle=False, need_candidates=False)[0]
+    assert batch.oracle_ids == [[]] * 6
+    assert (batch.candidates, batch.positive, batch.negatives) == ([], [], [])
+    assert batches(max_negatives=0)[0].negatives == [[]] * 6
+
+
+def test_augmented_pictures_keep_their_tokens_and_change_with_the_step(batches):
+    plain, drawn = batches(), batches(augment="drawing")
+    shown = {name: prompt for name, prompt in zip(plain[0].record_ids, plain[0].queries, strict=True)}
+    changed = 0
+    for name, prompt in zip(drawn[0].record_ids, drawn[0].queries, strict=True):
+        assert torch.equal(prompt.input_ids, shown[name].input_ids)
+        if prompt.pixel_values is not None:
+            assert not torch.equal(prompt.pixel_values, shown[name].pixel_values)
+            changed += 1
+    assert changed > 1
+
+
+def test_a_batch_that_cannot_be_shared_out_is_an_error(batches):
+    with pytest.raises(ValueError, match="batch_size 6 must be a multiple of the 4 processes"):
+        batches(world_size=4)
+
+
+def test_a_record_that_cannot_be_used_is_named(batches, records):
+    (records[0].path.parent / "images/4.png").unlink()
+    with pytest.raises(ValueError, match=r"record '[ab]\d' of .*/[ab]\.jsonl: .*images/4\.png cannot be read"):
+        list(make_loader(batches(), range(10), num_workers=0))
+
+
+def test_training_and_evaluation_see_the_same_tokens_and_states(lively, records, tmp_path):
+    """The collator's prompt of a record is the prompt that a loaded checkpoint makes, down to the embedding."""
+    builder = PromptBuilder(lively.processor, "rge", max_tokens=150)
+    mixture = Mixture([len(file) for file in records], [9, 5], 14, 0)
+    batch = StepBatches(records, mixture, builder, rank=0, world_size=1, max_negatives=3)[0]
+    settings = settings_of(
+        emb_id=lively.emb_id, profile="rge", max_prompt_tokens=150, min_pixels=784, max_pixels=7056, max_new_tokens=9,
+        reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=1,
+    )  # fmt: skip
+    export(lively, tmp_path / "final", settings)
+    encoder = load_encoder(tmp_path / "final")
+
+    by_id = {file[index].id: file[index] for file in records for index in range(len(file))}
+    targets = {
+        target.id: target for record in by_id.values() for target in (*record.positives, *record.negatives)
+    }
+    queries = [query_item(by_id[name]) for name in batch.record_ids]
+    candidates = [target_item(targets[prompt.id]) for prompt in batch.candidates]
+    assert len(queries) == 14
+    assert max(prompt.num_cut_tokens for prompt in batch.queries) > 0
+    for side, items, prompts in (
+        ("query", queries, batch.queries),
+        ("candidate", candidates, batch.candidates),
+    ):
+        for item, trained in zip(items, prompts, strict=True):
+            evaluated = encoder.builder.build(item, side)
+            assert torch.equal(evaluated.input_ids, trained.input_ids)
+            if trained.pixel_values is not None:
+                assert torch.equal(evaluated.pixel_values, trained.pixel_values)
+        with torch.no_grad():
+            packed = lively.pack(prompts, [[Branch([lively.emb_id], read_state=True)]] * len(prompts))
+            states = lively(packed)[0].state_ND.numpy()
+        found = encoder.encode(items, side=side, mode="direct", batch_size=5)
+        np.testing.assert_allclose(found.embeddings, states, atol=1e-5)

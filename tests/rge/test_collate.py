@@ -172,7 +172,9 @@ def test_a_batch_that_cannot_be_shared_out_is_an_error(batches):
 
 def test_a_record_that_cannot_be_used_is_named(batches, records):
     (records[0].path.parent / "images/4.png").unlink()
-    with pytest.raises(ValueError, match=r"record '[ab]\d' of .*/[ab]\.jsonl: .*images/4\.png cannot be read"):
+    with pytest.raises(
+        ValueError, match=r"record '[ab]\d' of .*/[ab]\.jsonl: .*images/4\.png cannot be read"
+    ):
         list(make_loader(batches(), range(10), num_workers=0))
 
 

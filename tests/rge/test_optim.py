@@ -1,0 +1,124 @@
+"""Schedules by hand, and that optimizers decay, save and load what they should."""
+
+import copy
+
+import pytest
+import torch
+
+from rge.optim import learning_rate, make_optimizer, set_learning_rate
+
+SHAPE = {"num_steps": 10, "lr": 2.0, "warmup_steps": 4, "min_lr_ratio": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.5, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]),
+        ("linear", [0.5, 1.0, 1.5, 2.0, 2.0, 1.7, 1.4, 1.1, 0.8, 0.5]),
+    ],
+)
+def test_rates_by_hand(schedule, expected):
+    found = [learning_rate(step, schedule=schedule, **SHAPE) for step in range(10)]
+    assert found == pytest.approx(expected)
+
+
+def test_cosine_falls_from_the_peak_to_the_floor():
+    rates = [learning_rate(step, schedule="cosine", **SHAPE) for step in range(11)]
+    assert rates[4] == 2.0
+    assert rates[7] == pytest.approx(2.0 * 0.55)  # half way between the peak and the floor
+    assert rates[10] == pytest.approx(0.2)
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+
+
+def test_a_schedule_without_warmup_starts_at_the_peak():
+    assert learning_rate(0, num_steps=1, lr=3.0, warmup_steps=0, schedule="cosine", min_lr_ratio=0.0) == 3.0
+    # A warm-up as long as the run never divides by zero.
+    assert learning_rate(4, num_steps=5, lr=3.0, warmup_steps=5, schedule="linear", min_lr_ratio=0.0) == 3.0
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(5, 4)
+        self.conv = torch.nn.Conv1d(4, 4, 1)
+        self.norm = torch.nn.LayerNorm(4)
+        self.linear = torch.nn.Linear(4, 4)
+        self.frozen = torch.nn.Linear(4, 4).requires_grad_(False)
+
+    def loss(self):
+        hidden = self.conv(self.embed(torch.arange(5)).T).T
+        return self.frozen(self.linear(self.norm(hidden))).square().sum()
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_vectors_are_not_decayed_and_frozen_weights_do_not_move(name):
+    net = Net()
+    optimizer = make_optimizer(net, name=name, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.5)
+    for parameter in net.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    before = copy.deepcopy(net.state_dict())
+    optimizer.step()
+    for key, value in net.state_dict().items():
+        # Without a gradient only decay moves a weight: by the factor 1 - lr * decay.
+        decayed = value.ndim >= 2 and not key.startswith("frozen")
+        torch.testing.assert_close(value, before[key] * (0.95 if decayed else 1.0))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_reloaded_optimizer_goes_on_bit_for_bit(name, tmp_path):
+    def take(net, optimizer, first, last):
+        for step in range(first, last):
+            set_learning_rate(optimizer, 0.1 / (step + 1))
+            optimizer.zero_grad()
+            net.loss().backward()
+            optimizer.step()
+
+    def fresh():
+        net = Net()
+        return net, make_optimizer(net, name=name, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.5)
+
+    whole, optimizer = fresh()
+    take(whole, optimizer, 0, 6)
+    net, optimizer = fresh()
+    take(net, optimizer, 0, 3)
+    torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "state.pt")
+    net, optimizer = fresh()
+    saved = torch.load(tmp_path / "state.pt")
+    net.load_state_dict(saved["net"])
+    optimizer.load_state_dict(saved["optimizer"])
+    take(net, optimizer, 3, 6)
+    for key, value in whole.state_dict().items():
+        assert torch.equal(value, net.state_dict()[key]), key
+
+
+def test_every_trained_weight_is_in_exactly_one_group():
+    net = Net()
+    for name in ("adamw", "muon"):
+        optimizer = make_optimizer(net, name=name, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.5)
+        grouped = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        assert sorted(grouped) == sorted(
+            id(parameter) for parameter in net.parameters() if parameter.requires_grad
+        )
+
+
+def test_muon_moves_matrices_along_an_orthogonal_update_and_the_rest_as_adamw_does():
+    updates = {}
+    for name in ("adamw", "muon"):
+        net = Net()
+        before = copy.deepcopy(net.state_dict())
+        optimizer = make_optimizer(net, name=name, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
+        net.loss().backward()
+        optimizer.step()
+        updates[name] = {key: net.state_dict()[key] - before[key] for key in before}
+    for key in ("embed.weight", "conv.weight", "norm.weight", "linear.bias"):
+        assert torch.equal(updates["muon"][key], updates["adamw"][key])
+    # The normalised input makes the gradient's rank 3 of 4.
+    muon, adamw = (torch.linalg.svdvals(updates[name]["linear.weight"]) for name in ("muon", "adamw"))
+    assert muon[0] / muon[2] < 2 < adamw[0] / adamw[2]
+
+
+def test_an_unknown_optimizer_is_named():
+    with pytest.raises(ValueError, match="optimizer must be adamw or muon, got 'sgd'"):
+        make_optimizer(Net(), name="sgd", lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)

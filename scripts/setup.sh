@@ -63,7 +63,8 @@ install() { # pip's words go to the log; people see that it goes on
         seconds=0
         while sleep 20 >/dev/null 2>&1 9>&- && kill -0 $$ 2>/dev/null; do
             seconds=$((seconds + 20))
-            printf 'setup: %4d s  %s\n' "$seconds" "$(tail -n 1 "$LOG" | cut -c 1-90)"
+            now=$(grep -E '^ *(Collecting|Building|Installing) ' "$LOG" | tail -n 1 | cut -c 1-80) || true
+            printf 'setup: %4d s  %s\n' "$seconds" "$now"
         done
     ) &
     ticker=$!

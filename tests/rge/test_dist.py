@@ -1,0 +1,223 @@
+"""Two real processes against one: gathering, both losses, every gradient, whatever the ranks' batches look like."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rge import dist
+from rge.backbone import load_backbone
+from rge.collate import Batch
+from rge.embedder import Embedder
+from rge.prompts import PromptBuilder
+from rge.step import Objective, training_step
+
+WORKERS = Path(__file__).parent / "workers"
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--main_process_port", "0"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+def launch(command: list[str], **environment: str) -> None:
+    done = subprocess.run(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+@pytest.mark.slow
+def test_rows_are_gathered_with_the_gradient_of_one_process(tmp_path):
+    world = 2
+    total = sum(rank + 2 for rank in range(world))
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(total, 3, generator=generator, dtype=torch.float64)
+    weights = torch.randn(total, total, generator=generator, dtype=torch.float64)
+    torch.save((rows, weights), tmp_path / "rows.pt")
+    launch([*TORCHRUN, f"--nproc_per_node={world}", str(WORKERS / "gather.py"), str(tmp_path)])
+
+    whole = rows.clone().requires_grad_()
+    (whole @ whole.T * weights).sum().backward()
+    start = 0
+    for rank in range(world):
+        seen = torch.load(tmp_path / f"seen_{rank}.pt")
+        assert seen["world"] == world
+        assert seen["sizes"] == [other + 2 for other in range(world)]
+        assert torch.equal(seen["rows"], rows)
+        torch.testing.assert_close(seen["gradient"], whole.grad[start : start + rank + 2], atol=1e-12, rtol=0)
+        assert seen["ids"].tolist() == [
+            10 * other + row for other in range(world) for row in range(other + 2)
+        ]
+        assert seen["sum"] == pytest.approx([world * (world + 1) / 2, world * 1e-12], rel=1e-12)
+        assert seen["detached"] is False
+        start += rank + 2
+
+
+def merge(batches: list[Batch]) -> Batch:
+    """The same step in one process: columns of a later rank's candidates move."""
+    whole = Batch([], [], [], [], [], [], [], [], [])
+    for batch in batches:
+        offset = len(whole.candidates)
+        whole.positive.extend(offset + column for column in batch.positive)
+        whole.negatives.extend([offset + column for column in columns] for columns in batch.negatives)
+        for name in (
+            "record_ids",
+            "queries",
+            "oracle_ids",
+            "candidates",
+            "candidate_identity",
+            "right_answers",
+            "seeds",
+        ):
+            getattr(whole, name).extend(getattr(batch, name))
+    return whole
+
+
+def without_negatives(batch: Batch) -> Batch:
+    """Only the drawn positives as candidates, so that ranks have unequal numbers of them."""
+    batch.candidates[:] = [batch.candidates[column] for column in batch.positive]
+    batch.candidate_identity[:] = [batch.candidate_identity[column] for column in batch.positive]
+    batch.positive[:] = range(len(batch.candidates))
+    batch.negatives[:] = [[] for _ in batch.positive]
+    return batch
+
+
+def longer_rationales(batch: Batch, builder: PromptBuilder) -> Batch:
+    batch.oracle_ids[:] = [builder.rationale_ids("a much longer rationale " * 5, "r")] * len(batch.queries)
+    return batch
+
+
+NAMES = [
+    f"{layout}-{anchor}-{micro}"
+    for layout in ("mixed", "one rank without pictures", "no rank with pictures")
+    for anchor in ("self", "oracle", "none")
+    for micro in (100, 2)
+    if anchor == "self" or layout == "mixed"
+] + ["cold start-100", "cold start-2", "cold start without candidates-2", "no lm loss-100", "no lm loss-2"]
+
+
+@pytest.fixture(scope="module")
+def paired(tmp_path_factory):
+    """Filled by the first test that needs it: results of both ranks, and the cases."""
+    return {"folder": tmp_path_factory.mktemp("paired")}
+
+
+@pytest.fixture
+def cases(paired, lively_path, make_batch, roll_out):
+    if "cases" in paired:
+        return paired
+    embedder = Embedder(load_backbone(lively_path)).eval()
+    builder = PromptBuilder(embedder.processor)
+    cases = {}
+    for name in NAMES:
+        layout, micro = name.split("-")[0], int(name.split("-")[-1])
+        pictures = {"one rank without pictures": (True, False), "no rank with pictures": (False, False)}.get(
+            layout, (True, True)
+        )
+        batches = [
+            make_batch(builder, 0, pictures[0], pictures[0]),
+            longer_rationales(without_negatives(make_batch(builder, 10, pictures[1], pictures[1])), builder),
+        ]
+        rationales = [roll_out(embedder, batch) for batch in batches]
+        if layout.startswith("cold start"):
+            objective = Objective(1.0, 0.0, lm_on_candidates=layout == "cold start")
+        elif layout == "no lm loss":
+            objective = Objective(0.0, 1.0, 0.07)
+        else:
+            objective = Objective(1 / 11, 10 / 11, 0.07, name.split("-")[1])
+        cases[name] = {
+            "batches": batches,
+            "rationales": rationales,
+            "objective": objective,
+            "micro_batch_size": micro,
+        }
+    torch.save(cases, paired["folder"] / "cases.pt")
+    arguments = [str(WORKERS / "step.py"), str(lively_path), str(paired["folder"])]
+    launch([*ACCELERATE, "--num_processes", "2", *arguments], ACCELERATE_USE_CPU="true")
+    paired["cases"] = cases
+    paired["found"] = [torch.load(paired["folder"] / f"found_{rank}.pt") for rank in range(2)]
+    return paired
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_on_two_processes_equals_one(cases, lively, name):
+    case, (first, second) = cases["cases"][name], (found[name] for found in cases["found"])
+    whole = merge(case["batches"])
+    rationales = case["rationales"][0] + case["rationales"][1]
+    report = training_step(
+        lively,
+        lively,
+        whole,
+        case["objective"],
+        rationales=rationales,
+        micro_batch_size=100,
+        backward=lambda loss: loss.backward(),
+    )
+    assert first["report"] == second["report"]
+    assert first["report"] == pytest.approx(report, rel=1e-5)
+    for key, parameter in lively.named_parameters():
+        assert torch.equal(first["gradients"][key], second["gradients"][key])
+        error = (first["gradients"][key] - parameter.grad).norm()
+        assert error <= 1e-5 * parameter.grad.norm(), key
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in lively.parameters()])
+    assert first["norm"] == pytest.approx(float(norm), rel=1e-5)
+    expected = dist.rollout_report(rationales, 1.0, lively.device)
+    assert first["rollout"] == second["rollout"] == pytest.approx(expected)
+
+
+def test_alone_nothing_is_gathered():
+    rows = torch.ones(3, 2, requires_grad=True)
+    sizes = dist.gather_sizes(3, rows.device)
+    assert sizes == [3]
+    assert dist.gather_rows(rows, sizes) is rows
+    assert dist.sum_over_ranks([1.5, 2], rows.device) == [1.5, 2.0]
+    assert (dist.rank(), dist.world_size()) == (0, 1)
+
+
+class Running:
+    """What `check_launch` looks at."""
+
+    def __init__(self, num_processes: int, kind: str):
+        self.num_processes = num_processes
+        self.distributed_type = dist.DistributedType(kind)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "running", "asked", "message"),
+    [
+        (
+            "2",
+            Running(1, "NO"),
+            (None, None),
+            "started 2 processes, but each sees 1: the back end was not initialised",
+        ),
+        (
+            None,
+            Running(1, "NO"),
+            (2, None),
+            "train.num_processes=2, but 1 run; pass the number to accelerate launch",
+        ),
+        ("2", Running(2, "MULTI_CPU"), (4, None), "train.num_processes=4, but 2 run"),
+        ("2", Running(2, "MULTI_CPU"), (2, "FSDP"), "train.distributed_type=FSDP, but MULTI_CPU runs"),
+        (None, Running(1, "NO"), (None, "DEEPSPEED"), "train.distributed_type=DEEPSPEED, but NO runs"),
+    ],
+)
+def test_a_launch_that_is_not_what_was_asked_for(monkeypatch, world_size, running, asked, message):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if world_size:
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+    with pytest.raises(dist.LaunchError, match=message):
+        dist.check_launch(running, *asked)
+
+
+def test_a_launch_as_asked(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    dist.check_launch(Running(1, "NO"), None, None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    dist.check_launch(Running(2, "MULTI_CPU"), 2, "MULTI_CPU")

@@ -1,0 +1,50 @@
+"""One process of several: run training steps on this rank's batches and write report and gradients.
+
+    accelerate launch ... step.py CHECKPOINT FOLDER
+
+``FOLDER/cases.pt`` is a dict of cases, each with ``batches`` and ``rationales`` (one a rank), ``objective`` and
+``micro_batch_size``. Rank r writes ``FOLDER/found_r.pt``: for each case its report and its gradients after DDP's mean.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from rge import dist
+from rge.backbone import load_backbone
+from rge.config import LogConfig, TrainConfig
+from rge.embedder import Embedder
+from rge.step import training_step
+
+checkpoint, folder = sys.argv[1], Path(sys.argv[2])
+torch.set_num_threads(1)
+accelerator = dist.make_accelerator(TrainConfig(), LogConfig())
+dist.check_launch(accelerator, 2, "MULTI_CPU")
+embedder = Embedder(load_backbone(checkpoint)).eval()
+optimizer = torch.optim.SGD(embedder.parameters(), lr=0.0)
+model, optimizer = dist.prepare(accelerator, embedder, optimizer, max_grad_norm=0.0)
+rank = dist.rank()
+found = {}
+for name, case in torch.load(folder / "cases.pt", weights_only=False).items():
+    report = training_step(
+        model,
+        embedder,
+        case["batches"][rank],
+        case["objective"],
+        rationales=case["rationales"][rank],
+        micro_batch_size=case["micro_batch_size"],
+        backward=accelerator.backward,
+        no_sync=lambda: accelerator.no_sync(model),
+    )
+    gradients = {key: parameter.grad.clone() for key, parameter in embedder.named_parameters()}
+    rollout = dist.rollout_report(case["rationales"][rank], 1.0, embedder.device)
+    norm = dist.optimizer_step(accelerator, model, optimizer, max_grad_norm=0.0)
+    assert all(parameter.grad is None for parameter in embedder.parameters())
+    found[name] = {"report": report, "gradients": gradients, "rollout": rollout, "norm": norm}
+torch.save(found, folder / f"found_{rank}.pt")
+weights = dist.full_weights(accelerator, model, embedder)
+expected = embedder.model.state_dict()
+assert weights.keys() == expected.keys()
+assert all(torch.equal(weights[key], expected[key]) for key in expected)
+dist.close()

@@ -8,6 +8,9 @@ PY := $(VENV)/bin/python
 # Nothing here talks to a hub or a tracker. One thread a process: several test processes spinning on two cores are many
 # times slower than one thread each. The demo is one process and keeps all cores.
 OFFLINE := HF_HUB_OFFLINE=1 WANDB_MODE=offline WANDB_SILENT=true TOKENIZERS_PARALLELISM=false
+ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
+OFFLINE += DS_ACCELERATOR=cpu
+endif
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help

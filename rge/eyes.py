@@ -1,8 +1,14 @@
-"""Teach the eyes of a backbone that is built from nothing: name the pictured thing, for the vision tower alone.
+"""Teach a backbone that is built from nothing to see: to name the pictured thing, in its own words.
 
-A pretrained backbone sees; one built by `rge.scratch` does not, and the joint objective is a slow teacher of vision.
-This stage trains the vision tower and its merger as a classifier over the concepts of naming records, several
-hundred pictures a second on two CPU cores, and throws the classifier away.
+A pretrained backbone sees, and its text model can read what its vision tower says. One built by `rge.scratch` does
+neither, and the joint objective is a slow teacher of both. This stage has three losses over augmented pictures, on
+rows of two dozen tokens without any chat template:
+
+* choosing: the features, averaged over a picture's placeholders, must have their greatest inner product with the summed
+  token embeddings of the right name among all names.
+* saying: the text model writes the name after the picture.
+* matching: the state at ``<|im_end|>`` after a picture is close to that after its name, and to no other name of the
+  batch (InfoNCE). ``<emb>``, when it is added, starts as a copy of ``<|im_end|>``.
 """
 
 from collections.abc import Sequence
@@ -17,35 +23,37 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from rge import dist
+from rge.backbone import hidden_states, picture_features
 from rge.images import load_image
 from rge.optim import learning_rate, make_optimizer, set_learning_rate
+from rge.packing import attention_mask
 from rge.sources import RecordFile
 
 
-def naming_pictures(path: str | Path, side_px: int) -> tuple[Tensor, Tensor, int]:
-    """Every distinct picture of the queries of a record file, labelled by the identity of what it shows.
+MATCHING_TEMPERATURE = 0.05
+
+
+def naming_pictures(path: str | Path, side_px: int) -> tuple[Tensor, Tensor, list[str]]:
+    """Every distinct picture of the queries of a record file, labelled by what it shows.
 
     Args:
-        path: records whose queries are one picture and whose positives show the same thing.
+        path: records whose queries are one picture, and whose oracle rationale names it ("This is a padlock.").
         side_px: pictures are resized to this square.
 
     Returns:
-        (N, 3, side, side) float pictures in [0, 1], (N,) int64 labels, and the number of labels.
+        (N, 3, side, side) float pictures in [0, 1], (N,) int64 labels, and the labels' names.
     """
-    records = RecordFile(path)
+    records = RecordFile(path, need_rationale=True)
     pictures: dict[str, str] = {}
     for index in range(len(records)):
         record = records[index]
-        target = record.positives[0]
         for image in record.query.images:
-            pictures.setdefault(image, target.identity or target.id)
+            pictures.setdefault(image, record.positives[0].rationale or "")
     names = sorted(set(pictures.values()))
     label = {name: number for number, name in enumerate(names)}
-    arrays = [
-        np.asarray(load_image(image).resize((side_px, side_px), Image.Resampling.BICUBIC)) for image in pictures
-    ]
+    arrays = [np.asarray(load_image(image).resize((side_px, side_px), Image.Resampling.BICUBIC)) for image in pictures]
     stacked = torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).float() / 255
-    return stacked, torch.tensor([label[name] for name in pictures.values()]), len(names)
+    return stacked, torch.tensor([label[name] for name in pictures.values()]), names
 
 
 def augment(picture_B3HW: Tensor, generator: torch.Generator) -> Tensor:
@@ -85,55 +93,113 @@ def patches(picture_B3HW: Tensor, patch: int, merge: int, temporal: int, mean: S
 
 
 class _Namer(nn.Module):
-    def __init__(self, visual: nn.Module, num_labels: int):
-        super().__init__()
-        self.visual, self.width = visual, visual.config.out_hidden_size
-        self.head = nn.Linear(self.width, num_labels)
+    """The three losses in one forward. K = names, B = pictures, U = names of the batch, T = tokens of the longest name."""
 
-    def forward(self, values: Tensor, grid: Tensor) -> Tensor:
-        features = self.visual(values, grid_thw=grid).pooler_output
-        return self.head(features.reshape(grid.shape[0], -1, self.width).mean(dim=1))
+    def __init__(self, model: nn.Module, name_ids: list[list[int]], pad_id: int, end_id: int, grid: Tensor):
+        super().__init__()
+        self.model, config = model, model.config
+        self.width = config.get_text_config().hidden_size
+        longest = max(map(len, name_ids))
+        lengths = torch.tensor([len(ids) for ids in name_ids])
+        rows = [ids + [pad_id] * (longest - len(ids)) for ids in name_ids]
+        self.register_buffer("name_KT", torch.tensor(rows), persistent=False)
+        self.register_buffer("real_KT", torch.arange(longest) < lengths[:, None], persistent=False)
+        self.register_buffer("length_K", lengths, persistent=False)
+        self.register_buffer("end", torch.tensor([end_id]), persistent=False)
+        placeholders = int(grid.prod()) // config.vision_config.spatial_merge_size**2
+        picture = [config.vision_start_token_id, *[config.image_token_id] * placeholders, config.vision_end_token_id]
+        self.register_buffer("picture_P", torch.tensor(picture), persistent=False)
+        ids = torch.cat([self.picture_P, self.name_KT[0], self.end])[None]
+        types = (ids == config.image_token_id).long()
+        position_31T, _ = model.model.get_rope_index(ids, types, image_grid_thw=grid)
+        # The end is a branch of its own: like the name, it follows the picture.
+        position_31T[:, :, -1] = position_31T[:, :, len(picture)]
+        self.register_buffer("position_31T", position_31T, persistent=False)
+        # Token embeddings start small (0.02); without a scale the choice would start, and stay, flat.
+        self.log_scale = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, values: Tensor, grid: Tensor, label_B: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        B, P = len(label_B), len(self.picture_P)
+        features = picture_features(self.model, values, grid)
+        words = self.model.get_input_embeddings().weight
+        name_KD = (words[self.name_KT] * self.real_KT[..., None]).sum(dim=1)
+        choice_BK = features.reshape(B, -1, self.width).mean(dim=1) @ name_KD.T * self.log_scale.exp()
+        choosing = F.cross_entropy(choice_BK, label_B, label_smoothing=0.1)
+
+        name_BT, real_BT = self.name_KT[label_B], self.real_KT[label_B]
+        segment_BT = torch.cat(
+            [real_BT.new_zeros(B, P).long(), real_BT.long() * 2 - 1, torch.full_like(label_B, 2)[:, None]], dim=1
+        )
+        hidden = hidden_states(
+            self.model,
+            features=features,
+            input_ids=torch.cat([self.picture_P.expand(B, -1), name_BT, self.end.expand(B, -1)], dim=1),
+            position_ids=self.position_31T.expand(-1, B, -1),
+            attention_mask={"full_attention": attention_mask(segment_BT)},
+            use_cache=False,
+        )
+        before_name = hidden[:, P - 1 : -2][real_BT]
+        saying = F.cross_entropy(self.model.get_output_embeddings()(before_name), name_BT[real_BT])
+
+        label_U, column_B = label_B.unique(return_inverse=True)
+        U, real_UT = len(label_U), self.real_KT[label_U]
+        place_UT = torch.arange(real_UT.shape[1], device=label_B.device).expand(U, -1)
+        place_UT = torch.cat([place_UT, self.length_K[label_U, None]], dim=1)
+        segment_UT = torch.cat([real_UT.long() - 1, torch.zeros_like(label_U)[:, None]], dim=1)
+        named = hidden_states(
+            self.model,
+            features=None,
+            input_ids=torch.cat([self.name_KT[label_U], self.end.expand(U, -1)], dim=1),
+            position_ids=place_UT.expand(3, -1, -1),
+            attention_mask={"full_attention": attention_mask(segment_UT)},
+            use_cache=False,
+        )
+        match_BU = F.normalize(hidden[:, -1], dim=-1) @ F.normalize(named[:, -1], dim=-1).T
+        matching = F.cross_entropy(match_BU / MATCHING_TEMPERATURE, column_B)
+        return choosing, saying, matching, (choice_BK.argmax(dim=1) == label_B).sum()
 
 
 def teach(
-    visual: nn.Module,
+    model: nn.Module,
     accelerator: Accelerator,
-    image_processor,
+    processor,
     pictures: Tensor,
     labels: Tensor,
-    num_labels: int,
+    names: Sequence[str],
     *,
     steps: int,
     batch_size: int,
     lr: float,
     seed: int,
 ) -> float:
-    """Train a Qwen vision tower to name pictures.
+    """Train a backbone to name pictures.
 
     Args:
-        visual: the tower with its merger, changed in place, on every process alike.
+        model: the backbone's model, changed in place, on every process alike.
         accelerator: the processes that share each batch.
-        image_processor: gives patch sizes, mean and standard deviation.
+        processor: gives patch sizes, mean, standard deviation and the names' tokens.
         pictures: (N, 3, side, side) in [0, 1].
         labels: (N,) int64.
-        num_labels: number of classes.
+        names: text of each label, such as "This is a padlock.".
         steps: optimizer steps.
         batch_size: pictures a step, all processes together.
         lr: peak learning rate, cosine schedule; Muon needs a third of AdamW's steps here.
-        seed: of batches, augmentation and classifier.
+        seed: of batches and augmentation.
 
     Returns:
-        Accuracy on this process's augmented training pictures over the last tenth of the steps.
+        Share of this process's augmented pictures whose name was chosen right, over the last tenth of the steps.
     """
     generator = torch.Generator().manual_seed(seed * 1000 + dist.rank())
-    torch.manual_seed(seed)
-    namer = _Namer(visual, num_labels)
+    tokenizer, image_processor = processor.tokenizer, processor.image_processor
+    name_ids = [tokenizer(name, add_special_tokens=False).input_ids for name in names]
+    end_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    side = pictures.shape[-1] // image_processor.patch_size
+    namer = _Namer(model, name_ids, tokenizer.pad_token_id, end_id, torch.tensor([[1, side, side]]))
     optimizer: torch.optim.Optimizer = make_optimizer(
         namer, name="muon", lr=lr, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.05
     )
-    model, optimizer = accelerator.prepare(namer, optimizer)
+    wrapped, optimizer = accelerator.prepare(namer.train(), optimizer)
     share = batch_size // dist.world_size()
-    side = pictures.shape[-1] // image_processor.patch_size
     grid = torch.tensor([[1, side, side]] * share, device=accelerator.device)
     correct = counted = 0
     bar = tqdm(range(steps), desc="eyes", unit="step", dynamic_ncols=True, disable=not accelerator.is_main_process)
@@ -150,16 +216,15 @@ def teach(
             image_processor.image_std,
         ).to(accelerator.device)
         label = labels[rows].to(accelerator.device)
-        logits = model(values, grid)
-        loss = F.cross_entropy(logits, label, label_smoothing=0.1)
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        choosing, saying, matching, right = wrapped(values, grid, label)
+        accelerator.backward(choosing + saying + matching)
+        accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step >= steps - max(1, steps // 10):
-            correct += int((logits.argmax(dim=1) == label).sum())
+            correct += int(right)
             counted += share
         if step % 20 == 0:
-            bar.set_postfix(loss=f"{loss.item():.3g}")
+            bar.set_postfix(choosing=f"{choosing.item():.3g}", saying=f"{saying.item():.3g}", matching=f"{matching.item():.3g}")
     accelerator.free_memory()
     return correct / counted

@@ -1,6 +1,7 @@
 """Optimizers and learning rate; the rate has no hidden state: it is a function of the step."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,32 +15,25 @@ class MuonAdamW(torch.optim.Optimizer):
     fewer steps than AdamW; the paper's fine-tuning uses AdamW.
 
     Args:
-        matrices: 2-D parameters of linear layers.
-        others: everything else that is trained.
+        matrices: parameter groups of 2-D parameters of linear layers.
+        others: parameter groups of everything else that is trained.
         lr: learning rate of both.
         betas: of AdamW; Muon's momentum is its default, 0.95.
         eps: of AdamW.
-        weight_decay: of all parameters with two or more dimensions.
     """
 
     def __init__(
-        self,
-        matrices: list[nn.Parameter],
-        others: list[nn.Parameter],
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
+        self, matrices: list[dict], others: list[dict], *, lr: float, betas: tuple[float, float], eps: float
     ):
-        self._muon = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-        self._adamw = torch.optim.AdamW(_decay_groups(others, weight_decay), lr=lr, betas=tuple(betas), eps=eps)
+        self._muon = torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw")
+        self._adamw = torch.optim.AdamW(others, lr=lr, betas=tuple(betas), eps=eps)
         super().__init__([*self._muon.param_groups, *self._adamw.param_groups], defaults={})
         self._link()
 
     def _link(self) -> None:
         # The two share this optimizer's groups and state, so that saving, loading and a changed rate reach them.
-        self._muon.param_groups, self._adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
+        count = len(self._muon.param_groups)
+        self._muon.param_groups, self._adamw.param_groups = self.param_groups[:count], self.param_groups[count:]
         self._muon.state = self._adamw.state = self.state
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -57,7 +51,15 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def make_optimizer(
-    model: nn.Module, *, name: str, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+    model: nn.Module,
+    *,
+    name: str,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    slow: Sequence[nn.Parameter] = (),
+    slow_ratio: float = 1.0,
 ) -> torch.optim.Optimizer:
     """Optimizer over the trainable parameters; norms, biases and other vectors are not decayed.
 
@@ -68,28 +70,36 @@ def make_optimizer(
         betas: of AdamW.
         eps: of AdamW.
         weight_decay: decoupled, multiplied by the rate.
+        slow: parameters with a learning rate of their own, such as the vision tower's.
+        slow_ratio: that rate as a share of `lr`.
 
     Raises:
         ValueError: unknown name.
     """
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if name == "adamw":
-        return torch.optim.AdamW(_decay_groups(trainable, weight_decay), lr=lr, betas=tuple(betas), eps=eps)
-    if name != "muon":
+    if name not in ("adamw", "muon"):
         raise ValueError(f"optimizer must be adamw or muon, got {name!r}")
+    is_slow = set(map(id, slow))
     lookups = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    matrices = [parameter for parameter in trainable if parameter.ndim == 2 and id(parameter) not in lookups]
-    chosen = set(map(id, matrices))
-    others = [parameter for parameter in trainable if id(parameter) not in chosen]
-    return MuonAdamW(matrices, others, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-
-
-def _decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict]:
-    groups = [
-        {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
+    groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            by_muon = name == "muon" and parameter.ndim == 2 and id(parameter) not in lookups
+            groups.setdefault((by_muon, id(parameter) in is_slow, parameter.ndim >= 2), []).append(parameter)
+    found = [
+        (
+            by_muon,
+            {
+                "params": parameters,
+                "weight_decay": weight_decay if decayed else 0.0,
+                "lr_ratio": slow_ratio if slowed else 1.0,
+            },
+        )
+        for (by_muon, slowed, decayed), parameters in groups.items()
     ]
-    return [group for group in groups if group["params"]]
+    others = [group for by_muon, group in found if not by_muon]
+    if name == "adamw":
+        return torch.optim.AdamW(others, lr=lr, betas=tuple(betas), eps=eps)
+    return MuonAdamW([group for by_muon, group in found if by_muon], others, lr=lr, betas=betas, eps=eps)
 
 
 def learning_rate(
@@ -115,6 +125,6 @@ def learning_rate(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Write the rate into every parameter group."""
+    """Write the rate into every parameter group, times the group's own ratio."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_ratio"]

@@ -46,14 +46,14 @@ def _build(recipe: Recipe, config: ScratchConfig, folder: Path, accelerator: Acc
     if config.naming is not None:
         model = AutoModelForImageTextToText.from_pretrained(temporary)
         processor = AutoProcessor.from_pretrained(temporary)
-        pictures, labels, num_labels = eyes.naming_pictures(config.naming, int(recipe.model.max_pixels**0.5))
+        pictures, labels, names = eyes.naming_pictures(config.naming, int(recipe.model.max_pixels**0.5))
         accuracy = eyes.teach(
-            model.model.visual,
+            model,
             accelerator,
-            processor.image_processor,
+            processor,
             pictures,
             labels,
-            num_labels,
+            names,
             steps=config.naming_steps,
             batch_size=config.naming_batch_size,
             lr=config.naming_lr,
@@ -61,7 +61,7 @@ def _build(recipe: Recipe, config: ScratchConfig, folder: Path, accelerator: Acc
         )
         if accelerator.is_main_process:
             model.cpu().save_pretrained(temporary)
-            found = {"pictures": len(pictures), "concepts": num_labels, "train_accuracy": accuracy}
+            found = {"pictures": len(pictures), "names": len(names), "train_accuracy": accuracy}
             (temporary / "eyes.json").write_text(json.dumps(found))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:

@@ -69,6 +69,8 @@ def train_stage(recipe: Recipe, name: str, folder: Path, start: str, accelerator
         betas=recipe.optim.betas,
         eps=recipe.optim.eps,
         weight_decay=recipe.optim.weight_decay,
+        slow=list(embedder.model.model.visual.parameters()),
+        slow_ratio=recipe.optim.vision_lr_ratio,
     )
     model, optimizer = dist.prepare(accelerator, embedder, optimizer, recipe.optim.max_grad_norm)
 

@@ -26,7 +26,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self, matrices: list[dict], others: list[dict], *, lr: float, betas: tuple[float, float], eps: float
     ):
         self._muon = torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw")
-        self._adamw = torch.optim.AdamW(others, lr=lr, betas=tuple(betas), eps=eps)
+        self._adamw = torch.optim.AdamW(others, lr=lr, betas=(betas[0], betas[1]), eps=eps)
         super().__init__([*self._muon.param_groups, *self._adamw.param_groups], defaults={})
         self._link()
 
@@ -42,7 +42,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._link()
 
     @torch.no_grad()
-    def step(self, closure=None) -> Tensor | None:
+    def step(self, closure=None) -> Tensor | None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
         loss = closure() if closure is not None else None
         self._muon.step()
@@ -98,7 +98,7 @@ def make_optimizer(
     ]
     others = [group for by_muon, group in found if not by_muon]
     if name == "adamw":
-        return torch.optim.AdamW(others, lr=lr, betas=tuple(betas), eps=eps)
+        return torch.optim.AdamW(others, lr=lr, betas=(betas[0], betas[1]), eps=eps)
     return MuonAdamW([group for by_muon, group in found if by_muon], others, lr=lr, betas=betas, eps=eps)
 
 

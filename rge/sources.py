@@ -45,7 +45,10 @@ class RecordFile:
         self.path = Path(path)
         if not self.path.is_file():
             raise RecordError(f"training records {self.path} do not exist")
-        offsets, problems, seen, offset = [], [], {}, 0
+        offsets: list[int] = []
+        problems: list[str] = []
+        seen: dict[str, int] = {}
+        offset = 0
         size = self.path.stat().st_size
         quick = size < 100_000_000  # a second or two
         bar = tqdm(total=size, unit="B", unit_scale=True, desc=f"checking {self.path.name}", disable=quick or not progress)
@@ -181,7 +184,7 @@ class Mixture:
     def batch(self, step: int) -> list[Draw]:
         """The global batch of a step, `batch_size` draws, sources interleaved at random."""
         before, after = self._counts(step), self._counts(step + 1)
-        draws = []
+        draws: list[tuple[int, int]] = []
         for source, size in enumerate(self.sizes):
             for count in range(before[source], after[source]):
                 index = int(self._order(source, count // size)[count % size])
@@ -189,7 +192,7 @@ class Mixture:
         generator = np.random.default_rng([self.seed, 1, step])
         seeds = generator.integers(0, 2**63, size=len(draws))
         mixed = generator.permutation(len(draws))
-        return [Draw(*draws[place], seed=int(seeds[place])) for place in mixed]
+        return [Draw(*draws[place], int(seeds[place])) for place in mixed]
 
     def _counts(self, step: int) -> list[int]:
         # Records drawn from each source before `step`: whole numbers that sum to step * batch_size. A source takes its

@@ -192,7 +192,7 @@ class Mixture:
         generator = np.random.default_rng([self.seed, 1, step])
         seeds = generator.integers(0, 2**63, size=len(draws))
         mixed = generator.permutation(len(draws))
-        return [Draw(*draws[place], int(seeds[place])) for place in mixed]
+        return [Draw(draws[place][0], draws[place][1], int(seeds[place])) for place in mixed]
 
     def _counts(self, step: int) -> list[int]:
         # Records drawn from each source before `step`: whole numbers that sum to step * batch_size. A source takes its

@@ -1,0 +1,64 @@
+"""metrics.jsonl: every logged step once, also after a kill."""
+
+import json
+
+import pytest
+from accelerate import Accelerator
+
+from rge.logs import Logs
+
+
+@pytest.fixture(scope="module")
+def accelerator():
+    return Accelerator(cpu=True)
+
+
+def write(accelerator, folder, first_step, last_step, log_every=1, num_steps=10, close=True):
+    logs = Logs(accelerator, folder, "joint", first_step, num_steps, log_every)
+    for step in range(first_step + 1, last_step + 1):
+        logs.step(step, {"loss": 1.0 / step})
+    if close:
+        logs.close()
+    return logs
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_first_last_and_every_nth_step_are_written(accelerator, tmp_path):
+    write(accelerator, tmp_path / "new", 0, 10, log_every=4)
+    found = lines(tmp_path / "new")
+    assert [line["step"] for line in found] == [1, 4, 8, 10]
+    assert found[1]["loss"] == 0.25
+    assert found[1]["stage"] == "joint"
+
+
+def test_lines_are_there_before_the_run_ends(accelerator, tmp_path):
+    logs = write(accelerator, tmp_path, 0, 3, close=False)
+    assert len(lines(tmp_path)) == 3
+    logs.close()
+
+
+def test_after_a_resume_no_step_stands_twice_and_time_goes_on(accelerator, tmp_path):
+    write(accelerator, tmp_path, 0, 7)
+    with (tmp_path / "metrics.jsonl").open("a") as out:
+        out.write('{"stage": "joint", "step": 8, "lo')  # cut by a kill
+    before = lines_until(tmp_path, 4)
+    write(accelerator, tmp_path, 4, 10)
+    found = lines(tmp_path)
+    assert [line["step"] for line in found] == list(range(1, 11))
+    assert found[:4] == before
+    elapsed = [line["elapsed_s"] for line in found]
+    assert elapsed == sorted(elapsed)
+
+
+def lines_until(folder, step):
+    text = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in text[:step]]
+
+
+def test_a_run_from_the_start_begins_a_new_file(accelerator, tmp_path):
+    write(accelerator, tmp_path, 0, 7)
+    write(accelerator, tmp_path, 0, 2)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]

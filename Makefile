@@ -15,16 +15,19 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup demo demo-baseline test lint format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
 setup: ## make or refresh .venv; nothing happens where it is up to date
 	@sh scripts/setup.sh
 
 demo: setup ## train on the shipped pictures, evaluate on unseen drawings, write one HTML page (resumes)
 	@$(OFFLINE) $(PY) scripts/demo.py
+
+demo-baseline: setup ## the same, and its fair rival: a model that was trained without rationales
+	@$(OFFLINE) $(PY) scripts/demo.py baseline=true
 
 test: setup lint ## what CI runs: lint, types, all tests that need neither a GPU nor the network
 	@$(OFFLINE) $(ONE_THREAD) $(PY) -m pytest -m "not gpu and not net"

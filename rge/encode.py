@@ -1,7 +1,11 @@
 """Embed queries and candidates with a finished checkpoint: what evaluation and users call.
 
+For example:
+
     encoder = load_encoder("runs/demo/joint/final")
     found = encoder.encode([Item("1", "What opens this?", ("padlock.png",))], side="query", mode="reasoning")
+
+Every figure of an evaluation comes from here, and so does every embedding of a service built on a checkpoint.
 """
 
 import time

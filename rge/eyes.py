@@ -1,14 +1,11 @@
 """Teach a backbone that is built from nothing to see: to name the pictured thing, in its own words.
 
 A pretrained backbone sees, and its text model can read what its vision tower says. One built by `rge.scratch` does
-neither, and the joint objective is a slow teacher of both. This stage has three losses over augmented pictures, on
-rows of two dozen tokens without any chat template:
+neither, and the joint objective is a slow teacher of both. This stage has two losses over augmented pictures:
 
 * choosing: the features, averaged over a picture's placeholders, must have their greatest inner product with the summed
   token embeddings of the right name among all names.
-* saying: the text model writes the name after the picture.
-* matching: the state at ``<|im_end|>`` after a picture is close to that after its name, and to no other name of the
-  batch (InfoNCE). ``<emb>``, when it is added, starts as a copy of ``<|im_end|>``.
+* saying: the text model writes the name after the picture, in a row of two dozen tokens without any chat template.
 """
 
 from collections.abc import Sequence
@@ -26,11 +23,7 @@ from rge import dist
 from rge.backbone import hidden_states, picture_features
 from rge.images import load_image
 from rge.optim import learning_rate, make_optimizer, set_learning_rate
-from rge.packing import attention_mask
 from rge.sources import RecordFile
-
-
-MATCHING_TEMPERATURE = 0.05
 
 
 def naming_pictures(path: str | Path, side_px: int) -> tuple[Tensor, Tensor, list[str]]:
@@ -93,70 +86,47 @@ def patches(picture_B3HW: Tensor, patch: int, merge: int, temporal: int, mean: S
 
 
 class _Namer(nn.Module):
-    """The three losses in one forward. K = names, B = pictures, U = names of the batch, T = tokens of the longest name."""
+    """Both losses in one forward. K = names, B = pictures, P = tokens of a picture, T = tokens of the longest name."""
 
-    def __init__(self, model: nn.Module, name_ids: list[list[int]], pad_id: int, end_id: int, grid: Tensor):
+    def __init__(self, model: nn.Module, name_ids: list[list[int]], pad_id: int, grid: Tensor):
         super().__init__()
         self.model, config = model, model.config
         self.width = config.get_text_config().hidden_size
         longest = max(map(len, name_ids))
-        lengths = torch.tensor([len(ids) for ids in name_ids])
         rows = [ids + [pad_id] * (longest - len(ids)) for ids in name_ids]
+        lengths = torch.tensor([len(ids) for ids in name_ids])
         self.register_buffer("name_KT", torch.tensor(rows), persistent=False)
         self.register_buffer("real_KT", torch.arange(longest) < lengths[:, None], persistent=False)
-        self.register_buffer("length_K", lengths, persistent=False)
-        self.register_buffer("end", torch.tensor([end_id]), persistent=False)
         placeholders = int(grid.prod()) // config.vision_config.spatial_merge_size**2
         picture = [config.vision_start_token_id, *[config.image_token_id] * placeholders, config.vision_end_token_id]
         self.register_buffer("picture_P", torch.tensor(picture), persistent=False)
-        ids = torch.cat([self.picture_P, self.name_KT[0], self.end])[None]
+        ids = torch.cat([self.picture_P, self.name_KT[0]])[None]
         types = (ids == config.image_token_id).long()
         position_31T, _ = model.model.get_rope_index(ids, types, image_grid_thw=grid)
-        # The end is a branch of its own: like the name, it follows the picture.
-        position_31T[:, :, -1] = position_31T[:, :, len(picture)]
         self.register_buffer("position_31T", position_31T, persistent=False)
         # Token embeddings start small (0.02); without a scale the choice would start, and stay, flat.
         self.log_scale = nn.Parameter(torch.tensor(3.0))
 
-    def forward(self, values: Tensor, grid: Tensor, label_B: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        B, P = len(label_B), len(self.picture_P)
+    def forward(self, values: Tensor, grid: Tensor, label_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        B = len(label_B)
         features = picture_features(self.model, values, grid)
         words = self.model.get_input_embeddings().weight
         name_KD = (words[self.name_KT] * self.real_KT[..., None]).sum(dim=1)
         choice_BK = features.reshape(B, -1, self.width).mean(dim=1) @ name_KD.T * self.log_scale.exp()
         choosing = F.cross_entropy(choice_BK, label_B, label_smoothing=0.1)
 
+        # Padding stands after the name, where a causal model's labels cannot see it: no mask is needed.
         name_BT, real_BT = self.name_KT[label_B], self.real_KT[label_B]
-        segment_BT = torch.cat(
-            [real_BT.new_zeros(B, P).long(), real_BT.long() * 2 - 1, torch.full_like(label_B, 2)[:, None]], dim=1
-        )
         hidden = hidden_states(
             self.model,
             features=features,
-            input_ids=torch.cat([self.picture_P.expand(B, -1), name_BT, self.end.expand(B, -1)], dim=1),
+            input_ids=torch.cat([self.picture_P.expand(B, -1), name_BT], dim=1),
             position_ids=self.position_31T.expand(-1, B, -1),
-            attention_mask={"full_attention": attention_mask(segment_BT)},
             use_cache=False,
         )
-        before_name = hidden[:, P - 1 : -2][real_BT]
+        before_name = hidden[:, len(self.picture_P) - 1 : -1][real_BT]
         saying = F.cross_entropy(self.model.get_output_embeddings()(before_name), name_BT[real_BT])
-
-        label_U, column_B = label_B.unique(return_inverse=True)
-        U, real_UT = len(label_U), self.real_KT[label_U]
-        place_UT = torch.arange(real_UT.shape[1], device=label_B.device).expand(U, -1)
-        place_UT = torch.cat([place_UT, self.length_K[label_U, None]], dim=1)
-        segment_UT = torch.cat([real_UT.long() - 1, torch.zeros_like(label_U)[:, None]], dim=1)
-        named = hidden_states(
-            self.model,
-            features=None,
-            input_ids=torch.cat([self.name_KT[label_U], self.end.expand(U, -1)], dim=1),
-            position_ids=place_UT.expand(3, -1, -1),
-            attention_mask={"full_attention": attention_mask(segment_UT)},
-            use_cache=False,
-        )
-        match_BU = F.normalize(hidden[:, -1], dim=-1) @ F.normalize(named[:, -1], dim=-1).T
-        matching = F.cross_entropy(match_BU / MATCHING_TEMPERATURE, column_B)
-        return choosing, saying, matching, (choice_BK.argmax(dim=1) == label_B).sum()
+        return choosing, saying, (choice_BK.argmax(dim=1) == label_B).sum()
 
 
 def teach(
@@ -192,9 +162,8 @@ def teach(
     generator = torch.Generator().manual_seed(seed * 1000 + dist.rank())
     tokenizer, image_processor = processor.tokenizer, processor.image_processor
     name_ids = [tokenizer(name, add_special_tokens=False).input_ids for name in names]
-    end_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
     side = pictures.shape[-1] // image_processor.patch_size
-    namer = _Namer(model, name_ids, tokenizer.pad_token_id, end_id, torch.tensor([[1, side, side]]))
+    namer = _Namer(model, name_ids, tokenizer.pad_token_id, torch.tensor([[1, side, side]]))
     optimizer: torch.optim.Optimizer = make_optimizer(
         namer, name="muon", lr=lr, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.05
     )
@@ -216,8 +185,8 @@ def teach(
             image_processor.image_std,
         ).to(accelerator.device)
         label = labels[rows].to(accelerator.device)
-        choosing, saying, matching, right = wrapped(values, grid, label)
-        accelerator.backward(choosing + saying + matching)
+        choosing, saying, right = wrapped(values, grid, label)
+        accelerator.backward(choosing + saying)
         accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -225,6 +194,6 @@ def teach(
             correct += int(right)
             counted += share
         if step % 20 == 0:
-            bar.set_postfix(choosing=f"{choosing.item():.3g}", saying=f"{saying.item():.3g}", matching=f"{matching.item():.3g}")
+            bar.set_postfix(choosing=f"{choosing.item():.3g}", saying=f"{saying.item():.3g}")
     accelerator.free_memory()
     return correct / counted

@@ -1,24 +1,26 @@
-"""The demo, end to end, as `make demo` runs it: train with and without rationales, evaluate both, write one page.
+"""The demo, end to end, as `make demo` runs it: train, evaluate on unseen drawings, write one page.
 
-    python scripts/demo.py
+    python scripts/demo.py [baseline=true]
 
 The steps, in order; each is a command that can be given by hand (printed before it runs):
 
-    1 train       rge/train.py recipe=demo                       runs/demo: eyes, cold start, joint stage
-    2 baseline    rge/train.py recipe=demo stage=joint ...       runs/demo_none: same start and steps, no rationales
-    3 eval        python -m eval run ...                         runs/demo/eval: with rationale and direct; shortcuts
-    4 eval_none   python -m eval run ...                         runs/demo_none/eval: direct
-    5 compare     python -m eval compare a=... b=...             paired test: rationales against none
-    6 report      python -m eval report ...                      runs/demo/report.html
+    1 train       rge/train.py recipe=demo               runs/demo: backbone, cold start, joint stage
+    2 eval        python -m eval run ...                 runs/demo/eval: with rationale and direct; shortcuts
+    3 baseline    rge/train.py recipe=demo stage=joint   runs/demo_none: same start and steps, no rationales
+    4 eval_none   python -m eval run ...                 runs/demo_none/eval: direct
+    5 compare     python -m eval compare a=... b=...     paired tests: the rationale against each rival
+    6 report      python -m eval report ...              runs/demo/report.html
 
-A finished step is skipped as long as its command and its inputs stay the same; an interrupted one continues where it
-stopped, since training and encoding keep their state. ``runs/demo/steps.json`` remembers; ``runs/demo/summary.json``
-holds minutes and figures at the end.
+Steps 3 and 4 train the fair rival of a rationale, a model that never had one; they run with ``baseline=true`` (`make
+demo-baseline`) and then stand on the page beside the others. A finished step is skipped as long as its command and its
+inputs stay the same; an interrupted one continues where it stopped, since training and encoding keep their state.
+``runs/demo/steps.json`` remembers; ``runs/demo/summary.json`` holds minutes and figures at the end.
 """
 
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -35,10 +37,24 @@ BASELINE = (
     f"out={NONE}",
     "loss.anchor=none",
     "loss.ratio=none",
+    "joint.lr=7e-4",
+    "loss.temperature=0.05",
 )
 """What the model without rationales changes: no LM loss, InfoNCE on the state directly after the prompt."""
 
-SHOWN = ("recall@1", "recall@10", "mrr", "ndcg@10")
+PAIRS = {"seen": "seen pairs, %", "held_out": "held-out pairs, %"}
+SHOWN = ("hit@1", "recall@1", "recall@10", "mrr")
+
+
+CONDITIONS = (
+    "reasoning-both",
+    "direct-both",
+    "reasoning-text",
+    "reasoning-image",
+    "direct-text",
+    "direct-image",
+)
+"""Folders that the evaluation writes: query mode and what of the query is shown."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +74,7 @@ class Step:
     output: str
 
 
-def steps() -> list[Step]:
+def steps(baseline: bool) -> list[Step]:
     """All steps, in order."""
     train = (*launcher(), "rge/train.py", "recipe=demo")
     training_data = sorted(
@@ -68,16 +84,11 @@ def steps() -> list[Step]:
     test_set = tuple(sorted(str(path.relative_to(ROOT)) for path in (ROOT / DATA / "test").glob("*")))
     evaluate = ("-m", "eval", "run", f"set={DATA}/test", "overwrite=true", "report=false")
     weights, weights_none = f"{RUN}/joint/final/model.safetensors", f"{NONE}/joint/final/model.safetensors"
-    reasoning, direct, none = f"{RUN}/eval/reasoning-both", f"{RUN}/eval/direct-both", f"{NONE}/eval"
-    figures = (f"{reasoning}/results.json", f"{direct}/results.json", f"{none}/results.json")
-    return [
+    conditions = tuple(f"{RUN}/eval/{name}/results.json" for name in CONDITIONS)
+    rivals = {"question_only": "reasoning-text", "picture_only": "reasoning-image", "direct": "direct-both"}
+    pairs = {name: f"{RUN}/eval/{folder}" for name, folder in rivals.items()}
+    found = [
         Step("train", train, recipe, f"{RUN}/joint/final/rge.json"),
-        Step(
-            "baseline",
-            (*train, *BASELINE),
-            (*recipe, f"{RUN}/cold_start/final/model.safetensors"),
-            f"{NONE}/joint/final/rge.json",
-        ),
         Step(
             "eval",
             (
@@ -88,49 +99,80 @@ def steps() -> list[Step]:
                 "query_modality=both,text,image",
             ),
             (*test_set, weights),
-            figures[0],
-        ),
-        Step(
-            "eval_none",
-            (*evaluate, f"checkpoint={NONE}/joint/final", f"out={none}", "query_mode=direct"),
-            (*test_set, weights_none),
-            figures[2],
-        ),
-        Step(
-            "compare",
-            ("-m", "eval", "compare", f"a={reasoning}", f"b={none}", f"out={RUN}/compare"),
-            figures,
-            f"{RUN}/compare/compare.json",
-        ),
-        Step(
-            "report",
-            (
-                *("-m", "eval", "report", f"runs={RUN}/eval", f"out={RUN}/report.html"),
-                f"log={RUN}/cold_start/metrics.jsonl,{RUN}/joint/metrics.jsonl",
-                f"baseline=Without rationales:{none}",
-            ),
-            (*figures, f"{RUN}/joint/metrics.jsonl"),
-            f"{RUN}/report.html",
+            conditions[0],
         ),
     ]
+    report: tuple[str, ...] = (
+        *("-m", "eval", "report", f"runs={RUN}/eval", f"out={RUN}/report.html"),
+        f"log={RUN}/cold_start/metrics.jsonl,{RUN}/joint/metrics.jsonl",
+    )
+    figures = conditions
+    if baseline:
+        pairs["trained_without"] = f"{NONE}/eval"
+        figures = (*conditions, f"{NONE}/eval/results.json")
+        report = (*report, f"baseline=Trained without rationales:{NONE}/eval")
+        found += [
+            Step(
+                "baseline",
+                (*train, *BASELINE),
+                (*recipe, f"{RUN}/cold_start/final/model.safetensors"),
+                f"{NONE}/joint/final/rge.json",
+            ),
+            Step(
+                "eval_none",
+                (*evaluate, f"checkpoint={NONE}/joint/final", f"out={NONE}/eval", "query_mode=direct"),
+                (*test_set, weights_none),
+                f"{NONE}/eval/results.json",
+            ),
+        ]
+    for name, folder in pairs.items():
+        command = ("-m", "eval", "compare", f"a={RUN}/eval/{CONDITIONS[0]}", f"b={folder}", "metric=hit@1")
+        out = f"{RUN}/compare/{name}"
+        found.append(Step(f"compare_{name}", (*command, f"out={out}"), figures, f"{out}/compare.json"))
+    found.append(Step("report", report, (*figures, f"{RUN}/joint/metrics.jsonl"), f"{RUN}/report.html"))
+    return found
 
 
 def launcher() -> tuple[str, ...]:
-    """`accelerate launch` for one process; its default of one thread would leave all cores but one idle."""
-    threads = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    """`accelerate launch`: one process on a GPU or a single core, else two on CPU.
+
+    Two processes of one thread each are faster here than one of two threads, and far steadier: threads that wait for
+    one another spin when anything else wants a core.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    command = ("-m", "accelerate.commands.launch")
+    if cores >= 2 and shutil.which("nvidia-smi") is None:
+        return (
+            *command,
+            "--config_file",
+            "recipes/accelerate/cpu_2.yaml",
+            "--num_cpu_threads_per_process",
+            "1",
+        )
     return (
-        *("-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"),
-        *("--mixed_precision", "no", "--dynamo_backend", "no", "--num_cpu_threads_per_process", threads),
+        *command,
+        "--num_processes",
+        "1",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
     )
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     """Run what is not finished, then print the table and the page's path."""
+    if arguments not in ([], ["baseline=true"], ["baseline=false"]):
+        print(f"usage: python scripts/demo.py [baseline=true], got {' '.join(arguments)}", file=sys.stderr)
+        return 2
+    baseline = arguments == ["baseline=true"]
     os.chdir(ROOT)
     record_path = ROOT / RUN / "steps.json"
     record_path.parent.mkdir(parents=True, exist_ok=True)
     record: dict[str, dict[str, Any]] = json.loads(record_path.read_text()) if record_path.exists() else {}
-    todo = steps()
+    todo = steps(baseline)
     for number, step in enumerate(todo, start=1):
         title = f"demo [{number}/{len(todo)}] {step.name}"
         entry = record.get(step.name, {})
@@ -156,7 +198,7 @@ def main() -> int:
             return 1
         print(f"{title}: {seconds / 60:.1f} min", flush=True)
     minutes = {step.name: round(record[step.name]["seconds"] / 60, 2) for step in todo}
-    rows = figures()
+    rows = figures(baseline)
     page = ROOT / RUN / "report.html"
     write_json(
         ROOT / RUN / "summary.json",
@@ -181,40 +223,46 @@ def digest(step: Step) -> str:
     return found.hexdigest()
 
 
-def figures() -> dict[str, dict[str, dict[str, float]]]:
-    """Micro figures by row of the final table."""
+def figures(baseline: bool) -> dict[str, dict[str, dict[str, Any]]]:
+    """Figures by row of the final table, for seen and for held-out pairs."""
     found = {
         "rationale first": f"{RUN}/eval/reasoning-both",
-        "direct, same checkpoint": f"{RUN}/eval/direct-both",
-        "trained without rationales": f"{NONE}/eval",
         "rationale, question only": f"{RUN}/eval/reasoning-text",
         "rationale, picture only": f"{RUN}/eval/reasoning-image",
+        "direct, same checkpoint": f"{RUN}/eval/direct-both",
     }
+    if baseline:
+        found["trained without rationales"] = f"{NONE}/eval"
     results = {
         label: json.loads((ROOT / folder / "results.json").read_text()) for label, folder in found.items()
     }
     rows = {
-        label: {name: result["micro"][name] for name in SHOWN if name in result["micro"]}
+        label: {pair: {name: result["by_pair"][pair][name] for name in SHOWN} for pair in PAIRS}
         for label, result in results.items()
     }
-    chance = results["rationale first"].get("random", {})
-    rows["random ranking"] = {name: {"value": chance[name]} for name in SHOWN if name in chance}
+    chance = results["rationale first"]["random"]
+    rows["random ranking, all pairs"] = {
+        pair: {name: {"value": chance[name]} for name in SHOWN} for pair in PAIRS
+    }
     return rows
 
 
-def table(rows: dict[str, dict[str, dict[str, float]]]) -> str:
+def table(rows: dict[str, dict[str, dict[str, Any]]]) -> str:
     """The figures in per cent, with 95 % intervals."""
 
-    def cell(figure: dict[str, float] | None) -> str:
-        if figure is None:
-            return "-"
+    def cell(figure: dict[str, float]) -> str:
         text = f"{100 * figure['value']:.1f}"
         return f"{text} [{100 * figure['low']:.1f}, {100 * figure['high']:.1f}]" if "low" in figure else text
 
-    lines = [f"{'held-out drawings, %':28s}" + "".join(f"{name:>20s}" for name in SHOWN)]
-    for label, row in rows.items():
-        lines.append(f"{label:28s}" + "".join(f"{cell(row.get(name)):>20s}" for name in SHOWN))
-    return "\n".join(lines)
+    lines = []
+    for pair, title in PAIRS.items():
+        lines.append(f"{title:28s}" + "".join(f"{name:>20s}" for name in SHOWN))
+        lines += [
+            f"{label:28s}" + "".join(f"{cell(row[pair][name]):>20s}" for name in SHOWN)
+            for label, row in rows.items()
+        ]
+        lines.append("")
+    return "\n".join(lines[:-1])
 
 
 def quoted(word: str) -> str:
@@ -230,4 +278,4 @@ def write_json(path: Path, content: object) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

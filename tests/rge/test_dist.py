@@ -11,6 +11,7 @@ import torch
 from rge import dist
 from rge.backbone import load_backbone
 from rge.collate import Batch
+from rge.config import LogConfig, TrainConfig
 from rge.embedder import Embedder
 from rge.prompts import PromptBuilder
 from rge.step import Objective, training_step
@@ -178,6 +179,22 @@ def test_alone_nothing_is_gathered():
     assert dist.gather_rows(rows, sizes) is rows
     assert dist.sum_over_ranks([1.5, 2], rows.device) == [1.5, 2.0]
     assert (dist.rank(), dist.world_size()) == (0, 1)
+
+
+@pytest.mark.parametrize(("limit", "moved"), [(1.0, (0.6, 0.8)), (5.0, (3.0, 4.0)), (0.0, (3.0, 4.0))])
+def test_the_gradient_is_clipped_by_its_norm_and_cleared(limit, moved):
+    accelerator = dist.make_accelerator(TrainConfig(), LogConfig())
+    net = torch.nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        net.weight.zero_()
+    model, optimizer = dist.prepare(
+        accelerator, net, torch.optim.SGD(net.parameters(), lr=1.0), max_grad_norm=limit
+    )
+    accelerator.backward((model(torch.tensor([[3.0, 4.0]]))).sum())
+    assert dist.optimizer_step(accelerator, model, optimizer, limit) == pytest.approx(5.0)
+    torch.testing.assert_close(net.weight[0].detach(), -torch.tensor(moved), rtol=1e-5, atol=0)
+    assert net.weight.grad is None
+    assert dist.full_weights(accelerator, model, net) is None  # nothing is sharded
 
 
 class Running:

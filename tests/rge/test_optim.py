@@ -103,6 +103,25 @@ def test_every_trained_weight_is_in_exactly_one_group():
         )
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_slow_parameters_take_their_share_of_the_rate(name):
+    moved = {}
+    for ratio in (1.0, 0.25):
+        net = Net()
+        before = copy.deepcopy(net.state_dict())
+        slow = list(net.linear.parameters())
+        optimizer = make_optimizer(
+            net, name=name, lr=1.0, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, slow=slow, slow_ratio=ratio
+        )
+        set_learning_rate(optimizer, 0.1)
+        net.loss().backward()
+        optimizer.step()
+        moved[ratio] = {key: value - before[key] for key, value in net.state_dict().items()}
+    for key in moved[1.0]:
+        factor = 0.25 if key.startswith("linear") else 1.0
+        torch.testing.assert_close(moved[0.25][key], moved[1.0][key] * factor)
+
+
 def test_muon_moves_matrices_along_an_orthogonal_update_and_the_rest_as_adamw_does():
     updates = {}
     for name in ("adamw", "muon"):

@@ -1,0 +1,277 @@
+"""rge/train.py as users run it: both stages, killed and resumed, in parts, on two processes, with mistakes."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from rge.checkpoint import read_settings
+from rge.encode import load_encoder
+from rge.schema import Item
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = str(ROOT / "rge" / "train.py")
+WORDS = ["what", "egg", "key", "opens", "this", "turns", "into", "a", "locked", "chick", "over", "time"]
+STEPS = {"cold_start": 8, "joint": 10}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory, picture_module):
+    """Records with pictures and without, and a recipe for a model small enough to train in seconds."""
+    folder = tmp_path_factory.mktemp("training")
+    chance = random.Random(0)
+    for number in range(8):
+        picture_module(40 + 10 * number, 90 - 5 * number, number).save(folder / f"{number}.png")
+    lines = []
+    for number in range(30):
+
+        def target(which: int) -> dict:
+            shown = {"image": f"{which % 8}.png"} if which % 3 else {"text": f"thing {which}"}
+            return {"id": f"t{which % 12}", **shown}
+
+        rationale = " ".join(chance.choices(WORDS, k=chance.randint(2, 9)))
+        lines.append(
+            {
+                "id": f"r{number}", "group": str(number), "source": "s", "split": "train",
+                "query": {"text": " ".join(chance.choices(WORDS, k=6)), "images": [f"{number % 8}.png"][: number % 2]},
+                "positives": [{**target(number), "rationale": rationale}],
+                "negatives": [target(number + 5)][: number % 4 // 2],
+            }
+        )  # fmt: skip
+    (folder / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    stage = {
+        "batch_size": 4,
+        "lr": 3e-3,
+        "warmup_steps": 2,
+        "sources": [{"path": str(folder / "records.jsonl")}],
+    }
+    recipe = {
+        "model": {
+            "scratch": {
+                "vocab_size": 300,
+                "text": {
+                    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+                    "num_attention_heads": 2, "num_key_value_heads": 1,
+                },
+                "vision": {
+                    "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14,
+                    "window_size": 56, "fullatt_block_indexes": [1],
+                },
+            },
+            "dtype": "float32", "gradient_checkpointing": False, "min_pixels": 784, "max_pixels": 3136,
+        },
+        "data": {"profile": "plain", "num_workers": 1, "augment": "drawing"},
+        "loss": {"ratio": "1:10", "temperature": 0.05},
+        "rollout": {"max_new_tokens": 6, "temperature": 0.7},
+        "optim": {"name": "muon"},
+        "cold_start": {"steps": STEPS["cold_start"], **stage},
+        "joint": {"steps": STEPS["joint"], **stage},
+        "train": {"micro_batch_size": 3, "save_every": 2, "log_every": 1},
+    }  # fmt: skip
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(recipe))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def picture_module():
+    """Plain pictures: augmentation needs a few colours, not noise."""
+    from PIL import Image, ImageDraw
+
+    def draw(width: int, height: int, seed: int) -> Image.Image:
+        image = Image.new("RGB", (width, height), "white")
+        ImageDraw.Draw(image).ellipse(
+            (5, 5, width - 5, height - 9), fill=(40 * seed % 256, 90, 255 - 30 * seed)
+        )
+        return image
+
+    return draw
+
+
+def command(home: Path, out: Path, *overrides: str, launcher: tuple[str, ...] = ()) -> dict:
+    return {
+        "args": [sys.executable, *launcher, TRAIN, f"recipe={home / 'tiny.yaml'}", f"out={out}", *overrides],
+        "env": {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        "text": True,
+    }
+
+
+def run(
+    home: Path, out: Path, *overrides: str, launcher: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        **command(home, out, *overrides, launcher=launcher), capture_output=True, timeout=600
+    )
+
+
+def trained(done: subprocess.CompletedProcess) -> None:
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def metrics(folder: Path) -> list[dict]:
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    first, second = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+@pytest.fixture(scope="module")
+def whole(home):
+    """An uninterrupted run of both stages."""
+    trained(run(home, home / "whole"))
+    return home / "whole"
+
+
+@pytest.mark.slow
+def test_both_stages_train_and_leave_checkpoints(whole, home):
+    for stage, steps in STEPS.items():
+        lines = metrics(whole / stage)
+        assert [line["step"] for line in lines] == list(range(1, steps + 1))
+        assert all(line["grad_norm"] > 0 and line["loss"] > 0 for line in lines)
+        settings = read_settings(whole / stage / "final")
+        assert (settings["stage"], settings["step"], settings["profile"]) == (stage, steps, "plain")
+        # Every second step is a state, the last one is the checkpoint; two states are kept.
+        states = sorted(path.name for path in (whole / stage / "state").iterdir())
+        assert states == [f"step_{steps - 4:08d}", f"step_{steps - 2:08d}"]
+    cold, joint = metrics(whole / "cold_start"), metrics(whole / "joint")
+    assert cold[-1]["loss"] < cold[0]["loss"]
+    assert all(line["loss"] == line["loss_lm"] for line in cold)
+    assert all("forced_rate" not in line for line in cold)
+    for line in joint:
+        assert line["loss"] == pytest.approx(line["loss_lm"] / 11 + line["loss_contrastive"] * 10 / 11)
+        assert 0 <= line["forced_rate"] <= 1
+        assert line["rationale_tokens_mean"] > 0
+    found = load_encoder(whole / "joint/final").encode(
+        [Item("1", "what opens this")], side="query", mode="reasoning"
+    )
+    assert found.embeddings.shape == (1, 32)
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_left_alone(whole, home):
+    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.is_file()}
+    trained(run(home, whole))
+    assert {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.is_file()} == before
+    refused = run(home, whole, "cold_start.lr=0.5")
+    assert refused.returncode == 1
+    assert "error: " in refused.stderr
+    assert "cold_start.lr (there 0.003, now 0.5)" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def start_and_kill(home: Path, out: Path, stage: str, after_step: int) -> None:
+    """Start training, and kill it without warning at a random moment after a step of a stage."""
+    process = subprocess.Popen(**command(home, out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 300
+    while len(metrics_or_partial(out / stage)) < after_step:
+        assert process.poll() is None, "training ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    time.sleep(random.random() * 0.15)
+    assert process.poll() is None, "training ended before it could be killed"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (out / "joint/final").exists()
+
+
+def metrics_or_partial(folder: Path) -> list[str]:
+    path = folder / "metrics.jsonl"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.slow
+def test_a_killed_run_started_again_ends_with_the_same_weights(whole, home):
+    out = home / "killed"
+    start_and_kill(home, out, "cold_start", after_step=3)
+    start_and_kill(home, out, "joint", after_step=3)
+    # Half a state, as a kill in the middle of writing leaves it.
+    (out / "joint/state/tmp_step_00000008").mkdir(parents=True, exist_ok=True)
+    (out / "joint/state/tmp_step_00000008/model.safetensors").write_bytes(b"half")
+    refused = run(home, out, "joint.lr=0.5")
+    assert refused.returncode == 1
+    assert "joint.lr (there 0.003, now 0.5)" in refused.stderr
+    resumed = run(home, out)
+    trained(resumed)
+    assert "joint: resuming after step " in resumed.stdout
+    for stage, steps in STEPS.items():
+        assert_same_weights(out / stage / "final", whole / stage / "final")
+        again, once = metrics(out / stage), metrics(whole / stage)
+        assert [line["step"] for line in again] == list(range(1, steps + 1))
+        assert [line["loss"] for line in again] == [line["loss"] for line in once]
+        elapsed = [line["elapsed_s"] for line in again]
+        assert elapsed == sorted(elapsed)
+
+
+@pytest.mark.slow
+def test_the_stages_one_by_one_equal_the_run_of_both(whole, home):
+    """One cold start initialises several joint runs, baselines included."""
+    trained(run(home, home / "cold", "stage=cold_start"))
+    assert not (home / "cold/joint").exists()
+    assert_same_weights(home / "cold/cold_start/final", whole / "cold_start/final")
+    trained(
+        run(
+            home,
+            home / "joint",
+            "stage=joint",
+            f"init={home / 'cold/cold_start/final'}",
+            "data.num_workers=0",
+        )
+    )
+    assert not (home / "joint/cold_start").exists()
+    assert_same_weights(home / "joint/joint/final", whole / "joint/final")
+
+
+ACCELERATE = ("-m", "accelerate.commands.launch", "--main_process_port", "0")
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(whole, home):
+    # AdamW and Muon turn rounding into a step's worth of difference where a gradient is nearly zero, so the losses of
+    # the first steps are compared and not the weights.
+    launcher = (*ACCELERATE, "--multi_gpu", "--num_processes", "2")
+    trained(
+        run(
+            home, home / "two", "train.num_processes=2", "train.distributed_type=MULTI_CPU", launcher=launcher
+        )
+    )
+    for stage in STEPS:
+        for one, two in list(zip(metrics(whole / stage), metrics(home / "two" / stage), strict=True))[:5]:
+            assert two["loss"] == pytest.approx(one["loss"], rel=2e-4)
+    weights = load_file(home / "two/joint/final/model.safetensors")
+    assert weights.keys() == load_file(whole / "joint/final/model.safetensors").keys()
+    states = sorted(path.name for path in (home / "two/joint/state").iterdir())
+    assert states == ["step_00000006", "step_00000008"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "launcher", "message"),
+    [
+        (
+            ["train.num_processes=2"],
+            (*ACCELERATE, "--cpu", "--num_processes", "2"),
+            "train.num_processes=2, but 1 run",
+        ),
+        (["loss.alfa=1"], (), "unknown key loss.alfa; did you mean loss.alpha_"),
+        (["joint.sources=[{path: gone.jsonl}]"], (), "training records gone.jsonl do not exist"),
+    ],
+)
+def test_a_mistake_is_one_line_and_not_a_traceback(home, tmp_path, overrides, launcher, message):
+    done = run(home, tmp_path / "out", *overrides, launcher=launcher)
+    assert done.returncode != 0
+    assert message in done.stderr
+    if not launcher:
+        assert "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("out/*/final"))

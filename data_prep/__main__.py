@@ -1,6 +1,7 @@
 """Prepare data: ``python -m data_prep COMMAND [key=value ...]``.
 
 ``demo``   rebuild the shipped picture set (`data_prep.demo.build`)
+``rmir``   reasoning-intensive retrieval data from any pictures (`data_prep.rmir.main`); ``config=demo`` needs nothing
 """
 
 import importlib
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 
 from data_prep.options import UserError, nearest
 
-COMMANDS = {"demo": "data_prep.demo.build"}
+COMMANDS = {"demo": "data_prep.demo.build", "rmir": "data_prep.rmir.main"}
 """Module of each command; its ``main(words)`` takes the words after the command. Loaded only when asked for."""
 
 

@@ -21,7 +21,13 @@ ONLY_IN = {
     "deepspeed": {"rge/dist.py"},
     "peft": {"rge/backbone.py"},
     "wandb": {"rge/logs.py"},
-    "transformers": {"rge/backbone.py", "rge/scratch.py", "rge/start.py", "rge/rollout.py"},
+    "transformers": {
+        "rge/backbone.py",
+        "rge/scratch.py",
+        "rge/start.py",
+        "rge/rollout.py",
+        "data_prep/rmir/hub.py",
+    },
 }
 WITHOUT_TORCH = (
     "eval/metrics.py",

@@ -100,7 +100,8 @@ class Outcome:
         cached: nothing was asked; the answer was kept from before.
         reply: the answer; None with ``error``.
         error: why there is none.
-        failed: the call itself failed; another run asks again. False for a malformed answer, which is kept.
+        failed: the call itself failed, and nothing is kept. False for a malformed answer, which is.
+        lost: it failed by no fault of the request (time-outs, 5xx): worth asking again.
     """
 
     key: str
@@ -108,6 +109,7 @@ class Outcome:
     reply: Reply | None = None
     error: ReplyError | None = None
     failed: bool = False
+    lost: bool = False
 
 
 @dataclass
@@ -125,6 +127,10 @@ class CallFailed(ReplyError):
     """The call gave no answer: refused by the endpoint as it stands, or all attempts lost."""
 
     kind = "failed call"
+
+    def __init__(self, message: str, *, lost: bool = False, raw: str | None = None):
+        super().__init__(message)
+        self.lost, self.raw = lost, raw
 
 
 class _Transient(Exception):
@@ -264,7 +270,8 @@ class Caller:
             self.counts.reasons[message[:120]] += 1
             if isinstance(error, CallFailed):
                 desk.lose(message)
-            return Outcome(key, cached=False, error=CallFailed(message), failed=True)
+            lost = isinstance(error, CallFailed) and error.lost
+            return Outcome(key, cached=False, error=CallFailed(message), failed=True, lost=lost)
         finally:
             await desk.leave(worst)
 
@@ -281,9 +288,7 @@ class Caller:
             except _Transient as error:
                 lost = error
             if attempt == model.max_retries:
-                failure = CallFailed(f"{model.name}: {lost} ({attempt + 1} attempts)")
-                failure.raw = lost.raw  # type: ignore[attr-defined]
-                raise failure
+                raise CallFailed(f"{model.name}: {lost} ({attempt + 1} attempts)", lost=True, raw=lost.raw)
             self.counts.retries += 1
             wait_s = min(model.max_backoff_s, model.backoff_s * 2**attempt) * self._rng.random()
             await asyncio.sleep(max(wait_s, min(lost.wait_s or 0.0, model.max_backoff_s)))

@@ -134,6 +134,7 @@ def test_a_slow_endpoint_times_out_and_the_run_goes_on(cache):
         caller = Caller(model(server, timeout_s=0.1, max_retries=1), cache)
         slow, fast = caller.run([ask("slow"), ask("fast")])
     assert slow.failed
+    assert slow.lost
     assert "no answer within 0.1 s (2 attempts)" in str(slow.error)
     assert fast.reply.text == "you said fast"
     assert cache.get(slow.key) is None
@@ -196,6 +197,7 @@ def test_a_refused_request_is_counted_and_not_repeated_at_once(cache):
         caller = Caller(model(server, concurrency=1), cache)
         bad, good = caller.run([ask("a"), ask("b")])
         assert bad.failed
+        assert not bad.lost
         assert "picture too large" in str(bad.error)
         assert good.reply is not None
         assert Caller(model(server), cache).run([ask("a")])[0].reply.text == "you said a"

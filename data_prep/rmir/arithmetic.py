@@ -1,0 +1,131 @@
+"""The arithmetic of the pipeline as pure functions; section numbers are those of the RMIR paper."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+TRUE, FALSE, ABSTAIN, ERROR = "true", "false", "abstain", "error"
+VERDICTS = (TRUE, FALSE, ABSTAIN, ERROR)
+"""What a judge may say; ``error`` is an answer that could not be read."""
+KEPT, REJECTED, ABSTAINED, DOUBTED = "kept", "rejected", "abstained", "doubted"
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """The panel's decision on one triplet.
+
+    Attributes:
+        majority: what most judges said; a tie is an abstention.
+        confidence: share of the panel that agrees with it.
+        state: ``kept`` (true), ``rejected`` (false) or ``abstained`` with enough confidence, else ``doubted``.
+    """
+
+    majority: str
+    confidence: float
+    state: str
+
+
+def tally(verdicts: Sequence[str], min_confidence: float = 1.0) -> Tally:
+    """Decide on one triplet (3.1.4, 3.1.5).
+
+    Every judge counts, also one who abstains or cannot be understood: four trues and an abstention are a confidence of
+    0.8. Where the panel is unanimous that it cannot judge, nothing is doubted about the target itself: the pair is left
+    out, the image stays. The paper does not speak of that case.
+
+    Args:
+        verdicts: one a judge.
+        min_confidence: below it a triplet is doubted.
+
+    Raises:
+        ValueError: no verdict, or an unknown one.
+    """
+    if not verdicts or set(verdicts) - set(VERDICTS):
+        raise ValueError(f"verdicts must be one or more of {', '.join(VERDICTS)}; got {list(verdicts)}")
+    votes = Counter(ABSTAIN if verdict == ERROR else verdict for verdict in verdicts)
+    (majority, most), *others = votes.most_common()
+    if others and others[0][1] == most:
+        majority = ABSTAIN
+    confidence = votes[majority] / len(verdicts)
+    sure = {TRUE: KEPT, FALSE: REJECTED, ABSTAIN: ABSTAINED}[majority]
+    return Tally(majority, confidence, sure if confidence >= min_confidence else DOUBTED)
+
+
+def doubted_images(states: Iterable[tuple[str, str]]) -> set[str]:
+    """Images to be removed from the whole seed set: the target of every doubted triplet (3.1.5).
+
+    Args:
+        states: (candidate id, state) of every triplet.
+    """
+    return {candidate for candidate, state in states if state == DOUBTED}
+
+
+def negativeness(verdicts: Sequence[str]) -> float:
+    """Share of judges who said false, or 0 if less than half did (3.1.7)."""
+    share = sum(verdict == FALSE for verdict in verdicts) / len(verdicts)
+    return share if share >= 0.5 else 0.0
+
+
+def tsr(negativeness_K: Sequence[float], k: int) -> float:
+    """Test set reliability of a query: the mean over i of the mean negativeness of ranks i to K (3.1.7).
+
+    Args:
+        negativeness_K: of the candidates found by the image index, best first; at most `k`.
+        k: how many the index is asked for. A shorter list is padded with artificial negatives (negativeness 1).
+
+    Returns:
+        Between 0 (all positive) and 1 (all negative).
+
+    Raises:
+        ValueError: more than `k` candidates.
+    """
+    if len(negativeness_K) > k:
+        raise ValueError(f"at most {k} candidates, got {len(negativeness_K)}")
+    padded = [*negativeness_K, *[1.0] * (k - len(negativeness_K))]
+    total = tail = 0.0
+    for length, value in enumerate(reversed(padded), start=1):
+        tail += value
+        total += tail / length
+    return total / k
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An image found for a query; ranks count from 1, None where that index did not find it."""
+
+    id: str
+    image_rank: int | None
+    caption_rank: int | None
+
+
+def merge_candidates(by_image: Sequence[str], by_caption: Sequence[str]) -> list[Candidate]:
+    """Union of both indices' findings, each image once: first those of the image index, then the others (3.1.3)."""
+    image_ranks = {name: rank for rank, name in enumerate(by_image, start=1)}
+    caption_ranks = {name: rank for rank, name in enumerate(by_caption, start=1)}
+    return [
+        Candidate(name, image_ranks.get(name), caption_ranks.get(name))
+        for name in dict.fromkeys([*by_image, *by_caption])
+    ]
+
+
+def split_queries(scores: Mapping[str, float], threshold: float) -> dict[str, str]:
+    """``test`` where TSR is greater than the threshold, else ``train`` (3.1.7)."""
+    return {query: "test" if score > threshold else "train" for query, score in scores.items()}
+
+
+def overlapping(
+    splits: Mapping[str, str], inputs: Mapping[str, str], positives: Mapping[str, Collection[str]], mode: str
+) -> set[str]:
+    """Training queries that share images with the test set.
+
+    Args:
+        splits: of each query.
+        inputs: its input image.
+        positives: its right answers.
+        mode: ``inputs`` compares input images; ``all`` compares any image of a query with any of the test set's.
+    """
+
+    def images(query: str) -> set[str]:
+        return {inputs[query]} | (set(positives[query]) if mode == "all" else set())
+
+    seen = set().union(*(images(query) for query, split in splits.items() if split == "test"))
+    return {query for query, split in splits.items() if split == "train" and images(query) & seen}

@@ -1,0 +1,306 @@
+"""Every setting of the pipeline. Defaults are the paper's (RMIR, section 3.1) where it names a value."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from data_prep.calls.client import ModelConfig, check_model
+from data_prep.options import UserError
+from rge.config import RecipeError, nearest, split_override
+
+CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "data_prep"
+CATEGORIES = {"functional": "FUNC", "temporal": "TEMP", "causal": "CAUS"}
+
+
+class ConfigError(UserError):
+    """A setting is wrong; the message names the key and the mend."""
+
+
+@dataclass
+class LibraryConfig:
+    """The pictures to start from."""
+
+    path: str | None = None
+    """A folder of picture files (searched through), or a table: .parquet, .csv, .tsv or .jsonl."""
+    id_column: str = "id"
+    image_column: str = "image"
+    """Paths relative to the table's folder, or the encoded pictures (Parquet)."""
+    caption_column: str | None = "caption"
+    """Missing or empty captions are fine: such pictures are found by the image index alone."""
+    licence: str = "unknown"
+    """Of the pictures, for the record."""
+    min_side_px: int = 32
+    """Smaller pictures are left out and counted."""
+    shard_size: int = 5000
+    """Pictures inspected and embedded at once; what is lost when the run is stopped."""
+
+
+@dataclass
+class EncoderConfig:
+    """What turns pictures or texts into vectors."""
+
+    kind: str = "siglip"
+    """Pictures: siglip, checkpoint (of this project, direct mode) or pixels. Captions: text or hashing."""
+    path: str | None = None
+    """Hub name or folder of siglip, text and checkpoint."""
+    batch_size: int = 64
+
+
+@dataclass
+class SeedConfig:
+    """Seed set: k-means clusters of the library, some pictures of each."""
+
+    clusters: int = 50_000
+    per_cluster: int = 10
+    iterations: int = 20
+    seed: int = 0
+
+
+@dataclass
+class GenerateConfig:
+    """Queries and descriptions of their targets."""
+
+    model: str = "writer"
+    temperature: float = 0.25
+    max_tokens: int = 2048
+    categories: list[str] = field(default_factory=lambda: list(CATEGORIES))
+    max_inputs: int | None = None
+    """Seed pictures that are asked about, drawn at random; null: all."""
+    max_query_words: int = 25
+    max_target_words: int = 50
+
+
+@dataclass
+class FilterConfig:
+    """Check of each query against the three constraints."""
+
+    model: str = "writer"
+    temperature: float = 0.0
+    max_tokens: int = 1024
+
+
+@dataclass
+class RetrieveConfig:
+    """Candidates of each query, from two indices over the seed set."""
+
+    by_image: int = 16
+    by_caption: int = 4
+    exclude_input: bool = True
+    """Do not offer a query its own input picture. The paper does not say."""
+
+
+@dataclass
+class JudgeSpec:
+    """Some judges of one model."""
+
+    model: str = "writer"
+    count: int = 1
+
+
+@dataclass
+class JudgeConfig:
+    """The panel."""
+
+    judges: list[JudgeSpec] = field(default_factory=lambda: [JudgeSpec("writer", 1), JudgeSpec("judge", 4)])
+    temperature: float = 0.85
+    max_tokens: int = 1024
+
+
+@dataclass
+class KeepConfig:
+    """Confidence filter."""
+
+    min_confidence: float = 1.0
+    remove_doubted_inputs: bool = False
+    """Also drop the queries asked about a doubted image. A doubted target is no doubt about what is asked of it."""
+
+
+@dataclass
+class SplitConfig:
+    """Test and training sets."""
+
+    tsr_threshold: float = 0.9
+    """Greater goes to the test set. The paper prints no value; this one is ours."""
+    disjoint: str = "none"
+    """none; inputs or all: drop training queries that share their input, or any picture, with the test set."""
+
+
+@dataclass
+class ExportConfig:
+    """What is written for training and evaluation."""
+
+    name: str = "rmir"
+    instruction: str = "Find the image that answers the question about the given image."
+    rationale: str = "generator"
+    """generator: the reasoning written with the query stands as the rationale of its positives; none: no rationale."""
+
+
+@dataclass
+class ExpectConfig:
+    """Guesses of the dry run, to be corrected by a small run."""
+
+    queries_per_input: float = 2.5
+    share_valid: float = 0.6
+    """The paper's filter keeps about 60 %."""
+    output_tokens: dict[str, int] = field(
+        default_factory=lambda: {"generate": 600, "filter": 200, "judge": 200}
+    )
+
+
+@dataclass
+class OracleConfig:
+    """The embedded default: a server on this machine that answers from the shipped relation tables, wrong on purpose."""
+
+    bad_queries: float = 0.4
+    """Generated queries that break a constraint; the filter should find them."""
+    malformed: float = 0.005
+    transient: float = 0.02
+    """First attempts that get 429, 503 or a web page."""
+    filter_errors: float = 0.05
+    judge_errors: float = 0.005
+    seed: int = 0
+
+
+@dataclass
+class RmirConfig:
+    """One run."""
+
+    out: str = "runs/rmir"
+    library: LibraryConfig = field(default_factory=LibraryConfig)
+    image_encoder: EncoderConfig = field(
+        default_factory=lambda: EncoderConfig("siglip", "google/siglip2-so400m-patch14-384")
+    )
+    caption_encoder: EncoderConfig = field(
+        default_factory=lambda: EncoderConfig("text", "Qwen/Qwen3-Embedding-0.6B")
+    )
+    models: dict[str, ModelConfig] = field(default_factory=dict)
+    seed: SeedConfig = field(default_factory=SeedConfig)
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
+    filter: FilterConfig = field(default_factory=FilterConfig)
+    retrieve: RetrieveConfig = field(default_factory=RetrieveConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    keep: KeepConfig = field(default_factory=KeepConfig)
+    split: SplitConfig = field(default_factory=SplitConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    expect: ExpectConfig = field(default_factory=ExpectConfig)
+    oracle: OracleConfig | None = None
+    queries_per_shard: int = 500
+    runner: str = "native"
+    """Of Daft: native, or ray for a cluster (RAY_ADDRESS)."""
+
+
+def load_config(words: Sequence[str], folder: Path = CONFIGS) -> RmirConfig:
+    """Read ``config=NAME`` (a file of `folder` without its ending, or a path) and apply ``key=value`` overrides.
+
+    Raises:
+        ConfigError: no or an unknown config, an unknown key (the nearest is named), a value that cannot be right.
+    """
+    try:
+        pairs = [split_override(word) for word in words]
+    except RecipeError as error:
+        raise ConfigError(str(error)) from None
+    names = [value for key, value in pairs if key == "config"]
+    there = sorted(path.stem for path in folder.glob("*.yaml"))
+    if len(names) != 1:
+        raise ConfigError(f"give exactly one config=NAME or config=FILE.yaml; there are: {', '.join(there)}")
+    path = Path(names[0]) if names[0].endswith((".yaml", ".yml")) else folder / f"{names[0]}.yaml"
+    try:
+        layers = [(str(path), yaml.safe_load(path.read_text()) or {})]
+        layers += [
+            (f"{key}={value}", _nested(key, yaml.safe_load(value))) for key, value in pairs if key != "config"
+        ]
+    except OSError:
+        raise ConfigError(f"unknown config {names[0]!r}{nearest(names[0], there)}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not valid YAML: {error}") from None
+    config = OmegaConf.structured(RmirConfig)
+    for origin, layer in layers:
+        try:
+            config = OmegaConf.merge(config, OmegaConf.create(layer))
+        except ConfigKeyError as error:
+            key = str(error.full_key or error.key)
+            raise ConfigError(f"{origin}: unknown key {key}{nearest(key, _keys(RmirConfig))}") from None
+        except (OmegaConfBaseException, ValueError) as error:
+            raise ConfigError(f"{origin}: {str(error).splitlines()[0]}") from None
+    found = OmegaConf.to_object(config)
+    assert isinstance(found, RmirConfig)
+    check(found)
+    return found
+
+
+def check(config: RmirConfig) -> None:
+    """Check what types cannot say.
+
+    Raises:
+        ConfigError: names the key, the value and what is allowed.
+    """
+    _one_of("image_encoder.kind", config.image_encoder.kind, ("siglip", "checkpoint", "pixels"))
+    _one_of("caption_encoder.kind", config.caption_encoder.kind, ("text", "hashing"))
+    _one_of("split.disjoint", config.split.disjoint, ("none", "inputs", "all"))
+    _one_of("export.rationale", config.export.rationale, ("generator", "none"))
+    _one_of("runner", config.runner, ("native", "ray"))
+    for category in config.generate.categories:
+        _one_of("generate.categories", category, tuple(CATEGORIES))
+    for key in (
+        "seed.clusters", "seed.per_cluster", "seed.iterations", "retrieve.by_image", "library.shard_size",
+        "library.min_side_px", "generate.max_tokens", "filter.max_tokens", "judge.max_tokens",
+    ):  # fmt: skip
+        section, name = key.split(".")
+        if (value := getattr(getattr(config, section), name)) < 1:
+            raise ConfigError(f"{key} must be >= 1, got {value}")
+    if not 0.5 < config.keep.min_confidence <= 1:
+        raise ConfigError(
+            f"keep.min_confidence must be above 0.5 and at most 1, got {config.keep.min_confidence}"
+        )
+    if not 0 <= config.split.tsr_threshold <= 1:
+        raise ConfigError(f"split.tsr_threshold must be between 0 and 1, got {config.split.tsr_threshold}")
+    if not config.judge.judges or any(spec.count < 1 for spec in config.judge.judges):
+        raise ConfigError("judge.judges needs one judge or more, each with count >= 1")
+    for stage, name in models_used(config):
+        if name not in config.models:
+            raise ConfigError(
+                f"{stage}: no model {name!r} under models (there are: {', '.join(config.models) or 'none'})"
+            )
+    for name, model in config.models.items():
+        check_model(name, model)
+    if config.library.path is None and config.oracle is None:
+        raise ConfigError("library.path is missing: a folder of pictures, or a table")
+
+
+def models_used(config: RmirConfig) -> list[tuple[str, str]]:
+    """(setting, model) of every use of a model."""
+    judges = [("judge.judges", spec.model) for spec in config.judge.judges]
+    return [("generate.model", config.generate.model), ("filter.model", config.filter.model), *judges]
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """As plain containers."""
+    return dataclasses.asdict(config)
+
+
+def _nested(key: str, value: Any) -> Any:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value
+
+
+def _keys(cls: type, prefix: str = "") -> list[str]:
+    keys = []
+    hints = get_type_hints(cls)
+    for item in dataclasses.fields(cls):
+        keys.append(prefix + item.name)
+        for kind in (hints[item.name], *getattr(hints[item.name], "__args__", ())):
+            if dataclasses.is_dataclass(kind):
+                keys += _keys(kind, f"{prefix}{item.name}.")  # type: ignore[arg-type]
+    return keys
+
+
+def _one_of(key: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{key} must be one of {', '.join(allowed)}; got {value!r}")

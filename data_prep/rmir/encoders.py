@@ -1,0 +1,159 @@
+"""What turns pictures and texts into vectors of unit length. Every kind has a name that the report shows."""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from PIL import Image
+
+from data_prep.rmir.config import EncoderConfig
+from rge.images import load_image
+from rge.schema import Item
+
+
+class ImageEncoder(Protocol):
+    """Pictures and texts in one space."""
+
+    name: str
+
+    def pictures(self, refs: Sequence[str]) -> np.ndarray:
+        """(N, D) float32, unit norm."""
+
+    def texts(self, texts: Sequence[str]) -> np.ndarray:
+        """(N, D) float32, unit norm."""
+
+
+class TextEncoder(Protocol):
+    """Texts among themselves."""
+
+    name: str
+
+    def texts(self, texts: Sequence[str], *, query: bool) -> np.ndarray:
+        """(N, D) float32, unit norm."""
+
+
+def unit(vectors: np.ndarray) -> np.ndarray:
+    """Scale rows to unit length; rows of zeros stay."""
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return (vectors / np.where(norms > 0, norms, 1)).astype(np.float32)
+
+
+class HashingEncoder:
+    """Words and letter triples hashed into a vector: matches words, knows nothing. The fallback without a model."""
+
+    name = "hashing of words and letter triples (no model: matches words, knows nothing)"
+    width = 1024
+
+    def texts(self, texts: Sequence[str], *, query: bool = False) -> np.ndarray:
+        """(N, 1024) float32, unit norm."""
+        vectors = np.zeros((len(texts), self.width))
+        for row, text in enumerate(texts):
+            for feature, weight in _features(text):
+                digest = hashlib.blake2b(feature.encode(), digest_size=8).digest()
+                sign = 1 if digest[7] & 1 else -1
+                vectors[row, int.from_bytes(digest[:4], "little") % self.width] += sign * weight
+        return unit(vectors)
+
+
+_STOP_WORDS = {"a", "an", "the", "of", "on", "in", "with", "and", "some", "this", "is", "are"}
+
+
+def _features(text: str) -> list[tuple[str, float]]:
+    words = [word for word in re.findall(r"\w+", text.lower()) if word not in _STOP_WORDS]
+    triples = [f"^{word}$"[at : at + 3] for word in words for at in range(len(word))]
+    return [(word, 1.0) for word in words] + [(triple, 0.3) for triple in triples]
+
+
+class PixelEncoder:
+    """Thumbnails and colours of pictures: no model. A text stands where the pictures stand whose captions resemble it.
+
+    Args:
+        side_px: of the thumbnail.
+    """
+
+    name = "pixels (no model: thumbnails; a text is the mean of the pictures whose captions resemble it)"
+
+    def __init__(self, side_px: int = 12, num_neighbours: int = 8):
+        self.side_px, self.num_neighbours = side_px, num_neighbours
+        self._captions = self._vectors = None
+
+    def pictures(self, refs: Sequence[str]) -> np.ndarray:
+        """(N, D) float32, unit norm."""
+        rows = []
+        for ref in refs:
+            small = load_image(ref).resize((self.side_px, self.side_px), Image.Resampling.BOX)
+            pixels = np.asarray(small, dtype=np.float32) / 255
+            colours, _ = np.histogramdd(pixels.reshape(-1, 3), bins=4, range=[(0, 1)] * 3)
+            rows.append(np.concatenate([(1 - pixels).ravel(), colours.ravel() / 8]))
+        return unit(np.stack(rows))
+
+    def bridge(self, captions: Sequence[str | None], vectors: np.ndarray) -> None:
+        """Learn where captions stand.
+
+        Args:
+            captions: of the seed pictures.
+            vectors: of the same pictures.
+        """
+        rows = [row for row, caption in enumerate(captions) if caption]
+        self._captions = HashingEncoder().texts([captions[row] for row in rows])  # type: ignore[misc]
+        self._vectors = vectors[rows]
+
+    def texts(self, texts: Sequence[str]) -> np.ndarray:
+        """(N, D) float32, unit norm."""
+        if self._captions is None or not len(self._captions):
+            raise ValueError("pixels can place a text only where some pictures have captions")
+        alike = np.clip(HashingEncoder().texts(texts) @ self._captions.T, 0, None) ** 4
+        if alike.shape[1] > self.num_neighbours:
+            smallest = np.sort(alike, axis=1)[:, -self.num_neighbours, None]
+            alike = np.where(alike >= smallest, alike, 0)
+        return unit(alike @ self._vectors)
+
+
+class CheckpointEncoder:
+    """A checkpoint of this project in direct mode: pictures and texts as candidates.
+
+    Args:
+        path: of the checkpoint.
+        batch_size: rows a forward.
+    """
+
+    def __init__(self, path: str, batch_size: int):
+        from rge.encode import load_encoder
+
+        self.encoder, self.batch_size = load_encoder(path), batch_size
+        self.name = f"checkpoint {self.encoder.checkpoint_hash[:12]} in direct mode"
+
+    def pictures(self, refs: Sequence[str]) -> np.ndarray:
+        """(N, D) float32, unit norm."""
+        return self._encode([Item(ref, images=(ref,)) for ref in refs])
+
+    def texts(self, texts: Sequence[str]) -> np.ndarray:
+        """(N, D) float32, unit norm."""
+        return self._encode([Item(str(number), text=text) for number, text in enumerate(texts)])
+
+    def _encode(self, items: list[Item]) -> np.ndarray:
+        return self.encoder.encode(
+            items, side="candidate", mode="direct", batch_size=self.batch_size
+        ).embeddings
+
+
+def image_encoder(config: EncoderConfig) -> ImageEncoder:
+    """Build the encoder of pictures."""
+    if config.kind == "pixels":
+        return PixelEncoder()
+    if config.kind == "checkpoint":
+        return CheckpointEncoder(config.path or "", config.batch_size)
+    from data_prep.rmir.hub import SiglipEncoder
+
+    return SiglipEncoder(config.path or "", config.batch_size)
+
+
+def text_encoder(config: EncoderConfig) -> TextEncoder:
+    """Build the encoder of captions."""
+    if config.kind == "hashing":
+        return HashingEncoder()
+    from data_prep.rmir.hub import HubTextEncoder
+
+    return HubTextEncoder(config.path or "", config.batch_size)

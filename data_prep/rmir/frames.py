@@ -1,0 +1,130 @@
+"""Tables between the stages: Parquet, in parts, with a schema that is checked when written and when read."""
+
+import os
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_prep.options import UserError
+
+_S, _I, _F = pa.string(), pa.int32(), pa.float32()
+
+SCHEMAS: dict[str, pa.Schema] = {
+    name: pa.schema(list(columns.items()))
+    for name, columns in {
+        "inspected": {"id": _S, "ref": _S, "caption": _S, "sha256": _S, "width": _I, "height": _I, "reason": _S},
+        "images": {"id": _S, "ref": _S, "caption": _S, "sha256": _S, "width": _I, "height": _I, "cluster": _I},
+        "generated": {
+            "query_id": _S, "image_id": _S, "category": _S, "query": _S, "target_desc": _S, "reasoning": _S,
+            "input_desc": _S, "key": _S,
+        },
+        "filtered": {"query_id": _S, "reasoning": _S, "input_desc": _S, "key": _S},
+        "rejected": {"id": _S, "reason": _S, "detail": _S, "key": _S},
+        "triplets": {"query_id": _S, "candidate_id": _S, "position": _I, "image_rank": _I, "caption_rank": _I},
+        "judgements": {
+            "query_id": _S, "candidate_id": _S, "judge": _S, "sample": _I, "verdict": _S, "reasoning": _S, "key": _S,
+        },
+        "decided": {"query_id": _S, "candidate_id": _S, "majority": _S, "confidence": _F, "negativeness": _F, "state": _S},
+        "pool": {"id": _S},
+        "splits": {"query_id": _S, "tsr": pa.float64(), "split": _S, "overlaps": pa.bool_()},
+    }.items()
+}  # fmt: skip
+
+
+class TableError(UserError):
+    """A table of a stage is not what the next stage needs; the message names file and column."""
+
+
+def write_rows(path: Path, name: str, rows: Iterable[dict[str, Any]]) -> None:
+    """Write a table under another name and rename it, so that a file that exists is whole.
+
+    Args:
+        path: of the Parquet file.
+        name: of the schema.
+        rows: one dict a row.
+
+    Raises:
+        TableError: the rows do not fit the schema, or the disk is full.
+    """
+    rows = list(rows)
+    if rows and (wrong := set(rows[0]) ^ set(SCHEMAS[name].names)):
+        raise TableError(f"{path}: columns {sorted(wrong)} are missing from, or not in, the schema {name}")
+    write_table(path, pa.Table.from_pylist(rows, schema=SCHEMAS[name]))
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """Write a table atomically.
+
+    Raises:
+        TableError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    waiting = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        pq.write_table(table, waiting, compression="zstd")
+        waiting.replace(path)
+    except OSError as error:
+        waiting.unlink(missing_ok=True)
+        raise TableError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def read_table(path: Path, name: str) -> pa.Table:
+    """Read a file, or all parts in a folder in order, and check the schema.
+
+    Raises:
+        TableError: it is missing, broken, or has other columns.
+    """
+    parts = sorted(path.glob("part-*.parquet")) if path.is_dir() else [path]
+    if not parts:
+        return SCHEMAS[name].empty_table()
+    tables = []
+    for part in parts:
+        try:
+            table = pq.read_table(part)
+        except (OSError, pa.ArrowInvalid) as error:
+            raise TableError(f"{part} cannot be read: {error}") from None
+        if not table.schema.equals(SCHEMAS[name]):
+            raise TableError(f"{part}: expected the schema {name}:\n{SCHEMAS[name]}\ngot:\n{table.schema}")
+        tables.append(table)
+    return pa.concat_tables(tables)
+
+
+def read_rows(path: Path, name: str) -> list[dict[str, Any]]:
+    """The rows of `read_table` as dicts."""
+    return read_table(path, name).to_pylist()
+
+
+def daft_frame(table: pa.Table, runner: str):
+    """A table as a Daft DataFrame, on this machine or on a Ray cluster.
+
+    Args:
+        table: what it holds.
+        runner: native or ray.
+    """
+    os.environ.setdefault("DAFT_ANALYTICS_ENABLED", "0")
+    os.environ.setdefault("DAFT_PROGRESS_BAR", "0")
+    import daft
+
+    _choose_runner(runner)
+    return daft.from_arrow(table)
+
+
+@cache
+def _choose_runner(runner: str) -> None:
+    # Daft allows this once a process; who uses it from a program of their own may have chosen before.
+    import daft
+
+    try:
+        daft.set_runner_ray() if runner == "ray" else daft.set_runner_native()
+    except daft.exceptions.DaftCoreException as error:
+        if "more than once" not in str(error):
+            raise
+
+
+def from_daft(frame, name: str) -> pa.Table:
+    """A Daft DataFrame as a table of a schema: its columns in that order, with those types."""
+    return frame.select(*SCHEMAS[name].names).to_arrow().cast(SCHEMAS[name])

@@ -1,0 +1,142 @@
+"""The command line: ``python -m data_prep rmir [status] config=NAME [stage=all|NAME] [dry_run=true] [key=value ...]``."""
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from data_prep.options import UserError, nearest
+from data_prep.rmir import prompts, report
+from data_prep.rmir.config import RmirConfig, load_config, models_used
+from data_prep.rmir.library import list_library
+from data_prep.rmir.oracle import OracleProcess, write_library
+from data_prep.rmir.run import STAGES, Run, RunError
+from data_prep.rmir.stages import WORK
+
+
+def main(words: Sequence[str]) -> None:
+    """Run stages, show what is done, or estimate.
+
+    Args:
+        words: ``config=demo`` runs on the shipped pictures without any model; ``stage=NAME`` runs one stage;
+            ``dry_run=true`` asks nothing and prints calls, tokens and money; ``status`` shows what is done.
+
+    Raises:
+        UserError: a word is wrong, or the run cannot go on.
+    """
+    words = list(words)
+    show = "status" in words
+    words = [word for word in words if word != "status"]
+    stage, dry_run = _take(words, "stage", "all"), _take(words, "dry_run", "false")
+    if stage != "all" and stage not in STAGES:
+        raise UserError(f"unknown stage {stage!r}{nearest(stage, ('all', *STAGES))}")
+    if dry_run not in ("true", "false"):
+        raise UserError(f"dry_run must be true or false, got {dry_run!r}")
+    config = load_config(words)
+    if config.oracle is not None and config.library.path is None:
+        config.library.path = str(Path(config.out) / "library.csv")
+        write_library(Path(config.library.path))
+    if dry_run == "true":
+        print(estimate(config))
+        return
+    with ExitStack() as stack:
+        if config.oracle is not None and not show:
+            url = stack.enter_context(OracleProcess(config.oracle))
+            for model in config.models.values():
+                model.base_url = url
+        run = Run(config)
+        stack.callback(run.close)
+        if show:
+            print(status(run))
+            return
+        run_stages(run, STAGES if stage == "all" else (stage,))
+        page = report.write(run)
+        print(page.read_text(encoding="utf-8"))
+        print(f"{page}\n{run.out / 'dataset'}" if stage in ("all", "split") else page)
+
+
+def run_stages(run: Run, stages: Sequence[str]) -> None:
+    """Run stages in order; finished ones are skipped.
+
+    Raises:
+        RunError: a stage before the first is not finished.
+    """
+    for before in STAGES[: STAGES.index(stages[0])]:
+        if run.done(before) is None:
+            raise RunError(
+                f"stage={stages[0]} needs stage={before}, which is not finished with these settings"
+            )
+    for stage in stages:
+        finished = run.done(stage) is not None
+        found = run.run(stage, WORK[stage])
+        counts = ", ".join(
+            f"{key} {value:,}" for key, value in found["counts"].items() if isinstance(value, int)
+        )
+        took = "finished before" if finished else f"{found['seconds']:.1f} s"
+        print(f"{stage}: {took}; {counts}", flush=True)
+
+
+def status(run: Run) -> str:
+    """Which stages are done, and what was paid."""
+    lines = []
+    for stage in STAGES:
+        found = run.done(stage)
+        parts = len(list(run.path(stage).rglob("part-*.parquet"))) if run.path(stage).is_dir() else 0
+        state = f"done in {found['seconds']:.1f} s, {found['calls']:,} calls" if found else "not done"
+        lines.append(f"{stage:<9} {state}{f' ({parts} parts written)' if parts and not found else ''}")
+    for model, figures in run.cache.ledger().items():
+        lines.append(f"{model}: {figures['calls']:,} calls, {figures['cost']:.4f} spent")
+    return "\n".join(lines)
+
+
+def estimate(config: RmirConfig) -> str:
+    """Calls, tokens and money of a whole run, before anything is asked."""
+    listed = len(list_library(config.library))
+    inputs = min(listed, config.seed.clusters * config.seed.per_cluster)
+    if config.generate.max_inputs is not None:
+        inputs = min(inputs, config.generate.max_inputs)
+    queries = inputs * min(config.expect.queries_per_input, len(config.generate.categories))
+    valid = queries * config.expect.share_valid
+    triplets = valid * (config.retrieve.by_image + config.retrieve.by_caption)
+    calls = [
+        ("generate", config.generate.model, inputs, len(prompts.GENERATE), 1),
+        ("filter", config.filter.model, queries, len(prompts.FILTER) + 200, 1),
+        *(
+            ("judge", spec.model, triplets * spec.count, len(prompts.JUDGE) + 80, 2)
+            for spec in config.judge.judges
+        ),
+    ]
+    lines = [
+        "| stage | model | calls | input tokens | output tokens | cost |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    total = 0.0
+    for stage, name, number, characters, pictures in calls:
+        model = config.models[name]
+        tokens_in = number * (characters / 3 + pictures * model.picture_tokens)
+        tokens_out = number * config.expect.output_tokens[stage]
+        cost = model.cost(int(tokens_in), int(tokens_out))
+        total += cost
+        lines.append(
+            f"| {stage} | {model.name} | {number:,.0f} | {tokens_in:,.0f} | {tokens_out:,.0f} | {cost:,.2f} |"
+        )
+    lines.append(
+        f"\n{listed:,} pictures listed; {total:,.2f} in all. Nothing was asked. Guesses: {config.expect.queries_per_input} "
+        f"queries an input, {config.expect.share_valid:.0%} valid, no candidate found by both indices (expect.*)."
+    )
+    unset = sorted(
+        {model.key_env for _, name in models_used(config) if (model := config.models[name]).key_env}
+        - {key for key, value in os.environ.items() if value}
+    )
+    if unset:
+        lines.append(f"Not set in the environment: {', '.join(unset)}")
+    return "\n".join(lines)
+
+
+def _take(words: list[str], key: str, default: str) -> str:
+    found = [word for word in words if word.startswith(f"{key}=")]
+    for word in found:
+        words.remove(word)
+    if len(found) > 1:
+        raise UserError(f"{key} is given twice")
+    return found[0].partition("=")[2] if found else default

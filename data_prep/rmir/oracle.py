@@ -1,0 +1,233 @@
+"""The oracle of the shipped world: an OpenAI-compatible server that answers from the hand-written relation tables.
+
+It stands where a multimodal model would, so that the whole pipeline runs on any machine over real HTTP. It knows a
+picture by its bytes, and is wrong on purpose at set rates. What it lets through proves the plumbing, not a model.
+
+    python -m data_prep.rmir.oracle '{"judge_errors": 0.005}'    # prints its address; ends with standard input
+"""
+
+import base64
+import csv
+import hashlib
+import json
+import random
+import re
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from data_prep.calls.local_server import Answer, LocalServer, chat
+from data_prep.demo.tables import HERE, Fact, Question, Tables, read_tables
+from data_prep.rmir import prompts
+from data_prep.rmir.config import CATEGORIES, OracleConfig
+
+LIBRARY = HERE / "data" / "train" / "pictures.parquet"
+WITHOUT_CAPTION = 7
+"""Every so many-th picture of the demo library has no caption, as in real ones."""
+EXPLAIN_TASK = "Task: explain an answer"
+
+
+def write_library(path: Path) -> None:
+    """List the shipped training pictures with captions from the concept table, as a library for the pipeline."""
+    concepts = read_tables().concepts
+    table = pq.read_table(LIBRARY, columns=["id", "concept"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8", newline="") as out:
+        rows = csv.writer(out)
+        rows.writerow(["id", "image", "caption"])
+        for number, (name, concept) in enumerate(
+            zip(*(table[key].to_pylist() for key in table.column_names), strict=True)
+        ):
+            caption = "" if number % WITHOUT_CAPTION == 0 else concepts[concept].name
+            rows.writerow([name, f"{LIBRARY}#{name}", caption])
+
+
+class Oracle:
+    """Answers requests; a pure function of the request but for the faults of first attempts.
+
+    Args:
+        config: how often it is wrong.
+    """
+
+    def __init__(self, config: OracleConfig):
+        self.config = config
+        self.tables: Tables = read_tables()
+        table = pq.read_table(LIBRARY, columns=["image", "concept"])
+        self.shown = {
+            hashlib.sha256(image["bytes"]).hexdigest(): concept
+            for image, concept in zip(table["image"].to_pylist(), table["concept"].to_pylist(), strict=True)
+        }
+        self.facts: dict[str, list[Fact]] = {}
+        for fact in self.tables.facts:
+            self.facts.setdefault(fact.source, []).append(fact)
+        self._seen: set[str] = set()
+
+    async def __call__(self, path: str, body: dict[str, Any]) -> Answer:
+        """Answer a chat request."""
+        digest = hashlib.sha256(json.dumps([self.config.seed, body], sort_keys=True).encode()).hexdigest()
+        rng = random.Random(digest)
+        if rng.random() < self.config.transient and digest not in self._seen:
+            self._seen.add(digest)
+            return rng.choice(
+                [
+                    Answer({"error": {"message": "too many requests"}}, 429, headers={"retry-after": "0.05"}),
+                    Answer({"error": {"message": "overloaded"}}, 503),
+                    Answer("<html><body>502 Bad Gateway</body></html>", content_type="text/html"),
+                ]
+            )
+        texts, concepts = self._read(body)
+        tasks = {
+            prompts.GENERATE_TASK: self._generate,
+            prompts.FILTER_TASK: self._filter,
+            prompts.JUDGE_TASK: self._judge,
+            EXPLAIN_TASK: self._explain,
+        }
+        answer = next((work for task, work in tasks.items() if texts.startswith(task)), None)
+        if answer is None or None in concepts:
+            return Answer({"error": {"message": "the oracle knows neither this task nor this picture"}}, 400)
+        text = answer(rng, texts, concepts)
+        tokens = {"input_tokens": len(texts) // 4 + 80 * len(concepts), "output_tokens": len(text) // 4}
+        if rng.random() < self.config.malformed:
+            return self._malformed(rng, text, tokens)
+        return chat(text, **tokens)
+
+    def _read(self, body: dict[str, Any]) -> tuple[str, list[str | None]]:
+        texts, concepts = [], []
+        for part in body["messages"][-1]["content"]:
+            if part["type"] == "text":
+                texts.append(part["text"])
+            else:
+                data = base64.b64decode(part["image_url"]["url"].partition("base64,")[2])
+                concepts.append(self.shown.get(hashlib.sha256(data).hexdigest()))
+        return "\n".join(texts), concepts
+
+    def _generate(self, rng: random.Random, texts: str, concepts: list[str]) -> str:
+        concept = self.tables.concepts[concepts[0]]
+        blocks = [f"<input_desc>{concept.sentence}.</input_desc>"]
+        for category, code in CATEGORIES.items():
+            facts = [
+                fact
+                for fact in self.facts.get(concept.key, ())
+                if self.tables.questions[fact.question].category == category
+            ]
+            if code not in texts.rpartition("one block for each of")[2].partition("\n")[0]:
+                continue
+            if not facts:
+                query = target = reasoning = "ABSTAIN"
+            else:
+                fact = rng.choice(facts)
+                question: Question = self.tables.questions[fact.question]
+                answer = rng.choice(list(fact.answers))
+                query, reasoning = question.shown(rng.randrange(9)), fact.answers[answer]
+                if rng.random() < self.config.bad_queries:
+                    # One that needs no picture, or one whose target does not answer it.
+                    if rng.random() < 0.5:
+                        query = question.named(rng.randrange(9), concept)
+                    else:
+                        answer = rng.choice([key for key in self.tables.concepts if key not in fact.answers])
+                target = self.tables.concepts[answer].name.capitalize() + "."
+            blocks.append(
+                f"<Example_{code}_1>\n<query>{query}</query>\n<target_desc>{target}</target_desc>\n"
+                f"<reasoning>{reasoning}</reasoning>\n</Example_{code}_1>"
+            )
+        return "\n".join(blocks)
+
+    def _filter(self, rng: random.Random, texts: str, concepts: list[str]) -> str:
+        target = _last(texts, "target_desc").rstrip(".").lower()
+        valid = any(
+            target == self.tables.concepts[answer].name.lower()
+            for fact in self._asked(_last(texts, "query"), concepts[0])
+            for answer in fact.answers
+        )
+        if rng.random() < self.config.filter_errors:
+            valid = not valid
+        concept = self.tables.concepts[concepts[0]]
+        return (
+            f"<input_desc>{concept.sentence}.</input_desc>\n<reasoning>By the tables.</reasoning>\n"
+            f"<is_valid>{'yes' if valid else 'no'}</is_valid>"
+        )
+
+    def _judge(self, rng: random.Random, texts: str, concepts: list[str]) -> str:
+        given, target = concepts
+        facts = self._asked(_last(texts, "query"), given)
+        verdict = str(any(target in fact.answers for fact in facts)) if facts else "ABSTAIN"
+        if verdict != "ABSTAIN" and rng.random() < self.config.judge_errors:
+            verdict = "False" if verdict == "True" else "True"
+        shown = [self.tables.concepts[key].sentence for key in (target, given)]
+        return (
+            f"<target_desc>{shown[0]}.</target_desc>\n<input_desc>{shown[1]}.</input_desc>\n"
+            f"<reasoning>By the tables.</reasoning>\n<consistent>{verdict}</consistent>"
+        )
+
+    def _explain(self, rng: random.Random, texts: str, concepts: list[str]) -> str:
+        given, target = concepts[0], concepts[-1]
+        for fact in self._asked(_last(texts, "query"), given):
+            if target in fact.answers:
+                return f"<rationale>{fact.answers[target]}</rationale>"
+        return f"<rationale>{self.tables.concepts[given].sentence}.</rationale>"
+
+    def _asked(self, query: str, concept: str) -> list[Fact]:
+        # The tables hold up to nine phrasings' worth of numbers: a phrasing is found by writing all of them.
+        return [
+            fact
+            for fact in self.facts.get(concept, ())
+            if query in {self.tables.questions[fact.question].shown(number) for number in range(9)}
+        ]
+
+    def _malformed(self, rng: random.Random, text: str, tokens: dict[str, int]) -> Answer:
+        kind = rng.choice(["truncated", "no tag", "refusal", "empty", "sensitive"])
+        if kind == "truncated":
+            return chat(text[: len(text) // 2], stop="length", **tokens)
+        if kind == "no tag":
+            return chat("Yes, I think that is fine.", **tokens)
+        if kind == "refusal":
+            return chat("I'm sorry, I can't help with this picture.", **tokens)
+        if kind == "sensitive":
+            return chat("ABSTAIN DUE TO SENSITIVE IMAGE", **tokens)
+        answer = chat("", **tokens)
+        answer.body["choices"] = []
+        return answer
+
+
+class OracleProcess:
+    """The oracle as a process of its own, as a context manager that gives its address; it ends with ours.
+
+    Args:
+        config: how often it is wrong.
+    """
+
+    def __init__(self, config: OracleConfig):
+        self.config = config
+
+    def __enter__(self) -> str:
+        command = [sys.executable, "-m", "data_prep.rmir.oracle", json.dumps(asdict(self.config))]
+        folder = Path(__file__).resolve().parents[2]
+        self._process = subprocess.Popen(
+            command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        url = self._process.stdout.readline().strip()  # type: ignore[union-attr]
+        if not url:
+            raise RuntimeError(f"the oracle did not start (exit code {self._process.wait()})")
+        return url
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._process.stdin.close()  # type: ignore[union-attr]
+        self._process.wait()
+
+
+def _last(text: str, name: str) -> str:
+    found = re.findall(rf"<{name}>(.*?)</{name}>", text, flags=re.DOTALL)
+    return found[-1] if found else ""
+
+
+if __name__ == "__main__":
+    with LocalServer(
+        Oracle(OracleConfig(**json.loads(sys.argv[1] if len(sys.argv) > 1 else "{}")))
+    ) as server:
+        print(server.url, flush=True)
+        sys.stdin.read()

@@ -1,0 +1,204 @@
+"""One run of the pipeline: its folder, its lock, which stages are done, and how models are asked."""
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from data_prep.calls.cache import ReplyCache
+from data_prep.calls.client import Caller, Outcome
+from data_prep.calls.request import Part, Picture, Request
+from data_prep.options import UserError
+from data_prep.rmir import frames
+from data_prep.rmir.config import RmirConfig, to_dict
+
+STAGES = ("seed", "generate", "filter", "retrieve", "judge", "keep", "pool", "split")
+SETTINGS = {
+    "seed": ("library", "image_encoder", "caption_encoder", "seed"),
+    "generate": ("generate",),
+    "filter": ("filter",),
+    "retrieve": ("retrieve",),
+    "judge": ("judge",),
+    "keep": ("keep",),
+    "pool": (),
+    "split": ("split", "export"),
+}
+"""Sections of the config that a stage's result depends on, besides the stages before it."""
+
+
+class RunError(UserError):
+    """The run cannot go on; the message says why and what to do."""
+
+
+class Run:
+    """The folder of a run.
+
+    Args:
+        config: its settings.
+        progress: show progress bars.
+
+    Raises:
+        RunError: another process works in the same folder.
+    """
+
+    def __init__(self, config: RmirConfig, *, progress: bool = True):
+        self.config, self.progress, self.out = config, progress, Path(config.out)
+        self.out.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.out / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RunError(
+                f"another process works in {self.out}; wait for it, or give another out="
+            ) from None
+        self.cache = ReplyCache(self.out / "replies.sqlite")
+        self._pictures: dict[str, Picture] = {}
+
+    def close(self) -> None:
+        """Give the folder free."""
+        self.cache.close()
+        self._lock.close()
+
+    def path(self, stage: str, name: str = "") -> Path:
+        """A file or folder of a stage."""
+        return self.out / stage / name
+
+    def rows(self, stage: str, name: str, schema: str | None = None) -> list[dict[str, Any]]:
+        """Rows of a table that a finished stage wrote."""
+        found = self.path(stage, name)
+        return frames.read_rows(
+            found if found.is_dir() else found.with_name(f"{name}.parquet"), schema or name
+        )
+
+    # ------------------------------------------------------------------------------------------------ finished stages
+
+    def fingerprint(self, stage: str) -> str:
+        """Of everything that a stage's result depends on: its settings and those of the stages before it."""
+        config = to_dict(self.config)
+        names = [name for step in STAGES[: STAGES.index(stage) + 1] for name in SETTINGS[step]]
+        models = {name: model["name"] for name, model in config["models"].items()}
+        text = json.dumps([{name: config[name] for name in names}, models], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def done(self, stage: str) -> dict[str, Any] | None:
+        """What a finished stage reported; None where it is not finished, or was finished with other settings."""
+        try:
+            found = json.loads(self.path(stage, "done.json").read_text())
+        except (OSError, ValueError):
+            return None
+        return found if found["fingerprint"] == self.fingerprint(stage) else None
+
+    def run(self, stage: str, work: Callable[["Run"], dict[str, Any]]) -> dict[str, Any]:
+        """Run a stage, or return what it reported when it was finished before.
+
+        A stage whose settings changed starts anew; its answers are kept, so only what really changed is asked again.
+        """
+        if found := self.done(stage):
+            return found
+        self._renew(stage)
+        spent = self.total_cost()
+        asked = self.cache.num_replies()
+        began = time.perf_counter()
+        counts = work(self)
+        report = {
+            "stage": stage,
+            "fingerprint": self.fingerprint(stage),
+            "counts": counts,
+            "seconds": round(time.perf_counter() - began, 2),
+            "calls": self.cache.num_replies() - asked,
+            "cost": round(self.total_cost() - spent, 6),
+        }
+        write_text(self.path(stage, "done.json"), json.dumps(report, indent=1) + "\n")
+        return report
+
+    def _renew(self, stage: str) -> None:
+        # Parts are only good for the settings they were made with.
+        marker = self.path(stage, "settings")
+        if marker.is_file() and marker.read_text() == self.fingerprint(stage):
+            return
+        folder = self.path(stage)
+        if folder.is_dir():
+            for file in sorted(folder.rglob("*"), reverse=True):
+                file.rmdir() if file.is_dir() else file.unlink()
+        write_text(marker, self.fingerprint(stage))
+
+    def total_cost(self) -> float:
+        """Of all models so far."""
+        return sum(figures["cost"] for figures in self.cache.ledger().values())
+
+    # ---------------------------------------------------------------------------------------------------------- calls
+
+    def picture(self, image: dict[str, Any], model: str) -> Picture:
+        """A seed picture as part of a prompt."""
+        return Picture(image["ref"], image["sha256"], self.config.models[model].max_side_px)
+
+    def ask(
+        self, title: str, requests: Sequence[tuple[str, tuple[Part, ...], dict[str, Any]]]
+    ) -> list[Outcome]:
+        """Ask models of the config.
+
+        Args:
+            title: of the progress bar.
+            requests: (model of the config, parts of the prompt, settings of the request).
+
+        Raises:
+            RunError: calls were lost; everything answered is kept, the same command asks the rest.
+        """
+        names = {name: model.name for name, model in self.config.models.items()}
+        models = {model.name: model for model in self.config.models.values()}
+        caller = Caller(models, self.cache, progress=title if self.progress else None)
+        outcomes = caller.run(
+            [Request(names[model], parts, **settings) for model, parts, settings in requests]
+        )
+        if lost := [outcome for outcome in outcomes if outcome.lost]:
+            raise RunError(
+                f"{title}: {len(lost)} of {len(requests)} calls got no answer, such as: {lost[0].error}. The other answers "
+                "are kept; run the same command again"
+            )
+        return outcomes
+
+    def in_shards(
+        self,
+        stage: str,
+        items: Sequence[Any],
+        tables: dict[str, str],
+        work: Callable[[Sequence[Any]], dict[str, list]],
+    ) -> None:
+        """Work through items some at a time; a shard whose tables are all written is not done again.
+
+        Args:
+            stage: where the tables go.
+            items: in a fixed order.
+            tables: schema of each table.
+            work: rows by table, for some items.
+        """
+        size = self.config.queries_per_shard
+        for number, start in enumerate(range(0, len(items), size)):
+            paths = {name: self.path(stage, name) / f"part-{number:05d}.parquet" for name in tables}
+            if all(path.is_file() for path in paths.values()):
+                continue
+            found = work(items[start : start + size])
+            for name, path in paths.items():
+                frames.write_rows(path, tables[name], found[name])
+
+
+def reasons(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """How many rows were rejected for each reason, most frequent first."""
+    return dict(Counter(row["reason"] for row in rows).most_common())
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    waiting = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        waiting.write_text(text, encoding="utf-8")
+        waiting.replace(path)
+    except OSError as error:
+        waiting.unlink(missing_ok=True)
+        raise RunError(f"{path} cannot be written: {error.strerror or error}") from None

@@ -1,0 +1,477 @@
+"""The stages: each reads the tables of those before it, writes its own, and returns what it counted.
+
+Source: RMIR, section 3.1. Differs: where the paper is silent the choice is a setting; see docs/data_prep.md.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from data_prep.calls.replies import ReplyError
+from data_prep.rmir import arithmetic as maths
+from data_prep.rmir import frames, prompts
+from data_prep.rmir.config import CATEGORIES, ConfigError
+from data_prep.rmir.encoders import HashingEncoder, PixelEncoder, image_encoder, text_encoder
+from data_prep.rmir.export import export
+from data_prep.rmir.library import DUPLICATE, inspect, list_library
+from data_prep.rmir.run import Run, reasons
+
+Rows = list[dict[str, Any]]
+
+
+def seed(run: Run) -> dict[str, Any]:
+    """Inspect and embed the library, cluster it, and sample some pictures of each cluster."""
+    config = run.config
+    listed = list_library(config.library)
+    encoder = image_encoder(config.image_encoder)
+    good: Rows = []
+    bad: Rows = []
+    vectors = []
+    size = config.library.shard_size
+    for number, start in enumerate(range(0, len(listed), size)):
+        part = run.path("seed", "inspected") / f"part-{number:05d}.parquet"
+        vector_part = part.with_suffix(".npy")
+        if not part.is_file():
+            frames.write_table(part, inspect(listed[start : start + size], config.library, config.runner))
+        rows = frames.read_rows(part, "inspected")
+        if not vector_part.is_file():
+            refs = [row["ref"] for row in rows if row["reason"] is None]
+            _save(vector_part, encoder.pictures(refs) if refs else np.empty((0, 0), np.float32))
+        good += [row for row in rows if row["reason"] is None]
+        bad += [row for row in rows if row["reason"] is not None]
+        if rows and any(row["reason"] is None for row in rows):
+            vectors.append(np.load(vector_part))
+    if not good:
+        raise ConfigError(
+            f"library.path {config.library.path}: none of {len(listed)} pictures can be used: {reasons(bad)}"
+        )
+    vectors_ND = np.concatenate(vectors)
+    first: dict[str, int] = {}
+    for row, image in enumerate(good):
+        first.setdefault(image["sha256"], row)
+    unique = sorted(first.values())
+    bad += [{**good[row], "reason": DUPLICATE} for row in sorted(set(range(len(good))) - set(unique))]
+    good, vectors_ND = [good[row] for row in unique], vectors_ND[unique]
+    cluster_N = cluster(vectors_ND, config.seed.clusters, config.seed.iterations, config.seed.seed)
+    chosen = sample_clusters(cluster_N, config.seed.per_cluster, config.seed.seed)
+    images = [
+        {**{name: good[row][name] for name in ("id", "ref", "caption", "sha256", "width", "height")},
+         "cluster": int(cluster_N[row])}
+        for row in chosen
+    ]  # fmt: skip
+    _save(run.path("seed", "images.npy"), vectors_ND[chosen])
+    captions = [image["caption"] for image in images if image["caption"]]
+    captioner = text_encoder(config.caption_encoder)
+    width = HashingEncoder.width
+    _save(
+        run.path("seed", "captions.npy"),
+        captioner.texts(captions, query=False) if captions else np.empty((0, width), np.float32),
+    )
+    frames.write_rows(
+        run.path("seed", "rejected.parquet"),
+        "rejected",
+        [{"id": row["id"], "reason": row["reason"], "detail": row["ref"], "key": None} for row in bad],
+    )
+    frames.write_rows(run.path("seed", "images.parquet"), "images", images)
+    return {
+        "listed": len(listed),
+        "usable": len(good),
+        "seed": len(images),
+        "with_caption": len(captions),
+        "rejected": reasons(bad),
+        "encoders": {"images": encoder.name, "captions": captioner.name},
+    }
+
+
+def cluster(vectors_ND: np.ndarray, num_clusters: int, iterations: int, seed: int) -> np.ndarray:
+    """Cluster of each row, by faiss' k-means.
+
+    Raises:
+        ConfigError: more clusters than rows.
+    """
+    import faiss
+
+    num, width = vectors_ND.shape
+    if num_clusters > num:
+        raise ConfigError(f"seed.clusters={num_clusters} needs as many pictures at least; {num} can be used")
+    means = faiss.Kmeans(
+        width,
+        num_clusters,
+        niter=iterations,
+        seed=seed,
+        min_points_per_centroid=1,
+        max_points_per_centroid=256,
+    )
+    means.train(vectors_ND)
+    found = [
+        means.index.search(vectors_ND[start : start + 65536], 1)[1][:, 0] for start in range(0, num, 65536)
+    ]
+    return np.concatenate(found)
+
+
+def sample_clusters(cluster_N: np.ndarray, per_cluster: int, seed: int) -> list[int]:
+    """Rows of at most `per_cluster` members of each cluster, drawn at random; ascending."""
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(cluster_N))
+    order = order[np.argsort(cluster_N[order], kind="stable")]
+    sorted_N = cluster_N[order]
+    starts = np.searchsorted(sorted_N, sorted_N, side="left")
+    return sorted(order[np.arange(len(order)) - starts < per_cluster].tolist())
+
+
+def generate(run: Run) -> dict[str, Any]:
+    """One question of each category about each input picture, with a description of its target (3.1.1)."""
+    config = run.config.generate
+    images = run.rows("seed", "images")
+    if config.max_inputs is not None and config.max_inputs < len(images):
+        rng = np.random.default_rng(run.config.seed.seed)
+        images = [
+            images[row] for row in sorted(rng.choice(len(images), config.max_inputs, replace=False).tolist())
+        ]
+    settings = {"temperature": config.temperature, "max_tokens": config.max_tokens}
+
+    def work(shard: Rows) -> dict[str, Rows]:
+        requests = [
+            (
+                config.model,
+                prompts.generate_parts(run.picture(image, config.model), config.categories),
+                settings,
+            )
+            for image in shard
+        ]
+        found: dict[str, Rows] = {"queries": [], "rejected": []}
+        for image, outcome in zip(shard, run.ask("generate", requests), strict=True):
+            for category in config.categories:
+                name = f"{image['id']}-{CATEGORIES[category]}-1"
+                try:
+                    if outcome.error is not None:
+                        raise outcome.error
+                    read = prompts.read_generated(
+                        outcome.reply, category, config.max_query_words, config.max_target_words
+                    )
+                except ReplyError as error:
+                    found["rejected"].append(_rejected(name, error, outcome.key))
+                    continue
+                query = {
+                    "query_id": name,
+                    "image_id": image["id"],
+                    "category": category,
+                    **read,
+                    "key": outcome.key,
+                }
+                found["queries"].append(query)
+        return found
+
+    run.in_shards("generate", images, {"queries": "generated", "rejected": "rejected"}, work)
+    queries, rejected = run.rows("generate", "queries", "generated"), run.rows("generate", "rejected")
+    return {"inputs": len(images), "queries": len(queries), "rejected": reasons(rejected)}
+
+
+def filter_queries(run: Run) -> dict[str, Any]:
+    """Keep the questions that break no constraint (3.1.2)."""
+    config = run.config.filter
+    images = {image["id"]: image for image in run.rows("seed", "images")}
+    queries = run.rows("generate", "queries", "generated")
+    settings = {"temperature": config.temperature, "max_tokens": config.max_tokens}
+
+    def work(shard: Rows) -> dict[str, Rows]:
+        requests = [
+            (
+                config.model,
+                prompts.filter_parts(
+                    run.picture(images[query["image_id"]], config.model), query["query"], query["target_desc"]
+                ),
+                settings,
+            )
+            for query in shard
+        ]
+        found: dict[str, Rows] = {"valid": [], "rejected": []}
+        for query, outcome in zip(shard, run.ask("filter", requests), strict=True):
+            name = query["query_id"]
+            try:
+                if outcome.error is not None:
+                    raise outcome.error
+                valid, reasoning, description = prompts.read_filtered(outcome.reply)
+            except ReplyError as error:
+                found["rejected"].append(_rejected(name, error, outcome.key))
+                continue
+            if valid:
+                row = {
+                    "query_id": name,
+                    "reasoning": reasoning,
+                    "input_desc": description,
+                    "key": outcome.key,
+                }
+                found["valid"].append(row)
+            else:
+                row = {"id": name, "reason": "breaks a constraint", "detail": reasoning, "key": outcome.key}
+                found["rejected"].append(row)
+        return found
+
+    run.in_shards("filter", queries, {"valid": "filtered", "rejected": "rejected"}, work)
+    valid, rejected = run.rows("filter", "valid", "filtered"), run.rows("filter", "rejected")
+    return {"queries": len(queries), "valid": len(valid), "rejected": reasons(rejected)}
+
+
+def retrieve(run: Run) -> dict[str, Any]:
+    """Candidates of each question: the best of two indices for the description of its target (3.1.3)."""
+    import faiss
+
+    config = run.config.retrieve
+    images = run.rows("seed", "images")
+    valid = {row["query_id"] for row in run.rows("filter", "valid", "filtered")}
+    queries = [row for row in run.rows("generate", "queries", "generated") if row["query_id"] in valid]
+    descriptions = [query["target_desc"] for query in queries]
+    image_ids = [image["id"] for image in images]
+    caption_ids = [image["id"] for image in images if image["caption"]]
+    image_ND, caption_MD = np.load(run.path("seed", "images.npy")), np.load(run.path("seed", "captions.npy"))
+    encoder = image_encoder(run.config.image_encoder)
+    if isinstance(encoder, PixelEncoder):
+        encoder.bridge([image["caption"] for image in images], image_ND)
+
+    def search(vectors: np.ndarray, ids: list[str], texts: np.ndarray, k: int) -> list[list[str]]:
+        index = faiss.IndexFlatIP(vectors.shape[1])
+        index.add(vectors)
+        found = index.search(texts, min(len(ids), k + config.exclude_input))[1]
+        names = [[ids[place] for place in row] for row in found]
+        if config.exclude_input:
+            names = [
+                [name for name in row if name != query["image_id"]]
+                for row, query in zip(names, queries, strict=True)
+            ]
+        return [row[:k] for row in names]
+
+    by_image: list[list[str]] = [[] for _ in queries]
+    by_caption: list[list[str]] = [[] for _ in queries]
+    if queries:
+        by_image = search(image_ND, image_ids, encoder.texts(descriptions), config.by_image)
+        if caption_ids and config.by_caption:
+            texts = text_encoder(run.config.caption_encoder).texts(descriptions, query=True)
+            by_caption = search(caption_MD, caption_ids, texts, config.by_caption)
+    rows: Rows = []
+    for query, from_image, from_caption in zip(queries, by_image, by_caption, strict=True):
+        for position, candidate in enumerate(maths.merge_candidates(from_image, from_caption)):
+            rows.append(
+                {
+                    "query_id": query["query_id"],
+                    "candidate_id": candidate.id,
+                    "position": position,
+                    "image_rank": candidate.image_rank,
+                    "caption_rank": candidate.caption_rank,
+                }
+            )
+    frames.write_rows(run.path("retrieve", "triplets.parquet"), "triplets", rows)
+    both = sum(row["image_rank"] is not None and row["caption_rank"] is not None for row in rows)
+    return {"queries": len(queries), "triplets": len(rows), "found_by_both": both}
+
+
+def judge(run: Run) -> dict[str, Any]:
+    """Every judge of the panel on every triplet (3.1.4)."""
+    config = run.config.judge
+    images = {image["id"]: image for image in run.rows("seed", "images")}
+    queries = {query["query_id"]: query for query in run.rows("generate", "queries", "generated")}
+    candidates: dict[str, list[str]] = {}
+    for row in run.rows("retrieve", "triplets"):
+        candidates.setdefault(row["query_id"], []).append(row["candidate_id"])
+    # The number of the draw counts within a model, so that one more judge of it leaves the others' answers valid.
+    panel = []
+    for spec in config.judges:
+        before = sum(model == spec.model for model, _ in panel)
+        panel += [(spec.model, before + number) for number in range(spec.count)]
+
+    def work(shard: list[str]) -> dict[str, Rows]:
+        asked, requests = [], []
+        for name in shard:
+            query = queries[name]
+            for candidate in candidates[name]:
+                for model, sample in panel:
+                    parts = prompts.judge_parts(
+                        run.picture(images[query["image_id"]], model),
+                        query["query"],
+                        run.picture(images[candidate], model),
+                    )
+                    settings = {
+                        "temperature": config.temperature,
+                        "max_tokens": config.max_tokens,
+                        "sample": sample,
+                    }
+                    asked.append((name, candidate, model, sample))
+                    requests.append((model, parts, settings))
+        rows = []
+        for (name, candidate, model, sample), outcome in zip(asked, run.ask("judge", requests), strict=True):
+            try:
+                if outcome.error is not None:
+                    raise outcome.error
+                verdict, reasoning = prompts.read_judged(outcome.reply)
+            except ReplyError as error:
+                verdict, reasoning = maths.ERROR, f"{error.kind}: {error}"
+            rows.append(
+                {
+                    "query_id": name,
+                    "candidate_id": candidate,
+                    "judge": model,
+                    "sample": sample,
+                    "verdict": verdict,
+                    "reasoning": reasoning,
+                    "key": outcome.key,
+                }
+            )
+        return {"judgements": rows}
+
+    run.in_shards("judge", sorted(candidates), {"judgements": "judgements"}, work)
+    judgements = run.rows("judge", "judgements")
+    by_judge: dict[str, dict[str, int]] = {}
+    for row in judgements:
+        votes = by_judge.setdefault(f"{row['judge']} {row['sample']}", dict.fromkeys(maths.VERDICTS, 0))
+        votes[row["verdict"]] += 1
+    return {
+        "triplets": sum(map(len, candidates.values())),
+        "judgements": len(judgements),
+        "panel": len(panel),
+        "by_judge": by_judge,
+    }
+
+
+def keep(run: Run) -> dict[str, Any]:
+    """Decide on each triplet, and collect the doubted images (3.1.5)."""
+    table = frames.read_table(run.path("judge", "judgements"), "judgements")
+    decided = decide(table, run.config.keep.min_confidence, run.config.runner)
+    frames.write_table(run.path("keep", "decided.parquet"), decided)
+    states = list(zip(decided["candidate_id"].to_pylist(), decided["state"].to_pylist(), strict=True))
+    doubted = maths.doubted_images(states)
+    frames.write_rows(run.path("keep", "doubted.parquet"), "pool", [{"id": name} for name in sorted(doubted)])
+    counted = {
+        state: sum(found == state for _, found in states)
+        for state in (maths.KEPT, maths.REJECTED, maths.ABSTAINED, maths.DOUBTED)
+    }
+    return {"triplets": len(states), **counted, "doubted_images": len(doubted)}
+
+
+def decide(judgements: pa.Table, min_confidence: float, runner: str = "native") -> pa.Table:
+    """Group the panel's verdicts by triplet (by Daft) and decide on each.
+
+    Args:
+        judgements: table of that schema.
+        min_confidence: see `arithmetic.tally`.
+        runner: of Daft.
+
+    Returns:
+        The table ``decided``, sorted by query and candidate.
+    """
+    if not judgements.num_rows:
+        return frames.SCHEMAS["decided"].empty_table()
+    from daft import DataType, col
+
+    kind = DataType.struct(
+        {
+            "majority": DataType.string(),
+            "confidence": DataType.float32(),
+            "negativeness": DataType.float32(),
+            "state": DataType.string(),
+        }
+    )
+
+    def decision(verdicts: list[str]) -> dict[str, Any]:
+        found = maths.tally(verdicts, min_confidence)
+        return {
+            "majority": found.majority,
+            "confidence": found.confidence,
+            "negativeness": maths.negativeness(verdicts),
+            "state": found.state,
+        }
+
+    frame = frames.daft_frame(judgements.select(["query_id", "candidate_id", "verdict"]), runner)
+    frame = frame.groupby("query_id", "candidate_id").agg(col("verdict").agg_list())
+    frame = frame.with_column("found", col("verdict").apply(decision, return_dtype=kind))
+    for name in ("majority", "confidence", "negativeness", "state"):
+        frame = frame.with_column(name, col("found")[name])
+    return frames.from_daft(frame.sort(["query_id", "candidate_id"]), "decided")
+
+
+def pool(run: Run) -> dict[str, Any]:
+    """The retrieval pool: every image that is a right answer to some query and is not doubted (3.1.6)."""
+    doubted = {row["id"] for row in run.rows("keep", "doubted", "pool")}
+    decided = run.rows("keep", "decided")
+    kept = [row for row in decided if row["state"] == maths.KEPT and row["candidate_id"] not in doubted]
+    images = sorted({row["candidate_id"] for row in kept})
+    frames.write_rows(run.path("pool", "pool.parquet"), "pool", [{"id": name} for name in images])
+    lost = sum(row["state"] == maths.KEPT and row["candidate_id"] in doubted for row in decided)
+    return {"images": len(images), "triplets": len(kept), "kept_but_doubted_elsewhere": lost}
+
+
+def split(run: Run) -> dict[str, Any]:
+    """Test and training sets by TSR (3.1.7), and everything that is written for training and evaluation."""
+    config = run.config
+    doubted = {row["id"] for row in run.rows("keep", "doubted", "pool")}
+    queries = {row["query_id"]: row for row in run.rows("generate", "queries", "generated")}
+    negative = {
+        (row["query_id"], row["candidate_id"]): row["negativeness"] for row in run.rows("keep", "decided")
+    }
+    positives: dict[str, list[str]] = {}
+    for row in run.rows("keep", "decided"):
+        if row["state"] == maths.KEPT and row["candidate_id"] not in doubted:
+            positives.setdefault(row["query_id"], []).append(row["candidate_id"])
+    if config.keep.remove_doubted_inputs:
+        positives = {
+            name: found for name, found in positives.items() if queries[name]["image_id"] not in doubted
+        }
+    ranked: dict[str, list[tuple[int, float]]] = {name: [] for name in positives}
+    for row in run.rows("retrieve", "triplets"):
+        if row["query_id"] in ranked and row["image_rank"] is not None:
+            value = negative[row["query_id"], row["candidate_id"]]
+            ranked[row["query_id"]].append((row["image_rank"], value))
+    scores = {
+        name: maths.tsr([value for _, value in sorted(found)], config.retrieve.by_image)
+        for name, found in ranked.items()
+    }
+    splits = maths.split_queries(scores, config.split.tsr_threshold)
+    inputs = {name: queries[name]["image_id"] for name in splits}
+    overlap = {mode: maths.overlapping(splits, inputs, positives, mode) for mode in ("inputs", "all")}
+    dropped = overlap.get(config.split.disjoint, set())
+    rows = [
+        {
+            "query_id": name,
+            "tsr": scores[name],
+            "split": "dropped" if name in dropped else splits[name],
+            "overlaps": name in overlap["all"],
+        }
+        for name in sorted(splits)
+    ]
+    frames.write_rows(run.path("split", "splits.parquet"), "splits", rows)
+    written = export(run, {row["query_id"]: row["split"] for row in rows}, positives, doubted)
+    return {
+        "queries_with_an_answer": len(rows),
+        "test": sum(row["split"] == "test" for row in rows),
+        "train": sum(row["split"] == "train" for row in rows),
+        "dropped": len(dropped),
+        "train_sharing_an_input_with_test": len(overlap["inputs"]),
+        "train_sharing_any_image_with_test": len(overlap["all"]),
+        **written,
+    }
+
+
+WORK: dict[str, Callable[[Run], dict[str, Any]]] = {
+    "seed": seed,
+    "generate": generate,
+    "filter": filter_queries,
+    "retrieve": retrieve,
+    "judge": judge,
+    "keep": keep,
+    "pool": pool,
+    "split": split,
+}
+
+
+def _rejected(name: str, error: ReplyError, key: str) -> dict[str, Any]:
+    return {"id": name, "reason": error.kind, "detail": str(error), "key": key}
+
+
+def _save(path: Path, vectors: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    waiting = path.with_name(f".{path.name}.{os.getpid()}.npy")
+    np.save(waiting, vectors)
+    waiting.replace(path)

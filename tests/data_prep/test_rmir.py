@@ -1,0 +1,581 @@
+"""The RMIR pipeline: its arithmetic by hand-worked examples, its stages on a hand-made world, and whole on the oracle."""
+
+import io
+import json
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from PIL import Image
+
+from data_prep.__main__ import main
+from data_prep.calls.client import BudgetReached, ModelConfig
+from data_prep.calls.local_server import LocalServer
+from data_prep.calls.replies import Abstained, BadValue, MissingTag, Refused, Reply, Truncated
+from data_prep.rmir import arithmetic as maths
+from data_prep.rmir import frames, oracle, prompts, report, stages
+from data_prep.rmir.config import (
+    CONFIGS,
+    ConfigError,
+    EncoderConfig,
+    GenerateConfig,
+    JudgeSpec,
+    LibraryConfig,
+    OracleConfig,
+    RmirConfig,
+    load_config,
+)
+from data_prep.rmir.encoders import HashingEncoder, PixelEncoder
+from data_prep.rmir.library import LibraryError, inspect, list_library, look
+from data_prep.rmir.main import estimate, run_stages
+from data_prep.rmir.run import STAGES, Run, RunError
+from rge.fingerprint import set_fingerprint
+from rge.schema import Record
+
+T, F, A, E = maths.VERDICTS
+
+# --------------------------------------------------------------------------------------------------------- arithmetic
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "majority", "confidence", "state"),
+    [
+        ([T, T, T, T, T], T, 1.0, "kept"),
+        ([T, T, T, T, F], T, 0.8, "doubted"),  # the paper's example
+        ([F, F, F, F, F], F, 1.0, "rejected"),
+        ([F, F, F, T, T], F, 0.6, "doubted"),
+        ([T, T, T, T, A], T, 0.8, "doubted"),
+        ([T, T, T, T, E], T, 0.8, "doubted"),
+        ([A, A, A, A, A], A, 1.0, "abstained"),
+        ([A, A, E, E, A], A, 1.0, "abstained"),
+        ([T, T, F, F, A], A, 0.2, "doubted"),
+        ([T], T, 1.0, "kept"),
+    ],
+)
+def test_confidence(verdicts, majority, confidence, state):
+    assert maths.tally(verdicts) == maths.Tally(majority, pytest.approx(confidence), state)
+
+
+def test_confidence_below_one_may_be_enough():
+    assert maths.tally([T, T, T, T, F], 0.8).state == "kept"
+
+
+def test_unknown_verdicts_are_refused():
+    with pytest.raises(ValueError, match="verdicts must be one or more of"):
+        maths.tally(["maybe"])
+    with pytest.raises(ValueError, match="verdicts must be one or more of"):
+        maths.tally([])
+
+
+def test_a_doubt_anywhere_removes_the_image():
+    assert maths.doubted_images([("x", "kept"), ("x", "doubted"), ("y", "rejected"), ("z", "abstained")]) == {
+        "x"
+    }
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "value"),
+    [([F] * 5, 1.0), ([F, F, F, T, T], 0.6), ([F, F, T, T, T], 0.0), ([F, T], 0.5), ([F, F, A, A, E], 0.0)],
+)
+def test_negativeness(verdicts, value):
+    """The share of judges who said false, or 0 if less than half did."""
+    assert maths.negativeness(verdicts) == value
+
+
+@pytest.mark.parametrize(
+    ("values", "worked"),
+    [
+        ([1, 1, 1, 1], Fraction(1)),
+        ([0, 0, 0, 0], Fraction(0)),
+        # positive first: (3/4 + 1 + 1 + 1) / 4
+        ([0, 1, 1, 1], Fraction(15, 16)),
+        # positive last: (3/4 + 2/3 + 1/2 + 0) / 4
+        ([1, 1, 1, 0], Fraction(23, 48)),
+        # (2/4 + 1/3 + 1/2 + 0) / 4
+        ([1, 0, 1, 0], Fraction(1, 3)),
+        # 2 of 5 against is 0, 3 of 5 is .6: (2.6/4 + 2.6/3 + 1 + 1) / 4
+        ([0, 0.6, 1, 1], Fraction(211, 240)),
+        # one was retrieved: padded to [0, 1, 1, 1]
+        ([0], Fraction(15, 16)),
+        # none was retrieved by the image index
+        ([], Fraction(1)),
+        # padding is behind the last: [1, 0, 1, 1] -> (3/4 + 2/3 + 1 + 1) / 4
+        ([1, 0], Fraction(41, 48)),
+    ],
+)
+def test_tsr(values, worked):
+    assert maths.tsr(values, 4) == pytest.approx(float(worked), abs=1e-12)
+
+
+def test_tsr_of_sixteen():
+    """One positive at rank 16: the sum of (16 - i) / (17 - i) is 16 minus the 16th harmonic number."""
+    harmonic = sum(Fraction(1, number) for number in range(1, 17))
+    assert maths.tsr([1.0] * 15 + [0.0], 16) == pytest.approx(float((16 - harmonic) / 16))
+
+
+def test_tsr_is_the_formula_of_the_paper():
+    values = np.random.default_rng(0).random(16)
+    written = np.mean([values[place:].mean() for place in range(16)])
+    assert maths.tsr(values.tolist(), 16) == pytest.approx(written)
+
+
+def test_tsr_refuses_more_than_k():
+    with pytest.raises(ValueError, match="at most 2 candidates, got 3"):
+        maths.tsr([0, 0, 0], 2)
+
+
+def test_sixteen_and_four_without_duplicates():
+    by_image = [f"i{number}" for number in range(16)]
+    found = maths.merge_candidates(by_image, ["i3", "c1", "i0", "c2"])
+    assert [candidate.id for candidate in found] == [*by_image, "c1", "c2"]
+    assert (found[3].image_rank, found[3].caption_rank) == (4, 1)
+    assert (found[0].image_rank, found[0].caption_rank) == (1, 3)
+    assert (found[17].image_rank, found[17].caption_rank) == (None, 4)
+
+
+def test_the_test_set_is_above_the_threshold():
+    assert maths.split_queries({"a": 0.91, "b": 0.9, "c": 0.1}, 0.9) == {
+        "a": "test",
+        "b": "train",
+        "c": "train",
+    }
+
+
+def test_overlap_of_the_sets():
+    splits = {
+        "t": "test",
+        "same input": "train",
+        "same answer": "train",
+        "input is answer": "train",
+        "other": "train",
+    }
+    inputs = {"t": "1", "same input": "1", "same answer": "3", "input is answer": "2", "other": "5"}
+    positives = {
+        "t": ["2"],
+        "same input": ["9"],
+        "same answer": ["2"],
+        "input is answer": ["8"],
+        "other": ["6"],
+    }
+    assert maths.overlapping(splits, inputs, positives, "inputs") == {"same input"}
+    assert maths.overlapping(splits, inputs, positives, "all") == {
+        "same input",
+        "same answer",
+        "input is answer",
+    }
+
+
+def test_at_most_so_many_of_each_cluster():
+    clusters = np.array([0, 1, 0, 0, 2, 0, 1])
+    chosen = stages.sample_clusters(clusters, 2, seed=0)
+    assert Counter(clusters[chosen].tolist()) == {0: 2, 1: 2, 2: 1}
+    assert chosen == sorted(chosen) == stages.sample_clusters(clusters, 2, seed=0)
+    assert len({tuple(stages.sample_clusters(clusters, 2, seed=seed)) for seed in range(20)}) > 1
+
+
+def test_kmeans_finds_the_clusters():
+    centres = np.eye(8, dtype=np.float32)[:3]
+    vectors = np.repeat(centres, 10, axis=0) + np.random.default_rng(0).normal(0, 0.01, (30, 8)).astype(
+        np.float32
+    )
+    found = stages.cluster(vectors, 3, 10, 0)
+    assert [len(set(found[start : start + 10])) for start in (0, 10, 20)] == [1, 1, 1]
+    assert len(set(found)) == 3
+    with pytest.raises(ConfigError, match="seed.clusters=31 needs as many pictures at least; 30 can be used"):
+        stages.cluster(vectors, 31, 1, 0)
+
+
+# ------------------------------------------------------------------------------------------------------------- config
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_config_loads_and_says_how_it_is_run(path):
+    load_config([f"config={path.stem}", "library.path=here"])
+    assert f"python -m data_prep rmir config={path.stem}" in path.read_text()
+
+
+def test_defaults_are_the_papers():
+    config = load_config(["config=rmir", "library.path=here"])
+    assert (config.seed.clusters, config.seed.per_cluster) == (50_000, 10)
+    assert (config.generate.temperature, config.filter.temperature, config.judge.temperature) == (
+        0.25,
+        0.0,
+        0.85,
+    )
+    assert (config.retrieve.by_image, config.retrieve.by_caption) == (16, 4)
+    assert [(judge.model, judge.count) for judge in config.judge.judges] == [("writer", 1), ("judge", 4)]
+    assert config.keep.min_confidence == 1.0
+    written = yaml.safe_load((CONFIGS / "rmir.yaml").read_text())
+    for section in ("seed", "retrieve", "keep", "split", "filter"):
+        for key, value in written[section].items():
+            assert getattr(getattr(RmirConfig(), section), key) == value
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("judge.temprature=1", r"unknown key judge.temprature; did you mean judge.temperature\?"),
+        ("models.writer.api_key=sk-1", "unknown key models.writer.api_key"),
+        ("models.writer.budget=lots", "budget"),
+        ("generate.model=nobody", "generate.model: no model 'nobody' under models"),
+        ("generate.categories=[spatial]", "generate.categories must be one of"),
+        ("keep.min_confidence=0.4", "above 0.5"),
+        ("split.disjoint=some", "split.disjoint must be one of none, inputs, all"),
+        ("retrieve.by_image=0", "retrieve.by_image must be >= 1, got 0"),
+        ("judge.judges=[]", "needs one judge or more"),
+        ("out", "arguments are key=value"),
+    ],
+)
+def test_wrong_settings_are_named(word, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(["config=demo", word])
+
+
+def test_unknown_configs_and_stages_are_named():
+    with pytest.raises(ConfigError, match="unknown config 'dmo'; did you mean demo"):
+        load_config(["config=dmo"])
+    with pytest.raises(ConfigError, match="give exactly one config=NAME"):
+        load_config([])
+    with pytest.raises(ValueError, match="unknown stage 'juge'; did you mean 'judge'"):
+        main(["rmir", "config=demo", "stage=juge"])
+
+
+# ------------------------------------------------------------------------------------------------------------ answers
+
+BLOCK = """<input_desc>A padlock.</input_desc>
+<Example_FUNC_1>
+<query>What opens this?</query>
+<target_desc>A key.</target_desc>
+<reasoning>Keys open padlocks.</reasoning>
+</Example_FUNC_1>
+<Example_CAUS_1><query>ABSTAIN</query><target_desc>ABSTAIN</target_desc><reasoning>ABSTAIN</reasoning></Example_CAUS_1>"""
+
+
+def said(text: str, stop: str = "stop") -> Reply:
+    return Reply(text, stop, 1, 1)
+
+
+def test_generated_blocks():
+    found = prompts.read_generated(said(BLOCK), "functional", 25, 50)
+    assert found == {
+        "query": "What opens this?",
+        "target_desc": "A key.",
+        "reasoning": "Keys open padlocks.",
+        "input_desc": "A padlock.",
+    }
+    with pytest.raises(Abstained):
+        prompts.read_generated(said(BLOCK), "causal", 25, 50)
+    with pytest.raises(MissingTag, match="no block <Example_TEMP_1>"):
+        prompts.read_generated(said(BLOCK), "temporal", 25, 50)
+    with pytest.raises(Truncated):
+        prompts.read_generated(said(BLOCK, "length"), "temporal", 25, 50)
+    with pytest.raises(BadValue, match="<query> has 3 words, more than 2"):
+        prompts.read_generated(said(BLOCK), "functional", 2, 50)
+    with pytest.raises(Refused):
+        prompts.read_generated(said("I'm sorry, I cannot."), "functional", 25, 50)
+
+
+def test_verdicts():
+    assert prompts.read_judged(said("<reasoning>r</reasoning><consistent>True</consistent>")) == (T, "r")
+    assert prompts.read_judged(said("<consistent>ABSTAIN</consistent>"))[0] == A
+    assert prompts.read_judged(said("ABSTAIN DUE TO SENSITIVE IMAGE"))[0] == A
+    with pytest.raises(BadValue):
+        prompts.read_judged(said("<consistent>perhaps</consistent>"))
+    assert prompts.read_filtered(said("<is_valid>No</is_valid>"))[0] is False
+
+
+# ------------------------------------------------------------------------------------------------------------ library
+
+
+def encoded(image: Image.Image, kind: str, **settings) -> bytes:
+    out = io.BytesIO()
+    image.save(out, kind, **settings)
+    return out.getvalue()
+
+
+def test_bad_pictures_are_left_out_with_a_reason(tmp_path):
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8))
+    files = {
+        "good.jpg": encoded(noise, "JPEG"),
+        "cmyk.jpg": encoded(noise.convert("CMYK"), "JPEG"),
+        "truncated.jpg": encoded(noise, "JPEG")[:900],
+        "text.jpg": b"<html>not found</html>",
+        "empty.png": b"",
+        "pixel.png": encoded(noise.resize((1, 1)), "PNG"),
+        "animated.gif": encoded(noise, "GIF", save_all=True, append_images=[noise.rotate(90)]),
+        "huge.png": encoded(Image.new("1", (14_000, 14_000)), "PNG"),
+    }
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    found = {name: look(str(tmp_path / name), 32)["reason"] for name in [*files, "lost.jpg"]}
+    assert found == {
+        "good.jpg": None,
+        "cmyk.jpg": None,
+        "truncated.jpg": "truncated",
+        "text.jpg": "unreadable",
+        "empty.png": "unreadable",
+        "pixel.png": "too small",
+        "animated.gif": "animated",
+        "huge.png": "huge",
+        "lost.jpg": "missing",
+    }
+
+
+def test_libraries(tmp_path):
+    with pytest.raises(LibraryError, match="does not exist"):
+        list_library(LibraryConfig(path=str(tmp_path / "nowhere")))
+    with pytest.raises(LibraryError, match="holds no picture"):
+        list_library(LibraryConfig(path=str(tmp_path)))
+    (tmp_path / "b").mkdir()
+    for name in ("a.png", "b/a.png"):
+        (tmp_path / name).write_bytes(encoded(Image.new("RGB", (40, 40)), "PNG"))
+    assert [row["id"] for row in list_library(LibraryConfig(path=str(tmp_path)))] == ["a", "b/a"]
+    table = tmp_path / "t.csv"
+    table.write_text("id,image,caption\n1,a.png,a square\n2,b/a.png,\n")
+    rows = list_library(LibraryConfig(path=str(table)))
+    assert [(row["id"], row["caption"]) for row in rows] == [("1", "a square"), ("2", None)]
+    assert inspect(rows, LibraryConfig())["reason"].to_pylist() == [None, None]
+    table.write_text("id,image\n1,a.png\n1,b/a.png\n")
+    with pytest.raises(LibraryError, match="the id '1' occurs twice"):
+        list_library(LibraryConfig(path=str(table)))
+    table.write_text("id,picture\n1,a.png\n")
+    with pytest.raises(LibraryError, match="row 1 has no image"):
+        list_library(LibraryConfig(path=str(table)))
+
+
+def test_fallback_encoders_match_what_is_alike():
+    captions = ["a red fire engine", "a key", "an old key", None]
+    vectors = HashingEncoder().texts(["a key", "some keys", "a fire engine"])
+    assert vectors[0] @ vectors[1] > vectors[0] @ vectors[2]
+    pixels = PixelEncoder()
+    pixels.bridge(captions, np.eye(4, dtype=np.float32))
+    found = pixels.texts(["A key."])[0]
+    assert found.argmax() == 1
+    assert found[3] == 0
+
+
+# ------------------------------------------------------------------------------------------ stages, on a hand-made world
+
+
+def table_of(run: Run, stage: str, name: str, schema: str, rows: list[dict]) -> None:
+    whole = [{key: row.get(key) for key in frames.SCHEMAS[schema].names} for row in rows]
+    frames.write_rows(run.path(stage, name), schema, whole)
+
+
+@pytest.fixture
+def world(tmp_path):
+    """Six images, three queries about `in`; every list is found by the image index in this order.
+
+    q1: a kept, b kept, c rejected.  q2: b doubted (4 of 5), d kept.  q3: c abstained, e rejected: no answer at all.
+    """
+    config = load_config(
+        ["config=demo", f"out={tmp_path / 'out'}", "library.path=unused", "split.tsr_threshold=0.9"]
+    )
+    run = Run(config, progress=False)
+    images = []
+    for number, name in enumerate(["in", "a", "b", "c", "d", "e"]):
+        path = tmp_path / f"{name}.png"
+        path.write_bytes(encoded(Image.new("RGB", (40, 40), (number * 20, 0, 0)), "PNG"))
+        images.append({"id": name, "ref": str(path), "sha256": look(str(path), 1)["sha256"]})
+    table_of(run, "seed", "images.parquet", "images", images)
+    queries = [
+        {
+            "query_id": name,
+            "image_id": "in",
+            "category": "causal",
+            "query": f"{name}?",
+            "target_desc": "t",
+            "reasoning": "r",
+        }
+        for name in ("q1", "q2", "q3")
+    ]
+    table_of(run, "generate", "queries/part-00000.parquet", "generated", queries)
+    votes = {
+        "q1": {"a": [T] * 5, "b": [T] * 5, "c": [F] * 5},
+        "q2": {"b": [T] * 4 + [F], "d": [T] * 5},
+        "q3": {"c": [A] * 5, "e": [F] * 5},
+    }
+    triplets, judgements = [], []
+    for query, candidates in votes.items():
+        for rank, (candidate, verdicts) in enumerate(candidates.items(), start=1):
+            triplets.append(
+                {"query_id": query, "candidate_id": candidate, "position": rank - 1, "image_rank": rank}
+            )
+            judgements += [
+                {"query_id": query, "candidate_id": candidate, "sample": sample, "verdict": verdict}
+                for sample, verdict in enumerate(verdicts)
+            ]
+    table_of(run, "retrieve", "triplets.parquet", "triplets", triplets)
+    table_of(run, "judge", "judgements/part-00000.parquet", "judgements", judgements)
+    yield run
+    run.close()
+
+
+def test_the_doubted_image_leaves_the_whole_set(world):
+    """`b` is a sure answer to q1, but doubted for q2: it is removed everywhere."""
+    kept = stages.keep(world)
+    assert (kept["kept"], kept["rejected"], kept["abstained"], kept["doubted"]) == (3, 2, 1, 1)
+    assert [row["id"] for row in world.rows("keep", "doubted", "pool")] == ["b"]
+    assert stages.pool(world) == {"images": 2, "triplets": 2, "kept_but_doubted_elsewhere": 1}
+    assert [row["id"] for row in world.rows("pool", "pool")] == ["a", "d"]
+
+
+def test_the_result_holds_what_was_decided(world):
+    """With K = 16: q1 is [0, 0, 1, ...], q2 is [0, 0, 1, ...] (1 of 5 against is 0)."""
+    stages.keep(world)
+    stages.pool(world)
+    world.config.split.tsr_threshold = 0.99
+    found = stages.split(world)
+    assert (found["test"], found["train"]) == (0, 2)
+    scores = {row["query_id"]: row["tsr"] for row in world.rows("split", "splits")}
+    assert scores["q1"] == scores["q2"] == pytest.approx((14 / 16 + 14 / 15 + 14) / 16)
+    folder = world.out / "dataset"
+    records = [Record.model_validate_json(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    assert [record.id for record in records] == ["q1", "q2"]
+    assert [target.id for target in records[0].positives] == ["a"]
+    assert [target.id for target in records[0].negatives] == ["c"]
+    assert [target.id for target in records[1].positives] == ["d"]
+    assert records[1].negatives == []
+    assert records[0].positives[0].rationale == "r"
+    for record in records:
+        for image in [*record.query.images, *(target.image for target in record.positives)]:
+            assert (folder / image).is_file()
+
+
+def test_the_test_set_is_a_retrieval_set(world):
+    stages.keep(world)
+    stages.pool(world)
+    found = stages.split(world)
+    assert (found["test"], found["train"]) == (2, 0)
+    folder = world.out / "dataset" / "test"
+    assert pq.read_table(folder / "corpus.parquet")["id"].to_pylist() == ["a", "d"]
+    queries = pq.read_table(folder / "queries.parquet").to_pylist()
+    assert [(query["id"], query["group"], len(query["image"])) for query in queries] == [
+        ("q1", "in", 1),
+        ("q2", "in", 1),
+    ]
+    qrels = [tuple(row.values()) for row in pq.read_table(folder / "qrels.parquet").to_pylist()]
+    assert qrels == [("q1", "a", 1), ("q2", "d", 1)]
+    meta = json.loads((folder / "meta.json").read_text())
+    assert meta["fingerprint"] == set_fingerprint(["q1", "q2"], ["a", "d"], qrels)
+
+
+def test_a_table_with_another_schema_is_named(world):
+    pq.write_table(pa.table({"id": [1]}), world.path("pool", "pool.parquet").parent.parent / "pool.parquet")
+    with pytest.raises(frames.TableError, match="expected the schema pool"):
+        frames.read_table(world.out / "pool.parquet", "pool")
+    with pytest.raises(frames.TableError, match="columns .*'id'.* the schema pool"):
+        frames.write_rows(world.out / "x.parquet", "pool", [{"name": "a"}])
+
+
+def test_a_full_disk_is_named(world, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pq, "write_table", full)
+    with pytest.raises(frames.TableError, match="cannot be written: No space left on device"):
+        frames.write_rows(world.out / "x.parquet", "pool", [{"id": "a"}])
+
+
+def test_one_process_a_folder(world):
+    with pytest.raises(RunError, match="another process works in"):
+        Run(world.config)
+
+
+# ------------------------------------------------------------------------------------------------------ whole, small
+
+
+def small(out: Path, library: Path, url: str, budget: float | None = None) -> RmirConfig:
+    def model(name: str) -> ModelConfig:
+        return ModelConfig(
+            name=name, base_url=url, concurrency=8, input_price=1, output_price=1, budget=budget
+        )
+
+    return RmirConfig(
+        out=str(out),
+        library=LibraryConfig(path=str(library)),
+        image_encoder=EncoderConfig("pixels", None),
+        caption_encoder=EncoderConfig("hashing", None),
+        models={"writer": model("large"), "judge": model("small")},
+        generate=GenerateConfig(max_inputs=4),
+        queries_per_shard=2,
+    )
+
+
+def test_stopped_by_the_budget_and_resumed_no_call_is_paid_twice(tmp_path):
+    oracle.write_library(tmp_path / "all.csv")
+    lines = (tmp_path / "all.csv").read_text().splitlines()
+    (tmp_path / "library.csv").write_text("\n".join([lines[0], *lines[1::16]]) + "\n")
+    counted: Counter[str] = Counter()
+    answers = oracle.Oracle(OracleConfig(transient=0, malformed=0.01))
+
+    async def count(path, body):
+        answer = await answers(path, body)
+        counted[json.dumps(body, sort_keys=True)] += answer.status == 200
+        return answer
+
+    with LocalServer(count) as server:
+        config = small(tmp_path / "out", tmp_path / "library.csv", server.url, budget=0.05)
+        config.seed.clusters, config.seed.per_cluster = 12, 4
+        config.judge.judges = [JudgeSpec("writer", 1), JudgeSpec("judge", 2)]
+        run = Run(config, progress=False)
+        with pytest.raises(BudgetReached, match="of the budget 0.05 is spent"):
+            run_stages(run, STAGES)
+        assert run.done("generate")
+        assert not run.done("judge")
+        with pytest.raises(RunError, match="stage=keep needs stage=judge"):
+            run_stages(run, ["keep"])
+        run.close()
+        for model in config.models.values():
+            model.budget = 100
+        run = Run(config, progress=False)
+        run_stages(run, STAGES)
+        page = report.write(run).read_text()
+        answered = sum(counted.values())
+        run_stages(run, STAGES)  # all finished: nothing is asked
+        config.keep.min_confidence = 0.6  # another setting downstream: nothing is asked either
+        assert run.done("judge")
+        assert not run.done("keep")
+        run_stages(run, STAGES)
+    assert set(counted.values()) == {1}
+    assert sum(counted.values()) == answered == run.cache.num_replies()
+    funnel = {(what, unit): number for what, number, unit in report.collect(run)["funnel"]}
+    assert funnel["judgements", "calls"] == 3 * funnel["candidates retrieved", "triplets"]
+    assert "| pictures listed | 62 | images |" in page
+    assert (tmp_path / "out" / "funnel.svg").read_text().startswith("<svg")
+    run.close()
+
+
+def test_the_dry_run_asks_nothing_and_multiplies(tmp_path):
+    """4 inputs, 10 queries, 6 valid, 120 candidates, 5 judges."""
+    oracle.write_library(tmp_path / "all.csv")
+    shown = estimate(small(tmp_path / "out", tmp_path / "all.csv", "http://127.0.0.1:9/v1"))
+    rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in shown.splitlines()[2:6]]
+    assert rows == [
+        ["generate", "large", "4"],
+        ["filter", "large", "10"],
+        ["judge", "large", "120"],
+        ["judge", "small", "480"],
+    ]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_the_embedded_default(tmp_path, capsys):
+    words = ["rmir", "config=demo", f"out={tmp_path}", "generate.max_inputs=16"]
+    main(words)
+    shown = capsys.readouterr().out
+    assert "no model: matches words" in shown
+    records = [
+        Record.model_validate_json(line)
+        for line in (tmp_path / "dataset" / "train.jsonl").read_text().splitlines()
+    ]
+    assert records
+    assert (tmp_path / "dataset" / "test" / "meta.json").is_file()
+    main([*words, "status"])
+    assert capsys.readouterr().out.count("done in") == len(STAGES)

@@ -50,11 +50,13 @@ key() { # what the environment depends on; a moved clone needs a new one, since 
     } | "$VENV/bin/python" -c 'import hashlib, sys; print(sys.version, hashlib.sha256(sys.stdin.buffer.read()).hexdigest())' 2>/dev/null | tr -d '\n'
 }
 
-intact() { # every distribution the constraints name that is installed at all still has its files; no import, so it is quick
+intact() { # the packages that matter still have their files; nothing is imported, so it is quick
     "$VENV/bin/python" -I - 2>/dev/null <<'PY'
 import importlib.util, sys
 names = ("torch", "torchvision", "transformers", "accelerate", "peft", "trl", "datasets", "faiss", "pyarrow", "pandas", "PIL", "omegaconf", "pytest", "ruff", "mypy", "rge")
-sys.exit(not all(importlib.util.find_spec(name) for name in names))
+# A folder without __init__.py is a namespace: found, but from no file.
+specs = [importlib.util.find_spec(name) for name in names]
+sys.exit(not all(spec and spec.origin for spec in specs))
 PY
 }
 
@@ -125,6 +127,6 @@ if ! install "$VENV/constraints.txt"; then
     fail "pip failed; all of its output is in $LOG. The same command tries again"
 fi
 "$VENV/bin/python" -W ignore -c 'import rge, faiss, peft, trl, accelerate, transformers.models.qwen2_5_vl.modeling_qwen2_5_vl' >>"$LOG" 2>&1 ||
-    fail "the installed packages cannot be imported; see the end of $LOG"
+    fail "the installed packages cannot be imported (end of $LOG); the same command starts over"
 key >"$STAMP"
 echo "setup: .venv is ready ($(($(date +%s) - began)) s)"

@@ -65,7 +65,7 @@ install() { # pip's words go to the log; people see that it goes on
         seconds=0
         while sleep 20 >/dev/null 2>&1 9>&- && kill -0 $$ 2>/dev/null; do
             seconds=$((seconds + 20))
-            now=$(grep -E '^ *(Collecting|Building|Installing) ' "$LOG" | tail -n 1 | sed 's/^ *//' | cut -d ' ' -f 1-3 | tr -d ':') || true
+            now=$(grep -E '^ *(Collecting|Building|Installing) ' "$LOG" | tail -n 1 | sed -E 's/^ *//; s/( \(from|:).*//') || true
             set -- "$VENV"/lib/python*/site-packages/*.dist-info
             printf 'setup: %4d s  %s (%d packages in place)\n' "$seconds" "$now" $#
         done

@@ -12,7 +12,7 @@ brings to 1. Nothing is inferred from the ranking's length: a positive that was 
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -39,6 +39,7 @@ class Judged:
         gain_QK: gain of the candidate at each rank, float64; 0 where it is no positive or the ranking has ended.
         ideal_QP: gains of all positives, descending, 0 after the last; float64.
         num_positives_Q: int64, >= 1.
+        num_missing_Q: how many of these no ranking can hold, int64; None: none.
         negative_QK: whether the candidate is an explicit negative; None for a set without them.
         num_negatives_Q: int64, may be 0; None likewise.
     """
@@ -48,6 +49,7 @@ class Judged:
     num_positives_Q: np.ndarray
     negative_QK: np.ndarray | None = None
     num_negatives_Q: np.ndarray | None = None
+    num_missing_Q: np.ndarray | None = None
 
 
 def judge(
@@ -56,6 +58,7 @@ def judge(
     negatives: Sequence[np.ndarray] | None,
     *,
     num_candidates: int,
+    num_missing_Q: np.ndarray | None = None,
 ) -> Judged:
     """Look up each ranked candidate in its query's judgements.
 
@@ -66,6 +69,7 @@ def judge(
         positives: per query (rows, gains > 0).
         negatives: per query rows, or None.
         num_candidates: size of the pool; rows lie in [0, num_candidates).
+        num_missing_Q: positives of gain 1 that the pool lacks; they stay in every denominator. None: none.
 
     Raises:
         ValueError: the numbers of queries differ, a row lies outside the pool, or a query has no positive.
@@ -76,6 +80,8 @@ def judge(
     if rows_QK.size and (rows_QK.min() < -1 or rows_QK.max() >= num_candidates):
         raise ValueError(f"rows must lie in [-1, {num_candidates}), got [{rows_QK.min()}, {rows_QK.max()}]")
     num_positives_Q = np.array([len(rows) for rows, _ in positives], np.int64)
+    if num_missing_Q is not None:
+        num_positives_Q = num_positives_Q + num_missing_Q
     if num_queries and num_positives_Q.min() < 1:
         raise ValueError(f"query {num_positives_Q.argmin()} has no positive")
 
@@ -88,9 +94,10 @@ def judge(
         gain_C[rows] = gains
         gain_QK[query] = gain_C[rows_QK[query]]
         gain_C[rows] = 0.0
-        ideal_QP[query, : len(gains)] = np.sort(gains)[::-1]
+        ideal = np.concatenate([gains, np.ones(num_positives_Q[query] - len(gains))])
+        ideal_QP[query, : len(ideal)] = np.sort(ideal)[::-1]
     if negatives is None:
-        return Judged(gain_QK, ideal_QP, num_positives_Q)
+        return Judged(gain_QK, ideal_QP, num_positives_Q, num_missing_Q=num_missing_Q)
 
     negative_C = np.zeros(num_candidates + 1, bool)
     negative_QK = np.empty(rows_QK.shape, bool)
@@ -101,7 +108,7 @@ def judge(
         negative_C[rows] = True
         negative_QK[query] = negative_C[rows_QK[query]]
         negative_C[rows] = False
-    return Judged(gain_QK, ideal_QP, num_positives_Q, negative_QK, num_negatives_Q)
+    return Judged(gain_QK, ideal_QP, num_positives_Q, negative_QK, num_negatives_Q, num_missing_Q)
 
 
 def recall(judged: Judged, k: int) -> np.ndarray:
@@ -248,19 +255,13 @@ def tied_order(judged: Judged, score_QK: np.ndarray, *, best: bool) -> Judged:
         gain_QK[touched] = np.take_along_axis(gain_QK[touched], order, axis=1)
         if negative_QK is not None:
             negative_QK[touched] = np.take_along_axis(negative_QK[touched], order, axis=1)
-    return Judged(gain_QK, judged.ideal_QP, judged.num_positives_Q, negative_QK, judged.num_negatives_Q)
+    return replace(judged, gain_QK=gain_QK, negative_QK=negative_QK)
 
 
 def cut(judged: Judged, depth: int) -> Judged:
     """The first ``depth`` ranks only."""
     negative_QK = None if judged.negative_QK is None else judged.negative_QK[:, :depth]
-    return Judged(
-        judged.gain_QK[:, :depth],
-        judged.ideal_QP,
-        judged.num_positives_Q,
-        negative_QK,
-        judged.num_negatives_Q,
-    )
+    return replace(judged, gain_QK=judged.gain_QK[:, :depth], negative_QK=negative_QK)
 
 
 def random_floor(name: str, judged: Judged, pool_Q: np.ndarray, *, depth: int) -> np.ndarray:
@@ -276,28 +277,30 @@ def random_floor(name: str, judged: Judged, pool_Q: np.ndarray, *, depth: int) -
         ValueError: as `compute`.
     """
     kind, k = parse_name(name)
-    n_Q, pool_Q = judged.num_positives_Q.astype(np.float64), pool_Q.astype(np.float64)
+    all_Q, pool_Q = judged.num_positives_Q.astype(np.float64), pool_Q.astype(np.float64)
+    n_Q = all_Q if judged.num_missing_Q is None else all_Q - judged.num_missing_Q  # those that can be found
     if k is None or kind == "hit":
         return _floor_first_hit(n_Q, pool_Q, depth=depth if k is None else k, reciprocal=k is None)
     shown_Q = np.minimum(k, pool_Q)
     if kind == "recall":
-        return shown_Q / pool_Q
+        return shown_Q / pool_Q * (n_Q / all_Q)
     if kind == "precision":
         return n_Q / pool_Q * shown_Q / k
     if kind == "ndcg":
         discount = np.concatenate([[0.0], np.cumsum(1.0 / np.log2(np.arange(2, k + 2)))])
-        return judged.ideal_QP.sum(axis=1) / pool_Q * discount[shown_Q.astype(int)] / _dcg(judged.ideal_QP, k)
+        gain_Q = judged.ideal_QP.sum(axis=1) - (all_Q - n_Q)
+        return gain_Q / pool_Q * discount[shown_Q.astype(int)] / _dcg(judged.ideal_QP, k)
     if kind == "map":
-        return _floor_precision_sum(n_Q, pool_Q, k) / n_Q
+        return _floor_precision_sum(n_Q, pool_Q, k) / all_Q
     if kind == "map_capped":
-        return _floor_precision_sum(n_Q, pool_Q, k) / np.minimum(n_Q, k)
+        return _floor_precision_sum(n_Q, pool_Q, k) / np.minimum(all_Q, k)
     _, num_negatives_Q = _negatives(judged)
     m_Q = num_negatives_Q.astype(np.float64)
     if kind == "negative_recall":
         out_Q = np.full(len(m_Q), np.nan)
         return np.divide(m_Q / pool_Q * shown_Q, np.minimum(m_Q, k), out=out_Q, where=m_Q > 0)
     without_Q = _floor_precision_sum(n_Q, pool_Q - m_Q, k)
-    delta_Q = (without_Q - _floor_precision_sum(n_Q, pool_Q, k)) / np.minimum(n_Q, k)
+    delta_Q = (without_Q - _floor_precision_sum(n_Q, pool_Q, k)) / np.minimum(all_Q, k)
     return np.where(m_Q > 0, delta_Q, np.nan)
 
 

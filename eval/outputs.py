@@ -67,15 +67,23 @@ class Scored:
     first_hit_Q: np.ndarray
 
 
-def score_ranking(wanted: RetrievalSet, ranking: Ranking) -> Scored:
+def score_ranking(wanted: RetrievalSet, ranking: Ranking, *, names: Sequence[str] | None = None) -> Scored:
     """Every metric of every query.
 
     Args:
         wanted: the retrieval set.
         ranking: one row a query of the set, deep enough for every metric.
+        names: metrics; None: those of every set, and those of explicit negatives where it has them.
     """
-    names = NAMES if wanted.negatives is None else (*NAMES, *NEGATIVE_NAMES)
-    wide = judge(ranking.rows_QW, wanted.positives, wanted.negatives, num_candidates=len(wanted.corpus_ids))
+    if names is None:
+        names = NAMES if wanted.negatives is None else (*NAMES, *NEGATIVE_NAMES)
+    wide = judge(
+        ranking.rows_QW,
+        wanted.positives,
+        wanted.negatives,
+        num_candidates=len(wanted.corpus_ids),
+        num_missing_Q=wanted.num_missing_Q,
+    )
     judged = cut(wide, ranking.depth)
     best = cut(tied_order(wide, ranking.score_QW, best=True), ranking.depth)
     worst = cut(tied_order(wide, ranking.score_QW, best=False), ranking.depth)
@@ -85,7 +93,7 @@ def score_ranking(wanted: RetrievalSet, ranking: Ranking) -> Scored:
         return np.stack([compute(name, one) for name in names], axis=1)
 
     return Scored(
-        names=names,
+        names=tuple(names),
         value_QM=table(judged),
         best_QM=table(best),
         worst_QM=table(worst),
@@ -111,7 +119,8 @@ def per_query_table(
         [score for score in scores if np.isfinite(score)] for scores in _head(ranking.score_QW, ranking)
     ]
     columns: dict[str, Any] = {"query_id": wanted.query_ids} | wanted.columns
-    columns["num_positives"] = [len(rows) for rows, _ in wanted.positives]
+    found_Q = np.array([len(rows) for rows, _ in wanted.positives], np.int64)
+    columns["num_positives"] = found_Q if wanted.num_missing_Q is None else found_Q + wanted.num_missing_Q
     columns["first_hit_rank"] = first
     for m, name in enumerate(scored.names):
         columns[name] = pa.array(scored.value_QM[:, m], pa.float64(), from_pandas=True)  # NaN becomes null
@@ -324,7 +333,9 @@ def summary(
         {name: [_percent(values.get(name)) for _, values in rows] for name in names},
         index=[label for label, _ in rows],
     )
-    frame.loc["random ranking"] = [_percent({"value": results["random"][name]}) for name in names]
+    frame.loc["random ranking"] = [
+        _percent({"value": results["random"][name]} if name in results["random"] else None) for name in names
+    ]
     return frame.to_string()
 
 

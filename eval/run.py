@@ -8,6 +8,7 @@ Candidates are encoded once, directly, and serve every condition; a condition is
 One condition is written to ``out`` itself, several to ``out/<mode>-<modality>`` each.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from eval.audit import Audit, audit_training, training_files
+from eval.benchmarks.protocols import Protocol, all_figures, protocol_for
 from eval.encode import Embeds, Mode, Side, cache_key, check_collapse, encode_side, mean_cosine, open_cache
 from eval.metrics import CUTOFFS
 from eval.options import UserError, one_of
@@ -23,11 +26,9 @@ from eval.outputs import (
     RESULTS,
     RUN,
     check_out,
-    figures,
     invalidate,
     per_query_table,
     rationale_figures,
-    score_ranking,
     self_retrieval,
     set_figures,
     statistics_settings,
@@ -38,13 +39,12 @@ from eval.outputs import (
 from eval.search import DEPTH, search
 from eval.sets import MODALITIES, Modality, RetrievalSet, content_digest, load_set
 from eval.stats import NUM_RESAMPLES
+from eval.suite import is_suite, run_members
 from eval.trec import write_run
 from rge.prompts import PROFILES
 from rge.schema import Encoded, Item
 
 MODES: tuple[Mode, ...] = ("reasoning", "direct")
-BENCHMARKS = ("generic",)
-PROTOCOLS = ("clean",)
 MAX_INSTRUCTIONS = 20
 """Instructions listed in results.json; a set may have one a query."""
 
@@ -56,7 +56,7 @@ class RunOptions:
     checkpoint: Path
     """Checkpoint directory with ``rge.json``."""
     set: Path
-    """Retrieval set directory, see `eval.sets`."""
+    """Retrieval set directory, see `eval.sets`, or a suite of them, see `eval.suite`."""
     out: Path
     """Output directory."""
     query_mode: tuple[str, ...] = ("reasoning",)
@@ -84,9 +84,13 @@ class RunOptions:
     seed: int = 0
     """Of the resampling, and of sampled rationales."""
     benchmark: str = "generic"
-    """Protocol of a known benchmark; only generic so far."""
+    """Protocol of a known benchmark: generic, rmir, mmeb, mmbright or pinpoint."""
     profile: str = "clean"
-    """clean is the defensible protocol."""
+    """clean is the defensible protocol, official what the benchmark's released code computes."""
+    prompts: str | None = None
+    """Prompt profile instead of the checkpoint's; null: the set's where it says one, else the checkpoint's."""
+    train: tuple[str, ...] = ("auto",)
+    """Training files (JSON lines) to look for the set's pictures in; auto: those that rge.json names; null: none."""
     report: bool = True
     """Whether to write report.html."""
     overwrite: bool = False
@@ -112,8 +116,17 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
     Raises:
         UserError: something given is wrong; see the modules named above.
     """
+    if is_suite(options.set):
+        _conditions(options)
+        if options.report:
+            print("a suite has no page of its own yet: report=true is left out", file=sys.stderr)
+        if load is None:
+            from rge.encode import load_encoder as load  # type: ignore[assignment]
+        return run_members(options, run, load)
     conditions = _conditions(options)
     wanted = load_set(options.set, by=options.by)
+    protocol = protocol_for(options.benchmark, options.profile, wanted)
+    wanted = protocol.prepare(wanted)
     if options.limit is not None:
         wanted = wanted.first(options.limit)
     if options.depth < min(max(CUTOFFS), len(wanted.corpus_ids)):
@@ -128,7 +141,11 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
     }
     own = [_own_rows(item, rows_of_picture) for item in wanted.queries]
 
-    encoder = _load(options, load)
+    encoder = _load(options, load, wanted.meta.get("prompts"))
+    audit = _audit(options, encoder, wanted)
+    warnings = _warnings(conditions, encoder, wanted, audit)
+    for warning in warnings:
+        print(f"WARNING: {warning}", file=sys.stderr, flush=True)
     sampled = encoder.settings["generation"]["temperature"] > 0
     for one in conditions:
         check_out(one.out, _identity(wanted, encoder, one), overwrite=options.overwrite)
@@ -161,10 +178,12 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
             excluded=wanted.excluded,
             candidates=wanted.candidates,
         )
-        scored = score_ranking(wanted, ranking)
+        scored = protocol.score(wanted, ranking)
         results = {
-            **_measured_with(options, wanted, encoder, one),
-            **figures(wanted, scored, seed=options.seed),
+            **_measured_with(options, wanted, encoder, one, protocol),
+            **all_figures(wanted, scored, protocol, seed=options.seed),
+            "warnings": [w for w in warnings if one.mode == "reasoning" or not w.startswith("query_mode")],
+            "audit": audit.content if audit is not None else None,
             "rationale": rationale_figures(encoded),
             "self_retrieval": self_retrieval(ranking, own),
             "coverage": 1.0,
@@ -175,20 +194,25 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
         tag = f"{encoder.checkpoint_hash[:12]}-{one.mode}-{one.modality}"
         write_run(one.out / RUN, ranking, wanted.query_ids, wanted.corpus_ids, tag)
         write_tables(one.out, per_query_table(wanted, ranking, scored, encoded), results)
-        print(f"\n{wanted.name}: {one.mode}, {one.modality} -> {one.out}\n{summary(results)}", flush=True)
+        print(
+            f"\n{wanted.name}: {one.mode}, {one.modality} -> {one.out}\n{summary(results, protocol.headline)}",
+            flush=True,
+        )
     dirs = [one.out for one in conditions]
     if options.report:
         from eval.report import write_report
 
-        print(f"\n{write_report(dirs, options.out / 'report.html')}")
+        words = {} if options.benchmark == "generic" else {"metric": protocol.headline[0]}
+        print(f"\n{write_report(dirs, options.out / 'report.html', **words)}")
     return dirs
 
 
 def _conditions(options: RunOptions) -> list[Condition]:
     one_of("query_mode", options.query_mode, MODES)
     one_of("query_modality", options.query_modality, MODALITIES)
-    one_of("benchmark", [options.benchmark], BENCHMARKS)
-    one_of("profile", [options.profile], PROTOCOLS)
+    protocol_for(options.benchmark, options.profile)
+    if options.prompts is not None:
+        one_of("prompts", [options.prompts], tuple(PROFILES))
     if options.batch_size < 1:
         raise UserError(f"batch_size must be at least 1, got {options.batch_size}")
     pairs = [(mode, modality) for mode in MODES for modality in MODALITIES]
@@ -202,18 +226,48 @@ def _conditions(options: RunOptions) -> list[Condition]:
     return [Condition(mode, modality, options.out / f"{mode}-{modality}") for mode, modality in pairs]
 
 
-def _load(options: RunOptions, load: Callable[..., Embeds] | None) -> Embeds:
+def _audit(options: RunOptions, encoder: Embeds, wanted: RetrievalSet) -> Audit | None:
+    files = [Path(name) for name in options.train if name != "null"]
+    if options.train == ("auto",):
+        files = training_files(encoder.settings.get("recipe") or {})
+    return audit_training(wanted, files) if files else None
+
+
+def _warnings(
+    conditions: Sequence[Condition], encoder: Embeds, wanted: RetrievalSet, audit: Audit | None
+) -> list[str]:
+    """What a reader of the figures has to know first."""
+    out = list(wanted.meta.get("notes", []))
+    if encoder.settings.get("reasons") == "none" and any(one.mode == "reasoning" for one in conditions):
+        out.append(
+            "query_mode=reasoning, but rge.json says that this checkpoint was trained without rationales (reasons: none): "
+            "its embeddings after a rationale are not what it was trained for; query_mode=direct is"
+        )
+    return out + (audit.warnings if audit is not None else [])
+
+
+def _load(options: RunOptions, load: Callable[..., Embeds] | None, of_set: str | None = None) -> Embeds:
     if load is None:
         from rge.encode import load_encoder
 
         load = load_encoder
-    return load(
+    encoder = load(
         options.checkpoint,
         device=options.device,
         dtype=options.dtype,
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
     )
+    profile = options.prompts or of_set
+    if profile is not None and profile != encoder.settings["profile"]:
+        builder = getattr(encoder, "builder", None)
+        if builder is None:
+            raise UserError(f"prompts={profile}: this encoder words its prompts itself")
+        from rge.prompts import PromptBuilder
+
+        encoder.builder = PromptBuilder(builder.processor, profile, builder.max_tokens)  # type: ignore[attr-defined]
+        encoder.settings = encoder.settings | {"profile": profile}  # also part of the cache's name
+    return encoder
 
 
 def _identity(wanted: RetrievalSet, encoder: Embeds, condition: Condition) -> dict[str, Any]:
@@ -226,7 +280,7 @@ def _identity(wanted: RetrievalSet, encoder: Embeds, condition: Condition) -> di
 
 
 def _measured_with(
-    options: RunOptions, wanted: RetrievalSet, encoder: Embeds, condition: Condition
+    options: RunOptions, wanted: RetrievalSet, encoder: Embeds, condition: Condition, protocol: Protocol
 ) -> dict[str, Any]:
     """What results.json says of how it was measured."""
     return {
@@ -234,6 +288,7 @@ def _measured_with(
         "set": set_figures(wanted) | {"limit": options.limit},
         "benchmark": options.benchmark,
         "profile": options.profile,
+        "protocol": list(protocol.statements),
         "query_mode": condition.mode,
         "query_modality": condition.modality,
         "candidate_mode": "direct",

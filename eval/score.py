@@ -6,30 +6,30 @@ Scoring the ``run.trec`` of an evaluation gives that evaluation's metrics again.
 survive the file, whose scores are strictly decreasing (`eval.trec`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from eval.benchmarks.protocols import all_figures, protocol_for
 from eval.metrics import CUTOFFS
-from eval.options import UserError, one_of
+from eval.options import UserError
 from eval.outputs import (
     FORMAT,
     RUN,
     check_out,
-    figures,
     invalidate,
     per_query_table,
     rationale_figures,
-    score_ranking,
     set_figures,
     statistics_settings,
     summary,
     versions,
     write_tables,
 )
-from eval.run import BENCHMARKS, PROTOCOLS
 from eval.sets import load_set
 from eval.stats import NUM_RESAMPLES
+from eval.suite import aggregate, is_suite, load_suite
+from eval.suite import summary as suite_summary
 from eval.trec import read_run, write_run
 
 
@@ -38,9 +38,9 @@ class ScoreOptions:
     """Options of ``python -m eval score``."""
 
     run: Path
-    """TREC run file: query Q0 candidate rank score tag."""
+    """TREC run file: query Q0 candidate rank score tag. For a suite: a directory with MEMBER.trec."""
     set: Path
-    """Retrieval set directory, see `eval.sets`."""
+    """Retrieval set directory, see `eval.sets`, or a suite of them, see `eval.suite`."""
     out: Path
     """Output directory."""
     allow_missing: bool = False
@@ -52,9 +52,9 @@ class ScoreOptions:
     seed: int = 0
     """Of the resampling."""
     benchmark: str = "generic"
-    """Protocol of a known benchmark; only generic so far."""
+    """Protocol of a known benchmark: generic, rmir, mmeb, mmbright or pinpoint."""
     profile: str = "clean"
-    """clean is the defensible protocol."""
+    """clean is the defensible protocol, official what the benchmark's released code computes."""
     overwrite: bool = False
     """Replace the output of another run or set."""
 
@@ -65,28 +65,35 @@ def score(options: ScoreOptions) -> Path:
     Raises:
         UserError: the run or the set is wrong, or queries are missing and ``allow_missing`` is not given.
     """
-    one_of("benchmark", [options.benchmark], BENCHMARKS)
-    one_of("profile", [options.profile], PROTOCOLS)
+    protocol = protocol_for(options.benchmark, options.profile)
+    if is_suite(options.set):
+        return score_members(options)
     wanted = load_set(options.set, by=options.by)
+    protocol = protocol_for(options.benchmark, options.profile, wanted)
+    wanted = protocol.prepare(wanted)
     read = read_run(options.run, wanted, allow_ties=options.allow_ties)
     num_queries = len(wanted.queries)
     if read.missing and not options.allow_missing:
         raise UserError(
             f"{options.run}: {len(read.missing)} of {num_queries} queries have no line, first {read.missing[0]!r}. "
-            "Leaving them out would flatter the run; allow_missing=true scores them 0 and reports the coverage"
+            "Leaving them out would flatter the run; allow_missing=true "
+            + ("leaves them out, as the released code does," if protocol.skips_missing else "scores them 0")
+            + " and reports the coverage"
         )
     identity = {"set.fingerprint": wanted.fingerprint, "query_mode": None, "tag": read.tag}
     check_out(options.out, identity, overwrite=options.overwrite)
-    scored = score_ranking(wanted, read.ranking)
+    scored = protocol.score(wanted, read.ranking, read.missing)
     short = int((wanted.pool_sizes().clip(max=max(CUTOFFS)) > (read.ranking.rows_QW >= 0).sum(axis=1)).sum())
     results: dict[str, Any] = {
         "format": FORMAT,
         "set": set_figures(wanted) | {"limit": None},
         "benchmark": options.benchmark,
         "profile": options.profile,
+        "protocol": list(protocol.statements),
         "query_mode": None,
         "query_modality": None,
-        **figures(wanted, scored, seed=options.seed),
+        **all_figures(wanted, scored, protocol, seed=options.seed),
+        "warnings": list(wanted.meta.get("notes", [])),
         "rationale": rationale_figures(None),
         "coverage": 1.0 - len(read.missing) / num_queries,
         "num_missing": len(read.missing),
@@ -102,11 +109,35 @@ def score(options: ScoreOptions) -> Path:
     invalidate(options.out)
     write_run(options.out / RUN, read.ranking, wanted.query_ids, wanted.corpus_ids, read.tag)
     write_tables(options.out, per_query_table(wanted, read.ranking, scored, None), results)
-    print(f"{wanted.name}: {options.run} -> {options.out}\n{summary(results)}")
+    print(f"{wanted.name}: {options.run} -> {options.out}\n{summary(results, protocol.headline)}")
     if read.missing:
-        print(f"coverage {results['coverage']:.4f}: {len(read.missing)} queries without a line count as 0")
+        what = "are left out" if protocol.skips_missing else "count as 0"
+        print(f"coverage {results['coverage']:.4f}: {len(read.missing)} queries without a line {what}")
     if short:
         print(
             f"{short} queries list fewer than {max(CUTOFFS)} candidates; what is not listed counts as not found"
         )
+    return options.out
+
+
+def score_members(options: ScoreOptions) -> Path:
+    """Score one run file a member of a suite, then join them; returns the joint output directory.
+
+    Raises:
+        UserError: as `score`, or a member has no run file.
+    """
+    suite = load_suite(options.set)
+    dirs = {}
+    for name in suite.members:
+        path = options.run / f"{name}.trec"
+        if not path.is_file():
+            raise UserError(
+                f"{path} is not there: a suite needs a run file for each of its {len(suite.members)} members"
+            )
+        dirs[name] = score(
+            replace(options, run=path, set=options.set / name, out=options.out / "members" / name)
+        )
+    content = aggregate(suite, dirs, options.out, seed=options.seed, overwrite=options.overwrite)
+    headline = protocol_for(options.benchmark, options.profile).headline
+    print(f"\n{suite.name}: {options.run} -> {options.out}\n{suite_summary(content, headline)}")
     return options.out

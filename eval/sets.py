@@ -3,11 +3,13 @@
 A set is a directory of Parquet files, readable by MTEB unchanged:
 
 ``corpus.parquet``      id, image, text
-``queries.parquet``     id, text, image, category, group, instruction; further columns are kept
+``queries.parquet``     id, text, image, category, group, instruction; further columns are kept, among them
+                        num_missing_positives: positives that the pool lacks, which stay in every denominator (optional)
 ``qrels.parquet``       query-id, corpus-id, score (integer gain)
 ``negatives.parquet``   query-id, corpus-id: explicit negatives (optional; an id may also be a positive)
 ``excluded.parquet``    query-id, corpus-id: removed from that query's ranking (optional)
 ``candidates.parquet``  query-id, corpus-id: each query's own candidates (optional)
+``qrels_official.parquet``  as qrels, where a benchmark's released scorer counts others as right (optional)
 ``meta.json``           name, fingerprint, ...; ``report_by`` lists further query columns to report figures by
 
 A picture is encoded bytes, ``{bytes, path}`` as Hugging Face stores it, a path relative to the directory, or
@@ -66,6 +68,7 @@ class RetrievalSet:
         negatives: per query rows, or None without the table.
         excluded: likewise.
         candidates: likewise.
+        num_missing_Q: positives that the pool lacks, int64, or None without such a column.
     """
 
     path: Path
@@ -81,6 +84,7 @@ class RetrievalSet:
     negatives: list[np.ndarray] | None
     excluded: list[np.ndarray] | None
     candidates: list[np.ndarray] | None
+    num_missing_Q: np.ndarray | None = None
 
     @property
     def query_ids(self) -> list[str]:
@@ -111,6 +115,7 @@ class RetrievalSet:
             negatives=self.negatives and self.negatives[:limit],
             excluded=self.excluded and self.excluded[:limit],
             candidates=self.candidates and self.candidates[:limit],
+            num_missing_Q=None if self.num_missing_Q is None else self.num_missing_Q[:limit],
         )
 
     def corpus_items(self) -> Iterator[Item]:
@@ -174,7 +179,8 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
     rows = {
         name: None if table is None else _by_query(table, query_of, row_of) for name, table in tables.items()
     }
-    positives = _positives(root / "qrels.parquet", qrels, query_of, row_of)
+    num_missing_Q = _num_missing(root / "queries.parquet")
+    positives = _positives(root / "qrels.parquet", qrels, query_of, row_of, num_missing_Q)
     _check_reachable(root, [item.id for item in queries], corpus_ids, order_C, positives, rows)
     # last, since a message about the fingerprint says less than any of the above
     fingerprint = set_fingerprint(query_of, corpus_ids, qrels, **{k: v or () for k, v in tables.items()})
@@ -194,8 +200,46 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
         corpus_ids=[corpus_ids[row] for row in order_C.tolist()],
         file_rows_C=order_C,
         positives=positives,
+        num_missing_Q=num_missing_Q,
         **rows,
     )
+
+
+def integer_column(wanted: RetrievalSet, name: str) -> np.ndarray:
+    """A column of whole numbers of ``queries.parquet``, (Q,) int64.
+
+    Raises:
+        SetError: it is not there, or holds something else.
+    """
+    path = wanted.path / "queries.parquet"
+    file = _open(path, [name])
+    if not pa.types.is_integer(file.schema_arrow.field(name).type):
+        raise SetError(f"{path}: column {name!r} must hold integers")
+    return file.read(columns=[name]).column(0).to_numpy().astype(np.int64)[: len(wanted.queries)]
+
+
+def string_column(wanted: RetrievalSet, name: str) -> list[str]:
+    """A column of strings of ``queries.parquet``, Q values.
+
+    Raises:
+        SetError: it is not there, holds something else, or has gaps.
+    """
+    path = wanted.path / "queries.parquet"
+    return _strings(path, _open(path, [name]), name)[: len(wanted.queries)]
+
+
+def official_positives(wanted: RetrievalSet) -> list[tuple[np.ndarray, np.ndarray]]:
+    """As `RetrievalSet.positives`, from ``qrels_official.parquet``.
+
+    Raises:
+        SetError: it is not there, or breaks the format.
+    """
+    path = wanted.path / "qrels_official.parquet"
+    row_of = {name: row for row, name in enumerate(wanted.corpus_ids)}
+    query_of = {name: row for row, name in enumerate(_ids(wanted.path / "queries.parquet"))}
+    qrels = _pairs(path, query_of, row_of, with_gain=True)
+    missing_Q = _num_missing(wanted.path / "queries.parquet")
+    return _positives(path, qrels, query_of, row_of, missing_Q)[: len(wanted.queries)]
 
 
 def content_digest(item: Item) -> tuple[str, tuple[str, ...]]:
@@ -384,13 +428,21 @@ def _by_query(
 
 
 def _positives(
-    path: Path, qrels: Sequence[tuple[Any, ...]], query_of: dict[str, int], row_of: dict[str, int]
+    path: Path,
+    qrels: Sequence[tuple[Any, ...]],
+    query_of: dict[str, int],
+    row_of: dict[str, int],
+    num_missing_Q: np.ndarray | None,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     lists: list[list[tuple[int, int]]] = [[] for _ in query_of]
     for query, name, gain in qrels:
         if gain > 0:  # gain 0 is a judgement too: judged, and not right
             lists[query_of[query]].append((row_of[name], gain))
-    without = [query for query, found in zip(query_of, lists, strict=True) if not found]
+    without = [
+        query
+        for number, (query, found) in enumerate(zip(query_of, lists, strict=True))
+        if not found and (num_missing_Q is None or not num_missing_Q[number])
+    ]
     if without:
         raise SetError(f"{path}: {len(without)} of {len(lists)} queries have no positive: {_some(without)}")
     positives = []
@@ -400,6 +452,19 @@ def _positives(
             (np.array([r for r, _ in found], np.int32), np.array([g for _, g in found], np.float64))
         )
     return positives
+
+
+def _num_missing(path: Path) -> np.ndarray | None:
+    file = _open(path, ["id"])
+    name = "num_missing_positives"
+    if name not in file.schema_arrow.names:
+        return None
+    if not pa.types.is_integer(file.schema_arrow.field(name).type):
+        raise SetError(f"{path}: column {name!r} must hold integers")
+    missing_Q = file.read(columns=[name]).column(0).to_numpy().astype(np.int64)
+    if missing_Q.min(initial=0) < 0:
+        raise SetError(f"{path}: column {name!r} must not be negative")
+    return missing_Q if missing_Q.any() else None
 
 
 def _check_reachable(

@@ -1,0 +1,207 @@
+"""Did training see what the test asks? Pictures and pairs that a retrieval set shares with training files.
+
+    python -m eval audit set=DIR train=FILE.jsonl[,FILE.jsonl]
+
+Two pictures are the same if their bytes are, or if they carry the same id: a re-encoded copy has other bytes. `eval.run`
+does this by itself with the training files that the checkpoint's ``rge.json`` names.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eval.options import UserError
+from eval.sets import RetrievalSet, load_set
+from rge.images import ImageError, picture_bytes
+from rge.schema import ImageRef, Item
+
+WARN = "TRAINED ON THE TEST"
+
+
+@dataclass
+class AuditOptions:
+    """Options of ``python -m eval audit``."""
+
+    set: Path
+    """Retrieval set directory."""
+    train: tuple[str, ...]
+    """Training files, JSON lines."""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What a set shares with training files.
+
+    Attributes:
+        content: for results.json.
+        warnings: loud sentences; none where nothing is shared.
+    """
+
+    content: dict[str, Any]
+    warnings: list[str]
+
+
+@dataclass
+class _Seen:
+    """What training files hold: pictures by hash or id, and (picture, text) and (picture, target) pairs."""
+
+    queries: set[str] = field(default_factory=set)
+    targets: set[str] = field(default_factory=set)
+    asked: set[tuple[str, str]] = field(default_factory=set)
+    answered: set[tuple[str, str]] = field(default_factory=set)
+    num_records: int = 0
+
+
+def audit_command(options: AuditOptions) -> Audit:
+    """Audit a set and print what was found."""
+    found = audit_training(load_set(options.set), [Path(name) for name in options.train])
+    print(json.dumps(found.content, indent=1))
+    for warning in found.warnings or ["nothing is shared"]:
+        print(warning)
+    return found
+
+
+def training_files(recipe: Any) -> list[Path]:
+    """Every existing JSON-lines file that a recipe names."""
+    if isinstance(recipe, dict):
+        return list(dict.fromkeys(path for value in recipe.values() for path in training_files(value)))
+    if isinstance(recipe, list):
+        return list(dict.fromkeys(path for value in recipe for path in training_files(value)))
+    if isinstance(recipe, str) and recipe.endswith(".jsonl") and Path(recipe).is_file():
+        return [Path(recipe)]
+    return []
+
+
+def audit_training(wanted: RetrievalSet, files: Sequence[Path]) -> Audit:
+    """Count pictures and pairs of a set that training files hold too.
+
+    Args:
+        wanted: the retrieval set; its pictures are read.
+        files: training records, see `rge.schema.Record`; other JSON lines (plain texts) have no pictures and count none.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    seen = _Seen()
+    for path in files:
+        _read(path, seen)
+    rows_of_positive = {row for rows, _ in wanted.positives for row in rows.tolist()}
+    file_row_of = {int(file_row): row for row, file_row in enumerate(wanted.file_rows_C.tolist())}
+    names_of: dict[int, set[str]] = {}
+    num = dict.fromkeys(
+        ("query_images", "candidate_images", "positive_images", "query_pairs", "answer_pairs"), 0
+    )
+    of = dict.fromkeys(num, 0)
+    everywhere = seen.queries | seen.targets
+    for file_row, item in enumerate(wanted.corpus_items()):
+        if not item.images:
+            continue
+        row = file_row_of[file_row]
+        names = _names(item)
+        of["candidate_images"] += 1
+        num["candidate_images"] += bool(names & everywhere)
+        if row in rows_of_positive:
+            of["positive_images"] += 1
+            num["positive_images"] += bool(names & seen.targets)
+            names_of[row] = names
+    for query, (rows, _) in zip(wanted.queries, wanted.positives, strict=True):
+        names = _names(query, own_id=False)
+        if not names:
+            continue
+        of["query_images"] += 1
+        num["query_images"] += bool(names & everywhere)
+        of["query_pairs"] += 1
+        num["query_pairs"] += any((name, _text(query.text)) in seen.asked for name in names)
+        targets = {name for row in rows.tolist() for name in names_of.get(row, set())}
+        of["answer_pairs"] += 1
+        num["answer_pairs"] += any((one, target) in seen.answered for one in names for target in targets)
+    content = {
+        "train": [str(path) for path in files],
+        "num_records": seen.num_records,
+        **{key: {"shared": num[key], "of": of[key]} for key in num},
+    }
+    words = {
+        "query_images": "query pictures are in the training files",
+        "positive_images": "right answers' pictures are targets in the training files",
+        "query_pairs": "queries (picture and text) are training queries",
+        "answer_pairs": "queries have a picture and a right answer that training paired",
+    }
+    warnings = [
+        f"{WARN}: {num[key]} of {of[key]} {text}; figures on them measure memory"
+        for key, text in words.items()
+        if num[key]
+    ]
+    return Audit(content, warnings)
+
+
+def _read(path: Path, seen: _Seen) -> None:
+    digests: dict[str, str | None] = {}
+
+    def names(image: Any, own: Any = None) -> set[str]:
+        if not isinstance(image, str) or not image:
+            return set()
+        if image not in digests:
+            digests[image] = _digest(_beside(path.parent, image))
+        found = {digests[image], _name(image), f"id:{own}" if own else None}
+        return {name for name in found if name}
+
+    for record in _records(path):
+        query, positives = record.get("query"), record.get("positives")
+        if not isinstance(query, dict) or not isinstance(positives, list):
+            continue
+        seen.num_records += 1
+        shown = set().union(*(names(image) for image in query.get("images") or []))
+        seen.queries |= shown
+        seen.asked |= {(name, _text(query.get("text"))) for name in shown}
+        for one in positives:
+            target = names(one.get("image"), one.get("id"))
+            seen.targets |= target
+            seen.answered |= {(name, other) for name in shown for other in target}
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    number = 0
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):  # noqa: B007  # for the message below
+                record = json.loads(line) if line.strip() else None
+                if isinstance(record, dict):
+                    yield record
+    except OSError as error:
+        raise UserError(f"training file {path} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise UserError(f"training file {path}, line {number}: {error}") from None
+
+
+def _names(item: Item, *, own_id: bool = True) -> set[str]:
+    """Everything that an item's pictures may be known by."""
+    if not item.images:
+        return set()
+    found = {_digest(ref) for ref in item.images} | {
+        _name(ref) for ref in item.images if isinstance(ref, str)
+    }
+    return {name for name in found if name} | ({f"id:{item.id}"} if own_id else set())
+
+
+def _name(ref: str) -> str | None:
+    """File name or library row; short ones say nothing ("1.jpg" is a different picture in every folder)."""
+    name = ref.rsplit("#", 1)[-1] if ".parquet#" in ref else Path(ref).stem
+    return f"id:{name}" if len(name) >= 8 else None
+
+
+def _digest(ref: ImageRef) -> str | None:
+    try:
+        return hashlib.sha256(picture_bytes(ref)).hexdigest()
+    except ImageError:
+        return None  # a training picture that was moved away can still be recognised by its id
+
+
+def _beside(folder: Path, image: str) -> str:
+    return str(folder / image)
+
+
+def _text(text: str | None) -> str:
+    return " ".join((text or "").lower().split())

@@ -1,0 +1,456 @@
+"""What each benchmark's figures mean: one protocol for every benchmark and profile.
+
+``clean`` is the protocol that can be defended; ``official`` is what the benchmark's released code computes, so that
+published figures can be compared with. Both say in words what they do, and those words go into results.json. A protocol
+changes three things: which candidates are out of a ranking and which count as right (`Protocol.prepare`), the values of
+each query (`Protocol.score`), and figures that no single query has (`Protocol.figures`).
+
+Shape suffixes: Q = queries, K = ranks, M = metrics, G = groups.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from eval.metrics import (
+    NAMES,
+    Judged,
+    average_precision_capped,
+    compute,
+    first_hit_rank,
+    judge,
+    parse_name,
+    random_floor,
+    tied_order,
+)
+from eval.options import UserError, one_of
+from eval.outputs import Scored, figures, means, score_ranking
+from eval.search import Ranking
+from eval.sets import RetrievalSet, integer_column, official_positives, string_column
+from eval.stats import LEVEL, cluster_bootstrap, index_of, interval
+
+BENCHMARKS = ("generic", "rmir", "mmeb", "mmbright", "pinpoint")
+PROFILES = ("clean", "official")
+PINPOINT_DEPTH, PINPOINT_CUTS = 50, (1, 5, 10, 50)
+MMBRIGHT_CUTS = (1, 5, 10, 25, 50, 100)
+_TREC = {"NDCG": "ndcg", "MAP": "map", "Recall": "recall", "P": "precision"}
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Protocol of a set without a benchmark of its own; the others derive from it.
+
+    Attributes:
+        benchmark: one of `BENCHMARKS`.
+        profile: one of `PROFILES`.
+        headline: metrics that the benchmark is known by, the first of them first.
+        average: ``micro``, the mean over queries, or ``macro``.
+        statements: what is computed, in words.
+        skips_missing: whether a query without a line in a run file is left out instead of counting 0.
+    """
+
+    benchmark: str = "generic"
+    profile: str = "clean"
+    headline: tuple[str, ...] = ("recall@1", "recall@10", "mrr", "ndcg@10")
+    average: str = "micro"
+    statements: tuple[str, ...] = ()
+    skips_missing: bool = False
+
+    def prepare(self, wanted: RetrievalSet) -> RetrievalSet:
+        """The set with this protocol's exclusions and judgements."""
+        return wanted
+
+    def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
+        """Every metric of every query.
+
+        Args:
+            wanted: from `prepare`.
+            ranking: one row a query.
+            missing: queries without any line in the run file.
+        """
+        return self._skip(wanted, score_ranking(wanted, ranking), missing)
+
+    def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
+        """Figures of the whole set beside those of `eval.outputs.figures`; ``micro`` is merged into theirs."""
+        return {}
+
+    def suite_figures(self, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Figures of a suite from those of its members."""
+        return {}
+
+    def _skip(self, wanted: RetrievalSet, scored: Scored, missing: Sequence[str]) -> Scored:
+        if not self.skips_missing or not missing:
+            return scored
+        rows = np.isin(wanted.query_ids, list(missing))
+        values = [x.copy() for x in (scored.value_QM, scored.best_QM, scored.worst_QM, scored.random_QM)]
+        for value_QM in values:
+            value_QM[rows] = np.nan
+        return Scored(scored.names, *values, scored.first_hit_Q)
+
+
+@dataclass(frozen=True)
+class Mmeb(Protocol):
+    """MMEB: equal scores count for the model (official) or against it (clean)."""
+
+    def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
+        """As `Protocol.score`, with ties resolved one way."""
+        scored = score_ranking(wanted, ranking)
+        chosen = scored.best_QM if self.profile == "official" else scored.worst_QM
+        return self._skip(wanted, replace(scored, value_QM=chosen), missing)
+
+
+@dataclass(frozen=True)
+class Mmbright(Protocol):
+    """MM-BRIGHT: the mean over domains of nDCG@10."""
+
+    def prepare(self, wanted: RetrievalSet) -> RetrievalSet:
+        """Official: hard negatives of tasks 1 and 2 leave the ranking; every pair of a gold document is right."""
+        if self.profile == "clean":
+            return wanted
+        task = wanted.meta.get("task")
+        if task == 4:
+            return replace(wanted, positives=official_positives(wanted))
+        return replace(wanted, excluded=wanted.negatives) if task in (1, 2) else wanted
+
+    def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
+        """As `Protocol.score`; official with trec_eval's order of ties and the cutoffs of the released code."""
+        if self.profile == "clean":
+            return super().score(wanted, ranking, missing)
+        extra = [f"{ours}@{k}" for ours in _TREC.values() for k in MMBRIGHT_CUTS]
+        names = tuple(dict.fromkeys((*NAMES, *extra)))
+        return self._skip(wanted, score_ranking(wanted, trec_ties(ranking), names=names), missing)
+
+    def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
+        """Official: the released code's names, rounded to five digits as it does."""
+        if self.profile == "clean":
+            return {}
+        value = means(scored.names, scored.value_QM)
+        found = {f"{t}@{k}": round(value[f"{o}@{k}"], 5) for t, o in _TREC.items() for k in MMBRIGHT_CUTS}
+        return {"official": found | {"MRR": round(value["mrr"], 5)}}
+
+    def suite_figures(self, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Official: the mean of the domains' rounded figures, rounded again."""
+        if self.profile == "clean":
+            return {}
+        blocks = [one["official"] for one in results.values()]
+        return {"official": {key: round(sum(b[key] for b in blocks) / len(blocks), 5) for key in blocks[0]}}
+
+
+@dataclass(frozen=True)
+class Pinpoint(Protocol):
+    """PinPoint: AP@10, what explicit negatives cost, and how much a paraphrase changes."""
+
+    def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
+        """As `Protocol.score`; official with the released scorer's denominators, see `pinpoint_values`."""
+        if self.profile == "clean":
+            return super().score(wanted, ranking, missing)
+        listed_Q = integer_column(wanted, "num_listed_positives")
+        bad_Q = integer_column(wanted, "num_listed_negatives")
+        in_pool_Q = np.array([len(rows) for rows, _ in wanted.positives], np.int64)
+        rows_QW = ranking.rows_QW[:, :PINPOINT_DEPTH]
+        judged = judge(
+            rows_QW,
+            wanted.positives,
+            None,
+            num_candidates=len(wanted.corpus_ids),
+            num_missing_Q=listed_Q - in_pool_Q,  # a repeated positive divides like one that is never found
+        )
+        negative_QK = np.stack(
+            [np.isin(row, listed) for row, listed in zip(rows_QW, wanted.negatives or [], strict=True)]
+        )
+        judged = replace(judged, negative_QK=negative_QK, num_negatives_Q=bad_Q)
+        more = [
+            f"{kind}@{k}"
+            for kind in ("precision", "recall", "map_capped", "negative_recall")
+            for k in PINPOINT_CUTS
+        ]
+        more += [f"delta_map_capped@{k}" for k in PINPOINT_CUTS]
+        names = tuple(dict.fromkeys((*NAMES, *more)))
+        score_QK = ranking.score_QW[:, :PINPOINT_DEPTH]
+        tables = [
+            pinpoint_values(names, one)
+            for one in (
+                judged,
+                tied_order(judged, score_QK, best=True),
+                tied_order(judged, score_QK, best=False),
+            )
+        ]
+        pool_Q = wanted.pool_sizes()
+        random_QM = np.full(tables[0].shape, np.nan)
+        for m, name in enumerate(names):
+            if not name.startswith(("negative", "delta")):
+                random_QM[:, m] = random_floor(name, judged, pool_Q, depth=PINPOINT_DEPTH)
+        return self._skip(wanted, Scored(names, *tables, random_QM, first_hit_rank(judged)), missing)
+
+    def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
+        """Linguistic sensitivity, the relative cost of negatives, and officially the released scorer's own names."""
+        column = dict(zip(scored.names, scored.value_QM.T, strict=True))
+        group = wanted.columns["group"]
+        if self.profile == "clean":
+            # only rows that share pictures and positives are paraphrases of one question
+            same = string_column(wanted, "paraphrase")
+        else:
+            same = group
+        micro = {
+            "linguistic_sensitivity": sensitivity(column["precision@10"], same, group, seed=seed),
+            "linguistic_sensitivity_map": sensitivity(column["map_capped@10"], same, group, seed=seed),
+            "linguistic_sensitivity_std": sensitivity(
+                column["precision@10"], same, group, seed=seed, spread=np.std
+            ),
+        }
+        delta_Q = np.where(
+            np.isfinite(column["map_capped@10"]), np.nan_to_num(column["delta_map_capped@10"]), np.nan
+        )
+        micro["delta_map_capped_relative@10"] = _ratio(
+            delta_Q, column["map_capped@10"], index_of(group), seed=seed
+        )
+        out: dict[str, Any] = {
+            "micro": {name: figure for name, figure in micro.items() if figure},
+            "paraphrase_groups": _num_groups(same, np.isfinite(column["precision@10"])),
+        }
+        if self.profile == "official":
+            value = means(scored.names, scored.value_QM)
+            found: dict[str, float] = {}
+            for k in PINPOINT_CUTS:
+                found[f"mAP@{k}"] = value[f"map_capped@{k}"]
+                found[f"mAP@{k}_noNeg"] = value[f"map_capped@{k}"] + value[f"delta_map_capped@{k}"]
+                found[f"precision@{k}"] = value[f"precision@{k}"]
+                found[f"recall@{k}"] = value[f"recall@{k}"]
+                found[f"NegRecall@{k}"] = value[f"negative_recall@{k}"]
+            found["delta_mAP@10_noNeg"] = value["delta_map_capped@10"]
+            share = (
+                value["delta_map_capped@10"] / value["map_capped@10"] if value["map_capped@10"] > 0 else 0.0
+            )
+            found["pct_increase_mAP@10_noNeg"] = share
+            for theirs, ours in (("range", "linguistic_sensitivity"), ("std", "linguistic_sensitivity_std")):
+                found[f"ling_sens_{theirs}"] = micro[ours]["value"] if micro[ours] else 0.0
+            found["total_queries"] = int(np.isfinite(column["precision@10"]).sum())
+            out["official"] = found
+        return out
+
+
+def protocol_for(benchmark: str, profile: str, wanted: RetrievalSet | None = None) -> Protocol:
+    """The protocol of a benchmark and profile.
+
+    Args:
+        benchmark: one of `BENCHMARKS`.
+        profile: one of `PROFILES`.
+        wanted: the set it is to be used on, if it is known already.
+
+    Raises:
+        UserError: there is none, or the set is of another benchmark.
+    """
+    one_of("benchmark", [benchmark], BENCHMARKS)
+    one_of("profile", [profile], PROFILES)
+    if (benchmark, profile) not in PROTOCOLS:
+        raise UserError(
+            "profile=official is what a benchmark's released code computes: give benchmark=NAME with it"
+        )
+    if wanted is not None and benchmark != "generic" and wanted.meta.get("benchmark") != benchmark:
+        raise UserError(
+            f"benchmark={benchmark}, but {wanted.path} was not imported as such (meta.json has benchmark "
+            f"{wanted.meta.get('benchmark')!r}): python -m eval import {benchmark} src=DIR out=DIR"
+        )
+    return PROTOCOLS[benchmark, profile]
+
+
+def all_figures(wanted: RetrievalSet, scored: Scored, protocol: Protocol, *, seed: int) -> dict[str, Any]:
+    """Figures of `eval.outputs.figures` and the protocol's own, with its headline."""
+    out = figures(wanted, scored, seed=seed)
+    more = protocol.figures(wanted, scored, seed=seed)
+    out["micro"] |= more.pop("micro", {})
+    if protocol.benchmark != "generic":
+        average = (
+            "micro" if protocol.average == "macro" else protocol.average
+        )  # one set is one member of a suite
+        out["headline"] = [
+            {"metric": name, "average": average, **out[average][name]}
+            for name in protocol.headline
+            if name in out[average]
+        ]
+    return out | more
+
+
+_RMIR = (
+    "recall@k is positives in the top k over all positives, averaged over queries (micro), as section 4.1 of the paper "
+    "defines it; the mean over categories is given beside it",
+    "the paper's Average columns are micro means with 546 functional, 432 temporal and 656 causal queries, while its text "
+    "counts 656 temporal and 432 causal",
+    "the query's own picture stays in the pool, about which the paper is silent; see self_retrieval",
+)
+PROTOCOLS: dict[tuple[str, str], Protocol] = {
+    (one.benchmark, one.profile): one
+    for one in (
+        Protocol(),
+        Protocol("rmir", "clean", ("recall@20", "recall@50"), "micro", (*_RMIR, "equal scores are ordered by id")),
+        Protocol(
+            "rmir",
+            "official",
+            ("recall@20", "recall@50"),
+            "micro",
+            (*_RMIR, "no released scorer could be seen: this is the paper's definition, and no evaluation prompt is published"),
+        ),
+        Mmeb(
+            "mmeb",
+            "clean",
+            ("hit@1", "mrr"),
+            "macro",
+            (
+                "hit@1 within each query's own candidates; equal scores count against the model",
+                "overall is the unweighted mean of the sets, likewise IND, OOD and each meta-task",
+            ),
+        ),
+        Mmeb(
+            "mmeb",
+            "official",
+            ("hit@1",),
+            "macro",
+            (
+                "hit@1 as argmax over candidates with the answer first: equal scores count for the model",
+                "overall is the unweighted mean of the sets, likewise IND, OOD and each meta-task",
+            ),
+        ),
+        Mmbright(
+            "mmbright",
+            "clean",
+            ("ndcg@10", "recall@10"),
+            "macro",
+            (
+                "nDCG@10 with linear gains, mean over domains",
+                "hard negatives stay in the ranking",
+                "task 4 is graded as in the paper: 2 for a gold document with a positive picture, 1 for it without picture",
+                "queries without any positive are not part of the set",
+            ),
+        ),
+        Mmbright(
+            "mmbright",
+            "official",
+            ("ndcg@10",),
+            "macro",
+            (
+                "as the code behind the published tables (2d37a4d): nDCG@10 of trec_eval over the top 1,000, rounded to "
+                "five digits a domain, mean over domains",
+                "tasks 1 and 2: the query's hard negatives are removed from its ranking",
+                "task 4: every pair of a gold document counts 1; later revisions of the code grade instead",
+                "equal scores are in trec_eval's order, the larger id first",
+            ),
+            skips_missing=True,
+        ),
+        Pinpoint(
+            "pinpoint",
+            "clean",
+            ("map_capped@10", "delta_map_capped@10", "negative_recall@10", "precision@10"),
+            "micro",
+            (
+                "AP@10 over min(positives, 10), each positive counted once",
+                "a candidate that is positive and negative counts as positive only; None and repeated negatives are dropped",
+                "negative_recall@10 over min(negatives, 10), mean over queries that have negatives",
+                "linguistic_sensitivity is the mean over paraphrase groups (same pictures, same positives) of the largest "
+                "minus the smallest precision@10; linguistic_sensitivity_map has AP@10 instead",
+                "a query without a ranking counts 0",
+            ),
+        ),
+        Pinpoint(
+            "pinpoint",
+            "official",
+            ("map_capped@10", "delta_map_capped@10", "negative_recall@10", "precision@10"),
+            "micro",
+            (
+                "as evaluate.py: the top 50 are scored; AP@k over min(listed positives, k), recall over listed positives, "
+                "repeated ones included, so that a perfect ranking stays below 1",
+                "negative_recall@k over min(listed negatives, k), None and repeated ones included; 0 without negatives",
+                "a candidate that is positive and negative counts as both",
+                "linguistic_sensitivity is the mean over rows with the same pictures of the largest minus the smallest "
+                "precision@10",
+                "a query without a ranking is left out; compare only with the repository's metrics.csv, not with the paper",
+            ),
+            skips_missing=True,
+        ),
+    )
+}  # fmt: skip
+
+
+def pinpoint_values(names: Sequence[str], judged: Judged) -> np.ndarray:
+    """Per-query values by the released scorer of PinPoint, (Q, M).
+
+    Source: evaluate.py and utils/metrics.py of pinterest/pinpoint-dataset. Differs: none.
+
+    Args:
+        names: metrics.
+        judged: the first 50 ranks; positives and negatives counted as listed, a candidate may be both.
+    """
+    assert judged.negative_QK is not None
+    removed_last = np.argsort(judged.negative_QK, axis=1, kind="stable")
+    kept_gain = np.where(judged.negative_QK, 0.0, judged.gain_QK)
+    without = replace(judged, gain_QK=np.take_along_axis(kept_gain, removed_last, axis=1))
+    columns = []
+    for name in names:
+        kind, k = parse_name(name)
+        if kind == "delta_map_capped":
+            assert k is not None
+            columns.append(average_precision_capped(without, k) - average_precision_capped(judged, k))
+        else:
+            columns.append(np.nan_to_num(compute(name, judged)))  # without negatives: 0
+    return np.stack(columns, axis=1)
+
+
+def trec_ties(ranking: Ranking) -> Ranking:
+    """The ranking with equal scores in trec_eval's order: larger ids first."""
+    rows_QW, score_QW = ranking.rows_QW.copy(), ranking.score_QW
+    tied = (score_QW[:, 1:] == score_QW[:, :-1]) & np.isfinite(score_QW[:, 1:])
+    for query in np.flatnonzero(tied.any(axis=1)):
+        order = np.lexsort((-rows_QW[query].astype(np.int64), -score_QW[query]))
+        rows_QW[query] = rows_QW[query][order]
+    return replace(ranking, rows_QW=rows_QW)
+
+
+def sensitivity(
+    value_Q: np.ndarray,
+    same: Sequence[str],
+    group: Sequence[str],
+    *,
+    seed: int,
+    spread: Callable[..., Any] = np.ptp,
+) -> dict[str, float] | None:
+    """Mean over groups of two or more queries of how far their values lie apart, with an interval.
+
+    Args:
+        value_Q: per-query values; NaN is left out.
+        same: name of each query's paraphrase group.
+        group: unit of resampling, which may join several paraphrase groups.
+        seed: of the resampling.
+        spread: of a group's values: largest minus smallest, or `numpy.std`.
+
+    Returns:
+        value, low, high; None where no group has two queries.
+    """
+    members: dict[str, list[int]] = {}
+    for query, name in enumerate(same):
+        if np.isfinite(value_Q[query]):
+            members.setdefault(name, []).append(query)
+    lists = [rows for rows in members.values() if len(rows) > 1]
+    if not lists:
+        return None
+    spread_G = np.array([[float(spread(value_Q[rows]))] for rows in lists])
+    found = cluster_bootstrap(spread_G, index_of([group[rows[0]] for rows in lists]), seed=seed)
+    low, high = interval(found, bounds=(0.0, 1.0))
+    return {"value": float(spread_G.mean()), "low": float(low[0]), "high": float(high[0])}
+
+
+def _num_groups(same: Sequence[str], kept_Q: np.ndarray) -> int:
+    _, count = np.unique(np.asarray(same, dtype=object)[kept_Q].astype(str), return_counts=True)
+    return int((count > 1).sum())
+
+
+def _ratio(
+    part_Q: np.ndarray, whole_Q: np.ndarray, group_Q: np.ndarray, *, seed: int
+) -> dict[str, float] | None:
+    """Ratio of two means with a percentile interval; None where the second mean is 0."""
+    found = cluster_bootstrap(np.stack([part_Q, whole_Q], axis=1), group_Q, seed=seed)
+    if not found.estimate_M[1] > 0:
+        return None
+    draws = found.draws_BM[found.draws_BM[:, 1] > 0]
+    low, high = np.quantile(draws[:, 0] / draws[:, 1], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return {"value": float(found.estimate_M[0] / found.estimate_M[1]), "low": float(low), "high": float(high)}

@@ -1,0 +1,327 @@
+"""RMIR: four layouts of one small release, aliases, pictures by id, counts, and the published averages."""
+
+import json
+
+import pandas as pd
+import pytest
+from eval_fakes import FakeEncoder, loader, picture
+
+from eval.__main__ import main
+from eval.benchmarks.rmir import CATEGORY_COUNTS, SWAPPED, RmirOptions, _check_counts, _Row, import_rmir
+from eval.options import UserError
+from eval.run import RunOptions, run
+from eval.sets import load_set
+
+POOL = [f"{number:016x}" for number in range(1, 9)]  # Open Images ids
+OWN = ["2412112", "2412113"]  # Visual Genome ids
+QUERIES = [
+    {"id": "a", "image": OWN[0], "text": "What opens this?", "category": "functional", "right": POOL[:2]},
+    {"id": "b", "image": OWN[0], "text": "What will it become?", "category": "temporal", "right": POOL[2:3]},
+    {"id": "c", "image": OWN[1], "text": "What made this?", "category": "causal", "right": POOL[3:6]},
+]
+CODES = {"functional": "FUNC", "temporal": "TEMP", "causal": "CAUS"}
+
+
+@pytest.fixture
+def release(tmp_path):
+    """Pictures as the sources have them: Open Images by id in a split's folder, Visual Genome under other names."""
+    images = tmp_path / "src" / "images"
+    for folder in ("open_images/train", "open_images/test", "VG_100K"):
+        (images / folder).mkdir(parents=True)
+    for number, name in enumerate(POOL):
+        (images / "open_images" / ("train" if number % 2 else "test") / f"{name}.jpg").write_bytes(
+            picture(number)
+        )
+    for number, stem in enumerate(("2370463", "1")):
+        (images / "VG_100K" / f"{stem}.jpg").write_bytes(picture(100 + number))
+    info = [
+        {"image_id": int(name), "url": f"https://x.org/VG_100K/{stem}.jpg"}
+        for name, stem in zip(OWN, ("2370463", "1"), strict=True)
+    ]
+    (tmp_path / "image_data.json").write_text(json.dumps(info))
+    return tmp_path
+
+
+def jsonl(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def listed(release, **names):
+    """Layout B with columns of any name."""
+    keys = {
+        "id": "query_id",
+        "image": "input_image",
+        "text": "query",
+        "category": "type",
+        "right": "target_images",
+    }
+    keys |= names
+    jsonl(release / "src" / "test.jsonl", [{keys[k]: v for k, v in query.items()} for query in QUERIES])
+    jsonl(release / "src" / "corpus.jsonl", [{"id": name} for name in POOL])
+
+
+def options(release, **change):
+    return RmirOptions(
+        **{
+            "src": release / "src",
+            "out": release / "out",
+            "manifest": release / "image_data.json",
+            "images": release / "src" / "images",
+            "counts": False,
+        }
+        | change
+    )
+
+
+def content(wanted):
+    """What a set says, without ids of queries, which two layouts do not have."""
+    return sorted(
+        (q.text, columns, q.images[0], tuple(wanted.corpus_ids[row] for row in rows))
+        for q, columns, (rows, _) in zip(
+            wanted.queries, wanted.columns["category"], wanted.positives, strict=True
+        )
+    )
+
+
+def test_list_layout(release):
+    listed(release)
+    wanted = import_rmir(options(release))
+    assert wanted.query_ids == ["a", "b", "c"]
+    assert wanted.columns["category"] == ["functional", "temporal", "causal"]
+    assert wanted.columns["group"] == [OWN[0], OWN[0], OWN[1]]
+    assert wanted.corpus_ids == POOL
+    assert wanted.queries[0].images == (picture(100),)  # 2412112 is the file 2370463.jpg
+    assert wanted.queries[2].images == (picture(101),)
+    assert [item.images for item in wanted.corpus_items()] == [(picture(n),) for n in range(8)]
+    assert wanted.meta["benchmark"] == "rmir"
+    assert wanted.negatives is None
+
+
+def test_all_layouts_give_the_same_set(release):
+    listed(release)
+    first = import_rmir(options(release))
+    # A: Parquet tables, with pictures as bytes
+    src = release / "a"
+    (src / "queries").mkdir(parents=True)
+    frame = pd.DataFrame(
+        {
+            "id": [q["id"] for q in QUERIES],
+            "text": [q["text"] for q in QUERIES],
+            "image": [{"bytes": picture(100 + OWN.index(q["image"])), "path": q["image"]} for q in QUERIES],
+            "category": [CODES[q["category"]] for q in QUERIES],
+            "group": [q["image"] for q in QUERIES],
+            "instruction": "another wording",  # a task instruction, not the query
+        }
+    )
+    frame.to_parquet(src / "queries" / "test-00000-of-00001.parquet")
+    pd.DataFrame({"id": POOL, "image": [picture(n) for n in range(8)]}).to_parquet(src / "corpus.parquet")
+    pairs = [(q["id"], name, 1) for q in QUERIES for name in q["right"]] + [("a", POOL[7], 0)]
+    pd.DataFrame(pairs, columns=["query-id", "corpus-id", "score"]).to_parquet(src / "qrels.parquet")
+    as_set = import_rmir(options(release, src=src, images=None, out=release / "out_a"))
+    # C: triplets with judges' votes, of which only unanimous ones count
+    rows = [
+        {
+            "input_image": q["image"],
+            "query": q["text"],
+            "category": CODES[q["category"]],
+            "target_image": t,
+            "judges": v,
+        }
+        for q in QUERIES
+        for t, v in [(name, [True] * 5) for name in q["right"]]
+        + [(POOL[7], [False] * 5), (POOL[6], [True, False])]
+    ]
+    jsonl(release / "c" / "test.jsonl", rows)
+    jsonl(release / "c" / "pool.jsonl", [{"image_id": name} for name in POOL])
+    triplets = import_rmir(options(release, src=release / "c", out=release / "out_c"))
+    # D: BEIR
+    jsonl(
+        release / "d" / "queries.jsonl",
+        [
+            {"_id": q["id"], "text": q["text"], "metadata": {"image": q["image"], "category": q["category"]}}
+            for q in QUERIES
+        ],
+    )
+    jsonl(release / "d" / "corpus.jsonl", [{"_id": name, "title": ""} for name in POOL])
+    (release / "d" / "qrels").mkdir()
+    lines = ["query-id\tcorpus-id\tscore", *(f"{q}\t{c}\t{g}" for q, c, g in pairs)]
+    (release / "d" / "qrels" / "test.tsv").write_text("\n".join(lines) + "\n")
+    beir = import_rmir(options(release, src=release / "d", out=release / "out_d"))
+    assert content(first) == content(as_set) == content(triplets) == content(beir)
+    assert first.columns["category"] == as_set.columns["category"]
+    negative = [[as_set.corpus_ids[r] for r in rows] for rows in as_set.negatives]
+    assert negative == [[POOL[7]], [], []]
+    assert [[triplets.corpus_ids[r] for r in rows] for rows in triplets.negatives] == [[POOL[7]]] * 3
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {
+            "image": "reference_img_id",
+            "right": "gt_img_ids",
+            "category": "reasoning_type",
+            "text": "question",
+        },
+        {"image": "query_image", "right": "positive_candidates", "text": "query_text", "id": "qid"},
+    ],
+)
+def test_aliases(release, names):
+    listed(release, **names)
+    assert import_rmir(options(release)).query_ids == ["a", "b", "c"]
+
+
+def test_unknown_columns_are_loud_and_field_map_helps(release):
+    listed(release, right="answers_v2")
+    with pytest.raises(UserError, match=r"unknown columns answers_v2\..*field_map=answers_v2=FIELD"):
+        import_rmir(options(release))
+    assert len(import_rmir(options(release, field_map=("answers_v2=positives",))).queries) == 3
+    with pytest.raises(UserError, match="field_map must be theirs=ours with ours one of id, text"):
+        import_rmir(options(release, field_map=("answers_v2=positive",)))
+
+
+def test_visual_genome_ids_are_never_guessed(release):
+    listed(release)
+    (release / "src" / "images" / "VG_100K" / f"{OWN[0]}.jpg").write_bytes(
+        picture(5)
+    )  # another picture's file name
+    with pytest.raises(
+        UserError, match="'2412112' is neither .* integer is a Visual Genome id, and those are not file"
+    ):
+        import_rmir(options(release, manifest=None))
+
+
+@pytest.mark.parametrize("ref", ["vg_2412112", "VG_100K/2370463.jpg", 2412112])
+def test_ways_to_name_a_picture(release, ref):
+    listed(release)
+    rows = [query | {"image": ref} for query in QUERIES[:1]]
+    jsonl(release / "src" / "test.jsonl", [{"query_id": "a", "input_image": ref, "query": "x", "type": "FUNC",
+                                            "target_images": [f"oi_{POOL[0]}"]} for _ in rows])  # fmt: skip
+    jsonl(release / "src" / "corpus.jsonl", [{"id": f"oi_{name}"} for name in POOL])
+    wanted = import_rmir(options(release))
+    assert wanted.queries[0].images == (picture(100),)
+    assert wanted.corpus_ids[0] == f"oi_{POOL[0]}"  # kept as the release writes it
+
+
+def test_a_url_needs_a_manifest(release):
+    listed(release)
+    jsonl(release / "src" / "corpus.jsonl", [{"id": n, "url": f"https://x.org/{n}.jpg"} for n in POOL])
+    with pytest.raises(UserError, match="is a URL: download it and give manifest=FILE"):
+        import_rmir(options(release))
+
+
+def test_missing_positives(release):
+    listed(release)
+    jsonl(release / "src" / "corpus.jsonl", [{"id": name} for name in POOL[1:]])
+    with pytest.raises(
+        UserError, match="1 positives are not among the 7 pictures .* allow_missing=true keeps them"
+    ):
+        import_rmir(options(release))
+    wanted = import_rmir(options(release, allow_missing=True))
+    assert wanted.num_missing_Q.tolist() == [1, 0, 0]
+    out = run(
+        RunOptions(checkpoint="x", set=wanted.path, out=release / "e", benchmark="rmir", report=False),
+        loader(FakeEncoder()),
+    )
+    table = pd.read_parquet(out[0] / "per_query.parquet")
+    assert table["num_positives"].tolist() == [2, 1, 3]
+    assert table["recall@20"].tolist() == [0.5, 1.0, 1.0]  # all of the pool is in the top 20
+    results = json.loads((out[0] / "results.json").read_text())
+    assert results["random"]["recall@20"] == pytest.approx((0.5 + 1 + 1) / 3)
+
+
+def test_query_image_exclusion(release):
+    listed(release)
+    jsonl(release / "src" / "corpus.jsonl", [{"id": name} for name in [*POOL, OWN[0]]])
+    assert import_rmir(options(release)).excluded is None
+    wanted = import_rmir(options(release, exclude_query_image=True, overwrite=True))
+    assert [[wanted.corpus_ids[r] for r in rows] for rows in wanted.excluded] == [[OWN[0]], [OWN[0]], []]
+
+
+def test_bad_releases_are_named(release):
+    with pytest.raises(UserError, match="has no table"):
+        import_rmir(options(release))
+    listed(release)
+    with pytest.raises(
+        UserError, match="is not RMIR as published: 3 queries instead of 1,634; 8 pictures .* 35,803"
+    ):
+        import_rmir(options(release, counts=True))
+    (release / "src" / "corpus.jsonl").rename(release / "src" / "other.txt")
+    with pytest.raises(UserError, match="no file that lists the pool .* positives alone are no pool"):
+        import_rmir(options(release))
+    jsonl(release / "src" / "corpus.jsonl", [{"id": name} for name in [*POOL, POOL[0]]])
+    with pytest.raises(UserError, match="row 9: picture '0000000000000001' is in the pool twice"):
+        import_rmir(options(release))
+    jsonl(release / "src" / "corpus.jsonl", [{"id": name} for name in POOL])
+    rows = [
+        {"query_id": "a", "input_image": OWN[0], "query": "x", "type": "spatial", "target_images": [POOL[0]]}
+    ]
+    jsonl(release / "src" / "test.jsonl", rows)
+    with pytest.raises(UserError, match="row 1: category 'spatial' is none of affordance, caus"):
+        import_rmir(options(release))
+    (release / "src" / "images" / "open_images" / "test" / f"{POOL[0]}.jpg").write_bytes(b"no picture")
+    rows[0]["type"] = "affordance"
+    jsonl(release / "src" / "test.jsonl", rows)
+    with pytest.raises(UserError, match="picture of '0000000000000001'"):
+        import_rmir(options(release))
+    assert not (release / "out").exists()
+
+
+def test_published_counts_and_the_swap_warning(tmp_path):
+    def rows(counts):
+        return [_Row(f"{c}{i}", "x", [], c, {"p": 1}, set()) for c, n in counts.items() for i in range(n)]
+
+    given = RmirOptions(src=tmp_path, out=tmp_path)
+    assert _check_counts(rows(CATEGORY_COUNTS), 35_803, given) == [SWAPPED]
+    assert _check_counts(rows({"functional": 546, "temporal": 432, "causal": 656}), 35_803, given) == []
+    with pytest.raises(UserError, match="35,802 pictures in the pool instead of 35,803"):
+        _check_counts(rows(CATEGORY_COUNTS), 35_802, given)
+    many = rows(CATEGORY_COUNTS)
+    many[0].positives = {str(n): 1 for n in range(21)}
+    with pytest.raises(UserError, match="more than 20 positives in 1 queries"):
+        _check_counts(many, 35_803, given)
+
+
+def test_the_command(release, capsys):
+    listed(release)
+    words = [f"src={release / 'src'}", f"out={release / 'out'}", f"manifest={release / 'image_data.json'}"]
+    assert main(["import", "rmir", *words]) == 2
+    assert "is not RMIR as published" in capsys.readouterr().err
+    assert main(["import", "rmir", *words, "counts=false", "pictures=link"]) == 0
+    assert "3 queries, 8 candidates" in capsys.readouterr().out
+    assert load_set(release / "out").name == "RMIR"
+    assert main(["import", "rmir", *words, "counts=false"]) == 2
+    assert "already exists" in capsys.readouterr().err
+    assert main(["import", "rmirr"]) == 2
+
+
+# Table 2 of the RMIR paper: R@20 and R@50 of functional, temporal and causal, and the Average columns.
+TABLE_2 = """
+34.40 46.58 28.35 40.45 31.69 43.79 31.71 43.84
+36.42 48.34 36.76 49.86 37.38 48.70 36.89 48.88
+8.98 13.49 4.97 8.05 6.13 9.51 6.77 10.46
+35.94 45.00 30.48 43.28 32.21 42.70 33.00 43.62
+25.46 37.12 25.80 35.42 27.41 37.58 26.33 36.86
+26.46 38.43 24.91 35.05 30.19 40.36 27.55 38.31
+42.34 55.91 32.59 46.51 39.64 52.42 38.68 52.03
+32.51 46.79 25.82 39.98 31.24 44.18 30.23 43.94
+31.53 43.63 28.33 39.24 32.35 41.65 31.01 41.67
+39.08 55.08 35.53 49.33 38.95 52.90 38.09 52.68
+51.34 64.64 40.58 56.99 46.46 59.32 46.53 60.48
+"""
+
+
+@pytest.mark.parametrize(
+    ("counts", "worst"), [((546, 656, 432), 0.968), ((546, 432, 656), 0.0064), ((1, 1, 1), 0.490)]
+)
+def test_published_averages_under_every_weighting(counts, worst):
+    """All 22 averages are micro means with 432 temporal and 656 causal queries, not with the text's counts."""
+    errors = []
+    for line in TABLE_2.split("\n")[1:-1]:
+        cells = [float(cell) for cell in line.split()]
+        for k in (0, 1):
+            mean = sum(n * cells[2 * place + k] for place, n in enumerate(counts)) / sum(counts)
+            errors.append(abs(mean - cells[6 + k]))
+    assert len(errors) == 22
+    assert max(errors) == pytest.approx(worst, abs=1e-3)

@@ -5,7 +5,8 @@ Shape suffixes: N = rows of this rank, C = rows of all ranks, D = embedding size
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed
@@ -139,6 +140,21 @@ def prepare(
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
         plugin.deepspeed_config["gradient_clipping"] = max_grad_norm
     return accelerator.prepare(embedder, optimizer)
+
+
+@contextmanager
+def no_sync(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
+    """Backward passes inside add to the gradients and nothing else: more of the same step is to come."""
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        with accelerator.no_sync(model):
+            yield
+        return
+    # Under DeepSpeed accelerate's no_sync does nothing, and each backward would clip, step and clear.
+    accelerator.gradient_state._set_sync_gradients(False)
+    try:
+        yield
+    finally:
+        accelerator.gradient_state._set_sync_gradients(True)
 
 
 def optimizer_step(accelerator: Accelerator, model: nn.Module, optimizer, max_grad_norm: float) -> float:

@@ -18,7 +18,7 @@ from eval.__main__ import COMMANDS
 from rge.config import load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
-TARGETS = re.findall(r"^([a-z]+):.*## ", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+TARGETS = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -103,7 +103,7 @@ def test_no_file_names_a_machine():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_commands_in_the_docs_exist(page):
     text = page.read_text(encoding="utf-8")
-    assert set(re.findall(r"(?:^|`)make ([a-z]+)", text, flags=re.MULTILINE)) <= set(TARGETS)
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, flags=re.MULTILINE)) <= set(TARGETS)
     assert set(re.findall(r"python -m eval ([a-z]+)", text)) <= {*COMMANDS, "report"}
     for script in re.findall(r"(?:python|sh|launch) ((?:scripts|rge)/[\w./]+)", text):
         assert (ROOT / script).is_file(), script
@@ -304,16 +304,17 @@ def demo(tmp_path, monkeypatch):
     ]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "ROOT", tmp_path)
-    monkeypatch.setattr(module, "steps", lambda: two)
+    monkeypatch.setattr(module, "steps", lambda baseline: two)
     figure = {"value": 0.5, "low": 0.4, "high": 0.6}
-    monkeypatch.setattr(module, "figures", lambda: {"rationale first": {"recall@1": figure}})
+    row = {pair: dict.fromkeys(module.SHOWN, figure) for pair in module.PAIRS}
+    monkeypatch.setattr(module, "figures", lambda baseline: {"rationale first": row})
     (tmp_path / "a.txt").write_text("a")
     yield module
     sys.modules.pop("demo")
 
 
 def test_demo_runs_every_step_and_prints_table_and_page(demo, tmp_path, capfd):
-    assert demo.main() == 0
+    assert demo.main([]) == 0
     assert (tmp_path / "c.txt").read_text() == "a!!"
     shown = capfd.readouterr().out
     assert "demo [2/2] second" in shown
@@ -324,12 +325,12 @@ def test_demo_runs_every_step_and_prints_table_and_page(demo, tmp_path, capfd):
 
 
 def test_demo_skips_what_is_finished_and_repeats_what_changed(demo, tmp_path, capfd):
-    demo.main()
+    demo.main([])
     capfd.readouterr()
-    demo.main()
+    demo.main([])
     assert capfd.readouterr().out.count("finished before") == 2
     (tmp_path / "b.txt").write_text("other")
-    demo.main()
+    demo.main([])
     shown = capfd.readouterr().out
     assert "first: finished before" in shown
     assert "second: python" in shown
@@ -338,18 +339,19 @@ def test_demo_skips_what_is_finished_and_repeats_what_changed(demo, tmp_path, ca
 
 def test_demo_stops_at_a_failure_and_continues_there(demo, tmp_path, capfd):
     (tmp_path / "a.txt").unlink()
-    assert demo.main() == 1
+    assert demo.main([]) == 1
     assert "first: stopped (exit code 1); the same command continues" in capfd.readouterr().err
     (tmp_path / "a.txt").write_text("a")
-    assert demo.main() == 0
+    assert demo.main([]) == 0
 
 
-def test_the_real_steps_read_files_that_exist_or_are_made_before(monkeypatch):
+@pytest.mark.parametrize("baseline", [False, True])
+def test_the_real_steps_read_files_that_exist_or_are_made_before(monkeypatch, baseline):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import demo
 
     made: set[str] = set()
-    for step in demo.steps():
+    for step in demo.steps(baseline):
         for needed in step.inputs:
             made_in = needed.startswith("runs/") and any(
                 needed.split("/")[1] == path.split("/")[1] for path in made

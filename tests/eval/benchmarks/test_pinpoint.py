@@ -1,0 +1,225 @@
+"""PinPoint: every trap of the shipped table, and both profiles worked out by hand."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from eval_fakes import picture
+
+from eval.__main__ import main
+from eval.benchmarks.pinpoint import PinpointOptions, import_pinpoint
+from eval.options import UserError
+from eval.score import ScoreOptions, score
+
+INDEX = [f"sig{letter}" for letter in "abcdefghij"]
+ROWS = [
+    # a positive listed twice; None and a repeated negative; the own picture sigi as a negative
+    {
+        "query_id": 1,
+        "instruction": "in blue",
+        "query_image_signature": "sigi",
+        "query_image_signature2": "None",
+        "positive_candidates": ["siga", "sigb", "siga"],
+        "negative_candidates": ["sigc", "None", "sigc", "sigi"],
+        "is_single": True,
+    },
+    # a paraphrase of it, with the same positives in another order
+    {
+        "query_id": 2,
+        "instruction": "a blue one",
+        "query_image_signature": "sigi",
+        "query_image_signature2": "None",
+        "positive_candidates": ["sigb", "siga"],
+        "negative_candidates": ["sigc"],
+        "is_single": True,
+    },
+    # the same picture, but another question; sigd is positive and negative
+    {
+        "query_id": "query_3",
+        "instruction": "in red",
+        "query_image_signature": "sigi",
+        "query_image_signature2": "None",
+        "positive_candidates": ["sigd"],
+        "negative_candidates": ["sigd", "sige"],
+        "is_single": True,
+    },
+    # two pictures, although is_single says one; no negatives
+    {
+        "query_id": "00004",
+        "instruction": "both",
+        "query_image_signature": "sigi",
+        "query_image_signature2": "sigj",
+        "positive_candidates": ["sigf"],
+        "negative_candidates": [],
+        "is_single": True,
+    },
+]
+RANKING = {
+    "00001": ["sigc", "siga", "sigi", "sigb"],
+    "00002": ["siga", "sige", "sigf", "sigg"],
+    "00003": ["sigd", "siga", "sige"],
+    "00004": ["siga", "sigf"],
+}
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory):
+    src = tmp_path_factory.mktemp("pinpoint")
+    (src / "images").mkdir()
+    for number, name in enumerate(INDEX):
+        (src / "images" / f"{name}.jpg").write_bytes(picture(number))
+    (src / "index_signatures.txt").write_text("\n".join(INDEX) + "\n")
+    rows = [row | {"query_id": str(row["query_id"])} for row in ROWS]
+    pd.DataFrame(rows).to_parquet(src / "pinpoint_licensed.parquet")
+    return src
+
+
+@pytest.fixture(scope="module")
+def wanted(release):
+    return import_pinpoint(PinpointOptions(src=release, out=release / "set"))
+
+
+def scored(release, tmp_path, profile, ranking=RANKING, **change):
+    lines = [
+        f"{query} Q0 {name} {rank} {100 - rank} me\n"
+        for query, names in ranking.items()
+        for rank, name in enumerate(names, 1)
+    ]
+    (tmp_path / "run.trec").write_text("".join(lines))
+    out = score(
+        ScoreOptions(
+            run=tmp_path / "run.trec",
+            set=release / "set",
+            out=tmp_path / profile,
+            benchmark="pinpoint",
+            profile=profile,
+            **change,
+        )
+    )
+    frame = pd.read_parquet(out / "per_query.parquet").set_index("query_id")
+    return json.loads((out / "results.json").read_text()), frame
+
+
+def test_traps_of_the_table(wanted):
+    names = wanted.corpus_ids
+    assert wanted.query_ids == ["00001", "00002", "00003", "00004"]
+    assert [len(query.images) for query in wanted.queries] == [1, 1, 1, 2]  # "None" is no second picture
+    assert wanted.columns["images"] == ["one image"] * 3 + ["two images"]  # not by is_single
+    assert [[names[row] for row in rows] for rows, _ in wanted.positives] == [
+        ["siga", "sigb"],
+        ["siga", "sigb"],
+        ["sigd"],
+        ["sigf"],
+    ]
+    assert [[names[row] for row in rows] for rows in wanted.negatives] == [
+        ["sigc", "sigi"],
+        ["sigc"],
+        ["sigd", "sige"],
+        [],
+    ]
+    assert wanted.columns["group"] == ["sigi"] * 3 + ["sigi+sigj"]
+    assert wanted.excluded is None
+    assert wanted.meta["as_shipped"] == {
+        "rows_without_positives": 0,
+        "duplicate_positives": 1,
+        "rows_with_none_negatives": 1,
+        "rows_with_both": 1,
+        "negatives_outside_index": 0,
+        "own_image_negative": 1,
+        "own_image_positive": 0,
+        "is_single_disagrees": 1,
+    }
+
+
+def test_official_numbers_by_hand(release, wanted, tmp_path):
+    results, frame = scored(release, tmp_path, "official")
+    # query 1: c a i b against the listed [a, b, a]: hits at 2 and 4, (1/2 + 2/4) / min(3, 10)
+    ap = [1 / 3, 1 / 2, 1.0, 1 / 2]
+    np.testing.assert_array_equal(frame["map_capped@10"], ap)
+    # negatives [c, None, c, i]: two hits of min(4, 10); [c]: 0; [d, e]: both; none listed: 0
+    np.testing.assert_array_equal(frame["negative_recall@10"], [2 / 4, 0.0, 1.0, 0.0])
+    np.testing.assert_array_equal(frame["recall@10"], [2 / 3, 1 / 2, 1.0, 1.0])
+    np.testing.assert_allclose(frame["precision@10"], [0.2, 0.1, 0.1, 0.1], atol=1e-15)
+    # without negatives: a b -> (1 + 1) / 3; unchanged; d itself goes away -> 0; unchanged
+    np.testing.assert_allclose(frame["delta_map_capped@10"], [2 / 3 - 1 / 3, 0.0, -1.0, 0.0], atol=1e-15)
+    official = results["official"]
+    assert official["mAP@10"] == pytest.approx(np.mean(ap), abs=1e-15)
+    assert official["mAP@10_noNeg"] == pytest.approx(np.mean([2 / 3, 1 / 2, 0.0, 1 / 2]), abs=1e-15)
+    assert official["delta_mAP@10_noNeg"] == pytest.approx(-1 / 6, abs=1e-15)
+    assert official["pct_increase_mAP@10_noNeg"] == pytest.approx(-1 / 6 / np.mean(ap), abs=1e-15)
+    assert official["NegRecall@1"] == pytest.approx((1 / 1 + 0 + 1 / 1 + 0) / 4)
+    # rows 1 to 3 share (sigi, None): precision@10 0.2, 0.1, 0.1; row 4 is alone
+    assert official["ling_sens_range"] == pytest.approx(0.1, abs=1e-15)
+    assert official["ling_sens_std"] == pytest.approx(np.std([0.2, 0.1, 0.1]), abs=1e-15)
+    assert official["total_queries"] == 4
+    assert results["micro"]["linguistic_sensitivity"]["value"] == official["ling_sens_range"]
+    assert results["profile"] == "official"
+    assert any("compare only with the repository's metrics.csv" in line for line in results["protocol"])
+
+
+def test_a_perfect_official_run_stays_below_one(release, wanted, tmp_path):
+    ranking = {"00001": ["siga", "sigb"], "00002": ["siga", "sigb"], "00003": ["sigd"], "00004": ["sigf"]}
+    assert scored(release, tmp_path, "official", ranking)[1]["map_capped@10"].tolist() == [2 / 3, 1, 1, 1]
+    assert scored(release, tmp_path, "clean", ranking)[1]["map_capped@10"].tolist() == [1, 1, 1, 1]
+
+
+def test_clean_numbers_by_hand(release, wanted, tmp_path):
+    results, frame = scored(release, tmp_path, "clean")
+    np.testing.assert_array_equal(
+        frame["map_capped@10"], [1 / 2, 1 / 2, 1.0, 1 / 2]
+    )  # over 2 positives, not 3
+    # {c, i}: both found of 2; {c}: none; sigd is a positive, so {e}: found; no negatives: not defined
+    np.testing.assert_array_equal(frame["negative_recall@10"], [1.0, 0.0, 1.0, np.nan])
+    np.testing.assert_array_equal(frame["delta_map_capped@10"], [1 / 2, 0.0, 0.0, np.nan])
+    assert results["micro"]["delta_map_capped@10"]["value"] == pytest.approx(1 / 6)
+    assert results["micro"]["delta_map_capped_relative@10"]["value"] == pytest.approx((1 / 2 / 4) / (2.5 / 4))
+    # only rows 1 and 2 ask the same: 0.2 - 0.1, and 0 in AP
+    assert results["paraphrase_groups"] == 1
+    assert results["micro"]["linguistic_sensitivity"]["value"] == pytest.approx(0.1)
+    assert results["micro"]["linguistic_sensitivity_map"]["value"] == 0.0
+    assert set(results["by_images"]) == {"one image", "two images"}
+    assert results["by_images"]["one image"]["map_capped@10"]["value"] == pytest.approx(2 / 3)
+    assert results["headline"][0]["metric"] == "map_capped@10"
+
+
+def test_queries_without_a_ranking(release, wanted, tmp_path):
+    ranking = {query: names for query, names in RANKING.items() if query != "00004"}
+    with pytest.raises(UserError, match="leaves them out, as the released code does"):
+        scored(release, tmp_path, "official", ranking)
+    official, _ = scored(release, tmp_path, "official", ranking, allow_missing=True)
+    assert official["official"]["mAP@10"] == pytest.approx((1 / 3 + 1 / 2 + 1) / 3)
+    assert official["official"]["total_queries"] == 3
+    assert official["coverage"] == 0.75
+    clean, _ = scored(release, tmp_path, "clean", ranking, allow_missing=True)
+    assert clean["micro"]["map_capped@10"]["value"] == pytest.approx((1 / 2 + 1 / 2 + 1 + 0) / 4)
+
+
+def test_official_looks_at_fifty(release, wanted):
+    from eval.benchmarks.protocols import PROTOCOLS
+    from eval.search import Ranking
+
+    rows = np.full((4, 60), -1, np.int32)
+    rows[:, 55] = wanted.corpus_ids.index("siga")
+    ranking = Ranking(rows, np.linspace(1, 0, 60)[None].repeat(4, 0), 60)
+    found = PROTOCOLS["pinpoint", "official"].score(wanted, ranking)
+    assert found.value_QM[:, found.names.index("mrr")].max() == 0.0
+
+
+def test_options_and_refusals(release, tmp_path, capsys):
+    words = [f"src={release}", f"out={tmp_path / 'x'}"]
+    assert main(["import", "pinpoint", *words, "exclude_query_image=true", "pictures=link"]) == 0
+    (release / "index_signatures.txt").rename(tmp_path / "index")
+    assert main(["import", "pinpoint", *words, "overwrite=true"]) == 2
+    assert "index_signatures.txt is not there" in capsys.readouterr().err
+    (release / "index_signatures.txt").write_text("\n".join(INDEX[1:]))
+    assert main(["import", "pinpoint", *words, "overwrite=true"]) == 2
+    assert "2 positives are not in" in capsys.readouterr().err
+    (tmp_path / "index").rename(release / "index_signatures.txt")
+
+
+def test_excluded_query_image(release, tmp_path):
+    found = import_pinpoint(PinpointOptions(src=release, out=tmp_path / "y", exclude_query_image=True))
+    assert [[found.corpus_ids[r] for r in rows] for rows in found.excluded] == [["sigi"]] * 3 + [
+        ["sigi", "sigj"]
+    ]

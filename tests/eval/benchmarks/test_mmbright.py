@@ -1,0 +1,256 @@
+"""MM-BRIGHT: four tasks of a small release, exclusions, grades, picture policies, and the macro averages of Table 6."""
+
+import io
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from eval_fakes import FakeEncoder, loader, picture
+from PIL import Image
+
+from eval.benchmarks.mmbright import MmbrightOptions, document_key, image_key, import_mmbright
+from eval.benchmarks.protocols import PROTOCOLS, trec_ties
+from eval.options import UserError
+from eval.run import RunOptions, run
+from eval.score import ScoreOptions, score
+from eval.search import Ranking
+from eval.sets import load_set
+
+DOCS = ["biology/aa11_1.txt", "biology/bb22_2_0.txt", "biology/bb22_2_1.txt", "biology/cc33_3.txt"]
+PAGES = {
+    name: f"biology/biology_{name}_0001/image {n}.webp" for n, name in enumerate(("aa11", "bb22", "cc33"))
+}
+GONE = "biology/biology_cc33_0001/broken.webp"
+
+
+def two_frames():
+    out = io.BytesIO()
+    frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
+    frames[0].save(out, "GIF", save_all=True, append_images=frames[1:])
+    return out.getvalue()
+
+
+def table(src, config, domain, rows):
+    (src / config).mkdir(parents=True, exist_ok=True)
+    pd.DataFrame(rows).to_parquet(src / config / f"{domain}.parquet")
+
+
+@pytest.fixture(scope="module")
+def src(tmp_path_factory):
+    src = tmp_path_factory.mktemp("mmbright")
+    for domain in ("biology", "law"):
+
+        def of(name, domain=domain):
+            return name.replace("biology", domain)
+
+        table(src, "documents", domain, [{"id": of(d), "content": f"text {n}"} for n, d in enumerate(DOCS)])
+        asked = [
+            {
+                "id": "q1",
+                "query": "why?",
+                "gold_ids": [of(DOCS[1])],
+                "negative_ids": [of(DOCS[0]), "elsewhere/x.txt"],
+            },
+            {"id": "q2", "query": "how?", "gold_ids": [of(DOCS[0]), of(DOCS[3])], "negative_ids": []},
+        ]
+        table(src, "examples", domain, [row | {"gold_answers": ["a"]} for row in asked])
+        shown = [
+            {
+                "image_paths": ["a.png", "b.gif"],
+                "positive_images": [{"image_path": of(PAGES["bb22"]).replace("/", "\\")}],
+                "negative_images": [{"image_path": of(PAGES["aa11"])}],
+            },
+            {"image_paths": ["a.png"], "positive_images": [], "negative_images": []},
+        ]
+        table(src, "examples_multimodal", domain, [a | s for a, s in zip(asked, shown, strict=True)])
+        images = [{"path": of(p), "bytes": picture(n)} for n, p in enumerate(PAGES.values())]
+        table(src, "document_images", domain, [*images, {"path": of(GONE), "bytes": b"no picture"}])
+        table(
+            src,
+            "examples_images",
+            domain,
+            [{"path": "a.png", "bytes": picture(9)}, {"path": "b.gif", "bytes": two_frames()}],
+        )
+    return src
+
+
+def imported(src, out, **change):
+    given = MmbrightOptions(**{"src": src, "out": out, "domains": ("biology",)} | change)
+    import_mmbright(given)
+    return load_set(out / "biology")
+
+
+def pairs(wanted, lists):
+    return [[wanted.corpus_ids[row] for row in rows] for rows in lists]
+
+
+def test_task_1(src, tmp_path):
+    wanted = imported(src, tmp_path / "o", task="1")
+    assert wanted.corpus_ids == sorted(DOCS)
+    assert pairs(wanted, [rows for rows, _ in wanted.positives]) == [[DOCS[1]], [DOCS[0], DOCS[3]]]
+    assert pairs(wanted, wanted.negatives) == [[DOCS[0]], []]  # one outside the corpus cannot be retrieved
+    assert all(not query.images for query in wanted.queries)
+
+
+@pytest.mark.parametrize(
+    ("policy", "sizes"), [("first", [(4, 4)]), ("all", [(4, 4), (4, 4)]), ("vconcat", [(4, 8)])]
+)
+def test_picture_policies(src, tmp_path, policy, sizes):
+    wanted = imported(src, tmp_path / "o", task="2", image_policy=policy)
+    assert [Image.open(io.BytesIO(data)).size for data in wanted.queries[0].images] == sizes
+    assert len(wanted.queries[1].images) == 1
+    assert wanted.meta["image_policy"] == policy
+
+
+def test_task_3_drops_what_has_no_answer(src, tmp_path):
+    wanted = imported(src, tmp_path / "o", task="3")
+    assert wanted.query_ids == ["q1"]
+    assert wanted.meta["queries_without_positives"] == ["q2"]
+    assert wanted.meta["undecodable_pictures"] == [GONE]
+    ids = {name: path.replace(" ", "%20") for name, path in PAGES.items()}
+    assert wanted.corpus_ids == sorted(ids.values())
+    assert pairs(wanted, [wanted.positives[0][0]]) == [[ids["bb22"]]]
+    assert pairs(wanted, wanted.negatives) == [[ids["aa11"]]]
+
+
+def test_task_4_grades(src, tmp_path):
+    wanted = imported(src, tmp_path / "o", task="4")
+    image = PAGES["bb22"].replace(" ", "%20")
+    assert len(wanted.corpus_ids) == 4 + 4  # every document alone, and each with its page's picture
+    assert dict(zip(pairs(wanted, [wanted.positives[0][0]])[0], wanted.positives[0][1], strict=True)) == {
+        f"{DOCS[1]}|||__NO_IMAGE__": 1,
+        f"{DOCS[1]}|||{image}": 2,
+    }
+    # officially every pair of a gold document counts 1: q2's documents with their pictures, too
+    official = PROTOCOLS["mmbright", "official"].prepare(wanted)
+    assert [len(rows) for rows, _ in official.positives] == [2, 4]
+    assert all(set(gains) == {1} for _, gains in official.positives)
+    assert [len(rows) for rows, _ in wanted.positives] == [2, 2]
+    # the pattern first released finds no page for a document in chunks
+    legacy = imported(src, tmp_path / "l", task="4", keys="legacy")
+    assert len(legacy.corpus_ids) == 4 + 2
+    assert [len(rows) for rows, _ in legacy.positives] == [1, 2]
+
+
+def test_keys():
+    assert document_key("academia/a7beca61_6123.txt", legacy=True) == "a7beca61"
+    assert document_key("biology/fec40b40_1635_4.txt", legacy=True) == "biology/fec40b40_1635_4.txt"
+    assert document_key("biology/fec40b40_1635_4.txt", legacy=False) == "fec40b40"
+    assert image_key("academia/academia_a7beca61_0002/image_1.webp", "academia") == "a7beca61"
+
+
+def test_exclusions_by_profile(src, tmp_path):
+    """q1: the hard negative stands first. Officially it is taken out before ranks are counted."""
+    imported(src, tmp_path / "o", task="1", domains=("biology", "law"))
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    for domain in ("biology", "law"):
+        names = [d.replace("biology", domain) for d in DOCS]
+        lines = [("q1", n, r) for r, n in enumerate(names, 1)] + [
+            ("q2", n, r) for r, n in enumerate(names[1:], 1)
+        ]
+        (runs / f"{domain}.trec").write_text("".join(f"{q} Q0 {n} {r} {-r} me\n" for q, n, r in lines))
+    value = {}
+    for profile in ("clean", "official"):
+        out = score(
+            ScoreOptions(
+                run=runs, set=tmp_path / "o", out=tmp_path / profile, benchmark="mmbright", profile=profile
+            )
+        )
+        results = json.loads((out / "results.json").read_text())
+        value[profile] = pd.read_parquet(out / "per_query.parquet").set_index("query_id")["ndcg@10"]
+        assert results["macro"]["ndcg@10"]["value"] == pytest.approx(value[profile].mean())
+    # q1 clean: gold at rank 2, 1 / log2(3); official: at rank 1. q2: one of two golds, at rank 3.
+    q2 = (1 / np.log2(4)) / (1 + 1 / np.log2(3))
+    assert value["clean"]["biology/q1"] == pytest.approx(1 / np.log2(3))
+    assert value["official"]["biology/q1"] == 1.0
+    assert value["official"]["law/q2"] == pytest.approx(q2)
+    assert results["official"]["NDCG@10"] == round((1 + q2) / 2, 5)
+    assert results["suite"] == "domain"
+    assert any("hard negatives are removed" in line for line in results["protocol"])
+
+
+def test_run_on_a_suite_of_domains(src, tmp_path):
+    imported(src, tmp_path / "o", task="4", domains=("biology", "law"))
+    given = RunOptions(
+        checkpoint="x", set=tmp_path / "o", out=tmp_path / "e", benchmark="mmbright", profile="official", depth=1000,
+        query_mode=("direct", "reasoning"),
+    )  # fmt: skip
+    outs = run(given, loader(FakeEncoder()))
+    assert [out.name for out in outs] == ["reasoning-both", "direct-both"]
+    results = json.loads((outs[0] / "results.json").read_text())
+    assert set(results["by_category"]) == {"biology", "law"}
+    assert results["rationale"]["tokens_mean"] > 0
+    assert json.loads((outs[1] / "results.json").read_text())["rationale"]["tokens_mean"] is None
+
+
+def test_ties_as_in_trec_eval():
+    ranking = Ranking(np.array([[0, 2, 5, 1]], np.int32), np.array([[3.0, 3.0, 2.0, 1.0]], np.float32), 4)
+    assert trec_ties(ranking).rows_QW.tolist() == [[2, 0, 5, 1]]
+
+
+def test_refusals(src, tmp_path):
+    with pytest.raises(UserError, match="task must be one of 1, 2, 3, 4, got '5'"):
+        imported(src, tmp_path / "o", task="5")
+    with pytest.raises(UserError, match="no DOMAIN.parquet: src must be a snapshot"):
+        imported(tmp_path, tmp_path / "o")
+    with pytest.raises(UserError, match="domains must be one of biology, law, got 'bio'"):
+        imported(src, tmp_path / "o", domains=("bio",))
+    other = tmp_path / "src"
+    for config in ("documents", "examples_multimodal", "examples_images"):
+        (other / config).mkdir(parents=True)
+        rows = pd.read_parquet(src / config / "biology.parquet")
+        rows = rows[rows["id"] != DOCS[1]] if config == "documents" else rows
+        rows.to_parquet(other / config / "biology.parquet")
+    with pytest.raises(
+        UserError, match="1 gold candidates are not in the corpus: 'q1: biology/bb22_2_0.txt'"
+    ):
+        imported(other, tmp_path / "o")
+    assert imported(other, tmp_path / "o", allow_missing=True, overwrite=True).num_missing_Q.tolist() == [
+        1,
+        0,
+    ]
+    table(other, "examples_images", "biology", [{"path": "a.png", "bytes": picture(9)}])
+    with pytest.raises(UserError, match="picture 'b.gif' of query 'q1' is missing or cannot be opened"):
+        imported(other, tmp_path / "p", allow_missing=True)
+
+
+# Table 6 of the MM-BRIGHT paper, task 4, 29 domains: BGE-VL, CLIP, GME-2B, GME-7B, SigLIP.
+TABLE_6 = """
+4.0 18.3 22.7 21.4 12.0
+4.3 7.8 13.2 8.1 8.1
+9.7 17.6 31.9 20.7 25.2
+9.0 24.7 17.6 13.3 23.6
+17.6 38.9 19.0 12.0 43.4
+8.2 39.5 22.3 19.0 32.0
+17.2 46.1 23.0 15.4 34.7
+17.4 22.2 23.8 14.6 29.4
+11.3 38.1 25.6 19.5 31.8
+9.7 38.2 33.6 21.8 15.7
+13.4 32.3 26.3 28.2 33.8
+10.0 15.4 23.1 18.4 19.9
+12.6 19.5 10.6 6.2 11.8
+4.0 7.9 5.7 3.8 13.1
+14.4 15.1 25.5 17.5 31.6
+12.4 25.7 45.6 42.3 23.0
+5.4 31.3 11.0 6.6 31.7
+7.3 33.7 21.8 13.9 18.7
+3.5 12.4 19.5 13.9 14.3
+5.6 29.4 24.1 27.5 16.0
+8.5 29.8 21.4 22.5 17.1
+13.5 20.9 31.1 32.1 17.5
+10.8 38.9 26.3 16.8 36.9
+10.0 54.0 44.5 29.6 51.1
+10.5 38.4 19.8 15.8 42.0
+9.8 21.5 18.6 20.8 27.6
+11.2 38.1 31.2 27.8 30.8
+11.7 36.7 32.2 29.8 34.0
+7.4 20.6 17.1 9.7 12.1
+"""
+
+
+def test_published_averages_are_means_of_domains():
+    values = np.array([[float(cell) for cell in line.split()] for line in TABLE_6.split("\n")[1:-1]])
+    assert values.shape == (29, 5)
+    np.testing.assert_allclose(values.mean(axis=0), [10.0, 28.0, 23.7, 18.9, 25.5], atol=0.0501)

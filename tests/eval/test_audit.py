@@ -1,0 +1,118 @@
+"""What training saw of the test, and the warnings that figures carry."""
+
+import json
+
+import pytest
+from eval_fakes import FakeEncoder, loader, picture, write_set
+
+from eval.__main__ import main
+from eval.audit import WARN, audit_training, training_files
+from eval.options import UserError
+from eval.run import RunOptions, run
+from eval.sets import load_set
+
+
+@pytest.fixture
+def set_dir(tmp_path):
+    return write_set(tmp_path / "set")
+
+
+def train_file(path, *, image, text, target, target_id="t-1"):
+    path.parent.mkdir(exist_ok=True)
+    for name, data in (("q.png", image), ("t.png", target)):
+        (path.parent / name).write_bytes(data)
+    record = {
+        "id": "r",
+        "group": "g",
+        "source": "x",
+        "split": "train",
+        "query": {"text": text, "images": ["q.png"]},
+        "positives": [{"id": target_id, "image": "t.png"}],
+    }
+    path.write_text(json.dumps(record) + "\n" + json.dumps({"text": "a plain text"}) + "\n")
+    return path
+
+
+def shared(audit):
+    return {k: v["shared"] for k, v in audit.content.items() if isinstance(v, dict)}
+
+
+def test_nothing_in_common(set_dir, tmp_path):
+    path = train_file(tmp_path / "train" / "a.jsonl", image=picture(7777), text="x", target=picture(8888))
+    audit = audit_training(load_set(set_dir), [path])
+    assert set(shared(audit).values()) == {0}
+    assert audit.warnings == []
+    assert audit.content["num_records"] == 1
+    assert audit.content["query_images"]["of"] == 24
+
+
+def test_shared_pictures_and_pairs(set_dir, tmp_path):
+    wanted = load_set(set_dir)
+    right = wanted.corpus_ids[wanted.positives[0][0][0]]
+    # question 0 and its answer, word for word; the picture belongs to questions 0 and 1
+    path = train_file(
+        tmp_path / "train" / "a.jsonl",
+        image=picture(1000),
+        text="Question  0",
+        target=picture(int(right[1:])),
+    )
+    audit = audit_training(wanted, [path])
+    found = shared(audit)
+    assert (found["query_images"], found["query_pairs"]) == (2, 1)
+    assert found["positive_images"] == 1
+    assert found["answer_pairs"] >= 1
+    assert all(line.startswith(WARN) for line in audit.warnings)
+    assert len(audit.warnings) == 4
+
+
+def test_a_reencoded_picture_is_known_by_its_id(set_dir, tmp_path):
+    wanted = load_set(set_dir)
+    right = wanted.corpus_ids[wanted.positives[0][0][0]]
+    path = train_file(
+        tmp_path / "train" / "a.jsonl", image=picture(5), text="x", target=picture(9999), target_id=right
+    )
+    assert shared(audit_training(wanted, [path]))["positive_images"] == 1
+
+
+def test_a_run_warns_in_results_and_on_stderr(set_dir, tmp_path, capsys):
+    path = train_file(tmp_path / "train" / "a.jsonl", image=picture(1000), text="x", target=picture(1))
+    encoder = FakeEncoder(recipe={"joint": {"data": [str(path)]}}, reasons="none")
+    given = RunOptions(
+        checkpoint="x", set=set_dir, out=tmp_path / "o", report=False, query_mode=("reasoning", "direct")
+    )
+    outs = run(given, loader(encoder))
+    reasoning, direct = (json.loads((out / "results.json").read_text()) for out in outs)
+    assert any(line.startswith("query_mode=reasoning, but rge.json says") for line in reasoning["warnings"])
+    assert not any(line.startswith("query_mode") for line in direct["warnings"])
+    assert any("2 of 24 query pictures are in the training files" in line for line in direct["warnings"])
+    assert direct["audit"]["train"] == [str(path)]
+    err = capsys.readouterr().err
+    assert "WARNING: query_mode=reasoning, but" in err
+    assert f"WARNING: {WARN}: 2 of 24" in err
+
+
+def test_no_training_files_no_audit(set_dir, tmp_path):
+    (out,) = run(
+        RunOptions(checkpoint="x", set=set_dir, out=tmp_path / "o", report=False), loader(FakeEncoder())
+    )
+    results = json.loads((out / "results.json").read_text())
+    assert results["audit"] is None
+    assert results["warnings"] == []
+
+
+def test_training_files_of_a_recipe(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("")
+    recipe = {"a": {"data": str(path), "b": [str(path), "gone.jsonl"]}, "c": 3, "d": "x.yaml"}
+    assert training_files(recipe) == [path]
+
+
+def test_the_command(set_dir, tmp_path, capsys):
+    path = train_file(tmp_path / "train" / "a.jsonl", image=picture(1000), text="x", target=picture(9999))
+    assert main(["audit", f"set={set_dir}", f"train={path}"]) == 0
+    assert WARN in capsys.readouterr().out
+    path.write_text("{broken\n")
+    with pytest.raises(UserError, match="line 1"):
+        audit_training(load_set(set_dir), [path])
+    assert main(["audit", f"set={set_dir}", "train=gone.jsonl"]) == 2
+    assert "cannot be read" in capsys.readouterr().err

@@ -5,7 +5,8 @@
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from eval.audit import AuditOptions, audit_command
 from eval.benchmarks.mmbright import MmbrightOptions, import_mmbright
@@ -21,24 +22,27 @@ from rge.backbone import BackboneError
 from rge.checkpoint import CheckpointError
 from rge.images import ImageError
 
-COMMANDS = {
+IMPORTS: dict[str, tuple[type, Callable[..., Any]]] = {
+    "rmir": (RmirOptions, import_rmir),
+    "pinpoint": (PinpointOptions, import_pinpoint),
+    "mmeb": (MmebOptions, import_mmeb),
+    "mmbright": (MmbrightOptions, import_mmbright),
+}
+COMMANDS: dict[str, Any] = {
     "run": (RunOptions, run),
     "score": (ScoreOptions, score),
     "compare": (CompareOptions, compare),
     "audit": (AuditOptions, audit_command),
-    "import rmir": (RmirOptions, import_rmir),
-    "import pinpoint": (PinpointOptions, import_pinpoint),
-    "import mmeb": (MmebOptions, import_mmeb),
-    "import mmbright": (MmbrightOptions, import_mmbright),
+    "import": IMPORTS,
 }
 
 
 def main(argv: Sequence[str]) -> int:
     """Run a command; 0 if it succeeded, 2 if what the user gave was wrong."""
-    size = 2 if argv and argv[0] == "import" else 1
-    name, words = " ".join(argv[:size]), argv[size:]
-    if name not in (*COMMANDS, "report"):
-        print(__doc__, file=sys.stderr)
+    name = " ".join(argv[: 2 if argv[:1] == ["import"] else 1])
+    words = argv[len(name.split()) :]
+    if name != "report" and _entry(name) is None:
+        print(f"there are {', '.join(IMPORTS)}" if name.startswith("import") else __doc__, file=sys.stderr)
         return 2
     if not words or words in (["help"], ["--help"], ["-h"]):
         print(usage(name))
@@ -49,14 +53,20 @@ def main(argv: Sequence[str]) -> int:
 
             print(report_command(words))
         else:
-            schema, command = COMMANDS[name]
-            done = command(parse_options(schema, words))  # type: ignore[operator]
+            schema, command = _entry(name) or COMMANDS[name]
+            done = command(parse_options(schema, words))
             if name.startswith("import"):
                 print(_imported(done))
     except (UserError, ImageError, CheckpointError, BackboneError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _entry(name: str) -> tuple[type, Callable[..., Any]] | None:
+    """Options and function of ``run`` or ``import rmir``; None if there is no such command."""
+    first, _, benchmark = name.partition(" ")
+    return IMPORTS.get(benchmark) if first == "import" else COMMANDS.get(first)
 
 
 def _imported(done: RetrievalSet | list[str]) -> str:
@@ -74,7 +84,10 @@ def usage(name: str) -> str:
         from eval.report import ReportOptions
 
         return f"python -m eval report key=value ...\n{explain(ReportOptions)}"
-    return f"python -m eval {name} key=value ...\n{explain(COMMANDS[name][0])}"
+    if name == "import":
+        return "\n\n".join(usage(f"import {benchmark}") for benchmark in IMPORTS)
+    schema, _ = _entry(name) or COMMANDS[name]
+    return f"python -m eval {name} key=value ...\n{explain(schema)}"
 
 
 if __name__ == "__main__":

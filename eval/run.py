@@ -120,9 +120,7 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
         _conditions(options)
         if options.report:
             print("a suite has no page of its own yet: report=true is left out", file=sys.stderr)
-        if load is None:
-            from rge.encode import load_encoder as load  # type: ignore[assignment]
-        return run_members(options, run, load)
+        return run_members(options, run, load or _default_loader())
     conditions = _conditions(options)
     wanted = load_set(options.set, by=options.by)
     protocol = protocol_for(options.benchmark, options.profile, wanted)
@@ -202,8 +200,11 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
     if options.report:
         from eval.report import write_report
 
-        words = {} if options.benchmark == "generic" else {"metric": protocol.headline[0]}
-        print(f"\n{write_report(dirs, options.out / 'report.html', **words)}")
+        page = options.out / "report.html"
+        if options.benchmark == "generic":
+            print(f"\n{write_report(dirs, page)}")
+        else:
+            print(f"\n{write_report(dirs, page, metric=protocol.headline[0])}")
     return dirs
 
 
@@ -247,11 +248,7 @@ def _warnings(
 
 
 def _load(options: RunOptions, load: Callable[..., Embeds] | None, of_set: str | None = None) -> Embeds:
-    if load is None:
-        from rge.encode import load_encoder
-
-        load = load_encoder
-    encoder = load(
+    encoder = (load or _default_loader())(
         options.checkpoint,
         device=options.device,
         dtype=options.dtype,
@@ -268,6 +265,12 @@ def _load(options: RunOptions, load: Callable[..., Embeds] | None, of_set: str |
         encoder.builder = PromptBuilder(builder.processor, profile, builder.max_tokens)  # type: ignore[attr-defined]
         encoder.settings = encoder.settings | {"profile": profile}  # also part of the cache's name
     return encoder
+
+
+def _default_loader() -> Callable[..., Embeds]:
+    from rge.encode import load_encoder
+
+    return load_encoder
 
 
 def _identity(wanted: RetrievalSet, encoder: Embeds, condition: Condition) -> dict[str, Any]:

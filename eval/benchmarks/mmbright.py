@@ -154,9 +154,8 @@ def _import_domain(name: str, options: MmbrightOptions) -> None:
             )
     pairs = _pairs(list(doc_ids), list(images), name, legacy=options.keys == "legacy") if task == "4" else []
     known = {"1": doc_ids, "2": doc_ids, "3": dict.fromkeys(images), "4": dict.fromkeys(pairs)}[task]
-    columns = ("id", "query", "gold_ids", "negative_ids")
-    columns += () if task == "1" else ("image_paths",)
-    columns += ("positive_images", "negative_images") if task in ("3", "4") else ()
+    columns = ["id", "query", "gold_ids", "negative_ids", *([] if task == "1" else ["image_paths"])]
+    columns += ["positive_images", "negative_images"] if task in ("3", "4") else []
     asked = _rows(options.src, "examples" if task == "1" else "examples_multimodal", name, columns)
     shown: dict[str, bytes] = {}
     if task != "1":

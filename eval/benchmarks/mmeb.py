@@ -291,7 +291,7 @@ def _file(src: Path, name: str) -> Path | None:
     tests = [path for path in found if "test" in path.name]
     if len(tests or found) > 1:
         raise ReleaseError(f"{src}: {', '.join(map(str, tests or found))} could all be {name}: leave one")
-    return (tests or found or [None])[0]
+    return next(iter(tests or found), None)
 
 
 def _import_one(name: str, file: Path, pictures: Pictures, options: MmebOptions) -> None:
@@ -306,7 +306,7 @@ def _import_one(name: str, file: Path, pictures: Pictures, options: MmebOptions)
             raise ReleaseError(f"{file}: column {lacking[0]!r} is missing; there are {', '.join(row)}")
         where = f"{file}, row {number + 1}"
         texts, paths = _targets(row, where)
-        ids = []
+        ids: list[str] = []
         for text, path in zip(texts, paths, strict=True):
             text = plain(text)
             if not text and not path:

@@ -84,10 +84,17 @@ class Protocol:
         if not self.skips_missing or not missing:
             return scored
         rows = np.isin(wanted.query_ids, list(missing))
-        values = [x.copy() for x in (scored.value_QM, scored.best_QM, scored.worst_QM, scored.random_QM)]
-        for value_QM in values:
-            value_QM[rows] = np.nan
-        return Scored(scored.names, *values, scored.first_hit_Q)
+
+        def without(value_QM: np.ndarray) -> np.ndarray:
+            return np.where(rows[:, None], np.nan, value_QM)
+
+        return replace(
+            scored,
+            value_QM=without(scored.value_QM),
+            best_QM=without(scored.best_QM),
+            worst_QM=without(scored.worst_QM),
+            random_QM=without(scored.random_QM),
+        )
 
 
 @dataclass(frozen=True)
@@ -169,20 +176,24 @@ class Pinpoint(Protocol):
         more += [f"delta_map_capped@{k}" for k in PINPOINT_CUTS]
         names = tuple(dict.fromkeys((*NAMES, *more)))
         score_QK = ranking.score_QW[:, :PINPOINT_DEPTH]
-        tables = [
-            pinpoint_values(names, one)
-            for one in (
-                judged,
-                tied_order(judged, score_QK, best=True),
-                tied_order(judged, score_QK, best=False),
-            )
-        ]
+        value_QM = pinpoint_values(names, judged)
         pool_Q = wanted.pool_sizes()
-        random_QM = np.full(tables[0].shape, np.nan)
+        random_QM = np.full(value_QM.shape, np.nan)
         for m, name in enumerate(names):
             if not name.startswith(("negative", "delta")):
                 random_QM[:, m] = random_floor(name, judged, pool_Q, depth=PINPOINT_DEPTH)
-        return self._skip(wanted, Scored(names, *tables, random_QM, first_hit_rank(judged)), missing)
+        return self._skip(
+            wanted,
+            Scored(
+                names,
+                value_QM=value_QM,
+                best_QM=pinpoint_values(names, tied_order(judged, score_QK, best=True)),
+                worst_QM=pinpoint_values(names, tied_order(judged, score_QK, best=False)),
+                random_QM=random_QM,
+                first_hit_Q=first_hit_rank(judged),
+            ),
+            missing,
+        )
 
     def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
         """Linguistic sensitivity, the relative cost of negatives, and officially the released scorer's own names."""
@@ -225,7 +236,8 @@ class Pinpoint(Protocol):
             )
             found["pct_increase_mAP@10_noNeg"] = share
             for theirs, ours in (("range", "linguistic_sensitivity"), ("std", "linguistic_sensitivity_std")):
-                found[f"ling_sens_{theirs}"] = micro[ours]["value"] if micro[ours] else 0.0
+                figure = micro[ours]
+                found[f"ling_sens_{theirs}"] = figure["value"] if figure else 0.0
             found["total_queries"] = int(np.isfinite(column["precision@10"]).sum())
             out["official"] = found
         return out

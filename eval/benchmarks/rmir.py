@@ -325,8 +325,9 @@ def _add(
         name = str(get("id")) if get("id") is not None else f"{own}-{content_id(get('text'), category)[:8]}"
         if name in rows:
             raise ReleaseError(f"{where}: query {name!r} occurs twice")
-        row = _Row(name, get("text"), images, category, {}, set(), get("group") and str(get("group")))
-        targets = [(ref, 1) for ref in as_list(get("positives"))]
+        group = get("group")
+        row = _Row(name, get("text"), images, category, {}, set(), str(group) if group else None)
+        targets: list[tuple[Any, int | None]] = [(ref, 1) for ref in as_list(get("positives"))]
     else:
         # rows of one query are those of one picture, text and category: an id may name the row instead
         name = f"{own}-{content_id(get('text'), category)[:8]}"
@@ -402,7 +403,7 @@ def _read_set(options: RmirOptions, fields: Fields) -> tuple[list[_Row], Path]:
         if name in rows:
             raise ReleaseError(f"{where}: query {name!r} occurs twice")
         rows[name] = _Row(
-            name, get["text"], images, _category(get.get("category"), where), {}, set(), get.get("group")
+            name, str(get["text"]), images, _category(get.get("category"), where), {}, set(), get.get("group")
         )
     for record in iter_rows(judged):
         query, target = str(record["query-id"]), str(record["corpus-id"])

@@ -1,7 +1,8 @@
 """Prepare data: ``python -m data_prep COMMAND [key=value ...]``.
 
-``demo``   rebuild the shipped picture set (`data_prep.demo.build`)
-``rmir``   reasoning-intensive retrieval data from any pictures (`data_prep.rmir.main`); ``config=demo`` needs nothing
+``demo``        rebuild the shipped picture set (`data_prep.demo.build`)
+``rmir``        reasoning-intensive retrieval data from any pictures (`data_prep.rmir.main`); ``config=demo`` needs nothing
+``rationales``  oracle rationales for training records (`data_prep.rationales.main`)
 """
 
 import importlib
@@ -10,7 +11,11 @@ from collections.abc import Sequence
 
 from data_prep.options import UserError, nearest
 
-COMMANDS = {"demo": "data_prep.demo.build", "rmir": "data_prep.rmir.main"}
+COMMANDS = {
+    "demo": "data_prep.demo.build",
+    "rmir": "data_prep.rmir.main",
+    "rationales": "data_prep.rationales.main",
+}
 """Module of each command; its ``main(words)`` takes the words after the command. Loaded only when asked for."""
 
 

@@ -1,0 +1,70 @@
+"""Checks on a rationale, as pure functions."""
+
+import re
+from collections.abc import Sequence
+
+FORBIDDEN = (
+    "positive sample",
+    "negative sample",
+    "ground truth",
+    "ground-truth",
+    "correct answer",
+    "target image",
+    "target text",
+    "as an ai",
+    "<emb>",
+)
+"""A rationale must read as if its writer had not seen the answer; and `<emb>` is the trainer's own mark."""
+_STOP_WORDS = set(
+    "a an the of on in at to for from with and or is are was were be it its this that these those".split()
+)
+
+
+def leak(rationale: str, target: str | None) -> float:
+    """How much of the target's text the rationale copies: the share of its pairs of neighbouring words found there.
+
+    Articles and the like do not count. A target of one word has no pairs; then the word itself is looked for.
+
+    Args:
+        rationale: what was written.
+        target: the target's text; None for a target that is only a picture, which cannot be copied.
+
+    Returns:
+        Between 0 and 1.
+    """
+    wanted, written = _words(target or ""), _words(rationale)
+    if not wanted:
+        return 0.0
+    size = min(2, len(wanted))
+    there = {tuple(written[at : at + size]) for at in range(len(written) - size + 1)}
+    pairs = {tuple(wanted[at : at + size]) for at in range(len(wanted) - size + 1)}
+    return len(pairs & there) / len(pairs)
+
+
+def faults(
+    rationale: str, *, max_words: int, forbidden: Sequence[str] = FORBIDDEN, latin: bool = True
+) -> list[str]:
+    """What is wrong with a rationale, leak aside.
+
+    Args:
+        rationale: what was written.
+        max_words: longest allowed.
+        forbidden: phrases that must not occur, in any letter case.
+        latin: letters must be Latin: models of some families fall into Chinese.
+
+    Returns:
+        Names of the faults; empty where there is none.
+    """
+    found = []
+    if len(rationale.split()) > max_words:
+        found.append("too long")
+    if any(phrase.lower() in rationale.lower() for phrase in forbidden):
+        found.append("forbidden phrase")
+    letters = [letter for letter in rationale if letter.isalpha()]
+    if latin and sum(ord(letter) < 0x250 for letter in letters) < 0.95 * len(letters):
+        found.append("language")
+    return found
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in re.findall(r"\w+", text.lower()) if word not in _STOP_WORDS]

@@ -1,0 +1,135 @@
+"""What the writer of rationales is asked. Shape and rules follow RGE's Table 9; the words and examples are ours."""
+
+from data_prep.calls.replies import Reply, check_complete, tag
+from data_prep.calls.request import Part
+from rge.schema import Positive, Record
+
+TASK = "Task: explain an answer"
+
+_TASKS = {
+    "classification": (
+        "an expert at naming what a picture shows",
+        "Work out from shape, parts, material and surroundings what it is, and what tells it from its nearest likes.",
+        "A small brown bird sits on a fence. The short thick bill is made for seeds, and grey crown and black bib are "
+        "those of a male house sparrow, not of a tree sparrow with its brown crown.",
+    ),
+    "vqa": (
+        "an expert at answering questions about pictures",
+        "Let the question guide your eyes: find the part of the picture that decides, and reason from it to the answer.",
+        "The question asks for the weather. People on the pavement hold umbrellas, the road reflects the traffic lights "
+        "and nobody wears sunglasses, so it is raining.",
+    ),
+    "image_to_text": (
+        "an expert at finding the text that belongs to a picture",
+        "Describe the whole, then the objects and what they do, and say which of it a fitting text would mention.",
+        "A man in a yellow helmet kneels on a flat roof with a drill beside dark panels. Tools, helmet and panels point to "
+        "a text about installing solar power.",
+    ),
+    "text_to_image": (
+        "an expert at finding the picture that a text describes",
+        "Work out what must be seen in the picture, and what follows from the text without being said.",
+        "The text speaks of a crowded finish line. The picture must show runners with numbers, a banner above the road and "
+        "people behind barriers, in daylight.",
+    ),
+    "composed_retrieval": (
+        "an expert at finding a picture by another one and a wish",
+        "Say what the given picture shows, what the text changes in it, and what stays.",
+        "The picture shows a red dress with short sleeves and a belt. The text wants it longer and blue, so cut and belt "
+        "stay: a blue dress to the ankles, belted, with short sleeves.",
+    ),
+    "grounding": (
+        "an expert at finding the part of a picture that a text means",
+        "Find all parts that might be meant, and say by place, colour and neighbours which one is.",
+        "Two dogs lie on the lawn. The text means the one with the ball: the black one at the left edge, beside the hedge, "
+        "with a yellow ball between its paws.",
+    ),
+    "reasoning_retrieval": (
+        "an expert at questions whose answers are other pictures",
+        "Say what the given picture shows, then reason in one or two steps from the question to what must be seen.",
+        "A bottle is closed with a cork that sits too tight for fingers. To get at the wine, the cork must be pulled out, "
+        "so a corkscrew is needed.",
+    ),
+    "text_retrieval": (
+        "an expert at finding the text that answers another",
+        "Work out what is asked for and what a fitting text must say.",
+        "The question asks why iron rusts. A fitting text speaks of oxygen and water reacting with the metal.",
+    ),
+}  # fmt: skip
+TASKS = tuple(_TASKS)
+
+
+def task_of(record: Record, positive: Positive) -> str:
+    """The task of a query-target pair, from its modalities and the wording of its instruction."""
+    instruction = (record.instruction or "").lower()
+    has_picture, has_text = bool(record.query.images), bool((record.query.text or "").strip())
+    if any(
+        word in instruction for word in ("locate", "region", "portion of the image", "object in the image")
+    ):
+        return "grounding"
+    if any(word in instruction for word in ("classif", "category", "identify")) and positive.text:
+        return "classification"
+    if has_picture and positive.image and has_text:
+        return (
+            "composed_retrieval"
+            if any(word in instruction for word in ("change", "modif"))
+            else "reasoning_retrieval"
+        )
+    if has_picture:
+        return (
+            "vqa"
+            if has_text and positive.text
+            else "image_to_text"
+            if positive.text
+            else "reasoning_retrieval"
+        )
+    return "text_to_image" if positive.image else "text_retrieval"
+
+
+def parts(
+    record: Record,
+    positive: Positive,
+    task: str,
+    pictures: list[Part],
+    target: Part | None,
+    *,
+    max_words: int,
+    rewrite: bool,
+) -> tuple[Part, ...]:
+    """The prompt for a query-target pair.
+
+    Args:
+        record: with the query.
+        positive: the target.
+        task: one of `TASKS`.
+        pictures: of the query.
+        target: picture of the target, if it has one.
+        max_words: longest allowed.
+        rewrite: an earlier rationale copied the target's text; say so.
+    """
+    role, work, example = _TASKS[task]
+    rules = f"""{TASK}
+
+You are {role}. You see a query and, at the end, the answer that belongs to it. Write the rationale that leads from the
+query to the answer. {work}
+
+Rules: at most {max_words} words of plain English. Use the answer only to check where your reasoning must arrive: reason from
+the query, do not mention that you were shown an answer, and do not copy its wording.
+{"Your last rationale copied the answer's words: use your own." if rewrite else ""}
+An example for another query: {example}
+
+Answer in exactly this format: <rationale>your rationale</rationale>
+
+Query:"""
+    asked = f"{record.instruction or ''}\n<query>{record.query.text or ''}</query>\nAnswer:"
+    answer: list[Part] = [target] if target is not None else []
+    return (rules, *pictures, asked, *answer, *([positive.text] if positive.text else []))
+
+
+def read(reply: Reply) -> str:
+    """The rationale.
+
+    Raises:
+        ReplyError: there is none.
+    """
+    check_complete(reply, "rationale")
+    return tag(reply.text, "rationale")

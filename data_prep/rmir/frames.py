@@ -11,6 +11,11 @@ import pyarrow.parquet as pq
 
 from data_prep.options import UserError
 
+# Read when daft is imported: it would tell its makers of every run, and draw over our progress bars.
+for _switch in ("DAFT_ANALYTICS_ENABLED", "DAFT_PROGRESS_BAR"):
+    os.environ.setdefault(_switch, "0")
+os.environ.setdefault("DO_NOT_TRACK", "true")
+
 _S, _I, _F = pa.string(), pa.int32(), pa.float32()
 
 SCHEMAS: dict[str, pa.Schema] = {
@@ -105,8 +110,6 @@ def daft_frame(table: pa.Table, runner: str):
         table: what it holds.
         runner: native or ray.
     """
-    os.environ.setdefault("DAFT_ANALYTICS_ENABLED", "0")
-    os.environ.setdefault("DAFT_PROGRESS_BAR", "0")
     import daft
 
     _choose_runner(runner)

@@ -93,7 +93,9 @@ def load_backbone(
         raise BackboneError(f"{path} cannot be loaded: {error}") from error
     if missing := sorted(report["missing_keys"]):
         # transformers fills them with random numbers and a warning.
-        raise BackboneError(f"{path} lacks {len(missing)} weights, e.g. {missing[0]}: the checkpoint is incomplete")
+        raise BackboneError(
+            f"{path} lacks {len(missing)} weights, e.g. {missing[0]}: the checkpoint is incomplete"
+        )
     size = processor.image_processor.size
     processor.image_processor.size = {
         "shortest_edge": min_pixels or size["shortest_edge"],

@@ -29,7 +29,9 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be read or written; the message names it and the mend."""
 
 
-def save_state(accelerator: Accelerator, folder: Path, step: int, keep_last: int, meta: dict[str, Any]) -> None:
+def save_state(
+    accelerator: Accelerator, folder: Path, step: int, keep_last: int, meta: dict[str, Any]
+) -> None:
     """Write a resumable state after `step` steps, then delete all but the newest `keep_last`.
 
     Args:
@@ -75,7 +77,9 @@ def latest_state(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
-def export(embedder: Embedder, folder: Path, settings: dict[str, Any], state_dict: dict | None = None) -> None:
+def export(
+    embedder: Embedder, folder: Path, settings: dict[str, Any], state_dict: dict | None = None
+) -> None:
     """Write a finished checkpoint: weights, config, processor, chat template, ``rge.json``.
 
     Args:
@@ -96,7 +100,9 @@ def export(embedder: Embedder, folder: Path, settings: dict[str, Any], state_dic
         (temporary / RGE_JSON).write_text(json.dumps(settings, indent=2) + "\n")
     except WRITE_ERRORS as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"checkpoint {folder} could not be written: {error}; free some space and start again") from error
+        raise CheckpointError(
+            f"checkpoint {folder} could not be written: {error}; free some space and start again"
+        ) from error
     if folder.exists():
         shutil.rmtree(folder)
     temporary.rename(folder)
@@ -177,7 +183,12 @@ def git_commit() -> str | None:
             ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=10, check=True
         ).stdout.strip()
         changed = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no"], cwd=root, capture_output=True, text=True, timeout=10, check=True
+            ["git", "status", "--porcelain", "--untracked-files=no"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
@@ -187,5 +198,9 @@ def git_commit() -> str | None:
 def _states(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
-    complete = [path for path in folder.iterdir() if re.fullmatch(r"step_\d{8}", path.name) and (path / "done.json").is_file()]
+    complete = [
+        path
+        for path in folder.iterdir()
+        if re.fullmatch(r"step_\d{8}", path.name) and (path / "done.json").is_file()
+    ]
     return sorted(complete)

@@ -83,13 +83,19 @@ class StepBatches(Dataset):
         max_negatives: int = 1,
     ):
         if mixture.batch_size % world_size:
-            raise ValueError(f"batch_size {mixture.batch_size} must be a multiple of the {world_size} processes")
+            raise ValueError(
+                f"batch_size {mixture.batch_size} must be a multiple of the {world_size} processes"
+            )
         self.files, self.mixture, self.builder = files, mixture, builder
         self.share = slice(
             rank * (mixture.batch_size // world_size), (rank + 1) * (mixture.batch_size // world_size)
         )
         self.augment = AUGMENTATIONS.get(augment)
-        self.need_oracle, self.need_candidates, self.max_negatives = need_oracle, need_candidates, max_negatives
+        self.need_oracle, self.need_candidates, self.max_negatives = (
+            need_oracle,
+            need_candidates,
+            max_negatives,
+        )
 
     def __getitem__(self, step: int) -> Batch:
         """This rank's batch of a step."""
@@ -99,7 +105,9 @@ class StepBatches(Dataset):
             try:
                 self._add(batch, draw, record)
             except ValueError as error:
-                raise type(error)(f"record {record.id!r} of {self.files[draw.source].path}: {error}") from error
+                raise type(error)(
+                    f"record {record.id!r} of {self.files[draw.source].path}: {error}"
+                ) from error
         return batch
 
     def _add(self, batch: Batch, draw: Draw, record: Record) -> None:

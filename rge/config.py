@@ -316,7 +316,9 @@ def check(recipe: Recipe) -> None:
         if stage.steps is not None:
             _positive(f"{name}.steps", stage.steps)
         if not stage.sources:
-            raise RecipeError(f"{name}.sources is empty: name at least one file, {name}.sources=[{{path: FILE.jsonl}}]")
+            raise RecipeError(
+                f"{name}.sources is empty: name at least one file, {name}.sources=[{{path: FILE.jsonl}}]"
+            )
         for source in stage.sources:
             _positive(f"{name}.sources weight of {source.path}", source.weight)
     recipe.loss.alpha_lm, recipe.loss.alpha_con = _loss_weights(recipe.loss)
@@ -331,8 +333,14 @@ def _loss_weights(loss: LossConfig) -> tuple[float, float]:
         try:
             ratio_lm, ratio_con = (float(part) for part in parts)
         except ValueError:
-            raise RecipeError(f"loss.ratio must be LM:CONTRASTIVE such as 1:10, or none; got {loss.ratio!r}") from None
-        if min(ratio_lm, ratio_con) < 0 or ratio_lm + ratio_con <= 0 or not math.isfinite(ratio_lm + ratio_con):
+            raise RecipeError(
+                f"loss.ratio must be LM:CONTRASTIVE such as 1:10, or none; got {loss.ratio!r}"
+            ) from None
+        if (
+            min(ratio_lm, ratio_con) < 0
+            or ratio_lm + ratio_con <= 0
+            or not math.isfinite(ratio_lm + ratio_con)
+        ):
             raise RecipeError(f"loss.ratio needs two weights >= 0, not both zero; got {loss.ratio!r}")
         return ratio_lm / (ratio_lm + ratio_con), ratio_con / (ratio_lm + ratio_con)
     if lm is None:
@@ -363,7 +371,9 @@ def nearest(key: str, known: Sequence[str]) -> str:
     """A hint naming the known key most like `key`."""
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     if not close:
-        close = difflib.get_close_matches(key.rsplit(".", 1)[-1], [name.rsplit(".", 1)[-1] for name in known], n=1)
+        close = difflib.get_close_matches(
+            key.rsplit(".", 1)[-1], [name.rsplit(".", 1)[-1] for name in known], n=1
+        )
         close = [name for name in known if close and name.rsplit(".", 1)[-1] == close[0]]
     return f"; did you mean {close[0]}?" if close else f"; known keys: {', '.join(sorted(known))}"
 
@@ -432,7 +442,9 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for key, _ in node.value:
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"found the key {key.value!r} twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"found the key {key.value!r} twice", key.start_mark
+                )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -445,7 +457,9 @@ _Loader.yaml_implicit_resolvers = {
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?\d[\d_]*$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*\.?|\d[\d_]*\.\d[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"),
+    re.compile(
+        r"^[-+]?(\d[\d_]*\.?|\d[\d_]*\.\d[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"
+    ),
     list("-+.0123456789"),
 )
 

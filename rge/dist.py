@@ -55,7 +55,9 @@ def gather_sizes(num_rows: int, device: torch.device) -> list[int]:
     """Number of rows of every rank."""
     if not _initialized():
         return [num_rows]
-    sizes = [torch.zeros(1, dtype=torch.long, device=device) for _ in range(torch.distributed.get_world_size())]
+    sizes = [
+        torch.zeros(1, dtype=torch.long, device=device) for _ in range(torch.distributed.get_world_size())
+    ]
     torch.distributed.all_gather(sizes, torch.tensor([num_rows], device=device))
     return [int(size) for size in sizes]
 
@@ -126,7 +128,10 @@ def make_accelerator(train: TrainConfig, log: LogConfig) -> Accelerator:
     # Several processes without a GPU: unless told so, accelerate leaves each of them alone, in silence.
     on_cpu = not use_deepspeed and not torch.accelerator.is_available()
     return Accelerator(
-        cpu=on_cpu, log_with=log.trackers or None, kwargs_handlers=handlers, step_scheduler_with_optimizer=False
+        cpu=on_cpu,
+        log_with=log.trackers or None,
+        kwargs_handlers=handlers,
+        step_scheduler_with_optimizer=False,
     )
 
 
@@ -180,10 +185,14 @@ def full_weights(accelerator: Accelerator, model: nn.Module, embedder: nn.Module
         return None
     prefix = "model."
     weights = accelerator.get_state_dict(model)
-    return {name.removeprefix(prefix): value for name, value in weights.items()} if weights is not None else None
+    return (
+        {name.removeprefix(prefix): value for name, value in weights.items()} if weights is not None else None
+    )
 
 
-def rollout_report(rationales: Sequence[Rationale] | None, seconds: float, device: torch.device) -> dict[str, float]:
+def rollout_report(
+    rationales: Sequence[Rationale] | None, seconds: float, device: torch.device
+) -> dict[str, float]:
     """Share of forced stops, mean length and speed of a step's rationales over all ranks."""
     if rationales is None:
         return {}

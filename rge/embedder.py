@@ -51,7 +51,9 @@ class Embedder(nn.Module):
         """Where the weights are."""
         return self.model.get_input_embeddings().weight.device
 
-    def pack(self, prompts: Sequence[Prompt], branches: Sequence[Sequence[Branch]], padding_side: str = "right") -> Packed:
+    def pack(
+        self, prompts: Sequence[Prompt], branches: Sequence[Sequence[Branch]], padding_side: str = "right"
+    ) -> Packed:
         """Lay prompts and their branches out for `forward`; see `rge.packing.pack`."""
         return pack(
             prompts,
@@ -87,7 +89,9 @@ class Embedder(nn.Module):
         hidden = hidden_BTD.flatten(0, 1)
         return Readout(
             state_ND=normalise(hidden[packed.state_index_N]),
-            nll=rationale_nll(hidden[packed.predict_index_M], self.model.get_output_embeddings(), packed.label_M),
+            nll=rationale_nll(
+                hidden[packed.predict_index_M], self.model.get_output_embeddings(), packed.label_M
+            ),
             num_tokens=packed.label_M.shape[0],
         )
 

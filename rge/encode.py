@@ -35,8 +35,15 @@ class Encoder:
         settings: content of ``rge.json``.
     """
 
-    def __init__(self, embedder: Embedder, builder: PromptBuilder, checkpoint: Path, settings: dict[str, Any]):
-        self.embedder, self.builder, self.checkpoint, self.settings = embedder.eval(), builder, checkpoint, settings
+    def __init__(
+        self, embedder: Embedder, builder: PromptBuilder, checkpoint: Path, settings: dict[str, Any]
+    ):
+        self.embedder, self.builder, self.checkpoint, self.settings = (
+            embedder.eval(),
+            builder,
+            checkpoint,
+            settings,
+        )
         self.checkpoint_hash = checkpoint_hash(checkpoint)
 
     def encode(

@@ -44,7 +44,10 @@ def naming_pictures(path: str | Path, side_px: int) -> tuple[Tensor, Tensor, lis
             pictures.setdefault(image, record.positives[0].rationale or "")
     names = sorted(set(pictures.values()))
     label = {name: number for number, name in enumerate(names)}
-    arrays = [np.asarray(load_image(image).resize((side_px, side_px), Image.Resampling.BICUBIC)) for image in pictures]
+    arrays = [
+        np.asarray(load_image(image).resize((side_px, side_px), Image.Resampling.BICUBIC))
+        for image in pictures
+    ]
     stacked = torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).float() / 255
     return stacked, torch.tensor([label[name] for name in pictures.values()]), names
 
@@ -72,7 +75,9 @@ def augment(picture_B3HW: Tensor, generator: torch.Generator) -> Tensor:
     return (mixed * contrast + 0.5 + brightness).clamp(0, 1)
 
 
-def patches(picture_B3HW: Tensor, patch: int, merge: int, temporal: int, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+def patches(
+    picture_B3HW: Tensor, patch: int, merge: int, temporal: int, mean: Sequence[float], std: Sequence[float]
+) -> Tensor:
     """Normalise and cut pictures into patches in the order of Qwen's image processor: (B * patches, patch dimension).
 
     Done here for whole batches on tensors; a test holds it against the processor's own result.
@@ -80,7 +85,9 @@ def patches(picture_B3HW: Tensor, patch: int, merge: int, temporal: int, mean: S
     B, channels, height, width = picture_B3HW.shape
     normalised = (picture_B3HW - torch.tensor(mean).view(1, 3, 1, 1)) / torch.tensor(std).view(1, 3, 1, 1)
     rows, columns = height // patch // merge, width // patch // merge
-    cut = normalised.reshape(B, channels, rows, merge, patch, columns, merge, patch).permute(0, 2, 5, 3, 6, 1, 4, 7)
+    cut = normalised.reshape(B, channels, rows, merge, patch, columns, merge, patch).permute(
+        0, 2, 5, 3, 6, 1, 4, 7
+    )
     flat = cut.reshape(B * rows * columns * merge * merge, channels, 1, patch, patch)
     return flat.expand(-1, -1, temporal, -1, -1).reshape(flat.shape[0], -1)
 
@@ -98,7 +105,11 @@ class _Namer(nn.Module):
         self.register_buffer("name_KT", torch.tensor(rows), persistent=False)
         self.register_buffer("real_KT", torch.arange(longest) < lengths[:, None], persistent=False)
         placeholders = int(grid.prod()) // config.vision_config.spatial_merge_size**2
-        picture = [config.vision_start_token_id, *[config.image_token_id] * placeholders, config.vision_end_token_id]
+        picture = [
+            config.vision_start_token_id,
+            *[config.image_token_id] * placeholders,
+            config.vision_end_token_id,
+        ]
         self.register_buffer("picture_P", torch.tensor(picture), persistent=False)
         ids = torch.cat([self.picture_P, self.name_KT[0]])[None]
         types = (ids == config.image_token_id).long()
@@ -171,9 +182,13 @@ def teach(
     share = batch_size // dist.world_size()
     grid = torch.tensor([[1, side, side]] * share, device=accelerator.device)
     correct = counted = 0
-    bar = tqdm(range(steps), desc="eyes", unit="step", dynamic_ncols=True, disable=not accelerator.is_main_process)
+    bar = tqdm(
+        range(steps), desc="eyes", unit="step", dynamic_ncols=True, disable=not accelerator.is_main_process
+    )
     for step in bar:
-        rate = learning_rate(step, num_steps=steps, lr=lr, warmup_steps=50, schedule="cosine", min_lr_ratio=0.0)
+        rate = learning_rate(
+            step, num_steps=steps, lr=lr, warmup_steps=50, schedule="cosine", min_lr_ratio=0.0
+        )
         set_learning_rate(optimizer, rate)
         rows = torch.randint(len(pictures), (share,), generator=generator)
         values = patches(

@@ -23,7 +23,9 @@ def _library(path: str) -> dict[str, bytes]:
     except FileNotFoundError:
         raise ImageError(f"picture library {path} does not exist") from None
     except (OSError, ValueError, KeyError) as error:
-        raise ImageError(f"picture library {path} is not a Parquet file with columns id and image: {error}") from None
+        raise ImageError(
+            f"picture library {path} is not a Parquet file with columns id and image: {error}"
+        ) from None
     rows = zip(table["id"].to_pylist(), table["image"].to_pylist(), strict=True)
     return {name: image["bytes"] if isinstance(image, dict) else image for name, image in rows}
 
@@ -79,7 +81,13 @@ def load_image(ref: ImageRef) -> Image.Image:
                 image = image.convert("RGBA")
                 image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
             return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        Image.DecompressionBombError,
+        Image.DecompressionBombWarning,
+    ) as error:
         if isinstance(error, ImageError):
             raise
         raise ImageError(f"picture {name} cannot be decoded: {error}") from error
@@ -90,5 +98,7 @@ def _eight_bits(image: Image.Image, name: str) -> Image.Image:
     if image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
-        raise ImageError(f"picture {name} has 32-bit pixels of no known range: convert it to 8 bits a channel")
+        raise ImageError(
+            f"picture {name} has 32-bit pixels of no known range: convert it to 8 bits a channel"
+        )
     return image

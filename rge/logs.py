@@ -30,11 +30,29 @@ class Logs:
         log_every: steps between lines.
     """
 
-    def __init__(self, accelerator: Accelerator, folder: Path, stage: str, first_step: int, num_steps: int, log_every: int):
-        self.accelerator, self.stage, self.num_steps, self.log_every = accelerator, stage, num_steps, log_every
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        folder: Path,
+        stage: str,
+        first_step: int,
+        num_steps: int,
+        log_every: int,
+    ):
+        self.accelerator, self.stage, self.num_steps, self.log_every = (
+            accelerator,
+            stage,
+            num_steps,
+            log_every,
+        )
         self.began = time.perf_counter()
         self.bar = tqdm(
-            total=num_steps, initial=first_step, desc=stage, unit="step", disable=not accelerator.is_main_process, dynamic_ncols=True
+            total=num_steps,
+            initial=first_step,
+            desc=stage,
+            unit="step",
+            disable=not accelerator.is_main_process,
+            dynamic_ncols=True,
         )
         self._file = None
         self._offset_s = 0.0
@@ -51,7 +69,9 @@ class Logs:
     def step(self, step: int, report: dict[str, float]) -> None:
         """Report a finished step; `step` counts from one."""
         self.bar.update(1)
-        shown = {name: f"{report[name]:.3g}" for name in ("loss", "forced_rate", "tokens_per_s") if name in report}
+        shown = {
+            name: f"{report[name]:.3g}" for name in ("loss", "forced_rate", "tokens_per_s") if name in report
+        }
         self.bar.set_postfix(shown, refresh=False)
         if step % self.log_every and step != self.num_steps and step != 1:
             return
@@ -60,7 +80,9 @@ class Logs:
         if self._file is not None:
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
-        values = {f"{self.stage}/{name}": value for name, value in line.items() if isinstance(value, (int, float))}
+        values = {
+            f"{self.stage}/{name}": value for name, value in line.items() if isinstance(value, (int, float))
+        }
         if self.accelerator.log_with:
             # Both stages share a tracker's step axis, so the axis counts logged lines of this process.
             self.accelerator.log(values)

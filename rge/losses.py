@@ -47,7 +47,9 @@ def info_nce(
     if bool((positive_BC & ignored_BC).any()):
         raise ValueError("a candidate cannot be a positive and ignored for the same query")
     logit_BC = q_BD @ c_CD.T / temperature
-    negatives_B1 = logit_BC.masked_fill(positive_BC | ignored_BC, float("-inf")).logsumexp(dim=1, keepdim=True)
+    negatives_B1 = logit_BC.masked_fill(positive_BC | ignored_BC, float("-inf")).logsumexp(
+        dim=1, keepdim=True
+    )
     # -log(e^p / (e^p + sum_neg)) = softplus(logsumexp(neg) - p). Without any negative that is softplus(-inf) = 0.
     nll_BC = torch.logaddexp(logit_BC, negatives_B1) - logit_BC
     return (nll_BC.masked_fill(~positive_BC, 0.0).sum(dim=1) / positive_BC.sum(dim=1)).sum()
@@ -67,7 +69,9 @@ def hit_at_1(q_BD: Tensor, c_CD: Tensor, positive_BC: Tensor, ignored_BC: Tensor
     return (best_positive_B > best_negative_B).sum()
 
 
-def rationale_nll(hidden_ND: Tensor, head: torch.nn.Module, label_N: Tensor, *, chunk_tokens: int = 1024) -> Tensor:
+def rationale_nll(
+    hidden_ND: Tensor, head: torch.nn.Module, label_N: Tensor, *, chunk_tokens: int = 1024
+) -> Tensor:
     """Negative log likelihood of rationale and ``<emb>`` tokens, summed over the tokens.
 
     Source: RGE (arXiv:2511.16150) eq. 8. Differs: as printed, eq. 8 multiplies a sum over the N_q rationale tokens by
@@ -95,7 +99,9 @@ def rationale_nll(hidden_ND: Tensor, head: torch.nn.Module, label_N: Tensor, *, 
 
     def chunk_nll(hidden: Tensor, label: Tensor) -> Tensor:
         logits = head(hidden)
-        return F.cross_entropy(logits.float() if logits.dtype != torch.float64 else logits, label, reduction="sum")
+        return F.cross_entropy(
+            logits.float() if logits.dtype != torch.float64 else logits, label, reduction="sum"
+        )
 
     if label_N.shape[0] <= chunk_tokens:
         return chunk_nll(hidden_ND, label_N)

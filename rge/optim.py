@@ -33,7 +33,10 @@ class MuonAdamW(torch.optim.Optimizer):
     def _link(self) -> None:
         # The two share this optimizer's groups and state, so that saving, loading and a changed rate reach them.
         count = len(self._muon.param_groups)
-        self._muon.param_groups, self._adamw.param_groups = self.param_groups[:count], self.param_groups[count:]
+        self._muon.param_groups, self._adamw.param_groups = (
+            self.param_groups[:count],
+            self.param_groups[count:],
+        )
         self._muon.state = self._adamw.state = self.state
 
     def load_state_dict(self, state_dict: dict) -> None:

@@ -114,7 +114,11 @@ def pack(
     pixels = [prompt.pixel_values for prompt in prompts if prompt.pixel_values is not None]
     grids = [prompt.image_grid for prompt in prompts if prompt.image_grid is not None]
     for row, (prompt, position, continuations) in enumerate(zip(prompts, positions, branches, strict=True)):
-        row_ids, row_segments, row_places = [prompt.input_ids], [torch.zeros_like(prompt.input_ids)], [position]
+        row_ids, row_segments, row_places = (
+            [prompt.input_ids],
+            [torch.zeros_like(prompt.input_ids)],
+            [position],
+        )
         offset = len(prompt)
         if not pixels and row == 0:
             dummy = torch.tensor(picture_ids)

@@ -119,7 +119,9 @@ class PromptBuilder:
         self.max_tokens = max_tokens
         self.emb_id = self.tokenizer.convert_tokens_to_ids(EMB_TOKEN)
         if self.emb_id is None or self.emb_id == self.tokenizer.unk_token_id:
-            raise ValueError(f"the tokenizer has no {EMB_TOKEN} token; add it with rge.backbone.add_emb_token")
+            raise ValueError(
+                f"the tokenizer has no {EMB_TOKEN} token; add it with rge.backbone.add_emb_token"
+            )
         # `all_special_tokens` knows the named ones only: neither <emb> nor, on some tokenizers, the placeholders.
         added = self.tokenizer.added_tokens_decoder.values()
         self._control_tokens = sorted({token.content for token in added if token.special})
@@ -173,7 +175,9 @@ class PromptBuilder:
         if not text:
             raise ValueError(f"record {record_id!r} has an empty rationale")
         if EMB_TOKEN in text:
-            raise ValueError(f"record {record_id!r}: the rationale contains {EMB_TOKEN}, which the trainer appends itself")
+            raise ValueError(
+                f"record {record_id!r}: the rationale contains {EMB_TOKEN}, which the trainer appends itself"
+            )
         return [*self.tokenizer(self._plain(text), add_special_tokens=False).input_ids, self.emb_id]
 
     def decode(self, ids: Sequence[int]) -> str:

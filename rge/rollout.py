@@ -117,7 +117,9 @@ def generate(
                 streams = [np.random.Generator(np.random.Philox(key=seeds[row])) for row in rows]  # type: ignore[index]
                 uniform = torch.from_numpy(np.stack([stream.random(max_new_tokens) for stream in streams]))
             began = time.perf_counter()
-            batch = _generate_batch(embedder, [prompts[row] for row in rows], max_new_tokens, temperature, uniform)
+            batch = _generate_batch(
+                embedder, [prompts[row] for row in rows], max_new_tokens, temperature, uniform
+            )
             seconds = (time.perf_counter() - began) / len(rows)
             for row, (ids, forced, state) in zip(rows, batch, strict=True):
                 results[row] = Rationale(tuple(ids), forced, state, seconds)
@@ -130,12 +132,20 @@ def generate(
 
 @torch.no_grad()
 def _generate_batch(
-    embedder: Embedder, prompts: Sequence[Prompt], max_new_tokens: int, temperature: float, uniform: Tensor | None
+    embedder: Embedder,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    temperature: float,
+    uniform: Tensor | None,
 ) -> list[tuple[list[int], bool, Tensor]]:
     model, emb_id, device = embedder.model, embedder.emb_id, embedder.device
     packed = embedder.pack(prompts, [[] for _ in prompts], padding_side="left")
     B, L = packed.input_ids_BT.shape
-    cache = Cache(layers=[_Layer(L + max_new_tokens + 1) for _ in range(model.config.get_text_config().num_hidden_layers)])
+    cache = Cache(
+        layers=[
+            _Layer(L + max_new_tokens + 1) for _ in range(model.config.get_text_config().num_hidden_layers)
+        ]
+    )
     hidden_BTD = hidden_states(
         model,
         features=picture_features(model, packed.pixel_values, packed.image_grid),

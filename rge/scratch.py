@@ -76,7 +76,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pretokenizer
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
     return Qwen2Tokenizer(
         tokenizer_object=tokenizer,
         vocab=vocab,
@@ -105,7 +107,9 @@ def make_processor(
     )
 
 
-def make_model(tokenizer: Qwen2Tokenizer, text: dict[str, Any], vision: dict[str, Any]) -> Qwen2_5_VLForConditionalGeneration:
+def make_model(
+    tokenizer: Qwen2Tokenizer, text: dict[str, Any], vision: dict[str, Any]
+) -> Qwen2_5_VLForConditionalGeneration:
     """A randomly initialised Qwen2.5-VL, float32; seed torch before for a repeatable one.
 
     Args:

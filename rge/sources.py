@@ -51,7 +51,13 @@ class RecordFile:
         offset = 0
         size = self.path.stat().st_size
         quick = size < 100_000_000  # a second or two
-        bar = tqdm(total=size, unit="B", unit_scale=True, desc=f"checking {self.path.name}", disable=quick or not progress)
+        bar = tqdm(
+            total=size,
+            unit="B",
+            unit_scale=True,
+            desc=f"checking {self.path.name}",
+            disable=quick or not progress,
+        )
         with self.path.open("rb") as lines, bar:
             for number, line in enumerate(lines, start=1):
                 bar.update(len(line))
@@ -63,7 +69,9 @@ class RecordFile:
                 offsets.append(start)
         if problems:
             more = f"\n... and {len(problems) - MAX_REPORTED} more" if len(problems) > MAX_REPORTED else ""
-            raise RecordError("training records break the format:\n" + "\n".join(problems[:MAX_REPORTED]) + more)
+            raise RecordError(
+                "training records break the format:\n" + "\n".join(problems[:MAX_REPORTED]) + more
+            )
         if not offsets:
             raise RecordError(f"training records {self.path}: the file is empty")
         self._offsets = np.array(offsets, dtype=np.int64)
@@ -124,7 +132,9 @@ def _absolute(record: Record, folder: Path) -> Record:
 
     return record.model_copy(
         update={
-            "query": record.query.model_copy(update={"images": [str(folder / image) for image in record.query.images]}),
+            "query": record.query.model_copy(
+                update={"images": [str(folder / image) for image in record.query.images]}
+            ),
             "positives": [target(positive) for positive in record.positives],
             "negatives": [target(negative) for negative in record.negatives],
         }
@@ -209,7 +219,9 @@ class Mixture:
         if key not in self._orders:
             if len(self._orders) > 4 * len(self.sizes):
                 self._orders.clear()
-            self._orders[key] = np.random.default_rng([self.seed, 0, source, epoch]).permutation(self.sizes[source])
+            self._orders[key] = np.random.default_rng([self.seed, 0, source, epoch]).permutation(
+                self.sizes[source]
+            )
         return self._orders[key]
 
 

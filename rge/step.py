@@ -117,9 +117,15 @@ def training_step(
                     con = float(loss.detach())
                     total = total + loss * con_scale
                 else:
-                    total = total + (q.state_ND * grad_q_BD[queries]).sum() + (t.state_ND * grad_t_ND[candidates]).sum()
+                    total = (
+                        total
+                        + (q.state_ND * grad_q_BD[queries]).sum()
+                        + (t.state_ND * grad_t_ND[candidates]).sum()
+                    )
             if not bool(torch.isfinite(total.detach())):
-                raise FloatingPointError(f"the loss is {float(total.detach())}; records of this batch: {batch.record_ids}")
+                raise FloatingPointError(
+                    f"the loss is {float(total.detach())}; records of this batch: {batch.record_ids}"
+                )
             backward(total)
     nll, con, hits = dist.sum_over_ranks([nll, con, hits], device)
     report = {}
@@ -134,7 +140,9 @@ def training_step(
     return report
 
 
-def query_branches(batch: Batch, objective: Objective, rationales: Sequence[Rationale] | None, emb_id: int, row: int) -> list[Branch]:
+def query_branches(
+    batch: Batch, objective: Objective, rationales: Sequence[Rationale] | None, emb_id: int, row: int
+) -> list[Branch]:
     """The continuations of one query's prompt: self, oracle or direct, as the objective needs them."""
     branches = []
     if objective.alpha_con > 0 and objective.anchor == "self":
@@ -187,7 +195,9 @@ def _states_without_gradient(
         if objective.anchor != "self":
             rows = range(len(batch.queries))[queries]
             ids = [[embedder.emb_id] if objective.anchor == "none" else batch.oracle_ids[row] for row in rows]
-            packs.append(embedder.pack(batch.queries[queries], [[Branch(row, read_state=True)] for row in ids]))
+            packs.append(
+                embedder.pack(batch.queries[queries], [[Branch(row, read_state=True)] for row in ids])
+            )
         prompts = batch.candidates[candidates]
         packs.append(embedder.pack(prompts, [[direct]] * len(prompts)))
         *q, t = embedder(*packs)

@@ -127,12 +127,19 @@ def train_stage(recipe: Recipe, name: str, folder: Path, start: str, accelerator
         report["grad_norm"] = dist.optimizer_step(accelerator, model, optimizer, recipe.optim.max_grad_norm)
 
         ended = time.perf_counter()
-        report |= {"lr": lr, "wait_s": began - waited, "rollout_s": rolled_out - began, "step_s": ended - began}
+        report |= {
+            "lr": lr,
+            "wait_s": began - waited,
+            "rollout_s": rolled_out - began,
+            "step_s": ended - began,
+        }
         report |= dist.rollout_report(rationales, rolled_out - began, embedder.device)
         waited = ended
         logs.step(step + 1, report)
         if (step + 1) % recipe.train.save_every == 0 and step + 1 < num_steps:
-            save_state(accelerator, folder / "state", step + 1, recipe.train.keep_last, {"recipe": to_dict(recipe)})
+            save_state(
+                accelerator, folder / "state", step + 1, recipe.train.keep_last, {"recipe": to_dict(recipe)}
+            )
     logs.close()
     write_final(recipe, name, folder, num_steps, embedder, model, accelerator)
 
@@ -191,7 +198,13 @@ def build_batches(
 
 
 def write_final(
-    recipe: Recipe, name: str, folder: Path, num_steps: int, embedder: Embedder, model, accelerator: Accelerator
+    recipe: Recipe,
+    name: str,
+    folder: Path,
+    num_steps: int,
+    embedder: Embedder,
+    model,
+    accelerator: Accelerator,
 ) -> None:
     """Export the trained model as a checkpoint that evaluation and plain transformers load."""
     settings = settings_of(

@@ -45,6 +45,21 @@ def test_two_modes_of_a_real_checkpoint(checkpoint, tmp_path):
     assert set(direct["stop_reason"]) == {"prefilled"}
 
 
+def test_another_prompt_profile_words_candidates_otherwise(checkpoint, tmp_path):
+    """As MMEB needs it, whose texts carry their instructions; the cache must not mix the two up."""
+    data = write_set(tmp_path / "set", num_queries=3, num_candidates=6)
+    options = {"checkpoint": checkpoint, "set": data, "query_mode": ("direct",), "report": False}
+    scores = {}
+    for prompts in (None, "plain"):
+        (out,) = run(
+            RunOptions(**options, out=tmp_path / str(prompts), cache=tmp_path / "c", prompts=prompts)
+        )
+        scores[prompts] = np.stack(pd.read_parquet(out / "per_query.parquet")["top10_scores"])
+    results = json.loads((out / "results.json").read_text())
+    assert (results["prompts"]["profile"], results["settings"]["profile"]) == ("plain", "plain")
+    assert np.abs(scores[None] - scores["plain"]).max() > 1e-4
+
+
 def test_the_fake_and_the_protocol_have_the_real_signatures():
     real = list(inspect.signature(Encoder.encode).parameters)
     assert list(inspect.signature(Embeds.encode).parameters) == real

@@ -1,7 +1,8 @@
 """``python -m eval run|score|compare|report key=value ...``; without keys, a command explains its own.
 
 ``python -m eval import rmir|pinpoint|mmeb|mmbright src=DIR out=DIR`` makes a retrieval set of a benchmark's release,
-``python -m eval audit set=DIR train=FILE.jsonl`` looks for a set's pictures in training files.
+``python -m eval audit set=DIR train=FILE.jsonl`` looks for a set's pictures in training files,
+``python -m eval export format=pinpoint|top50|mmeb|mteb eval=DIR out=FILE`` writes what others read.
 """
 
 import sys
@@ -14,6 +15,7 @@ from eval.benchmarks.mmeb import MmebOptions, import_mmeb
 from eval.benchmarks.pinpoint import PinpointOptions, import_pinpoint
 from eval.benchmarks.rmir import RmirOptions, import_rmir
 from eval.compare import CompareOptions, compare
+from eval.export import ExportOptions, export
 from eval.options import UserError, explain, parse_options
 from eval.run import RunOptions, run
 from eval.score import ScoreOptions, score
@@ -33,6 +35,7 @@ COMMANDS: dict[str, Any] = {
     "score": (ScoreOptions, score),
     "compare": (CompareOptions, compare),
     "audit": (AuditOptions, audit_command),
+    "export": (ExportOptions, export),
     "import": IMPORTS,
 }
 

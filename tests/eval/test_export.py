@@ -1,0 +1,70 @@
+"""Formats that others read, from one small evaluation."""
+
+import json
+
+import pytest
+from eval_fakes import FakeEncoder, loader, write_set
+
+from eval.__main__ import main
+from eval.benchmarks.mmeb import SETS
+from eval.export import ExportOptions, export
+from eval.options import UserError
+from eval.run import RunOptions, run
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    root = tmp_path_factory.mktemp("export")
+    run(
+        RunOptions(checkpoint="x", set=write_set(root / "set"), out=root / "e", report=False),
+        loader(FakeEncoder()),
+    )
+    return root / "e"
+
+
+def test_pinpoint_and_top50(done, tmp_path):
+    assert main(["export", "format=pinpoint", f"eval={done}", f"out={tmp_path / 'p.json'}"]) == 0
+    export(ExportOptions("top50", done, tmp_path / "t.json"))
+    items, top = (json.loads((tmp_path / name).read_text()) for name in ("p.json", "t.json"))
+    assert {query: one["retrieved_items"] for query, one in items.items()} == top
+    assert len(top) == 24
+    assert {len(names) for names in top.values()} == {50}
+    assert all(len(set(names)) == 50 for names in top.values())  # CIRCO refuses repeated ids
+    first = [
+        line.split()[2] for line in (done / "run.trec").read_text().splitlines() if line.startswith("q00 ")
+    ]
+    assert top["q00"] == first[:50]
+
+
+def test_mteb(done, tmp_path):
+    export(ExportOptions("mteb", done, tmp_path / "m.json", model="me"))
+    content = json.loads((tmp_path / "m.json").read_text())
+    results = json.loads((done / "results.json").read_text())
+    (scores,) = content["scores"]["test"]
+    assert scores["ndcg_at_10"] == scores["main_score"] == round(results["micro"]["ndcg@10"]["value"], 5)
+    assert {"recall_at_20", "map_at_10", "mrr", "hf_subset"} <= set(scores)
+    assert (content["task_name"], content["model_name"]) == ("fake", "me")
+    with pytest.raises(UserError, match="main must be one of recall@1"):
+        export(ExportOptions("mteb", done, tmp_path / "m.json", main="ndcg@11"))
+
+
+def test_mmeb_needs_all_sets(done, tmp_path):
+    with pytest.raises(UserError, match=r"needs an evaluation of all 36 sets .* lacks 36, first ImageNet-1K"):
+        export(ExportOptions("mmeb", done, tmp_path / "x.json"))
+    results = {"benchmark": "mmeb", "profile": "clean", "set": {}}
+    results["by_category"] = {name: {"hit@1": {"value": 0.5, "low": 0.4, "high": 0.6}} for name in SETS}
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    export(ExportOptions("mmeb", tmp_path, tmp_path / "x.json", model="me"))
+    content = json.loads((tmp_path / "x.json").read_text())
+    assert len(content["metrics"]["image"]) == 36
+    assert content["metrics"]["image"]["GQA"] == {"hit@1": 0.5}
+    assert content["metadata"]["model_name"] == "me"
+
+
+def test_a_partial_run_is_not_exported(done, tmp_path):
+    for name in ("run.trec", "results.json"):
+        (tmp_path / name).write_bytes((done / name).read_bytes())
+    lines = [line for line in (tmp_path / "run.trec").read_text().splitlines() if not line.startswith("q00 ")]
+    (tmp_path / "run.trec").write_text("\n".join(lines) + "\n")
+    with pytest.raises(UserError, match="has 23 of 24 queries; evaluate.py would leave the others out"):
+        export(ExportOptions("pinpoint", tmp_path, tmp_path / "p.json"))

@@ -103,7 +103,7 @@ def steps(baseline: bool) -> list[Step]:
         ),
     ]
     report: tuple[str, ...] = (
-        *("-m", "eval", "report", f"runs={RUN}/eval", f"out={RUN}/report.html"),
+        *("-m", "eval", "report", f"runs={RUN}/eval", f"out={RUN}/report.html", "metric=hit@1"),
         f"log={RUN}/cold_start/metrics.jsonl,{RUN}/joint/metrics.jsonl",
     )
     figures = conditions

@@ -183,7 +183,9 @@ def main(arguments: list[str]) -> int:
         print(f"{title}: python {' '.join(map(quoted, step.command))}", flush=True)
         began = time.monotonic()
         try:
-            code = subprocess.run([sys.executable, *step.command], check=False).returncode
+            # One thread a process: two that wait for one another spin as soon as anything else wants a core.
+            environment = {"OMP_NUM_THREADS": "1", **os.environ}
+            code = subprocess.run([sys.executable, *step.command], check=False, env=environment).returncode
         except KeyboardInterrupt:
             code = 130
         seconds = entry.get("seconds_so_far", 0.0) + time.monotonic() - began

@@ -303,6 +303,7 @@ def check(recipe: Recipe) -> None:
     _within("data.num_workers", recipe.data.num_workers, 0)
     _within("train.seed", recipe.train.seed, 0)
     _within("optim.weight_decay", recipe.optim.weight_decay, 0)
+    _within("optim.vision_lr_ratio", recipe.optim.vision_lr_ratio, 0)
     _within("optim.max_grad_norm", recipe.optim.max_grad_norm, 0)
     _within("rollout.temperature", recipe.rollout.temperature, 0)
     for name in recipe.stages():

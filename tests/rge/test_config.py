@@ -172,6 +172,7 @@ def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
         ("data.num_workers=-1", "data.num_workers must be >= 0 and finite, got -1"),
         ("data.max_prompt_tokens=0", "data.max_prompt_tokens must be > 0 and finite, got 0"),
         ("optim.max_grad_norm=-1", "optim.max_grad_norm must be >= 0 and finite, got -1.0"),
+        ("optim.vision_lr_ratio=-1", "optim.vision_lr_ratio must be >= 0 and finite, got -1.0"),
         ("optim.weight_decay=-1", "optim.weight_decay must be >= 0 and finite, got -1.0"),
         ("model.min_pixels=0", "model.min_pixels must be > 0 and finite, got 0"),
         (

@@ -172,6 +172,31 @@ def test_a_step_on_two_processes_equals_one(cases, lively, name):
     assert first["rollout"] == second["rollout"] == pytest.approx(expected)
 
 
+@pytest.mark.slow
+def test_chunks_of_a_deepspeed_step_add_up(cases, lively, lively_path):
+    """Under DeepSpeed a backward also steps, unless it is told that more is to come."""
+    name = "mixed-self-2"
+    before = {key: value.clone() for key, value in lively.model.state_dict().items()}
+    arguments = [str(WORKERS / "deepspeed_step.py"), str(lively_path), str(cases["folder"]), name]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed", "--zero_stage", "2"]
+    launch([*command, "--num_processes", "2", "--main_process_port", "0", *arguments])
+    found = torch.load(cases["folder"] / "deepspeed.pt")
+    case = cases["cases"][name]
+    report = training_step(
+        lively,
+        lively,
+        merge(case["batches"]),
+        case["objective"],
+        rationales=case["rationales"][0] + case["rationales"][1],
+        micro_batch_size=100,
+        backward=lambda loss: loss.backward(),
+    )
+    assert found["report"] == pytest.approx(report, rel=1e-5)
+    for key, parameter in lively.model.named_parameters():
+        error = (before[key] - found["weights"][key] - parameter.grad).norm()
+        assert error <= 1e-5 * parameter.grad.norm() + 1e-6, key
+
+
 def test_alone_nothing_is_gathered():
     rows = torch.ones(3, 2, requires_grad=True)
     sizes = dist.gather_sizes(3, rows.device)

@@ -7,7 +7,7 @@ from scipy import stats
 
 from rge.packing import Branch
 from rge.prompts import PromptBuilder
-from rge.rollout import generate
+from rge.rollout import _choose, generate
 from rge.schema import Item
 
 CAP = 24
@@ -139,6 +139,13 @@ def test_samples_follow_the_models_distribution(lively, temperature):
         np.append(observed[common], rest_observed), np.append(expected[common], rest_expected)
     )
     assert p_value > 1e-3
+
+
+def test_a_random_number_at_the_edge_never_draws_an_impossible_token():
+    """Zero falls on the first token that has any probability, the greatest number below one on the last."""
+    logits = torch.tensor([[-np.inf, 0.0, -np.inf, 0.0, -np.inf]] * 3)
+    uniform = torch.tensor([0.0, 0.5, np.nextafter(1.0, 0.0)], dtype=torch.float64)
+    assert _choose(logits, 1.0, uniform).tolist() == [1, 3, 3]
 
 
 def test_settings_of_the_model_have_no_influence(lively, prompts):

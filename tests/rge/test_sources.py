@@ -189,6 +189,13 @@ def test_every_batch_is_full_and_shares_are_exact_over_time(weights, batch_size)
         assert all(abs(drawn[source] - expected[source]) < len(weights) for source in range(len(weights)))
 
 
+def test_whole_shares_are_met_in_every_batch():
+    """0.2 / (1 - 0.7) * 3 is a little less than 2 in floating point."""
+    mixture = Mixture([100] * 3, [0.7, 0.2, 0.1], 10, seed=0)
+    for step in range(50):
+        assert Counter(draw.source for draw in mixture.batch(step)) == {0: 7, 1: 2, 2: 1}
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_each_record_comes_once_an_epoch_in_a_new_order(seed):
     mixture = Mixture([7, 13], [0.4, 0.6], 5, seed)

@@ -35,7 +35,7 @@ for name, case in torch.load(folder / "cases.pt", weights_only=False).items():
         rationales=case["rationales"][rank],
         micro_batch_size=case["micro_batch_size"],
         backward=accelerator.backward,
-        no_sync=lambda: accelerator.no_sync(model),
+        no_sync=lambda: dist.no_sync(accelerator, model),
     )
     gradients = {key: parameter.grad.clone() for key, parameter in embedder.named_parameters()}
     rollout = dist.rollout_report(case["rationales"][rank], 1.0, embedder.device)

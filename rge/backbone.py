@@ -1,7 +1,7 @@
 """Load a vision-language model and its processor, and hide what differs between families.
 
-Everything that knows a model class or a family's conventions is here: loading, the ``<emb>`` row, positions of a
-prompt, picture features. The rest of rge sees token ids, positions and hidden states.
+Loading, the ``<emb>`` row, positions of a prompt, picture features and states are here, and what differs between families
+in `rge.families`. The rest of rge sees token ids, positions and hidden states.
 """
 
 from collections.abc import Sequence
@@ -13,16 +13,11 @@ from safetensors import SafetensorError
 from tokenizers import AddedToken
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
-from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import logging as transformers_logging
 
+from rge import vision
+from rge.families import FAMILIES, family_of
 from rge.prompts import EMB_TOKEN, Prompt
-
-FAMILIES = ("qwen2_vl", "qwen2_5_vl")
-"""`model_type` of the supported families: Qwen's vision-language models with multimodal rotary positions."""
-
-PIXELS_PER_PATCH = 4
-"""A placeholder stands for 2 x 2 patches; the smallest picture is one placeholder."""
 
 
 class BackboneError(ValueError):
@@ -56,6 +51,7 @@ def load_backbone(
     min_pixels: int | None = None,
     max_pixels: int | None = None,
     add_emb: bool = False,
+    emb_token: str = EMB_TOKEN,
 ) -> Backbone:
     """Load a model and its processor from a hub id or a directory.
 
@@ -67,6 +63,7 @@ def load_backbone(
         min_pixels: smallest picture; None keeps the processor's.
         max_pixels: largest picture; None keeps the processor's.
         add_emb: add ``<emb>`` where it is missing (training from a plain model). Without it, its absence is an error.
+        emb_token: its name in another project's checkpoint.
 
     Raises:
         BackboneError: nothing to load there, an unsupported family, or no ``<emb>``.
@@ -96,19 +93,16 @@ def load_backbone(
         raise BackboneError(
             f"{path} lacks {len(missing)} weights, e.g. {missing[0]}: the checkpoint is incomplete"
         )
-    size = processor.image_processor.size
-    processor.image_processor.size = {
-        "shortest_edge": min_pixels or size["shortest_edge"],
-        "longest_edge": max_pixels or size["longest_edge"],
-    }
+    vision.speed_up(model)
+    family_of(model).limit_pixels(processor, min_pixels, max_pixels)
     tokenizer = processor.tokenizer
     if add_emb:
         emb_id = add_emb_token(model, tokenizer)
-    elif EMB_TOKEN in tokenizer.get_vocab():
-        emb_id = tokenizer.convert_tokens_to_ids(EMB_TOKEN)
+    elif emb_token in tokenizer.get_vocab():
+        emb_id = tokenizer.convert_tokens_to_ids(emb_token)
     else:
         raise BackboneError(
-            f"{path} has no {EMB_TOKEN} token, so it is not a reasoning-guided embedder; train one from it with rge/train.py"
+            f"{path} has no {emb_token} token, so it is not a reasoning-guided embedder; train one from it with rge/train.py"
         )
     num_rows = model.get_input_embeddings().weight.shape[0]
     special = set(tokenizer.all_special_ids) | set(range(len(tokenizer), num_rows))
@@ -116,11 +110,17 @@ def load_backbone(
     return Backbone(model, processor, emb_id, sorted(special - {emb_id}))
 
 
+def load_plain(path: str | Path) -> nn.Module:
+    """The model as transformers alone loads it, float32, to compare with."""
+    return AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+
+
 def add_emb_token(model: nn.Module, tokenizer) -> int:
     """Give ``<emb>`` an id and a row to start from; a model that has it already is left alone.
 
-    The token takes the first free id (151665 on Qwen2.5-VL). Its row starts as a copy of ``<|im_end|>``'s, a token
-    the model already writes where an answer is complete, in the input and, if untied, in the output matrix. The
+    The token takes the first free id (151665 on Qwen2.5-VL). Its row starts as a copy of the end of turn's
+    (``<|im_end|>`` on Qwen), a token that the model already writes where an answer is complete, in the input and, if
+    untied, in the output matrix. The
     matrix is never shrunk to the tokenizer's length: Qwen's has padding rows, and it grows only when they are used up.
 
     Returns:
@@ -132,16 +132,40 @@ def add_emb_token(model: nn.Module, tokenizer) -> int:
     emb_id = tokenizer.convert_tokens_to_ids(EMB_TOKEN)
     if emb_id >= model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(emb_id + 1, pad_to_multiple_of=64, mean_resizing=False)
-    source = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    source = tokenizer.eos_token_id
     with torch.no_grad():
         for module in (model.get_input_embeddings(), model.get_output_embeddings()):
             module.weight[emb_id] = module.weight[source]
     return emb_id
 
 
+def check_sizes(sizes: Sequence[int], model: nn.Module) -> None:
+    """Refuse sizes to which the model's embeddings cannot be cut.
+
+    Raises:
+        BackboneError: names the sizes and the embedding's own.
+    """
+    full = model.config.get_text_config().hidden_size
+    if any(size >= full for size in sizes) or len(set(sizes)) < len(sizes):
+        raise BackboneError(
+            f"loss.matryoshka_dims={list(sizes)}: this model's embeddings have {full} components, which always count; "
+            "name smaller sizes, each once"
+        )
+
+
 def text_model(model: nn.Module) -> nn.Module:
-    """The part that maps ids or input embeddings to last-layer states (after the final norm)."""
+    """The part that maps ids or input embeddings to last-layer states (after the final norm), as transformers has it."""
     return model.model
+
+
+def decoder(model: nn.Module) -> nn.Module:
+    """The text model: ``layers``, ``rotary_emb`` and ``norm``."""
+    return family_of(model).decoder(model)
+
+
+def vision_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters of everything that turns pixels into features."""
+    return [parameter for part in family_of(model).vision(model) for parameter in part.parameters()]
 
 
 def prompt_positions(model: nn.Module, prompts: Sequence[Prompt]) -> list[Tensor]:
@@ -150,13 +174,17 @@ def prompt_positions(model: nn.Module, prompts: Sequence[Prompt]) -> list[Tensor
     Returns:
         One (3, T) int64 tensor a prompt.
     """
-    positions = []
-    for prompt in prompts:
-        position_31T, _ = model.model.get_rope_index(
-            prompt.input_ids[None], prompt.type_ids[None], image_grid_thw=prompt.image_grid
-        )
-        positions.append(position_31T[:, 0])
-    return positions
+    family = family_of(model)
+    return [
+        family.positions(model, prompt.input_ids, prompt.type_ids, prompt.image_grid) for prompt in prompts
+    ]
+
+
+def rotations(model: nn.Module, position_ids_3T: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (T, head size) of positions, as the layers take them in the weights' dtype."""
+    words = model.get_input_embeddings().weight
+    cos, sin = decoder(model).rotary_emb(words, family_of(model).rotary_positions(position_ids_3T[:, None]))
+    return cos[0], sin[0]
 
 
 def picture_features(model: nn.Module, pixel_values: Tensor, image_grid: Tensor) -> Tensor:
@@ -164,31 +192,36 @@ def picture_features(model: nn.Module, pixel_values: Tensor, image_grid: Tensor)
 
     Args:
         model: the backbone's model.
-        pixel_values: (P, patch dimension) patches of all pictures.
-        image_grid: (number of pictures, 3).
+        pixel_values: patches or tiles of all pictures, see `rge.families.pictures_of`.
+        image_grid: their grid.
 
     Returns:
-        (placeholders, hidden size): one feature a placeholder token, in order.
+        (placeholders, feature size): one row a placeholder token, in order, for `hidden_states`.
     """
-    return torch.cat(model.model.get_image_features(pixel_values, image_grid, return_dict=True).pooler_output)
+    return family_of(model).features(model, pixel_values, image_grid)
 
 
 def hidden_states(model: nn.Module, *, features: Tensor | None, **inputs) -> Tensor:
-    """Last-layer states (B, T, hidden size); `features` replaces the picture placeholders' embeddings."""
-    if features is not None:
-        # A tuple of one: the model concatenates a list of per-picture tensors.
-        inputs["mm_encoder_outputs"] = {"image": BaseModelOutputWithPooling(pooler_output=(features,))}
-    return text_model(model)(**inputs).last_hidden_state
+    """Last-layer states (B, T, hidden size).
+
+    Args:
+        model: the backbone's model.
+        features: from `picture_features`: what stands in for the picture placeholders' embeddings.
+        inputs: ``input_ids`` (B, T), ``position_ids`` (3, B, T), ``attention_mask`` (a dict with ``full_attention``), and
+            where states are to be continued ``past_key_values`` and ``use_cache``.
+    """
+    return family_of(model).states(model, features, inputs)
 
 
 def empty_picture(model: nn.Module) -> tuple[Tensor, Tensor]:
-    """The smallest picture there is, all zero: pixel values and grid of one placeholder.
+    """The smallest picture there is, without content: pixel values and grid.
 
     A batch without pictures gets it behind a mask, so that every rank runs the vision tower in every step. Otherwise
     DDP waits for gradients that never come and ZeRO-2 averages different parameters with one another.
     """
-    vision = model.config.vision_config
-    patch = vision.in_channels if hasattr(vision, "in_channels") else vision.in_chans
-    dimension = patch * vision.temporal_patch_size * vision.patch_size**2
-    merge = vision.spatial_merge_size
-    return torch.zeros(merge * merge, dimension), torch.tensor([[1, merge, merge]])
+    return family_of(model).empty_picture(model.config)
+
+
+def picture_ids(model: nn.Module, tokenizer) -> list[int]:
+    """Tokens that stand for `empty_picture` in a row."""
+    return family_of(model).picture_ids(model.config, tokenizer)

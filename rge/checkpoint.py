@@ -1,19 +1,15 @@
-"""Save, find and resume training state; export and identify finished checkpoints.
+"""Export and identify finished checkpoints; states to resume from are `rge.states`' business.
 
-Training state goes to ``<stage>/state/step_00000100``: what `Accelerator.save_state` writes, plus ``done.json``. A
-state is written under a temporary name and renamed when complete, so a kill or a full disk leaves the last good one.
 A finished stage is exported to ``<stage>/final``: a plain Hugging Face directory plus ``rge.json``.
 """
 
 import hashlib
 import json
-import re
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from safetensors import SafetensorError
 
 import rge
@@ -27,54 +23,6 @@ WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be read or written; the message names it and the mend."""
-
-
-def save_state(
-    accelerator: Accelerator, folder: Path, step: int, keep_last: int, meta: dict[str, Any]
-) -> None:
-    """Write a resumable state after `step` steps, then delete all but the newest `keep_last`.
-
-    Args:
-        accelerator: holds model, optimizer and random states.
-        folder: the stage's ``state`` folder.
-        step: finished steps.
-        keep_last: states kept.
-        meta: written into ``done.json``.
-
-    Raises:
-        CheckpointError: writing failed, e.g. a full disk; earlier states are untouched and nothing partial is left.
-    """
-    name = f"step_{step:08d}"
-    temporary, final = folder / f"tmp_{name}", folder / name
-    if accelerator.is_main_process:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    accelerator.wait_for_everyone()
-    try:
-        accelerator.save_state(str(temporary), safe_serialization=True)
-        if accelerator.is_main_process:
-            (temporary / "done.json").write_text(json.dumps({"step": step, **meta}))
-    except WRITE_ERRORS as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(
-            f"state after step {step} could not be written to {folder}: {error}; earlier states are unharmed, "
-            "free some space and start the same command again"
-        ) from error
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        if final.exists():
-            shutil.rmtree(final)
-        temporary.rename(final)
-        for old in _states(folder)[:-keep_last]:
-            shutil.rmtree(old)
-    accelerator.wait_for_everyone()
-
-
-def latest_state(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest complete state and its ``done.json``, or None."""
-    for path in reversed(_states(folder)):
-        return path, json.loads((path / "done.json").read_text())
-    return None
 
 
 def export(
@@ -193,14 +141,3 @@ def git_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return commit + ("+" if changed else "")
-
-
-def _states(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    complete = [
-        path
-        for path in folder.iterdir()
-        if re.fullmatch(r"step_\d{8}", path.name) and (path / "done.json").is_file()
-    ]
-    return sorted(complete)

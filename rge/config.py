@@ -46,6 +46,26 @@ class ScratchConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters instead of full fine-tuning; the ``<emb>`` row is trained beside them. Merged on export."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    """Adapters are scaled by alpha / rank."""
+    dropout: float = 0.0
+    """Share of an adapter's inputs dropped. Above zero, gradient caching encodes queries once more: the states that
+    the rollout ends in were made without dropout."""
+    targets: list[str] = field(default_factory=list)
+    """Last parts of the names of the linear layers that get an adapter, such as q_proj; empty: all of them."""
+    dora: bool = False
+    """DoRA: magnitude and direction learned apart (arXiv:2402.09353)."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead, which keeps large ranks stable (arXiv:2312.03732)."""
+    vision: bool = False
+    """Whether the vision tower gets adapters too; without, it stays as it is."""
+
+
+@dataclass
 class ModelConfig:
     """Which backbone, and how it is held in memory."""
 
@@ -61,6 +81,8 @@ class ModelConfig:
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: about a third more compute, memory per layer instead of per op."""
     freeze_vision: bool = False
+    lora: LoraConfig | None = None
+    """Train adapters only; null trains all weights."""
     min_pixels: int = 200_704
     """Smallest picture, in pixels: 256 patches of 28x28, as released with RGE."""
     max_pixels: int = 802_816
@@ -86,6 +108,14 @@ class DataConfig:
     """Longer prompts lose the end of the user's text, never image tokens or the template. Tokens."""
     max_negatives: int = 1
     """Labelled negatives drawn per query and step, as further candidates."""
+    positives: str = "draw"
+    """draw: one of a record's positives, another each time, is the step's; all: every one is a candidate and counts."""
+    batches: str = "mixed"
+    """mixed: every batch holds all sources by their weights; homogeneous: a batch is of one source, weights are shares
+    of the steps, and in-batch negatives are of the query's own kind."""
+    sort_by_length: bool = True
+    """Cut micro batches from queries, and candidates, sorted by length, so that little of a forward is padding. The
+    step's batch and its loss stay the same."""
     num_workers: int = 4
     """Processes that decode pictures and tokenise, per rank; 0 does it in the training process."""
     augment: str = "none"
@@ -107,6 +137,8 @@ class LossConfig:
     anchor: str = "self"
     """Query state that the contrastive loss sees, the paper's Table 4: `self` after the model's own rationale,
     `oracle` after the oracle's (leaks the target), `none` directly after the prompt."""
+    matryoshka_dims: list[int] = field(default_factory=list)
+    """Further sizes to which embeddings may be cut: InfoNCE becomes its mean over them and the full size."""
     lm_on_candidates: bool = True
     """Whether the LM loss also trains `<emb>` after the candidate's prompt, the second term of eq. 8."""
 
@@ -120,7 +152,20 @@ class RolloutConfig:
     temperature: float = 0.0
     """Sampling temperature in training; 0 is greedy. Evaluation is greedy unless asked otherwise."""
     batch_size: int = 64
-    """Rows generated at once per rank."""
+    """Rationales written at once per rank."""
+    prompt_pass: str = "auto"
+    """How often a step encodes a query's prompt. `once`: with gradient, and the rollout continues from it; needs a rank's
+    share of the batch to fit into one micro batch. `twice`: for the rollout, and with gradient in its chunk. `auto`: once
+    where that can be. The result is the same."""
+    num_rationales: int = 1
+    """Rationales sampled per query and step from one encoding of its prompt; needs a temperature. Each is an anchor of
+    the contrastive loss, which is the mean over them."""
+    reuse_steps: int = 0
+    """For how many steps a query's rationale is used again instead of writing one anew; 0: never. Its `<emb>` state is
+    always computed with the present weights."""
+    direct_share: float = 0.0
+    """Share of the queries, drawn anew in each step, that are embedded without a rationale, so that one model is
+    trained for both modes."""
 
 
 @dataclass
@@ -167,7 +212,10 @@ class TrainConfig:
     save_every: int = 500
     """Steps between resumable checkpoints."""
     keep_last: int = 2
-    """Resumable checkpoints kept on disk."""
+    """Resumable checkpoints kept on disk; with two, a damaged newest one still leaves a good one."""
+    background_save: bool = True
+    """Resumable checkpoints are copied into main memory and written while training goes on; false waits for the disk.
+    Sharded back ends (DeepSpeed, FSDP) always wait."""
     log_every: int = 10
     num_processes: int | None = None
     """Processes this run must have; null: what the launcher set. A silent one-process launch becomes an error."""
@@ -175,6 +223,23 @@ class TrainConfig:
     """NO, MULTI_GPU, MULTI_CPU, DEEPSPEED or FSDP; null: any. Asserted at start."""
     deterministic: bool = False
     """torch.use_deterministic_algorithms: bit-exact repeats on GPU, slower."""
+
+
+@dataclass
+class ValidationConfig:
+    """Held-out records measured while training. Nothing here changes what is trained."""
+
+    path: str | None = None
+    """Training records that no source holds; null: no validation. Benchmarks are run by ``python -m eval``."""
+    every: int = 500
+    """Steps between measurements; the last step is always measured."""
+    max_records: int = 512
+    """The first so many records of the file; their targets together are what each query is ranked against."""
+    metric: str = "hit_at_1"
+    """What the best checkpoints are chosen by: hit_at_1 (higher is better), loss, loss_contrastive or loss_lm (lower).
+    A stage without a contrastive loss, such as the cold start, uses loss_lm."""
+    keep_best: int = 1
+    """Checkpoints kept in ``<out>/<stage>/best``, ready for evaluation; 0 measures only."""
 
 
 @dataclass
@@ -204,6 +269,7 @@ class Recipe:
     cold_start: StageConfig = field(default_factory=StageConfig)
     joint: StageConfig = field(default_factory=StageConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
     def stages(self) -> list[str]:
@@ -282,8 +348,20 @@ def check(recipe: Recipe) -> None:
     _one_of("data.profile", recipe.data.profile, list(PROFILES))
     _one_of("optim.name", recipe.optim.name, ["adamw", "muon"])
     _one_of("data.augment", recipe.data.augment, ["none", "drawing"])
+    _one_of("data.positives", recipe.data.positives, ["draw", "all"])
+    _one_of("data.batches", recipe.data.batches, ["mixed", "homogeneous"])
     if (recipe.model.path is None) == (recipe.model.scratch is None):
         raise RecipeError("give exactly one of model.path and model.scratch")
+    if recipe.model.lora is not None:
+        _positive("model.lora.rank", recipe.model.lora.rank)
+        _positive("model.lora.alpha", recipe.model.lora.alpha)
+        _within("model.lora.dropout", recipe.model.lora.dropout, 0, 0.99)
+        if recipe.model.lora.vision and recipe.model.freeze_vision:
+            raise RecipeError(
+                "model.freeze_vision=true leaves model.lora.vision=true nothing to train; choose one"
+            )
+    for size in recipe.loss.matryoshka_dims:
+        _positive("loss.matryoshka_dims", size)
     _positive("model.min_pixels", recipe.model.min_pixels)
     if recipe.model.min_pixels > recipe.model.max_pixels:
         raise RecipeError(
@@ -296,6 +374,7 @@ def check(recipe: Recipe) -> None:
     _positive("train.save_every", recipe.train.save_every)
     _positive("train.log_every", recipe.train.log_every)
     _positive("train.keep_last", recipe.train.keep_last)
+    _check_validation(recipe)
     if recipe.train.num_processes is not None:
         _positive("train.num_processes", recipe.train.num_processes)
     _positive("data.max_prompt_tokens", recipe.data.max_prompt_tokens)
@@ -306,6 +385,17 @@ def check(recipe: Recipe) -> None:
     _within("optim.vision_lr_ratio", recipe.optim.vision_lr_ratio, 0)
     _within("optim.max_grad_norm", recipe.optim.max_grad_norm, 0)
     _within("rollout.temperature", recipe.rollout.temperature, 0)
+    _one_of("rollout.prompt_pass", recipe.rollout.prompt_pass, ["auto", "once", "twice"])
+    _positive("rollout.num_rationales", recipe.rollout.num_rationales)
+    _within("rollout.reuse_steps", recipe.rollout.reuse_steps, 0)
+    _within("rollout.direct_share", recipe.rollout.direct_share, 0, 1)
+    if recipe.rollout.direct_share == 1:
+        raise RecipeError("rollout.direct_share=1 leaves no rationale to write; that is loss.anchor=none")
+    if recipe.rollout.num_rationales > 1 and recipe.rollout.temperature == 0:
+        raise RecipeError(
+            f"rollout.num_rationales={recipe.rollout.num_rationales} would write the same rationale as often: "
+            "greedy decoding has one; set rollout.temperature, e.g. 1.0"
+        )
     for name in recipe.stages():
         stage: StageConfig = getattr(recipe, name)
         _positive(f"{name}.batch_size", stage.batch_size)
@@ -323,6 +413,19 @@ def check(recipe: Recipe) -> None:
         for source in stage.sources:
             _positive(f"{name}.sources weight of {source.path}", source.weight)
     recipe.loss.alpha_lm, recipe.loss.alpha_con = _loss_weights(recipe.loss)
+
+
+def _check_validation(recipe: Recipe) -> None:
+    validation = recipe.validation
+    _one_of("validation.metric", validation.metric, ["hit_at_1", "loss", "loss_contrastive", "loss_lm"])
+    _positive("validation.every", validation.every)
+    _positive("validation.max_records", validation.max_records)
+    _within("validation.keep_best", validation.keep_best, 0)
+    for name in recipe.stages():
+        if validation.path in [source.path for source in getattr(recipe, name).sources]:
+            raise RecipeError(
+                f"validation.path {validation.path} is also a source of {name}: what is trained on cannot validate"
+            )
 
 
 def _loss_weights(loss: LossConfig) -> tuple[float, float]:

@@ -7,6 +7,8 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed
@@ -16,7 +18,11 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
 
 from rge.config import LogConfig, TrainConfig
-from rge.rollout import Rationale
+
+if TYPE_CHECKING:
+    from rge.rollout import Rationale  # only its fields are read; at run time the import would be circular
+
+T = TypeVar("T")
 
 
 class LaunchError(RuntimeError):
@@ -96,6 +102,32 @@ def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]
     return total.tolist()
 
 
+def from_main(value: Any) -> Any:
+    """The main process's value on every process, anything that can be pickled; the others' argument is ignored."""
+    if not _initialized():
+        return value
+    box = [value]
+    torch.distributed.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Every process's value, in rank order; for small things."""
+    if not _initialized():
+        return [value]
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def shards_parameters(accelerator: Accelerator) -> bool:
+    """Whether a process holds a part of each parameter only: ZeRO-3 and FSDP."""
+    plugin = accelerator.state.deepspeed_plugin
+    return accelerator.distributed_type == DistributedType.FSDP or (
+        plugin is not None and plugin.zero_stage == 3
+    )
+
+
 def world_size() -> int:
     """Number of processes."""
     return torch.distributed.get_world_size() if _initialized() else 1
@@ -104,6 +136,38 @@ def world_size() -> int:
 def rank() -> int:
     """Number of this process."""
     return torch.distributed.get_rank() if _initialized() else 0
+
+
+def join_workers() -> tuple[int, int]:
+    """Join the processes that a launcher started, for work that shares nothing but files and short messages.
+
+    The group is gloo's whatever the devices, and waits as long as it takes: one process may be hours ahead of another.
+
+    Returns:
+        (rank, number of processes). The current GPU, where there is one, is that of the local rank.
+
+    Raises:
+        LaunchError: the launcher did not say how they find each other, or they do not.
+    """
+    if not _initialized():
+        try:
+            torch.distributed.init_process_group("gloo", timeout=timedelta(days=30))
+        except (ValueError, RuntimeError) as error:
+            raise LaunchError(
+                f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')}, but the processes do not find each other ({error}): "
+                "start them with accelerate launch or torchrun"
+            ) from error
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return rank(), world_size()
+
+
+def from_first(value: T | None) -> T:
+    """Rank 0's value on every rank; the others' is ignored. It must pickle."""
+    box = [value]
+    if _initialized():
+        torch.distributed.broadcast_object_list(box)
+    return box[0]  # type: ignore[return-value]
 
 
 def close() -> None:
@@ -179,6 +243,11 @@ def optimizer_step(accelerator: Accelerator, model: nn.Module, optimizer, max_gr
     return float(norm)
 
 
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Whether no process holds weights and optimizer state whole, so that saving is the back end's own business."""
+    return accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
+
+
 def full_weights(accelerator: Accelerator, model: nn.Module, embedder: nn.Module) -> dict[str, Tensor] | None:
     """Unsharded weights of ``embedder.model`` where the back end shards them, else None."""
     if accelerator.num_processes == 1:
@@ -191,16 +260,29 @@ def full_weights(accelerator: Accelerator, model: nn.Module, embedder: nn.Module
 
 
 def rollout_report(
-    rationales: Sequence[Rationale] | None, seconds: float, device: torch.device
+    rationales: "Sequence[Rationale] | None", seconds: float, device: torch.device
 ) -> dict[str, float]:
-    """Share of forced stops, mean length and speed of a step's rationales over all ranks."""
+    """Share of forced stops, mean length and speed of a step's rationales over all ranks.
+
+    Lengths are of what the step was trained with, reused rationales included; speed is of what was written in it.
+    """
     if rationales is None:
         return {}
-    tokens = sum(len(rationale.ids) for rationale in rationales)
-    forced = sum(rationale.forced for rationale in rationales)
-    count, tokens, forced = sum_over_ranks([len(rationales), tokens, forced], device)
+    reasoned = [rationale for rationale in rationales if not rationale.direct]
+    new = [rationale for rationale in reasoned if not rationale.age]
+    local = [
+        len(rationales),
+        len(reasoned),
+        sum(len(rationale.ids) for rationale in reasoned),
+        sum(rationale.forced for rationale in reasoned),
+        sum(rationale.age for rationale in reasoned),
+        sum(len(rationale.ids) for rationale in new),
+    ]
+    count, num_reasoned, tokens, forced, age, new_tokens = sum_over_ranks(local, device)
     return {
-        "forced_rate": forced / count,
-        "rationale_tokens_mean": tokens / count,
-        "tokens_per_s": tokens / max(seconds, 1e-9),
+        "forced_rate": forced / max(num_reasoned, 1),
+        "rationale_tokens_mean": tokens / max(num_reasoned, 1),
+        "rationale_age_mean": age / max(num_reasoned, 1),
+        "direct_rate": 1 - num_reasoned / count,
+        "tokens_per_s": new_tokens / max(seconds, 1e-9),
     }

@@ -1,5 +1,6 @@
 """Errors that are the user's to mend: shown as one message, without a traceback."""
 
+from rge.adapters import AdapterError
 from rge.backbone import BackboneError
 from rge.checkpoint import CheckpointError
 from rge.config import RecipeError
@@ -7,7 +8,15 @@ from rge.dist import LaunchError
 from rge.images import ImageError
 from rge.sources import RecordError
 
-USER_ERRORS = (RecipeError, RecordError, ImageError, BackboneError, CheckpointError, LaunchError)
+USER_ERRORS = (
+    RecipeError,
+    RecordError,
+    ImageError,
+    AdapterError,
+    BackboneError,
+    CheckpointError,
+    LaunchError,
+)
 
 
 def explain(error: Exception) -> str:

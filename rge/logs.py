@@ -46,6 +46,7 @@ class Logs:
             log_every,
         )
         self.began = time.perf_counter()
+        self.wait_s = self.step_s = 0.0
         self.bar = tqdm(
             total=num_steps,
             initial=first_step,
@@ -66,14 +67,24 @@ class Logs:
             temporary.replace(path)
             self._file = path.open("a")
 
+    def wait_share(self) -> float:
+        """Share of this run's time so far that training waited for data; near 0 unless workers are too few."""
+        return self.wait_s / max(self.wait_s + self.step_s, 1e-9)
+
     def step(self, step: int, report: dict[str, float]) -> None:
-        """Report a finished step; `step` counts from one."""
+        """Report a finished step; `step` counts from one. Steps that were validated are always written."""
         self.bar.update(1)
+        self.wait_s += report.get("wait_s", 0.0)
+        self.step_s += report.get("step_s", 0.0)
+        report = {**report, "wait_share": self.wait_share()}
         shown = {
-            name: f"{report[name]:.3g}" for name in ("loss", "forced_rate", "tokens_per_s") if name in report
+            name: f"{report[name]:.3g}"
+            for name in ("loss", "forced_rate", "tokens_per_s", "wait_share", "val_hit_at_1", "val_loss")
+            if name in report
         }
         self.bar.set_postfix(shown, refresh=False)
-        if step % self.log_every and step != self.num_steps and step != 1:
+        measured = "val_loss" in report
+        if step % self.log_every and step != self.num_steps and step != 1 and not measured:
             return
         line: dict[str, Any] = {"stage": self.stage, "step": step, **report}
         line["elapsed_s"] = round(self._offset_s + time.perf_counter() - self.began, 3)
@@ -88,8 +99,10 @@ class Logs:
             self.accelerator.log(values)
 
     def close(self) -> None:
-        """Close the bar and the file; trackers stay open for the next stage."""
+        """Close the bar and the file, and say how much time went into waiting; trackers stay open."""
         self.bar.close()
+        if self.step_s:
+            self.accelerator.print(f"{self.stage}: {self.wait_share():.1%} of the time waited for data")
         if self._file is not None:
             self._file.close()
 

@@ -3,6 +3,8 @@
 Shape suffixes: B = queries of this rank, C = candidates of all ranks, N = selected tokens, D = hidden size, V = vocabulary.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -53,6 +55,42 @@ def info_nce(
     # -log(e^p / (e^p + sum_neg)) = softplus(logsumexp(neg) - p). Without any negative that is softplus(-inf) = 0.
     nll_BC = torch.logaddexp(logit_BC, negatives_B1) - logit_BC
     return (nll_BC.masked_fill(~positive_BC, 0.0).sum(dim=1) / positive_BC.sum(dim=1)).sum()
+
+
+def nested_info_nce(
+    q_BD: Tensor,
+    c_CD: Tensor,
+    positive_BC: Tensor,
+    ignored_BC: Tensor,
+    *,
+    temperature: float,
+    sizes: Sequence[int],
+) -> Tensor:
+    """Mean of `info_nce` over the full embedding and its first n components, for each n of `sizes`.
+
+    Source: Matryoshka Representation Learning (arXiv:2205.13147). Differs: the paper's sum with weights of one is a
+    mean here, so that the ratio to the LM loss stays what the recipe says. A cut embedding is normalised again.
+
+    Args:
+        q_BD: as of `info_nce`, like the next four.
+        c_CD: candidates.
+        positive_BC: right answers.
+        ignored_BC: neither right nor wrong.
+        temperature: tau.
+        sizes: numbers of components besides the full one; none gives `info_nce` itself.
+
+    Raises:
+        ValueError: a size that is not below the full one, or is named twice; and as `info_nce`.
+    """
+    full = q_BD.shape[1]
+    if len({full, *sizes}) != len(sizes) + 1 or max(sizes, default=0) > full:
+        raise ValueError(
+            f"embeddings have {full} components; sizes to cut to must be smaller, each once: {list(sizes)}"
+        )
+    cuts = [(q_BD, c_CD)]
+    cuts += [(F.normalize(q_BD[:, :n], dim=-1), F.normalize(c_CD[:, :n], dim=-1)) for n in sizes]
+    losses = [info_nce(q, c, positive_BC, ignored_BC, temperature=temperature) for q, c in cuts]
+    return torch.stack(losses).mean()
 
 
 def hit_at_1(q_BD: Tensor, c_CD: Tensor, positive_BC: Tensor, ignored_BC: Tensor) -> Tensor:

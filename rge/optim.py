@@ -6,26 +6,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from rge.muon import Muon
+
 
 class MuonAdamW(torch.optim.Optimizer):
     """Muon for the matrices, AdamW for embeddings and vectors, as one optimizer.
 
-    Muon (https://kellerjordan.github.io/posts/muon) orthogonalises the update of a matrix. Its step is scaled to
-    AdamW's root mean square, so that both take the same learning rate. On models trained from scratch it needs far
-    fewer steps than AdamW; the paper's fine-tuning uses AdamW.
+    Muon (`rge.muon`) orthogonalises the update of a matrix. Its step is scaled to AdamW's root mean square, so that
+    both take the same learning rate. On models trained from scratch it needs far fewer steps than AdamW; the paper's
+    fine-tuning uses AdamW.
 
     Args:
         matrices: parameter groups of 2-D parameters of linear layers.
         others: parameter groups of everything else that is trained.
         lr: learning rate of both.
-        betas: of AdamW; Muon's momentum is its default, 0.95.
+        betas: of AdamW; Muon has a momentum of its own.
         eps: of AdamW.
     """
 
     def __init__(
         self, matrices: list[dict], others: list[dict], *, lr: float, betas: tuple[float, float], eps: float
     ):
-        self._muon = torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw")
+        self._muon = Muon(matrices, lr=lr)
         self._adamw = torch.optim.AdamW(others, lr=lr, betas=(betas[0], betas[1]), eps=eps)
         super().__init__([*self._muon.param_groups, *self._adamw.param_groups], defaults={})
         self._link()

@@ -5,16 +5,21 @@ newline inside one user turn). The chat template, the expansion of picture place
 the backbone's own processor.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from PIL import Image
 from torch import Tensor
 
+from rge.families import pictures_of
 from rge.images import ImageError, load_image
 from rge.schema import Item
 
 EMB_TOKEN = "<emb>"
+
+KNOWN_PROMPTS = 16_384
+"""Texts whose token ids a builder remembers; some 10 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +64,8 @@ class Prompt:
         id: of the item, for error messages.
         input_ids: (T,) int64, ending with the assistant header: generation or ``<emb>`` comes next.
         type_ids: (T,) int64, 1 on picture placeholders, else 0.
-        pixel_values: (P, patch dimension) float, patches of all pictures, or None without pictures.
-        image_grid: (number of pictures, 3) int64 grid of patches: time, height, width; or None.
+        pixel_values: (P, ...) float, patches or tiles of all pictures, or None without pictures.
+        image_grid: (number of pictures or tiles, 3) int64, see `rge.families.pictures_of`; or None.
         num_cut_tokens: tokens of the user's text that were cut to fit.
     """
 
@@ -103,29 +108,38 @@ class PromptBuilder:
 
     Args:
         processor: the backbone's processor: tokenizer, image processor and chat template.
-        profile: name of a profile in `PROFILES`.
+        profile: name of a profile in `PROFILES`, or another wording.
         max_tokens: longest prompt; see `build`.
+        emb_token: the token whose state is the embedding; None for models that are read at their last token.
 
     Raises:
         ValueError: unknown profile, or a tokenizer without ``<emb>``.
     """
 
-    def __init__(self, processor, profile: str = "rge", max_tokens: int = 2048):
-        if profile not in PROFILES:
+    def __init__(
+        self,
+        processor,
+        profile: str | Profile = "rge",
+        max_tokens: int = 2048,
+        emb_token: str | None = EMB_TOKEN,
+    ):
+        if isinstance(profile, str) and profile not in PROFILES:
             raise ValueError(f"unknown profile {profile!r}; there are: {', '.join(PROFILES)}")
         self.processor = processor
         self.tokenizer = processor.tokenizer
-        self.profile = PROFILES[profile]
+        self.profile = PROFILES[profile] if isinstance(profile, str) else profile
         self.max_tokens = max_tokens
-        self.emb_id = self.tokenizer.convert_tokens_to_ids(EMB_TOKEN)
-        if self.emb_id is None or self.emb_id == self.tokenizer.unk_token_id:
-            raise ValueError(
-                f"the tokenizer has no {EMB_TOKEN} token; add it with rge.backbone.add_emb_token"
-            )
+        if emb_token is not None:
+            self.emb_id = self.tokenizer.convert_tokens_to_ids(emb_token)
+            if self.emb_id is None or self.emb_id == self.tokenizer.unk_token_id:
+                raise ValueError(
+                    f"the tokenizer has no {emb_token} token; add it with rge.backbone.add_emb_token"
+                )
         # `all_special_tokens` knows the named ones only: neither <emb> nor, on some tokenizers, the placeholders.
         added = self.tokenizer.added_tokens_decoder.values()
         self._control_tokens = sorted({token.content for token in added if token.special})
         self._image_id = self.tokenizer.convert_tokens_to_ids(processor.image_token)
+        self._known: dict[tuple, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def build(self, item: Item, side: str, images: Sequence[Image.Image] | None = None) -> Prompt:
         """Token ids and pictures of one prompt.
@@ -184,23 +198,49 @@ class PromptBuilder:
         """Text of generated ids, special tokens left out."""
         return self.tokenizer.decode(ids, skip_special_tokens=True).strip()
 
-    def _encode(self, name: str, text: str, images: Sequence[Image.Image], num_cut: int = 0) -> Prompt:
-        content = [{"type": "image"} for _ in images]
-        content.append({"type": "text", "text": f"\n{text}\n" if images else f"{text}\n"})
-        rendered = self.processor.apply_chat_template(
+    def _render(self, text: str, num_images: int) -> str:
+        """The prompt as a string with one placeholder a picture; other models' adapters word it otherwise."""
+        content = [{"type": "image"} for _ in range(num_images)]
+        content.append({"type": "text", "text": f"\n{text}\n" if num_images else f"{text}\n"})
+        return self.processor.apply_chat_template(
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
         )
+
+    def _encode(self, name: str, text: str, images: Sequence[Image.Image], num_cut: int = 0) -> Prompt:
+        # Rendering and tokenising depend on the text and the pictures' sizes alone. Candidates without a text, and
+        # small sets, repeat them: a second time, only the pictures are processed.
+        key = (text, *(image.size for image in images))
+        if known := self._known.get(key):
+            input_ids, grid = known
+            pictures = self._pictures(name, images) if images else {}
+            if not images or torch.equal(pictures["image_grid_thw"], grid):
+                return self._prompt(name, input_ids, pictures, num_cut)
+        rendered = self._render(text, len(images))
         try:
             fields = self.processor(text=[rendered], images=list(images) or None, return_tensors="pt")
         except ValueError as error:  # e.g. a side 200 times as long as the other
             raise ImageError(f"pictures of item {name!r} cannot be processed: {error}") from error
         input_ids = fields["input_ids"][0]
+        if len(self._known) >= KNOWN_PROMPTS:
+            self._known.clear()
+        if not images or "image_grid_thw" in fields:
+            self._known[key] = (input_ids, fields.get("image_grid_thw"))
+        return self._prompt(name, input_ids, fields, num_cut)
+
+    def _pictures(self, name: str, images: Sequence[Image.Image]) -> Mapping[str, Tensor]:
+        try:
+            return self.processor.image_processor(images=list(images), return_tensors="pt")
+        except ValueError as error:  # e.g. a side 200 times as long as the other
+            raise ImageError(f"pictures of item {name!r} cannot be processed: {error}") from error
+
+    def _prompt(self, name: str, input_ids: Tensor, fields: Mapping[str, Tensor], num_cut: int) -> Prompt:
+        pixel_values, image_grid = pictures_of(fields)
         return Prompt(
             id=name,
             input_ids=input_ids,
             type_ids=(input_ids == self._image_id).long(),
-            pixel_values=fields.get("pixel_values"),
-            image_grid=fields.get("image_grid_thw"),
+            pixel_values=pixel_values,
+            image_grid=image_grid,
             num_cut_tokens=num_cut,
         )
 

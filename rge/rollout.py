@@ -3,7 +3,10 @@
 Nothing is inherited from the model's generation settings: what is not an argument here does not happen. Rationales
 are carried as token ids; decoding and tokenising them again may give other ids, and with them another state.
 
-Shape suffixes: B = rows still being written, L = prompt length, T = tokens so far, V = vocabulary, D = hidden size.
+A step of generation costs one call of every layer and, on a CPU, one look at who is done; positions, masks and buffers
+are made before the first. Rows that are done leave the batch.
+
+Shape suffixes: B = rows still being written, R = all rows, L = steps, V = vocabulary, D = hidden size.
 """
 
 import time
@@ -12,12 +15,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from torch import Tensor, nn
 
-from rge.backbone import hidden_states, picture_features
+from rge.attention import Cache, EncodedPrompts
+from rge.backbone import decoder, rotations
 from rge.embedder import Embedder, normalise
-from rge.packing import PADDING, attention_mask
 from rge.prompts import Prompt
 
 
@@ -28,44 +30,19 @@ class Rationale:
     Attributes:
         ids: token ids without ``<emb>``; empty if the model wrote ``<emb>`` at once.
         forced: the cap was reached and ``<emb>`` was appended.
-        state_D: unit-norm state at ``<emb>``, float32, without gradient.
+        state_D: unit-norm state at ``<emb>``, float32, without gradient; None where the present weights did not compute
+            it.
         seconds: wall time of its batch divided by the batch's rows.
+        age: steps since it was written.
+        direct: nothing was written, on purpose: ``<emb>`` stands right after the prompt.
     """
 
     ids: tuple[int, ...]
     forced: bool
-    state_D: Tensor = field(repr=False)
+    state_D: Tensor | None = field(repr=False)
     seconds: float
-
-
-class _Layer(DynamicLayer):
-    """Keys and values of one layer in a buffer made once, instead of one concatenation a token."""
-
-    def __init__(self, capacity: int):
-        super().__init__()
-        self.capacity, self.length = capacity, 0
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            B, heads, _, dim = key_states.shape
-            self.dtype, self.device = key_states.dtype, key_states.device
-            self.key_buffer = key_states.new_empty(B, heads, self.capacity, dim)
-            self.value_buffer = value_states.new_empty(B, heads, self.capacity, dim)
-            self.is_initialized = True
-        end = self.length + key_states.shape[-2]
-        self.key_buffer[:, :, self.length : end] = key_states
-        self.value_buffer[:, :, self.length : end] = value_states
-        self.length = end
-        self.keys, self.values = self.key_buffer[:, :, :end], self.value_buffer[:, :, :end]
-        return self.keys, self.values
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def keep_rows(self, rows: Tensor) -> None:
-        self.key_buffer, self.value_buffer = self.key_buffer[rows], self.value_buffer[rows]
-        self.keys = self.key_buffer[:, :, : self.length]
-        self.values = self.value_buffer[:, :, : self.length]
+    age: int = 0
+    direct: bool = False
 
 
 def generate(
@@ -77,8 +54,11 @@ def generate(
     temperature: float = 0.0,
     seeds: Sequence[int] | None = None,
     on_progress: Callable[[int], object] | None = None,
+    num_each: int = 1,
+    encoded: EncodedPrompts | None = None,
+    places: Sequence[int] | None = None,
 ) -> list[Rationale]:
-    """Write a rationale for every prompt.
+    """Write rationales for every prompt.
 
     The result of a row does not depend on the other rows: greedy decoding has no randomness, and sampling takes its
     random numbers from the row's own seed.
@@ -87,13 +67,16 @@ def generate(
         embedder: the model, unwrapped.
         prompts: what to continue, any lengths.
         max_new_tokens: cap on generated tokens, ``<emb>`` included, as `max_new_tokens` of transformers' generate.
-        batch_size: rows generated at once. Prompts are sorted by length first, so that little is padding.
+        batch_size: rationales written at once. Prompts are sorted by length first, so that little is padding.
         temperature: 0 is greedy; otherwise logits are divided by it and sampled from, without any truncation.
-        seeds: one a prompt, required for sampling.
+        seeds: one a rationale, required for sampling.
         on_progress: called with the number of prompts just finished, after each batch.
+        num_each: rationales a prompt, all continued from one encoding of it.
+        encoded: keys and values of the prompts, where they are known already; read without gradient.
+        places: where in `encoded` each prompt is; None where it holds exactly these in this order.
 
     Returns:
-        One rationale a prompt, in the order of the prompts.
+        In the order of the prompts, `num_each` rationales of the first, then of the second ...
 
     Raises:
         ValueError: a sampling temperature without seeds, or a cap below one token.
@@ -102,111 +85,128 @@ def generate(
         raise ValueError(f"max_new_tokens must be >= 1, got {max_new_tokens}")
     if temperature < 0:
         raise ValueError(f"temperature must be >= 0, got {temperature}")
-    if temperature > 0 and (seeds is None or len(seeds) != len(prompts)):
-        raise ValueError("sampling (temperature > 0) needs one seed a prompt")
+    if temperature > 0 and (seeds is None or len(seeds) != len(prompts) * num_each):
+        raise ValueError("sampling (temperature > 0) needs one seed a rationale")
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    at_once = max(1, batch_size // num_each)
     results: dict[int, Rationale] = {}
     was_training = embedder.training
-    # Also switches gradient checkpointing off, which in training mode would drop the cache without a word.
+    # Also switches gradient checkpointing off, which in training mode would compute every layer twice.
     embedder.eval()
     try:
-        for start in range(0, len(order), batch_size):
-            rows = order[start : start + batch_size]
+        for start in range(0, len(order), at_once):
+            chosen = order[start : start + at_once]
+            rows = [index * num_each + number for index in chosen for number in range(num_each)]
             uniform = None
             if temperature > 0:
                 streams = [np.random.Generator(np.random.Philox(key=seeds[row])) for row in rows]  # type: ignore[index]
                 uniform = torch.from_numpy(np.stack([stream.random(max_new_tokens) for stream in streams]))
             began = time.perf_counter()
-            batch = _generate_batch(
-                embedder, [prompts[row] for row in rows], max_new_tokens, temperature, uniform
-            )
+            if encoded is None:
+                known, known_at = _encode(embedder, [prompts[index] for index in chosen]), range(len(chosen))
+            else:
+                known, known_at = encoded, [index if places is None else places[index] for index in chosen]
+            repeated = [place for place in known_at for _ in range(num_each)]
+            batch = _generate_batch(embedder, known, repeated, max_new_tokens, temperature, uniform)
             seconds = (time.perf_counter() - began) / len(rows)
             for row, (ids, forced, state) in zip(rows, batch, strict=True):
                 results[row] = Rationale(tuple(ids), forced, state, seconds)
             if on_progress is not None:
-                on_progress(len(rows))
+                on_progress(len(chosen))
     finally:
         embedder.train(was_training)
-    return [results[index] for index in range(len(prompts))]
+    return [results[row] for row in range(len(results))]
+
+
+@torch.no_grad()
+def _encode(embedder: Embedder, prompts: Sequence[Prompt]) -> EncodedPrompts:
+    encoded = embedder(embedder.pack_prompts(prompts))[0].encoded
+    assert encoded is not None
+    return encoded
 
 
 @torch.no_grad()
 def _generate_batch(
     embedder: Embedder,
-    prompts: Sequence[Prompt],
+    encoded: EncodedPrompts,
+    places: Sequence[int],
     max_new_tokens: int,
     temperature: float,
-    uniform: Tensor | None,
+    uniform_RL: Tensor | None,
 ) -> list[tuple[list[int], bool, Tensor]]:
+    """Continue the prompts at `places` of what was encoded: ids, whether `<emb>` was forced, state at it."""
     model, emb_id, device = embedder.model, embedder.emb_id, embedder.device
-    packed = embedder.pack(prompts, [[] for _ in prompts], padding_side="left")
-    B, L = packed.input_ids_BT.shape
-    cache = Cache(
-        layers=[
-            _Layer(L + max_new_tokens + 1) for _ in range(model.config.get_text_config().num_hidden_layers)
-        ]
-    )
-    hidden_BTD = hidden_states(
-        model,
-        features=picture_features(model, packed.pixel_values, packed.image_grid),
-        input_ids=packed.input_ids_BT,
-        position_ids=packed.position_ids_3BT,
-        attention_mask={"full_attention": attention_mask(packed.segment_BT)},
-        past_key_values=cache,
-        use_cache=True,
-    )
-    head = model.get_output_embeddings()
-    suppressed = torch.tensor(embedder.suppressed_ids, device=device)
-    hidden_BD = hidden_BTD[:, -1]
-    # The prompt's last position is not its greatest: a wide picture's columns may reach further than its rows.
-    place_B = packed.position_ids_3BT.amax(dim=(0, 2)) + 1
-    seen_BT = torch.ones(B, L + max_new_tokens + 1, dtype=torch.bool, device=device)
-    seen_BT[:, :L] = packed.segment_BT != PADDING
-    row_of = torch.arange(B, device=device)
-    written = torch.full((B, max_new_tokens), embedder.pad_id)
-    length = torch.zeros(B, dtype=torch.long)
-    forced = torch.zeros(B, dtype=torch.bool)
-    states: list[Tensor | None] = [None] * B
-    finished_B = torch.zeros(B, dtype=torch.bool, device=device)
-    for step in range(max_new_tokens + 1):
+    text, words, head = decoder(model), model.get_input_embeddings(), model.get_output_embeddings()
+    part, rows = encoded.part, torch.tensor(places, device=device)
+    R = len(places)
+    # Step 0 reads the prompt's last token, step n the n-th token of the rationale, and one more a forced `<emb>`.
+    num_steps = max_new_tokens + 2
+    cache = Cache(encoded, rows, num_steps, words.weight.dtype)
+    cos_LBd, sin_LBd = _rotations(model, part.last_position_3B[:, rows], part.after_B[rows], num_steps)
+    barred_V: Tensor | None = None
+    if uniform_RL is not None:
+        uniform_RL = uniform_RL.to(device)
+    # A look at the device costs a wait on a GPU, and running a row on that is done costs little: look rarely there.
+    look_every = 1 if device.type == "cpu" else 4
+    written_RL = torch.full((R, max_new_tokens + 1), emb_id, device=device)
+    state_RD: Tensor | None = None
+    row_B = torch.arange(R, device=device)
+    token_B = part.last_id_B[rows]
+    done_B = torch.zeros(R, dtype=torch.bool, device=device)
+    for step in range(num_steps):
+        hidden_BTD = words(token_B[None])
+        for layer in text.layers:
+            hidden_BTD = layer(
+                hidden_BTD,
+                attention_mask=cache,
+                position_embeddings=(cos_LBd[step, None], sin_LBd[step, None]),
+            )
+        hidden_BD = text.norm(hidden_BTD)[0]
+        ends_B = (token_B == emb_id) & ~done_B if step else done_B
+        if state_RD is None:
+            state_RD = torch.zeros_like(normalise(hidden_BD))
+        # Without a branch on what the device knows: rows that do not end write back what was there.
+        state_RD[row_B] = torch.where(ends_B[:, None], normalise(hidden_BD), state_RD[row_B])
+        done_B = done_B | ends_B
+        if step == num_steps - 1:
+            break
+        if step % look_every == 0 or step == max_new_tokens:
+            num_alive = len(row_B) - int(done_B.sum())
+            if num_alive == 0:
+                break
+            # Copying the cache costs about as much as a step with it; worth it once a quarter of the rows is done.
+            if num_alive <= 0.75 * len(row_B):
+                keep = (~done_B).nonzero().flatten()
+                cache.keep_rows(keep)
+                hidden_BD, row_B, done_B = hidden_BD[keep], row_B[keep], done_B[keep]
+                cos_LBd, sin_LBd = cos_LBd[:, keep], sin_LBd[:, keep]
         if step < max_new_tokens:
             logit_BV = head(hidden_BD).float()
-            logit_BV[:, suppressed] = float("-inf")
-            token_B = _choose(logit_BV, temperature, None if uniform is None else uniform[row_of.cpu(), step])
+            if barred_V is None:
+                barred_V = torch.zeros_like(logit_BV[0])
+                barred_V[torch.tensor(embedder.suppressed_ids, device=device)] = float("-inf")
+            logit_BV = logit_BV + barred_V
+            token_B = _choose(logit_BV, temperature, None if uniform_RL is None else uniform_RL[row_B, step])
+            token_B = token_B.masked_fill(done_B, emb_id)
+            written_RL[row_B, step] = token_B
         else:
-            token_B = torch.full_like(row_of, emb_id)
-            forced[row_of[~finished_B].cpu()] = True
-        ends_B = (token_B == emb_id) & ~finished_B
-        going = (~ends_B & ~finished_B).cpu()
-        if step < max_new_tokens:
-            alive = row_of.cpu()[going]
-            written[alive, step] = token_B.cpu()[going]
-            length[alive] += 1
-        hidden_BD = hidden_states(
-            model,
-            features=None,
-            input_ids=token_B[:, None],
-            position_ids=(place_B + step).view(1, -1, 1).expand(3, -1, -1),
-            attention_mask={"full_attention": seen_BT[:, None, None, : L + step + 1]},
-            past_key_values=cache,
-            use_cache=True,
-        )[:, -1]
-        if bool(ends_B.any()):
-            ended = ends_B.nonzero().flatten()
-            for row, state in zip(row_of[ended].tolist(), normalise(hidden_BD[ended]), strict=True):
-                states[row] = state
-            finished_B = finished_B | ends_B
-        num_alive = int((~finished_B).sum())
-        if num_alive == 0:
-            break
-        # Copying the cache costs about as much as a step with it; worth it once a quarter of the rows is done.
-        if num_alive <= 0.75 * len(row_of):
-            keep = (~finished_B).nonzero().flatten()
-            for layer in cache.layers:
-                layer.keep_rows(keep)
-            hidden_BD, place_B, seen_BT, row_of = hidden_BD[keep], place_B[keep], seen_BT[keep], row_of[keep]
-            finished_B = finished_B[keep]
-    return [(written[row, : int(length[row])].tolist(), bool(forced[row]), states[row]) for row in range(B)]  # type: ignore[misc]
+            token_B = torch.full_like(row_B, emb_id)
+    assert state_RD is not None
+    found = []
+    for ids, state in zip(written_RL.tolist(), state_RD, strict=True):
+        length = ids.index(emb_id)
+        found.append((ids[:length], length == max_new_tokens, state))
+    return found
+
+
+def _rotations(
+    model: nn.Module, last_position_3B: Tensor, after_B: Tensor, num_steps: int
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (L, B, head size) of every step's token: the prompt's last, then what follows the prompt."""
+    follow_LB = after_B + torch.arange(num_steps - 1, device=after_B.device)[:, None]
+    position_3LB = torch.cat([last_position_3B[:, None], follow_LB.expand(3, -1, -1)], dim=1)
+    cos, sin = rotations(model, position_3LB.flatten(1))
+    return cos.unflatten(0, position_3LB.shape[1:]), sin.unflatten(0, position_3LB.shape[1:])
 
 
 def _choose(logit_BV: Tensor, temperature: float, uniform_B: Tensor | None) -> Tensor:

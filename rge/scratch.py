@@ -6,7 +6,7 @@ it loads ``Qwen/Qwen2.5-VL-3B-Instruct``.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -117,16 +117,33 @@ def make_model(
         text: overrides of the text config: sizes, ``tie_word_embeddings``.
         vision: overrides of the vision config.
     """
+    id_of = tokenizer.convert_tokens_to_ids
+    return Qwen2_5_VLForConditionalGeneration(make_config(num_rows(len(tokenizer)), id_of, text, vision))
+
+
+def num_rows(vocabulary: int) -> int:
+    """Embedding rows: one more than the tokenizer has, so that adding <emb> never grows the matrix, and then padding."""
+    return -(-(vocabulary + 1) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def make_config(
+    rows: int, id_of: Callable[[str], int], text: dict[str, Any], vision: dict[str, Any]
+) -> Qwen2_5_VLConfig:
+    """Config of a Qwen2.5-VL of own sizes.
+
+    Args:
+        rows: of the embedding matrix.
+        id_of: ids of special tokens.
+        text: see `make_model`.
+        vision: see `make_model`.
+    """
     text = dict(text)
     tie = text.pop("tie_word_embeddings", True)
-    id_of = tokenizer.convert_tokens_to_ids
     head_dim = text["hidden_size"] // text["num_attention_heads"]
     # Qwen2.5-VL's split of the rotary half-dimension over time, height and width: 16, 24, 24 of 64.
     quarter, rest = head_dim // 8, head_dim // 2 - head_dim // 8
     sections = [quarter, rest // 2, rest - rest // 2]
-    # One more row than the tokenizer has, so that adding <emb> never grows the matrix.
-    rows = -(-(len(tokenizer) + 1) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    config = Qwen2_5_VLConfig(
+    return Qwen2_5_VLConfig(
         text_config={
             "vocab_size": rows,
             "max_position_embeddings": 8192,
@@ -145,7 +162,6 @@ def make_model(
         vision_end_token_id=id_of("<|vision_end|>"),
         tie_word_embeddings=tie,
     )
-    return Qwen2_5_VLForConditionalGeneration(config)
 
 
 def build(

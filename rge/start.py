@@ -7,7 +7,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from rge import eyes, scratch
+from rge import eyes, scratch, vision
 from rge.config import Recipe, ScratchConfig
 from rge.sources import read_texts
 
@@ -45,6 +45,7 @@ def _build(recipe: Recipe, config: ScratchConfig, folder: Path, accelerator: Acc
     accelerator.wait_for_everyone()
     if config.naming is not None:
         model = AutoModelForImageTextToText.from_pretrained(temporary)
+        vision.speed_up(model)
         processor = AutoProcessor.from_pretrained(temporary)
         pictures, labels, names = eyes.naming_pictures(config.naming, int(recipe.model.max_pixels**0.5))
         accuracy = eyes.teach(

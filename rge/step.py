@@ -5,6 +5,10 @@ into memory as a whole, gradients are computed exactly by gradient caching: firs
 dL/dstate of the InfoNCE over all ranks, then one forward a chunk with the surrogate <state, dL/dstate>. Here the
 query side's first pass is free, since the rollout already ends in the state at ``<emb>``.
 
+If it does fit, the prompts are encoded once in all: `encode_queries` runs them with gradient, the rollout goes on from
+their keys and values without, and the branches go on from the same ones with gradient. Otherwise a prompt is encoded
+once for the rollout and once in its chunk.
+
 Shape suffixes: B = queries of this rank, N = candidates of this rank, C = candidates of all ranks, D = hidden size.
 """
 
@@ -16,9 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from rge import dist
+from rge.attention import EncodedPrompts
 from rge.collate import Batch
+from rge.dropout import RandomState, drops_out
 from rge.embedder import Embedder, Readout
-from rge.losses import hit_at_1, info_nce
+from rge.losses import hit_at_1, nested_info_nce
 from rge.packing import Branch
 from rge.rollout import Rationale
 
@@ -33,6 +39,7 @@ class Objective:
         temperature: of InfoNCE.
         anchor: ``self``, ``oracle`` or ``none``: which query state InfoNCE sees.
         lm_on_candidates: whether ``<emb>`` after a candidate's prompt is an LM label too.
+        matryoshka_dims: further sizes of the embedding that InfoNCE is averaged over, see `nested_info_nce`.
     """
 
     alpha_lm: float
@@ -40,6 +47,7 @@ class Objective:
     temperature: float = 0.03
     anchor: str = "self"
     lm_on_candidates: bool = True
+    matryoshka_dims: tuple[int, ...] = ()
 
     @property
     def needs_rollout(self) -> bool:
@@ -61,6 +69,18 @@ Backward = Callable[[Tensor], None]
 NoSync = Callable[[], AbstractContextManager]
 
 
+def encode_queries(model: nn.Module, embedder: Embedder, batch: Batch) -> EncodedPrompts:
+    """Keys and values of the queries' prompts, with gradient, for the rollout and then `training_step`.
+
+    Args:
+        model: the wrapped embedder; its next forward is `training_step`'s, and both belong to one backward.
+        embedder: the same, unwrapped.
+        batch: this rank's share of the step.
+    """
+    (readout,) = model(embedder.pack_prompts(batch.queries))
+    return readout.encoded
+
+
 def training_step(
     model: nn.Module,
     embedder: Embedder,
@@ -71,6 +91,7 @@ def training_step(
     micro_batch_size: int,
     backward: Backward,
     no_sync: NoSync = nullcontext,
+    encoded: EncodedPrompts | None = None,
 ) -> dict[str, float]:
     """Accumulate the gradients of one step.
 
@@ -79,16 +100,20 @@ def training_step(
         embedder: the same, unwrapped.
         batch: this rank's share of the step.
         objective: losses and weights.
-        rationales: this rank's own rationales, one a query, for ``anchor=self``.
+        rationales: this rank's own rationales for ``anchor=self``: equally many a query, query after query. Each is an
+            anchor of its query, and the loss is the mean over them.
         micro_batch_size: queries per forward.
         backward: `Accelerator.backward` or `Tensor.backward`.
         no_sync: context in which gradients of other ranks are not waited for, used for all chunks but the last.
+        encoded: of `encode_queries`, where the step is one chunk.
 
     Returns:
-        Report, equal on all ranks: loss, loss_lm, loss_contrastive and hit_at_1 where they exist.
+        Report, equal on all ranks: loss, loss_lm, loss_contrastive and hit_at_1 where they exist; with them how many
+        negatives a query had in the loss's denominator, on average, and how many of those are labelled ones.
 
     Raises:
         FloatingPointError: the loss is not finite; names the records of this rank.
+        ValueError: encoded prompts for a step of several chunks.
     """
     chunks = _chunks(batch, micro_batch_size)
     num_lm_tokens = _num_lm_tokens(batch, objective)
@@ -96,30 +121,42 @@ def training_step(
     total_lm_tokens, total_queries = dist.sum_over_ranks([num_lm_tokens, len(batch.queries)], device)
     # DDP averages over ranks, the losses are means over the global batch: sums / global count * world size.
     lm_scale = objective.alpha_lm * dist.world_size() / max(total_lm_tokens, 1)
-    con_scale = objective.alpha_con * dist.world_size() / total_queries
-    nll, con, hits = 0.0, 0.0, 0.0
+    num_each = _num_each(batch, objective, rationales)
+    con_scale = objective.alpha_con * dist.world_size() / (total_queries * num_each)
+    if encoded is not None and len(chunks) > 1:
+        raise ValueError(
+            f"prompts encoded once belong to one backward, but micro batches of {micro_batch_size} cut "
+            f"{len(batch.queries)} queries into {len(chunks)}: set rollout.prompt_pass=twice"
+        )
+    nll, con, counts = 0.0, 0.0, [0.0, 0.0, 0.0]
+    draws = None
     if objective.alpha_con > 0 and len(chunks) > 1:
-        q_BD, t_ND = _states_without_gradient(embedder, batch, objective, rationales, chunks)
+        if drops_out(embedder):
+            q_BD, t_ND, draws = _states_with_dropout(embedder, batch, objective, rationales, chunks)
+        else:
+            q_BD, t_ND = _states_without_gradient(embedder, batch, objective, rationales, chunks)
         q_BD, t_ND = q_BD.requires_grad_(), t_ND.requires_grad_()
-        loss, hits = _contrastive(q_BD, t_ND, batch, objective)
+        loss, counts = _contrastive(q_BD, t_ND, batch, objective)
         (loss * con_scale).backward()
         con = float(loss.detach())
         grad_q_BD, grad_t_ND = q_BD.grad, t_ND.grad
     for number, (queries, candidates) in enumerate(chunks):
         last = number == len(chunks) - 1
         with nullcontext() if last else no_sync():
-            q, t = _forward(model, embedder, batch, objective, rationales, queries, candidates)
+            if draws is not None:
+                draws[number].set()
+            q, t = _forward(model, embedder, batch, objective, rationales, queries, candidates, encoded)
             total = (q.nll + t.nll) * lm_scale
             nll += float(q.nll.detach()) + float(t.nll.detach())
             if objective.alpha_con > 0:
                 if len(chunks) == 1:
-                    loss, hits = _contrastive(q.state_ND, t.state_ND, batch, objective)
+                    loss, counts = _contrastive(q.state_ND, t.state_ND, batch, objective)
                     con = float(loss.detach())
                     total = total + loss * con_scale
                 else:
                     total = (
                         total
-                        + (q.state_ND * grad_q_BD[queries]).sum()
+                        + (q.state_ND * grad_q_BD[_rows_of(queries, num_each)]).sum()
                         + (t.state_ND * grad_t_ND[candidates]).sum()
                     )
             if not bool(torch.isfinite(total.detach())):
@@ -127,13 +164,17 @@ def training_step(
                     f"the loss is {float(total.detach())}; records of this batch: {batch.record_ids}"
                 )
             backward(total)
-    nll, con, hits = dist.sum_over_ranks([nll, con, hits], device)
+    if embedder.pictures is not None:
+        embedder.pictures.clear()
+    nll, con, hits, negatives, labelled = dist.sum_over_ranks([nll, con, *counts], device)
     report = {}
     if total_lm_tokens:
         report["loss_lm"] = nll / total_lm_tokens
     if objective.alpha_con > 0:
-        report["loss_contrastive"] = con / total_queries
-        report["hit_at_1"] = hits / total_queries
+        report["loss_contrastive"] = con / (total_queries * num_each)
+        report["hit_at_1"] = hits / (total_queries * num_each)
+        report["negatives_mean"] = negatives / total_queries
+        report["labelled_negatives_mean"] = labelled / total_queries
     report["loss"] = objective.alpha_lm * report.get("loss_lm", 0.0) + objective.alpha_con * report.get(
         "loss_contrastive", 0.0
     )
@@ -146,7 +187,9 @@ def query_branches(
     """The continuations of one query's prompt: self, oracle or direct, as the objective needs them."""
     branches = []
     if objective.alpha_con > 0 and objective.anchor == "self":
-        branches.append(Branch([*rationales[row].ids, emb_id], read_state=True))  # type: ignore[index]
+        num_each = _num_each(batch, objective, rationales)
+        own = rationales[row * num_each : (row + 1) * num_each]  # type: ignore[index]
+        branches += [Branch([*rationale.ids, emb_id], read_state=True) for rationale in own]
     if objective.alpha_con > 0 and objective.anchor == "none":
         branches.append(Branch([emb_id], read_state=True))
     if objective.needs_oracle:
@@ -163,11 +206,16 @@ def _forward(
     rationales: Sequence[Rationale] | None,
     queries: slice,
     candidates: slice,
+    encoded: EncodedPrompts | None = None,
 ) -> tuple[Readout, Readout]:
     emb_id = embedder.emb_id
     rows = range(len(batch.queries))[queries]
     branches = [query_branches(batch, objective, rationales, emb_id, row) for row in rows]
-    packs = [embedder.pack(batch.queries[queries], branches)]
+    prompts = batch.queries[queries]
+    if encoded is None:
+        packs = [embedder.pack(prompts, branches)]
+    else:
+        packs = [embedder.pack_branches(prompts, branches, encoded)]
     if batch.candidates:
         label = objective.lm_on_candidates and objective.alpha_lm > 0
         branch = Branch([emb_id], read_state=objective.alpha_con > 0, predict=label)
@@ -204,27 +252,96 @@ def _states_without_gradient(
         q_parts += [readout.state_ND for readout in q]
         t_parts.append(t.state_ND)
     if objective.anchor == "self":
-        q_parts = [torch.stack([rationale.state_D for rationale in rationales])]  # type: ignore[union-attr]
+        q_parts = [_own_states(embedder, batch, rationales, chunks[0][0].stop)]  # type: ignore[arg-type]
     return torch.cat(q_parts), torch.cat(t_parts)
 
 
-def _contrastive(q_BD: Tensor, t_ND: Tensor, batch: Batch, objective: Objective) -> tuple[Tensor, float]:
-    """Summed InfoNCE of this rank's queries and its number of hits at rank 1."""
+def _own_states(
+    embedder: Embedder, batch: Batch, rationales: Sequence[Rationale], micro_batch_size: int
+) -> Tensor:
+    """The rollout's own final states; those that it did not compute with these weights are computed now."""
+    states = [rationale.state_D for rationale in rationales]
+    missing = [number for number, state in enumerate(states) if state is None]
+    # Where parameters are sharded, a forward of one rank is a forward of all: equally many on each.
+    most = max(dist.gather_sizes(len(missing), embedder.device))
+    num_each = len(rationales) // len(batch.queries)
+    for start in range(0, most, micro_batch_size):
+        numbers = missing[start : start + micro_batch_size] or [0]
+        branches = [
+            [Branch([*rationales[number].ids, embedder.emb_id], read_state=True)] for number in numbers
+        ]
+        packed = embedder.pack([batch.queries[number // num_each] for number in numbers], branches)
+        for number, state in zip(numbers, embedder(packed)[0].state_ND, strict=True):
+            if states[number] is None:
+                states[number] = state
+    return torch.stack(states)  # type: ignore[arg-type]
+
+
+def _num_each(batch: Batch, objective: Objective, rationales: Sequence[Rationale] | None) -> int:
+    """Query states a query that InfoNCE sees."""
+    return len(rationales) // len(batch.queries) if objective.needs_rollout else 1  # type: ignore[arg-type]
+
+
+def _rows_of(queries: slice, num_each: int) -> slice:
+    return slice(queries.start * num_each, queries.stop * num_each)
+
+
+@torch.no_grad()
+def _states_with_dropout(
+    embedder: Embedder,
+    batch: Batch,
+    objective: Objective,
+    rationales: Sequence[Rationale] | None,
+    chunks: Sequence[tuple[slice, slice]],
+) -> tuple[Tensor, Tensor, list[RandomState]]:
+    """States of every chunk as its forward with gradient will compute them, and the random state that each needs.
+
+    Dropout's masks decide the states that the loss sees, so the second forward has to draw the first one's.
+    """
+    q_parts, t_parts, draws = [], [], []
+    for queries, candidates in chunks:
+        draws.append(RandomState(embedder.device))
+        q, t = _forward(embedder, embedder, batch, objective, rationales, queries, candidates)
+        q_parts.append(q.state_ND)
+        t_parts.append(t.state_ND)
+    return torch.cat(q_parts), torch.cat(t_parts), draws
+
+
+def _contrastive(
+    q_BD: Tensor, t_ND: Tensor, batch: Batch, objective: Objective
+) -> tuple[Tensor, list[float]]:
+    """Summed InfoNCE of this rank's queries, and its numbers of hits at rank 1, negatives and labelled negatives."""
     device = q_BD.device
     sizes = dist.gather_sizes(t_ND.shape[0], device)
     offset = sum(sizes[: dist.rank()])
     c_CD = dist.gather_rows(t_ND, sizes)
     identity_C = dist.gather_rows(torch.tensor(batch.candidate_identity, device=device), sizes)
     positive_BC, ignored_BC = candidate_masks(batch, identity_C, offset)
-    loss = info_nce(q_BD, c_CD, positive_BC, ignored_BC, temperature=objective.temperature)
-    return loss, float(hit_at_1(q_BD.detach(), c_CD.detach(), positive_BC, ignored_BC))
+    negative_BC = ~(positive_BC | ignored_BC)
+    labelled = sum(
+        int(negative_BC[row, [offset + column for column in columns]].sum())
+        for row, columns in enumerate(batch.negatives)
+    )
+    # Several own rationales are several anchors of one query.
+    num_each = q_BD.shape[0] // positive_BC.shape[0]
+    positive_BC, ignored_BC = (mask.repeat_interleave(num_each, dim=0) for mask in (positive_BC, ignored_BC))
+    loss = nested_info_nce(
+        q_BD,
+        c_CD,
+        positive_BC,
+        ignored_BC,
+        temperature=objective.temperature,
+        sizes=objective.matryoshka_dims,
+    )
+    hits = hit_at_1(q_BD.detach(), c_CD.detach(), positive_BC, ignored_BC)
+    return loss, [float(hits), float(negative_BC.sum()), float(labelled)]
 
 
 def candidate_masks(batch: Batch, identity_C: Tensor, offset: int) -> tuple[Tensor, Tensor]:
     """Which candidates of the global batch are each query's positive, and which must not count as its negatives.
 
-    A candidate of any rank that stands for one of the query's right answers is ignored, unless it is the drawn
-    positive itself or one of the query's own labelled negatives: a label is stronger than an equal identity.
+    A candidate of any rank that stands for one of the query's right answers is ignored, unless it is one of the
+    query's positives in this batch or one of the query's own labelled negatives: a label is stronger than an equal identity.
 
     Args:
         batch: this rank's batch.
@@ -240,6 +357,8 @@ def candidate_masks(batch: Batch, identity_C: Tensor, offset: int) -> tuple[Tens
     ignored_BC = torch.zeros_like(positive_BC)
     for row in range(B):
         positive_BC[row, offset + batch.positive[row]] = True
+        if batch.more_positives:
+            positive_BC[row, [offset + column for column in batch.more_positives[row]]] = True
         labelled_BC[row, [offset + column for column in batch.negatives[row]]] = True
         right = torch.tensor(batch.right_answers[row], device=identity_C.device)
         ignored_BC[row] = torch.isin(identity_C, right)

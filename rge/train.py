@@ -10,8 +10,8 @@ joint stage couples it with InfoNCE on embeddings taken after rationales that th
     --embedder--> state at the first <emb> (InfoNCE), nll of the second branch (LM) --> backward, step
 
 The oracle's tokens cannot reach the contrastive state: the branches do not see one another. Everything is in
-``<out>/<stage>``: metrics.jsonl, state/ (resumable), final/ (a Hugging Face directory plus rge.json). Starting the
-same command again resumes; a finished stage is left alone. Benchmarks are run by ``python -m eval``.
+``<out>/<stage>``: metrics.jsonl, state/ (resumable), best/ and final/ (Hugging Face directories plus rge.json). The
+same command started again resumes; a finished stage is left alone. Benchmarks are run by ``python -m eval``.
 """
 
 import sys
@@ -23,20 +23,22 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from rge import dist
-from rge.backbone import load_backbone
-from rge.checkpoint import export, latest_state, save_state, settings_of
-from rge.collate import StepBatches, make_loader
+from rge.adapters import add_adapters
+from rge.backbone import check_sizes, load_backbone, vision_parameters
+from rge.collate import Collator, StepBatches, make_loader
 from rge.config import Recipe, StageConfig, load_recipe, to_dict
 from rge.embedder import Embedder
 from rge.errors import USER_ERRORS, explain
+from rge.keeper import Keeper
 from rge.logs import Logs, start_trackers
 from rge.optim import learning_rate, make_optimizer, set_learning_rate
 from rge.prompts import PromptBuilder
-from rge.resume import check_same_recipe, finished
-from rge.rollout import generate
+from rge.resume import finished
 from rge.sources import Mixture, RecordFile
 from rge.start import starting_point
 from rge.step import Objective, training_step
+from rge.validation import Validation
+from rge.writer import make_writer
 
 
 def main(arguments: list[str]) -> None:
@@ -69,19 +71,20 @@ def train_stage(recipe: Recipe, name: str, folder: Path, start: str, accelerator
         betas=recipe.optim.betas,
         eps=recipe.optim.eps,
         weight_decay=recipe.optim.weight_decay,
-        slow=list(embedder.model.model.visual.parameters()),
+        slow=vision_parameters(embedder.model),
         slow_ratio=recipe.optim.vision_lr_ratio,
     )
     model, optimizer = dist.prepare(accelerator, embedder, optimizer, recipe.optim.max_grad_norm)
 
+    writer = None
+    if objective.needs_rollout:
+        sizes = {"batch_size": stage.batch_size, "micro_batch_size": recipe.train.micro_batch_size}
+        writer = make_writer(model, embedder, recipe.rollout, accelerator, **sizes)
+
     num_steps = stage.steps or round(stage.epochs * batches.mixture.steps_per_epoch())
-    first_step = 0
-    if state := latest_state(folder / "state"):
-        path, done = state
-        check_same_recipe(done["recipe"], recipe, name, path)
-        accelerator.load_state(str(path))
-        first_step = done["step"]
-        accelerator.print(f"{name}: resuming after step {first_step} from {path}")
+    validation = build_validation(recipe, objective, embedder) if recipe.validation.path else None
+    keeper = Keeper(recipe, name, folder, num_steps, validation, embedder, model, optimizer, accelerator)
+    first_step = keeper.resume()
 
     loader = make_loader(batches, range(first_step, num_steps), recipe.data.num_workers)
     logs = Logs(accelerator, folder, name, first_step, num_steps, recipe.train.log_every)
@@ -98,17 +101,8 @@ def train_stage(recipe: Recipe, name: str, folder: Path, start: str, accelerator
         )
         set_learning_rate(optimizer, lr)
 
-        # 1. The model writes its own rationales. No gradient; the states at <emb> are kept.
-        rationales = None
-        if objective.needs_rollout:
-            rationales = generate(
-                embedder,
-                batch.queries,
-                max_new_tokens=recipe.rollout.max_new_tokens,
-                batch_size=recipe.rollout.batch_size,
-                temperature=recipe.rollout.temperature,
-                seeds=batch.seeds,
-            )
+        # 1. The model writes its own rationales, without gradient, continuing the prompts that step 2 will need.
+        rationales, encoded = writer(step, batch) if writer is not None else (None, None)
         rolled_out = time.perf_counter()
 
         # 2. Both losses from one forward over prompt, own rationale and oracle rationale; backward.
@@ -120,7 +114,8 @@ def train_stage(recipe: Recipe, name: str, folder: Path, start: str, accelerator
             rationales=rationales,
             micro_batch_size=recipe.train.micro_batch_size,
             backward=accelerator.backward,
-            no_sync=lambda: accelerator.no_sync(model),
+            no_sync=lambda: dist.no_sync(accelerator, model),
+            encoded=encoded,
         )
 
         # 3. Clip and step, once, the same on every back end.
@@ -134,14 +129,13 @@ def train_stage(recipe: Recipe, name: str, folder: Path, start: str, accelerator
             "step_s": ended - began,
         }
         report |= dist.rollout_report(rationales, rolled_out - began, embedder.device)
-        waited = ended
+        # 4. Every so many steps: measure held-out records, keep the best, save a state to resume from.
+        report |= keeper.validate(step + 1)
         logs.step(step + 1, report)
-        if (step + 1) % recipe.train.save_every == 0 and step + 1 < num_steps:
-            save_state(
-                accelerator, folder / "state", step + 1, recipe.train.keep_last, {"recipe": to_dict(recipe)}
-            )
+        keeper.after_step(step + 1)
+        waited = time.perf_counter()
     logs.close()
-    write_final(recipe, name, folder, num_steps, embedder, model, accelerator)
+    keeper.finish()
 
 
 def build_objective(recipe: Recipe, name: str) -> Objective:
@@ -149,7 +143,14 @@ def build_objective(recipe: Recipe, name: str) -> Objective:
     loss = recipe.loss
     if name == "cold_start":
         return Objective(alpha_lm=1.0, alpha_con=0.0, lm_on_candidates=loss.lm_on_candidates)
-    return Objective(loss.alpha_lm, loss.alpha_con, loss.temperature, loss.anchor, loss.lm_on_candidates)  # type: ignore[arg-type]
+    return Objective(
+        loss.alpha_lm,  # type: ignore[arg-type]
+        loss.alpha_con,  # type: ignore[arg-type]
+        loss.temperature,
+        loss.anchor,
+        loss.lm_on_candidates,
+        tuple(loss.matryoshka_dims),
+    )
 
 
 def build_embedder(recipe: Recipe, start: str) -> Embedder:
@@ -165,9 +166,33 @@ def build_embedder(recipe: Recipe, start: str) -> Embedder:
     )
     if recipe.model.gradient_checkpointing:
         backbone.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if recipe.model.freeze_vision:
-        backbone.model.model.visual.requires_grad_(False)
+    if recipe.model.lora is not None:
+        add_adapters(backbone.model, backbone.emb_id, **vars(recipe.model.lora))
+    elif recipe.model.freeze_vision:
+        for parameter in vision_parameters(backbone.model):
+            parameter.requires_grad_(False)
+    check_sizes(recipe.loss.matryoshka_dims, backbone.model)
     return Embedder(backbone).train()
+
+
+def build_validation(recipe: Recipe, objective: Objective, embedder: Embedder) -> Validation:
+    """The held-out records, collated as in training but without augmentation."""
+    file = RecordFile(str(recipe.validation.path), need_rationale=objective.needs_oracle)
+    collator = Collator(
+        [file],
+        PromptBuilder(embedder.processor, recipe.data.profile, recipe.data.max_prompt_tokens),
+        need_oracle=objective.needs_oracle,
+        need_candidates=objective.needs_candidates,
+        max_negatives=recipe.data.max_negatives,
+        positives=recipe.data.positives,
+    )
+    return Validation(
+        collator,
+        objective,
+        max_records=recipe.validation.max_records,
+        micro_batch_size=recipe.train.micro_batch_size,
+        max_new_tokens=recipe.rollout.max_new_tokens,
+    )
 
 
 def build_batches(
@@ -183,6 +208,7 @@ def build_batches(
         [source.weight for source in stage.sources],
         stage.batch_size,
         recipe.train.seed,
+        homogeneous=recipe.data.batches == "homogeneous",
     )
     return StepBatches(
         files,
@@ -195,36 +221,6 @@ def build_batches(
         need_candidates=objective.needs_candidates,
         max_negatives=recipe.data.max_negatives,
     )
-
-
-def write_final(
-    recipe: Recipe,
-    name: str,
-    folder: Path,
-    num_steps: int,
-    embedder: Embedder,
-    model,
-    accelerator: Accelerator,
-) -> None:
-    """Export the trained model as a checkpoint that evaluation and plain transformers load."""
-    settings = settings_of(
-        emb_id=embedder.emb_id,
-        profile=recipe.data.profile,
-        max_prompt_tokens=recipe.data.max_prompt_tokens,
-        min_pixels=recipe.model.min_pixels,
-        max_pixels=recipe.model.max_pixels,
-        max_new_tokens=recipe.rollout.max_new_tokens,
-        reasons="none" if name == "joint" and recipe.loss.anchor == "none" else "query",
-        recipe=to_dict(recipe),
-        stage=name,
-        step=num_steps,
-    )
-    weights = dist.full_weights(accelerator, model, embedder)
-    if accelerator.is_main_process:
-        export(embedder, folder / "final", settings, weights)
-    accelerator.wait_for_everyone()
-    accelerator.free_memory()
-    accelerator.print(f"{name}: wrote {folder / 'final'}")
 
 
 if __name__ == "__main__":

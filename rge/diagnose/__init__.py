@@ -1,0 +1,1 @@
+"""Questions to a checkpoint that no accuracy answers: does it leak, does its rationale matter, is it one and the same."""

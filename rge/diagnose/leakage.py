@@ -1,0 +1,247 @@
+"""Does an oracle rationale leak the target? The paper's diagnostic (RGE, arXiv:2511.16150, Fig. 4), from one checkpoint.
+
+The contrastive loss sees the state after the oracle rationale, together with the LM loss, and training goes on with
+
+* right:         (q, r_o, t)
+* wrong target:  (q, r_o, t_w): the target belongs to another query
+* wrong query:   (q_w, r_o, t): the rationale and the target belong to another query
+* own rationale: (q_w, own, t): as wrong query, but the contrastive loss sees the state after what the model wrote itself
+
+Wrong partners are drawn anew in every step, so nothing can be learned by heart. After a wrong query nothing but the oracle
+can say what the target is: whatever the contrastive loss falls below chance there has leaked. Chance is the loss of a
+model that knows nothing, the logarithm of the number of candidates.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rge.checkpoint import read_settings
+from rge.collate import Batch, StepBatches
+from rge.encode import load_encoder
+from rge.rollout import generate
+from rge.sources import Mixture, RecordFile
+from rge.step import Objective, candidate_masks, training_step
+
+TRIPLETS = ("right", "wrong target", "wrong query", "own rationale")
+LEAKS, CLEAN = 0.5, 0.1
+"""Shares of what right triplets learn above which a fall after wrong queries is a leak, and below which it is none."""
+
+
+def leakage(
+    checkpoint: Path,
+    data: Path,
+    *,
+    steps: int,
+    batch_size: int,
+    lr: float,
+    seed: int = 0,
+    triplets: tuple[str, ...] = TRIPLETS,
+    on_step: Callable[[str, int, dict[str, float]], object] | None = None,
+) -> dict[str, Any]:
+    """Train a copy of the checkpoint on each kind of triplets.
+
+    Args:
+        checkpoint: best one that can write rationales and embeds nothing yet, a cold start's.
+        data: training records with oracle rationales.
+        steps: optimizer steps a kind.
+        batch_size: queries a step.
+        lr: learning rate of AdamW, constant.
+        seed: of records and wrong partners.
+        triplets: which kinds.
+        on_step: called with kind, step and losses.
+
+    Returns:
+        ``chance``, ``curves`` (kind -> loss_lm and loss_contrastive per step), ``gain`` (kind -> nats below chance over the
+        last fifth), ``leak`` (the wrong query's gain as a share of the right one's) and a ``verdict``.
+    """
+    settings = read_settings(checkpoint)["recipe"]
+    curves: dict[str, dict[str, list[float]]] = {}
+    chances: list[float] = []
+    for kind in triplets:
+        torch.manual_seed(seed)
+        encoder = load_encoder(checkpoint, dtype="float32")
+        embedder = encoder.embedder.train()
+        embedder.requires_grad_(True)
+        objective = Objective(
+            0.5, 0.5, settings["loss"]["temperature"], "self" if kind == "own rationale" else "oracle"
+        )
+        objective = replace(objective, lm_on_candidates=False)
+        records = RecordFile(data, need_rationale=True)
+        batches = StepBatches(
+            [records],
+            Mixture([len(records)], [1.0], batch_size, seed),
+            encoder.builder,
+            rank=0,
+            world_size=1,
+            max_negatives=0,
+        )
+        optimizer = torch.optim.AdamW(embedder.parameters(), lr=lr, weight_decay=0.0)
+        curve: dict[str, list[float]] = {"loss_lm": [], "loss_contrastive": []}
+        for step in range(steps):
+            batch = rearrange(batches[step], kind, np.random.default_rng([seed, step]))
+            rationales = None
+            if objective.needs_rollout:
+                cap = encoder.settings["generation"]["max_new_tokens"]
+                rationales = generate(embedder, batch.queries, max_new_tokens=cap, batch_size=batch_size)
+            report = training_step(
+                embedder,
+                embedder,
+                batch,
+                objective,
+                rationales=rationales,
+                micro_batch_size=batch_size,
+                backward=lambda loss: loss.backward(),
+            )
+            torch.nn.utils.clip_grad_norm_(embedder.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            for name, values in curve.items():
+                values.append(report[name])
+            if kind == triplets[0]:
+                chances.append(chance(batch))
+            if on_step is not None:
+                on_step(kind, step, report)
+        curves[kind] = curve
+    return judge(curves, float(np.mean(chances)))
+
+
+def rearrange(batch: Batch, kind: str, rng: np.random.Generator) -> Batch:
+    """The batch with wrong partners: everybody gets those of another, by a random cycle through the batch.
+
+    Args:
+        batch: right triplets, one candidate a query.
+        kind: one of `TRIPLETS`.
+        rng: draws the cycle.
+
+    Raises:
+        ValueError: a batch of one query, which has no other.
+    """
+    if kind == "right":
+        return batch
+    if len(batch.queries) < 2:
+        raise ValueError("wrong partners need a batch of at least two queries")
+    order = rng.permutation(len(batch.queries))
+    other = np.empty_like(order)
+    other[order] = np.roll(order, 1)
+    if kind == "wrong target":
+        return replace(
+            batch,
+            positive=[batch.positive[place] for place in other],
+            right_answers=[batch.right_answers[place] for place in other],
+        )
+    return replace(batch, queries=[batch.queries[place] for place in other])
+
+
+def chance(batch: Batch) -> float:
+    """InfoNCE of a model that knows nothing: mean logarithm of the number of candidates that count."""
+    identity_C = torch.tensor(batch.candidate_identity)
+    _, ignored_BC = candidate_masks(batch, identity_C, 0)
+    return float((~ignored_BC).sum(dim=1).double().log().mean())
+
+
+def judge(curves: dict[str, dict[str, list[float]]], level: float) -> dict[str, Any]:
+    """What the curves say."""
+    gain = {}
+    for kind, curve in curves.items():
+        tail = curve["loss_contrastive"][-max(len(curve["loss_contrastive"]) // 5, 1) :]
+        gain[kind] = level - float(np.mean(tail))
+    found: dict[str, Any] = {"chance": level, "curves": curves, "gain": gain, "leak": None}
+    if not {"right", "wrong query"} <= curves.keys():
+        found["verdict"] = "no verdict without right triplets and those with a wrong query"
+    elif gain["right"] < 0.1 * level:
+        found["verdict"] = (
+            f"no verdict: right triplets got {gain['right']:.2f} nats below chance ({level:.2f}); give more steps or another lr"
+        )
+    else:
+        found["leak"] = leak = max(gain["wrong query"], 0.0) / gain["right"]
+        share = f"{100 * leak:.0f} % of what right triplets learn ({gain['wrong query']:.2f} of {gain['right']:.2f} nats below chance)"
+        if leak >= LEAKS:
+            found["verdict"] = (
+                f"the oracle rationale leaks the target: with wrong queries the loss still falls by {share}"
+            )
+        elif leak <= CLEAN:
+            found["verdict"] = f"no leak is seen: with wrong queries the loss falls by {share}"
+        else:
+            found["verdict"] = (
+                f"the oracle rationale leaks in part: with wrong queries the loss falls by {share}"
+            )
+    return found
+
+
+def table(found: dict[str, Any]) -> str:
+    """For people: losses at the beginning and at the end."""
+    lines = [
+        f"contrastive loss of a model that knows nothing: {found['chance']:.3f} nats",
+        "",
+        f"{'triplets':<16}{'LM loss, first and last fifth':>32}{'contrastive, first and last fifth':>36}{'below chance':>14}",
+    ]
+    for kind, curve in found["curves"].items():
+        cells = []
+        for name in ("loss_lm", "loss_contrastive"):
+            size = max(len(curve[name]) // 5, 1)
+            cells.append(f"{np.mean(curve[name][:size]):.3f} -> {np.mean(curve[name][-size:]):.3f}")
+        lines.append(f"{kind:<16}{cells[0]:>32}{cells[1]:>36}{found['gain'][kind]:>14.3f}")
+    return "\n".join([*lines, "", found["verdict"]])
+
+
+def plot(found: dict[str, Any]) -> str:
+    """The curves as one SVG file: LM loss left, contrastive loss right."""
+    colours = {
+        "right": "#0a7a5a",
+        "wrong target": "#3556c4",
+        "wrong query": "#c2571a",
+        "own rationale": "#9a3f96",
+    }
+    width, height, left, top = 400, 260, 48, 52
+    parts = []
+    for place, kind in enumerate(found["curves"]):
+        x = left + 130 * place
+        parts.append(f'<rect x="{x}" y="10" width="14" height="4" fill="{colours[kind]}"/>')
+        parts.append(f'<text x="{x + 20}" y="16">{kind}</text>')
+    for panel, (name, title) in enumerate(
+        (("loss_lm", "LM loss, nats a token"), ("loss_contrastive", "contrastive loss, nats"))
+    ):
+        curves = {kind: smooth(curve[name]) for kind, curve in found["curves"].items()}
+        high = 1.05 * max(max(values) for values in curves.values())
+        x0, y0 = left + panel * (width + 30), top + height - 40
+        parts.append(f'<text x="{x0}" y="{top - 10}" font-weight="600">{title}</text>')
+        for part in range(5):
+            y = y0 - (height - 40) * part / 4
+            parts.append(
+                f'<line x1="{x0}" x2="{x0 + width - 30}" y1="{y:.1f}" y2="{y:.1f}" stroke="#dfdcd5"/>'
+            )
+            parts.append(f'<text x="{x0 - 6}" y="{y + 4:.1f}" text-anchor="end">{high * part / 4:.2g}</text>')
+        if name == "loss_contrastive":
+            y = y0 - (height - 40) * found["chance"] / high
+            parts.append(
+                f'<line x1="{x0}" x2="{x0 + width - 30}" y1="{y:.1f}" y2="{y:.1f}" stroke="#595f6a" stroke-dasharray="4 3"/>'
+                f'<text x="{x0 + width - 30}" y="{y - 5:.1f}" text-anchor="end">chance</text>'
+            )
+        for kind, values in curves.items():
+            step = (width - 30) / max(len(values) - 1, 1)
+            points = " ".join(
+                f"{x0 + step * number:.1f},{y0 - (height - 40) * value / high:.1f}"
+                for number, value in enumerate(values)
+            )
+            parts.append(
+                f'<polyline points="{points}" fill="none" stroke="{colours[kind]}" stroke-width="2"/>'
+            )
+    full = 2 * width + 60
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {full} {top + height}" width="{full}" height="{top + height}" '
+        'font-family="system-ui, sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
+        + "\n".join(parts)
+        + "</svg>\n"
+    )
+
+
+def smooth(values: list[float]) -> list[float]:
+    """Centred mean over a tenth of the curve, at least one value."""
+    half = math.ceil(len(values) / 20)
+    return [float(np.mean(values[max(place - half, 0) : place + half + 1])) for place in range(len(values))]

@@ -1,0 +1,123 @@
+"""Does the rationale matter? Embeddings and hits at rank 1 after rationales that are not the model's own.
+
+The same query is embedded after its own rationale, another query's, as many full stops, nothing at all, and the oracle's.
+If the query alone made the embedding, nothing would change; if the rationale alone did, another's would be as good as lost.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from rge.diagnose.pairs import Pairs, elsewhere, hits, interval
+from rge.encode import Encoder
+from rge.packing import Branch
+from rge.prompts import Prompt
+from rge.rollout import generate
+
+
+@torch.no_grad()
+def sensitivity(encoder: Encoder, pairs: Pairs, *, batch_size: int, seed: int = 0) -> dict[str, Any]:
+    """Measure all conditions.
+
+    Args:
+        encoder: the checkpoint.
+        pairs: queries and candidates.
+        batch_size: rows a forward.
+        seed: decides whose rationale is swapped in.
+
+    Returns:
+        ``conditions`` by name, each with ``hit@1`` (mean, low, high), the paired ``difference`` from own, ``cosine`` to the
+        own embedding, and ``moved``, the share of queries with another best candidate; ``cosine_of_others``, how alike
+        the own embeddings of different queries are; and a ``verdict``.
+    """
+    embedder, builder = encoder.embedder, encoder.builder
+    prompts = [builder.build(item, "query") for item in pairs.queries]
+    cap = encoder.settings["generation"]["max_new_tokens"]
+    own = generate(embedder, prompts, max_new_tokens=cap, batch_size=batch_size)
+    ids = [list(rationale.ids) for rationale in own]
+    moved_Q = elsewhere(pairs.groups, seed)
+    stop = embedder.processor.tokenizer(".", add_special_tokens=False).input_ids
+    conditions: dict[str, list[list[int]]] = {
+        "own": ids,
+        "swapped": [ids[other] for other in moved_Q],
+        "blanked": [(stop * len(row))[: len(row)] for row in ids],
+        "none": [[] for _ in ids],
+    }
+    if all(pairs.oracle):
+        conditions["oracle"] = [builder.rationale_ids(text, "")[:-1] for text in pairs.oracle]  # type: ignore[arg-type]
+    candidate_CD = encoder.encode(
+        pairs.candidates, side="candidate", mode="direct", batch_size=batch_size
+    ).embeddings
+    states = {name: after(encoder, prompts, rows, batch_size) for name, rows in conditions.items()}
+    own_QD = states["own"]
+    own_hits = hits(own_QD, candidate_CD, pairs.right_QC)
+    best_Q = (own_QD @ candidate_CD.T).argmax(axis=1)
+    found: dict[str, Any] = {}
+    for name, state_QD in states.items():
+        hit_Q = hits(state_QD, candidate_CD, pairs.right_QC)
+        found[name] = {
+            "hit@1": interval(hit_Q, pairs.groups, seed),
+            "difference": interval(hit_Q - own_hits, pairs.groups, seed),
+            "cosine": float((state_QD * own_QD).sum(axis=1).mean()),
+            "moved": float(((state_QD @ candidate_CD.T).argmax(axis=1) != best_Q).mean()),
+        }
+    return {
+        "queries": len(prompts),
+        "candidates": len(pairs.candidates),
+        "conditions": found,
+        "cosine_of_others": float((own_QD * own_QD[moved_Q]).sum(axis=1).mean()),
+        "rationale_tokens": float(np.mean([len(row) for row in ids])),
+        "distinct_rationales": len({tuple(row) for row in ids}),
+        "verdict": verdict(found),
+    }
+
+
+@torch.no_grad()
+def after(
+    encoder: Encoder, prompts: list[Prompt], rationales: list[list[int]], batch_size: int
+) -> np.ndarray:
+    """Embeddings (Q, D) of prompts after given rationales."""
+    embedder = encoder.embedder
+    order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]) + len(rationales[row]))
+    found = np.empty((len(prompts), encoder.embedder.model.config.get_text_config().hidden_size), np.float32)
+    for start in range(0, len(order), batch_size):
+        rows = order[start : start + batch_size]
+        branches = [[Branch([*rationales[row], embedder.emb_id], read_state=True)] for row in rows]
+        packed = embedder.pack([prompts[row] for row in rows], branches)
+        found[rows] = embedder(packed)[0].state_ND.float().cpu().numpy()
+    return found
+
+
+def verdict(conditions: dict[str, Any]) -> str:
+    """One sentence on what the swap says, by whether its interval leaves zero out."""
+    mean, low, high = conditions["swapped"]["difference"]
+    points = f"{100 * mean:+.1f} [{100 * low:.1f}, {100 * high:.1f}] points of hit@1"
+    if high < 0:
+        return f"the rationale matters: another query's costs {points}"
+    if low > 0:
+        return f"the rationale harms: another query's gives {points}"
+    return f"no effect of the rationale is seen: another query's gives {points}"
+
+
+def table(found: dict[str, Any]) -> str:
+    """For people, per cent."""
+    lines = [
+        f"{found['queries']} queries, {found['candidates']} candidates; {found['distinct_rationales']} different rationales "
+        f"of {found['rationale_tokens']:.1f} tokens on average",
+        "",
+        f"{'rationale':<10}{'hit@1, %':>22}{'difference from own':>26}{'cosine to own':>16}{'other best, %':>16}",
+    ]
+    for name, row in found["conditions"].items():
+        hit, low, high = (100 * value for value in row["hit@1"])
+        mean, below, above = (100 * value for value in row["difference"])
+        lines.append(
+            f"{name:<10}{f'{hit:.1f} [{low:.1f}, {high:.1f}]':>22}{f'{mean:+.1f} [{below:.1f}, {above:.1f}]':>26}"
+            f"{row['cosine']:>16.3f}{100 * row['moved']:>16.1f}"
+        )
+    lines += [
+        "",
+        f"own embeddings of different queries: cosine {found['cosine_of_others']:.3f}",
+        found["verdict"],
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,144 @@
+"""Measure held-out records while training: a small retrieval set, the same one every time.
+
+Every record's targets are candidates for every query, so that hit@1 is comparable from step to step. No gradient, no
+augmentation, greedy rationales and no random number: training goes on as if nothing had been measured.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rge import dist
+from rge.collate import Batch, Collator
+from rge.embedder import Embedder
+from rge.losses import hit_at_1, info_nce
+from rge.packing import Branch
+from rge.rollout import generate
+from rge.sources import Draw, RecordError
+from rge.step import Objective, candidate_masks, query_branches
+
+
+class Validation:
+    """Held-out records of one stage.
+
+    Args:
+        collator: makes batches of the held-out file, its only source, without augmentation.
+        objective: what the stage minimises.
+        max_records: the first so many records are used.
+        micro_batch_size: queries per forward.
+        max_new_tokens: cap of a rationale.
+
+    Raises:
+        RecordError: fewer records than processes.
+    """
+
+    def __init__(
+        self,
+        collator: Collator,
+        objective: Objective,
+        *,
+        max_records: int,
+        micro_batch_size: int,
+        max_new_tokens: int,
+    ):
+        self.collator, self.objective = collator, objective
+        self.micro_batch_size, self.max_new_tokens = micro_batch_size, max_new_tokens
+        count, world_size = min(max_records, len(collator.files[0])), dist.world_size()
+        if count < world_size:
+            raise RecordError(
+                f"validation.path {collator.files[0].path} has {count} records for {world_size} processes; add some"
+            )
+        self.rows = list(range(dist.rank(), count, world_size))
+        # Where weights are sharded all processes have to run the same number of forwards.
+        self.num_chunks = math.ceil(math.ceil(count / world_size) / micro_batch_size)
+
+    @torch.no_grad()
+    def measure(self, embedder: Embedder) -> dict[str, float]:
+        """Losses, hit@1 and the share of forced stops, equal on all processes.
+
+        Returns:
+            ``val_loss_lm``, ``val_loss_contrastive``, ``val_hit_at_1``, ``val_forced_rate`` where the objective has
+            them, and ``val_loss``, weighted as in training. Losses are means over tokens and over queries.
+        """
+        was_training = embedder.training
+        embedder.eval()
+        try:
+            return self._measure(embedder)
+        finally:
+            embedder.train(was_training)
+
+    def _measure(self, embedder: Embedder) -> dict[str, float]:
+        objective = self.objective
+        chunks: list[Batch] = []
+        q_parts: list[Tensor] = []
+        t_parts: list[Tensor] = []
+        nll, num_tokens, forced = 0.0, 0, 0
+        for number in range(self.num_chunks):
+            rows = self.rows[number * self.micro_batch_size : (number + 1) * self.micro_batch_size]
+            # A process that is out of records repeats one, for the forward's sake, and leaves it out of the sums.
+            batch = self.collator.collate([Draw(0, row, seed=row) for row in rows or self.rows[:1]])
+            rationales = None
+            if objective.needs_rollout:
+                rationales = generate(
+                    embedder,
+                    batch.queries,
+                    max_new_tokens=self.max_new_tokens,
+                    batch_size=self.micro_batch_size,
+                )
+            q_branches = [
+                query_branches(batch, objective, rationales, embedder.emb_id, row)
+                for row in range(len(batch.queries))
+            ]
+            packs = [embedder.pack(batch.queries, q_branches)]
+            if batch.candidates:
+                label = objective.lm_on_candidates and objective.alpha_lm > 0
+                direct = Branch([embedder.emb_id], read_state=objective.alpha_con > 0, predict=label)
+                packs.append(embedder.pack(batch.candidates, [[direct]] * len(batch.candidates)))
+            readouts = embedder(*packs)
+            if not rows:
+                continue
+            chunks.append(batch)
+            nll += sum(float(readout.nll) for readout in readouts)
+            num_tokens += sum(readout.num_tokens for readout in readouts)
+            if objective.alpha_con > 0:
+                q_parts.append(readouts[0].state_ND)
+                t_parts.append(readouts[1].state_ND)
+                forced += sum(rationale.forced for rationale in rationales or [])
+        con, hits = 0.0, 0.0
+        if objective.alpha_con > 0:
+            con, hits = self._contrastive(chunks, torch.cat(q_parts), torch.cat(t_parts))
+        totals = [nll, num_tokens, con, hits, forced, len(self.rows)]
+        nll, num_tokens, con, hits, forced, count = dist.sum_over_ranks(totals, embedder.device)
+        found = {}
+        if num_tokens:
+            found["val_loss_lm"] = nll / num_tokens
+        if objective.alpha_con > 0:
+            found["val_loss_contrastive"] = con / count
+            found["val_hit_at_1"] = hits / count
+        if objective.needs_rollout:
+            found["val_forced_rate"] = forced / count
+        found["val_loss"] = objective.alpha_lm * found.get(
+            "val_loss_lm", 0.0
+        ) + objective.alpha_con * found.get("val_loss_contrastive", 0.0)
+        return found
+
+    def _contrastive(self, chunks: Sequence[Batch], q_BD: Tensor, t_ND: Tensor) -> tuple[float, float]:
+        """Every query against the candidates of all records: summed InfoNCE and number of hits."""
+        sizes = dist.gather_sizes(t_ND.shape[0], t_ND.device)
+        c_CD = dist.gather_rows(t_ND, sizes)
+        own = torch.tensor(
+            [identity for batch in chunks for identity in batch.candidate_identity], device=t_ND.device
+        )
+        identity_C = dist.gather_rows(own, sizes)
+        first = sum(sizes[: dist.rank()])
+        con, hits, row = 0.0, 0.0, 0
+        for batch in chunks:
+            positive_BC, ignored_BC = candidate_masks(batch, identity_C, first)
+            q = q_BD[row : row + len(batch.queries)]
+            con += float(info_nce(q, c_CD, positive_BC, ignored_BC, temperature=self.objective.temperature))
+            hits += float(hit_at_1(q, c_CD, positive_BC, ignored_BC))
+            row += len(batch.queries)
+            first += len(batch.candidates)
+        return con, hits

@@ -2,7 +2,10 @@
 
 ``demo``        rebuild the shipped picture set (`data_prep.demo.build`)
 ``rmir``        reasoning-intensive retrieval data from any pictures (`data_prep.rmir.main`); ``config=demo`` needs nothing
+``review``      a page on which a person accepts or rejects a sample of the result (`data_prep.rmir.review`)
+``agreement``   how far these verdicts agree with the judges, with a 95 % interval (`data_prep.rmir.review`)
 ``rationales``  oracle rationales for training records (`data_prep.rationales.main`)
+``mmeb``        MMEB's files as training records or retrieval sets (`data_prep.mmeb`)
 """
 
 import importlib
@@ -10,13 +13,17 @@ import sys
 from collections.abc import Sequence
 
 from data_prep.options import UserError, nearest
+from rge.images import ImageError
 
 COMMANDS = {
-    "demo": "data_prep.demo.build",
-    "rmir": "data_prep.rmir.main",
-    "rationales": "data_prep.rationales.main",
+    "demo": "data_prep.demo.build:main",
+    "rmir": "data_prep.rmir.main:main",
+    "review": "data_prep.rmir.review:review",
+    "agreement": "data_prep.rmir.review:agreement",
+    "rationales": "data_prep.rationales.main:main",
+    "mmeb": "data_prep.mmeb:main",
 }
-"""Module of each command; its ``main(words)`` takes the words after the command. Loaded only when asked for."""
+"""Function of each command; it takes the words after the command. Loaded only when asked for."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -29,11 +36,12 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"expected a command: python -m data_prep {'|'.join(COMMANDS)} [key=value ...]")
     if argv[0] not in COMMANDS:
         raise UserError(f"unknown command {argv[0]!r}{nearest(argv[0], COMMANDS)}")
-    importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
+    module, _, name = COMMANDS[argv[0]].partition(":")
+    getattr(importlib.import_module(module), name)(argv[1:])
 
 
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except UserError as error:
+    except (UserError, ImageError) as error:
         sys.exit(f"error: {error}")

@@ -80,6 +80,8 @@ class ModelConfig:
     """Send the number of the draw as ``seed``, where the endpoint knows the field."""
     max_side_px: int = 1024
     """Longer sides of pictures are scaled down to this."""
+    family: str | None = None
+    """Models that share blind spots, for the agreement statistics of judges; null: the model is its own family."""
 
     def cost(self, input_tokens: int, output_tokens: int) -> float:
         """Price of a call."""
@@ -184,7 +186,10 @@ class Caller:
         outcomes: list[Outcome | None] = [None] * len(requests)
         waiting: dict[str, list[int]] = {}
         with tqdm(
-            total=len(requests), desc=self.progress, disable=self.progress is None, smoothing=0.05
+            total=len(requests),
+            desc=self.progress,
+            disable=True if self.progress is None else None,
+            smoothing=0.05,
         ) as bar:
 
             def done(positions: Iterable[int], outcome: Outcome) -> None:

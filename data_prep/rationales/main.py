@@ -2,6 +2,7 @@
 
 Every positive of every record gets a rationale by a model that sees query and target. One that fails a check is left
 out with its reason; a record without any is left out too. Answers are kept beside the result, so the command resumes.
+With ``candidates=N`` several are written, and ``select=CHECKPOINT`` lets an embedder choose among those that pass.
 """
 
 import hashlib
@@ -9,11 +10,12 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from data_prep.calls.cache import ReplyCache
-from data_prep.calls.client import Caller, ModelConfig
+from data_prep.calls.client import Caller, ModelConfig, check_model
 from data_prep.calls.replies import ReplyError
 from data_prep.calls.request import Picture, Request
 from data_prep.options import UserError, read_options
@@ -25,20 +27,67 @@ from rge.sources import RecordError, RecordFile
 
 DEFAULTS = {
     "records": "", "out": "", "model": "", "base_url": "", "api": "openai", "key_env": "", "concurrency": "32",
-    "max_words": "50", "temperature": "0", "task": "auto", "leak": "keep", "max_leak": "0.5", "input_price": "0",
-    "output_price": "0", "budget": "",
+    "max_words": "50", "temperature": "", "task": "auto", "leak": "keep", "max_leak": "0.5", "candidates": "1",
+    "select": "", "min_gain": "", "input_price": "0", "output_price": "0", "picture_tokens": "1500", "budget": "",
+    "dry_run": "false",
 }  # fmt: skip
+SAMPLING_TEMPERATURE = 0.7
+"""Of several candidates, where none is given: at 0 all of them would be the same."""
 WINDOW = 1000
 """Records asked about at a time."""
+GAIN_WINDOW = 256
+"""Pairs whose targets a rationale must tell apart."""
+
+Pair = tuple[Record, Positive]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How rationales are asked for and chosen.
+
+    Attributes:
+        task: auto or one of `prompts.TASKS`.
+        leak: what becomes of a rationale that copies more than `max_leak` of its target: keep, drop, or rewrite (asked
+            once more, then dropped).
+        max_leak: see `checks.leak`.
+        max_words: of a rationale.
+        temperature: of the writer.
+        candidates: rationales written for each pair.
+        select: checkpoint that chooses among them; None takes the first that passes.
+        min_gain: a chosen rationale that gains less (nats) is left out; None keeps every one.
+    """
+
+    task: str = "auto"
+    leak: str = "keep"
+    max_leak: float = 0.5
+    max_words: int = 50
+    temperature: float = 0.0
+    candidates: int = 1
+    select: str | None = None
+    min_gain: float | None = None
+
+
+@dataclass
+class _Written:
+    # One candidate: its text, or None and why there is none.
+    text: str | None
+    faults: list[str]
+    leak: float = 0.0
+    gain: float | None = None
+
+
+@dataclass
+class _Tally:
+    counts: Counter[str] = field(default_factory=Counter)
+    leaks: list[float] = field(default_factory=list)
+    gains: list[float] = field(default_factory=list)
 
 
 def main(words: Sequence[str]) -> None:
-    """Write rationales.
+    """Write rationales, or say what they would cost (``dry_run=true``).
 
     Args:
-        words: see `DEFAULTS`. ``leak`` says what becomes of a rationale that copies more than ``max_leak`` of its
-            target's text: keep, drop, or rewrite (asked once more, then dropped). ``task`` is auto or one of
-            `prompts.TASKS`.
+        words: see `DEFAULTS` and `Settings`.
 
     Raises:
         UserError: a word is wrong, a file cannot be read, or the calls cannot go on.
@@ -51,6 +100,8 @@ def main(words: Sequence[str]) -> None:
         raise UserError(f"leak must be keep, drop or rewrite, got {options['leak']!r}")
     if options["task"] not in ("auto", *prompts.TASKS):
         raise UserError(f"task must be auto or one of {', '.join(prompts.TASKS)}; got {options['task']!r}")
+    if options["dry_run"] not in ("true", "false"):
+        raise UserError(f"dry_run must be true or false, got {options['dry_run']!r}")
     try:
         model = ModelConfig(
             name=options["model"],
@@ -60,42 +111,81 @@ def main(words: Sequence[str]) -> None:
             concurrency=int(options["concurrency"]),
             input_price=float(options["input_price"]),
             output_price=float(options["output_price"]),
+            picture_tokens=int(options["picture_tokens"]),
             budget=float(options["budget"]) if options["budget"] else None,
         )
-        settings = {
-            "max_words": int(options["max_words"]),
-            "temperature": float(options["temperature"]),
-            "max_leak": float(options["max_leak"]),
-        }
+        several = int(options["candidates"]) > 1
+        settings = Settings(
+            task=options["task"],
+            leak=options["leak"],
+            max_leak=float(options["max_leak"]),
+            max_words=int(options["max_words"]),
+            temperature=float(options["temperature"] or (SAMPLING_TEMPERATURE if several else 0)),
+            candidates=int(options["candidates"]),
+            select=options["select"] or None,
+            min_gain=float(options["min_gain"]) if options["min_gain"] else None,
+        )
     except ValueError as error:
         raise UserError(f"a number is needed: {error}") from None
+    check_model(model.name, model)
+    if settings.candidates < 1:
+        raise UserError(f"candidates must be >= 1, got {settings.candidates}")
+    if several and settings.temperature == 0:
+        raise UserError(
+            "temperature=0 writes the same rationale every time: candidates needs a temperature above 0"
+        )
+    if settings.min_gain is not None and settings.select is None:
+        raise UserError("min_gain needs select=CHECKPOINT: the embedder that measures the gain")
     records, out = Path(options["records"]), Path(options["out"])
-    report = write(records, out, model, task=options["task"], leak=options["leak"], **settings)
+    if options["dry_run"] == "true":
+        print(estimate(records, model, settings))
+        return
+    report = write(records, out, model, settings)
     print(json.dumps(report, indent=1))
 
 
-def write(
-    records: Path,
-    out: Path,
-    model: ModelConfig,
-    *,
-    task: str,
-    leak: str,
-    max_leak: float,
-    max_words: int,
-    temperature: float,
-) -> dict[str, Any]:
+def estimate(records: Path, model: ModelConfig, settings: Settings) -> str:
+    """Calls, tokens and money, from the real prompts and without asking or writing anything.
+
+    Raises:
+        UserError: the records cannot be read.
+    """
+    _check(records)
+    calls = tokens_in = tokens_out = 0
+    tasks: Counter[str] = Counter()
+    for window in _windows(records):
+        for pair in ((record, positive) for record in window for positive in record.positives):
+            request = _request(pair, records.parent, model, settings, look=False)
+            cost_in, cost_out = model.estimate(request)
+            calls += settings.candidates
+            tokens_in += settings.candidates * cost_in
+            tokens_out += settings.candidates * cost_out
+            tasks[_task(pair, settings)] += 1
+    lines = [
+        "| task | pairs |",
+        "|---|---:|",
+        *(f"| {task} | {number:,} |" for task, number in tasks.most_common()),
+    ]
+    lines.append(
+        f"\n{calls:,} calls, {tokens_in:,} input tokens, at most {tokens_out:,} output tokens, at most "
+        f"{model.cost(tokens_in, tokens_out):,.2f}. Nothing was asked."
+        + (
+            " Rewrites come on top: one call for each rationale that copies too much."
+            if settings.leak == "rewrite"
+            else ""
+        )
+    )
+    return "\n".join(lines)
+
+
+def write(records: Path, out: Path, model: ModelConfig, settings: Settings) -> dict[str, Any]:
     """Write ``out`` with rationales, and ``out`` + ``.report.json``.
 
     Args:
         records: training records.
         out: training records with rationales; pictures are referred to where they are.
         model: the writer.
-        task: auto or one of `prompts.TASKS`.
-        leak: keep, drop or rewrite.
-        max_leak: see `checks.leak`.
-        max_words: of a rationale.
-        temperature: of the writer.
+        settings: see `Settings`.
 
     Returns:
         The report.
@@ -103,84 +193,160 @@ def write(
     Raises:
         UserError: see `main`.
     """
-    try:
-        RecordFile(records)
-    except RecordError as error:
-        raise UserError(str(error)) from None
+    _check(records)
     if out.resolve() == records.resolve():
         raise UserError(f"out={out} would overwrite the records")
+    judge = None
+    if settings.select is not None:
+        from data_prep.rationales.gain import GainJudge
+
+        judge = GainJudge(settings.select)
     cache = ReplyCache(out.with_name(f"{out.name}.replies.sqlite"))
     caller = Caller({model.name: model}, cache, progress="rationales")
-    counts: Counter[str] = Counter()
-    leaks: list[float] = []
+    tally = _Tally()
     lines: list[str] = []
-
-    def ask(pairs: list[tuple[Record, Positive]], rewrite: bool) -> list[tuple[str | None, list[str], float]]:
-        requests = []
-        for record, positive in pairs:
-            found = prompts.task_of(record, positive) if task == "auto" else task
-            pictures = [_picture(records.parent / ref, model) for ref in record.query.images]
-            target = _picture(records.parent / positive.image, model) if positive.image else None
-            parts = prompts.parts(
-                record, positive, found, pictures, target, max_words=max_words, rewrite=rewrite
-            )
-            requests.append(
-                Request(model.name, parts, temperature=temperature, max_tokens=max(256, 4 * max_words))
-            )
-        results = []
-        for (_, positive), outcome in zip(pairs, caller.run(requests), strict=True):
-            if outcome.lost:
-                raise UserError(
-                    f"a call got no answer: {outcome.error}. What was answered is kept; run this again"
-                )
-            try:
-                if outcome.error is not None:
-                    raise outcome.error
-                text = prompts.read(outcome.reply)
-            except ReplyError as error:
-                results.append((None, [error.kind], 0.0))
-                continue
-            results.append((text, checks.faults(text, max_words=max_words), checks.leak(text, positive.text)))
-        return results
-
     for window in _windows(records):
         pairs = [(record, positive) for record in window for positive in record.positives]
-        results = ask(pairs, rewrite=False)
-        if leak == "rewrite":
-            again = [row for row, (_, _, score) in enumerate(results) if score > max_leak]
-            counts["rewritten"] += len(again)
-            for row, result in zip(again, ask([pairs[row] for row in again], rewrite=True), strict=True):
-                results[row] = result
+        written = _ask_all(caller, pairs, records.parent, model, settings, tally)
+        if judge is not None:
+            for start in range(0, len(pairs), GAIN_WINDOW):
+                some = range(start, min(start + GAIN_WINDOW, len(pairs)))
+                good = [[one for one in written[row] if not one.faults] for row in some]
+                found = judge.judge(
+                    records.parent,
+                    [pairs[row] for row in some],
+                    [[one.text or "" for one in ones] for ones in good],
+                )
+                for ones, gain_K in zip(good, found, strict=True):
+                    for one, gain in zip(ones, gain_K, strict=True):
+                        one.gain = float(gain)
         position = 0
         for record in window:
             kept = []
             for positive in record.positives:
-                text, faults, score = results[position]
+                text = _choose(written[position], settings, tally)
                 position += 1
-                if text is not None and leak != "keep" and score > max_leak:
-                    faults = [*faults, "leak"]
-                counts["asked"] += 1
-                counts.update(f"dropped: {fault}" for fault in faults)
-                if text is not None and not faults:
+                if text is not None:
                     kept.append(positive.model_copy(update={"rationale": text}))
-                    leaks.append(score)
-            counts["records"] += bool(kept)
-            counts["records without a rationale"] += not kept
+            tally.counts["records"] += bool(kept)
+            tally.counts["records without a rationale"] += not kept
             if kept:
                 lines.append(
                     _moved(record.model_copy(update={"positives": kept}), records.parent, out.parent)
                 )
     write_text(out, "".join(f"{line}\n" for line in lines))
     report = {
-        **counts,
-        "kept": len(leaks),
-        "leak_mean": round(sum(leaks) / len(leaks), 4) if leaks else 0.0,
-        "leak_above_limit": sum(score > max_leak for score in leaks),
+        **tally.counts,
+        "kept": len(tally.leaks),
+        "leak_mean": _mean(tally.leaks),
+        "leak_above_limit": sum(score > settings.max_leak for score in tally.leaks),
+        **({"gain_mean": _mean(tally.gains), "select": settings.select} if judge is not None else {}),
         "models": cache.ledger(),
     }
     write_text(out.with_name(f"{out.name}.report.json"), json.dumps(report, indent=1) + "\n")
     cache.close()
     return report
+
+
+def _ask_all(
+    caller: Caller, pairs: list[Pair], folder: Path, model: ModelConfig, settings: Settings, tally: _Tally
+) -> list[list[_Written]]:
+    """The candidates of each pair, checked; a leak that is not kept is a fault."""
+    asked = [(row, sample) for row in range(len(pairs)) for sample in range(settings.candidates)]
+
+    def ask(wanted: list[tuple[int, int]], rewrite: bool) -> list[_Written]:
+        requests = [
+            _request(pairs[row], folder, model, settings, sample=sample, rewrite=rewrite)
+            for row, sample in wanted
+        ]
+        return [
+            _read(outcome, pairs[row][1], settings)
+            for (row, _), outcome in zip(wanted, caller.run(requests), strict=True)
+        ]
+
+    found = dict(zip(asked, ask(asked, rewrite=False), strict=True))
+    if settings.leak == "rewrite":
+        again = [one for one in asked if found[one].leak > settings.max_leak]
+        tally.counts["rewritten"] += len(again)
+        found.update(zip(again, ask(again, rewrite=True), strict=True))
+    for one in found.values():
+        if one.text is not None and settings.leak != "keep" and one.leak > settings.max_leak:
+            one.faults.append("leak")
+    tally.counts["asked"] += len(asked)
+    tally.counts.update(f"dropped: {fault}" for one in found.values() for fault in one.faults)
+    return [[found[row, sample] for sample in range(settings.candidates)] for row in range(len(pairs))]
+
+
+def _read(outcome, positive: Positive, settings: Settings) -> _Written:
+    if outcome.lost:
+        raise UserError(f"a call got no answer: {outcome.error}. What was answered is kept; run this again")
+    try:
+        if outcome.error is not None:
+            raise outcome.error
+        text = prompts.read(outcome.reply)
+    except ReplyError as error:
+        return _Written(None, [error.kind])
+    return _Written(text, checks.faults(text, max_words=settings.max_words), checks.leak(text, positive.text))
+
+
+def _choose(candidates: list[_Written], settings: Settings, tally: _Tally) -> str | None:
+    good = [one for one in candidates if one.text is not None and not one.faults]
+    if not good:
+        return None
+    # The first that passes, or the one that gains most; the first of equals.
+    best = max(good, key=lambda one: one.gain or 0.0) if settings.select is not None else good[0]
+    tally.counts["not chosen"] += len(good) - 1
+    if settings.min_gain is not None and best.gain is not None and best.gain < settings.min_gain:
+        tally.counts["dropped: gain"] += 1
+        return None
+    tally.leaks.append(best.leak)
+    if best.gain is not None:
+        tally.gains.append(best.gain)
+    return best.text
+
+
+def _task(pair: Pair, settings: Settings) -> str:
+    return prompts.task_of(*pair) if settings.task == "auto" else settings.task
+
+
+def _request(
+    pair: Pair,
+    folder: Path,
+    model: ModelConfig,
+    settings: Settings,
+    *,
+    sample: int = 0,
+    rewrite: bool = False,
+    look: bool = True,
+) -> Request:
+    record, positive = pair
+    parts = prompts.parts(
+        record,
+        positive,
+        _task(pair, settings),
+        [_picture(folder / ref, model, look) for ref in record.query.images],
+        _picture(folder / positive.image, model, look) if positive.image else None,
+        max_words=settings.max_words,
+        rewrite=rewrite,
+    )
+    return Request(
+        model.name,
+        parts,
+        temperature=settings.temperature,
+        max_tokens=max(256, 4 * settings.max_words),
+        sample=sample,
+    )
+
+
+def _check(records: Path) -> None:
+    try:
+        RecordFile(records)
+    except RecordError as error:
+        raise UserError(str(error)) from None
+
+
+def _mean(values: list[float]) -> float:
+    return round(sum(values) / len(values), 4) if values else 0.0
 
 
 def _windows(path: Path) -> Iterator[list[Record]]:
@@ -196,9 +362,10 @@ def _windows(path: Path) -> Iterator[list[Record]]:
         yield window
 
 
-def _picture(ref: Path, model: ModelConfig) -> Picture:
+def _picture(ref: Path, model: ModelConfig, look: bool) -> Picture:
     try:
-        return Picture(str(ref), hashlib.sha256(picture_bytes(str(ref))).hexdigest(), model.max_side_px)
+        digest = hashlib.sha256(picture_bytes(str(ref))).hexdigest() if look else ""
+        return Picture(str(ref), digest, model.max_side_px)
     except ImageError as error:
         raise UserError(str(error)) from None
 

@@ -90,21 +90,23 @@ def tsr(negativeness_K: Sequence[float], k: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An image found for a query; ranks count from 1, None where that index did not find it."""
+    """An image found for a query, with its rank (from 1) in each index that found it."""
 
     id: str
-    image_rank: int | None
-    caption_rank: int | None
+    ranks: dict[str, int]
 
 
-def merge_candidates(by_image: Sequence[str], by_caption: Sequence[str]) -> list[Candidate]:
-    """Union of both indices' findings, each image once: first those of the image index, then the others (3.1.3)."""
-    image_ranks = {name: rank for rank, name in enumerate(by_image, start=1)}
-    caption_ranks = {name: rank for rank, name in enumerate(by_caption, start=1)}
-    return [
-        Candidate(name, image_ranks.get(name), caption_ranks.get(name))
-        for name in dict.fromkeys([*by_image, *by_caption])
-    ]
+def merge_candidates(found: Mapping[str, Sequence[str]]) -> list[Candidate]:
+    """Union of the findings of several indices, each image once: first those of the first index, and so on (3.1.3).
+
+    Args:
+        found: candidate ids, best first, by name of the index.
+    """
+    ranks: dict[str, dict[str, int]] = {}
+    for index, names in found.items():
+        for rank, name in enumerate(names, start=1):
+            ranks.setdefault(name, {})[index] = rank
+    return [Candidate(name, of) for name, of in ranks.items()]
 
 
 def split_queries(scores: Mapping[str, float], threshold: float) -> dict[str, str]:

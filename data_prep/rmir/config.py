@@ -15,6 +15,8 @@ from data_prep.options import UserError
 from rge.config import RecipeError, nearest, split_override
 
 CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "data_prep"
+IMAGE_ENCODERS = ("siglip", "checkpoint", "pixels")
+CAPTION_ENCODERS = ("text", "minilm", "checkpoint", "hashing")
 CATEGORIES = {"functional": "FUNC", "temporal": "TEMP", "causal": "CAUS"}
 
 
@@ -39,6 +41,23 @@ class LibraryConfig:
     """Smaller pictures are left out and counted."""
     shard_size: int = 5000
     """Pictures inspected and embedded at once; what is lost when the run is stopped."""
+    near_duplicates: int | None = None
+    """Bits in which two perceptual hashes (of 64) may differ for the later picture to be left out as a near-duplicate; 4
+    finds the same picture in another size or compression. null: only equal bytes are left out, as in the paper."""
+
+
+@dataclass
+class DownloadConfig:
+    """Fetching the pictures of a library that lists web addresses."""
+
+    concurrency: int = 32
+    timeout_s: float = 30.0
+    """For one attempt, whole."""
+    max_retries: int = 3
+    backoff_s: float = 1.0
+    """Upper bound of the first wait; doubles with every attempt."""
+    max_bytes: int = 30_000_000
+    """Larger files are left out and counted."""
 
 
 @dataclass
@@ -46,10 +65,26 @@ class EncoderConfig:
     """What turns pictures or texts into vectors."""
 
     kind: str = "siglip"
-    """Pictures: siglip, checkpoint (of this project, direct mode) or pixels. Captions: text or hashing."""
+    """Pictures: siglip, checkpoint (of this project, direct mode) or pixels. Captions: text, minilm (the extra of that
+    name), checkpoint or hashing."""
     path: str | None = None
     """Hub name or folder of siglip, text and checkpoint."""
     batch_size: int = 64
+    fallback: str | None = None
+    """Kind to use where this one is not there (no such folder, extra not installed); the report names it. null: an error."""
+
+
+@dataclass
+class IndexSpec:
+    """One more index to retrieve candidates from, besides the paper's two."""
+
+    name: str = "???"
+    """In tables and reports."""
+    side: str = "image"
+    """image or caption: what of a candidate is embedded."""
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    count: int = 4
+    """Candidates of each query."""
 
 
 @dataclass
@@ -93,6 +128,8 @@ class RetrieveConfig:
     by_caption: int = 4
     exclude_input: bool = True
     """Do not offer a query its own input picture. The paper does not say."""
+    more: list[IndexSpec] = field(default_factory=list)
+    """Further indices by other encoders, whose candidates are judged too. TSR still reads the first image index only."""
 
 
 @dataclass
@@ -129,6 +166,14 @@ class SplitConfig:
     """Greater goes to the test set. The paper prints no value; this one is ours."""
     disjoint: str = "none"
     """none; inputs or all: drop training queries that share their input, or any picture, with the test set."""
+
+
+@dataclass
+class AuditConfig:
+    """Shortcuts: queries that text alone or picture alone already solves."""
+
+    ks: list[int] = field(default_factory=lambda: [1, 5, 10])
+    """A query counts as solved at k where one of its right answers is among the first k of the pool."""
 
 
 @dataclass
@@ -187,6 +232,8 @@ class RmirConfig:
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     keep: KeepConfig = field(default_factory=KeepConfig)
     split: SplitConfig = field(default_factory=SplitConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
+    download: DownloadConfig = field(default_factory=DownloadConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     expect: ExpectConfig = field(default_factory=ExpectConfig)
     oracle: OracleConfig | None = None
@@ -240,8 +287,33 @@ def check(config: RmirConfig) -> None:
     Raises:
         ConfigError: names the key, the value and what is allowed.
     """
-    _one_of("image_encoder.kind", config.image_encoder.kind, ("siglip", "checkpoint", "pixels"))
-    _one_of("caption_encoder.kind", config.caption_encoder.kind, ("text", "hashing"))
+    for number, spec in enumerate(config.retrieve.more):
+        _one_of(f"retrieve.more.{number}.side", spec.side, ("image", "caption"))
+    for key, encoder, kinds in (
+        ("image_encoder", config.image_encoder, IMAGE_ENCODERS),
+        ("caption_encoder", config.caption_encoder, CAPTION_ENCODERS),
+        *(
+            (
+                f"retrieve.more.{number}.encoder",
+                spec.encoder,
+                IMAGE_ENCODERS if spec.side == "image" else CAPTION_ENCODERS,
+            )
+            for number, spec in enumerate(config.retrieve.more)
+        ),
+    ):
+        _one_of(f"{key}.kind", encoder.kind, kinds)
+        if encoder.fallback is not None:
+            _one_of(f"{key}.fallback", encoder.fallback, kinds)
+    for number, spec in enumerate(config.retrieve.more):
+        if spec.count < 1:
+            raise ConfigError(f"retrieve.more.{number}.count must be >= 1, got {spec.count}")
+    names = ["image", "caption", *(spec.name for spec in config.retrieve.more)]
+    if twice := [name for name in names if names.count(name) > 1 or name == "???"]:
+        raise ConfigError(f"retrieve.more: each index needs a name of its own; got {twice[0]!r}")
+    if not config.audit.ks or min(config.audit.ks) < 1:
+        raise ConfigError(f"audit.ks needs numbers >= 1, got {config.audit.ks}")
+    if (most := config.library.near_duplicates) is not None and not 0 <= most <= 16:
+        raise ConfigError(f"library.near_duplicates must be between 0 and 16 bits, or null; got {most}")
     _one_of("split.disjoint", config.split.disjoint, ("none", "inputs", "all"))
     _one_of("export.rationale", config.export.rationale, ("generator", "none"))
     _one_of("runner", config.runner, ("native", "ray"))
@@ -249,7 +321,7 @@ def check(config: RmirConfig) -> None:
         _one_of("generate.categories", category, tuple(CATEGORIES))
     for key in (
         "seed.clusters", "seed.per_cluster", "seed.iterations", "retrieve.by_image", "library.shard_size",
-        "library.min_side_px", "generate.max_tokens", "filter.max_tokens", "judge.max_tokens",
+        "library.min_side_px", "download.concurrency", "download.max_bytes", "generate.max_tokens", "filter.max_tokens", "judge.max_tokens",
     ):  # fmt: skip
         section, name = key.split(".")
         if (value := getattr(getattr(config, section), name)) < 1:

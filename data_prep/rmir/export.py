@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 
 from data_prep.demo.pictures import IMAGE
 from data_prep.rmir import arithmetic as maths
-from data_prep.rmir.run import Run
+from data_prep.rmir.run import Run, RunError
 from rge.fingerprint import set_fingerprint
-from rge.images import picture_bytes
+from rge.images import ImageError, picture_bytes
 from rge.schema import Positive, QueryPart, Record, Target
 
 KINDS = {
@@ -30,6 +30,24 @@ PICTURES_A_GROUP = 256
 
 
 def export(
+    run: Run, splits: Mapping[str, str], positives: Mapping[str, Sequence[str]], doubted: set[str]
+) -> dict[str, Any]:
+    """`_export`, with one clear error where the disk is full or a picture has gone since it was listed.
+
+    Raises:
+        RunError: the dataset cannot be written.
+    """
+    try:
+        return _export(run, splits, positives, doubted)
+    except ImageError as error:
+        why = f"{error}. Put it back and run the same command again"
+    except OSError as error:
+        why = error.strerror or str(error)
+    shutil.rmtree(run.out / ".dataset", ignore_errors=True)
+    raise RunError(f"{run.out / 'dataset'} cannot be written: {why}")
+
+
+def _export(
     run: Run, splits: Mapping[str, str], positives: Mapping[str, Sequence[str]], doubted: set[str]
 ) -> dict[str, Any]:
     """Write ``dataset/`` anew, whole or not at all.

@@ -21,20 +21,31 @@ _S, _I, _F = pa.string(), pa.int32(), pa.float32()
 SCHEMAS: dict[str, pa.Schema] = {
     name: pa.schema(list(columns.items()))
     for name, columns in {
-        "inspected": {"id": _S, "ref": _S, "caption": _S, "sha256": _S, "width": _I, "height": _I, "reason": _S},
-        "images": {"id": _S, "ref": _S, "caption": _S, "sha256": _S, "width": _I, "height": _I, "cluster": _I},
+        "inspected": {
+            "id": _S, "ref": _S, "caption": _S, "sha256": _S, "width": _I, "height": _I, "phash": _S,
+            "reason": _S,
+        },
+        "images": {
+            "id": _S, "ref": _S, "caption": _S, "sha256": _S, "width": _I, "height": _I, "phash": _S, "cluster": _I,
+        },
         "generated": {
             "query_id": _S, "image_id": _S, "category": _S, "query": _S, "target_desc": _S, "reasoning": _S,
             "input_desc": _S, "key": _S,
         },
         "filtered": {"query_id": _S, "reasoning": _S, "input_desc": _S, "key": _S},
         "rejected": {"id": _S, "reason": _S, "detail": _S, "key": _S},
-        "triplets": {"query_id": _S, "candidate_id": _S, "position": _I, "image_rank": _I, "caption_rank": _I},
+        "triplets": {
+            "query_id": _S, "candidate_id": _S, "position": _I, "image_rank": _I, "caption_rank": _I,
+            "found_by": pa.list_(_S),
+        },
         "judgements": {
             "query_id": _S, "candidate_id": _S, "judge": _S, "sample": _I, "verdict": _S, "reasoning": _S, "key": _S,
         },
         "decided": {"query_id": _S, "candidate_id": _S, "majority": _S, "confidence": _F, "negativeness": _F, "state": _S},
         "pool": {"id": _S},
+        "shortcuts": {
+            "query_id": _S, "category": _S, "split": _S, "probe": _S, "rank": _I, "num_right": _I, "num_ranked": _I,
+        },
         "splits": {"query_id": _S, "tsr": pa.float64(), "split": _S, "overlaps": pa.bool_()},
     }.items()
 }  # fmt: skip

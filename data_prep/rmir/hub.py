@@ -1,4 +1,4 @@
-"""Encoders from the Hugging Face hub: SigLIP 2 for pictures, Qwen3-Embedding for captions."""
+"""Encoders of the Hugging Face format: SigLIP 2 for pictures; Qwen3-Embedding and MiniLM for captions."""
 
 from collections.abc import Sequence
 
@@ -86,4 +86,34 @@ class HubTextEncoder:
                 batch, padding=True, truncation=True, max_length=MAX_CAPTION_TOKENS, return_tensors="pt"
             ).to(self.device)
             rows.append(self.model(**tokens).last_hidden_state[:, -1].float().cpu().numpy())
+        return unit(np.concatenate(rows))
+
+
+class MeanTextEncoder:
+    """A text encoder whose embedding is the mean of its tokens, as MiniLM's is.
+
+    Args:
+        path: hub name or folder.
+        batch_size: rows a forward.
+        name: for the report.
+    """
+
+    def __init__(self, path: str, batch_size: int, name: str | None = None):
+        self.name, self.batch_size = name or path, batch_size
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model = AutoModel.from_pretrained(path).to(self.device).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+
+    @torch.no_grad()
+    def texts(self, texts: Sequence[str], *, query: bool) -> np.ndarray:
+        """(N, D) float32, unit norm; ``query`` makes no difference."""
+        rows = []
+        for start in range(0, len(texts), self.batch_size):
+            batch = list(texts[start : start + self.batch_size])
+            tokens = self.tokenizer(
+                batch, padding=True, truncation=True, max_length=MAX_CAPTION_TOKENS, return_tensors="pt"
+            ).to(self.device)
+            hidden = self.model(**tokens).last_hidden_state.float()
+            mask = tokens["attention_mask"][..., None].float()
+            rows.append(((hidden * mask).sum(1) / mask.sum(1)).cpu().numpy())
         return unit(np.concatenate(rows))

@@ -12,11 +12,13 @@ import pyarrow.parquet as pq
 
 from data_prep.options import UserError
 from data_prep.rmir.config import LibraryConfig
+from data_prep.rmir.download import is_address
 from data_prep.rmir.frames import daft_frame, from_daft
+from data_prep.rmir.neardup import phash
 from rge.images import ImageError, load_image, picture_bytes
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-DUPLICATE, TOO_SMALL = "same bytes as another picture", "too small"
+DUPLICATE, NEAR_DUPLICATE, TOO_SMALL = "same bytes as another picture", "near-duplicate", "too small"
 
 
 class LibraryError(UserError):
@@ -24,7 +26,7 @@ class LibraryError(UserError):
 
 
 def list_library(config: LibraryConfig) -> list[dict[str, Any]]:
-    """Every picture as ``id``, ``ref`` (see `rge.images`) and ``caption`` (or None), in a fixed order.
+    """Every picture as ``id``, ``ref`` (see `rge.images`; or a web address) and ``caption`` (or None), in a fixed order.
 
     Raises:
         LibraryError: no such library, missing columns, ids that are missing or occur twice, no picture at all.
@@ -71,7 +73,12 @@ def _table_rows(path: Path, config: LibraryConfig) -> Iterator[dict[str, Any]]:
             )
         rows = pq.read_table(path, columns=wanted).to_pylist()
     elif path.suffix == ".jsonl":
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        rows = []
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            try:
+                rows += [json.loads(line)] if line.strip() else []
+            except ValueError as error:
+                raise LibraryError(f"{path}:{number} is not JSON: {error}") from None
     elif path.suffix in (".csv", ".tsv"):
         with path.open(encoding="utf-8", newline="") as lines:
             rows = list(csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ","))
@@ -86,8 +93,13 @@ def _table_rows(path: Path, config: LibraryConfig) -> Iterator[dict[str, Any]]:
         name, caption = str(row[config.id_column]), row.get(config.caption_column or "")
         if inside:
             ref = f"{path}#{name}"
+        elif is_address(str(row[config.image_column])):
+            ref = str(row[config.image_column])
         elif "://" in str(row[config.image_column]):
-            raise LibraryError(f"{path}: row {number} is an address; download the pictures first")
+            scheme = str(row[config.image_column]).partition("://")[0]
+            raise LibraryError(
+                f"{path}: row {number}: {scheme}:// is not http:// or https://; download the pictures first"
+            )
         else:
             ref = str(path.parent / str(row[config.image_column]))
         yield {"id": name, "ref": ref, "caption": str(caption).strip() or None if caption else None}
@@ -111,6 +123,7 @@ def inspect(rows: list[dict[str, Any]], config: LibraryConfig, runner: str = "na
             "sha256": DataType.string(),
             "width": DataType.int32(),
             "height": DataType.int32(),
+            "phash": DataType.string(),
             "reason": DataType.string(),
         }
     )
@@ -121,14 +134,14 @@ def inspect(rows: list[dict[str, Any]], config: LibraryConfig, runner: str = "na
     frame = daft_frame(given, runner).with_column(
         "found", col("ref").apply(lambda ref: look(ref, smallest), return_dtype=kind)
     )
-    for name in ("sha256", "width", "height", "reason"):
+    for name in ("sha256", "width", "height", "phash", "reason"):
         frame = frame.with_column(name, col("found")[name])
     return from_daft(frame, "inspected")
 
 
 def look(ref: str, min_side_px: int) -> dict[str, Any]:
-    """Hash and size of a picture, or the reason to leave it out."""
-    found: dict[str, Any] = {"sha256": None, "width": None, "height": None, "reason": None}
+    """Hashes and size of a picture, or the reason to leave it out."""
+    found: dict[str, Any] = {"sha256": None, "width": None, "height": None, "phash": None, "reason": None}
     try:
         data = picture_bytes(ref)
     except ImageError:
@@ -140,4 +153,5 @@ def look(ref: str, min_side_px: int) -> dict[str, Any]:
         reason = next((name for words, name in reasons.items() if words in str(error)), "unreadable")
         return {**found, "reason": reason}
     found |= {"sha256": hashlib.sha256(data).hexdigest(), "width": image.width, "height": image.height}
+    found["phash"] = phash(image)
     return {**found, "reason": TOO_SMALL if min(image.size) < min_side_px else None}

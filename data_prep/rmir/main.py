@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from data_prep.calls.client import CHARACTERS_A_TOKEN
 from data_prep.options import UserError, nearest
 from data_prep.rmir import prompts, report
 from data_prep.rmir.config import RmirConfig, load_config, models_used
+from data_prep.rmir.download import is_address
 from data_prep.rmir.library import list_library
 from data_prep.rmir.oracle import OracleProcess, write_library
-from data_prep.rmir.run import STAGES, Run, RunError
+from data_prep.rmir.run import STAGES, Run, RunError, done
 from data_prep.rmir.stages import WORK
 
 
@@ -52,7 +54,7 @@ def main(words: Sequence[str]) -> None:
         run_stages(run, STAGES if stage == "all" else (stage,))
         page = report.write(run)
         print(page.read_text(encoding="utf-8"))
-        print(f"{page}\n{run.out / 'dataset'}" if stage in ("all", "split") else page)
+        print(f"{page}\n{run.out / 'dataset'}" if stage in ("all", "split", "audit") else page)
 
 
 def run_stages(run: Run, stages: Sequence[str]) -> None:
@@ -90,40 +92,72 @@ def status(run: Run) -> str:
 
 
 def estimate(config: RmirConfig) -> str:
-    """Calls, tokens and money of a whole run, before anything is asked."""
-    listed = len(list_library(config.library))
-    inputs = min(listed, config.seed.clusters * config.seed.per_cluster)
+    """Calls, tokens and money of every stage, before anything is asked.
+
+    Numbers of finished stages replace the guesses, so that a run over a few inputs (``generate.max_inputs``) and the
+    same command with all of them give an estimate that rests on one's own pictures and prompts.
+    """
+    finished = {stage: found["counts"] for stage in STAGES if (found := done(config, stage))}
+    library = list_library(config.library)
+    listed = len(library)
+    usable = finished["seed"]["seed"] if "seed" in finished else listed
+    inputs = min(usable, config.seed.clusters * config.seed.per_cluster)
     if config.generate.max_inputs is not None:
         inputs = min(inputs, config.generate.max_inputs)
     queries = inputs * min(config.expect.queries_per_input, len(config.generate.categories))
-    valid = queries * config.expect.share_valid
-    triplets = valid * (config.retrieve.by_image + config.retrieve.by_caption)
-    calls = [
-        ("generate", config.generate.model, inputs, len(prompts.GENERATE), 1),
-        ("filter", config.filter.model, queries, len(prompts.FILTER) + 200, 1),
-        *(
-            ("judge", spec.model, triplets * spec.count, len(prompts.JUDGE) + 80, 2)
-            for spec in config.judge.judges
-        ),
-    ]
+    queries = finished["generate"]["queries"] if "generate" in finished else queries
+    valid = finished["filter"]["valid"] if "filter" in finished else queries * config.expect.share_valid
+    candidates = (
+        config.retrieve.by_image
+        + config.retrieve.by_caption
+        + sum(spec.count for spec in config.retrieve.more)
+    )
+    candidates = min(candidates, max(usable - config.retrieve.exclude_input, 0))
+    triplets = finished["retrieve"]["triplets"] if "retrieve" in finished else valid * candidates
+    calls: dict[str, list[tuple[str, float, int, int]]] = {
+        "generate": [(config.generate.model, inputs, len(prompts.GENERATE), 1)],
+        "filter": [(config.filter.model, queries, len(prompts.FILTER) + 200, 1)],
+        "judge": [
+            (spec.model, triplets * spec.count, len(prompts.JUDGE) + 80, 2) for spec in config.judge.judges
+        ],
+    }
     lines = [
         "| stage | model | calls | input tokens | output tokens | cost |",
         "|---|---|---:|---:|---:|---:|",
     ]
-    total = 0.0
-    for stage, name, number, characters, pictures in calls:
-        model = config.models[name]
-        tokens_in = number * (characters / 3 + pictures * model.picture_tokens)
-        tokens_out = number * config.expect.output_tokens[stage]
-        cost = model.cost(int(tokens_in), int(tokens_out))
-        total += cost
-        lines.append(
-            f"| {stage} | {model.name} | {number:,.0f} | {tokens_in:,.0f} | {tokens_out:,.0f} | {cost:,.2f} |"
-        )
+    total = paid = 0.0
+    for stage in STAGES:
+        for name, number, characters, pictures in calls.get(stage, []):
+            model = config.models[name]
+            tokens_in = number * (characters / CHARACTERS_A_TOKEN + pictures * model.picture_tokens)
+            tokens_out = number * config.expect.output_tokens[stage]
+            cost = model.cost(int(tokens_in), int(tokens_out))
+            total += cost
+            paid += cost if stage in finished else 0.0
+            mark = f"{stage} (done)" if stage in finished else stage
+            lines.append(
+                f"| {mark} | {model.name} | {number:,.0f} | {tokens_in:,.0f} | {tokens_out:,.0f} | {cost:,.2f} |"
+            )
+        if stage not in calls:
+            lines.append(f"| {stage}{' (done)' if stage in finished else ''} | none | 0 | 0 | 0 | 0.00 |")
     lines.append(
-        f"\n{listed:,} pictures listed; {total:,.2f} in all. Nothing was asked. Guesses: {config.expect.queries_per_input} "
-        f"queries an input, {config.expect.share_valid:.0%} valid, no candidate found by both indices (expect.*)."
+        f"\n{listed:,} pictures listed; {total:,.2f} in all, {total - paid:,.2f} of it in stages not done yet."
     )
+    guesses = [
+        text
+        for stage, text in (
+            ("generate", f"{config.expect.queries_per_input:g} queries an input"),
+            ("filter", f"{config.expect.share_valid:.0%} valid"),
+            ("retrieve", "no candidate found by two indices"),
+        )
+        if stage not in finished
+    ]
+    lines.append(
+        f"Nothing was asked. Guesses (expect.*): {', '.join([*guesses, 'tokens of prompts and answers'])}."
+    )
+    addresses = sum(is_address(row["ref"]) for row in library)
+    if addresses:
+        lines.append(f"{addresses:,} pictures are at web addresses and will be downloaded by the stage seed.")
     unset = sorted(
         {model.key_env for _, name in models_used(config) if (model := config.models[name]).key_env}
         - {key for key, value in os.environ.items() if value}

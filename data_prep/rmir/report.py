@@ -6,12 +6,16 @@ from typing import Any
 
 from data_prep.rmir.run import STAGES, Run, write_text
 
-PAPER = {
-    "kept by the filter": 0.60,
+PAPER: dict[str, float | None] = {
+    "thrown away by the filter": 0.40,
+    "pool share of the seed set": 35803 / 500000,
+    "queries with an answer, of the seed set": 8321 / 500000,
     "test share of the queries": 1634 / 8321,
     "pool images a query": 35803 / 8321,
+    "unanimous panels": None,
 }
-"""From the paper: about 40 % filtered; 1,634 test and 6,687 training queries; a pool of 35,803 images."""
+"""From the paper: about 40 % filtered; a seed set of 500,000 images; 1,634 test and 6,687 training queries; a pool of 35,803
+images. How many of the seed pictures were asked about, and how many triplets were unanimous, it does not say."""
 
 
 def collect(run: Run) -> dict[str, Any]:
@@ -50,15 +54,22 @@ def funnel(stages: dict[str, dict[str, Any]]) -> list[tuple[str, int, str]]:
 
 
 def ratios(stages: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """The ratios that the paper lets one compute, for this run."""
+    """The ratios of `PAPER` for this run, as far as it got."""
     counts = {stage: found["counts"] for stage, found in stages.items()}
     found = {}
     if "filter" in counts and counts["filter"]["queries"]:
-        found["kept by the filter"] = counts["filter"]["valid"] / counts["filter"]["queries"]
+        found["thrown away by the filter"] = 1 - counts["filter"]["valid"] / counts["filter"]["queries"]
+    if "keep" in counts and counts["keep"]["triplets"]:
+        found["unanimous panels"] = 1 - counts["keep"]["doubted"] / counts["keep"]["triplets"]
+    if "pool" in counts:
+        found["pool share of the seed set"] = counts["pool"]["images"] / counts["seed"]["seed"]
     if "split" in counts and (total := counts["split"]["test"] + counts["split"]["train"]):
+        found["queries with an answer, of the seed set"] = (
+            counts["split"]["queries_with_an_answer"] / counts["seed"]["seed"]
+        )
         found["test share of the queries"] = counts["split"]["test"] / total
         found["pool images a query"] = counts["pool"]["images"] / total
-    return found
+    return {name: found[name] for name in PAPER if name in found}
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -71,7 +82,10 @@ def markdown(report: dict[str, Any]) -> str:
         for stage, found in report["stages"].items()
     ]
     lines += ["", "| ratio | this run | paper |", "|---|---:|---:|"]
-    lines += [f"| {name} | {value:.2f} | {PAPER[name]:.2f} |" for name, value in report["ratios"].items()]
+    lines += [
+        f"| {name} | {value:.3f} | {'not said' if PAPER[name] is None else format(PAPER[name], '.3f')} |"
+        for name, value in report["ratios"].items()
+    ]
     lines += ["", "| thrown away in | reason | number |", "|---|---|---:|"]
     for stage, found in report["stages"].items():
         rejected = found["counts"].get("rejected")
@@ -89,7 +103,61 @@ def markdown(report: dict[str, Any]) -> str:
             "",
             f"Pictures were embedded by: {encoders['images']}. Captions by: {encoders['captions']}.",
         ]
+        more = report["stages"].get("retrieve", {}).get("counts", {}).get("more_encoders", {})
+        lines += [f"Index {name}: {encoder}." for name, encoder in more.items()]
+    if "audit" in report["stages"]:
+        lines += ["", *audit_tables(report["stages"]["audit"]["counts"])]
     return "\n".join(lines) + "\n"
+
+
+def audit_tables(found: dict[str, Any]) -> list[str]:
+    """What `data_prep.rmir.audit` found, as Markdown."""
+    panel, indices, shortcuts = found["judges"], found["indices"], found["shortcuts"]
+    lines = [
+        f"Agreement of the panel: Fleiss' kappa {_figure(panel['kappa'])}.",
+        "",
+        "| judge | family | true | false | abstain | unreadable | bias to true | agrees with the others |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, judge in panel["judges"].items():
+        shares = " | ".join(_figure(judge[key]) for key in ("true", "false", "abstain", "error"))
+        lines.append(
+            f"| {name} | {judge['family']} | {shares} | {_figure(judge['bias'], '+.3f')} | {_figure(judge['agrees'])} |"
+        )
+    lines += ["", *(f"Within {name}: kappa {_figure(value)}." for name, value in panel["families"].items())]
+    lines += [
+        f"Between {name}: the same majority on {_figure(pair['same'])} of {pair['triplets']:,} triplets, kappa "
+        f"{_figure(pair['kappa'])}."
+        for name, pair in panel["between"].items()
+    ]
+    lines += [
+        "", "| index | candidates | right | precision | share of all right | right and found by no other |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]  # fmt: skip
+    lines += [
+        f"| {name} | {index['candidates']:,} | {index['right']:,} | {_figure(index['precision'])} "
+        f"| {_figure(index['share_of_right'])} | {index['right_alone']:,} |"
+        for name, index in indices.items()
+    ]
+    ks = [key.partition("@")[2] for key in shortcuts["any shortcut"]["all"] if key.startswith("solved@")]
+    head = " | ".join(f"among the first {k} (chance)" for k in ks)
+    lines += ["", f"| searched with | queries | {head} |", f"|---|---:|{'---:|' * len(ks)}"]
+    for probe, figures in shortcuts.items():
+        if probe != "any shortcut":
+            cells = " | ".join(
+                f"{_figure(figures[f'solved@{k}'])} ({_figure(figures[f'chance@{k}'])})" for k in ks
+            )
+            lines.append(f"| {probe} | {figures['queries']:,} | {cells} |")
+    for name, figures in shortcuts["any shortcut"].items():
+        cells = " | ".join(_figure(figures[f"solved@{k}"]) for k in ks)
+        lines.append(f"| any of the first three: {name} | {figures['queries']:,} | {cells} |")
+    lines += ["", "| shared by the sets | pictures |", "|---|---:|"]
+    lines += [f"| {what} | {number:,} |" for what, number in found["overlap"].items()]
+    return lines
+
+
+def _figure(value: float | None, form: str = ".3f") -> str:
+    return "undefined" if value is None else format(value, form)
 
 
 def svg(rows: list[tuple[str, int, str]]) -> str:

@@ -16,8 +16,9 @@ from data_prep.calls.request import Part, Picture, Request
 from data_prep.options import UserError
 from data_prep.rmir import frames
 from data_prep.rmir.config import RmirConfig, to_dict
+from data_prep.rmir.encoders import in_use
 
-STAGES = ("seed", "generate", "filter", "retrieve", "judge", "keep", "pool", "split")
+STAGES = ("seed", "generate", "filter", "retrieve", "judge", "keep", "pool", "split", "audit")
 SETTINGS = {
     "seed": ("library", "image_encoder", "caption_encoder", "seed"),
     "generate": ("generate",),
@@ -27,12 +28,38 @@ SETTINGS = {
     "keep": ("keep",),
     "pool": (),
     "split": ("split", "export"),
+    "audit": ("audit",),
 }
 """Sections of the config that a stage's result depends on, besides the stages before it."""
 
 
 class RunError(UserError):
     """The run cannot go on; the message says why and what to do."""
+
+
+def fingerprint(config: RmirConfig, stage: str) -> str:
+    """Of everything that a stage's result depends on: its settings and those of the stages before it."""
+    whole = to_dict(config)
+    names = [name for step in STAGES[: STAGES.index(stage) + 1] for name in SETTINGS[step]]
+    models = {name: model["name"] for name, model in whole["models"].items()}
+    # A fallback's vectors do not fit the encoder that may be there tomorrow.
+    whole["image_encoder"] = to_dict(in_use(config.image_encoder))
+    whole["caption_encoder"] = to_dict(in_use(config.caption_encoder))
+    whole["retrieve"]["more"] = [
+        {**spec, "encoder": to_dict(in_use(one.encoder))}
+        for spec, one in zip(whole["retrieve"]["more"], config.retrieve.more, strict=True)
+    ]
+    text = json.dumps([{name: whole[name] for name in names}, models], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def done(config: RmirConfig, stage: str) -> dict[str, Any] | None:
+    """What a finished stage reported; None where it is not finished, or was finished with other settings."""
+    try:
+        found = json.loads((Path(config.out) / stage / "done.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return found if found["fingerprint"] == fingerprint(config, stage) else None
 
 
 class Run:
@@ -77,21 +104,9 @@ class Run:
 
     # ------------------------------------------------------------------------------------------------ finished stages
 
-    def fingerprint(self, stage: str) -> str:
-        """Of everything that a stage's result depends on: its settings and those of the stages before it."""
-        config = to_dict(self.config)
-        names = [name for step in STAGES[: STAGES.index(stage) + 1] for name in SETTINGS[step]]
-        models = {name: model["name"] for name, model in config["models"].items()}
-        text = json.dumps([{name: config[name] for name in names}, models], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
-
     def done(self, stage: str) -> dict[str, Any] | None:
         """What a finished stage reported; None where it is not finished, or was finished with other settings."""
-        try:
-            found = json.loads(self.path(stage, "done.json").read_text())
-        except (OSError, ValueError):
-            return None
-        return found if found["fingerprint"] == self.fingerprint(stage) else None
+        return done(self.config, stage)
 
     def run(self, stage: str, work: Callable[["Run"], dict[str, Any]]) -> dict[str, Any]:
         """Run a stage, or return what it reported when it was finished before.
@@ -107,7 +122,7 @@ class Run:
         counts = work(self)
         report = {
             "stage": stage,
-            "fingerprint": self.fingerprint(stage),
+            "fingerprint": fingerprint(self.config, stage),
             "counts": counts,
             "seconds": round(time.perf_counter() - began, 2),
             "calls": self.cache.num_replies() - asked,
@@ -118,14 +133,18 @@ class Run:
 
     def _renew(self, stage: str) -> None:
         # Parts are only good for the settings they were made with.
+        # The size of a shard decides which rows a part holds.
+        made_with = fingerprint(self.config, stage)
+        if stage != "seed":
+            made_with += f" {self.config.queries_per_shard}"
         marker = self.path(stage, "settings")
-        if marker.is_file() and marker.read_text() == self.fingerprint(stage):
+        if marker.is_file() and marker.read_text() == made_with:
             return
         folder = self.path(stage)
         if folder.is_dir():
             for file in sorted(folder.rglob("*"), reverse=True):
                 file.rmdir() if file.is_dir() else file.unlink()
-        write_text(marker, self.fingerprint(stage))
+        write_text(marker, made_with)
 
     def total_cost(self) -> float:
         """Of all models so far."""

@@ -14,10 +14,13 @@ import pyarrow as pa
 from data_prep.calls.replies import ReplyError
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames, prompts
+from data_prep.rmir.audit import audit
 from data_prep.rmir.config import CATEGORIES, ConfigError
-from data_prep.rmir.encoders import HashingEncoder, PixelEncoder, image_encoder, text_encoder
+from data_prep.rmir.download import resolve
+from data_prep.rmir.encoders import TextEncoder, bridged, image_encoder, text_encoder
 from data_prep.rmir.export import export
-from data_prep.rmir.library import DUPLICATE, inspect, list_library
+from data_prep.rmir.library import DUPLICATE, NEAR_DUPLICATE, inspect, list_library
+from data_prep.rmir.neardup import near_duplicates
 from data_prep.rmir.run import Run, reasons
 
 Rows = list[dict[str, Any]]
@@ -36,7 +39,15 @@ def seed(run: Run) -> dict[str, Any]:
         part = run.path("seed", "inspected") / f"part-{number:05d}.parquet"
         vector_part = part.with_suffix(".npy")
         if not part.is_file():
-            frames.write_table(part, inspect(listed[start : start + size], config.library, config.runner))
+            shard, failed = resolve(
+                listed[start : start + size], run.out / "downloads", config.download, progress=run.progress
+            )
+            found = inspect(shard, config.library, config.runner)
+            if failed:
+                reason = [failed.get(row["id"], row["reason"]) for row in found.to_pylist()]
+                place = found.schema.get_field_index("reason")
+                found = found.set_column(place, found.schema.field(place), pa.array(reason, pa.string()))
+            frames.write_table(part, found)
         rows = frames.read_rows(part, "inspected")
         if not vector_part.is_file():
             refs = [row["ref"] for row in rows if row["reason"] is None]
@@ -44,7 +55,8 @@ def seed(run: Run) -> dict[str, Any]:
         good += [row for row in rows if row["reason"] is None]
         bad += [row for row in rows if row["reason"] is not None]
         if rows and any(row["reason"] is None for row in rows):
-            vectors.append(np.load(vector_part))
+            # Mapped: the parts and the whole are not in memory together.
+            vectors.append(np.load(vector_part, mmap_mode="r"))
     if not good:
         raise ConfigError(
             f"library.path {config.library.path}: none of {len(listed)} pictures can be used: {reasons(bad)}"
@@ -55,22 +67,27 @@ def seed(run: Run) -> dict[str, Any]:
         first.setdefault(image["sha256"], row)
     unique = sorted(first.values())
     bad += [{**good[row], "reason": DUPLICATE} for row in sorted(set(range(len(good))) - set(unique))]
-    good, vectors_ND = [good[row] for row in unique], vectors_ND[unique]
+    if config.library.near_duplicates is not None:
+        repeats = near_duplicates([good[row]["phash"] for row in unique], config.library.near_duplicates)
+        bad += [
+            {**good[row], "reason": NEAR_DUPLICATE, "ref": f"repeats {good[unique[of]]['id']}"}
+            for row, of in zip(unique, repeats, strict=True)
+            if of is not None
+        ]
+        unique = [row for row, of in zip(unique, repeats, strict=True) if of is None]
+    if len(unique) < len(good):
+        good, vectors_ND = [good[row] for row in unique], vectors_ND[unique]
     cluster_N = cluster(vectors_ND, config.seed.clusters, config.seed.iterations, config.seed.seed)
     chosen = sample_clusters(cluster_N, config.seed.per_cluster, config.seed.seed)
     images = [
-        {**{name: good[row][name] for name in ("id", "ref", "caption", "sha256", "width", "height")},
+        {**{name: good[row][name] for name in ("id", "ref", "caption", "sha256", "width", "height", "phash")},
          "cluster": int(cluster_N[row])}
         for row in chosen
     ]  # fmt: skip
     _save(run.path("seed", "images.npy"), vectors_ND[chosen])
     captions = [image["caption"] for image in images if image["caption"]]
     captioner = text_encoder(config.caption_encoder)
-    width = HashingEncoder.width
-    _save(
-        run.path("seed", "captions.npy"),
-        captioner.texts(captions, query=False) if captions else np.empty((0, width), np.float32),
-    )
+    _save(run.path("seed", "captions.npy"), embed_captions(captioner, captions))
     frames.write_rows(
         run.path("seed", "rejected.parquet"),
         "rejected",
@@ -85,6 +102,11 @@ def seed(run: Run) -> dict[str, Any]:
         "rejected": reasons(bad),
         "encoders": {"images": encoder.name, "captions": captioner.name},
     }
+
+
+def embed_captions(encoder: TextEncoder, captions: list[str]) -> np.ndarray:
+    """(number of captions, D) float32; no captions give no rows."""
+    return encoder.texts(captions, query=False) if captions else np.empty((0, 1), np.float32)
 
 
 def cluster(vectors_ND: np.ndarray, num_clusters: int, iterations: int, seed: int) -> np.ndarray:
@@ -226,18 +248,17 @@ def retrieve(run: Run) -> dict[str, Any]:
     valid = {row["query_id"] for row in run.rows("filter", "valid", "filtered")}
     queries = [row for row in run.rows("generate", "queries", "generated") if row["query_id"] in valid]
     descriptions = [query["target_desc"] for query in queries]
-    image_ids = [image["id"] for image in images]
-    caption_ids = [image["id"] for image in images if image["caption"]]
-    image_ND, caption_MD = np.load(run.path("seed", "images.npy")), np.load(run.path("seed", "captions.npy"))
-    encoder = image_encoder(run.config.image_encoder)
-    if isinstance(encoder, PixelEncoder):
-        encoder.bridge([image["caption"] for image in images], image_ND)
+    captions = [image["caption"] for image in images]
+    ids = {
+        "image": [image["id"] for image in images],
+        "caption": [image["id"] for image in images if image["caption"]],
+    }
 
-    def search(vectors: np.ndarray, ids: list[str], texts: np.ndarray, k: int) -> list[list[str]]:
+    def search(side: str, vectors: np.ndarray, texts: np.ndarray, k: int) -> list[list[str]]:
         index = faiss.IndexFlatIP(vectors.shape[1])
         index.add(vectors)
-        found = index.search(texts, min(len(ids), k + config.exclude_input))[1]
-        names = [[ids[place] for place in row] for row in found]
+        found = index.search(texts, min(len(ids[side]), k + config.exclude_input))[1]
+        names = [[ids[side][place] for place in row] for row in found]
         if config.exclude_input:
             names = [
                 [name for name in row if name != query["image_id"]]
@@ -245,28 +266,51 @@ def retrieve(run: Run) -> dict[str, Any]:
             ]
         return [row[:k] for row in names]
 
-    by_image: list[list[str]] = [[] for _ in queries]
-    by_caption: list[list[str]] = [[] for _ in queries]
+    indices: dict[str, list[list[str]]] = {name: [[] for _ in queries] for name in ("image", "caption")}
+    names = {}
     if queries:
-        by_image = search(image_ND, image_ids, encoder.texts(descriptions), config.by_image)
-        if caption_ids and config.by_caption:
+        vectors = np.load(run.path("seed", "images.npy"))
+        encoder = bridged(run.config.image_encoder, captions, vectors)
+        indices["image"] = search("image", vectors, encoder.texts(descriptions), config.by_image)
+        if ids["caption"] and config.by_caption:
+            vectors = np.load(run.path("seed", "captions.npy"))
             texts = text_encoder(run.config.caption_encoder).texts(descriptions, query=True)
-            by_caption = search(caption_MD, caption_ids, texts, config.by_caption)
+            indices["caption"] = search("caption", vectors, texts, config.by_caption)
+        for spec in config.more:
+            saved = run.path("retrieve", f"index-{spec.name}.npy")
+            if spec.side == "image":
+                if not saved.is_file():
+                    _save(saved, image_encoder(spec.encoder).pictures([image["ref"] for image in images]))
+                vectors = np.load(saved)
+                encoder = bridged(spec.encoder, captions, vectors)
+                texts = encoder.texts(descriptions)
+                names[spec.name] = encoder.name
+            elif ids["caption"]:
+                captioner = text_encoder(spec.encoder)
+                vectors = embed_captions(captioner, [caption for caption in captions if caption])
+                texts = captioner.texts(descriptions, query=True)
+                names[spec.name] = captioner.name
+            else:
+                indices[spec.name] = [[] for _ in queries]
+                continue
+            indices[spec.name] = search(spec.side, vectors, texts, spec.count)
     rows: Rows = []
-    for query, from_image, from_caption in zip(queries, by_image, by_caption, strict=True):
-        for position, candidate in enumerate(maths.merge_candidates(from_image, from_caption)):
+    for place, query in enumerate(queries):
+        found = {name: per_query[place] for name, per_query in indices.items()}
+        for position, candidate in enumerate(maths.merge_candidates(found)):
             rows.append(
                 {
                     "query_id": query["query_id"],
                     "candidate_id": candidate.id,
                     "position": position,
-                    "image_rank": candidate.image_rank,
-                    "caption_rank": candidate.caption_rank,
+                    "image_rank": candidate.ranks.get("image"),
+                    "caption_rank": candidate.ranks.get("caption"),
+                    "found_by": list(candidate.ranks),
                 }
             )
     frames.write_rows(run.path("retrieve", "triplets.parquet"), "triplets", rows)
     both = sum(row["image_rank"] is not None and row["caption_rank"] is not None for row in rows)
-    return {"queries": len(queries), "triplets": len(rows), "found_by_both": both}
+    return {"queries": len(queries), "triplets": len(rows), "found_by_both": both, "more_encoders": names}
 
 
 def judge(run: Run) -> dict[str, Any]:
@@ -463,6 +507,7 @@ WORK: dict[str, Callable[[Run], dict[str, Any]]] = {
     "keep": keep,
     "pool": pool,
     "split": split,
+    "audit": audit,
 }
 
 
@@ -473,5 +518,9 @@ def _rejected(name: str, error: ReplyError, key: str) -> dict[str, Any]:
 def _save(path: Path, vectors: np.ndarray) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     waiting = path.with_name(f".{path.name}.{os.getpid()}.npy")
-    np.save(waiting, vectors)
-    waiting.replace(path)
+    try:
+        np.save(waiting, vectors)
+        waiting.replace(path)
+    except OSError as error:
+        waiting.unlink(missing_ok=True)
+        raise frames.TableError(f"{path} cannot be written: {error.strerror or error}") from None

@@ -1,0 +1,323 @@
+"""The command line: ``python -m data_prep mmeb src=DIR out=DIR [split=original] [sets=NAME,...] [key=value ...]``.
+
+Reads MMEB's training files (``TIGER-Lab/MMEB-train``) and writes training records, one file a set. Layout: a folder a set
+with ``original-*.parquet``, ``diverse_instruction-*.parquet`` or ``train-*.parquet`` (or .jsonl) and the columns ``qry``,
+``qry_image_path``, ``pos_text``, ``pos_image_path``, ``neg_text``, ``neg_image_path``; "" stands for a missing part,
+``<|image_1|>`` in a text for the picture; pictures below one folder.
+
+``part=eval`` reads MMEB's evaluation files instead and writes retrieval sets with each query's own candidates. That is
+the importer of ``python -m eval import mmeb``, started as a process of its own: the two packages never import each other.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tqdm import tqdm
+
+from data_prep.options import UserError, nearest, read_options
+from data_prep.rmir.run import write_text
+from rge.images import ImageError, load_image
+from rge.mmeb import INSTRUCTIONS, SETS, canonical, plain, reword, split_instruction
+from rge.schema import Positive, QueryPart, Record, Target
+
+COLUMNS = ("qry", "qry_image_path", "pos_text", "pos_image_path")
+NEGATIVES = ("neg_text", "neg_image_path")
+SPLITS = ("original", "diverse_instruction", "train")
+TRAINED = tuple(name for name, about in SETS.items() if about["distribution"] == "IND")
+"""The 20 sets that have a training part."""
+DEFAULTS = {
+    "part": "train", "src": "", "out": "", "images": "", "split": "original", "sets": "all", "instructions": "vlm2vec",
+    "max_per_set": "", "seed": "0", "missing": "error", "decode": "false",
+}  # fmt: skip
+BATCH_ROWS = 4096
+
+
+@dataclass
+class _Work:
+    """One set under way: where its pictures are, and what was counted."""
+
+    name: str
+    roots: list[Path]
+    out: Path
+    instructions: str
+    decode: bool
+    counts: Counter[str] = field(default_factory=Counter)
+    known: dict[str, str | None] = field(default_factory=dict)
+
+
+def main(words: Sequence[str]) -> None:
+    """Convert.
+
+    Args:
+        words: see `DEFAULTS`. ``images`` is the folder that picture paths start from (default: src, src/images,
+            src/MMEB-images). ``instructions=rge`` rewords as the released RGE evaluation does. ``max_per_set`` draws so
+            many rows of each set. ``missing=drop`` leaves out and counts rows whose picture is not there;
+            ``decode=true`` opens every picture and treats an unreadable one the same way.
+
+    Raises:
+        UserError: a word is wrong, a set or a picture is missing, a row is not what the layout says.
+    """
+    options = DEFAULTS | read_options(words, DEFAULTS)
+    for key in ("src", "out"):
+        if not options[key]:
+            raise UserError(f"{key} is missing: {key}=...")
+    _one_of("part", options["part"], ("train", "eval"))
+    if options["part"] == "eval":
+        passed = ("src", "out", "images", "sets", "instructions", "decode")
+        given = dict(word.split("=", 1) for word in words)
+        if wrong := [key for key in given if key not in (*passed, "part")]:
+            raise UserError(f"{wrong[0]} has no meaning with part=eval (known: {', '.join(passed)})")
+        command = [sys.executable, "-m", "eval", "import", "mmeb"]
+        done = subprocess.run(
+            [*command, *(f"{key}={value}" for key, value in given.items() if key != "part")], check=False
+        )
+        if done.returncode:
+            raise UserError("MMEB's evaluation files were not imported; the reason stands above")
+        return
+    _one_of("split", options["split"], SPLITS)
+    _one_of("instructions", options["instructions"], INSTRUCTIONS)
+    _one_of("missing", options["missing"], ("error", "drop"))
+    _one_of("decode", options["decode"], ("true", "false"))
+    try:
+        most, seed = int(options["max_per_set"] or 0), int(options["seed"])
+    except ValueError as error:
+        raise UserError(f"a number is needed: {error}") from None
+    report = convert(
+        Path(options["src"]),
+        Path(options["out"]),
+        images=Path(options["images"]) if options["images"] else None,
+        split=options["split"],
+        sets=None if options["sets"] == "all" else options["sets"].split(","),
+        instructions=options["instructions"],
+        max_per_set=most or None,
+        seed=seed,
+        drop_missing=options["missing"] == "drop",
+        decode=options["decode"] == "true",
+    )
+    for name, counts in report["sets"].items():
+        print(f"{name}: {', '.join(f'{key} {value:,}' for key, value in counts.items())}")
+    print(Path(options["out"]) / "report.json")
+
+
+def convert(
+    src: Path,
+    out: Path,
+    *,
+    images: Path | None = None,
+    split: str = "original",
+    sets: Sequence[str] | None = None,
+    instructions: str = "vlm2vec",
+    max_per_set: int | None = None,
+    seed: int = 0,
+    drop_missing: bool = False,
+    decode: bool = False,
+) -> dict[str, Any]:
+    """Write ``out/NAME.jsonl`` for every set, each whole or not at all, and ``out/report.json``.
+
+    Args:
+        src: the training files.
+        out: folder to write to; pictures are referred to where they are.
+        images: folder that picture paths start from.
+        split: ``original``, ``diverse_instruction`` or ``train``.
+        sets: names; None takes every set of `src`, and all 20 must be there.
+        instructions: see `main`.
+        max_per_set: rows drawn of each set; None takes all.
+        seed: of that draw.
+        drop_missing: leave out rows without their picture instead of stopping.
+        decode: open every picture.
+
+    Returns:
+        The report: what was read, written and left out, by set.
+
+    Raises:
+        UserError: see `main`.
+    """
+    names = [canonical(name) for name in sets or TRAINED]
+    for name in names:
+        _one_of("sets", name, TRAINED)
+    files = {name: _files(src, name, split) for name in names}
+    if absent := [name for name, found in files.items() if not found]:
+        there = sorted(path.name for path in src.iterdir() if path.is_dir()) if src.is_dir() else []
+        raise UserError(
+            f"{src} lacks {split} files of {len(absent)} sets: {', '.join(absent)} (there are: {', '.join(there) or 'none'}); "
+            "sets=NAME,... converts some on purpose"
+        )
+    roots = [images] if images is not None else [src, src / "images", src / "MMEB-images"]
+    report: dict[str, Any] = {
+        "source": f"TIGER-Lab/MMEB-train, split {split}", "instructions": instructions, "sets": {},
+    }  # fmt: skip
+    for name in names:
+        work = _Work(name, roots, out, instructions, decode)
+        total = sum(_num_rows(file) for file in files[name])
+        chosen = None
+        if max_per_set is not None and max_per_set < total:
+            rng = np.random.default_rng([seed, *name.encode()])
+            chosen = set(rng.choice(total, max_per_set, replace=False).tolist())
+        lines: list[str] = []
+        rows = enumerate(row for file in files[name] for row in _rows(file))
+        for number, row in tqdm(rows, total=total, desc=name, disable=None):
+            if chosen is None or number in chosen:
+                record = _record(work, row, number, split)
+                if record is not None:
+                    line = record.model_dump(exclude_none=True, exclude_defaults=True)
+                    lines.append(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n")
+        lost = {key: count for key, count in work.counts.items() if key.startswith("left out: picture")}
+        if lost and not drop_missing:
+            shown = next(path for path, found in work.known.items() if found is None)
+            raise UserError(
+                f"{name}: {sum(lost.values()):,} of {work.counts['read']:,} rows have no picture, such as {shown!r} below "
+                f"{', '.join(map(str, roots))}: unpack the set's archive, give images=DIR, or leave such rows out with "
+                "missing=drop"
+            )
+        if not lines:
+            raise UserError(f"{name}: no row is left of {total:,} ({dict(work.counts)})")
+        write_text(out / f"{name}.jsonl", "".join(lines))
+        work.counts["written"] = len(lines)
+        report["sets"][name] = dict(work.counts)
+    write_text(out / "report.json", json.dumps(report, indent=1) + "\n")
+    return report
+
+
+def _record(work: _Work, row: dict[str, Any], number: int, split: str) -> Record | None:
+    name, counts = work.name, work.counts
+    where = f"{name}, row {number + 1}"
+    if lacking := [column for column in COLUMNS if column not in row]:
+        raise UserError(f"{where}: column {lacking[0]!r} is missing; there are {', '.join(row)}")
+    counts["read"] += 1
+    [(text, path)] = _pairs(row, "qry", "qry_image_path", where)
+    positives = _pairs(row, "pos_text", "pos_image_path", where)
+    negatives = _pairs(row, *NEGATIVES, where) if all(column in row for column in NEGATIVES) else []
+    text = plain(text)
+    if not text and not path:
+        counts["left out: empty query"] += 1
+        return None
+    targets = [
+        [(plain(one), image) for one, image in found if plain(one) or image]
+        for found in (positives, negatives)
+    ]
+    if not targets[0]:
+        counts["left out: empty target"] += 1
+        return None
+    paths = [image for image in (path, *(image for found in targets for _, image in found)) if image]
+    found = {image: _picture(work, image) for image in paths}
+    if None in found.values():
+        # A negative that is not there costs the negative; a query or target costs the row.
+        needed = [image for image in (path, *(image for _, image in targets[0])) if image]
+        if any(found[image] is None for image in needed):
+            counts["left out: picture is missing or unreadable"] += 1
+            return None
+        counts["negatives without their picture"] += sum(
+            bool(image) and found[image] is None for _, image in targets[1]
+        )
+        targets[1] = [(one, image) for one, image in targets[1] if not image or found[image] is not None]
+    right = {_id(one, image) for one, image in targets[0]}
+    kept = [(one, image) for one, image in targets[1] if _id(one, image) not in right]
+    counts["negatives equal to the target"] += len(targets[1]) - len(kept)
+    instruction, rest = split_instruction(name, text)
+    if work.instructions == "rge":
+        if instruction is None:
+            rest = reword(name, text, "query")
+        else:
+            instruction = reword(name, instruction, "query")
+    counts["instruction told apart"] += instruction is not None
+    counts["with negatives"] += bool(kept)
+
+    def target(one: str, image: str) -> dict[str, Any]:
+        if one and work.instructions == "rge":
+            shown = reword(name, one, "candidate")
+        else:
+            shown = one
+        return {"id": _id(one, image), "text": shown or None, "image": found[image] if image else None}
+
+    return Record(
+        id=f"{name}-{number:07d}",
+        group=hashlib.sha256((path or text).encode()).hexdigest()[:16],
+        source=f"mmeb/{name}",
+        split="train" if split == "original" else split,
+        category=SETS[name]["meta_task"],
+        instruction=instruction,
+        query=QueryPart(text=rest or None, images=[found[path]] if path else []),  # type: ignore[list-item]
+        positives=[Positive(**target(*one)) for one in dict.fromkeys(targets[0])],
+        negatives=[Target(**target(*one)) for one in dict.fromkeys(kept)],
+    )
+
+
+def _pairs(row: dict[str, Any], text: str, image: str, where: str) -> list[tuple[str, str]]:
+    texts, paths = _cells(row[text]), _cells(row[image])
+    size = max(len(texts), len(paths), 1)
+    texts, paths = texts or [""] * size, paths or [""] * size
+    if len(texts) != len(paths):
+        raise UserError(f"{where}: {len(texts)} values in {text}, {len(paths)} in {image}")
+    return list(zip(texts, paths, strict=True))
+
+
+def _cells(value: Any) -> list[str]:
+    if value is None:
+        return []
+    return [one or "" for one in value] if isinstance(value, (list, tuple)) else [value]
+
+
+def _id(text: str, image: str) -> str:
+    # Equal content is one target, so that in-batch masking knows two rows of one class.
+    return hashlib.sha256(json.dumps([text, image]).encode()).hexdigest()[:16]
+
+
+def _picture(work: _Work, path: str) -> str | None:
+    if path not in work.known:
+        file = next((root / path for root in work.roots if (root / path).is_file()), None)
+        if file is not None and work.decode:
+            try:
+                load_image(str(file))
+            except ImageError:
+                file = None
+        work.known[path] = None if file is None else os.path.relpath(file, work.out)
+    return work.known[path]
+
+
+def _files(src: Path, name: str, split: str) -> list[Path]:
+    folders = [src / name, src / name.replace("-", "_")]
+    for folder in dict.fromkeys(folders):
+        found = sorted(folder.glob(f"{split}-*.parquet")) or sorted(folder.glob(f"{split}*.jsonl"))
+        if found:
+            return found
+    return []
+
+
+def _num_rows(file: Path) -> int:
+    if file.suffix == ".jsonl":
+        with file.open("rb") as lines:
+            return sum(1 for line in lines if line.strip())
+    try:
+        return pq.read_metadata(file).num_rows
+    except (OSError, pa.ArrowInvalid) as error:
+        raise UserError(f"{file} cannot be read: {error}") from None
+
+
+def _rows(file: Path) -> Iterator[dict[str, Any]]:
+    if file.suffix == ".jsonl":
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    try:
+                        yield json.loads(line)
+                    except ValueError as error:
+                        raise UserError(f"{file}:{number} is not JSON: {error}") from None
+        return
+    for batch in pq.ParquetFile(file).iter_batches(BATCH_ROWS):
+        yield from batch.to_pylist()
+
+
+def _one_of(key: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise UserError(f"{key}: unknown {value!r}{nearest(value, allowed)}")

@@ -1,0 +1,129 @@
+"""Choose among several rationales by what they do for an embedder: counterfactual selection.
+
+The query is embedded without a rationale and after each candidate rationale, all from one forward of its prompt. A
+rationale's gain is how much more of the softmax over the targets goes to the right one than without it, in nats: below
+zero it misleads.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from data_prep.options import UserError
+from rge.backbone import BackboneError
+from rge.checkpoint import CheckpointError
+from rge.encode import load_encoder
+from rge.packing import Branch
+from rge.schema import Item, Record, Target
+
+
+def gains(
+    without_D: np.ndarray, with_KD: np.ndarray, target_CD: np.ndarray, right: int, temperature: float
+) -> np.ndarray:
+    """Gain of each rationale: log p(right | query, rationale) less log p(right | query), by softmax over the targets.
+
+    Args:
+        without_D: the query's embedding without a rationale, unit norm.
+        with_KD: after each of K rationales.
+        target_CD: the targets it is told apart from, the right one among them.
+        right: row of the right one.
+        temperature: divides the cosines.
+
+    Returns:
+        (K,) float64, nats.
+    """
+    scores = (
+        np.vstack([without_D[None], with_KD]).astype(np.float64)
+        @ target_CD.T.astype(np.float64)
+        / temperature
+    )
+    scores -= scores.max(axis=1, keepdims=True)
+    log_p = scores[:, right] - np.log(np.exp(scores).sum(axis=1))
+    return log_p[1:] - log_p[0]
+
+
+class GainJudge:
+    """An embedder that judges rationales.
+
+    Args:
+        checkpoint: of this project.
+        batch_size: rows a forward.
+        temperature: of the softmax; the one it was trained with is a good choice.
+
+    Raises:
+        UserError: no such checkpoint.
+    """
+
+    def __init__(self, checkpoint: str, *, batch_size: int = 16, temperature: float = 0.05):
+        try:
+            self.encoder = load_encoder(checkpoint)
+        except (CheckpointError, BackboneError) as error:
+            raise UserError(str(error)) from None
+        self.batch_size, self.temperature = batch_size, temperature
+
+    def judge(
+        self, folder: Path, pairs: Sequence[tuple[Record, Target]], candidates: Sequence[Sequence[str]]
+    ) -> list[np.ndarray]:
+        """Gains of the candidates of each pair.
+
+        A query is told apart from the targets of all pairs given at once and from its own negatives; what is right for
+        it too (another positive of its record, or an equal identity) is left out.
+
+        Args:
+            folder: that pictures are named relative to.
+            pairs: record and one of its positives.
+            candidates: rationales of each pair; may be empty.
+
+        Returns:
+            (number of candidates,) a pair.
+        """
+        targets: dict[str, Target] = {}
+        for record, positive in pairs:
+            for target in (positive, *record.negatives):
+                targets.setdefault(target.id, target)
+        places = {name: place for place, name in enumerate(targets)}
+        items = [
+            Item(name, target.text, (str(folder / target.image),) if target.image else ())
+            for name, target in targets.items()
+        ]
+        target_CD = self.encoder.encode(
+            items, side="candidate", mode="direct", batch_size=self.batch_size
+        ).embeddings
+        identities = [target.identity or target.id for target in targets.values()]
+        found: list[np.ndarray] = []
+        for start in range(0, len(pairs), self.batch_size):
+            rows = range(start, min(start + self.batch_size, len(pairs)))
+            states = self._states(folder, [pairs[row][0] for row in rows], [candidates[row] for row in rows])
+            for row, state_KD in zip(rows, states, strict=True):
+                record, positive = pairs[row]
+                also = {one.identity or one.id for one in record.positives} | {
+                    one.id for one in record.positives
+                }
+                shown = [
+                    place
+                    for name, place in places.items()
+                    if name == positive.id or (name not in also and identities[place] not in also)
+                ]
+                right = shown.index(places[positive.id])
+                found.append(gains(state_KD[0], state_KD[1:], target_CD[shown], right, self.temperature))
+        return found
+
+    def _states(
+        self, folder: Path, records: Sequence[Record], candidates: Sequence[Sequence[str]]
+    ) -> list[np.ndarray]:
+        import torch
+
+        builder, embedder = self.encoder.builder, self.encoder.embedder
+        prompts, branches = [], []
+        for record, texts in zip(records, candidates, strict=True):
+            images = tuple(str(folder / image) for image in record.query.images)
+            prompts.append(
+                builder.build(Item(record.id, record.query.text, images, record.instruction), "query")
+            )
+            own = [Branch([embedder.emb_id], read_state=True)]
+            own += [Branch(builder.rationale_ids(text, record.id), read_state=True) for text in texts]
+            branches.append(own)
+        with torch.no_grad():
+            state_ND = embedder(embedder.pack(prompts, branches))[0].state_ND.float().cpu().numpy()
+        return np.split(state_ND, np.cumsum([len(own) for own in branches])[:-1])

@@ -1,0 +1,135 @@
+"""How far judges agree, beyond what chance would give: pure functions of tables of votes."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from data_prep.rmir.arithmetic import ABSTAIN, ERROR, FALSE, TRUE
+
+SAID = (TRUE, FALSE, ABSTAIN)
+"""What is counted; an answer that could not be read counts as an abstention, as in `arithmetic.tally`."""
+
+
+def fleiss_kappa(counts_NK: np.ndarray) -> float:
+    """Fleiss' kappa: agreement of a panel of fixed size, corrected for chance (Fleiss, 1971).
+
+    Args:
+        counts_NK: how many raters put subject n into category k; every row has the same sum.
+
+    Returns:
+        1 where all agree, 0 where they agree as often as chance would; nan for fewer than two raters or no subject, and
+        where all of them said one and the same (chance agrees fully then, and nothing is left to correct).
+
+    Raises:
+        ValueError: rows of different sums.
+    """
+    counts_NK = np.asarray(counts_NK, dtype=np.float64)
+    if not len(counts_NK):
+        return math.nan
+    raters = counts_NK.sum(axis=1)
+    if (raters != raters[0]).any():
+        raise ValueError("every subject needs the same number of raters")
+    n = raters[0]
+    if n < 2:
+        return math.nan
+    observed = ((counts_NK**2).sum(axis=1) - n).mean() / (n * (n - 1))
+    expected = ((counts_NK.sum(axis=0) / counts_NK.sum()) ** 2).sum()
+    return math.nan if expected >= 1 else float((observed - expected) / (1 - expected))
+
+
+def wilson(successes: int, total: int, z: float = 1.959964) -> tuple[float, float]:
+    """95 % interval of a share (Wilson, 1927): also right for small samples and for shares near 0 and 1.
+
+    Args:
+        successes: how many of `total`.
+        total: size of the sample; 0 gives (0, 1).
+        z: quantile of the normal distribution.
+    """
+    if total == 0:
+        return 0.0, 1.0
+    share = successes / total
+    middle = (share + z * z / (2 * total)) / (1 + z * z / total)
+    half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total)) / (1 + z * z / total)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def panel_statistics(votes: Mapping[str, Sequence[str]], families: Mapping[str, str]) -> dict[str, Any]:
+    """Agreement of a panel and the bias of each judge.
+
+    Args:
+        votes: verdicts of each judge on the same triplets, in the same order.
+        families: of each judge.
+
+    Returns:
+        ``kappa`` of the whole panel; ``judges``: share of true, false, abstain and error, ``bias`` (share of true less
+        the mean of the other judges) and ``agrees`` (with the majority of the others, where they have one);
+        ``families``: kappa within a family, where it has two judges; ``between``: for each two families, on how many of
+        the triplets on which both have a majority it is the same one, and the kappa of these majorities.
+    """
+    names = list(votes)
+    if not names or not len(votes[names[0]]):
+        return {"kappa": math.nan, "judges": {}, "families": {}, "between": {}}
+    said_JN = np.stack([_codes(votes[name]) for name in names])
+    counts_NK = np.stack([(said_JN == code).sum(axis=0) for code in range(len(SAID))], axis=1)
+    judges = {}
+    for row, name in enumerate(names):
+        own = said_JN[row]
+        others_NK = counts_NK.copy()
+        others_NK[np.arange(len(own)), own] -= 1
+        major, clear = _majority(others_NK)
+        shares = {
+            verdict: float(np.mean([vote == verdict for vote in votes[name]])) for verdict in (*SAID, ERROR)
+        }
+        rest = np.delete(said_JN, row, axis=0)
+        judges[name] = {
+            "family": families[name],
+            **shares,
+            "bias": float((own == 0).mean() - (rest == 0).mean()) if len(rest) else math.nan,
+            "agrees": float((own == major)[clear].mean()) if clear.any() else math.nan,
+        }
+    members = {
+        family: [row for row, name in enumerate(names) if families[name] == family]
+        for family in dict.fromkeys(families[name] for name in names)
+    }
+    by_family = {
+        family: np.stack([(said_JN[rows] == code).sum(axis=0) for code in range(len(SAID))], axis=1)
+        for family, rows in members.items()
+    }
+    between = {}
+    for place, left in enumerate(members):
+        for right in list(members)[place + 1 :]:
+            (a, a_clear), (b, b_clear) = _majority(by_family[left]), _majority(by_family[right])
+            both = a_clear & b_clear
+            pairs_NK = np.stack([(a == code).astype(int) + (b == code) for code in range(len(SAID))], axis=1)
+            between[f"{left} and {right}"] = {
+                "triplets": int(both.sum()),
+                "same": float((a == b)[both].mean()) if both.any() else math.nan,
+                "kappa": fleiss_kappa(pairs_NK[both]),
+            }
+    return {
+        "kappa": fleiss_kappa(counts_NK),
+        "judges": judges,
+        "families": {
+            family: fleiss_kappa(counts) for family, counts in by_family.items() if len(members[family]) > 1
+        },
+        "between": between,
+    }
+
+
+def _codes(verdicts: Sequence[str]) -> np.ndarray:
+    return np.array([SAID.index(ABSTAIN if verdict == ERROR else verdict) for verdict in verdicts])
+
+
+def _majority(counts_NK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    # The most frequent category, and whether it is alone at the top.
+    top = counts_NK.max(axis=1)
+    return counts_NK.argmax(axis=1), ((counts_NK == top[:, None]).sum(axis=1) == 1) & (top > 0)
+
+
+def defined(found: Any) -> Any:
+    """The same with None for every nan, which JSON does not know."""
+    if isinstance(found, dict):
+        return {key: defined(value) for key, value in found.items()}
+    return None if isinstance(found, float) and math.isnan(found) else found

@@ -1,5 +1,7 @@
 """``python -m eval run|score|compare|report key=value ...``; without keys, a command explains its own.
 
+``python -m eval budget checkpoint=DIR set=DIR out=DIR`` puts accuracy against tokens and time (several rationales, gate,
+judge), ``python -m eval rerank of=DIR out=DIR judge=MODEL`` lets a vision-language model reorder a finished ranking,
 ``python -m eval import rmir|pinpoint|mmeb|mmbright src=DIR out=DIR`` makes a retrieval set of a benchmark's release,
 ``python -m eval audit set=DIR train=FILE.jsonl`` looks for a set's pictures in training files,
 ``python -m eval export format=pinpoint|top50|mmeb|mteb eval=DIR out=FILE`` writes what others read.
@@ -14,12 +16,16 @@ from eval.benchmarks.mmbright import MmbrightOptions, import_mmbright
 from eval.benchmarks.mmeb import MmebOptions, import_mmeb
 from eval.benchmarks.pinpoint import PinpointOptions, import_pinpoint
 from eval.benchmarks.rmir import RmirOptions, import_rmir
+from eval.bm25 import Bm25Options, bm25
+from eval.budget import BudgetOptions, budget
 from eval.compare import CompareOptions, compare
 from eval.export import ExportOptions, export
 from eval.options import UserError, explain, parse_options
+from eval.rerank import RerankOptions, rerank_command
 from eval.run import RunOptions, run
 from eval.score import ScoreOptions, score
 from eval.sets import RetrievalSet
+from eval.team import leave
 from rge.backbone import BackboneError
 from rge.checkpoint import CheckpointError
 from rge.images import ImageError
@@ -34,6 +40,9 @@ COMMANDS: dict[str, Any] = {
     "run": (RunOptions, run),
     "score": (ScoreOptions, score),
     "compare": (CompareOptions, compare),
+    "budget": (BudgetOptions, budget),
+    "rerank": (RerankOptions, rerank_command),
+    "bm25": (Bm25Options, bm25),
     "audit": (AuditOptions, audit_command),
     "export": (ExportOptions, export),
     "import": IMPORTS,
@@ -63,6 +72,7 @@ def main(argv: Sequence[str]) -> int:
     except (UserError, ImageError, CheckpointError, BackboneError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    leave()  # after an error the launcher ends the others
     return 0
 
 

@@ -1,6 +1,7 @@
 """Did training see what the test asks? Pictures and pairs that a retrieval set shares with training files.
 
     python -m eval audit set=DIR train=FILE.jsonl[,FILE.jsonl]
+    python -m eval audit evals=DIR[,DIR]    # shortcuts and rationales, see `eval.diagnose`
 
 Two pictures are the same if their bytes are, or if they carry the same id: a re-encoded copy has other bytes. `eval.run`
 does this by itself with the training files that the checkpoint's ``rge.json`` names.
@@ -13,8 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
+from eval.diagnose import rationale_quality, shortcut_rates
+from eval.encode import write_atomically
 from eval.options import UserError
+from eval.outputs import RESULTS, read_results
 from eval.sets import RetrievalSet, load_set
+from eval.suite import is_suite, load_suite
 from rge.images import ImageError, picture_bytes
 from rge.schema import ImageRef, Item
 
@@ -25,10 +32,16 @@ WARN = "TRAINED ON THE TEST"
 class AuditOptions:
     """Options of ``python -m eval audit``."""
 
-    set: Path
-    """Retrieval set directory."""
-    train: tuple[str, ...]
-    """Training files, JSON lines."""
+    set: Path | None = None
+    """Retrieval set directory; with evals= only where it was moved."""
+    train: tuple[str, ...] = ()
+    """Training files, JSON lines, to look for the set's pictures in."""
+    evals: tuple[str, ...] = ()
+    """Evaluations: what their rationales have to do with results, and shortcuts where all three modalities are there."""
+    metric: str = "hit@1"
+    """evals: whose mean is broken down."""
+    out: Path | None = None
+    """evals: JSON file to write as well."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +68,67 @@ class _Seen:
     num_records: int = 0
 
 
-def audit_command(options: AuditOptions) -> Audit:
-    """Audit a set and print what was found."""
+def audit_command(options: AuditOptions) -> Any:
+    """Audit a set or evaluations, and print what was found.
+
+    Raises:
+        UserError: neither or both were given, or something given cannot be read.
+    """
+    if bool(options.evals) == bool(options.train):
+        raise UserError("give set=DIR train=FILE,... or evals=DIR,...")
+    if options.evals:
+        return _evaluations(options)
+    if options.set is None:
+        raise UserError("train= needs set=DIR")
     found = audit_training(load_set(options.set), [Path(name) for name in options.train])
     print(json.dumps(found.content, indent=1))
     for warning in found.warnings or ["nothing is shared"]:
         print(warning)
     return found
+
+
+def _evaluations(options: AuditOptions) -> dict[str, Any]:
+    dirs = [path for word in options.evals for path in _inner(Path(word))]
+    content: dict[str, Any] = {"rationales": {}, "shortcuts": {}}
+    by_mode: dict[str, list[Path]] = {}
+    for path in dirs:
+        results = read_results(path)
+        folder = options.set or Path(results["set"].get("path") or "")
+        content["rationales"][str(path)] = rationale_quality(path, _questions(folder), options.metric)
+        by_mode.setdefault(str(results.get("query_mode")), []).append(path)
+    for mode, paths in by_mode.items():
+        if len(paths) > 1:
+            content["shortcuts"][mode] = shortcut_rates(paths, options.metric)
+    text = json.dumps(content, indent=1, ensure_ascii=False)
+    print(text)
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(options.out, text.encode() + b"\n")
+    return content
+
+
+def _inner(path: Path) -> list[Path]:
+    if (path / RESULTS).is_file():
+        return [path]
+    inner = sorted(child.parent for child in path.glob(f"*/{RESULTS}"))
+    if not inner:
+        raise UserError(f"{path} holds no evaluation: give what `python -m eval run` wrote")
+    return inner
+
+
+def _questions(folder: Path) -> dict[str, str]:
+    """Texts of a set's queries; of a suite, with the member before the id."""
+    if is_suite(folder):
+        return {
+            f"{name}/{query}": text
+            for name in load_suite(folder).members
+            for query, text in _questions(folder / name).items()
+        }
+    file = folder / "queries.parquet"
+    if not file.is_file():
+        raise UserError(f"retrieval set {folder} is not there; if it was moved, give set=DIR")
+    table = pq.read_table(file, columns=["id", "text"]).to_pydict()
+    return {str(key): text or "" for key, text in zip(table["id"], table["text"], strict=True)}
 
 
 def training_files(recipe: Any) -> list[Path]:

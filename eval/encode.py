@@ -1,33 +1,33 @@
-"""Encode queries and candidates in shards that survive a kill, and refuse embeddings that cannot be ranked.
+"""Encode queries and candidates shard by shard, and refuse embeddings that cannot be ranked.
 
-A cache is a directory of Parquet shards, each renamed into place when complete. Its name is a hash of everything that
-determines the embeddings (`cache_key`): checkpoint, settings, side, mode, modality, retrieval set and the bytes of
-every text and picture. A cache of anything else has another name, so a stale one is never even opened. Which rows a
-shard holds stands in its name, so a resumed run may use another batch size.
+What a cache of shards lacks is encoded, by one process or by several that share its directory (`eval.team`): every
+process walks over all items in the same order and embeds every n-th shard. A shard does not depend on who makes it, so
+the files and the numbers are those of a single process.
 """
 
 import hashlib
-import json
-import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from eval.options import UserError
+from eval.shards import Cache, covered, read, write_shard
+from eval.shards import write_atomically as write_atomically  # for the writers of the other files
+from eval.team import ALONE, Team
 from rge.schema import Encoded, Item
 
 Side = Literal["query", "candidate"]
 Mode = Literal["reasoning", "direct"]
-FORMAT = 1
-"""Of the shards; part of the key, so that a new format never meets an old shard."""
 SHARD_BATCHES = 8
 """Batches in a shard, which is what a kill can cost at most, and the window within which `rge.encode` sorts by length."""
+POLL_S = 0.2
+"""How often the first process looks for the others' last shards."""
+BLOCK_ROWS = 1 << 16
+"""Rows of a pool that are looked at in one go, where it may be larger than memory."""
 COLLAPSED = 1e-6
 """Embeddings whose mean cosine is within this of 1 are one point to float32 search."""
 
@@ -52,58 +52,7 @@ class Embeds(Protocol):
         """Embed items, rows in their order."""
 
 
-@dataclass(frozen=True)
-class Cache:
-    """Where the shards of one side in one condition are kept.
-
-    Attributes:
-        path: the directory; it exists.
-        num_items: rows that all shards together hold.
-    """
-
-    path: Path
-    num_items: int
-
-
-def cache_key(
-    *, checkpoint_hash: str, settings: dict[str, Any], side: str, mode: str, modality: str, fingerprint: str, contents: Iterable[str]
-) -> str:  # fmt: skip
-    """Name of everything that determines a side's embeddings, 64 hexadecimal digits.
-
-    Args:
-        checkpoint_hash: of the weights, tokenizer and configuration.
-        settings: prompt profile, pixel limits, generation settings, dtype.
-        side: query or candidate.
-        mode: reasoning or direct.
-        modality: both, text or image.
-        fingerprint: of the retrieval set.
-        contents: content digest of every item, in order.
-    """
-    digest = hashlib.sha256()
-    settings_text = json.dumps(settings, sort_keys=True, default=str)
-    for part in (str(FORMAT), checkpoint_hash, settings_text, side, mode, modality, fingerprint, *contents):
-        digest.update(f"{len(part.encode())}:".encode() + part.encode())  # lengths keep the parts apart
-    return digest.hexdigest()
-
-
-def open_cache(root: Path, key: str, num_items: int, describe: dict[str, Any]) -> Cache:
-    """Create or reopen the cache of a key.
-
-    Args:
-        root: directory of all caches.
-        key: see `cache_key`.
-        num_items: rows of the side.
-        describe: written beside the shards for people who wonder what they are.
-    """
-    path = root / f"{describe['side']}-{describe['mode']}-{describe['modality']}-{key[:20]}"
-    path.mkdir(parents=True, exist_ok=True)
-    for left_over in path.glob("*.tmp"):  # of a killed run
-        left_over.unlink(missing_ok=True)
-    write_atomically(path / "about.json", json.dumps(describe | {"key": key}, indent=2, default=str).encode())
-    return Cache(path, num_items)
-
-
-def encode_side(
+def fill(
     encoder: Embeds,
     items: Iterable[Item],
     cache: Cache,
@@ -113,8 +62,9 @@ def encode_side(
     batch_size: int,
     seed: int | None = None,
     progress: Callable[..., Any] = tqdm,
-) -> Encoded:
-    """Encode what the cache lacks, shard by shard, and return everything.
+    team: Team = ALONE,
+) -> None:
+    """Encode what a cache lacks; when this returns, every process finds it complete.
 
     Args:
         encoder: see `Embeds`.
@@ -122,32 +72,61 @@ def encode_side(
         cache: of exactly these items.
         side: query or candidate.
         mode: reasoning or direct.
-        batch_size: items embedded at once.
+        batch_size: items embedded at once; the same in all processes.
         seed: of sampled rationales; each item's own seed comes from it and the item's id, so that neither the batch
             size nor a resumption changes what is sampled. None for greedy decoding.
-        progress: like `tqdm.tqdm`.
+        progress: like `tqdm.tqdm`; the first process counts what all have done.
+        team: the processes that share the work.
+
+    Raises:
+        UserError: an embedding is not finite or not of unit norm.
+    """
+    if batch_size < 1:
+        raise UserError(f"batch_size must be at least 1, got {batch_size}")
+    # As the first process saw it: a shard that another one has just written must not change who makes the next.
+    done = team.once(lambda: covered(cache))
+    name = f"{side}, {mode}"
+    counted = int(done.sum())
+    with (progress if team.is_first else _Silent)(
+        total=cache.num_items, initial=counted, desc=f"{name:>17}", unit="item"
+    ) as bar:
+
+        def count(num: int) -> None:
+            nonlocal counted
+            counted += num
+            bar.update(num)
+
+        def count_all() -> None:
+            if team.size > 1 and team.is_first and (more := int(covered(cache).sum()) - counted) > 0:
+                count(more)
+
+        for number, (start, batch) in enumerate(_missing(items, done, SHARD_BATCHES * batch_size)):
+            if number % team.size != team.rank:
+                continue
+            seeds = None if seed is None else [_item_seed(seed, item.id) for item in batch]
+            encoded = encoder.encode(
+                batch, side=side, mode=mode, batch_size=batch_size, seeds=seeds, on_progress=count
+            )
+            check_embeddings(encoded.embeddings, [item.id for item in batch], side)
+            write_shard(cache, start, encoded)
+            count_all()
+        while team.size > 1 and team.is_first and not covered(cache).all():
+            time.sleep(POLL_S)  # a process that dies is the launcher's to notice; it then ends this one
+            count_all()
+    team.once(lambda: None)
+
+
+def encode_side(encoder: Embeds, items: Iterable[Item], cache: Cache, **options: Any) -> Encoded:
+    """`fill` a cache and read it.
 
     Returns:
         Embeddings and rationales of all items, rows in their order.
 
     Raises:
-        UserError: an embedding is not finite or not of unit norm, or a shard cannot be read.
+        UserError: see `fill`; or a shard cannot be read.
     """
-    if batch_size < 1:
-        raise UserError(f"batch_size must be at least 1, got {batch_size}")
-    done = np.zeros(cache.num_items, bool)
-    for start, stop in _shards(cache):
-        done[start:stop] = True
-    name = f"{side}, {mode}"
-    with progress(total=cache.num_items, initial=int(done.sum()), desc=f"{name:>17}", unit="item") as bar:
-        for start, batch in _missing(items, done, SHARD_BATCHES * batch_size):
-            seeds = None if seed is None else [_item_seed(seed, item.id) for item in batch]
-            encoded = encoder.encode(
-                batch, side=side, mode=mode, batch_size=batch_size, seeds=seeds, on_progress=bar.update
-            )
-            check_embeddings(encoded.embeddings, [item.id for item in batch], side)
-            _write_shard(cache, start, encoded)
-    return _read_shards(cache)
+    fill(encoder, items, cache, **options)
+    return read(cache)
 
 
 def check_embeddings(embeddings_ND: np.ndarray, ids: Sequence[str], side: str) -> None:
@@ -172,6 +151,26 @@ def check_embeddings(embeddings_ND: np.ndarray, ids: Sequence[str], side: str) -
         raise UserError(f"embedding of {side} {ids[bad[0]]!r} must have norm 1, got {norm_N[bad[0]]:.6g}")
 
 
+def cut(embeddings_ND: np.ndarray, dims: int | None) -> np.ndarray:
+    """The first `dims` components of every embedding, at unit norm again; None leaves them whole.
+
+    Raises:
+        UserError: fewer than one or more than there are, or nothing left of an embedding.
+    """
+    if dims is None:
+        return embeddings_ND
+    full = embeddings_ND.shape[1]
+    if not 1 <= dims <= full:
+        raise UserError(f"embedding_dims must be between 1 and the embedding's {full}, got {dims}")
+    part = embeddings_ND[:, :dims]
+    norm_N1 = np.linalg.norm(part, axis=1, keepdims=True)
+    if not (norm_N1 > 0).all():
+        raise UserError(
+            f"embedding_dims={dims} leaves nothing of {int((norm_N1 == 0).sum())} embeddings; take more"
+        )
+    return part / norm_N1
+
+
 def mean_cosine(embeddings_ND: np.ndarray) -> float:
     """Mean cosine over all pairs of different items: 0 for spread-out embeddings, 1 for collapsed ones.
 
@@ -181,8 +180,7 @@ def mean_cosine(embeddings_ND: np.ndarray) -> float:
     num = len(embeddings_ND)
     if num < 2:
         return 0.0
-    total = float(np.square(embeddings_ND.sum(axis=0, dtype=np.float64)).sum())
-    return (total - num) / (num * (num - 1))
+    return _mean_cosine(sum(embeddings_ND[rows].sum(axis=0, dtype=np.float64) for rows in _blocks(num)), num)
 
 
 def check_collapse(embeddings_ND: np.ndarray, contents: Sequence[str], side: str) -> None:
@@ -197,26 +195,38 @@ def check_collapse(embeddings_ND: np.ndarray, contents: Sequence[str], side: str
         UserError: all different items lie in one point.
     """
     first = {content: row for row, content in reversed(list(enumerate(contents)))}
-    distinct = embeddings_ND[sorted(first.values())]
-    if len(distinct) > 1 and 1.0 - mean_cosine(distinct) < COLLAPSED:
+    rows = np.array(sorted(first.values()), np.int64)
+    total = sum(embeddings_ND[rows[part]].sum(axis=0, dtype=np.float64) for part in _blocks(len(rows)))
+    if len(rows) > 1 and 1.0 - _mean_cosine(total, len(rows)) < COLLAPSED:
         raise UserError(
-            f"all {len(distinct)} different items of side {side} have the same embedding (mean cosine within {COLLAPSED} "
+            f"all {len(rows)} different items of side {side} have the same embedding (mean cosine within {COLLAPSED} "
             "of 1): the checkpoint has collapsed. Train with a lower learning rate or a higher temperature, or start "
             "from a longer cold start; nothing here can be ranked"
         )
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file under a temporary name, then rename it: whoever sees the name sees all of it."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def _blocks(num: int) -> Iterator[slice]:
+    return (slice(start, start + BLOCK_ROWS) for start in range(0, num, BLOCK_ROWS))
+
+
+def _mean_cosine(sum_D: Any, num: int) -> float:
+    return (float(np.square(sum_D).sum()) - num) / (num * (num - 1))
+
+
+class _Silent:
+    """The bar of a process that shows none."""
+
+    def __init__(self, **_: Any):
+        pass
+
+    def __enter__(self) -> "_Silent":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def update(self, num: int) -> None:
+        """Count nothing."""
 
 
 def _missing(items: Iterable[Item], done: np.ndarray, most: int) -> Iterator[tuple[int, list[Item]]]:
@@ -237,81 +247,3 @@ def _missing(items: Iterable[Item], done: np.ndarray, most: int) -> Iterator[tup
 
 def _item_seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}\n{name}".encode()).digest()[:4])
-
-
-def _shards(cache: Cache) -> list[tuple[int, int]]:
-    found = []
-    for path in cache.path.glob("*.parquet"):
-        start, stop = map(int, path.stem.split("-"))
-        found.append((start, stop))
-    return sorted(found)
-
-
-def _write_shard(cache: Cache, start: int, encoded: Encoded) -> None:
-    num, dim = encoded.embeddings.shape
-    table = pa.table(
-        {
-            "embedding": pa.FixedSizeListArray.from_arrays(
-                pa.array(encoded.embeddings.ravel(), pa.float32()), dim
-            ),
-            "rationale": pa.array(encoded.rationales, pa.string()),
-            "num_rationale_tokens": pa.array(encoded.num_rationale_tokens, pa.int64()),
-            "stop_reason": pa.array(encoded.stop_reasons, pa.string()),
-            "generate_ms": pa.array(encoded.generate_ms, pa.float64()),
-            "embed_ms": pa.array(encoded.embed_ms, pa.float64()),
-        }
-    )
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd", use_dictionary=False)
-    write_atomically(cache.path / f"{start:09d}-{start + num:09d}.parquet", sink.getvalue().to_pybytes())
-
-
-def _read_shards(cache: Cache) -> Encoded:
-    parts: list[Encoded] = []
-    row = 0
-    embeddings: np.ndarray | None = None
-    for start, stop in _shards(cache):
-        path = cache.path / f"{start:09d}-{stop:09d}.parquet"
-        try:
-            table = pq.read_table(path)
-            part = _embedding_rows(table)
-        except (OSError, pa.ArrowInvalid, KeyError) as error:
-            raise UserError(f"shard {path} cannot be read ({error}): delete it and run again") from None
-        if len(part) != stop - start:
-            raise UserError(
-                f"shard {path} holds {len(part)} rows instead of {stop - start}: delete it and run again"
-            )
-        if start > row:
-            raise UserError(f"rows {row} to {start} are missing from {cache.path}: run again")
-        if embeddings is None:
-            embeddings = np.empty((cache.num_items, part.shape[1]), np.float32)
-        new = slice(row - start, stop - start)  # two runs at once may have written overlapping shards
-        if stop <= row:
-            continue
-        embeddings[row:stop] = part[new]
-        parts.append(
-            Encoded(
-                embeddings=embeddings[row:stop],
-                rationales=table["rationale"].to_pylist()[new],
-                num_rationale_tokens=table["num_rationale_tokens"].to_numpy()[new],
-                stop_reasons=table["stop_reason"].to_pylist()[new],
-                generate_ms=table["generate_ms"].to_numpy()[new],
-                embed_ms=table["embed_ms"].to_numpy()[new],
-            )
-        )
-        row = stop
-    if embeddings is None or row != cache.num_items:
-        raise UserError(f"rows {row} to {cache.num_items} are missing from {cache.path}: run again")
-    return Encoded(
-        embeddings=embeddings,
-        rationales=[text for part in parts for text in part.rationales],
-        num_rationale_tokens=np.concatenate([part.num_rationale_tokens for part in parts]),
-        stop_reasons=[reason for part in parts for reason in part.stop_reasons],
-        generate_ms=np.concatenate([part.generate_ms for part in parts]),
-        embed_ms=np.concatenate([part.embed_ms for part in parts]),
-    )
-
-
-def _embedding_rows(table: pa.Table) -> np.ndarray:
-    column = table["embedding"].combine_chunks()
-    return column.flatten().to_numpy().reshape(len(column), -1)

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.benchmarks.mmeb import SETS
 from eval.encode import write_atomically
 from eval.metrics import parse_name
 from eval.options import UserError, one_of
 from eval.outputs import RUN, read_results
+from rge.mmeb import SETS
 
 FORMATS = ("pinpoint", "top50", "mmeb", "mteb")
 MOST = 50

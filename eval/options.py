@@ -5,7 +5,7 @@ import difflib
 import inspect
 import textwrap
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -64,11 +64,13 @@ def explain(schema: type) -> str:
     """One line a key: its default, or that it has to be given, and the string that documents the field.
 
     Args:
-        schema: a dataclass in a source file, as for `parse_options`.
+        schema: a dataclass in a source file, as for `parse_options`; it may derive from another.
     """
-    body: list[Any] = ast.parse(textwrap.dedent(inspect.getsource(schema))).body[0].body  # type: ignore[attr-defined]
+    own = [base for base in reversed(schema.__mro__) if is_dataclass(base)]
+    bodies: list[list[Any]] = [ast.parse(textwrap.dedent(inspect.getsource(one))).body[0].body for one in own]  # type: ignore[attr-defined]
     notes = {
         field.target.id: " ".join(ast.literal_eval(note.value).split())
+        for body in bodies
         for field, note in zip(body, body[1:], strict=False)
         if isinstance(field, ast.AnnAssign)
         and isinstance(field.target, ast.Name)

@@ -246,6 +246,83 @@ def line_chart(
     )
 
 
+@dataclass(frozen=True)
+class Point:
+    """One mark of a scatter plot: ``y`` with its interval is a fraction of 1; the bounds are None without one."""
+
+    label: str
+    x: float
+    y: float
+    low: float | None
+    high: float | None
+
+
+def scatter(points: Sequence[Point], *, name: str, x_label: str) -> Markup:
+    """Draw points with vertical intervals, in per cent over a cost; the x axis is logarithmic where costs differ tenfold.
+
+    Args:
+        points: at least one; the first six have distinct colours, all have numbers.
+        name: what the y axis shows; part of the chart's accessible name.
+        x_label: text under the x axis.
+
+    Returns:
+        An ``<svg>`` element.
+
+    Raises:
+        ValueError: no points, or a negative cost.
+    """
+    if not points or min(point.x for point in points) < 0:
+        raise ValueError(f"plot {name!r} must have points with costs from 0 up")
+    tops = [100 * (point.y if point.high is None else point.high) for point in points]
+    y_ticks = nice_ticks(0.0, max(*tops, 1e-9), 5)
+    positive = [point.x for point in points if point.x > 0]
+    log = len(positive) == len(points) and max(positive) >= 10 * min(positive)
+    if log:
+        first, last = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
+        x_ticks = [10.0**power for power in range(first, max(last, first + 1) + 1)]
+    else:
+        x_ticks = nice_ticks(0.0, max(*positive, 1e-9) if positive else 1.0, 5)
+    plot_width, plot_height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+    ends = [math.log10(x) if log else x for x in (x_ticks[0], x_ticks[-1])]
+
+    def at_x(value: float) -> float:
+        return LEFT + ((math.log10(value) if log else value) - ends[0]) / (ends[1] - ends[0]) * plot_width
+
+    def at_y(value: float) -> float:
+        return TOP + (y_ticks[-1] - value) / (y_ticks[-1] - y_ticks[0]) * plot_height
+
+    bottom = HEIGHT - BOTTOM
+    parts = [
+        f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at_y(tick):.1f}" y2="{at_y(tick):.1f}"/>'
+        f'<text class="tick" x="{LEFT - 7}" y="{at_y(tick) + 3.5:.1f}" text-anchor="end">{number(tick)}%</text>'
+        for tick in y_ticks
+    ]
+    parts += [
+        f'<line class="axis" x1="{at_x(tick):.1f}" x2="{at_x(tick):.1f}" y1="{bottom}" y2="{bottom + 4}"/>'
+        f'<text class="tick" x="{at_x(tick):.1f}" y="{bottom + 16}" text-anchor="middle">{number(tick)}</text>'
+        for tick in x_ticks
+    ]
+    parts.append(
+        f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}"/>'
+        f'<text class="label" x="{LEFT + plot_width / 2:.1f}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>'
+    )
+    for index, point in enumerate(points):
+        x, style = at_x(point.x), f"series-{index % NUM_SERIES_STYLES}"
+        if point.low is not None and point.high is not None:
+            y1, y2 = at_y(100 * point.low), at_y(100 * point.high)
+            parts.append(
+                f'<line class="whisker {style}" x1="{x:.1f}" x2="{x:.1f}" y1="{y1:.1f}" y2="{y2:.1f}"/>'
+            )
+        y = at_y(100 * point.y)
+        parts.append(f'<circle class="last {style}" cx="{x:.1f}" cy="{y:.1f}" r="4.5"/>')
+        parts.append(f'<text class="mark" x="{x + 8:.1f}" y="{y + 4:.1f}">{index + 1}</text>')
+    spoken = "; ".join(f"{p.label} {100 * p.y:.1f} % at {number(p.x)}" for p in points)
+    return Markup(
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="{escape(f"{name} over {x_label}: {spoken}")}">{"".join(parts)}</svg>'
+    )
+
+
 def _split(series: Series, bands: Sequence[Band]) -> list[Series]:
     """The parts of a series that lie in different bands; bands are open at their start."""
     parts: dict[int, tuple[list[float], list[float]]] = {}

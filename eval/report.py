@@ -26,9 +26,10 @@ import pyarrow.parquet as pq
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from eval.budget_plot import budget_chart
 from eval.examples import RANK_COLUMN, Gallery, choose_examples
 from eval.metrics import judge, random_floor
-from eval.options import UserError, parse_options
+from eval.options import UserError, one_of, parse_options
 from eval.plots import CURVE_NAMES, Series, check_finite, line_chart, number, read_training_logs
 from eval.sets import RetrievalSet, load_set
 from eval.stats import cluster_bootstrap, index_of, interval
@@ -135,6 +136,7 @@ def write_report(
     baselines: Mapping[str, Path] | None = None,
     set_dir: Path | None = None,
     seed: int = 0,
+    budget: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the report page of one or several evaluations of one retrieval set.
 
@@ -151,6 +153,7 @@ def write_report(
         baselines: label -> evaluation directory of another checkpoint on the same set.
         set_dir: where the retrieval set is now; default: where results.json says it was.
         seed: draws other examples.
+        budget: content of ``budget.json``: accuracy against tokens and milliseconds.
 
     Returns:
         ``out``.
@@ -201,6 +204,7 @@ def write_report(
         pictures=gallery.pictures,
         sizes={picture.name: (picture.width, picture.height) for picture in gallery.pictures},
         curves=_curves(training_logs),
+        budget=None if budget is None else _budget(budget),
         provenance=_provenance(evaluations),
         long_question=LONG_QUESTION,
         long_rationale=LONG_RATIONALE,
@@ -233,10 +237,10 @@ def read_evaluations(dirs: Sequence[Path], baselines: Mapping[str, Path]) -> lis
     """
     found: list[Path] = []
     for directory in map(Path, dirs):
-        found += _expand(directory)
+        found += expand(directory)
     if not found:
         raise UserError("dirs must name at least one evaluation directory, got none")
-    evaluations = [_read_evaluation(directory) for directory in dict.fromkeys(found)]
+    evaluations = [read_evaluation(directory) for directory in dict.fromkeys(found)]
     counts: dict[str, int] = defaultdict(int)
     for evaluation in evaluations:
         counts[evaluation.label] += 1
@@ -247,8 +251,8 @@ def read_evaluations(dirs: Sequence[Path], baselines: Mapping[str, Path]) -> lis
         for one in evaluations
     ]
     for label, directory in baselines.items():
-        for one in _expand(Path(directory), single=True):
-            evaluations.append(_relabel(_read_evaluation(one), label, is_baseline=True))
+        for one in expand(Path(directory), single=True):
+            evaluations.append(_relabel(read_evaluation(one), label, is_baseline=True))
     labels = [one.label for one in evaluations]
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
@@ -262,7 +266,12 @@ def _relabel(evaluation: Evaluation, label: str, *, is_baseline: bool = False) -
     return replace(evaluation, label=label, note=note, order=order, is_baseline=is_baseline)
 
 
-def _expand(directory: Path, *, single: bool = False) -> list[Path]:
+def expand(directory: Path, *, single: bool = False) -> list[Path]:
+    """The directory itself if it is an evaluation, else the evaluations in it.
+
+    Raises:
+        UserError: there is none, or several where ``single`` was asked for.
+    """
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory: name the output of `python -m eval run`")
     if (directory / "results.json").exists() or (directory / "per_query.parquet").exists():
@@ -282,7 +291,12 @@ def _expand(directory: Path, *, single: bool = False) -> list[Path]:
     return inner
 
 
-def _read_evaluation(directory: Path) -> Evaluation:
+def read_evaluation(directory: Path) -> Evaluation:
+    """Read one evaluation directory.
+
+    Raises:
+        UserError: it is incomplete, or its files do not fit together.
+    """
     for name in ("results.json", "per_query.parquet"):
         if not (directory / name).is_file():
             raise UserError(f"{directory} has no {name}: the evaluation is incomplete, run it again")
@@ -892,6 +906,22 @@ def _curves(paths: Sequence[Path]) -> dict[str, Any] | None:
     return {"charts": charts, "labels": [run.label for run in runs] if len(runs) > 1 else []}
 
 
+def _budget(budget: Mapping[str, Any]) -> dict[str, Any]:
+    """Charts and table of accuracy against cost."""
+    from eval.budget import curves_of
+
+    found = curves_of(budget)
+    return {
+        "charts": [
+            budget_chart(curves, metric=budget["metric"], cost=cost) for cost, curves in found.items()
+        ],
+        "labels": [curve.name for curve in next(iter(found.values()))],
+        "rows": budget["points"],
+        "metric": budget["metric"],
+        "costs": budget["costs"],
+    }
+
+
 # --- command --------------------------------------------------------------------------------------------------------
 
 
@@ -909,6 +939,9 @@ class ReportOptions:
         examples: how many queries are shown with pictures.
         set: where the retrieval set is now; null for where results.json says it was.
         seed: draws other examples.
+        page: ``set`` for conditions of one set, ``leaderboard`` for many models; ``auto`` takes the second where
+            evaluations are of a suite or of several sets.
+        published: published tables of a leaderboard: ``auto`` those of the benchmarks at hand, ``all``, ``none``.
     """
 
     runs: tuple[str, ...]
@@ -920,6 +953,22 @@ class ReportOptions:
     examples: int = 48
     set: Path | None = None
     seed: int = 0
+    page: str = "auto"
+    published: str = "auto"
+
+
+def _is_for_leaderboard(runs: Sequence[str]) -> bool:
+    """Whether runs are of a suite or of several sets, or carry labels."""
+    sets = set()
+    for word in filter(None, runs):
+        if not Path(word).is_dir():
+            return ":" in word
+        for directory in expand(Path(word)):
+            results = read_evaluation(directory).results
+            if results.get("suite"):
+                return True
+            sets.add(results["set"]["fingerprint"])
+    return len(sets) > 1
 
 
 def report_command(argv: Sequence[str]) -> Path:
@@ -935,6 +984,23 @@ def report_command(argv: Sequence[str]) -> Path:
         UserError: an option is missing, unknown or malformed; see `write_report` for the rest.
     """
     options = parse_options(ReportOptions, argv)
+    one_of("page", [options.page], ("auto", "set", "leaderboard"))
+    if options.page == "leaderboard" or (options.page == "auto" and _is_for_leaderboard(options.runs)):
+        if options.log or options.baseline:
+            raise UserError(
+                "log= and baseline= are for page=set; a leaderboard takes all models by runs=LABEL:DIR,..."
+            )
+        from eval.leaderboard import write_leaderboard
+
+        return write_leaderboard(
+            [word for word in options.runs if word],
+            options.out,
+            title=options.title,
+            which=options.published,
+            num_examples=options.examples if options.examples != ReportOptions.examples else 24,
+            set_dir=options.set,
+            seed=options.seed,
+        )
     baselines = {}
     for entry in filter(None, options.baseline):
         label, colon, directory = entry.partition(":")

@@ -4,13 +4,15 @@
 
 set --sets--> items --encode--> embeddings (sharded, resumable) --search--> ranking --metrics, stats--> outputs --report-->
 
-Candidates are encoded once, directly, and serve every condition; a condition is a query mode with a query modality.
-One condition is written to ``out`` itself, several to ``out/<mode>-<modality>`` each.
+Candidates are encoded once and serve every condition; a condition is a query mode with a query modality. One condition
+is written to ``out`` itself, several to ``out/<mode>-<modality>`` each. Under ``accelerate launch`` all processes encode
+into one cache, and the first one does the rest.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ import numpy as np
 
 from eval.audit import Audit, audit_training, training_files
 from eval.benchmarks.protocols import Protocol, all_figures, protocol_for
-from eval.encode import Embeds, Mode, Side, cache_key, check_collapse, encode_side, mean_cosine, open_cache
+from eval.embed import Embeddings, contents_of, is_sampled
+from eval.encode import Embeds, Mode, mean_cosine
 from eval.metrics import CUTOFFS
 from eval.options import UserError, one_of
 from eval.outputs import (
@@ -36,25 +39,33 @@ from eval.outputs import (
     versions,
     write_tables,
 )
-from eval.search import DEPTH, search
-from eval.sets import MODALITIES, Modality, RetrievalSet, content_digest, load_set
+from eval.rewrite import PROMPTS, load_rewriter, rewritten
+from eval.search import DEPTH, Ranking, rows_within, search
+from eval.sets import MODALITIES, Modality, RetrievalSet, load_set
 from eval.stats import NUM_RESAMPLES
 from eval.suite import is_suite, run_members
+from eval.team import Team, join
 from eval.trec import write_run
 from rge.prompts import PROFILES
-from rge.schema import Encoded, Item
+from rge.schema import Encoded
 
 MODES: tuple[Mode, ...] = ("reasoning", "direct")
 MAX_INSTRUCTIONS = 20
 """Instructions listed in results.json; a set may have one a query."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RunOptions:
     """Options of ``python -m eval run``."""
 
-    checkpoint: Path
-    """Checkpoint directory with ``rge.json``."""
+    checkpoint: Path | None = None
+    """Checkpoint directory with ``rge.json``; the same as model=DIR."""
+    model: str | None = None
+    """Any embedder of `eval.models.registry`: a directory, or an id on the Hugging Face hub."""
+    adapter: str | None = None
+    """How that embedder is asked; null: what its files say it is."""
+    revision: str | None = None
+    """Commit, tag or branch of an id on the hub."""
     set: Path
     """Retrieval set directory, see `eval.sets`, or a suite of them, see `eval.suite`."""
     out: Path
@@ -71,8 +82,17 @@ class RunOptions:
     """Where embeddings are kept; null: ``out/.cache``. May be shared by any number of runs."""
     by: tuple[str, ...] = ()
     """Further query columns to report by, besides the set's ``report_by``."""
+    embedding_dims: int | None = None
+    """Only the first so many components of every embedding, normalised again: for checkpoints trained with
+    loss.matryoshka_dims. null: all. The cache holds whole embeddings, so that another size costs nothing."""
+    candidate_mode: str = "direct"
+    """direct or reasoning: whether a candidate writes a rationale too."""
     depth: int = DEPTH
     """Length of a ranking."""
+    memory_mb: float = 2048.0
+    """For the pool's embeddings; a larger pool is searched in blocks of this size out of a file in the cache."""
+    search_on: str = "cpu"
+    """cpu or gpu (needs a faiss that was built for it)."""
     device: str | None = None
     """Such as cuda:0; null: a GPU if there is one."""
     dtype: str | None = None
@@ -89,6 +109,14 @@ class RunOptions:
     """clean is the defensible protocol, official what the benchmark's released code computes."""
     prompts: str | None = None
     """Prompt profile instead of the checkpoint's; null: the set's where it says one, else the checkpoint's."""
+    rewrite: str | None = None
+    """caption or reformulate: words that a vision-language model adds to each query first, see `eval.rewrite`."""
+    rewriter: str | None = None
+    """Address of its OpenAI-compatible endpoint."""
+    rewriter_model: str | None = None
+    """Its name there."""
+    rewriter_key_env: str | None = None
+    """Environment variable with the key; null: it needs none."""
     train: tuple[str, ...] = ("auto",)
     """Training files (JSON lines) to look for the set's pictures in; auto: those that rge.json names; null: none."""
     report: bool = True
@@ -111,89 +139,42 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
 
     Args:
         options: see `RunOptions`.
-        load: makes the encoder; `rge.encode.load_encoder` by default.
+        load: makes the encoder; `eval.models.registry.load_model` by default.
 
     Raises:
         UserError: something given is wrong; see the modules named above.
     """
     if is_suite(options.set):
         _conditions(options)
-        if options.report:
-            print("a suite has no page of its own yet: report=true is left out", file=sys.stderr)
-        return run_members(options, run, load or _default_loader())
+        dirs = run_members(options, run, load or _default_loader(options))
+        if options.report and join().is_first:
+            from eval.leaderboard import write_leaderboard
+
+            print(f"\n{write_leaderboard([str(path) for path in dirs], options.out / 'report.html')}")
+        return dirs
     conditions = _conditions(options)
-    wanted = load_set(options.set, by=options.by)
-    protocol = protocol_for(options.benchmark, options.profile, wanted)
-    wanted = protocol.prepare(wanted)
-    if options.limit is not None:
-        wanted = wanted.first(options.limit)
-    if options.depth < min(max(CUTOFFS), len(wanted.corpus_ids)):
-        raise UserError(f"depth must be at least {max(CUTOFFS)}, the deepest metric, got {options.depth}")
-    queries = {one.modality: wanted.query_items(one.modality) for one in conditions}
-
-    # One pass over all pictures before the model is loaded: it names what the embeddings depend on, and a missing
-    # picture shows now instead of in the last shard.
-    candidate_contents, rows_of_picture = _candidate_contents(wanted)
-    query_contents = {
-        modality: [content_digest(item)[0] for item in items] for modality, items in queries.items()
-    }
-    own = [_own_rows(item, rows_of_picture) for item in wanted.queries]
-
-    encoder = _load(options, load, wanted.meta.get("prompts"))
-    audit = _audit(options, encoder, wanted)
-    warnings = _warnings(conditions, encoder, wanted, audit)
-    for warning in warnings:
-        print(f"WARNING: {warning}", file=sys.stderr, flush=True)
-    sampled = encoder.settings["generation"]["temperature"] > 0
+    session = start(options, conditions, load)
+    embeddings, seed = session.embeddings, session.seed
+    embeddings.fill_candidates(session.candidate_mode, seed)
+    if session.team.is_first:
+        candidate_CD = embeddings.candidates(session.candidate_mode, seed)  # refuses what cannot be ranked
     for one in conditions:
-        check_out(one.out, _identity(wanted, encoder, one), overwrite=options.overwrite)
-
-    def encode(
-        side: Side, mode: Mode, modality: str, items: Iterable[Item], contents: Sequence[str]
-    ) -> Encoded:
-        seed = options.seed if mode == "reasoning" and sampled else None
-        settings = encoder.settings | {"seed": seed}
-        if mode == "direct":  # nothing is generated, so another cap on rationales changes nothing
-            del settings["generation"]
-        about = {"side": side, "mode": mode, "modality": modality, "checkpoint_hash": encoder.checkpoint_hash}
-        key = cache_key(**about, settings=settings, fingerprint=wanted.fingerprint, contents=contents)
-        cache = open_cache(
-            options.cache or options.out / ".cache", key, len(contents), about | {"set": wanted.name}
-        )
-        size = options.batch_size
-        found = encode_side(encoder, items, cache, side=side, mode=mode, batch_size=size, seed=seed)
-        check_collapse(found.embeddings, contents, side)
-        return found
-
-    candidate_CD = encode("candidate", "direct", "both", wanted.corpus_items(), candidate_contents).embeddings
-    candidate_CD = candidate_CD[wanted.file_rows_C]  # from the order of the file to the order of ids
+        embeddings.fill_queries(one.mode, one.modality, seed)
+    if not session.team.is_first:
+        return [one.out for one in conditions]
     for one in conditions:
-        encoded = encode("query", one.mode, one.modality, queries[one.modality], query_contents[one.modality])
-        ranking = search(
-            encoded.embeddings,
-            candidate_CD,
-            depth=options.depth,
-            excluded=wanted.excluded,
-            candidates=wanted.candidates,
-        )
-        scored = protocol.score(wanted, ranking)
-        results = {
-            **_measured_with(options, wanted, encoder, one, protocol),
-            **all_figures(wanted, scored, protocol, seed=options.seed),
-            "warnings": [w for w in warnings if one.mode == "reasoning" or not w.startswith("query_mode")],
-            "audit": audit.content if audit is not None else None,
-            "rationale": rationale_figures(encoded),
-            "self_retrieval": self_retrieval(ranking, own),
-            "coverage": 1.0,
+        encoded = embeddings.queries(one.mode, one.modality, seed)
+        ranking = session.rank(encoded.embeddings, candidate_CD)
+        warnings = [w for w in session.warnings if one.mode == "reasoning" or not w.startswith("query_mode")]
+        figures = {
+            "warnings": warnings,
             "mean_cosine": {"query": mean_cosine(encoded.embeddings), "candidate": mean_cosine(candidate_CD)},
             "embedding_dim": candidate_CD.shape[1],
         }
-        invalidate(one.out)
-        tag = f"{encoder.checkpoint_hash[:12]}-{one.mode}-{one.modality}"
-        write_run(one.out / RUN, ranking, wanted.query_ids, wanted.corpus_ids, tag)
-        write_tables(one.out, per_query_table(wanted, ranking, scored, encoded), results)
+        results = session.write(one, ranking, encoded, figures)
         print(
-            f"\n{wanted.name}: {one.mode}, {one.modality} -> {one.out}\n{summary(results, protocol.headline)}",
+            f"\n{session.wanted.name}: {one.mode}, {one.modality} -> {one.out}\n"
+            f"{summary(results, session.protocol.headline)}",
             flush=True,
         )
     dirs = [one.out for one in conditions]
@@ -204,13 +185,133 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
         if options.benchmark == "generic":
             print(f"\n{write_report(dirs, page)}")
         else:
-            print(f"\n{write_report(dirs, page, metric=protocol.headline[0])}")
+            print(f"\n{write_report(dirs, page, metric=session.protocol.headline[0])}")
     return dirs
+
+
+@dataclass(frozen=True)
+class Session:
+    """An encoder, loaded, in front of a checked set.
+
+    Attributes:
+        options: what was asked for.
+        wanted: the set, as the protocol wants it.
+        protocol: what figures mean.
+        encoder: see `eval.encode.Embeds`.
+        embeddings: its embeddings of the set.
+        warnings: what a reader of the figures has to know.
+        audit: what training saw of the set; None if there is nothing to look into.
+        team: the processes that encode.
+        seed: of drawn rationales; None where the encoder decodes greedily.
+    """
+
+    options: RunOptions
+    wanted: RetrievalSet
+    protocol: Protocol
+    encoder: Embeds
+    embeddings: Embeddings
+    warnings: list[str]
+    audit: Audit | None
+    team: Team
+    seed: int | None
+
+    @property
+    def candidate_mode(self) -> Mode:
+        """Whether candidates write a rationale."""
+        return "reasoning" if self.options.candidate_mode == "reasoning" else "direct"
+
+    def rank(self, query_QD: np.ndarray, candidate_CD: np.ndarray) -> Ranking:
+        """Exact search with the set's exclusions and candidate lists."""
+        return search(
+            query_QD,
+            candidate_CD,
+            depth=self.options.depth,
+            excluded=self.wanted.excluded,
+            candidates=self.wanted.candidates,
+            block_rows=rows_within(self.options.memory_mb, candidate_CD.shape[1]),
+            on_gpu=self.options.search_on == "gpu",
+        )
+
+    def write(
+        self, condition: Condition, ranking: Ranking, encoded: Encoded, more: Mapping[str, Any], tag: str = ""
+    ) -> dict[str, Any]:
+        """Score a ranking and write its output directory.
+
+        Args:
+            condition: how it was asked, and where the output goes.
+            ranking: of all queries.
+            encoded: rationales and costs.
+            more: further keys of results.json.
+            tag: of the run file, after the checkpoint's hash; default: mode and modality.
+
+        Returns:
+            Content of results.json.
+        """
+        scored = self.protocol.score(self.wanted, ranking)
+        results = {
+            **_measured_with(self.options, self.wanted, self.encoder, condition, self.protocol),
+            **all_figures(self.wanted, scored, self.protocol, seed=self.options.seed),
+            "warnings": self.warnings,
+            "audit": self.audit.content if self.audit is not None else None,
+            "rationale": rationale_figures(encoded),
+            "self_retrieval": self_retrieval(ranking, self.embeddings.contents.own),
+            "coverage": 1.0,
+            **more,
+        }
+        invalidate(condition.out)
+        tag = f"{self.encoder.checkpoint_hash[:12]}-{tag or f'{condition.mode}-{condition.modality}'}"
+        write_run(condition.out / RUN, ranking, self.wanted.query_ids, self.wanted.corpus_ids, tag)
+        write_tables(condition.out, per_query_table(self.wanted, ranking, scored, encoded), results)
+        return results
+
+
+def start(
+    options: RunOptions, conditions: Sequence[Condition], load: Callable[..., Embeds] | None = None
+) -> Session:
+    """Check the set, read its pictures once, load the encoder and say what has to be said.
+
+    Raises:
+        UserError: something given is wrong, or an output directory holds something else.
+    """
+    team = join()
+    wanted = load_set(options.set, by=options.by)
+    protocol = protocol_for(options.benchmark, options.profile, wanted)
+    wanted = protocol.prepare(wanted)
+    if options.limit is not None:
+        wanted = wanted.first(options.limit)
+    if options.depth < min(max(CUTOFFS), len(wanted.corpus_ids)):
+        raise UserError(f"depth must be at least {max(CUTOFFS)}, the deepest metric, got {options.depth}")
+    root = options.cache or options.out / ".cache"
+    rewriter = load_rewriter(
+        options.rewrite, options.rewriter, options.rewriter_model, options.rewriter_key_env, root
+    )
+    if rewriter is not None:
+        wanted = team.once(lambda: rewritten(wanted, rewriter))
+    # One pass over all pictures before the model is loaded: it names what the embeddings depend on, and a missing
+    # picture shows now instead of in the last shard.
+    modalities = list(dict.fromkeys(one.modality for one in conditions))
+    contents = team.once(lambda: contents_of(wanted, modalities))
+    encoder = _load(options, load, wanted.meta.get("prompts"))
+    audit = team.once(lambda: _audit(options, encoder, wanted))
+    warnings = _warnings(conditions, encoder, wanted, audit)
+    for warning in warnings if team.is_first else ():
+        print(f"WARNING: {warning}", file=sys.stderr, flush=True)
+    for one in conditions:
+        check_out(one.out, _identity(options, wanted, encoder, one), overwrite=options.overwrite)
+    embeddings = Embeddings(
+        encoder, wanted, contents, root, options.batch_size, options.memory_mb, team, options.embedding_dims
+    )
+    seed = options.seed if is_sampled(encoder) else None
+    return Session(options, wanted, protocol, encoder, embeddings, warnings, audit, team, seed)
 
 
 def _conditions(options: RunOptions) -> list[Condition]:
     one_of("query_mode", options.query_mode, MODES)
     one_of("query_modality", options.query_modality, MODALITIES)
+    one_of("candidate_mode", [options.candidate_mode], MODES)
+    one_of("search_on", [options.search_on], ("cpu", "gpu"))
+    if options.memory_mb <= 0:
+        raise UserError(f"memory_mb must be above 0, got {options.memory_mb:g}")
     protocol_for(options.benchmark, options.profile)
     if options.prompts is not None:
         one_of("prompts", [options.prompts], tuple(PROFILES))
@@ -248,16 +349,26 @@ def _warnings(
 
 
 def _load(options: RunOptions, load: Callable[..., Embeds] | None, of_set: str | None = None) -> Embeds:
-    encoder = (load or _default_loader())(
-        options.checkpoint,
+    name = _model(options)
+    if load is None and options.checkpoint is not None and not options.checkpoint.is_dir():
+        raise UserError(
+            f"checkpoint {name} does not exist; model=NAME also takes an id on the Hugging Face hub"
+        )
+    encoder = (load or _default_loader(options))(
+        name,
         device=options.device,
         dtype=options.dtype,
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
     )
+    if "reasoning" in options.query_mode and "reasoning" not in encoder.settings.get("modes", MODES):
+        raise UserError(f"{name} writes no rationale: give query_mode=direct")
     profile = options.prompts or of_set
     if profile is not None and profile != encoder.settings["profile"]:
-        builder = getattr(encoder, "builder", None)
+        builder, reword = (getattr(encoder, name, None) for name in ("builder", "reword"))
+        if reword is not None:  # an adapter's own
+            reword(profile)
+            return encoder
         if builder is None:
             raise UserError(f"prompts={profile}: this encoder words its prompts itself")
         from rge.prompts import PromptBuilder
@@ -267,18 +378,31 @@ def _load(options: RunOptions, load: Callable[..., Embeds] | None, of_set: str |
     return encoder
 
 
-def _default_loader() -> Callable[..., Embeds]:
-    from rge.encode import load_encoder
+def _default_loader(options: RunOptions) -> Callable[..., Embeds]:
+    from eval.models.registry import load_model
 
-    return load_encoder
+    return partial(load_model, adapter=options.adapter, revision=options.revision)
 
 
-def _identity(wanted: RetrievalSet, encoder: Embeds, condition: Condition) -> dict[str, Any]:
+def _model(options: RunOptions) -> str:
+    given = [str(one) for one in (options.checkpoint, options.model) if one is not None]
+    if len(given) != 1:
+        raise UserError(f"give checkpoint=DIR or model=NAME, got {' and '.join(given) or 'neither'}")
+    return given[0]
+
+
+def _identity(
+    options: RunOptions, wanted: RetrievalSet, encoder: Embeds, condition: Condition
+) -> dict[str, Any]:
     return {
         "set.fingerprint": wanted.fingerprint,
         "checkpoint_hash": encoder.checkpoint_hash,
         "query_mode": condition.mode,
         "query_modality": condition.modality,
+        "embedding_dims": options.embedding_dims,
+        "candidate_mode": options.candidate_mode,
+        "rewrite.kind": options.rewrite,
+        "rewrite.model": options.rewriter_model,
     }
 
 
@@ -294,10 +418,15 @@ def _measured_with(
         "protocol": list(protocol.statements),
         "query_mode": condition.mode,
         "query_modality": condition.modality,
-        "candidate_mode": "direct",
+        "embedding_dims": options.embedding_dims,
+        "candidate_mode": options.candidate_mode,
+        "model": _named(options, encoder),
         "checkpoint": str(encoder.checkpoint),
         "checkpoint_hash": encoder.checkpoint_hash,
         "prompts": _prompts(wanted, encoder),
+        "rewrite": None
+        if options.rewrite is None
+        else {"kind": options.rewrite, "model": options.rewriter_model, "prompts": PROMPTS[options.rewrite]},
         "settings": {key: value for key, value in encoder.settings.items() if key != "recipe"},
         "decoding": encoder.settings["generation"],
         "dtype": encoder.settings["dtype"],
@@ -306,6 +435,16 @@ def _measured_with(
         "seed": options.seed,
         "statistics": statistics_settings(options.seed, NUM_RESAMPLES),
         "versions": versions(),
+    }
+
+
+def _named(options: RunOptions, encoder: Embeds) -> dict[str, Any]:
+    """Which embedder it was, for tables of several."""
+    known = encoder.settings
+    return {
+        "name": known.get("model") or _model(options),
+        "adapter": known.get("adapter", "rge"),
+        "revision": known.get("revision"),
     }
 
 
@@ -319,22 +458,3 @@ def _prompts(wanted: RetrievalSet, encoder: Embeds) -> dict[str, Any]:
         "instructions": instructions[:MAX_INSTRUCTIONS],
         "num_instructions": len(instructions),
     }
-
-
-def _candidate_contents(wanted: RetrievalSet) -> tuple[list[str], dict[str, list[int]]]:
-    """Content digest of each candidate in file order, and the rows (in id order) that show each picture."""
-    row_of_C = np.empty(len(wanted.file_rows_C), np.int64)
-    row_of_C[wanted.file_rows_C] = np.arange(len(row_of_C))
-    contents: list[str] = []
-    rows_of_picture: dict[str, list[int]] = {}
-    for file_row, item in enumerate(wanted.corpus_items()):
-        content, pictures = content_digest(item)
-        contents.append(content)
-        for picture in pictures:
-            rows_of_picture.setdefault(picture, []).append(int(row_of_C[file_row]))
-    return contents, rows_of_picture
-
-
-def _own_rows(query: Item, rows_of_picture: dict[str, list[int]]) -> np.ndarray:
-    rows = {row for picture in content_digest(query)[1] for row in rows_of_picture.get(picture, [])}
-    return np.array(sorted(rows), np.int64)

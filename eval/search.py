@@ -11,17 +11,24 @@ ids (`eval.sets`). Two things make that exact, where a bare top-k call is not:
   embeddings are therefore searched once and then stand for each other, so that they always tie.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import faiss
 import numpy as np
+
+from eval.options import UserError
 
 DEPTH = 1000
 BLOCK_ROWS = 1 << 18
 """Candidates searched at once: 2 GB of float32 at D = 2048."""
 SPARE = 8
 """Candidates fetched beyond the depth, to see whether the last one that counts is tied."""
+GPU_DEPTH = 2048
+"""Most candidates that faiss finds on a GPU."""
+
+Knn = Callable[[np.ndarray, np.ndarray, int], tuple[np.ndarray, np.ndarray]]
+"""(queries, block of candidates, k) -> best k scores and rows of the block, best first."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,7 @@ def search(
     excluded: Sequence[np.ndarray] | None = None,
     candidates: Sequence[np.ndarray] | None = None,
     block_rows: int = BLOCK_ROWS,
+    on_gpu: bool = False,
 ) -> Ranking:
     """Rank candidates by inner product: highest score first, then lowest row.
 
@@ -57,9 +65,11 @@ def search(
         excluded: per query rows that may not appear.
         candidates: per query rows that may appear; None: all.
         block_rows: candidates searched at once; bounds the memory.
+        on_gpu: let faiss use the GPU; per-query lists are short and stay on the CPU.
 
     Raises:
         ValueError: wrong dtype or shape, values that are not finite, or a depth below 1.
+        UserError: the installed faiss has no GPU, or it cannot rank as deep.
     """
     if depth < 1:
         raise ValueError(f"depth must be >= 1, got {depth}")
@@ -74,10 +84,16 @@ def search(
     _row_sums("query_QD", query_QD, block_rows)
     same_C = _first_equal(candidate_CD, _row_sums("candidate_CD", candidate_CD, block_rows))
     if candidates is None:
-        row_QW, score_QW = _search_pool(query_QD, candidate_CD, same_C, depth, excluded, block_rows)
+        knn = _gpu_knn() if on_gpu else _cpu_knn
+        row_QW, score_QW = _search_pool(query_QD, candidate_CD, same_C, depth, excluded, block_rows, knn)
     else:
         row_QW, score_QW = _search_lists(query_QD, candidate_CD, same_C, candidates, excluded)
-    return _cut(row_QW, score_QW, depth)
+    return cut_ranking(row_QW, score_QW, depth)
+
+
+def rows_within(memory_mb: float, dim: int) -> int:
+    """How many candidates of ``dim`` float32 dimensions fit into so much memory; at least one."""
+    return max(1, int(memory_mb * 2**20) // (4 * dim))
 
 
 def ordered_integers(score: np.ndarray) -> np.ndarray:
@@ -123,6 +139,7 @@ def _search_pool(
     depth: int,
     excluded: Sequence[np.ndarray] | None,
     block_rows: int,
+    knn: Knn,
 ) -> tuple[np.ndarray, np.ndarray]:
     """At least the best ``depth`` of a shared pool and all that tie with the last of them, in final order."""
     kept = None if same_C is None else np.flatnonzero(same_C == np.arange(len(same_C)))
@@ -133,14 +150,14 @@ def _search_pool(
     fetch = depth + most_excluded + SPARE
     while len(open_Q):
         fetch = min(fetch, num_kept)
-        row_QW, score_QW, unseen_Q = _fetch(query_QD[open_Q], candidate_CD, kept, fetch, block_rows)
+        row_QW, score_QW, unseen_Q = _fetch(query_QD[open_Q], candidate_CD, kept, fetch, block_rows, knn)
         if same_C is not None:
             row_QW, score_QW = _expand(row_QW, score_QW, same_C)
         if excluded is not None:
             for index, query in enumerate(open_Q.tolist()):
                 gone = np.isin(row_QW[index], excluded[query])
                 row_QW[index, gone], score_QW[index, gone] = -1, -np.inf
-        row_QW, score_QW = _final_order(row_QW, score_QW)
+        row_QW, score_QW = in_final_order(row_QW, score_QW)
         # What was not fetched scores at most unseen_Q. Where that reaches the last score that counts, ties may be
         # missing: those queries, few as a rule, are searched again with twice the fetch.
         last_Q = score_QW[:, min(depth, score_QW.shape[1]) - 1]
@@ -148,11 +165,39 @@ def _search_pool(
         found.append((open_Q[done_Q], row_QW[done_Q], score_QW[done_Q]))
         open_Q = open_Q[~done_Q]
         fetch *= 2
-    return _stack(len(query_QD), found)
+    return stack_rankings(len(query_QD), found)
+
+
+def _cpu_knn(query_QD: np.ndarray, block_ND: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    return faiss.knn(query_QD, block_ND, k, metric=faiss.METRIC_INNER_PRODUCT)
+
+
+def _gpu_knn() -> Knn:
+    if not hasattr(faiss, "StandardGpuResources") or not faiss.get_num_gpus():
+        raise UserError(
+            "search_on=gpu, but the installed faiss sees no GPU: install faiss-gpu-cu12 in the place of faiss-cpu, or "
+            "search_on=cpu"
+        )
+    resources = faiss.StandardGpuResources()
+
+    def knn(query_QD: np.ndarray, block_ND: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        if k > GPU_DEPTH:
+            raise UserError(
+                f"on a GPU faiss finds at most {GPU_DEPTH} candidates, {k} are needed (depth, what is excluded, ties): "
+                "lower depth=, or search_on=cpu"
+            )
+        return faiss.knn_gpu(resources, query_QD, block_ND, k, metric=faiss.METRIC_INNER_PRODUCT)
+
+    return knn
 
 
 def _fetch(
-    query_QD: np.ndarray, candidate_CD: np.ndarray, kept: np.ndarray | None, k: int, block_rows: int
+    query_QD: np.ndarray,
+    candidate_CD: np.ndarray,
+    kept: np.ndarray | None,
+    k: int,
+    block_rows: int,
+    knn: Knn,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Best k by faiss: rows (Q, k), scores (Q, k), and the highest score that anything left out can have (Q,)."""
     num_rows = len(candidate_CD) if kept is None else len(kept)
@@ -163,9 +208,7 @@ def _fetch(
         stop = min(start + block_rows, num_rows)
         block = candidate_CD[start:stop] if kept is None else candidate_CD[kept[start:stop]]
         take = min(k, len(block))
-        score, index = faiss.knn(
-            query_QD, np.ascontiguousarray(block), take, metric=faiss.METRIC_INNER_PRODUCT
-        )
+        score, index = knn(query_QD, np.ascontiguousarray(block), take)
         row = (index + start).astype(np.int32) if kept is None else kept[index + start].astype(np.int32)
         if take < len(block):
             unseen_Q = np.maximum(unseen_Q, score[:, -1])
@@ -190,7 +233,7 @@ def _expand(row_QW: np.ndarray, score_QW: np.ndarray, same_C: np.ndarray) -> tup
         offset = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
         expanded = members[np.repeat(start_C[rows], count) + offset]
         found.append((np.array([query]), expanded[None], np.repeat(scores, count)[None]))
-    return _stack(len(row_QW), found)
+    return stack_rankings(len(row_QW), found)
 
 
 def _search_lists(
@@ -208,11 +251,11 @@ def _search_lists(
         # The lists are short and all differ, so this is one matrix-vector product per query instead of faiss.
         searched, place = np.unique(rows if same_C is None else same_C[rows], return_inverse=True)
         score = (candidate_CD[searched] @ query_QD[query])[place]
-        found.append((np.array([query]), *_final_order(rows[None].astype(np.int32), score[None])))
-    return _stack(len(query_QD), found)
+        found.append((np.array([query]), *in_final_order(rows[None].astype(np.int32), score[None])))
+    return stack_rankings(len(query_QD), found)
 
 
-def _final_order(row_QW: np.ndarray, score_QW: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def in_final_order(row_QW: np.ndarray, score_QW: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Order by (score descending, row ascending); -1 with -inf goes last."""
     # faiss already sorts by score, so as a rule only the few queries with a tie need sorting
     todo = np.flatnonzero(~(score_QW[:, 1:] < score_QW[:, :-1]).all(axis=1))
@@ -225,7 +268,7 @@ def _final_order(row_QW: np.ndarray, score_QW: np.ndarray) -> tuple[np.ndarray, 
     return row_QW, score_QW
 
 
-def _stack(
+def stack_rankings(
     num_queries: int, found: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rankings of different widths as one array, padded with -1 and -inf."""
@@ -238,7 +281,7 @@ def _stack(
     return row_QW, score_QW
 
 
-def _cut(row_QW: np.ndarray, score_QW: np.ndarray, depth: int) -> Ranking:
+def cut_ranking(row_QW: np.ndarray, score_QW: np.ndarray, depth: int) -> Ranking:
     """Drop what neither counts nor ties with the last one that does."""
     if row_QW.shape[1] > depth:
         beyond = score_QW[:, depth:] < score_QW[:, depth - 1 : depth]

@@ -228,20 +228,6 @@ def string_column(wanted: RetrievalSet, name: str) -> list[str]:
     return _strings(path, _open(path, [name]), name)[: len(wanted.queries)]
 
 
-def official_positives(wanted: RetrievalSet) -> list[tuple[np.ndarray, np.ndarray]]:
-    """As `RetrievalSet.positives`, from ``qrels_official.parquet``.
-
-    Raises:
-        SetError: it is not there, or breaks the format.
-    """
-    path = wanted.path / "qrels_official.parquet"
-    row_of = {name: row for row, name in enumerate(wanted.corpus_ids)}
-    query_of = {name: row for row, name in enumerate(_ids(wanted.path / "queries.parquet"))}
-    qrels = _pairs(path, query_of, row_of, with_gain=True)
-    missing_Q = _num_missing(wanted.path / "queries.parquet")
-    return _positives(path, qrels, query_of, row_of, missing_Q)[: len(wanted.queries)]
-
-
 def content_digest(item: Item) -> tuple[str, tuple[str, ...]]:
     """What an item shows, as hashes: two items that differ only in their ids are equal.
 

@@ -31,11 +31,12 @@ from eval.outputs import (
     write_tables,
 )
 from eval.stats import NUM_RESAMPLES, Bootstrap, cluster_bootstrap, index_of, interval
+from eval.team import join
 
 SUITE = "suite.json"
 SHARED = (
-    "benchmark", "profile", "protocol", "query_mode", "query_modality", "candidate_mode", "checkpoint", "checkpoint_hash",
-    "prompts", "settings", "decoding", "dtype", "batch_size", "depth", "seed", "tag",
+    "benchmark", "profile", "protocol", "query_mode", "query_modality", "candidate_mode", "model", "checkpoint",
+    "checkpoint_hash", "prompts", "settings", "decoding", "dtype", "batch_size", "depth", "seed", "tag",
 )  # fmt: skip
 """Keys of a member's results that hold for all members."""
 
@@ -152,6 +153,7 @@ def aggregate(suite: Suite, dirs: Mapping[str, Path], out: Path, *, seed: int, o
         **{key: first[key] for key in SHARED if key in first},
         "suite": suite.column,
         **suite_figures(table, names, columns, seed=seed),
+        **_by_query(table, names, _reported(results, columns), seed=seed),
         "by_category": {name: one["micro"] for name, one in results.items()},
         "ties": _member_means(results, "ties", ("best", "worst")),
         "random": {name: v["value"] for name, v in _member_means(results, "random", ("value",)).items()},
@@ -205,6 +207,42 @@ def suite_figures(
             str(value): block(mean_of([of_member[name] for name in sorted(set(rows["category"]))]))
             for value, rows in table.groupby(column)
         }
+    return out
+
+
+def _reported(results: Mapping[str, Mapping[str, Any]], columns: Sequence[str]) -> list[str]:
+    """Columns of queries that members are reported by, such as how essential a picture is."""
+    blocks = dict.fromkeys(block for one in results.values() for block in one if block.startswith("by_"))
+    return [
+        name for name in (block.removeprefix("by_") for block in blocks) if name not in ("category", *columns)
+    ]
+
+
+def _by_query(
+    table: pd.DataFrame, names: Sequence[str], columns: Sequence[str], *, seed: int
+) -> dict[str, Any]:
+    """Figures by a column of queries: the unweighted mean over the members that have such queries."""
+    out: dict[str, Any] = {}
+    for column in columns:
+        if column not in table:
+            continue
+        out[f"by_{column}"] = {}
+        for value, rows in table.dropna(subset=[column]).groupby(column):
+            parts = [
+                cluster_bootstrap(
+                    some[list(names)].to_numpy(np.float64),
+                    index_of(some["group"].tolist()),
+                    seed=seed + 1000 * number,
+                )
+                for number, (_, some) in enumerate(rows.groupby("category", sort=True))
+            ]
+            found = mean_of(parts)
+            low_M, high_M = interval(found, bounds=(0.0, 1.0))
+            out[f"by_{column}"][str(value)] = {
+                name: {"value": float(v), "low": float(low), "high": float(high)}
+                for name, v, low, high in zip(names, found.estimate_M, low_M, high_M, strict=True)
+                if v == v
+            }
     return out
 
 
@@ -271,6 +309,9 @@ def run_members(options: Any, run: Callable[..., list[Path]], load: Callable[...
     out = []
     for condition, dirs in found.items():
         path = options.out / condition
+        if not join().is_first:
+            out.append(path)
+            continue
         content = aggregate(suite, dirs, path, seed=options.seed, overwrite=options.overwrite)
         metrics = protocol_for(suite.benchmark, options.profile).headline
         print(

@@ -77,7 +77,6 @@ def write_set(
     negatives: Sequence[tuple[str, str]] | None = None,
     excluded: Sequence[tuple[str, str]] | None = None,
     candidates: Sequence[tuple[str, str]] | None = None,
-    official_qrels: Sequence[tuple[str, str, int]] | None = None,
     embed: bool = True,
     decode: bool = True,
     overwrite: bool = False,
@@ -93,7 +92,6 @@ def write_set(
         negatives: explicit negatives.
         excluded: pairs removed from a query's ranking.
         candidates: per-query candidates.
-        official_qrels: what the released scorer counts as right, where that differs from ``qrels``.
         embed: copy pictures into the Parquet files; else their absolute paths are written.
         decode: open every picture, so that a broken one shows now.
         overwrite: replace a set that is already there.
@@ -113,8 +111,6 @@ def write_set(
         _write_queries(work / "queries.parquet", queries, embed=embed, decode=decode)
         pairs = {"negatives": negatives, "excluded": excluded, "candidates": candidates}
         _write_pairs(work / "qrels.parquet", qrels)
-        if official_qrels is not None:
-            _write_pairs(work / "qrels_official.parquet", official_qrels)
         for name, rows in pairs.items():
             if rows is not None:
                 _write_pairs(work / f"{name}.parquet", rows)

@@ -46,6 +46,8 @@ from rge.images import ImageError
 TASKS = ("1", "2", "3", "4")
 POLICIES = ("first", "vconcat", "all")
 KEYS = ("chunked", "legacy")
+ESSENTIALITY = ("essentiality", "image_essentiality")
+GRADES = ("essential", "helpful", "redundant")
 NO_IMAGE = "__NO_IMAGE__"
 
 
@@ -65,6 +67,9 @@ class MmbrightOptions:
     """Of a query with several pictures: first (the released code), vconcat (one below the other, the paper), all."""
     keys: str = "chunked"
     """Task 4: legacy joins by the pattern first released, which the published table used."""
+    essentiality: Path | None = None
+    """Table (csv, tsv, parquet, json, jsonl) with domain, id and essentiality (essential, helpful, redundant), for a
+    release whose queries have no such column themselves."""
     allow_missing: bool = False
     """Accept gold documents or pictures that are not in the corpus; they stay in every denominator."""
     decode: bool = True
@@ -80,11 +85,11 @@ class _Domain:
     name: str
     queries: list[Query] = field(default_factory=list)
     qrels: list[tuple[str, str, int]] = field(default_factory=list)
-    official: list[tuple[str, str, int]] = field(default_factory=list)
     negatives: list[tuple[str, str]] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     unscored: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
+    graded: bool = False
 
 
 def import_mmbright(options: MmbrightOptions) -> list[str]:
@@ -108,8 +113,9 @@ def import_mmbright(options: MmbrightOptions) -> list[str]:
     one_of("domains", names, there)
     if is_suite(options.out) and not options.overwrite:
         raise ReleaseError(f"out {options.out} already holds a suite: give another, or overwrite=true")
+    grades = _grades(options.essentiality) if options.essentiality is not None else {}
     for name in names:
-        _import_domain(name, options)
+        _import_domain(name, options, grades)
     write_suite(
         options.out,
         name=f"MM-BRIGHT task {options.task}",
@@ -135,7 +141,7 @@ def image_key(path: str, domain: str) -> str:
     return found[1] if found else ""
 
 
-def _import_domain(name: str, options: MmbrightOptions) -> None:
+def _import_domain(name: str, options: MmbrightOptions, grades: dict[tuple[str, str], str]) -> None:
     domain = _Domain(name)
     task = options.task
     documents = [] if task == "3" else _rows(options.src, "documents", name, ("id", "content"))
@@ -156,7 +162,14 @@ def _import_domain(name: str, options: MmbrightOptions) -> None:
     known = {"1": doc_ids, "2": doc_ids, "3": dict.fromkeys(images), "4": dict.fromkeys(pairs)}[task]
     columns = ["id", "query", "gold_ids", "negative_ids", *([] if task == "1" else ["image_paths"])]
     columns += ["positive_images", "negative_images"] if task in ("3", "4") else []
-    asked = _rows(options.src, "examples" if task == "1" else "examples_multimodal", name, columns)
+    asked = _rows(
+        options.src, "examples" if task == "1" else "examples_multimodal", name, columns, ESSENTIALITY
+    )
+    for row in asked:
+        row["essentiality"] = grades.get((name, str(row["id"]))) or _grade(
+            next((row[key] for key in ESSENTIALITY if row.get(key)), None), f"{name}: query {row['id']!r}"
+        )
+    domain.graded = any(row["essentiality"] for row in asked)
     shown: dict[str, bytes] = {}
     if task != "1":
         shown = {
@@ -199,12 +212,12 @@ def _import_domain(name: str, options: MmbrightOptions) -> None:
             "queries_without_positives": domain.unscored,
             "undecodable_pictures": domain.broken,
             "num_missing_positives": len(domain.lost),
+            **({"report_by": ["essentiality"]} if domain.graded else {}),
         },
         queries=domain.queries,
         corpus=corpus(),
         qrels=domain.qrels,
         negatives=domain.negatives,
-        official_qrels=domain.official if task == "4" else None,
         decode=options.decode,
         overwrite=options.overwrite,
     )
@@ -241,12 +254,10 @@ def _add(
             bad = set(wrong_images)
             wrong = [pair for pair in pairs if pair.partition("|||")[2] in bad and pair not in gains]
             of_gold = [pair for pair in pairs if pair.partition("|||")[0] in set(gold)]
-            domain.official += [(name, safe_id(pair), 1) for pair in of_gold]
             # the rest of a gold document's pairs were judged, and are not right
             gains |= {pair: 0 for pair in of_gold if pair not in gains}
     if not any(gains.values()):
         domain.unscored.append(name)
-        domain.official = [judged for judged in domain.official if judged[0] != name]
         return
     absent = [one for one, gain in gains.items() if gain and one not in known]
     domain.lost += [f"{name}: {one}" for one in absent]
@@ -271,7 +282,8 @@ def _add(
             images=tuple(pictures),
             category=None,
             group=content_id(*paths) if paths else safe_id(name),
-            columns={"num_missing_positives": len(absent)},
+            columns={"num_missing_positives": len(absent)}
+            | ({"essentiality": row["essentiality"] or "not said"} if domain.graded else {}),
         )
     )
     domain.qrels += [(safe_id(name), safe_id(one), gain) for one, gain in gains.items() if one in known]
@@ -290,7 +302,32 @@ def _pairs(documents: Sequence[str], images: Sequence[str], domain: str, *, lega
     ]
 
 
-def _rows(src: Path, config: str, domain: str, columns: Sequence[str]) -> list[dict[str, Any]]:
+def _grades(path: Path) -> dict[tuple[str, str], str]:
+    """(domain, query id) -> essentiality, of a table made by others."""
+    found = {}
+    for row in iter_rows(path):
+        if lacking := {"domain", "id", "essentiality"} - row.keys():
+            raise ReleaseError(
+                f"{path}: column {min(lacking)!r} is missing; it needs domain, id and essentiality"
+            )
+        key = (str(row["domain"]), str(row["id"]))
+        if grade := _grade(row["essentiality"], f"{path}: {key[0]}, query {key[1]!r}"):
+            found[key] = grade
+    return found
+
+
+def _grade(value: Any, where: str) -> str | None:
+    if value is None or value != value or value == "":  # NaN is no grade either
+        return None
+    word = str(value).strip().lower()
+    if word not in GRADES:
+        raise ReleaseError(f"{where}: essentiality must be {', '.join(GRADES)}, got {value!r}")
+    return word
+
+
+def _rows(
+    src: Path, config: str, domain: str, columns: Sequence[str], optional: Sequence[str] = ()
+) -> list[dict[str, Any]]:
     folder = src / config
     files = [path for path in [folder / f"{domain}.parquet"] if path.is_file()]
     files = files or sorted(folder.glob(f"{domain}-[0-9][0-9][0-9][0-9][0-9]-of-*.parquet"))
@@ -298,7 +335,7 @@ def _rows(src: Path, config: str, domain: str, columns: Sequence[str]) -> list[d
         raise ReleaseError(
             f"{folder / domain}.parquet is not there: src must be a snapshot of mm-bright/MM-BRIGHT"
         )
-    rows = [row for path in files for row in iter_rows(path, columns)]
+    rows = [row for path in files for row in iter_rows(path, [*columns, *optional])]
     lacking = [column for column in columns if rows and column not in rows[0]]
     if lacking:
         raise ReleaseError(f"{files[0]}: column {lacking[0]!r} is missing")

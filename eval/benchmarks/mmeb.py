@@ -9,7 +9,6 @@ NaN) count as right. Here a candidate's id is a hash of its content: nothing say
 and ties are resolved against the model unless ``profile=official`` asks for the released rule.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,175 +26,9 @@ from eval.benchmarks.common import (
 )
 from eval.options import one_of
 from eval.suite import is_suite, write_suite
+from rge.mmeb import INSTRUCTIONS, SETS, plain, reword
 
-CLASSIFICATION, VQA, RETRIEVAL, GROUNDING = "classification", "VQA", "retrieval", "grounding"
-_TASKS = {
-    CLASSIFICATION: (
-        "ImageNet-1K N24News HatefulMemes VOC2007 SUN397",
-        "Place365 ImageNet-A ImageNet-R ObjectNet Country211",
-    ),
-    VQA: ("OK-VQA A-OKVQA DocVQA InfographicsVQA ChartQA Visual7W", "ScienceQA VizWiz GQA TextVQA"),
-    RETRIEVAL: (
-        "VisDial CIRR VisualNews_t2i VisualNews_i2t MSCOCO_t2i MSCOCO_i2t NIGHTS WebQA",
-        "FashionIQ Wiki-SS-NQ OVEN EDIS",
-    ),
-    GROUNDING: ("MSCOCO", "RefCOCO RefCOCO-Matching Visual7W-Pointing"),
-}
-SETS: dict[str, dict[str, str]] = {
-    name: {"meta_task": task, "distribution": distribution}
-    for task, halves in _TASKS.items()
-    for distribution, names in zip(("IND", "OOD"), halves, strict=True)
-    for name in names.split()
-}
-"""The 36 sets with their meta-task, and whether MMEB-train holds their training split (IND) or not (OOD)."""
-INSTRUCTIONS = ("vlm2vec", "rge")
 COLUMNS = ("qry_text", "qry_img_path", "tgt_text", "tgt_img_path")
-
-# The wordings of the released RGE evaluation: (wording in MMEB, wording of RGE) for queries ...
-_OBJECT = "Identify the category of the main object in the given image for classification"
-_SCENE = (
-    "Identify the scene shown in the image",
-    "Identify the category of the scene in the given image for classification",
-)
-_CLASSIFY = ("Represent the given image for classification", _OBJECT)
-_SHOWN = ("Identify the object shown in the image", _OBJECT)
-_ASKED = "Represent the given image with the following question:"
-_REFERRED = (
-    "Select the portion of the image that follows the language expressions",
-    "Describe and focus on the object in the image that follows the following language expressions",
-)
-RGE_QUERY: dict[str, tuple[str, str]] = {
-    "ImageNet-1K": _CLASSIFY,
-    "N24News": (
-        "Represent the given news image with the following caption for domain classification",
-        "Identify the category of the given news with the following caption for domain classification",
-    ),
-    "HatefulMemes": (
-        "Represent the given image for binary classification to determine whether it constitutes hateful speech or not",
-        "Determine whether the given image contains hateful speech or not for binary classification",
-    ),
-    "VOC2007": _SHOWN,
-    "SUN397": _SCENE,
-    "Place365": _SCENE,
-    "ImageNet-A": _CLASSIFY,
-    "ImageNet-R": _CLASSIFY,
-    "ObjectNet": _SHOWN,
-    "Country211": (
-        "Identify the country depicted in the image",
-        "Identify the category of the country depicted in the given image for classification",
-    ),
-    "ChartQA": (_ASKED, "Answer a chart-related question based on the given image:"),
-    "DocVQA": (_ASKED, "Answer a document-related question based on the given image:"),
-    "InfographicsVQA": (_ASKED, "Answer an infographic-related question based on the given image:"),
-    "ScienceQA": (_ASKED, "Answer a science-related question based on the given image:"),
-    **dict.fromkeys(
-        ("OK-VQA", "A-OKVQA", "Visual7W"), (_ASKED, "Answer the question based on the given image:")
-    ),
-    **dict.fromkeys(("VizWiz", "GQA", "TextVQA"), (_ASKED, "Answer a question based on the given image:")),
-    "VisDial": (
-        "Represent the given dialogue about an image, which is used for image retrieval",
-        "Describe and represent the following dialogue about an image for image retrieval",
-    ),
-    "CIRR": (
-        "Given an image, find a similar everyday image with the described changes",
-        "Describe and represent the above image and the following described changes about the given image for composed "
-        "image retrieval",
-    ),
-    "VisualNews_t2i": (
-        "Retrieve an image of this news caption",
-        "Describe and represent the following news caption for news photo retrieval",
-    ),
-    "VisualNews_i2t": (
-        "Find a caption for the news in the given photo",
-        "Describe and represent the above image for news caption retrieval",
-    ),
-    "MSCOCO_t2i": (
-        "Find me an everyday image that matches the given caption",
-        "Describe and represent the following descriptive caption for everyday image retrieval",
-    ),
-    "MSCOCO_i2t": (
-        "Find an image caption describing the given everyday image",
-        "Describe and represent the above everyday image for a corresponding description retrieval",
-    ),
-    "NIGHTS": (
-        "Find a day-to-day image that looks similar to the provided image",
-        "Describe and represent the above day-to-day image for a similar image retrieval",
-    ),
-    "WebQA": (
-        "Find a Wikipedia image that answers this question",
-        "Answer and represent the following question for a Wikipedia image retrieval",
-    ),
-    "OVEN": (
-        "Retrieve a Wikipedia image-description pair that provides evidence for the question of this image",
-        "Describe and represent the above image and the following question for a Wikipedia image-description pair "
-        "retrieval",
-    ),
-    "FashionIQ": (
-        "Find an image to match the fashion image and style note",
-        "Describe and represent the above fashion image and the following described modification on style note for a "
-        "fashion image retrieval",
-    ),
-    "EDIS": (
-        "Find a news image that matches the provided caption",
-        "Describe and represent the following provided caption for a news image retrieval",
-    ),
-    "Wiki-SS-NQ": (
-        "Find the document image that can answer the given query",
-        "Describe and represent the following query for a document image retrieval",
-    ),
-    "MSCOCO": (
-        "Crop the image to to isolate the object labeled as",  # sic, in MMEB and in the released rules
-        "Describe and focus on the object in the image labeled as",
-    ),
-    "Visual7W-Pointing": (
-        "Select the portion of the image that answers the question",
-        "Describe and focus on the object in the image that answers the following question",
-    ),
-    "RefCOCO": _REFERRED,
-    "RefCOCO-Matching": _REFERRED,
-}
-# ... and for candidates: a prefix, a replacement, or whole values.
-_IMAGE = ("Represent the given image", "Summarize the given image in one word")
-_WIKI = (
-    "Represent the given Wikipedia image with related text information",
-    "Summarize the given Wikipedia image with the following related text information in one word",
-)
-_CROP = (
-    "Represent the given cropped image of the object",
-    "Summarize the given cropped image of the object in one word",
-)
-_WORDS = {
-    "object category": "ImageNet-1K VOC2007 ImageNet-A ImageNet-R ObjectNet",
-    "news category": "N24News",
-    "scene category": "SUN397 Place365",
-    "country category": "Country211",
-    "answer": " ".join(name for name, about in SETS.items() if about["meta_task"] == VQA),
-    "news caption": "VisualNews_i2t",
-    "sentence": "MSCOCO_i2t",
-}
-RGE_PREFIX: dict[str, str] = {
-    name: f"Summarize the following {what} in one word: "
-    for what, names in _WORDS.items()
-    for name in names.split()
-}
-RGE_CANDIDATE: dict[str, tuple[str, str]] = {
-    **dict.fromkeys(
-        ("VisDial", "CIRR", "VisualNews_t2i", "MSCOCO_t2i", "NIGHTS", "FashionIQ", "Wiki-SS-NQ"), _IMAGE
-    ),
-    **dict.fromkeys(("WebQA", "OVEN"), _WIKI),
-    "EDIS": (
-        "Represent the given image with related text information",
-        "Summarize the given image with the following related text information in one word",
-    ),
-    **dict.fromkeys(("MSCOCO", "Visual7W-Pointing", "RefCOCO"), _CROP),
-    "RefCOCO-Matching": _REFERRED,
-}
-RGE_VALUES: dict[str, dict[str, str]] = {
-    "HatefulMemes": {
-        "Yes": "Summarize the following statement in one word: Yes, it contains hateful speech.",
-        "No": "Summarize the following statement in one word: No, it does not contain hateful speech.",
-    }
-}
 
 
 @dataclass
@@ -257,27 +90,6 @@ def import_mmeb(options: MmebOptions) -> list[str]:
         instructions=options.instructions,
     )
     return list(names)
-
-
-def reword(name: str, text: str, side: str) -> str:
-    """A text of MMEB in RGE's words: whole values first, then the replacement, then the prefix.
-
-    Args:
-        name: of the set.
-        text: without the picture's placeholder.
-        side: query or candidate.
-    """
-    if side == "query":
-        old, new = RGE_QUERY[name]
-        return text.replace(old, new)
-    text = RGE_VALUES.get(name, {}).get(text, text)
-    old, new = RGE_CANDIDATE.get(name, ("", ""))
-    return RGE_PREFIX.get(name, "") + (text.replace(old, new) if old else text)
-
-
-def plain(text: str | None) -> str:
-    """A text without the placeholders of pictures; our prompts put pictures first by themselves."""
-    return re.sub(r"<\|image_\d+\|>\s*", "", text or "").strip()
 
 
 def _file(src: Path, name: str) -> Path | None:

@@ -28,7 +28,7 @@ from eval.metrics import (
 from eval.options import UserError, one_of
 from eval.outputs import Scored, figures, means, score_ranking
 from eval.search import Ranking
-from eval.sets import RetrievalSet, integer_column, official_positives, string_column
+from eval.sets import RetrievalSet, integer_column, string_column
 from eval.stats import LEVEL, cluster_bootstrap, index_of, interval
 
 BENCHMARKS = ("generic", "rmir", "mmeb", "mmbright", "pinpoint")
@@ -113,13 +113,11 @@ class Mmbright(Protocol):
     """MM-BRIGHT: the mean over domains of nDCG@10."""
 
     def prepare(self, wanted: RetrievalSet) -> RetrievalSet:
-        """Official: hard negatives of tasks 1 and 2 leave the ranking; every pair of a gold document is right."""
+        """Official: hard negatives of tasks 1 and 2, and task 4's pairs with a negative picture, leave the ranking."""
         if self.profile == "clean":
             return wanted
         task = wanted.meta.get("task")
-        if task == 4:
-            return replace(wanted, positives=official_positives(wanted))
-        return replace(wanted, excluded=wanted.negatives) if task in (1, 2) else wanted
+        return replace(wanted, excluded=wanted.negatives) if task in (1, 2, 4) else wanted
 
     def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
         """As `Protocol.score`; official with trec_eval's order of ties and the cutoffs of the released code."""
@@ -342,10 +340,11 @@ PROTOCOLS: dict[tuple[str, str], Protocol] = {
             ("ndcg@10",),
             "macro",
             (
-                "as the code behind the published tables (2d37a4d): nDCG@10 of trec_eval over the top 1,000, rounded to "
-                "five digits a domain, mean over domains",
+                "as the released code (143ae35): nDCG@10 of trec_eval over the top 1,000, rounded to five digits a domain, mean "
+                "over domains",
                 "tasks 1 and 2: the query's hard negatives are removed from its ranking",
-                "task 4: every pair of a gold document counts 1; later revisions of the code grade instead",
+                "task 4: graded 2 and 1; pairs with a picture judged wrong are removed. With keys=legacy at import this is what "
+                "the code calls the protocol of Table 6; its first release (2d37a4d) gave every pair of a gold document 1",
                 "equal scores are in trec_eval's order, the larger id first",
             ),
             skips_missing=True,

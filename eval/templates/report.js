@@ -2,10 +2,10 @@
 // Filters and hover values. Without this script the page shows every card and every chart, only without them.
 (() => {
   const PAGE = 12;
-  const form = document.querySelector(".filters");
-  const cards = [...document.querySelectorAll(".cards .card")];
-  const more = document.querySelector(".more");
-  if (form && cards.length) {
+  for (const form of document.querySelectorAll(".filters")) {
+    const section = form.closest("section");
+    const cards = [...section.querySelectorAll(".cards .card")];
+    const more = section.querySelector(".more");
     let limit = PAGE;
     const shown = form.querySelector("output");
     const show = () => {
@@ -38,7 +38,7 @@
     const size = Math.abs(value);
     return size >= 100 ? value.toLocaleString("en", { maximumFractionDigits: 0 }) : String(+value.toPrecision(3));
   };
-  for (const svg of document.querySelectorAll(".chart")) {
+  for (const svg of document.querySelectorAll(".chart[data-chart]")) {
     const { plot, domain, unit, xLabel, series } = JSON.parse(svg.dataset.chart);
     const [left, top, width, height] = plot;
     const [x0, x1, y0, y1] = domain;

@@ -1,0 +1,1 @@
+"""Embedders that `eval.run` can measure: a registry, and one small adapter a family."""

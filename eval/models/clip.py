@@ -1,0 +1,120 @@
+"""CLIP, SigLIP and SigLIP 2: two towers, one space.
+
+An item with text and pictures is the sum of its text feature and the mean of its picture features before either is
+normalised, which is how MMEB's own CLIP and SigLIP rows embed composed queries (VLM2Vec, ``evaluation/eval_clip.py``).
+The text is the query's without an instruction: these models read some 64 to 77 tokens, and what is longer is cut.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
+
+from eval.models.common import DirectEncoder, no_rationales, place
+from eval.models.registry import Facts
+from eval.options import UserError
+from rge.images import load_image
+from rge.prompts import Profile, user_text
+from rge.schema import Item
+
+FAMILIES = ("clip", "siglip", "siglip2")
+WORDING = Profile(
+    query="{text}",
+    query_without_instruction="{text}",
+    candidate_text="{text}",
+    candidate_image="",
+    candidate_both="{text}",
+)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What is embedded: a text, pictures, or both."""
+
+    text: str
+    images: list[Image.Image]
+
+
+class TwoTowers(DirectEncoder[Shown]):
+    """Text and picture features of one model, added."""
+
+    def __init__(self, facts: Facts, model: nn.Module, tokenizer: Any, image_processor: Any, dtype: str):
+        max_tokens = model.config.text_config.max_position_embeddings
+        settings = {"pooling": "text feature + mean of picture features", "max_text_tokens": max_tokens}
+        super().__init__(facts, "clip", WORDING, dtype, settings)
+        self.model, self.tokenizer, self.image_processor = model.eval(), tokenizer, image_processor
+        # SigLIP was trained on padded texts and reads the last position; CLIP reads the end token wherever it is.
+        padding = True if model.config.model_type == "clip" else "max_length"
+        self.reading = {
+            "padding": padding,
+            "truncation": True,
+            "max_length": max_tokens,
+            "return_tensors": "pt",
+        }
+
+    def prepare(self, item: Item, side: str) -> tuple[int, Shown]:
+        """Text and decoded pictures; sorted by the text's length in characters."""
+        shown = Shown(user_text(item, side, self.wording), [load_image(ref) for ref in item.images])
+        if not shown.text and not shown.images:
+            raise ValueError(f"item {item.id!r} has neither text nor images")
+        return len(shown.text), shown
+
+    def embed(self, batch: Sequence[Shown]) -> Tensor:
+        """Features (B, D): see the module."""
+        parts: dict[int, list[Tensor]] = {row: [] for row in range(len(batch))}
+        asked = [row for row, one in enumerate(batch) if one.text]
+        if asked:
+            fields = self.tokenizer([batch[row].text for row in asked], **self.reading)
+            features = self._features(self.model.get_text_features, fields)
+            for row, feature in zip(asked, features, strict=True):
+                parts[row].append(feature)
+        pictures = [image for one in batch for image in one.images]
+        if pictures:
+            fields = self.image_processor(images=pictures, return_tensors="pt")
+            features = self._features(self.model.get_image_features, fields)
+            start = 0
+            for row, one in enumerate(batch):
+                if one.images:
+                    parts[row].append(features[start : start + len(one.images)].mean(dim=0))
+                    start += len(one.images)
+        return torch.stack([torch.stack(parts[row]).sum(dim=0) for row in range(len(batch))])
+
+    def _features(self, tower: Any, fields: Any) -> Tensor:
+        weight = next(self.model.parameters())
+        fields = {
+            key: value.to(weight.device, weight.dtype if value.is_floating_point() else None)
+            for key, value in fields.items()
+        }
+        return tower(**fields).pooler_output
+
+
+def load_clip(
+    facts: Facts,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+) -> TwoTowers:
+    """A CLIP, SigLIP or SigLIP 2 checkpoint."""
+    no_rationales(facts, max_new_tokens, temperature)
+    if facts.model_type not in FAMILIES:
+        raise UserError(
+            f"adapter=clip is for {', '.join(FAMILIES)}; {facts.name} is a {facts.model_type or '?'}"
+        )
+    device, dtype = place(device, dtype)
+    try:
+        model, report = AutoModel.from_pretrained(
+            facts.path, dtype=getattr(torch, dtype), output_loading_info=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(facts.path)
+        image_processor = AutoImageProcessor.from_pretrained(facts.path)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"{facts.name} cannot be loaded: {error}") from None
+    if missing := sorted(report["missing_keys"]):
+        raise UserError(f"{facts.name} lacks {len(missing)} weights, e.g. {missing[0]}: it is incomplete")
+    return TwoTowers(facts, model.to(device), tokenizer, image_processor, dtype)

@@ -1,0 +1,157 @@
+"""What adapters share: windows sorted by length, timing, the identity of a model's files, wordings."""
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eval.models.registry import Facts
+from eval.options import UserError
+from rge.embedder import normalise
+from rge.prompts import PROFILES, Profile
+from rge.schema import Encoded, Item
+
+WINDOW_BATCHES = 8
+"""Batches prepared at a time, within which rows are sorted by length; the pictures of one window are in memory."""
+WEIGHTS = (".safetensors", ".json", ".txt", ".jinja", ".model")
+VLM2VEC = Profile(
+    query="{instruction} {text}",
+    query_without_instruction="{text}",
+    candidate_text="{text}",
+    candidate_image="Represent the given image.",
+    candidate_both="Represent the given image with related text information: {text}",
+)
+"""Wordings of MMEB, which VLM2Vec and UME-R1 were trained and are evaluated with."""
+
+T = TypeVar("T")
+
+
+class DirectEncoder(Generic[T]):
+    """An embedder that writes nothing; a subclass prepares items and embeds prepared batches.
+
+    Args:
+        facts: of its files.
+        adapter: its name in the registry.
+        wording: how items become text; replaced by `reword`.
+        dtype: of the weights, as a word.
+        settings: whatever else decides the embeddings: pixel limits, longest text, pooling.
+    """
+
+    def __init__(self, facts: Facts, adapter: str, wording: Profile, dtype: str, settings: dict[str, Any]):
+        self.checkpoint, self.checkpoint_hash = facts.path, hash_of_files(facts.path)
+        self.wording = wording
+        self.settings: dict[str, Any] = {
+            "adapter": adapter,
+            "model": facts.name,
+            "revision": facts.revision,
+            "profile": adapter,
+            "wording": asdict(wording),
+            "modes": ["direct"],
+            "reasons": "none",
+            "generation": {"max_new_tokens": 0, "temperature": 0.0},
+            "dtype": dtype,
+            "recipe": {},
+        } | settings
+
+    def reword(self, profile: str) -> None:
+        """Take the wording of a profile of `rge.prompts`; ``plain`` is for sets whose texts carry their instructions."""
+        self.wording = PROFILES[profile]
+        self.settings = self.settings | {"profile": profile, "wording": asdict(self.wording)}
+
+    def prepare(self, item: Item, side: str) -> tuple[int, T]:
+        """A length to sort by, and what `embed` needs."""
+        raise NotImplementedError
+
+    def embed(self, batch: Sequence[T]) -> Tensor:
+        """States or features (N, D), not yet normalised."""
+        raise NotImplementedError
+
+    @torch.inference_mode()
+    def encode(
+        self,
+        items: Sequence[Item],
+        *,
+        side: Literal["query", "candidate"],
+        mode: Literal["reasoning", "direct"],
+        batch_size: int = 64,
+        seeds: Sequence[int] | None = None,
+        on_progress: Callable[[int], object] | None = None,
+    ) -> Encoded:
+        """Embed items; see `rge.encode.Encoder.encode`.
+
+        Raises:
+            UserError: asked for rationales.
+            ValueError: an item that cannot be embedded.
+            ImageError: a picture cannot be read.
+        """
+        if mode != "direct":
+            raise UserError(f"{self.settings['model']} writes no rationale: give query_mode=direct")
+        rows: list[np.ndarray] = []
+        times: list[float] = []
+        for start in range(0, len(items), WINDOW_BATCHES * batch_size):
+            part = items[start : start + WINDOW_BATCHES * batch_size]
+            began = time.perf_counter()
+            prepared = [self.prepare(item, side) for item in part]
+            prepare_ms = (time.perf_counter() - began) * 1000 / len(part)
+            order = sorted(range(len(part)), key=lambda row: prepared[row][0])
+            found: dict[int, tuple[np.ndarray, float]] = {}
+            for first in range(0, len(order), batch_size):
+                chosen = order[first : first + batch_size]
+                began = time.perf_counter()
+                states = normalise(self.embed([prepared[row][1] for row in chosen])).float().cpu().numpy()
+                spent = (time.perf_counter() - began) * 1000 / len(chosen)
+                found |= {row: (state, prepare_ms + spent) for row, state in zip(chosen, states, strict=True)}
+                if on_progress is not None:
+                    on_progress(len(chosen))
+            rows += [found[row][0] for row in range(len(part))]
+            times += [found[row][1] for row in range(len(part))]
+        num = len(items)
+        return Encoded(
+            embeddings=np.stack(rows) if rows else np.empty((0, 0), np.float32),
+            rationales=[""] * num,
+            num_rationale_tokens=np.zeros(num, np.int64),
+            stop_reasons=["prefilled"] * num,
+            generate_ms=np.zeros(num),
+            embed_ms=np.array(times, np.float64),
+        )
+
+
+def no_rationales(facts: Facts, max_new_tokens: int | None, temperature: float | None) -> None:
+    """Refuse options of generation, which a model that writes nothing would ignore.
+
+    Raises:
+        UserError: one of them was given.
+    """
+    for key, value in {"max_new_tokens": max_new_tokens, "temperature": temperature}.items():
+        if value is not None:
+            raise UserError(f"{key}={value}: {facts.name} writes no rationale")
+
+
+def place(device: str | None, dtype: str | None) -> tuple[str, str]:
+    """Device and dtype with their defaults: a GPU if there is one, bfloat16 there and float32 on CPU."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return device, dtype or ("float32" if device == "cpu" else "bfloat16")
+
+
+def hash_of_files(path: Path) -> str:
+    """Sha256 over names and contents of weights, configurations and tokenizer, those in subfolders too.
+
+    Raises:
+        UserError: there are no weights in the safetensors format.
+    """
+    digest, weights = hashlib.sha256(), 0
+    for file in sorted(path.rglob("*")):
+        if file.suffix in WEIGHTS and file.is_file():
+            digest.update(file.relative_to(path).as_posix().encode() + b"\0")
+            with file.open("rb") as content:
+                digest.update(hashlib.file_digest(content, "sha256").digest())
+            weights += file.suffix == ".safetensors"
+    if not weights:
+        raise UserError(f"{path} has no *.safetensors: weights in another format have to be converted first")
+    return digest.hexdigest()

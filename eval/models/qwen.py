@@ -1,0 +1,175 @@
+"""Qwen's vision-language models read at their last token: plain ones, and VLM2Vec.
+
+Plain Qwen2-VL, Qwen2.5-VL and Qwen3-VL get their chat template, and the state at its last token (the end of the
+assistant header) is the embedding; no embedding prompt is published for them, ours is the wording of RGE. VLM2Vec
+(github.com/TIGER-AI-Lab/VLM2Vec) was trained without chat template: a placeholder a picture, a newline, the text; its
+model code finds pictures by a start token that this prompt lacks, so its tokens have plain consecutive positions.
+
+Shape suffixes: B = rows, T = tokens, D = hidden size.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from eval.models.common import VLM2VEC, DirectEncoder, no_rationales, place
+from eval.models.registry import Facts, facts_of
+from eval.options import UserError
+from rge.prompts import PROFILES, Profile, Prompt, PromptBuilder
+from rge.schema import Item
+
+MAX_PROMPT_TOKENS = 8192
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+
+
+class RawBuilder(PromptBuilder):
+    """VLM2Vec's prompts: no chat template, no tokens around a picture."""
+
+    def _render(self, text: str, num_images: int) -> str:
+        return self.processor.image_token * num_images + "\n" * bool(num_images) + text
+
+
+class LastToken(DirectEncoder[Prompt]):
+    """The state at a prompt's last token.
+
+    Args:
+        facts: of its files.
+        adapter: ``qwen-vl`` or ``vlm2vec``.
+        model: with a language head, which is not used.
+        processor: tokenizer and image processor.
+        builder: how a prompt is laid out.
+        wording: how items become text.
+        flat: consecutive positions instead of the model's own for pictures.
+        dtype: of the weights, as a word.
+    """
+
+    def __init__(
+        self, facts: Facts, adapter: str, model: nn.Module, processor: Any, builder: type[PromptBuilder],
+        wording: Profile, *, flat: bool, dtype: str,
+    ):  # fmt: skip
+        size = processor.image_processor.size
+        settings = {
+            "pooling": "last token",
+            "max_prompt_tokens": MAX_PROMPT_TOKENS,
+            "pixels": {"min": size["shortest_edge"], "max": size["longest_edge"]},
+        }
+        super().__init__(facts, adapter, wording, dtype, settings)
+        self.model, self.flat = model.eval(), flat
+        self.builder = builder(processor, wording, MAX_PROMPT_TOKENS, emb_token=None)
+        self.pad_id = processor.tokenizer.pad_token_id
+
+    def reword(self, profile: str) -> None:
+        """Take the wording of a profile of `rge.prompts`."""
+        super().reword(profile)
+        self.builder.profile = self.wording
+
+    def prepare(self, item: Item, side: str) -> tuple[int, Prompt]:
+        """The prompt and its length."""
+        prompt = self.builder.build(item, side)
+        return len(prompt), prompt
+
+    def embed(self, batch: Sequence[Prompt]) -> Tensor:
+        """States (B, D); rows are padded on the right, so that padding comes after everything that is read."""
+        device = self.model.get_input_embeddings().weight.device
+        lengths = torch.tensor([len(prompt) for prompt in batch])
+        ids_BT = _padded([prompt.input_ids for prompt in batch], self.pad_id)
+        mask_BT = torch.arange(ids_BT.shape[1])[None] < lengths[:, None]
+        inputs: dict[str, Any] = {"input_ids": ids_BT, "attention_mask": mask_BT.long()}
+        inputs["mm_token_type_ids"] = _padded([prompt.type_ids for prompt in batch], 0)
+        shown = [prompt for prompt in batch if prompt.pixel_values is not None]
+        if shown:
+            dtype = self.model.dtype
+            inputs["pixel_values"] = torch.cat([prompt.pixel_values for prompt in shown]).to(dtype)  # type: ignore[misc]
+            inputs["image_grid_thw"] = torch.cat([prompt.image_grid for prompt in shown])  # type: ignore[misc]
+        if self.flat:
+            inputs["position_ids"] = torch.arange(ids_BT.shape[1]).expand(3, *ids_BT.shape)
+        inputs = {key: value.to(device) for key, value in inputs.items()}
+        hidden_BTD = self.model.model(**inputs, use_cache=False).last_hidden_state  # type: ignore[operator]
+        return hidden_BTD[torch.arange(len(batch), device=device), (lengths - 1).to(device)]
+
+
+def load_plain(facts: Facts, **options: Any) -> LastToken:
+    """A plain Qwen model with its chat template and RGE's wording."""
+    return _load(facts, "qwen-vl", PromptBuilder, PROFILES["rge"], flat=False, **options)
+
+
+def load_vlm2vec(facts: Facts, **options: Any) -> LastToken:
+    """VLM2Vec on Qwen2-VL or Qwen2.5-VL: a full model, or a LoRA that names its base."""
+    return _load(facts, "vlm2vec", RawBuilder, VLM2VEC, flat=True, **options)
+
+
+def _load(
+    facts: Facts, adapter: str, builder: type[PromptBuilder], wording: Profile, *, flat: bool,
+    device: str | None = None, dtype: str | None = None, max_new_tokens: int | None = None,
+    temperature: float | None = None,
+) -> LastToken:  # fmt: skip
+    no_rationales(facts, max_new_tokens, temperature)
+    if facts.model_type not in FAMILIES:
+        raise UserError(
+            f"adapter={adapter} is for {', '.join(FAMILIES)}; {facts.name} is a {facts.model_type or '?'}"
+        )
+    device, dtype = place(device, dtype)
+    is_lora = "config.json" not in facts.files
+    base = facts
+    if is_lora:
+        base = facts_of(
+            json.loads((facts.path / "adapter_config.json").read_text())["base_model_name_or_path"]
+        )
+    try:
+        processor = AutoProcessor.from_pretrained(facts.path if _has_processor(facts) else base.path)
+        model, report = AutoModelForImageTextToText.from_pretrained(
+            base.path, dtype=getattr(torch, dtype), output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"{facts.name} cannot be loaded: {error}") from None
+    if missing := sorted(report["missing_keys"]):
+        raise UserError(f"{base.name} lacks {len(missing)} weights, e.g. {missing[0]}: it is incomplete")
+    if is_lora:
+        model = _merged(model, facts)
+    return LastToken(facts, adapter, model.to(device), processor, builder, wording, flat=flat, dtype=dtype)
+
+
+def _has_processor(facts: Facts) -> bool:
+    return bool({"preprocessor_config.json", "processor_config.json"} & facts.files) and (
+        "tokenizer_config.json" in facts.files
+    )
+
+
+def _merged(model: nn.Module, facts: Facts) -> nn.Module:
+    """The base with its LoRA added; adapters saved before transformers 4.52 name modules otherwise.
+
+    Raises:
+        UserError: a weight of the adapter has no place, or a place no weight.
+    """
+    config = PeftConfig.from_pretrained(facts.path)
+    config.inference_mode = True
+    adapted = get_peft_model(model, config)
+    weights = load_file(facts.path / "adapter_model.safetensors")
+    prefix = "base_model.model."
+    renamed = {}
+    for key, weight in weights.items():
+        key = re.sub(rf"^{re.escape(prefix)}visual\.", f"{prefix}model.visual.", key)
+        key = re.sub(
+            rf"^{re.escape(prefix)}model\.(layers|norm|embed_tokens)\b",
+            rf"{prefix}model.language_model.\1",
+            key,
+        )
+        renamed[key] = weight
+    outcome = set_peft_model_state_dict(adapted, renamed)
+    lost = sorted(outcome.unexpected_keys) + sorted(key for key in outcome.missing_keys if "lora_" in key)
+    if lost:
+        raise UserError(
+            f"{len(lost)} weights of the LoRA in {facts.name} do not fit its base, e.g. {lost[0]}"
+        )
+    return adapted.merge_and_unload()
+
+
+def _padded(rows: Sequence[Tensor], value: int) -> Tensor:
+    return nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)

@@ -1,0 +1,212 @@
+"""From what a user names to an embedder: our checkpoints, and an adapter for each other family.
+
+    load_model("runs/demo/joint/final")          # rge.json -> rge
+    load_model("openai/clip-vit-large-patch14")  # config.json -> clip
+    load_model("DIR", adapter="vlm2vec")         # an explicit choice
+
+A name is a directory or an id on the Hugging Face hub, which is fetched into the hub's cache. What the files say of
+themselves decides the adapter; the choice, the revision and the wording go into ``results.json``. To add a family, add
+an `Adapter` to `ADAPTERS`; nothing of it is imported before it is used.
+"""
+
+import difflib
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eval.encode import Embeds
+from eval.options import UserError
+
+QWEN = ("qwen2_vl", "qwen2_5_vl")
+ON_THE_HUB = {"MCG-NJU/RGE": "lcxrocks/RGE"}
+"""Names that a paper or a repository goes by -> where its weights are."""
+FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model")
+"""What of a hub repository is fetched."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a model's files say of it.
+
+    Attributes:
+        path: its directory.
+        name: what the user wrote.
+        revision: commit on the hub; None for a directory.
+        model_type: of ``config.json``, or of the base model where there is only a LoRA; empty if neither says.
+        files: relative names.
+        tokens: added tokens of the tokenizer.
+    """
+
+    path: Path
+    name: str
+    revision: str | None
+    model_type: str
+    files: frozenset[str]
+    tokens: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """How one family is recognised and loaded.
+
+    Attributes:
+        name: what ``adapter=`` takes.
+        about: one line for the command's help and error messages.
+        matches: whether a model is of this family; the first adapter that says yes is taken.
+        target: ``module:function``, imported when needed; called with `Facts` and the keywords of `load_model`.
+    """
+
+    name: str
+    about: str
+    matches: Callable[[Facts], bool]
+    target: str
+
+    def load(self, facts: Facts, **options: Any) -> Embeds:
+        """Load a model of this family."""
+        module, _, function = self.target.partition(":")
+        return getattr(importlib.import_module(module), function)(facts, **options)
+
+
+ADAPTERS = (
+    Adapter(
+        "rge",
+        "a finished checkpoint of rge: a directory with rge.json",
+        lambda facts: "rge.json" in facts.files,
+        "eval.models.rge:load_own",
+    ),
+    Adapter(
+        "rge-release",
+        "the released RGE checkpoint: Qwen2.5-VL with an <emb> token, without rge.json",
+        lambda facts: facts.model_type in QWEN and "<emb>" in facts.tokens,
+        "eval.models.rge:load_release",
+    ),
+    Adapter(
+        "ume-r1",
+        "UME-R1: Qwen2-VL with <gen_emb> and <disc_emb>; reasoning is its generative mode, direct its discriminative one",
+        lambda facts: facts.model_type in QWEN and {"<gen_emb>", "<disc_emb>"} <= facts.tokens,
+        "eval.models.ume:load_ume",
+    ),
+    Adapter(
+        "vlm2vec",
+        "VLM2Vec on Qwen's models: a LoRA, or a name with vlm2vec in it; last token, no chat template",
+        lambda facts: (
+            facts.model_type in QWEN and ("config.json" not in facts.files or "vlm2vec" in facts.name.lower())
+        ),
+        "eval.models.qwen:load_vlm2vec",
+    ),
+    Adapter(
+        "qwen-vl",
+        "plain Qwen2-VL, Qwen2.5-VL, Qwen3-VL: last token of the chat template",
+        lambda facts: facts.model_type in (*QWEN, "qwen3_vl", "qwen3_vl_moe"),
+        "eval.models.qwen:load_plain",
+    ),
+    Adapter(
+        "clip",
+        "CLIP, SigLIP, SigLIP 2: text and picture features added",
+        lambda facts: facts.model_type in ("clip", "siglip", "siglip2"),
+        "eval.models.clip:load_clip",
+    ),
+)
+
+
+def load_model(
+    model: str | Path,
+    *,
+    adapter: str | None = None,
+    revision: str | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+) -> Embeds:
+    """Load any embedder that there is an adapter for.
+
+    Args:
+        model: directory, or id on the Hugging Face hub.
+        adapter: name in `ADAPTERS`; None takes the first that recognises the files.
+        revision: branch, tag or commit on the hub.
+        device: such as ``cuda:0``; None takes a GPU if there is one.
+        dtype: weights' dtype; None takes float32 on CPU and bfloat16 on a GPU (our checkpoints: the recipe's).
+        max_new_tokens: cap on a rationale; None takes the model's own.
+        temperature: of sampled rationales; None takes the model's own, which is greedy.
+
+    Raises:
+        UserError: there is no such model, no adapter for it, or an option that it has no use for.
+    """
+    known = [one.name for one in ADAPTERS]
+    if adapter is not None and adapter not in known:
+        near = difflib.get_close_matches(adapter, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UserError(f"adapter must be one of {', '.join(known)}, got {adapter!r}{hint}")
+    facts = facts_of(model, revision)
+    chosen = next(
+        (one for one in ADAPTERS if one.name == adapter or (not adapter and one.matches(facts))), None
+    )
+    if chosen is None:
+        kinds = "\n".join(f"  {one.name}: {one.about}" for one in ADAPTERS)
+        raise UserError(
+            f"{model} ({facts.model_type or 'no model_type in config.json'}) is none of the known embedders, which are\n"
+            f"{kinds}\nadapter=NAME chooses one; a ranking made by any other program goes through `python -m eval score`"
+        )
+    options = {"device": device, "dtype": dtype, "max_new_tokens": max_new_tokens, "temperature": temperature}
+    return chosen.load(facts, **options)
+
+
+def facts_of(model: str | Path, revision: str | None = None) -> Facts:
+    """Look at a model's files, fetching them from the hub where ``model`` is no directory.
+
+    Raises:
+        UserError: there is no such directory and no such id, or a file is broken.
+    """
+    path, commit = Path(model), None
+    if path.is_dir():
+        if revision is not None:
+            raise UserError(f"revision={revision} is for models on the hub, {model} is a directory")
+    else:
+        path, commit = _fetch(str(model), revision)
+    files = frozenset(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+    config = _json(path / "config.json")
+    if "adapter_config.json" in files and not config:
+        base = _json(path / "adapter_config.json").get("base_model_name_or_path") or ""
+        if base and Path(base) != path:
+            config = _json(facts_of(base).path / "config.json")
+    return Facts(path, str(model), commit, str(config.get("model_type") or ""), files, _tokens(path))
+
+
+def _fetch(model: str, revision: str | None) -> tuple[Path, str]:
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise UserError(
+            f"model {model} does not exist: give a directory, or an id on the Hugging Face hub (owner/name)"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    name = ON_THE_HUB.get(model, model)
+    try:
+        found = Path(snapshot_download(name, revision=revision, allow_patterns=list(FILES)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise UserError(
+            f"model {model} is neither a directory nor could it be fetched from the hub: {str(error).splitlines()[0]}"
+        ) from None
+    return found, found.name  # the cache names a snapshot by its commit
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from None
+    return content if isinstance(content, dict) else {}
+
+
+def _tokens(path: Path) -> frozenset[str]:
+    """Added tokens, from whichever of the three files a tokenizer was saved with."""
+    listed = _json(path / "tokenizer.json").get("added_tokens") or []
+    decoder = _json(path / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    found = {str(one.get("content")) for one in [*listed, *decoder.values()]}
+    return frozenset(found | set(_json(path / "added_tokens.json")))

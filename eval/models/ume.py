@@ -1,0 +1,128 @@
+"""UME-R1 (github.com/XMUDeepLIT/UME-R1): generative embeddings at ``<gen_emb>``, discriminative ones at ``<disc_emb>``.
+
+``reasoning`` is its generative mode and ``direct`` its discriminative one; RMIR's published rows embed queries in the
+first and candidates in the second, which is what `eval.run` does. Both prompts end a user turn with ``<disc_emb>``;
+the generative one goes on with an instruction to think, to answer and to write ``<gen_emb>``, whose state is read. The
+discriminative embedding is the state at ``<disc_emb>``, and a causal model does not see what comes after it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, Literal
+
+from eval.models.common import VLM2VEC, place
+from eval.models.registry import Facts
+from rge.backbone import load_backbone
+from rge.embedder import Embedder
+from rge.encode import Encoder
+from rge.prompts import PROFILES, Profile, PromptBuilder
+from rge.schema import Encoded, Item
+
+GEN, DISC = "<gen_emb>", "<disc_emb>"
+INSTRUCTION = (
+    "Represent the above input text, images, videos, or any combination of the three as embeddings. \n"
+    "First output the thinking process in <think> </think> tags and then summarize the entire input in a word or "
+    "sentence. \nFinally, use the <gen_emb> tag to represent the entire input."
+)
+"""Of its README; the line breaks are part of it."""
+MAX_NEW_TOKENS = 8192
+"""Cap of its evaluation."""
+MAX_PROMPT_TOKENS = 12_288
+"""Length that it was trained with."""
+WRITTEN = ("<think>", "</think>", "<answer>", "</answer>")
+"""Tags of a rationale, which may be tokens of their own and are never suppressed."""
+
+
+class UmeBuilder(PromptBuilder):
+    """Its prompts: pictures, text, ``<disc_emb>``, and in generative mode the instruction."""
+
+    def _render(self, text: str, num_images: int) -> str:
+        generative = self.emb_id == self.tokenizer.convert_tokens_to_ids(GEN)
+        content = [{"type": "image"} for _ in range(num_images)]
+        content.append({"type": "text", "text": f"{text}\n{DISC}\n{INSTRUCTION if generative else ''}"})
+        rendered = self.processor.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+        return (
+            rendered if generative else rendered.partition(DISC)[0]
+        )  # <disc_emb> itself is appended and read
+
+
+class UmeEncoder:
+    """Two encoders on one model, one a mode."""
+
+    def __init__(self, by_mode: dict[str, Encoder], settings: dict[str, Any]):
+        self.by_mode, self.settings = by_mode, settings
+        self.checkpoint, self.checkpoint_hash = (
+            by_mode["direct"].checkpoint,
+            by_mode["direct"].checkpoint_hash,
+        )
+
+    def reword(self, profile: str) -> None:
+        """Take the wording of a profile of `rge.prompts`; ``plain`` is for sets whose texts carry their instructions."""
+        self._say(profile, PROFILES[profile])
+
+    def _say(self, profile: str, wording: Profile) -> None:
+        self.settings = self.settings | {"profile": profile, "wording": asdict(wording)}
+        for encoder in self.by_mode.values():
+            encoder.builder.profile = wording
+
+    def encode(
+        self,
+        items: Sequence[Item],
+        *,
+        side: Literal["query", "candidate"],
+        mode: Literal["reasoning", "direct"],
+        batch_size: int = 64,
+        seeds: Sequence[int] | None = None,
+        on_progress: Callable[[int], object] | None = None,
+    ) -> Encoded:
+        """Embed items; see `rge.encode.Encoder.encode`."""
+        encoder = self.by_mode.get(mode)
+        if encoder is None:
+            raise ValueError(f"mode must be reasoning or direct, got {mode!r}")
+        more: dict[str, Any] = {"batch_size": batch_size, "seeds": seeds, "on_progress": on_progress}
+        return encoder.encode(items, side=side, mode=mode, **more)
+
+
+def load_ume(
+    facts: Facts,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+) -> UmeEncoder:
+    """A UME-R1 checkpoint.
+
+    Two things differ from its own code on purpose: a rationale that reaches the cap gets ``<gen_emb>`` appended (counted
+    as forced) instead of being read at its last token, and decoding is greedy.
+    """
+    device, dtype = place(device, dtype)
+    backbone = load_backbone(facts.path, dtype=dtype, emb_token=GEN)
+    tokenizer = backbone.processor.tokenizer  # type: ignore[attr-defined]
+    tags = set(tokenizer.convert_tokens_to_ids([tag for tag in WRITTEN if tag in tokenizer.get_vocab()]))
+    backbone.suppressed_ids = [token for token in backbone.suppressed_ids if token not in tags]
+    size = backbone.processor.image_processor.size  # type: ignore[attr-defined]
+    cap = MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens
+    settings = {
+        "adapter": "ume-r1",
+        "model": facts.name,
+        "revision": facts.revision,
+        "instruction": INSTRUCTION,
+        "pixels": {"min": size["shortest_edge"], "max": size["longest_edge"]},
+        "max_prompt_tokens": MAX_PROMPT_TOKENS,
+        "generation": {"max_new_tokens": cap, "temperature": temperature or 0.0, "stop": GEN},
+        "dtype": dtype,
+        "reasons": "query",
+        "recipe": {},
+    }
+    by_mode = {}
+    for mode, token in {"reasoning": GEN, "direct": DISC}.items():
+        embedder = Embedder(backbone).to(device)
+        embedder.emb_id = tokenizer.convert_tokens_to_ids(token)
+        builder = UmeBuilder(backbone.processor, VLM2VEC, MAX_PROMPT_TOKENS, emb_token=token)
+        by_mode[mode] = Encoder(embedder, builder, facts.path, settings)
+    encoder = UmeEncoder(by_mode, settings)
+    encoder._say("ume-r1", VLM2VEC)
+    return encoder

@@ -1,4 +1,4 @@
-"""Run a sweep over one recipe key with several seeds, evaluate every run, and write one table.
+"""Run a sweep over one recipe key with several seeds, evaluate every run, and write one table and one plot.
 
     python scripts/ablate.py recipe=demo sweep='loss.anchor=[self,oracle,none]' seeds=3 \
         init=runs/demo/cold_start/final set=data_prep/demo/data/test out=runs/ablate_anchor \
@@ -6,20 +6,28 @@
 
 Every run is the joint stage of the recipe from the same `init`, with ``train.seed`` 0, 1, ...; ``with.VALUE`` adds
 overrides to the arm of that value, for an arm that needs settings of its own to be given a fair chance, and any other
-``key=value`` goes to every run. A run that is finished is not repeated, an interrupted one resumes, so the command can
-be stopped, given again, or given on several machines with ``only=0/4`` (arm-seed pairs 0, 4, 8, ... of the list) and
-then once more without to collect. ``launcher`` is put before ``rge/train.py``, e.g. an `accelerate launch` line.
+``key=value`` goes to every run. Everything is checked before anything runs. A run that is finished is not repeated, an
+interrupted one resumes, so the command can be stopped and given again.
+
+Many machines: ``index=5`` runs the sixth run of the list and nothing else (``index=$SLURM_ARRAY_TASK_ID`` in a job
+array; ``list=true`` prints the list), ``only=0/4`` runs 0, 4, 8, ...; then the same command with ``collect=true`` runs
+nothing and writes table and plot. ``launcher`` is put before ``rge/train.py``: any `accelerate launch` line, so a run may
+have as many processes and machines as it needs.
 
 The table has, for each arm and slice of the set, the mean over seeds with a 95 % interval from a bootstrap over groups
 of queries (the metric averaged over seeds first: what other queries would give), and the lowest and highest seed (what
-another seed would give). It is written to ``out/table.md`` and ``out/table.json``; the last line printed is that JSON.
+another seed would give); and the paired differences from the first arm. It is written to ``out/table.md``,
+``out/table.json`` and ``out/plot.svg``; the last line printed is that JSON.
 """
 
 import json
 import os
+import re
 import shlex
+import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,52 +35,91 @@ import numpy as np
 import pandas as pd
 
 from eval import stats
+from eval.interval_plot import Mark, interval_chart
+from rge.config import RecipeError, load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
+DEMO_SET = "data_prep/demo/data/test"
 OWN = {
     "recipe": None,
     "sweep": None,
     "seeds": "3",
-    "init": None,
-    "set": None,
-    "out": None,
+    "init": "",
+    "set": "",
+    "out": "",
     "metrics": "hit@1,recall@1,mrr",
     "by": "pair",
     "only": "0/1",
-    "launcher": f"{sys.executable} -m accelerate.commands.launch --config_file recipes/accelerate/cpu_2.yaml",
+    "index": "",
+    "list": "false",
+    "collect": "false",
+    "launcher": "",
 }
-"""Options of this script and their defaults; None must be given."""
+"""Options of this script and their defaults; None must be given, "" is worked out in `complete`."""
 
 
 class SweepError(ValueError):
-    """The sweep is described wrongly; the message says how."""
+    """The sweep is described wrongly, or its runs are not there; the message says how to mend it."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the sweep.
+
+    Attributes:
+        value: of the swept key.
+        seed: of training.
+        folder: where it is written.
+        overrides: arguments of ``rge/train.py``.
+    """
+
+    value: str
+    seed: int
+    folder: Path
+    overrides: tuple[str, ...]
 
 
 def main(arguments: list[str]) -> None:
-    """Run what is not finished, then write the table."""
+    """Run what is not finished, then write table and plot."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise SweepError(
+            "start scripts/ablate.py with python, not with a launcher: every process would run the whole sweep; "
+            "put the accelerate line into launcher='accelerate launch ...'"
+        )
     options, arms, extra = read_options(arguments)
     os.chdir(ROOT)
-    out = Path(options["out"])
     key, values = parse_sweep(options["sweep"])
-    unknown = [value for value in arms if value not in values]
-    if unknown:
-        raise SweepError(f"with.{unknown[0]} names no value of the sweep: {', '.join(values)}")
-    pairs = [(value, seed) for seed in range(int(options["seeds"])) for value in values]
-    part, parts = (int(number) for number in options["only"].split("/"))
-    for number, (value, seed) in enumerate(pairs):
-        if number % parts == part:
-            folder = out / folder_name(value) / f"seed_{seed}"
-            print(f"[{number + 1}/{len(pairs)}] {key}={value} seed {seed}", flush=True)
-            train(options, key, value, seed, folder, [*extra, *arms.get(value, [])])
-            evaluate(options, folder)
-    missing = [folder for folder in folders(out, values, options) if not results(folder).is_file()]
-    if missing:
-        print(f"{len(missing)} of {len(pairs)} runs are not finished here, e.g. {missing[0]}; no table yet")
+    cells = plan(options, key, values, arms, extra)
+    if options["list"] == "true":
+        for number, cell in enumerate(cells):
+            state = "finished" if results(cell.folder).is_file() else "open"
+            print(f"{number}\t{key}={cell.value}\tseed {cell.seed}\t{state}\t{cell.folder}")
         return
-    table = collect(out, values, options)
-    text = markdown(key, table, options["metrics"].split(","))
-    (out / "table.md").write_text(text)
-    (out / "table.json").write_text(json.dumps(table, indent=1))
+    chosen = choose(options, len(cells))
+    check_places(options, bool(chosen))
+    for number in chosen:
+        cell = cells[number]
+        print(f"[{number + 1}/{len(cells)}] {key}={cell.value} seed {cell.seed}", flush=True)
+        run_cell(options, cell)
+    if options["index"]:
+        return
+    missing = [number for number, cell in enumerate(cells) if not results(cell.folder).is_file()]
+    if missing:
+        message = (
+            f"{len(missing)} of {len(cells)} runs are not finished here, e.g. index={missing[0]} "
+            f"({cells[missing[0]].folder})"
+        )
+        if options["collect"] == "true":
+            raise SweepError(f"{message}; run them first")
+        print(f"{message}; no table yet")
+        return
+    out = Path(options["out"])
+    table = collect(cells, values, options)
+    metrics = options["metrics"].split(",")
+    text = markdown(key, table, metrics)
+    write(out / "table.md", text)
+    write(out / "table.json", json.dumps(table, indent=1))
+    write(out / "plot.svg", plot(key, table, metrics, int(options["seeds"])))
     print(f"\n{text}\n{json.dumps(table)}")
 
 
@@ -96,44 +143,154 @@ def read_options(arguments: list[str]) -> tuple[dict[str, str], dict[str, list[s
         raise SweepError(
             f"{', '.join(f'{name}=' for name in missing)} must be given; see the top of scripts/ablate.py"
         )
+    for name in ("list", "collect"):
+        if options[name] not in ("true", "false"):
+            raise SweepError(f"{name} must be true or false, got {options[name]!r}")
+    if not re.fullmatch(r"[1-9]\d*", options["seeds"]):
+        raise SweepError(f"seeds must be a number >= 1, got {options['seeds']!r}")
     return options, arms, extra
 
 
 def parse_sweep(sweep: str) -> tuple[str, list[str]]:
-    """``loss.ratio=[1:1,1:10]`` as key and values."""
-    key, mark, values = sweep.partition("=")
-    if not mark or not (values.startswith("[") and values.endswith("]")) or values == "[]":
+    """``loss.ratio=[1:1,1:10]`` as key and values. Commas inside brackets belong to a value.
+
+    Raises:
+        SweepError: another form, an empty value, or a value given twice.
+    """
+    key, mark, inside = sweep.partition("=")
+    if not mark or not (inside.startswith("[") and inside.endswith("]")):
         raise SweepError(f"sweep must be KEY=[VALUE,VALUE,...], got {sweep!r}")
-    return key, [value.strip() for value in values[1:-1].split(",")]
+    values, depth = [""], 0
+    for letter in inside[1:-1]:
+        depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and depth == 0:
+            values.append("")
+        else:
+            values[-1] += letter
+    values = [value.strip() for value in values]
+    if "" in values:
+        raise SweepError(f"sweep must be KEY=[VALUE,VALUE,...] without empty values, got {sweep!r}")
+    names = [folder_name(value) for value in values]
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            raise SweepError(
+                f"{values[names.index(name)]} and {values[place]} of the sweep are the same run, or would be written to the same folder {name}"
+            )
+    return key, values
 
 
 def folder_name(value: str) -> str:
     """A value as a folder's name."""
-    return value.replace(":", "_").replace("/", "_")
+    return re.sub(r"[^\w.+-]", "_", value)
 
 
-def folders(out: Path, values: list[str], options: dict[str, str]) -> list[Path]:
-    """Folder of every run."""
-    return [
-        out / folder_name(value) / f"seed_{seed}" for value in values for seed in range(int(options["seeds"]))
-    ]
+def plan(
+    options: dict[str, str], key: str, values: list[str], arms: dict[str, list[str]], extra: list[str]
+) -> list[Cell]:
+    """Every run of the sweep, seed by seed, each with a recipe that loads.
+
+    Raises:
+        SweepError: ``with.`` of a value that is not in the sweep, or a place that cannot be worked out.
+        RecipeError: the recipe, the swept key, a value or an override is wrong.
+    """
+    if unknown := [value for value in arms if value not in values]:
+        raise SweepError(f"with.{unknown[0]} names no value of the sweep: {', '.join(values)}")
+    complete(options, key, load_recipe([f"recipe={options['recipe']}"]).out)
+    cells = []
+    for seed in range(int(options["seeds"])):
+        for value in values:
+            folder = Path(options["out"]) / folder_name(value) / f"seed_{seed}"
+            overrides = (
+                f"recipe={options['recipe']}",
+                "stage=joint",
+                f"init={options['init']}",
+                f"out={folder}",
+                f"train.seed={seed}",
+                f"{key}={value}",
+                *extra,
+                *arms.get(value, []),
+            )
+            if seed == 0:
+                load_recipe(overrides)
+            cells.append(Cell(value, seed, folder, overrides))
+    return cells
 
 
-def train(
-    options: dict[str, str], key: str, value: str, seed: int, folder: Path, overrides: list[str]
-) -> None:
-    """Train one run unless it is finished; rge/train.py itself knows, and resumes."""
-    recipe = [f"recipe={options['recipe']}", "stage=joint", f"init={options['init']}", f"out={folder}"]
-    run(
-        [
-            *shlex.split(options["launcher"]),
-            "rge/train.py",
-            *recipe,
-            f"train.seed={seed}",
-            f"{key}={value}",
-            *overrides,
-        ]
-    )
+def complete(options: dict[str, str], key: str, recipe_out: str) -> None:
+    """Fill in what was not given: the recipe's own cold start, the demo's test set, a folder named after the key."""
+    options["init"] = options["init"] or f"{recipe_out}/cold_start/final"
+    options["out"] = options["out"] or f"runs/ablate_{options['recipe']}_{folder_name(key)}"
+    if not options["set"]:
+        if options["recipe"] != "demo":
+            raise SweepError("set= must be given: the retrieval set that every run is evaluated on")
+        options["set"] = DEMO_SET
+    options["launcher"] = options["launcher"] or default_launcher()
+
+
+def default_launcher() -> str:
+    """`accelerate launch` as configured on a machine with a GPU, else two processes on CPU."""
+    launch = f"{shlex.quote(sys.executable)} -m accelerate.commands.launch"
+    if shutil.which("nvidia-smi"):
+        return launch
+    return f"{launch} --config_file recipes/accelerate/cpu_2.yaml"
+
+
+def choose(options: dict[str, str], count: int) -> list[int]:
+    """Numbers of the runs that this call is to make.
+
+    Raises:
+        SweepError: an index outside the list, a part that does not exist, or both given.
+    """
+    if options["collect"] == "true":
+        return []
+    if options["index"]:
+        if options["only"] != "0/1":
+            raise SweepError("give index= or only=, not both")
+        if not options["index"].isdecimal() or int(options["index"]) >= count:
+            raise SweepError(
+                f"index must be 0 to {count - 1}, since the sweep has {count} runs (a Slurm array: --array=0-{count - 1}); "
+                f"got {options['index']}"
+            )
+        return [int(options["index"])]
+    part = re.fullmatch(r"(\d+)/([1-9]\d*)", options["only"])
+    if part is None or int(part[1]) >= int(part[2]):
+        raise SweepError(f"only must be PART/PARTS such as 0/4 to 3/4, got {options['only']!r}")
+    return list(range(int(part[1]), count, int(part[2])))
+
+
+def check_places(options: dict[str, str], will_run: bool) -> None:
+    """Fail before the first run, not after it, where the start or the set is missing."""
+    if not will_run:
+        return
+    if not (Path(options["set"]) / "queries.parquet").is_file():
+        raise SweepError(f"set={options['set']} is no retrieval set: it has no queries.parquet")
+    init = options["init"]
+    if not Path(init).is_dir() and init.count("/") != 1:  # one slash: may be a hub id
+        raise SweepError(
+            f"init={init} does not exist; train it with "
+            f"`accelerate launch rge/train.py recipe={options['recipe']} stage=cold_start`, or name a checkpoint"
+        )
+
+
+def run_cell(options: dict[str, str], cell: Cell) -> None:
+    """Train and evaluate one run, unless both are done with the same settings.
+
+    Without the note of an earlier call, rge/train.py decides whether its checkpoint belongs to these settings.
+    """
+    note = cell.folder / "cell.json"
+    asked = {"overrides": list(cell.overrides), "set": options["set"]}
+    found = json.loads(note.read_text()) if note.is_file() else None
+    if results(cell.folder).is_file():
+        if found == asked:
+            return
+        if found is not None and found["set"] != asked["set"]:
+            raise SweepError(
+                f"{cell.folder / 'eval'} is an evaluation on {found['set']}, now set={asked['set']}: "
+                "use another out=, or delete it"
+            )
+    run([*shlex.split(options["launcher"]), "rge/train.py", *cell.overrides])
+    evaluate(options, cell.folder)
+    write(note, json.dumps(asked, indent=1))
 
 
 def evaluate(options: dict[str, str], folder: Path) -> None:
@@ -160,37 +317,76 @@ def run(command: list[str]) -> None:
         )
 
 
-def collect(out: Path, values: list[str], options: dict[str, str]) -> list[dict[str, Any]]:
-    """Figures of every arm and slice."""
-    rows = []
+def write(path: Path, text: str) -> None:
+    """Write under another name and rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".tmp_{path.name}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def collect(cells: list[Cell], values: list[str], options: dict[str, str]) -> list[dict[str, Any]]:
+    """Figures of every arm and slice.
+
+    Raises:
+        SweepError: runs of different queries, or a metric that was not measured.
+    """
     metrics = options["metrics"].split(",")
+    frames = {cell: read_queries(cell.folder, metrics) for cell in cells}
+    first = frames[cells[0]]
+    for cell, frame in frames.items():
+        if not frame["query_id"].equals(first["query_id"]):
+            raise SweepError(f"{cell.folder} and {cells[0].folder} were evaluated on different queries")
+    slices = {"all": np.ones(len(first), dtype=bool)}
+    if options["by"] in first:
+        slices |= {
+            str(name): (first[options["by"]] == name).to_numpy()
+            for name in sorted(first[options["by"]].unique())
+        }
+    rows = []
     for value in values:
-        frames = [
-            pd.read_parquet(out / folder_name(value) / f"seed_{seed}" / "eval" / "per_query.parquet")
-            for seed in range(int(options["seeds"]))
-        ]
-        frames = [frame.sort_values("query_id").reset_index(drop=True) for frame in frames]
-        slices = {"all": np.ones(len(frames[0]), dtype=bool)}
-        if options["by"] in frames[0]:
-            slices |= {
-                name: (frames[0][options["by"]] == name).to_numpy()
-                for name in sorted(frames[0][options["by"]].unique())
-            }
+        arm = [frames[cell] for cell in cells if cell.value == value]
+        base = [frames[cell] for cell in cells if cell.value == values[0]]
         for name, chosen in slices.items():
             row: dict[str, Any] = {"arm": value, "slice": name, "queries": int(chosen.sum())}
-            for metric in metrics:
-                per_seed = np.stack([frame[metric].to_numpy()[chosen] for frame in frames])
-                groups = stats.index_of(frames[0]["group"].to_numpy()[chosen])
-                bootstrap = stats.cluster_bootstrap(per_seed.mean(axis=0)[:, None], groups)
-                (low,), (high,) = stats.interval(bootstrap, bounds=(0.0, 1.0))
-                row[metric] = {
-                    "mean": float(per_seed.mean()),
-                    "low": float(low),
-                    "high": float(high),
-                    "seeds": [round(float(mean), 4) for mean in per_seed.mean(axis=1)],
-                }
+            groups = stats.index_of(first["group"].to_numpy()[chosen])
+            # (seeds, queries, metrics)
+            ours, theirs = (
+                np.stack([frame[metrics].to_numpy(dtype=float)[chosen] for frame in found])
+                for found in (arm, base)
+            )
+            means = intervals(ours.mean(axis=0), groups, bounds=(0.0, 1.0))
+            seeds = np.nanmean(ours, axis=1).T.round(4).tolist()
+            for metric, mean, per_seed in zip(metrics, means, seeds, strict=True):
+                row[metric] = {**mean, "seeds": per_seed}
+            if value != values[0]:
+                differences = intervals(ours.mean(axis=0) - theirs.mean(axis=0), groups)
+                for metric, difference in zip(metrics, differences, strict=True):
+                    row[metric]["difference"] = difference
             rows.append(row)
     return rows
+
+
+def read_queries(folder: Path, metrics: list[str]) -> pd.DataFrame:
+    """Per-query values of one run, by query id."""
+    frame = pd.read_parquet(folder / "eval" / "per_query.parquet")
+    if missing := [metric for metric in metrics if metric not in frame]:
+        raise SweepError(
+            f"{folder} was not evaluated for {missing[0]}; there are: {', '.join(map(str, frame.columns))}"
+        )
+    return frame.sort_values("query_id").reset_index(drop=True)
+
+
+def intervals(
+    value_QM: np.ndarray, group_Q: np.ndarray, bounds: tuple[float, float] | None = None
+) -> list[dict[str, float]]:
+    """Mean and 95 % interval over groups of queries, a metric each."""
+    bootstrap = stats.cluster_bootstrap(value_QM, group_Q)
+    low_M, high_M = stats.interval(bootstrap, bounds=bounds)
+    return [
+        {"mean": float(mean), "low": float(low), "high": float(high)}
+        for mean, low, high in zip(bootstrap.estimate_M, low_M, high_M, strict=True)
+    ]
 
 
 def markdown(key: str, table: list[dict[str, Any]], metrics: list[str]) -> str:
@@ -206,11 +402,32 @@ def markdown(key: str, table: list[dict[str, Any]], metrics: list[str]) -> str:
             for m in metrics
         ]
         lines.append(f"| {row['arm']} | {row['slice']} | {row['queries']} | " + " | ".join(cells) + " |")
+    others = [row for row in table if row["arm"] != table[0]["arm"]]
+    if others:
+        lines += [
+            "",
+            f"Paired differences from {key}={table[0]['arm']}, 95 % intervals over groups of queries:",
+        ]
+        lines += ["", f"| {key} | slice | " + " | ".join(metrics) + " |", "|---|---|" + "---|" * len(metrics)]
+    for row in others:
+        found = [row[m]["difference"] for m in metrics]
+        cells = [f"{100 * d['mean']:+.1f} [{100 * d['low']:.1f}, {100 * d['high']:.1f}]" for d in found]
+        lines.append(f"| {row['arm']} | {row['slice']} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def plot(key: str, table: list[dict[str, Any]], metrics: list[str], seeds: int) -> str:
+    """The same as a picture."""
+    marks = [
+        Mark(row["arm"], row["slice"], m, row[m]["mean"], row[m]["low"], row[m]["high"], row[m]["seeds"])
+        for row in table
+        for m in metrics
+    ]
+    return interval_chart(marks, title=f"{key}: mean of {seeds} seeds, 95 % interval over groups of queries")
 
 
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except SweepError as problem:
+    except (SweepError, RecipeError) as problem:
         sys.exit(f"error: {problem}")

@@ -5,12 +5,14 @@
 Both forms compute the same step on the same weights, prompts, own rationales and candidates:
 
     three passes  transformers' `generate`; LM forward on [prompt][oracle]; contrastive forward on [prompt][own, <emb>]
-    ours          `rge.rollout.generate`; one forward on [prompt][own, <emb>][oracle, <emb>] (`rge.step.training_step`)
+    ours          `rge.step.encode_queries` runs the prompts, with gradient; `rge.rollout.generate` goes on from their
+                  keys and values; so do [own, <emb>] and [oracle, <emb>] in `rge.step.training_step`
 
 ``demo`` is the demo recipe's model and one of its real batches; ``long`` is a random Qwen2.5-VL with a picture and text
 of `prompt_tokens`, rationales of 40 tokens to `rationale_tokens` (lognormal), and a picture of 256 placeholders as each
-query's candidate. The vision tower runs wherever a form needs it: three times a step (rollout, LM, contrastive) there,
-twice here. Candidates are encoded alike in both. The three-pass form is given what costs nothing to write: logits at
+query's candidate. A query's picture runs through the vision tower three times a step there (rollout, LM, contrastive)
+and once here. Candidates are encoded by the same call in both. ``rollout`` is generation by itself, prompts included;
+``forward and backward`` the step after it, prompts included; ``both`` the whole step, in which ours encodes them once. The three-pass form is given what costs nothing to write: logits at
 labelled positions only, the rows padded to the longest of their own pass, and for memory also a variant that goes
 backward after each pass (`peak_memory_ratio_two_backwards`).
 
@@ -49,6 +51,7 @@ from transformers import GenerationConfig
 
 from eval.options import UserError, one_of, parse_options
 from rge import scratch
+from rge.attention import EncodedPrompts
 from rge.backbone import load_backbone, text_model
 from rge.collate import Batch, StepBatches
 from rge.config import load_recipe
@@ -59,7 +62,7 @@ from rge.prompts import Prompt, PromptBuilder
 from rge.rollout import Rationale, generate
 from rge.schema import Item
 from rge.sources import Mixture, RecordFile, read_texts
-from rge.step import Objective, candidate_masks, training_step
+from rge.step import Objective, candidate_masks, encode_queries, training_step
 
 FORMS = ("ours", "three_pass", "three_pass_two_backwards")
 TOLERANCE = 1e-6
@@ -259,13 +262,17 @@ def stopping(embedder: Embedder, stop_B: Sequence[int]) -> Iterator[None]:
         embedder.model.lm_head = head
 
 
-def our_rollout(setting: Setting) -> list[Rationale]:
+def our_rollout(setting: Setting, encoded: EncodedPrompts | None = None) -> list[Rationale]:
     """Own rationales, by rge."""
     prompts = setting.batch.queries
     order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))  # the order rows are written in
     with stopping(setting.embedder, [setting.stop_B[row] for row in order]):
         return generate(
-            setting.embedder, prompts, max_new_tokens=setting.max_new_tokens, batch_size=len(prompts)
+            setting.embedder,
+            prompts,
+            max_new_tokens=setting.max_new_tokens,
+            batch_size=len(prompts),
+            encoded=encoded,
         )
 
 
@@ -312,7 +319,20 @@ def stock_inputs(
     return inputs
 
 
-def our_step(setting: Setting, rationales: Sequence[Rationale]) -> dict[str, float]:
+def our_full_step(setting: Setting) -> dict[str, float]:
+    """Own rationales and gradients of one step, prompts encoded once, by rge."""
+    encoded = encode_queries(setting.embedder, setting.embedder, setting.batch)
+    return our_step(setting, our_rollout(setting, encoded), encoded)
+
+
+def their_full_step(setting: Setting, two_backwards: bool = False) -> dict[str, float]:
+    """Own rationales and gradients of one step, in three passes and a rollout."""
+    return three_pass_step(setting, their_rollout(setting), two_backwards)
+
+
+def our_step(
+    setting: Setting, rationales: Sequence[Rationale], encoded: EncodedPrompts | None = None
+) -> dict[str, float]:
     """Gradients of one step, by rge."""
     return training_step(
         setting.embedder,
@@ -322,6 +342,7 @@ def our_step(setting: Setting, rationales: Sequence[Rationale]) -> dict[str, flo
         rationales=rationales,
         micro_batch_size=len(setting.batch.queries),
         backward=lambda loss: loss.backward(),
+        encoded=encoded,
     )
 
 
@@ -394,6 +415,7 @@ def check_equal(setting: Setting) -> None:
         reports, gradients = [], []
         for step in (
             lambda: our_step(setting, rationales),
+            lambda: our_full_step(setting),
             lambda: three_pass_step(setting, own_ids),
             lambda: three_pass_step(setting, own_ids, two_backwards=True),
         ):
@@ -454,6 +476,8 @@ def measure(setting: Setting, options: Options) -> dict[str, float]:
         "theirs rollout": lambda: their_rollout(setting),
         "ours step": lambda: our_step(setting, rationales),
         "theirs step": lambda: three_pass_step(setting, own_ids),
+        "ours full": lambda: our_full_step(setting),
+        "theirs full": lambda: their_full_step(setting),
     }
 
     def fresh(call: Callable[[], object]) -> Callable[[], object]:
@@ -475,14 +499,8 @@ def measure(setting: Setting, options: Options) -> dict[str, float]:
             seconds[name].append(time.perf_counter() - began)
             cpu_seconds[name].append(time.process_time() - cpu_began)
     embedder.zero_grad(set_to_none=True)
-    full = {
-        form: [a + b for a, b in zip(seconds[f"{form} rollout"], seconds[f"{form} step"], strict=True)]
-        for form in ("ours", "theirs")
-    }
     cpu = {name: statistics.median(values) for name, values in cpu_seconds.items()}
     median = {name: statistics.median(values) for name, values in seconds.items()}
-    median |= {f"{form} full": statistics.median(values) for form, values in full.items()}
-    flops |= {f"{form} full": flops[f"{form} rollout"] + flops[f"{form} step"] for form in ("ours", "theirs")}
     num_tokens = sum(len(ids) + 1 for ids in own_ids)
     print(f"{'':28s}{'three-pass':>12s}{'ours':>12s}{'ratio':>8s}")
     for kind, unit, values in (("GFLOP", 1e9, flops), ("s", 1.0, median)):
@@ -492,8 +510,12 @@ def measure(setting: Setting, options: Options) -> dict[str, float]:
             print(f"{label + ', ' + kind:28s}{theirs:12.2f}{ours:12.2f}{theirs / ours:8.2f}")
     speed = {form: num_tokens / median[f"{form} rollout"] for form in ("theirs", "ours")}
     ratio = speed["ours"] / speed["theirs"]
-    cpu_ratio = {part: cpu[f"theirs {part}"] / cpu[f"ours {part}"] for part in ("rollout", "step")}
-    for part, label in (("rollout", "rollout, CPU s"), ("step", "forward and backward, CPU s")):
+    cpu_ratio = {part: cpu[f"theirs {part}"] / cpu[f"ours {part}"] for part in ("rollout", "step", "full")}
+    for part, label in (
+        ("rollout", "rollout, CPU s"),
+        ("step", "forward and backward, CPU s"),
+        ("full", "both, CPU s"),
+    ):
         print(f"{label:28s}{cpu[f'theirs {part}']:12.2f}{cpu[f'ours {part}']:12.2f}{cpu_ratio[part]:8.2f}")
     print(f"{'rollout, tokens/s':28s}{speed['theirs']:12.1f}{speed['ours']:12.1f}{ratio:8.2f}", flush=True)
     return {
@@ -504,9 +526,12 @@ def measure(setting: Setting, options: Options) -> dict[str, float]:
         "rollout_tokens_per_s_ratio": ratio,
         "step_cpu_time_ratio": cpu_ratio["step"],
         "rollout_cpu_time_ratio": cpu_ratio["rollout"],
+        "full_step_cpu_time_ratio": cpu_ratio["full"],
         "query_side_step_flops_ratio": (flops["theirs step"] - shared) / (flops["ours step"] - shared),
         "ours_step_gflop": flops["ours step"] / 1e9,
+        "ours_full_step_gflop": flops["ours full"] / 1e9,
         "ours_step_s": median["ours step"],
+        "ours_full_step_s": median["ours full"],
         "ours_rollout_s": median["ours rollout"],
         "ours_rollout_tokens_per_s": speed["ours"],
     }
@@ -529,14 +554,9 @@ def peak_growth(work: Callable[[], object]) -> int:
 
 def memory_of(setting: Setting, form: str) -> int:
     """Peak growth of one full step, rollout included, in this process."""
-
-    def ours() -> None:
-        our_step(setting, our_rollout(setting))
-
-    def theirs() -> None:
-        three_pass_step(setting, their_rollout(setting), two_backwards=form == FORMS[2])
-
-    return peak_growth(ours if form == "ours" else theirs)
+    if form == "ours":
+        return peak_growth(lambda: our_full_step(setting))
+    return peak_growth(lambda: their_full_step(setting, two_backwards=form == FORMS[2]))
 
 
 def measure_memory(name: str, options: Options) -> dict[str, float]:

@@ -1,0 +1,138 @@
+"""Time and memory of the seed stage's k-means and of retrieval, on synthetic embeddings, and what the paper's size needs.
+
+    python scripts/bench_clusters.py [images=200000] [width=768] [clusters=1000] [per_cluster=10] [iterations=10] [queries=1000]
+
+Both run through the pipeline's own functions (`data_prep.rmir.stages`). Each part is a process of its own, so that its peak
+memory is its own. K-means grows with images sampled (256 a cluster at most) x clusters x width; the last lines multiply
+the measured rate by the paper's 2,018,175 images and 50,000 clusters. Last line: the figures as JSON.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+from data_prep.options import read_options
+
+WORDS = {
+    "images": "200000", "width": "768", "clusters": "1000", "per_cluster": "10", "iterations": "10", "queries": "1000",
+}  # fmt: skip
+PAPER = {"images": 2_018_175, "width": 1152, "clusters": 50_000, "seed": 500_000, "queries": 100_000}
+"""SigLIP 2 So400m has 1,152 dimensions. Queries: ours, a round number."""
+POINTS_A_CLUSTER = 256
+
+
+def embeddings(num: int, width: int) -> np.ndarray:
+    """(num, width) float32 of unit norm around 1,000 centres: real embeddings are no even cloud either."""
+    rng = np.random.default_rng(0)
+    centres = rng.standard_normal((1000, width), dtype=np.float32)
+    found = np.empty((num, width), np.float32)
+    for start in range(0, num, 20_000):
+        rows = slice(start, min(start + 20_000, num))
+        size = rows.stop - rows.start
+        found[rows] = centres[rng.integers(0, 1000, size)] + rng.standard_normal(
+            (size, width), dtype=np.float32
+        )
+        found[rows] /= np.linalg.norm(found[rows], axis=1, keepdims=True)
+    return found
+
+
+def part(name: str, sizes: dict[str, int]) -> dict[str, float]:
+    """Measure one part in this process.
+
+    Args:
+        name: base (the embeddings alone), kmeans or retrieval.
+        sizes: see `WORDS`.
+
+    Returns:
+        Seconds, CPU seconds and peak memory in bytes.
+    """
+    import faiss
+
+    from data_prep.rmir import stages
+
+    vectors = embeddings(sizes["images"], sizes["width"])
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    began = time.perf_counter()
+    if name == "kmeans":
+        cluster_N = stages.cluster(vectors, sizes["clusters"], sizes["iterations"], 0)
+        chosen = stages.sample_clusters(cluster_N, sizes["per_cluster"], 0)
+        assert 0 < len(chosen) <= sizes["clusters"] * sizes["per_cluster"]
+    elif name == "retrieval":
+        index = faiss.IndexFlatIP(sizes["width"])
+        index.add(vectors)
+        found = index.search(vectors[: sizes["queries"]], 17)[1]
+        assert (found[:, 0] == np.arange(len(found))).mean() > 0.99
+    seconds = time.perf_counter() - began
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"seconds": seconds, "cpu_s": cpu, "peak_bytes": after.ru_maxrss * 1024}
+
+
+def needed(
+    sizes: dict[str, int], kmeans_cpu_s: float, search_cpu_s: float, beyond: float
+) -> dict[str, float]:
+    """What the paper's size needs, from the measured rates.
+
+    Args:
+        sizes: measured.
+        kmeans_cpu_s: CPU seconds of k-means, all images assigned.
+        search_cpu_s: CPU seconds of retrieval.
+        beyond: peak memory of k-means over that of the embeddings, as a multiple of the sampled points' bytes.
+    """
+    sampled = min(sizes["images"], POINTS_A_CLUSTER * sizes["clusters"])
+    work = (sampled * sizes["iterations"] + sizes["images"]) * sizes["clusters"] * sizes["width"]
+    paper_sampled = min(PAPER["images"], POINTS_A_CLUSTER * PAPER["clusters"])
+    paper_work = (paper_sampled * sizes["iterations"] + PAPER["images"]) * PAPER["clusters"] * PAPER["width"]
+    search = sizes["images"] * sizes["width"] * sizes["queries"]
+    paper_search = PAPER["seed"] * PAPER["width"] * PAPER["queries"]
+    vectors = 4 * PAPER["images"] * PAPER["width"]
+    return {
+        "paper_vectors_gb": vectors / 1e9,
+        "paper_kmeans_peak_gb": (vectors + beyond * 4 * paper_sampled * PAPER["width"]) / 1e9,
+        "paper_kmeans_cpu_hours": kmeans_cpu_s * paper_work / work / 3600,
+        "paper_kmeans_pflop": 2 * paper_work / 1e15,
+        "paper_index_gb": 4 * PAPER["seed"] * PAPER["width"] / 1e9,
+        "paper_search_cpu_hours": search_cpu_s * paper_search / search / 3600,
+    }
+
+
+def main(words: list[str]) -> None:
+    """Measure and print."""
+    if words[:1] == ["part"]:
+        print(json.dumps(part(words[1], json.loads(words[2]))))
+        return
+    options = WORDS | read_options(words, WORDS)
+    sizes = {key: int(value) for key, value in options.items()}
+    found = {}
+    for name in ("base", "kmeans", "retrieval"):
+        command = [sys.executable, __file__, "part", name, json.dumps(sizes)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        found[name] = json.loads(done.stdout.splitlines()[-1])
+    sampled = 4 * min(sizes["images"], POINTS_A_CLUSTER * sizes["clusters"]) * sizes["width"]
+    beyond = max(0.0, (found["kmeans"]["peak_bytes"] - found["base"]["peak_bytes"]) / sampled)
+    figures = {
+        **sizes,
+        "vectors_gb": 4 * sizes["images"] * sizes["width"] / 1e9,
+        "base_peak_gb": found["base"]["peak_bytes"] / 1e9,
+        "kmeans_s": found["kmeans"]["seconds"],
+        "kmeans_cpu_s": found["kmeans"]["cpu_s"],
+        "kmeans_peak_gb": found["kmeans"]["peak_bytes"] / 1e9,
+        "retrieval_s": found["retrieval"]["seconds"],
+        "retrieval_cpu_s": found["retrieval"]["cpu_s"],
+        "retrieval_peak_gb": found["retrieval"]["peak_bytes"] / 1e9,
+        **needed(sizes, found["kmeans"]["cpu_s"], found["retrieval"]["cpu_s"], beyond),
+    }
+    figures = {
+        name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()
+    }
+    for name, value in figures.items():
+        print(f"{name:<24} {value:,}")
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

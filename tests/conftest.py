@@ -1,6 +1,8 @@
 """One tiny random backbone for the whole suite: Qwen2.5-VL's architecture and processor, made offline in a second."""
 
 import os
+import sys
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -11,34 +13,16 @@ import pytest
 import torch
 from PIL import Image
 
+import rge  # noqa: F401 - makes torchvision importable before transformers is
+
+sys.path.insert(0, str(Path(__file__).parent))  # family_models, in pytest's importlib mode
+
+from family_models import LIVELY_SEED, TEXT, TEXTS, VISION, build
+
 from rge import scratch
 from rge.backbone import load_backbone
 from rge.embedder import Embedder
 from rge.prompts import PromptBuilder
-
-TEXT = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
-VISION = {
-    "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_heads": 2,
-    "patch_size": 14,
-    "window_size": 56,
-    "fullatt_block_indexes": [1],
-}
-TEXTS = [
-    "Find the picture that answers the question.",
-    "What do you need to open this?",
-    "This is a padlock; a locked padlock is opened with a key.",
-    "What will this egg turn into over time?",
-    "This is an egg; a chick hatches from it.",
-]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -50,9 +34,7 @@ def one_thread():
 def tiny_path(tmp_path_factory):
     """A backbone directory without `<emb>`, as a plain model from a hub would be."""
     path = tmp_path_factory.mktemp("backbone") / "tiny"
-    scratch.build(
-        path, TEXTS, seed=0, vocab_size=320, text=TEXT, vision=VISION, min_pixels=28 * 28, max_pixels=84 * 84
-    )
+    build("qwen2_5_vl", path)
     return path
 
 
@@ -92,11 +74,13 @@ def enliven(model: torch.nn.Module, seed: int = 0) -> None:
 
 
 @pytest.fixture(scope="session")
-def lively_path(tiny_path, tmp_path_factory):
-    """A backbone directory with `<emb>`, whose states and tokens vary; see `enliven`."""
+def lively_path(request, tmp_path_factory):
+    """A backbone directory with `<emb>`, whose states and tokens vary; see `enliven`, and `every_family`."""
     path = tmp_path_factory.mktemp("backbone") / "lively"
-    backbone = load_backbone(tiny_path, add_emb=True)
-    enliven(backbone.model)
+    family = getattr(request, "param", "qwen2_5_vl")
+    build(family, path)
+    backbone = load_backbone(path, add_emb=True)
+    enliven(backbone.model, LIVELY_SEED.get(family, 1))
     with torch.no_grad():
         # `<emb>` is one token of hundreds: without a push, random rationales would all reach the cap.
         backbone.model.get_input_embeddings().weight[backbone.emb_id] *= 2.0

@@ -19,14 +19,19 @@ MAY_IMPORT = {"rge": {"rge"}, "eval": {"eval", "rge"}, "data_prep": {"data_prep"
 ONLY_IN = {
     "torch.distributed": {"rge/dist.py"},
     "deepspeed": {"rge/dist.py"},
-    "peft": {"rge/backbone.py"},
+    "peft": {"rge/adapters.py", "eval/models/qwen.py"},
     "wandb": {"rge/logs.py"},
     "transformers": {
         "rge/backbone.py",
+        "rge/families.py",
+        "rge/outlines.py",
         "rge/scratch.py",
         "rge/start.py",
-        "rge/rollout.py",
+        "rge/attention.py",
+        "rge/vision.py",
         "data_prep/rmir/hub.py",
+        "eval/models/clip.py",
+        "eval/models/qwen.py",
     },
 }
 WITHOUT_TORCH = (

@@ -308,6 +308,7 @@ def test_processes_share_the_file(tmp_path):
     assert shared.spent("m") == 150.0
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_no_kept_call_is_repeated(tmp_path):
     """SIGKILL at a random moment; answers that were under way may come twice, kept ones never."""
     echo = Echo(delay_s=0.02)

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -9,7 +10,9 @@ from data_prep.__main__ import main
 from data_prep.calls.local_server import LocalServer, chat
 from data_prep.options import UserError
 from data_prep.rationales import checks, prompts
-from rge.schema import Positive, QueryPart, Record
+from data_prep.rationales.gain import GainJudge, gains
+from rge.packing import Branch
+from rge.schema import Item, Positive, QueryPart, Record
 from rge.sources import RecordFile
 
 
@@ -129,9 +132,115 @@ def test_rationales_are_written_and_checked(records, tmp_path, capsys, leak, kep
         ("task=poetry", "task must be auto or one of"),
         ("max_words=many", "a number is needed"),
         ("out=", "out needs a value"),
+        ("candidates=0", "candidates must be >= 1"),
+        ("min_gain=0", "min_gain needs select=CHECKPOINT"),
+        ("select=nowhere", "nowhere"),
+        ("dry_run=maybe", "dry_run must be true or false"),
+        ("concurrency=0", "concurrency must be > 0"),
     ],
 )
 def test_wrong_words(records, word, message):
     words = [f"records={records}", "model=m", *([] if word.startswith("out") else ["out=x.jsonl"]), word]
     with pytest.raises(UserError, match=message):
         main(["rationales", *words])
+
+
+# ---------------------------------------------------------------------------------------- several candidates, and a choice
+
+
+def test_gain_by_hand():
+    """Two targets at right angles, temperature 1. Without: cosines .6 and .8; after the rationale: 1 and 0."""
+    targets = np.array([[1.0, 0.0], [0.0, 1.0]])
+    without, helps, misleads = np.array([0.6, 0.8]), np.array([1.0, 0.0]), np.array([0.0, 1.0])
+    found = gains(without, np.stack([helps, misleads]), targets, 0, 1.0)
+    before = 0.6 - np.log(np.exp(0.6) + np.exp(0.8))
+    assert found == pytest.approx([1 - np.log(np.e + 1) - before, 0 - np.log(np.e + 1) - before])
+    assert found[0] > 0 > found[1]
+    assert gains(without, np.empty((0, 2)), targets, 0, 1.0).shape == (0,)
+
+
+def test_gains_of_an_embedder_are_those_of_separate_forwards(records, checkpoint):
+    """One forward of prompt and branches equals one forward a rationale; a record's other positives are no rivals."""
+    folder = records.parent
+    rows = [Record.model_validate_json(line) for line in records.read_text().splitlines()]
+    other = record("other", {"text": "what?"}, {"text": "a key", "image": "images/a.png"})
+    both = Positive(id="also", text="a second right answer")
+    first = rows[0].model_copy(update={"positives": [*rows[0].positives, both]})
+    pairs = [(first, first.positives[0]), (first, both), (other, other.positives[0])]
+    texts = [["A padlock is opened with a key.", "An egg."], [], ["A chick hatches from it."]]
+    judge = GainJudge(checkpoint, batch_size=2, temperature=0.05)
+    found = judge.judge(folder, pairs, texts)
+    assert [len(gain) for gain in found] == [2, 0, 1]
+    encoder = judge.encoder
+    targets = encoder.encode(
+        [Item("1", "a red fire engine"), Item("2", "a key", (str(folder / "images/a.png"),))],
+        side="candidate", mode="direct",
+    ).embeddings  # fmt: skip
+    prompt = encoder.builder.build(Item("q", "good", (str(folder / "images/a.png"),)), "query")
+    states = []
+    for text in [None, *texts[0]]:
+        ids = encoder.builder.rationale_ids(text, "q") if text else [encoder.embedder.emb_id]
+        packed = encoder.embedder.pack([prompt], [[Branch(ids, read_state=True)]])
+        states.append(encoder.embedder(packed)[0].state_ND[0].detach().numpy())
+    assert found[0] == pytest.approx(gains(states[0], np.stack(states[1:]), targets, 0, 0.05), abs=1e-3)
+
+
+async def several(path, body):
+    """Draw 0 copies, draw 1 is rude, draw 2 and 3 are fine."""
+    sample = body["seed"]
+    assert body["temperature"] == 0.7
+    return chat(
+        "<rationale>"
+        + ["It is a red fire engine.", "The ground truth.", "Ladder and hose.", "Firemen use it."][sample]
+        + "</rationale>"
+    )
+
+
+def test_the_candidate_that_gains_most_is_taken(records, tmp_path, checkpoint, monkeypatch):
+    asked = []
+
+    def judge(self, folder, pairs, candidates):
+        asked.append([list(texts) for texts in candidates])
+        return [
+            np.array([0.1 * (text == "Firemen use it.") - 0.05 for text in texts]) for texts in candidates
+        ]
+
+    out = tmp_path / "out.jsonl"
+    words = [f"records={records}", f"out={out}", "model=m", "candidates=4", "leak=drop"]
+    with LocalServer(several) as server:
+        main(["rationales", *words, f"base_url={server.url}"])
+        rows = [Record.model_validate_json(line) for line in out.read_text().splitlines()]
+        assert [row.positives[0].rationale for row in rows] == ["Ladder and hose."] * 4, (
+            "the first that passes"
+        )
+        monkeypatch.setattr(GainJudge, "judge", judge)
+        main(["rationales", *words, f"base_url={server.url}", f"select={checkpoint}"])
+        assert server.num_answered == 16, "what was written is chosen from again without a call"
+        rows = [Record.model_validate_json(line) for line in out.read_text().splitlines()]
+        assert [row.positives[0].rationale for row in rows] == ["Firemen use it."] * 4
+        assert asked == [[["Ladder and hose.", "Firemen use it."]] * 4], (
+            "only what passed the checks is weighed"
+        )
+        report = json.loads((tmp_path / "out.jsonl.report.json").read_text())
+        assert report["gain_mean"] == pytest.approx(0.05)
+        assert (report["asked"], report["dropped: leak"], report["dropped: forbidden phrase"]) == (16, 4, 4)
+        assert report["not chosen"] == 4
+        main(["rationales", *words, f"base_url={server.url}", f"select={checkpoint}", "min_gain=0.2"])
+    assert json.loads((tmp_path / "out.jsonl.report.json").read_text())["dropped: gain"] == 4
+    assert out.read_text() == ""
+
+
+def test_the_dry_run_counts_and_asks_nothing(records, tmp_path, capsys):
+    """Four pairs, three candidates each: twelve calls of at most 256 tokens, one picture each."""
+    words = [
+        f"records={records}",
+        f"out={tmp_path / 'out.jsonl'}",
+        "model=m",
+        "base_url=http://127.0.0.1:9/v1",
+    ]
+    main(["rationales", *words, "candidates=3", "dry_run=true", "output_price=1000", "picture_tokens=100"])
+    shown = capsys.readouterr().out
+    assert "| vqa | 4 |" in shown
+    assert "12 calls," in shown
+    assert "at most 3,072 output tokens, at most 3.07." in shown
+    assert not list(tmp_path.glob("out*"))

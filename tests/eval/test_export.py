@@ -6,10 +6,10 @@ import pytest
 from eval_fakes import FakeEncoder, loader, write_set
 
 from eval.__main__ import main
-from eval.benchmarks.mmeb import SETS
 from eval.export import ExportOptions, export
 from eval.options import UserError
 from eval.run import RunOptions, run
+from rge.mmeb import SETS
 
 
 @pytest.fixture(scope="module")

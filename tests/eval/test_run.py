@@ -27,6 +27,7 @@ from eval.options import UserError
 from eval.outputs import means
 from eval.run import RunOptions, run
 from eval.score import ScoreOptions, score
+from eval.sets import load_set
 from eval.stats import NUM_RESAMPLES
 from rge.images import ImageError
 
@@ -170,6 +171,31 @@ def test_scoring_the_run_gives_the_same_metrics(done, set_dir, tmp_path):
     assert (tmp_path / "scored" / "run.trec").read_bytes() == (dirs[0] / "run.trec").read_bytes()
 
 
+def test_embeddings_are_cut_for_the_search_and_stay_whole_in_the_cache(set_dir, tmp_path):
+    encoder = FakeEncoder()
+    given = {"cache": tmp_path / "cache", "depth": NUM_CANDIDATES}
+    run(options(set_dir, tmp_path / "whole", **given), loader(encoder))
+    calls = len(encoder.calls)
+    run(options(set_dir, tmp_path / "cut", embedding_dims=3, **given), loader(encoder))
+    assert len(encoder.calls) == calls  # nothing is encoded again
+    whole, part = results_of(tmp_path / "whole"), results_of(tmp_path / "cut")
+    assert (whole["embedding_dims"], part["embedding_dims"], part["embedding_dim"]) == (None, 3, 3)
+    query = encoder.encode(
+        load_set(set_dir).query_items("both")[:1], side="query", mode="reasoning"
+    ).embeddings
+    [best] = per_query_of(tmp_path / "cut")["top10_scores"].iloc[:1]
+    rows = encoder.encode(list(load_set(set_dir).corpus_items()), side="candidate", mode="direct").embeddings
+    cosines = rows[:, :3] @ query[0, :3] / np.linalg.norm(rows[:, :3], axis=1) / np.linalg.norm(query[0, :3])
+    assert best[0] == pytest.approx(cosines.max(), abs=1e-5)
+    with pytest.raises(UserError, match="embedding_dims = None, this one has 3"):
+        run(options(set_dir, tmp_path / "whole", embedding_dims=3, **given), loader(encoder))
+    for wrong in (0, 10_000):
+        with pytest.raises(
+            UserError, match=f"embedding_dims must be between 1 and the embedding's .*, got {wrong}"
+        ):
+            run(options(set_dir, tmp_path / "wrong", embedding_dims=wrong, **given), loader(encoder))
+
+
 def test_one_condition_goes_into_out_itself_and_a_second_run_reuses_everything(set_dir, tmp_path):
     assert run(options(set_dir, tmp_path), loader(FakeEncoder())) == [tmp_path]
     first = results_of(tmp_path)
@@ -218,8 +244,7 @@ def test_a_stale_cache_is_not_used(tmp_path):
     write_tables(path, content)  # the fingerprint, which names ids and judgements, stays
     encoder = FakeEncoder()
     run(options(path, tmp_path / "d", cache=cache), loader(encoder))
-    assert sum(size for side, _, size in encoder.calls if side == "candidate") == NUM_CANDIDATES
-    assert sum(size for side, _, size in encoder.calls if side == "query") == 0
+    assert encoder.seen == [content["corpus"]["id"][5]]  # the others show what they showed
 
 
 def test_modalities_reach_the_encoder(set_dir, tmp_path):
@@ -254,6 +279,18 @@ def test_self_retrieval_counts_a_query_that_finds_its_own_picture(tmp_path):
 
     run(options(write_tables(tmp_path / "set", content), tmp_path / "out"), loader(Same()))
     assert results_of(tmp_path / "out")["self_retrieval"] == {"num_queries": 2, "rate@1": 1.0, "rate@20": 1.0}
+
+
+def test_candidates_may_reason_too(set_dir, tmp_path):
+    encoder = FakeEncoder()
+    run(options(set_dir, tmp_path / "a", candidate_mode="reasoning"), loader(encoder))
+    assert {(side, mode) for side, mode, _ in encoder.calls} == {
+        ("candidate", "reasoning"),
+        ("query", "reasoning"),
+    }
+    assert results_of(tmp_path / "a")["candidate_mode"] == "reasoning"
+    with pytest.raises(UserError, match="candidate_mode = 'reasoning', this one has 'direct'"):
+        run(options(set_dir, tmp_path / "a"), loader(FakeEncoder()))
 
 
 def test_limit(set_dir, tmp_path):
@@ -351,6 +388,9 @@ def test_nothing_half_written_looks_complete(set_dir, tmp_path, monkeypatch):
             "profile=official is what a benchmark's released code computes: give bench",
         ),
         ({"prompts": "rgee"}, "prompts must be one of rge, plain, got 'rgee'"),
+        ({"candidate_mode": "both"}, "candidate_mode must be one of reasoning, direct, got 'both'"),
+        ({"search_on": "tpu"}, "search_on must be one of cpu, gpu, got 'tpu'"),
+        ({"memory_mb": 0.0}, "memory_mb must be above 0, got 0"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"limit": 0}, "limit must be at least 1, got 0"),
         ({"depth": 20}, "depth must be at least 50, the deepest metric, got 20"),
@@ -442,7 +482,7 @@ def test_the_command_line_prints_user_errors_and_usage(set_dir, tmp_path, capsys
     assert "run|score|compare|report" in capsys.readouterr().err
     assert main(["run"]) == 2
     printed = capsys.readouterr().out
-    assert re.search(r"checkpoint=\.\.\. +Checkpoint directory with", printed)
+    assert re.search(r"set=\.\.\. +Retrieval set directory", printed)
     assert re.search(r"query_mode=reasoning +reasoning and/or direct", printed)
     for command in ("score", "compare"):
         assert "overwrite=false" in usage(command) or "seed=0" in usage(command)

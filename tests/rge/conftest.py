@@ -1,5 +1,8 @@
 """Batches for the joint step: ragged, several pictures of different sizes, text only, shared targets, negatives."""
 
+import resource
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 
@@ -101,7 +104,24 @@ def make_batch(make_prompts, picture):
 def roll_out():
     """The model's own rationales of a batch, short ones, of different lengths."""
 
-    def run(embedder, batch: Batch, max_new_tokens: int = 9) -> list[Rationale]:
-        return generate(embedder, batch.queries, max_new_tokens=max_new_tokens, batch_size=len(batch.queries))
+    def run(embedder, batch: Batch, max_new_tokens: int = 9, encoded=None) -> list[Rationale]:
+        settings = {"max_new_tokens": max_new_tokens, "batch_size": len(batch.queries)}
+        return generate(embedder, batch.queries, encoded=encoded, **settings)
 
     return run
+
+
+@pytest.fixture
+def files_of_at_most():
+    """Writing beyond that many bytes fails in the kernel, as on a full disk: nothing of ours is replaced."""
+
+    @contextmanager
+    def limit(num_bytes: int):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return limit

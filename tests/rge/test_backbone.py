@@ -10,13 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
 )
 
 from rge.backbone import BackboneError, add_emb_token, empty_picture, load_backbone
-from rge.embedder import Embedder
-from rge.packing import Branch
 from rge.prompts import EMB_TOKEN, PromptBuilder
 from rge.schema import Item
 from rge.step import Objective, training_step
@@ -188,43 +184,3 @@ def test_the_empty_picture_is_one_placeholder(lively):
     assert values.shape == (4, 3 * vision.temporal_patch_size * vision.patch_size**2)
     features = lively.model.model.visual(values, grid_thw=grid).pooler_output
     assert features.shape[0] == 1
-
-
-def test_qwen2_vl_is_supported_too(lively, picture, tmp_path):
-    """The other family of `FAMILIES`: the packed state equals a stock forward."""
-    ours = lively.model.config
-    text = ours.text_config.to_dict()
-    config = Qwen2VLConfig(
-        text_config={
-            key: text[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-        }
-        | {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": text["rope_parameters"]},
-        vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2},
-        image_token_id=ours.image_token_id,
-        video_token_id=ours.video_token_id,
-        vision_start_token_id=ours.vision_start_token_id,
-        vision_end_token_id=ours.vision_end_token_id,
-    )
-    torch.manual_seed(0)
-    Qwen2VLForConditionalGeneration(config).save_pretrained(tmp_path)
-    lively.processor.save_pretrained(tmp_path)
-    embedder = Embedder(load_backbone(tmp_path, add_emb=True)).eval()
-    builder = PromptBuilder(embedder.processor)
-    prompts = [
-        builder.build(Item("p", "egg"), "query", [picture(56, 84)]),
-        builder.build(Item("t", "open this"), "query"),
-    ]
-    with torch.no_grad():
-        packed = embedder(embedder.pack(prompts, [[Branch([3, embedder.emb_id], read_state=True)]] * 2))[
-            0
-        ].state_ND
-        ids = torch.cat([prompts[0].input_ids, torch.tensor([3, embedder.emb_id])])[None]
-        stock = embedder.model(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            mm_token_type_ids=(ids == ours.image_token_id).long(),
-            pixel_values=prompts[0].pixel_values,
-            image_grid_thw=prompts[0].image_grid,
-            output_hidden_states=True,
-        ).hidden_states[-1][0, -1]
-    torch.testing.assert_close(packed[0], stock / stock.norm(), atol=1e-5, rtol=0)

@@ -1,14 +1,11 @@
-"""States and checkpoints: complete or not there, the same after a reload, and never of another recipe."""
+"""Checkpoints: complete or not there, the same after a reload, and never of another recipe."""
 
 import json
-import resource
 import shutil
-from contextlib import contextmanager
-from copy import deepcopy
 
 import pytest
 import torch
-from accelerate import Accelerator
+from family_models import every_family
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
 from rge.checkpoint import (
@@ -16,9 +13,7 @@ from rge.checkpoint import (
     checkpoint_hash,
     export,
     git_commit,
-    latest_state,
     read_settings,
-    save_state,
     settings_of,
 )
 from rge.config import load_recipe, to_dict
@@ -27,17 +22,6 @@ from rge.prompts import PromptBuilder
 from rge.resume import check_same_recipe, finished
 from rge.rollout import generate
 from rge.schema import Item
-
-
-@contextmanager
-def files_of_at_most(num_bytes: int):
-    """Writing beyond that many bytes fails in the kernel, as on a full disk: nothing of ours is replaced."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.fixture
@@ -58,101 +42,9 @@ def items(picture, tmp_path):
     ]
 
 
-class Trained:
-    """A small model with an optimizer that has moved, as training prepares them."""
-
-    def __init__(self):
-        torch.manual_seed(0)
-        self.accelerator = Accelerator(cpu=True)
-        layer = torch.nn.Linear(100, 100)
-        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
-        self.model, self.optimizer = self.accelerator.prepare(layer, optimizer)
-
-    def step(self) -> None:
-        self.model(torch.ones(2, 100)).square().sum().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def snapshot(self):
-        return deepcopy((self.model.state_dict(), self.optimizer.state_dict()["state"]))
-
-
-@pytest.fixture
-def trained():
-    return Trained()
-
-
-def flat(tree):
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    return [leaf for value in (tree.values() if isinstance(tree, dict) else tree) for leaf in flat(value)]
-
-
-def same(one, other) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(flat(one), flat(other), strict=True))
-
-
-def test_a_state_brings_weights_and_optimizer_back(trained, tmp_path):
-    trained.step()
-    save_state(trained.accelerator, tmp_path, 1, 2, {"recipe": {"a": 1}})
-    trained.step()
-    expected = trained.snapshot()
-    path, done = latest_state(tmp_path)
-    assert (path.name, done) == ("step_00000001", {"step": 1, "recipe": {"a": 1}})
-    trained.accelerator.load_state(str(path))
-    assert not same(trained.snapshot(), expected)
-    trained.step()
-    assert same(trained.snapshot(), expected)
-
-
-def test_only_the_newest_states_are_kept(trained, tmp_path):
-    for step in (1, 2, 9, 10, 100):
-        save_state(trained.accelerator, tmp_path, step, 2, {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000010", "step_00000100"]
-    assert latest_state(tmp_path)[1]["step"] == 100
-
-
-def test_latest_state_ignores_what_is_not_complete(trained, tmp_path):
-    assert latest_state(tmp_path / "absent") is None
-    assert latest_state(tmp_path) is None
-    save_state(trained.accelerator, tmp_path, 5, 2, {})
-    (tmp_path / "tmp_step_00000006").mkdir()
-    (tmp_path / "tmp_step_00000006/done.json").write_text('{"step": 6}')
-    (tmp_path / "step_00000007").mkdir()
-    (tmp_path / "step_8").mkdir()
-    (tmp_path / "step_8/done.json").write_text('{"step": 8}')
-    assert latest_state(tmp_path)[1]["step"] == 5
-    # A leftover of the step that is written next is replaced.
-    (tmp_path / "tmp_step_00000006/garbage").write_text("x")
-    save_state(trained.accelerator, tmp_path, 6, 2, {})
-    path, _ = latest_state(tmp_path)
-    assert path.name == "step_00000006"
-    assert not (path / "garbage").exists()
-
-
-# 20 kB stops the weights (40 kB), 60 kB lets them pass and stops the optimizer (80 kB).
-@pytest.mark.parametrize("limit", [0, 20_000, 60_000])
-def test_a_full_disk_leaves_the_earlier_state_and_nothing_partial(trained, tmp_path, limit):
-    trained.step()
-    save_state(trained.accelerator, tmp_path, 1, 1, {})
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    trained.step()
-    with (
-        files_of_at_most(limit),
-        pytest.raises(
-            CheckpointError, match=r"state after step 2 could not be written to .*earlier states are unharmed"
-        ),
-    ):
-        save_state(trained.accelerator, tmp_path, 2, 1, {})
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
-    save_state(trained.accelerator, tmp_path, 2, 1, {})
-    assert latest_state(tmp_path)[1]["step"] == 2
-
-
 # 2 kB stops a config or the weights, 150 kB lets those pass and stops rge.json's neighbours or nothing.
 @pytest.mark.parametrize("limit", [0, 2_000, 50_000])
-def test_a_full_disk_leaves_an_earlier_checkpoint(lively, settings, tmp_path, limit):
+def test_a_full_disk_leaves_an_earlier_checkpoint(lively, settings, tmp_path, limit, files_of_at_most):
     final = tmp_path / "final"
     export(lively, final, settings)
     before = checkpoint_hash(final)
@@ -165,6 +57,7 @@ def test_a_full_disk_leaves_an_earlier_checkpoint(lively, settings, tmp_path, li
     assert checkpoint_hash(final) == before
 
 
+@every_family
 def test_a_reloaded_checkpoint_gives_the_same_embeddings_bit_for_bit(lively, settings, items, tmp_path):
     export(lively, tmp_path / "one", settings)
     first = load_encoder(tmp_path / "one")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rge.checkpoint import export, settings_of
-from rge.collate import StepBatches, make_loader, query_item, target_item
+from rge.collate import StepBatches, make_loader, query_item, sorted_by_length, target_item
 from rge.encode import load_encoder
 from rge.packing import Branch
 from rge.prompts import PromptBuilder
@@ -212,3 +212,41 @@ def test_training_and_evaluation_see_the_same_tokens_and_states(lively, records,
             states = lively(packed)[0].state_ND.numpy()
         found = encoder.encode(items, side=side, mode="direct", batch_size=5)
         np.testing.assert_allclose(found.embeddings, states, atol=1e-5)
+
+
+def test_all_positives_are_candidates_if_asked(batches, records):
+    by_id = {file[index].id: file[index] for file in records for index in range(len(file))}
+    several = 0
+    for step in range(4):
+        one, every = batches()[step], batches(positives="all")[step]
+        assert one.record_ids == every.record_ids
+        assert one.oracle_ids == every.oracle_ids  # the drawn positive's rationale, either way
+        assert one.more_positives == [[]] * 6
+        for row, name in enumerate(every.record_ids):
+            columns = [every.positive[row], *every.more_positives[row]]
+            shown = [every.candidates[column].id for column in columns]
+            assert shown[0] == one.candidates[one.positive[row]].id
+            assert sorted(shown) == sorted(positive.id for positive in by_id[name].positives)
+            negatives = [every.candidates[column].id for column in every.negatives[row]]
+            assert len(negatives) == len(one.negatives[row])
+            assert set(negatives) <= {negative.id for negative in by_id[name].negatives}
+            several += len(columns) > 1
+    assert several > 3
+
+
+def test_sorting_moves_rows_and_columns_and_nothing_else(batches):
+    def rows(batch):
+        found = content(batch)
+        more = [[batch.candidates[column].id for column in columns] for columns in batch.more_positives]
+        return sorted(zip(found, more, strict=True), key=lambda row: row[0][0][0])
+
+    plain, ordered = (batches(positives="all", sort_by_length=which)[2] for which in (False, True))
+    assert rows(plain) == rows(ordered)
+    for prompts in (ordered.queries, ordered.candidates):
+        lengths = [len(prompt) for prompt in prompts]
+        assert lengths == sorted(lengths)
+        assert len(set(lengths)) > 2
+    assert ordered.record_ids != plain.record_ids
+    without = sorted_by_length(batches(need_candidates=False)[2])
+    assert sorted(without.record_ids) == sorted(plain.record_ids)
+    assert without.positive == []

@@ -13,6 +13,7 @@ from rge.backbone import load_backbone
 from rge.collate import Batch
 from rge.config import LogConfig, TrainConfig
 from rge.embedder import Embedder
+from rge.muon import orthogonal
 from rge.prompts import PromptBuilder
 from rge.step import Objective, training_step
 
@@ -56,6 +57,13 @@ def test_rows_are_gathered_with_the_gradient_of_one_process(tmp_path):
         ]
         assert seen["sum"] == pytest.approx([world * (world + 1) / 2, world * 1e-12], rel=1e-12)
         assert seen["detached"] is False
+        # Each rank does its share of Muon's work; every rank has all of it.
+        for found, one in zip(
+            seen["orthogonal"],
+            orthogonal([rows.T.float(), weights.float(), rows[:2].float()]),
+            strict=True,
+        ):
+            torch.testing.assert_close(found, one)
         start += rank + 2
 
 
@@ -100,6 +108,7 @@ NAMES = [
     for micro in (100, 2)
     if anchor == "self" or layout == "mixed"
 ] + ["cold start-100", "cold start-2", "cold start without candidates-2", "no lm loss-100", "no lm loss-2"]
+NAMES += ["mixed-self-once-100", "one rank without pictures-self-once-100"]  # two forwards, one backward
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +145,7 @@ def cases(paired, lively_path, make_batch, roll_out):
             "rationales": rationales,
             "objective": objective,
             "micro_batch_size": micro,
+            "once": "-once-" in name,
         }
     torch.save(cases, paired["folder"] / "cases.pt")
     arguments = [str(WORKERS / "step.py"), str(lively_path), str(paired["folder"])]
@@ -162,6 +172,9 @@ def test_a_step_on_two_processes_equals_one(cases, lively, name):
     )
     assert first["report"] == second["report"]
     assert first["report"] == pytest.approx(report, rel=1e-5)
+    if case["objective"].alpha_con > 0:
+        # Counted by hand: the first rank's queries have 4 labelled negatives, the second's none, 10 queries in all.
+        assert first["report"]["labelled_negatives_mean"] == 4 / 10
     for key, parameter in lively.named_parameters():
         assert torch.equal(first["gradients"][key], second["gradients"][key])
         error = (first["gradients"][key] - parameter.grad).norm()

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rge.losses import hit_at_1, info_nce, rationale_nll
+from rge.losses import hit_at_1, info_nce, nested_info_nce, rationale_nll
 
 
 def unit_rows(rows: int, width: int, seed: int) -> torch.Tensor:
@@ -165,3 +165,30 @@ def test_nll_in_bfloat16_is_summed_in_float32():
 def test_nll_rejects_unequal_lengths(head):
     with pytest.raises(ValueError, match="3 states cannot predict 2 labels"):
         rationale_nll(torch.zeros(3, 6, dtype=torch.float64), head, torch.tensor([0, 1]))
+
+
+def test_nested_losses_are_the_mean_over_the_sizes():
+    q, c = unit_rows(3, 8, 0).requires_grad_(), unit_rows(5, 8, 1)
+    positive, ignored = columns(3, 5, [[0], [1], [2, 3]]), columns(3, 5, [[4], [], []])
+    expected = 0.0
+    for size in (8, 4, 1):
+        # Cosines of the first components, worked out without normalising first.
+        score = torch.stack([F.cosine_similarity(row[None, :size], c[:, :size]) for row in q])
+        unit = F.normalize(q[:, :size], dim=-1) @ F.normalize(c[:, :size], dim=-1).T
+        torch.testing.assert_close(score, unit)
+        if size == 8:  # embeddings come at unit norm; only a cut one is normalised again
+            score = q @ c.T
+        for row in range(3):
+            others = [j for j in range(5) if not positive[row, j] and not ignored[row, j]]
+            for column in positive[row].nonzero().flatten().tolist():
+                terms = torch.exp(score[row, [column, *others]] / 0.2)
+                expected = expected - torch.log(terms[0] / terms.sum()) / int(positive[row].sum()) / 3
+    found = nested_info_nce(q, c, positive, ignored, temperature=0.2, sizes=[4, 1])
+    torch.testing.assert_close(found, expected)
+    [gradient] = torch.autograd.grad(found, q, retain_graph=True)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, q)[0])
+    whole = nested_info_nce(q, c, positive, ignored, temperature=0.2, sizes=[])
+    assert torch.equal(whole, info_nce(q, c, positive, ignored, temperature=0.2))
+    for wrong in ([8], [9], [4, 4]):
+        with pytest.raises(ValueError, match="embeddings have 8 components; sizes to cut to must be smaller"):
+            nested_info_nce(q, c, positive, ignored, temperature=0.2, sizes=wrong)

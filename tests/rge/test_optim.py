@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from rge.muon import Muon, orthogonal
 from rge.optim import learning_rate, make_optimizer, set_learning_rate
 
 SHAPE = {"num_steps": 10, "lr": 2.0, "warmup_steps": 4, "min_lr_ratio": 0.1}
@@ -120,6 +121,41 @@ def test_slow_parameters_take_their_share_of_the_rate(name):
     for key in moved[1.0]:
         factor = 0.25 if key.startswith("linear") else 1.0
         torch.testing.assert_close(moved[0.25][key], moved[1.0][key] * factor)
+
+
+def test_orthogonal_keeps_the_singular_vectors_and_levels_the_values():
+    generator = torch.Generator().manual_seed(0)
+    matrices = [
+        torch.randn(*shape, generator=generator)
+        for shape in ((6, 4), (4, 6), (5, 5), (6, 4), (12, 4), (4, 9))
+    ]
+    for matrix, found in zip(matrices, orthogonal(matrices), strict=True):
+        left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+        core = left.T @ found @ right.T
+        torch.testing.assert_close(core, core.diagonal().diag(), atol=1e-5, rtol=0)
+        big = values > values[0] * 0.05  # five iterations do not lift what is nearly zero
+        assert bool(((core.diagonal() > 0.6) & (core.diagonal() < 1.25))[big].all())
+
+
+def test_muon_steps_as_pytorchs_does_to_its_rounding():
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(16, 8), (8, 24), (8, 8), (16, 8), (8, 12)]
+    ours = [torch.nn.Parameter(torch.randn(*shape, generator=generator)) for shape in shapes]
+    theirs = [torch.nn.Parameter(parameter.detach().clone()) for parameter in ours]
+    start = [parameter.detach().clone() for parameter in ours]
+    optimizers = [
+        Muon([{"params": ours}], lr=0.02, weight_decay=0.1),
+        torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+    ]
+    for _ in range(3):
+        for own, other in zip(ours, theirs, strict=True):
+            own.grad = torch.randn(own.shape, generator=generator)
+            other.grad = own.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for own, other, before in zip(ours, theirs, start, strict=True):
+        # PyTorch's products are in bfloat16: three digits.
+        assert (own - other).norm() < 0.02 * (other - before).norm()
 
 
 def test_muon_moves_matrices_along_an_orthogonal_update_and_the_rest_as_adamw_does():

@@ -1,13 +1,15 @@
-"""The layout of a packed row: columns, positions, masks, indices, padding."""
+"""The flat layout of prompts and tails: order, positions, masks, indices; and that rows do not matter to one another."""
 
 import pytest
 import torch
+from family_models import every_family
 
-from rge.packing import PADDING, Branch, attention_mask, pack
+from rge.backbone import vision_parameters
+from rge.packing import PADDING, Branch, pack_prompts, pack_tails, tail_mask
 from rge.prompts import Prompt, PromptBuilder
 from rge.schema import Item
 
-PAD, START, PLACEHOLDER, END, EMB = 0, 90, 91, 92, 99
+START, PLACEHOLDER, END, EMB = 90, 91, 92, 99
 EMPTY = (torch.zeros(4, 6), torch.tensor([[1, 2, 2]]))
 
 
@@ -24,115 +26,113 @@ def picture_prompt() -> Prompt:
 PICTURE_POSITIONS = torch.tensor([[0, 1, 1, 1, 4], [0, 1, 1, 1, 4], [0, 1, 2, 3, 4]])
 
 
-def do_pack(prompts, branches, **options):
-    positions = [
+def positions(prompts):
+    return [
         PICTURE_POSITIONS if prompt.image_grid is not None else torch.arange(len(prompt)).expand(3, -1)
         for prompt in prompts
     ]
-    return pack(
-        prompts,
-        positions,
-        branches,
-        pad_id=PAD,
-        picture_ids=(START, PLACEHOLDER, END),
-        empty_picture=EMPTY,
-        **options,
-    )
 
 
-def test_layout_by_hand():
+def do_pack(prompts):
+    picture = {"picture_ids": (START, PLACEHOLDER, END), "empty_picture": EMPTY}
+    return pack_prompts(prompts, positions(prompts), **picture)
+
+
+def test_prompts_by_hand():
+    prompts = [picture_prompt(), text_prompt(7, 8)]
+    part = do_pack(prompts)
+    assert part.input_ids_T.tolist() == [5, PLACEHOLDER, PLACEHOLDER, PLACEHOLDER, 7]
+    assert part.position_ids_3T.tolist() == [[0, 1, 1, 1, 0], [0, 1, 1, 1, 0], [0, 1, 2, 3, 0]]
+    assert part.index_BP.tolist() == [[0, 1, 2, 3], [4, 0, 0, 0]]
+    assert part.length_B.tolist() == [4, 1]
+    assert part.last_id_B.tolist() == [6, 8]
+    assert part.last_position_3B.tolist() == [[4, 1]] * 3
+    assert part.after_B.tolist() == [5, 2]
+    assert part.pixel_values.shape == (12, 6)
+
+
+def test_tails_by_hand():
+    prompts = [picture_prompt(), text_prompt(7, 8)]
     branches = [
         [Branch([11, EMB], read_state=True), Branch([21, 22, EMB], predict=True)],
         [Branch([EMB], read_state=True, predict=True)],
     ]
-    packed = do_pack([picture_prompt(), text_prompt(7, 8)], branches)
-    assert packed.input_ids_BT.tolist() == [
-        [5, PLACEHOLDER, PLACEHOLDER, PLACEHOLDER, 6, 11, EMB, 21, 22, EMB],
-        [7, 8, EMB, *[PAD] * 7],
-    ]
-    assert packed.segment_BT.tolist() == [[0, 0, 0, 0, 0, 1, 1, 2, 2, 2], [0, 0, 1, *[PADDING] * 7]]
+    part = pack_tails(prompts, positions(prompts), branches)
+    assert part.input_ids_T.tolist() == [6, 11, EMB, 21, 22, EMB, 8, EMB]
+    assert part.index_BS.tolist() == [[0, 1, 2, 3, 4, 5], [6, 7, 0, 0, 0, 0]]
+    assert part.segment_BS.tolist() == [[0, 1, 1, 2, 2, 2], [0, 1, *[PADDING] * 4]]
     # Both branches go on after the prompt's last position, on all axes.
-    assert packed.position_ids_3BT[:, 0].tolist() == [
-        [0, 1, 1, 1, 4, 5, 6, 5, 6, 7],
-        [0, 1, 1, 1, 4, 5, 6, 5, 6, 7],
-        [0, 1, 2, 3, 4, 5, 6, 5, 6, 7],
-    ]
-    assert packed.position_ids_3BT[:, 1, :3].tolist() == [[0, 1, 2]] * 3
-    assert packed.state_index_N.tolist() == [6, 10 + 2]
+    assert part.position_ids_3T.tolist() == [[4, 5, 6, 5, 6, 7, 1, 2]] * 3
+    assert part.state_index_N.tolist() == [2, 7]
     # The prompt's last state predicts a branch's first token; within a branch each state predicts the next.
-    assert packed.predict_index_M.tolist() == [4, 7, 8, 10 + 1]
-    assert packed.label_M.tolist() == [21, 22, EMB, EMB]
-    assert packed.pixel_values.shape == (12, 6)
+    assert part.predict_index_M.tolist() == [0, 3, 4, 6]
+    assert part.label_M.tolist() == [21, 22, EMB, EMB]
 
 
-def test_left_padding_moves_every_index():
-    prompts, branches = (
-        [picture_prompt(), text_prompt(7, 8)],
-        [[Branch([EMB], read_state=True, predict=True)]] * 2,
-    )
-    right, left = do_pack(prompts, branches), do_pack(prompts, branches, padding_side="left")
-    assert left.input_ids_BT.tolist()[1] == [PAD, PAD, PAD, 7, 8, EMB]
-    for packed in (right, left):
-        tokens = packed.input_ids_BT.flatten()
-        assert tokens[packed.state_index_N].tolist() == [EMB, EMB]
-        assert tokens[packed.predict_index_M].tolist() == [6, 8]
-        assert packed.segment_BT.flatten()[packed.state_index_N].tolist() == [1, 1]
+def test_a_wide_picture_reaches_further_than_the_prompts_last_token():
+    prompt = text_prompt(7, 8)
+    wide = [torch.tensor([[0, 1], [0, 1], [6, 1]])]
+    assert pack_tails([prompt], wide, [[Branch([EMB])]]).position_ids_3T.tolist()[0] == [1, 7]
+    picture = {"picture_ids": (START, PLACEHOLDER, END), "empty_picture": EMPTY}
+    assert pack_prompts([prompt], wide, **picture).after_B.tolist() == [7]
 
 
-def test_attention_mask_by_hand():
-    """[pad, prompt, prompt, branch 1, branch 2, branch 2]: rows look at columns."""
-    mask = attention_mask(torch.tensor([[PADDING, 0, 0, 1, 2, 2]]))
-    assert mask.shape == (1, 1, 6, 6)
+def test_tail_mask_by_hand():
+    """Prompts of two and one token; tails [last, branch 1, branch 2, branch 2] and [last, branch 1, pad, pad]."""
+    mask = tail_mask(torch.tensor([2, 1]), 2, torch.tensor([[0, 1, 2, 2], [0, 1, PADDING, PADDING]]))
+    assert mask.shape == (2, 1, 4, 6)
     assert mask[0, 0].int().tolist() == [
-        [1, 0, 0, 0, 0, 0],
-        [0, 1, 0, 0, 0, 0],
-        [0, 1, 1, 0, 0, 0],
-        [0, 1, 1, 1, 0, 0],
-        [0, 1, 1, 0, 1, 0],
-        [0, 1, 1, 0, 1, 1],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 0, 1, 0],
+        [1, 1, 1, 0, 1, 1],
+    ]
+    assert mask[1, 0].int().tolist() == [
+        [1, 0, 1, 0, 0, 0],
+        [1, 0, 1, 1, 0, 0],
+        [0, 0, 0, 0, 1, 0],
+        [0, 0, 0, 0, 0, 1],
     ]
 
 
-def test_a_batch_without_pictures_gets_a_masked_one():
-    packed = do_pack([text_prompt(7, 8), text_prompt(9)], [[Branch([EMB], read_state=True)]] * 2)
-    assert packed.input_ids_BT.tolist() == [
-        [START, PLACEHOLDER, END, 7, 8, EMB],
-        [9, EMB, PAD, PAD, PAD, PAD],
-    ]
-    assert packed.segment_BT[0].tolist() == [PADDING] * 3 + [0, 0, 1]
-    assert packed.position_ids_3BT[0, 0, 3:].tolist() == [0, 1, 2]
-    assert packed.state_index_N.tolist() == [5, 7]
-    assert packed.pixel_values.shape == (4, 6)
-    assert packed.image_grid.tolist() == [[1, 2, 2]]
+def test_a_batch_without_pictures_gets_one_that_belongs_to_no_row():
+    part = do_pack([text_prompt(7, 8), text_prompt(9, 10, 11)])
+    assert part.input_ids_T.tolist() == [START, PLACEHOLDER, END, 7, 9, 10]
+    assert part.index_BP.tolist() == [[3, 0], [4, 5]]
+    assert part.length_B.tolist() == [1, 2]
+    assert part.pixel_values.shape == (4, 6)
+    assert part.image_grid.tolist() == [[1, 2, 2]]
 
 
 def test_errors():
     with pytest.raises(ValueError, match="cannot pack a batch without rows"):
-        do_pack([], [])
-    with pytest.raises(ValueError, match="padding_side must be right or left, got 'middle'"):
-        do_pack([text_prompt(1)], [[]], padding_side="middle")
+        do_pack([])
     with pytest.raises(ValueError, match=r"row 0 \(text\): a branch needs at least one token"):
-        do_pack([text_prompt(1)], [[Branch([])]])
+        pack_tails([text_prompt(1)], positions([text_prompt(1)]), [[Branch([])]])
+    ends = Prompt("seen", torch.tensor([5, PLACEHOLDER]), torch.tensor([0, 1]), None, None)
+    with pytest.raises(ValueError, match="the prompt of seen ends in a picture"):
+        do_pack([ends])
 
 
 @pytest.fixture
 def states(lively):
-    def compute(prompts, branches, **options):
+    def compute(prompts, branches):
         with torch.no_grad():
-            return lively(lively.pack(prompts, branches, **options))[0].state_ND
+            return lively(lively.pack(prompts, branches))[0].state_ND
 
     return compute
 
 
+@every_family
 def test_states_do_not_depend_on_padding_or_on_other_rows(lively, make_prompts, states):
     prompts = make_prompts(PromptBuilder(lively.processor), 8)
     branches = [[Branch([*range(number), lively.emb_id], read_state=True)] for number in range(8)]
     alone = torch.cat([states([prompt], [branch]) for prompt, branch in zip(prompts, branches, strict=True)])
     torch.testing.assert_close(states(prompts, branches), alone, atol=2e-6, rtol=0)
-    torch.testing.assert_close(states(prompts, branches, padding_side="left"), alone, atol=2e-6, rtol=0)
     torch.testing.assert_close(states(prompts[::-1], branches[::-1]), alone.flip(0), atol=2e-6, rtol=0)
 
 
+@every_family
 def test_branches_equal_rows_of_their_own(lively, make_prompts, states):
     prompts = make_prompts(PromptBuilder(lively.processor), 3)
     emb = lively.emb_id
@@ -146,6 +146,7 @@ def test_branches_equal_rows_of_their_own(lively, make_prompts, states):
     torch.testing.assert_close(together, torch.stack(apart, dim=1).flatten(0, 1), atol=2e-6, rtol=0)
 
 
+@every_family
 def test_the_masked_picture_changes_nothing_but_gives_the_vision_tower_a_gradient(lively, picture):
     builder = PromptBuilder(lively.processor)
     text, seen = (
@@ -155,7 +156,8 @@ def test_the_masked_picture_changes_nothing_but_gives_the_vision_tower_a_gradien
     branch = [Branch([lively.emb_id], read_state=True)]
     alone = lively(lively.pack([text], [branch]))[0].state_ND
     alone[0, 0].backward()
-    visual = dict(lively.model.model.visual.named_parameters())
-    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in visual.values())
+    visual = vision_parameters(lively.model)
+    assert len(visual) > 10
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in visual)
     beside = lively(lively.pack([text, seen], [branch, branch]))[0].state_ND
     torch.testing.assert_close(alone[0], beside[0], atol=2e-6, rtol=0)

@@ -53,6 +53,26 @@ def test_several_pictures_stand_before_the_text_in_order(builder, picture, encod
     assert prompt.pixel_values.shape[0] == 4 + 12
 
 
+def test_a_known_text_costs_its_pictures_only_and_gives_the_same_prompt(embedder, picture, monkeypatch):
+    builder, calls = PromptBuilder(embedder.processor), []
+    render = builder.processor.apply_chat_template
+    monkeypatch.setattr(
+        builder.processor, "apply_chat_template", lambda *args, **kw: calls.append(1) or render(*args, **kw)
+    )
+    sizes = [[(56, 84)], [(56, 84)], [(84, 56)], [(56, 84), (28, 28)], [(56, 84)], [], []]
+    for number, row in enumerate(sizes):
+        pictures = [picture(*size) for size in row]
+        again = builder.build(Item(f"q{number}", "egg"), "query", pictures)
+        fresh = PromptBuilder(embedder.processor).build(Item(f"q{number}", "egg"), "query", pictures)
+        assert (again.id, again.input_ids.tolist()) == (fresh.id, fresh.input_ids.tolist())
+        for name in ("type_ids", "pixel_values", "image_grid"):
+            mine, theirs = getattr(again, name), getattr(fresh, name)
+            assert (mine is None) == (theirs is None)
+            assert mine is None or torch.equal(mine, theirs)
+    # Four different layouts, each rendered once by the one builder; the fresh builders render all seven.
+    assert len(calls) == 4 + len(sizes)
+
+
 def test_pictures_are_loaded_by_reference(builder, picture, tmp_path):
     picture(60, 60).save(tmp_path / "egg.png")
     by_reference = builder.build(Item("q", "egg", (str(tmp_path / "egg.png"),)), "query")

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from family_models import every_family, stock_inputs
 from scipy import stats
 
 from rge.packing import Branch
@@ -31,13 +32,7 @@ def stock_generate(embedder, prompts, max_new_tokens):
         input_ids[row, longest - len(prompt) :] = prompt.input_ids
         attention_mask[row, longest - len(prompt) :] = 1
     sequences = embedder.model.generate(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        mm_token_type_ids=(input_ids == embedder.model.config.image_token_id).long(),
-        pixel_values=torch.cat(
-            [prompt.pixel_values for prompt in prompts if prompt.pixel_values is not None]
-        ),
-        image_grid_thw=torch.cat([prompt.image_grid for prompt in prompts if prompt.image_grid is not None]),
+        **stock_inputs(embedder.model, prompts, input_ids, attention_mask),
         do_sample=False,
         max_new_tokens=max_new_tokens,
         eos_token_id=embedder.emb_id,
@@ -51,6 +46,7 @@ def stock_generate(embedder, prompts, max_new_tokens):
     return found
 
 
+@every_family
 def test_greedy_tokens_equal_transformers_generate(lively, prompts):
     rationales = generate(lively, prompts, max_new_tokens=CAP, batch_size=16)
     assert written(rationales) == stock_generate(lively, prompts, CAP)
@@ -62,6 +58,7 @@ def test_greedy_tokens_equal_transformers_generate(lively, prompts):
     assert len({token for rationale in rationales for token in rationale.ids}) > 50
 
 
+@every_family
 def test_state_equals_a_forward_over_prompt_and_rationale(lively, prompts):
     rationales = generate(lively, prompts, max_new_tokens=CAP, batch_size=16)
     branches = [[Branch([*rationale.ids, lively.emb_id], read_state=True)] for rationale in rationales]
@@ -87,6 +84,7 @@ def test_emb_as_the_first_token_gives_the_direct_state(lively, prompts):
     torch.testing.assert_close(rationale.state_D, direct, atol=1e-5, rtol=0)
 
 
+@every_family
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 def test_a_row_does_not_depend_on_the_others(lively, prompts, temperature):
     seeds = list(range(100, 116))
@@ -193,6 +191,7 @@ def test_emb_at_the_last_allowed_token_is_not_forced(lively, prompts):
     torch.testing.assert_close(cut.state_D, long[row].state_D, atol=1e-5, rtol=0)
 
 
+@every_family
 def test_text_only_batches_and_no_prompts(lively, make_prompts):
     prompts = make_prompts(PromptBuilder(lively.processor), 6, pictures=False)
     together = generate(lively, prompts, max_new_tokens=CAP, batch_size=6)
@@ -218,7 +217,7 @@ def test_errors(lively, prompts):
         generate(lively, prompts, max_new_tokens=0, batch_size=1)
     with pytest.raises(ValueError, match=r"temperature must be >= 0, got -0\.5"):
         generate(lively, prompts, max_new_tokens=1, batch_size=1, temperature=-0.5)
-    with pytest.raises(ValueError, match="needs one seed a prompt"):
+    with pytest.raises(ValueError, match="needs one seed a rationale"):
         generate(lively, prompts, max_new_tokens=1, batch_size=1, temperature=1.0)
-    with pytest.raises(ValueError, match="needs one seed a prompt"):
+    with pytest.raises(ValueError, match="needs one seed a rationale"):
         generate(lively, prompts, max_new_tokens=1, batch_size=1, temperature=1.0, seeds=[1])

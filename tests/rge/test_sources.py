@@ -2,13 +2,24 @@
 
 import json
 import re
+import tracemalloc
 from collections import Counter
 
 import numpy as np
 import pytest
 
+from rge import sources
 from rge.schema import Record, Target
-from rge.sources import Mixture, RecordError, RecordFile, identity, read_texts, write_records
+from rge.sources import (
+    Column,
+    Mixture,
+    RecordError,
+    RecordFile,
+    identity,
+    permuted,
+    read_texts,
+    write_records,
+)
 
 
 def record(name: str = "r1", **changes) -> dict:
@@ -207,7 +218,7 @@ def test_each_record_comes_once_an_epoch_in_a_new_order(seed):
     for source, size in enumerate((7, 13)):
         counts = Counter(seen[source])
         assert max(counts.values()) - min(counts[index] for index in range(size)) <= 1
-    orders = [tuple(mixture._order(0, epoch)) for epoch in range(5)]
+    orders = [tuple(mixture._index(0, epoch, place) for place in range(7)) for epoch in range(5)]
     assert len(set(orders)) == 5
     assert all(sorted(order) == list(range(7)) for order in orders)
 
@@ -242,3 +253,83 @@ def test_sources_are_interleaved():
 def test_a_source_without_records_is_an_error():
     with pytest.raises(ValueError, match="every source needs at least one record"):
         Mixture([3, 0], [1, 1], 2, seed=0)
+
+
+@pytest.mark.parametrize(("weights", "batch_size"), SHARES)
+def test_homogeneous_batches_are_of_one_source_and_steps_follow_the_weights(weights, batch_size):
+    size = 50
+    mixture = Mixture([size] * len(weights), weights, batch_size, seed=0, homogeneous=True)
+    share = np.array(weights) / sum(weights)
+    steps: Counter[int] = Counter()
+    drawn: dict[int, list[int]] = {source: [] for source in range(len(weights))}
+    for step in range(400):
+        batch = mixture.batch(step)
+        assert len(batch) == batch_size
+        [source] = {draw.source for draw in batch}
+        steps[source] += 1
+        drawn[source] += [draw.index for draw in batch]
+        assert abs(steps[source] - share[source] * (step + 1)) < len(weights)
+    for indices in drawn.values():  # every record as often as the others, give or take the epoch under way
+        counts = Counter(indices)
+        assert not indices or max(counts.values()) - min(counts[index] for index in range(size)) <= 2
+    assert mixture.batch(7) == Mixture([size] * len(weights), weights, batch_size, 0, homogeneous=True).batch(
+        7
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 65, 1000])
+def test_permuted_is_a_permutation(size):
+    orders = [[permuted(place, size, key) for place in range(size)] for key in ("a", "b")]
+    assert all(sorted(order) == list(range(size)) for order in orders)
+    if size >= 7:
+        assert orders[0] != orders[1]
+        assert orders[0] != list(range(size))
+
+
+def test_a_large_source_is_gone_through_without_an_order_in_memory(monkeypatch):
+    monkeypatch.setattr(sources, "LARGE", 20)
+    mixture = Mixture([21, 5], [1, 1], 14, seed=0)
+    assert mixture._orders == {}
+    seen = [[draw.index for draw in mixture.batch(step) if draw.source == 0] for step in range(6)]
+    assert mixture._orders.keys() == {(1, epoch) for epoch in range(9)} or len(mixture._orders) <= 9
+    assert all(source == 1 for source, _ in mixture._orders)
+    first, second = sum(seen[:3], []), sum(seen[3:], [])
+    assert sorted(first) == sorted(second) == list(range(21))
+    assert first != second
+
+
+def test_a_column_spills_to_the_disk(monkeypatch):
+    monkeypatch.setattr(Column, "SPILL", 4)
+    column = Column()
+    assert len(column.read()) == 0
+    for number in range(10):
+        column.append(number - 5)
+        if number in (2, 3, 9):
+            assert column.read().tolist() == [value - 5 for value in range(number + 1)]
+    assert isinstance(column.read(), np.memmap)
+
+
+def test_a_file_takes_little_memory_and_duplicates_are_found_in_it(tmp_path, monkeypatch):
+    """Neither ids nor, from some number on, offsets are kept in memory."""
+    monkeypatch.setattr(Column, "SPILL", 1000)
+    count, path = 20_000, tmp_path / "many.jsonl"
+    line = json.dumps(record("NUMBER"))
+    with path.open("w") as out:
+        for number in range(count):
+            out.write(line.replace("NUMBER", f"a rather long record name, number {number}") + "\n")
+    RecordFile(path)  # whatever the first use of a library keeps
+    tracemalloc.start()
+    file = RecordFile(path)
+    _, peak = tracemalloc.get_traced_memory()
+    # pydantic keeps a table of short strings, of bounded size, that is not the file's.
+    own = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(False, "*pydantic*")])
+    held = sum(trace.size for trace in own.traces)
+    tracemalloc.stop()
+    assert len(file) == count
+    assert file[count - 1].id.endswith(f"number {count - 1}")
+    assert held < 4 * count
+    assert peak < 60 * count  # a list of names alone would be 90 bytes each
+    with path.open("a") as out:
+        out.write(line.replace("NUMBER", "a rather long record name, number 17") + "\n")
+    with pytest.raises(RecordError, match=rf":{count + 1}: id: .*number 17' stands already in line 18"):
+        RecordFile(path)

@@ -48,6 +48,7 @@ def home(tmp_path_factory, picture_module):
             }
         )  # fmt: skip
     (folder / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "held_out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:7]))
     stage = {
         "batch_size": 4,
         "lr": 3e-3,
@@ -71,7 +72,8 @@ def home(tmp_path_factory, picture_module):
         },
         "data": {"profile": "plain", "num_workers": 1, "augment": "drawing"},
         "loss": {"ratio": "1:10", "temperature": 0.05},
-        "rollout": {"max_new_tokens": 6, "temperature": 0.7},
+        # Records come again after some steps, so that a killed run has to get back what it had written.
+        "rollout": {"max_new_tokens": 6, "temperature": 0.7, "reuse_steps": 8, "direct_share": 0.2},
         "optim": {"name": "muon"},
         "cold_start": {"steps": STEPS["cold_start"], **stage},
         "joint": {"steps": STEPS["joint"], **stage},
@@ -129,9 +131,18 @@ def assert_same_weights(one: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def whole(home):
-    """An uninterrupted run of both stages."""
-    trained(run(home, home / "whole"))
+    """An uninterrupted run of both stages, measured at every third step."""
+    trained(run(home, home / "whole", *validated(home)))
     return home / "whole"
+
+
+def validated(home: Path) -> list[str]:
+    return [
+        f"validation.path={home / 'held_out.jsonl'}",
+        "validation.every=3",
+        "validation.keep_best=2",
+        "validation.metric=loss",
+    ]
 
 
 @pytest.mark.slow
@@ -153,6 +164,8 @@ def test_both_stages_train_and_leave_checkpoints(whole, home):
         assert line["loss"] == pytest.approx(line["loss_lm"] / 11 + line["loss_contrastive"] * 10 / 11)
         assert 0 <= line["forced_rate"] <= 1
         assert line["rationale_tokens_mean"] > 0
+    assert any(line["rationale_age_mean"] > 0 for line in joint)
+    assert any(line["direct_rate"] > 0 for line in joint)
     found = load_encoder(whole / "joint/final").encode(
         [Item("1", "what opens this")], side="query", mode="reasoning"
     )
@@ -214,6 +227,79 @@ def test_a_killed_run_started_again_ends_with_the_same_weights(whole, home):
         assert elapsed == sorted(elapsed)
 
 
+def stopped(process: subprocess.Popen, out: Path, stage: str, after_step: int) -> str:
+    """Send SIGTERM to the whole process group, as Slurm does, and return what the run says to that."""
+    deadline = time.monotonic() + 300
+    while len(metrics_or_partial(out / stage)) < after_step:
+        assert process.poll() is None, "training ended before it could be stopped"
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGTERM)
+    _, said = process.communicate(timeout=120)
+    return said
+
+
+@pytest.mark.slow
+def test_the_best_checkpoints_by_validation_are_kept(whole):
+    for stage, metric, measured in (
+        ("cold_start", "val_loss_lm", [3, 6, 8]),
+        ("joint", "val_loss", [3, 6, 9, 10]),
+    ):
+        found = {line["step"]: line[metric] for line in metrics(whole / stage) if metric in line}
+        assert sorted(found) == measured
+        best = sorted(sorted(found), key=found.get)[:2]
+        kept = sorted((whole / stage / "best").iterdir())
+        assert [path.name for path in kept] == [f"step_{step:08d}" for step in sorted(best)]
+        for path in kept:
+            settings = read_settings(path)
+            assert settings["validation"][metric] == found[settings["step"]]
+            load_encoder(path)
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_exits_with_143_and_validation_changes_nothing(whole, home):
+    """Stopped between two saves, started again, and never validated: the weights are those of `whole`."""
+    out, keep = home / "stopped", ["train.save_every=1000"]
+    process = subprocess.Popen(
+        **command(home, out, *keep), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+    said = stopped(process, out, "joint", after_step=3)
+    assert process.returncode == 143
+    assert "Traceback" not in said
+    [state] = (out / "joint/state").iterdir()
+    step = int(state.name.removeprefix("step_"))
+    assert 3 <= step < STEPS["joint"]
+    assert f"joint: stopped by SIGTERM after step {step} of 10" in said
+    again = run(home, out, *keep)
+    trained(again)
+    assert f"joint: resuming after step {step} from" in again.stdout
+    for stage in STEPS:
+        assert_same_weights(out / stage / "final", whole / stage / "final")
+
+
+@pytest.mark.slow
+def test_adapters_and_the_other_batch_settings_train(whole, home):
+    """LoRA with dropout, all positives, one source a batch, further embedding sizes: a plain checkpoint comes out."""
+    out, start = home / "adapted", whole / "cold_start/final"
+    trained(
+        run(
+            home, out, "stage=joint", f"init={start}", "joint.steps=3",
+            "model.lora={rank: 2, alpha: 4, dropout: 0.1, targets: [q_proj]}",
+            "data.positives=all", "data.batches=homogeneous", "loss.matryoshka_dims=[16]",
+        )
+    )  # fmt: skip
+    lines = metrics(out / "joint")
+    assert all(line["grad_norm"] > 0 and 0 <= line["wait_share"] <= 1 for line in lines)
+    assert any(line["labelled_negatives_mean"] > 0 for line in lines)
+    before, after = (load_file(folder / "model.safetensors") for folder in (start, out / "joint/final"))
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name.rsplit(".", 2)[-2] for name in changed} == {"q_proj", "embed_tokens"}
+    saved = load_file(out / "joint/state/step_00000002/model.safetensors")
+    assert all("lora_" in name or "emb_row" in name for name in saved)
+    load_encoder(out / "joint/final")
+
+
 @pytest.mark.slow
 def test_the_stages_one_by_one_equal_the_run_of_both(whole, home):
     """One cold start initialises several joint runs, baselines included."""
@@ -243,12 +329,18 @@ def test_two_processes_train_as_one_does(whole, home):
     launcher = (*ACCELERATE, "--multi_gpu", "--num_processes", "2")
     trained(
         run(
-            home, home / "two", "train.num_processes=2", "train.distributed_type=MULTI_CPU", launcher=launcher
+            home,
+            home / "two",
+            "train.num_processes=2",
+            "train.distributed_type=MULTI_CPU",
+            *validated(home),
+            launcher=launcher,
         )
     )
     for stage in STEPS:
         for one, two in list(zip(metrics(whole / stage), metrics(home / "two" / stage), strict=True))[:5]:
-            assert two["loss"] == pytest.approx(one["loss"], rel=2e-4)
+            for name in {"loss", "val_loss", "val_hit_at_1"} & one.keys():
+                assert two[name] == pytest.approx(one[name], rel=2e-4), name
     weights = load_file(home / "two/joint/final/model.safetensors")
     assert weights.keys() == load_file(whole / "joint/final/model.safetensors").keys()
     states = sorted(path.name for path in (home / "two/joint/state").iterdir())

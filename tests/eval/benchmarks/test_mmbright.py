@@ -12,6 +12,7 @@ from PIL import Image
 from eval.benchmarks.mmbright import MmbrightOptions, document_key, image_key, import_mmbright
 from eval.benchmarks.protocols import PROTOCOLS, trec_ties
 from eval.options import UserError
+from eval.published import published
 from eval.run import RunOptions, run
 from eval.score import ScoreOptions, score
 from eval.search import Ranking
@@ -122,10 +123,11 @@ def test_task_4_grades(src, tmp_path):
         f"{DOCS[1]}|||__NO_IMAGE__": 1,
         f"{DOCS[1]}|||{image}": 2,
     }
-    # officially every pair of a gold document counts 1: q2's documents with their pictures, too
+    # officially pairs with a negative picture leave the ranking, and the grades stay
     official = PROTOCOLS["mmbright", "official"].prepare(wanted)
-    assert [len(rows) for rows, _ in official.positives] == [2, 4]
-    assert all(set(gains) == {1} for _, gains in official.positives)
+    wrong = PAGES["aa11"].replace(" ", "%20")
+    assert pairs(wanted, official.excluded) == [[f"{DOCS[0]}|||{wrong}"], []]
+    assert [sorted(gains) for _, gains in official.positives] == [[1, 2], [1, 1]]
     assert [len(rows) for rows, _ in wanted.positives] == [2, 2]
     # the pattern first released finds no page for a document in chunks
     legacy = imported(src, tmp_path / "l", task="4", keys="legacy")
@@ -216,41 +218,51 @@ def test_refusals(src, tmp_path):
         imported(other, tmp_path / "p", allow_missing=True)
 
 
-# Table 6 of the MM-BRIGHT paper, task 4, 29 domains: BGE-VL, CLIP, GME-2B, GME-7B, SigLIP.
-TABLE_6 = """
-4.0 18.3 22.7 21.4 12.0
-4.3 7.8 13.2 8.1 8.1
-9.7 17.6 31.9 20.7 25.2
-9.0 24.7 17.6 13.3 23.6
-17.6 38.9 19.0 12.0 43.4
-8.2 39.5 22.3 19.0 32.0
-17.2 46.1 23.0 15.4 34.7
-17.4 22.2 23.8 14.6 29.4
-11.3 38.1 25.6 19.5 31.8
-9.7 38.2 33.6 21.8 15.7
-13.4 32.3 26.3 28.2 33.8
-10.0 15.4 23.1 18.4 19.9
-12.6 19.5 10.6 6.2 11.8
-4.0 7.9 5.7 3.8 13.1
-14.4 15.1 25.5 17.5 31.6
-12.4 25.7 45.6 42.3 23.0
-5.4 31.3 11.0 6.6 31.7
-7.3 33.7 21.8 13.9 18.7
-3.5 12.4 19.5 13.9 14.3
-5.6 29.4 24.1 27.5 16.0
-8.5 29.8 21.4 22.5 17.1
-13.5 20.9 31.1 32.1 17.5
-10.8 38.9 26.3 16.8 36.9
-10.0 54.0 44.5 29.6 51.1
-10.5 38.4 19.8 15.8 42.0
-9.8 21.5 18.6 20.8 27.6
-11.2 38.1 31.2 27.8 30.8
-11.7 36.7 32.2 29.8 34.0
-7.4 20.6 17.1 9.7 12.1
-"""
+@pytest.mark.parametrize(("task", "models"), [(1, 11), (2, 7), (3, 7), (4, 5)])
+def test_published_averages_are_means_of_domains(task, models):
+    """Tables 3 to 6: all 30 averages are unweighted means of 29 domains, to the printed digit."""
+    rows = published()[f"mmbright{task}"].rows
+    values = 100 * np.array([values for _, _, values in rows])
+    assert values.shape == (models, 30)
+    np.testing.assert_allclose(values[:, 1:].mean(axis=1), values[:, 0], atol=0.0501)
 
 
-def test_published_averages_are_means_of_domains():
-    values = np.array([[float(cell) for cell in line.split()] for line in TABLE_6.split("\n")[1:-1]])
-    assert values.shape == (29, 5)
-    np.testing.assert_allclose(values.mean(axis=0), [10.0, 28.0, 23.7, 18.9, 25.5], atol=0.0501)
+def test_essentiality_of_the_release_or_of_a_table_is_reported(src, tmp_path, capsys):
+    grades = tmp_path / "grades.csv"
+    grades.write_text("domain,id,essentiality\nbiology,q1,Essential\nbiology,q2,helpful\nlaw,q1,essential\n")
+    options = MmbrightOptions(src=src, out=tmp_path / "s", essentiality=grades, allow_missing=True)
+    import_mmbright(options)
+    assert load_set(tmp_path / "s" / "biology").columns["essentiality"] == ["essential", "helpful"]
+    assert load_set(tmp_path / "s" / "law").columns["essentiality"] == ["essential", "not said"]
+    given = RunOptions(
+        checkpoint="x", set=tmp_path / "s", out=tmp_path / "e", benchmark="mmbright", query_mode=("direct",), report=False
+    )  # fmt: skip
+    (out,) = run(given, loader(FakeEncoder()))
+    results = json.loads((out / "results.json").read_text())
+    table = pd.read_parquet(out / "per_query.parquet").set_index(["category", "essentiality"])["ndcg@10"]
+    found = {name: one["ndcg@10"]["value"] for name, one in results["by_essentiality"].items()}
+    both = (table["biology", "essential"].mean() + table["law", "essential"].mean()) / 2
+    assert found["essential"] == pytest.approx(both)
+    assert found["helpful"] == pytest.approx(table["biology", "helpful"].mean())
+    assert set(found) == {"essential", "helpful", "not said"}
+
+    grades.write_text("domain,id,essentiality\nbiology,q1,vital\n")
+    with pytest.raises(
+        UserError, match="biology, query 'q1': essentiality must be essential, helpful, redundant"
+    ):
+        import_mmbright(MmbrightOptions(src=src, out=tmp_path / "t", essentiality=grades, allow_missing=True))
+    grades.write_text("domain,essentiality\nbiology,helpful\n")
+    with pytest.raises(UserError, match="column 'id' is missing; it needs domain, id and essentiality"):
+        import_mmbright(MmbrightOptions(src=src, out=tmp_path / "t", essentiality=grades, allow_missing=True))
+    own = tmp_path / "own"
+    for config in ("documents", "examples", "examples_multimodal", "examples_images"):
+        rows = pd.read_parquet(src / config / "biology.parquet")
+        if config == "examples_multimodal":
+            rows["image_essentiality"] = ["redundant", None]
+        (own / config).mkdir(parents=True)
+        rows.to_parquet(own / config / "biology.parquet")
+    assert imported(own, tmp_path / "u", allow_missing=True).columns["essentiality"] == [
+        "redundant",
+        "not said",
+    ]
+    assert "essentiality" not in imported(src, tmp_path / "v", allow_missing=True).columns

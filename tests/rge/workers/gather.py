@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 
 from rge import dist
+from rge.muon import orthogonal_on_all_ranks
 
 folder = Path(sys.argv[1])
 torch.set_num_threads(1)
@@ -32,6 +33,7 @@ torch.save(
         "ids": ids,
         "world": world,
         "sum": dist.sum_over_ranks([rank + 1.0, 1e-12], own.device),
+        "orthogonal": orthogonal_on_all_ranks([rows.T.float(), weights.float(), rows[:2].float()]),
         "detached": dist.gather_rows(own.detach(), sizes).requires_grad,
     },
     folder / f"seen_{rank}.pt",

@@ -3,7 +3,8 @@
     accelerate launch ... step.py CHECKPOINT FOLDER
 
 ``FOLDER/cases.pt`` is a dict of cases, each with ``batches`` and ``rationales`` (one a rank), ``objective`` and
-``micro_batch_size``. Rank r writes ``FOLDER/found_r.pt``: for each case its report and its gradients after DDP's mean.
+``micro_batch_size``, and ``once``: whether prompts are encoded before. Rank r writes ``FOLDER/found_r.pt``: for each
+case its report and its gradients after DDP's mean.
 """
 
 import sys
@@ -15,7 +16,7 @@ from rge import dist
 from rge.backbone import load_backbone
 from rge.config import LogConfig, TrainConfig
 from rge.embedder import Embedder
-from rge.step import training_step
+from rge.step import encode_queries, training_step
 
 checkpoint, folder = sys.argv[1], Path(sys.argv[2])
 torch.set_num_threads(1)
@@ -27,15 +28,18 @@ model, optimizer = dist.prepare(accelerator, embedder, optimizer, max_grad_norm=
 rank = dist.rank()
 found = {}
 for name, case in torch.load(folder / "cases.pt", weights_only=False).items():
+    batch = case["batches"][rank]
+    encoded = encode_queries(model, embedder, batch) if case["once"] else None
     report = training_step(
         model,
         embedder,
-        case["batches"][rank],
+        batch,
         case["objective"],
         rationales=case["rationales"][rank],
         micro_batch_size=case["micro_batch_size"],
         backward=accelerator.backward,
         no_sync=lambda: dist.no_sync(accelerator, model),
+        encoded=encoded,
     )
     gradients = {key: parameter.grad.clone() for key, parameter in embedder.named_parameters()}
     rollout = dist.rollout_report(case["rationales"][rank], 1.0, embedder.device)

@@ -1,0 +1,436 @@
+"""What goes beyond the paper: agreement, near-duplicates, indices, shortcuts, overlap, and a person's review."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFilter
+
+from data_prep.__main__ import main
+from data_prep.calls.client import ModelConfig
+from data_prep.options import UserError
+from data_prep.rmir import arithmetic as maths
+from data_prep.rmir import audit, frames, review, stages
+from data_prep.rmir.agreement import fleiss_kappa, panel_statistics, wilson
+from data_prep.rmir.config import ConfigError, IndexSpec, load_config
+from data_prep.rmir.encoders import HashingEncoder, PixelEncoder
+from data_prep.rmir.library import look
+from data_prep.rmir.neardup import near_duplicates, phash
+from data_prep.rmir.run import Run, write_text
+
+T, F, A, E = maths.VERDICTS
+
+# ---------------------------------------------------------------------------------------------------------- agreement
+
+
+def test_kappa_of_fleiss_own_example():
+    """Ten subjects, fourteen raters, five categories: .210 (Fleiss, 1971; the table that textbooks copy)."""
+    table = [
+        [0, 0, 0, 0, 14], [0, 2, 6, 4, 2], [0, 0, 3, 5, 6], [0, 3, 9, 2, 0], [2, 2, 8, 1, 1],
+        [7, 7, 0, 0, 0], [3, 2, 6, 3, 0], [2, 5, 3, 2, 2], [6, 5, 2, 1, 0], [0, 2, 2, 3, 7],
+    ]  # fmt: skip
+    assert fleiss_kappa(np.array(table)) == pytest.approx(0.210, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("table", "kappa"),
+    [
+        ([[2, 0], [0, 2]], 1.0),
+        ([[1, 1], [1, 1]], -1.0),
+        # observed 1/2; marginals 3/4 and 1/4, so chance 10/16: (1/2 - 5/8) / (3/8)
+        ([[2, 0], [1, 1]], -1 / 3),
+    ],
+)
+def test_kappa_by_hand(table, kappa):
+    assert fleiss_kappa(np.array(table)) == pytest.approx(kappa)
+
+
+def test_kappa_is_undefined_where_nothing_is_left_to_correct():
+    assert math.isnan(fleiss_kappa(np.array([[3, 0], [3, 0]])))
+    assert math.isnan(fleiss_kappa(np.array([[1, 0], [0, 1]])))
+    assert math.isnan(fleiss_kappa(np.empty((0, 2))))
+    with pytest.raises(ValueError, match="the same number of raters"):
+        fleiss_kappa(np.array([[2, 0], [1, 0]]))
+
+
+def test_wilsons_interval():
+    """81 % of 200, as in the paper: 75.0 to 85.8. No success in ten is not a certain zero."""
+    assert wilson(162, 200) == pytest.approx((0.7500, 0.8584), abs=5e-4)
+    assert wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=5e-4)
+    assert wilson(0, 0) == (0.0, 1.0)
+
+
+def test_bias_and_families():
+    """`lenient` says true where the others say false, in one of four; the others always agree."""
+    votes = {
+        "a 1": [T, T, F, F],
+        "a 2": [T, T, F, F],
+        "lenient": [T, T, T, E],
+    }
+    found = panel_statistics(votes, {"a 1": "a", "a 2": "a", "lenient": "b"})
+    judge = found["judges"]["lenient"]
+    assert (judge["true"], judge["false"], judge["abstain"], judge["error"]) == (0.75, 0.0, 0.0, 0.25)
+    assert judge["bias"] == pytest.approx(0.25)
+    assert judge["agrees"] == 0.5
+    assert found["judges"]["a 1"]["bias"] == pytest.approx(0.5 - 0.625)
+    assert found["judges"]["a 1"]["agrees"] == 1.0, "where the other two differ there is no majority"
+    assert found["families"] == {"a": 1.0}
+    assert found["between"]["a and b"]["triplets"] == 4
+    assert found["between"]["a and b"]["same"] == 0.5
+    # all three: 3 0 0, 3 0 0, 1 2 0, 0 2 1; observed (1 + 1 + 1/3 + 1/3) / 4, chance (7^2 + 4^2 + 1) / 144
+    assert found["kappa"] == pytest.approx((2 / 3 - 66 / 144) / (1 - 66 / 144))
+
+
+# ----------------------------------------------------------------------------------------------------- near-duplicates
+
+
+@pytest.fixture
+def photo():
+    """Something smooth with structure, as photographs are."""
+    grid = np.random.default_rng(3).integers(0, 255, (6, 6, 3), dtype=np.uint8)
+    return Image.fromarray(grid).resize((240, 200), Image.Resampling.BICUBIC)
+
+
+def distance(a: str, b: str) -> int:
+    return (int(a, 16) ^ int(b, 16)).bit_count()
+
+
+def test_the_hash_survives_what_copies_go_through(photo):
+    own = phash(photo)
+    for copy in (photo.resize((120, 100)), photo.filter(ImageFilter.GaussianBlur(1)), photo.convert("CMYK")):
+        assert distance(own, phash(copy)) <= 4
+    assert distance(own, phash(photo.transpose(Image.Transpose.FLIP_LEFT_RIGHT))) > 12
+    assert phash(Image.new("RGB", (50, 50), "white")) == phash(Image.new("RGB", (70, 20), "white"))
+
+
+def test_the_hash_is_that_of_imagehash(photo):
+    """Value of ImageHash 4.3.2, which also agreed on all 980 shipped training pictures."""
+    assert phash(photo) == HASH_OF_PHOTO
+
+
+HASH_OF_PHOTO = "f953c9c1fc990266"
+
+
+def flip(name: str, *bits: int) -> str:
+    value = int(name, 16)
+    for bit in bits:
+        value ^= 1 << bit
+    return f"{value:016x}"
+
+
+def test_repeats_are_told_by_distance():
+    a = "0123456789abcdef"
+    far = "fedcba9876543210"
+    names = [a, far, flip(a, 0, 20), flip(a, 0, 20, 40), a, flip(far, 63)]
+    assert near_duplicates(names, 0) == [None, None, None, None, 0, None]
+    assert near_duplicates(names, 2) == [None, None, 0, None, 0, 1], (
+        "row 3 is near row 2 only, and that is gone"
+    )
+    assert near_duplicates(names, 3) == [None, None, 0, 0, 0, 1]
+    assert near_duplicates([], 4) == []
+
+
+def test_repeats_are_those_of_a_plain_search():
+    rng = np.random.default_rng(0)
+    bases = [f"{value:016x}" for value in rng.integers(0, 2**63, 40).tolist()]
+    names = [
+        flip(bases[rng.integers(40)], *rng.integers(0, 64, rng.integers(0, 7)).tolist()) for _ in range(600)
+    ]
+    for most in (0, 1, 4, 7):
+        kept: list[int] = []
+        plain: list[int | None] = []
+        for row, name in enumerate(names):
+            near = next((other for other in kept if distance(name, names[other]) <= most), None)
+            plain.append(near)
+            if near is None:
+                kept.append(row)
+        found = near_duplicates(names, most)
+        assert [of is None for of in found] == [of is None for of in plain]
+        assert all(of is None or distance(names[row], names[of]) <= most for row, of in enumerate(found))
+
+
+def test_near_duplicates_leave_the_library_and_are_counted(tmp_path, photo):
+    pictures = {"a": photo, "b": photo.resize((120, 100)), "c": photo.rotate(90), "d": photo}
+    for name, image in pictures.items():
+        image.save(tmp_path / f"{name}.png")
+    words = ["config=demo", f"library.path={tmp_path}", "seed.clusters=2", f"out={tmp_path / 'out'}"]
+    words += ["image_encoder={kind: pixels}", "caption_encoder={kind: hashing}"]
+    run = Run(load_config([*words, "library.near_duplicates=4"]), progress=False)
+    found = stages.seed(run)
+    assert found["rejected"] == {"same bytes as another picture": 1, "near-duplicate": 1}
+    assert [row["id"] for row in run.rows("seed", "images")] == ["a", "c"]
+    assert {row["id"]: row["detail"] for row in run.rows("seed", "rejected")}["b"] == "repeats a"
+    run.close()
+
+
+# -------------------------------------------------------------------------------------------------------------- audit
+
+
+def test_rank_of_the_first_right_one():
+    names = ["in", "a", "b", "c"]
+    scores = np.array([0.9, 0.5, 0.7, 0.5])
+    assert audit.first_rank(names, scores, {"b"}, "in") == (1, 3)
+    assert audit.first_rank(names, scores, {"c"}, "in") == (3, 3), "a tie counts against it"
+    assert audit.first_rank(names, scores, {"in"}, "in") == (None, 3)
+    assert audit.first_rank(names, scores, {"x"}, "y") == (None, 4)
+
+
+def test_chance():
+    """Two right of five: none among two with probability 3/5 * 2/4."""
+    assert audit.chance(2, 5, 2) == pytest.approx(0.7)
+    assert audit.chance(2, 5, 4) == 1.0
+    assert audit.chance(0, 5, 4) == 0.0
+
+
+def test_shares_of_shortcuts():
+    def row(query, probe, rank, split="test"):
+        return {
+            "query_id": query, "probe": probe, "rank": rank, "split": split, "category": "causal", "num_right": 1,
+            "num_ranked": 10,
+        }  # fmt: skip
+
+    rows = [
+        row("1", audit.TEXT, 1), row("2", audit.TEXT, 4, "train"), row("3", audit.TEXT, None),
+        row("1", audit.IMAGE, 9), row("2", audit.IMAGE, 1, "train"), row("3", audit.IMAGE, 8),
+        row("1", audit.DESCRIPTION, 1), row("2", audit.DESCRIPTION, 1, "train"), row("3", audit.DESCRIPTION, 1),
+    ]  # fmt: skip
+    found = audit.solved(rows, [1, 5])
+    assert found[audit.TEXT] == {
+        "queries": 3, "solved@1": pytest.approx(1 / 3), "chance@1": pytest.approx(0.1),
+        "solved@5": pytest.approx(2 / 3), "chance@5": pytest.approx(0.5),
+    }  # fmt: skip
+    assert found[audit.DESCRIPTION]["solved@1"] == 1.0
+    either = found["any shortcut"]
+    assert either["all"]["solved@1"] == pytest.approx(2 / 3), "the yardstick is no shortcut"
+    assert (either["test"]["solved@1"], either["train"]["solved@1"]) == (0.5, 1.0)
+    assert audit.solved([], [1]) == {
+        "any shortcut": {"all": {"queries": 0, "solved@1": pytest.approx(math.nan, nan_ok=True)}}
+    }
+
+
+# --------------------------------------------------------------------------------------- indices, overlap and the review
+
+
+def table_of(run, stage, name, schema, rows):
+    frames.write_rows(
+        run.path(stage, name),
+        schema,
+        [{key: row.get(key) for key in frames.SCHEMAS[schema].names} for row in rows],
+    )
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """Six pictures, two queries: q1 about `in` (test) with answers a and b and a rejected c, q2 about `a` (train)."""
+    words = ["config=demo", "library.path=unused", f"out={tmp_path / 'out'}"]
+    words += ["image_encoder={kind: pixels}", "caption_encoder={kind: hashing}"]
+    run = Run(load_config(words), progress=False)
+    images = []
+    for number, name in enumerate(["in", "a", "b", "c", "d", "e"]):
+        path = tmp_path / f"{name}.png"
+        pixels = np.random.default_rng(number).integers(0, 255, (5, 5, 3), dtype=np.uint8)
+        Image.fromarray(pixels).resize((60, 60), Image.Resampling.BICUBIC).save(path)
+        seen = look(str(path), 1)
+        images.append(
+            {
+                "id": name,
+                "ref": str(path),
+                "caption": f"{name} thing",
+                "sha256": seen["sha256"],
+                "phash": seen["phash"],
+            }
+        )
+    table_of(run, "seed", "images.parquet", "images", images)
+    stages._save(run.path("seed", "images.npy"), PixelEncoder().pictures([image["ref"] for image in images]))
+    captions = [image["caption"] for image in images]
+    stages._save(run.path("seed", "captions.npy"), HashingEncoder().texts(captions))
+    asked = [("q1", "in", "causal", "b thing"), ("q2", "a", "temporal", "e thing")]
+    table_of(run, "generate", "queries/part-00000.parquet", "generated", [
+        {"query_id": name, "image_id": image, "category": category, "query": "a question", "target_desc": target}
+        for name, image, category, target in asked
+    ])  # fmt: skip
+    table_of(
+        run, "filter", "valid/part-00000.parquet", "filtered", [{"query_id": name} for name, *_ in asked]
+    )
+    found = {
+        ("q1", "a"): ([T, T], ["image", "caption"]), ("q1", "b"): ([T, T], ["more"]),
+        ("q1", "c"): ([F, F], ["image"]), ("q2", "e"): ([T, T], ["caption"]), ("q2", "d"): ([F, T], ["image"]),
+    }  # fmt: skip
+    table_of(run, "retrieve", "triplets.parquet", "triplets", [
+        {"query_id": query, "candidate_id": candidate, "image_rank": 1 if "image" in by else None, "found_by": by}
+        for (query, candidate), (_, by) in found.items()
+    ])  # fmt: skip
+    table_of(run, "judge", "judgements/part-00000.parquet", "judgements", [
+        {"query_id": query, "candidate_id": candidate, "judge": judge, "sample": 0, "verdict": verdict}
+        for (query, candidate), (verdicts, _) in found.items()
+        for judge, verdict in zip(("judge", "writer"), verdicts, strict=True)
+    ])  # fmt: skip
+    stages.keep(run)
+    stages.pool(run)
+    table_of(run, "split", "splits.parquet", "splits", [
+        {"query_id": "q1", "tsr": 0.99, "split": "test"}, {"query_id": "q2", "tsr": 0.1, "split": "train"},
+    ])  # fmt: skip
+    yield run
+    run.close()
+
+
+def test_what_each_index_adds(finished):
+    found = audit.indices(finished)
+    assert found["image"]["candidates"] == 3
+    assert (found["image"]["right"], found["image"]["right_alone"]) == (1, 0)
+    assert (found["more"]["right"], found["more"]["right_alone"]) == (1, 1)
+    assert found["caption"]["precision"] == 1.0
+    assert found["caption"]["share_of_right"] == pytest.approx(2 / 3)
+
+
+def test_judges_by_family(finished):
+    finished.config.models["writer"].family = "one house"
+    found = audit.judges(finished)
+    assert found["between"]["judge and one house"]["same"] == 0.8
+    assert found["judges"]["judge 1"]["bias"] == pytest.approx(0.6 - 0.8)
+
+
+def test_probes_rank_the_pool(finished):
+    """The pool is a, b, e. The described answer finds b at once; the query's own picture is never ranked."""
+    rows = {(row["query_id"], row["probe"]): row for row in audit.shortcuts(finished)}
+    assert len(rows) == 2 * len(audit.PROBES)
+    assert rows["q1", audit.DESCRIPTION]["rank"] == 1
+    assert rows["q1", audit.IMAGE]["num_ranked"] == 3, "`in` is not in the pool"
+    assert rows["q2", audit.IMAGE]["num_ranked"] == 2, "`a` is, and is q2's own picture"
+    assert rows["q2", audit.DESCRIPTION]["rank"] == 1
+    assert rows["q1", audit.TEXT]["num_right"] == 2
+
+
+def test_what_the_sets_share(finished):
+    found = audit.overlap(finished)
+    assert found["train inputs that are test answers"] == 1, "`a` is an answer of q1 and what q2 is about"
+    assert found["train answers that are test answers"] == 0
+    assert found["train inputs or answers that nearly repeat a test picture"] == 0
+    images = finished.rows("seed", "images")
+    for image in images:
+        if image["id"] == "e":
+            image["phash"] = flip(next(row["phash"] for row in images if row["id"] == "b"), 5)
+    table_of(finished, "seed", "images.parquet", "images", images)
+    assert audit.overlap(finished)["train inputs or answers that nearly repeat a test picture"] == 1
+
+
+def test_a_further_index_brings_candidates_of_its_own(finished):
+    config = finished.config
+    config.retrieve.by_image = config.retrieve.by_caption = 1
+    config.retrieve.more = [
+        IndexSpec("thumbs", "image", config.image_encoder, 3), IndexSpec("words", "caption", config.caption_encoder, 1)
+    ]  # fmt: skip
+    found = stages.retrieve(finished)
+    assert set(found["more_encoders"]) == {"thumbs", "words"}
+    rows = finished.rows("retrieve", "triplets")
+    by = {row["candidate_id"]: row["found_by"] for row in rows if row["query_id"] == "q1"}
+    assert len(by) == 3
+    assert by["b"] == ["image", "caption", "thumbs", "words"], "b's caption is the description"
+    assert [names for name, names in by.items() if name != "b"] == [["thumbs"], ["thumbs"]]
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("retrieve.more=[{name: image}]", "each index needs a name of its own; got 'image'"),
+        ("retrieve.more=[{name: x, side: sound}]", "retrieve.more.0.side must be one of image, caption"),
+        (
+            "retrieve.more=[{name: x, side: caption}]",
+            "retrieve.more.0.encoder.kind must be one of text, minilm",
+        ),
+        ("retrieve.more=[{name: x, count: 0}]", "retrieve.more.0.count must be >= 1"),
+        ("image_encoder.fallback=words", "image_encoder.fallback must be one of siglip"),
+        ("library.near_duplicates=40", "between 0 and 16 bits"),
+        ("audit.ks=[]", "audit.ks needs numbers >= 1"),
+    ],
+)
+def test_wrong_settings_are_named(word, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(["config=demo", word])
+
+
+def test_the_page_holds_the_sample_and_not_the_decisions(finished, tmp_path, capsys):
+    write_text(finished.path("split", "done"), "")
+    out = tmp_path / "review.html"
+    main(["review", f"run={finished.out}", f"out={out}", "sample=4", "split=all"])
+    assert "4 triplets, 3 accepted and 1 rejected by the panel" in capsys.readouterr().out
+    text = out.read_text()
+    data = json.loads(text.split('type="application/json">')[1].split("</script>")[0])
+    keys = {"q1 -> a", "q1 -> b", "q1 -> c", "q2 -> e"}
+    assert {item["key"] for item in data["items"]} == keys
+    assert set(data["items"][0]) == {"key", "query", "given", "answer"}
+    assert all(url.startswith("data:image/jpeg;base64,") for url in data["pictures"].values())
+    assert not any(word in text for word in ("kept", 'rejected":', "http://", "https://"))
+    again = [row["candidate_id"] for row in review.draw(finished.out, 4, "all", 0)]
+    assert again == [item["key"].split(" -> ")[1] for item in data["items"]], (
+        "the same seed draws the same sample"
+    )
+    assert {row["candidate_id"] for row in review.draw(finished.out, 2, "test", 0)} >= {"c"}
+
+
+def test_a_page_cannot_be_broken_by_its_texts(finished):
+    rows = finished.rows("generate", "queries", "generated")
+    rows[0]["query"] = "</script><script>alert(1)</script>"
+    table_of(finished, "generate", "queries/part-00000.parquet", "generated", rows)
+    text = review.page(finished.out, review.draw(finished.out, 4, "all", 0))
+    assert "<script>alert" not in text.replace("<\\/script><script>alert", "")
+    data = json.loads(text.split('type="application/json">')[1].split("</script>")[0])
+    assert any(item["query"] == "</script><script>alert(1)</script>" for item in data["items"])
+
+
+def verdicts(path, **said):
+    names = {"a": "q1 -> a", "b": "q1 -> b", "c": "q1 -> c", "e": "q2 -> e"}
+    path.write_text(
+        json.dumps({"sample": "x", "verdicts": {names[key]: value for key, value in said.items()}})
+    )
+    return path
+
+
+def test_agreement_with_a_person(finished, tmp_path, capsys):
+    """Three of four as the panel; Wilson's interval of 3 in 4 is .301 to .954."""
+    one = verdicts(tmp_path / "one.json", a=True, b=False, c=False, e=True)
+    two = verdicts(tmp_path / "two.json", a=True, b=True)
+    found = review.compare(finished.out, [one])
+    assert found["rows"]["all"] == {
+        "agree": 3, "of": 4, "share": 0.75, "low": pytest.approx(0.3006, abs=1e-3), "high": pytest.approx(0.9544, abs=1e-3),
+    }  # fmt: skip
+    assert found["rows"]["panel accepted"]["agree"] == 2
+    assert found["rows"]["panel rejected"]["share"] == 1.0
+    assert found["rows"]["temporal"]["of"] == 1
+    # person and panel: 2 0, 1 1, 0 2, 2 0; observed 3/4, chance (5/8)^2 + (3/8)^2
+    assert found["kappa"] == pytest.approx((0.75 - 34 / 64) / (1 - 34 / 64))
+    main(["agreement", f"run={finished.out}", f"verdicts={one},{two}"])
+    shown = capsys.readouterr().out
+    assert "| all | 5 | 6 | 0.833 |" in shown
+    assert "| by two | 2 | 2 | 1.000 |" in shown
+    assert "one and two: the same verdict on 1 of 2" in shown
+    assert json.loads((finished.out / "agreement.json").read_text())["rows"]["all"]["of"] == 6
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("no json", "holds no verdicts: save them"),
+        ('{"verdicts": {}}', "holds no verdicts, or others"),
+        ('{"verdicts": {"q1 -> a": "yes"}}', "others than true and false"),
+        ('{"verdicts": {"q9 -> a": true}}', "about 'q9 -> a', which this run did not decide"),
+    ],
+)
+def test_wrong_verdicts(finished, tmp_path, content, message):
+    (tmp_path / "v.json").write_text(content)
+    with pytest.raises(UserError, match=message):
+        main(["agreement", f"run={finished.out}", f"verdicts={tmp_path / 'v.json'}"])
+
+
+def test_a_run_that_is_not_finished(tmp_path):
+    with pytest.raises(UserError, match="does not exist: finish the run first"):
+        main(["review", f"run={tmp_path}", f"out={tmp_path / 'x.html'}"])
+    with pytest.raises(UserError, match="run is missing"):
+        main(["agreement", "verdicts=x"])
+
+
+def test_a_family_is_a_setting_of_a_model():
+    config = load_config(["config=demo", "models.judge.family=qwen"])
+    assert config.models["judge"].family == "qwen"
+    assert ModelConfig().family is None

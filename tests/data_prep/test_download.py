@@ -1,0 +1,153 @@
+"""A library of web addresses: fetched over real HTTP, retried, limited, and every loss counted."""
+
+import http.server
+import io
+import resource
+import threading
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data_prep.rmir import stages
+from data_prep.rmir.config import DownloadConfig, LibraryConfig, load_config
+from data_prep.rmir.download import DownloadError, fetch, local_path, without_secrets
+from data_prep.rmir.library import LibraryError, list_library
+from data_prep.rmir.run import Run
+
+FAST = DownloadConfig(backoff_s=0.01, timeout_s=2.0, max_retries=2, max_bytes=20_000)
+
+
+def picture(seed: int) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 255, (40, 40, 3), dtype=np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "PNG")
+    return out.getvalue()
+
+
+class Site(http.server.BaseHTTPRequestHandler):
+    asked: Counter[str] = Counter()
+    over = threading.Event()
+
+    def do_GET(self):
+        path = self.path.partition("?")[0]
+        Site.asked[path] += 1
+        if path == "/flaky" and Site.asked[path] < 3:
+            return self.answer(503, b"busy")
+        if path == "/slow":
+            Site.over.wait(60)
+        if path == "/moved":
+            self.send_response(302)
+            self.send_header("location", "/good")
+            self.send_header("content-length", "0")
+            self.end_headers()
+            return None
+        if path == "/page":
+            return self.answer(200, b"<html>please log in</html>", "text/html")
+        if path == "/huge":
+            return self.answer(200, b"x" * 50_000)
+        if path in ("/good", "/flaky", "/slow") or path.startswith("/n"):
+            return self.answer(200, picture(len(path) + sum(map(ord, path))))
+        return self.answer(404, b"no")
+
+    def answer(self, status, body, kind="image/png"):
+        self.send_response(status)
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        try:
+            self.wfile.write(body)
+        except OSError:
+            pass  # the caller has had enough
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def site():
+    Site.asked = Counter()
+    Site.over = threading.Event()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Site)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    Site.over.set()
+    server.shutdown()
+    server.server_close()
+
+
+def test_what_is_fetched_and_why_the_rest_is_not(site, tmp_path):
+    names = ["good", "flaky", "moved", "lost", "page", "huge", "slow"]
+    urls = [f"{site}/{name}" for name in names] + ["http://127.0.0.1:9/x"]
+    lost = fetch(urls, tmp_path, FAST)
+    assert {url.rpartition("/")[2]: reason for url, reason in lost.items()} == {
+        "lost": "HTTP 404",
+        "page": "a text, not a picture",
+        "huge": "over 20,000 bytes",
+        "slow": "no answer in time",
+        "x": "no connection",
+    }
+    assert Site.asked["/flaky"] == 3
+    assert Site.asked["/lost"] == 1, "what no retry can mend is asked once"
+    deadline = time.monotonic() + 30  # the caller counts from its side; the server may read the last request later
+    while Site.asked["/slow"] < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert Site.asked["/slow"] == 3
+    assert (
+        local_path(f"{site}/good", tmp_path).read_bytes()
+        == local_path(f"{site}/moved", tmp_path).read_bytes()
+    )
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 3, "and nothing half"
+    Site.asked.clear()
+    assert fetch(urls[:3], tmp_path, FAST) == {}
+    assert not Site.asked, "what is there is not asked for again"
+
+
+def test_a_full_disk_stops(site, tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(DownloadError, match="cannot be written: File too large"):
+            fetch([f"{site}/good"], tmp_path, FAST)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_table_of_addresses_becomes_a_seed_set(site, tmp_path):
+    table = tmp_path / "library.csv"
+    rows = [f"{number},{site}/n{number}?token=secret,thing {number}" for number in range(6)]
+    table.write_text("\n".join(["id,image,caption", *rows, f"gone,{site}/lost?token=secret,"]) + "\n")
+    words = [
+        "config=demo",
+        f"library.path={table}",
+        f"out={tmp_path / 'out'}",
+        "seed.clusters=2",
+        "seed.per_cluster=9",
+    ]
+    words += ["image_encoder={kind: pixels}", "caption_encoder={kind: hashing}", "library.shard_size=4"]
+    run = Run(load_config(words), progress=False)
+    found = stages.seed(run)
+    assert (found["listed"], found["usable"], found["seed"]) == (7, 6, 6)
+    assert found["rejected"] == {"download: HTTP 404": 1}
+    detail = run.rows("seed", "rejected")[0]["detail"]
+    assert detail == f"{site}/lost"
+    assert Site.asked["/n1"] == 1
+    run.close()
+    texts = b"".join(path.read_bytes() for path in (tmp_path / "out").rglob("*.parquet"))
+    assert b"secret" not in texts
+
+
+def test_addresses_are_stored_without_secrets():
+    assert without_secrets("https://me:pw@host/a.png?sig=1#x") == "https://host/a.png"
+
+
+def test_other_schemes_are_refused(tmp_path):
+    (tmp_path / "t.csv").write_text("id,image\n1,s3://bucket/a.png\n")
+    with pytest.raises(LibraryError, match=r"row 1: s3:// is not http:// or https://"):
+        list_library(LibraryConfig(path=str(tmp_path / "t.csv")))
+    (tmp_path / "t.jsonl").write_text('{"id": "1"\n')
+    with pytest.raises(LibraryError, match=r"t.jsonl:1 is not JSON"):
+        list_library(LibraryConfig(path=str(tmp_path / "t.jsonl")))

@@ -1,0 +1,189 @@
+"""Encoders: a checkpoint of this project, the hub's architectures with tiny random weights, and fallbacks by name."""
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    BertConfig,
+    BertModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3Model,
+    SiglipConfig,
+    SiglipImageProcessor,
+    SiglipModel,
+    SiglipProcessor,
+)
+
+from data_prep.rmir import encoders, hub
+from data_prep.rmir.config import EncoderConfig, load_config
+from data_prep.rmir.encoders import NotThere, image_encoder, text_encoder
+from data_prep.rmir.run import fingerprint
+
+WORDS = "[PAD] [UNK] a an apple the red on instruct given description of picture find captions query".split()
+TEXTS = ["a red apple", "an apple", "a red apple on the apple on the apple", "the picture"]
+
+
+@pytest.fixture
+def pictures(tmp_path, picture):
+    paths = []
+    for number, size in enumerate([(40, 40), (64, 32), (90, 90)]):
+        paths.append(str(tmp_path / f"{number}.png"))
+        picture(*size, seed=number).save(paths[-1])
+    return paths
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]", model_max_length=64
+    )
+
+
+def check_unit(found: np.ndarray, rows: int) -> None:
+    assert found.shape[0] == rows
+    assert found.dtype == np.float32
+    assert np.linalg.norm(found, axis=1) == pytest.approx(np.ones(rows), abs=1e-5)
+    assert np.ptp(found @ found.T) > 1e-4, "different things must not fall together"
+
+
+@pytest.fixture
+def siglip(tmp_path):
+    """SigLIP 2 of fixed resolution has SigLIP's architecture: the same classes, other weights and tokens."""
+    torch.manual_seed(0)
+    common = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = SiglipConfig(
+        text_config={**common, "vocab_size": len(WORDS), "max_position_embeddings": 64, "projection_size": 16,
+                     "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0},
+        vision_config={**common, "image_size": 32, "patch_size": 8},
+    )  # fmt: skip
+    SiglipModel(config).save_pretrained(tmp_path / "siglip")
+    processor = SiglipProcessor(SiglipImageProcessor(size={"height": 32, "width": 32}), tokenizer())
+    processor.save_pretrained(tmp_path / "siglip")
+    return str(tmp_path / "siglip")
+
+
+def test_siglip(siglip, pictures):
+    encoder = image_encoder(EncoderConfig("siglip", siglip, batch_size=2))
+    assert encoder.name == siglip
+    found = encoder.pictures(pictures)
+    check_unit(found, 3)
+    check_unit(encoder.texts(TEXTS), 4)
+    single = image_encoder(EncoderConfig("siglip", siglip, batch_size=1))
+    assert single.pictures(pictures) == pytest.approx(found, abs=1e-5), "the batch makes no difference"
+    assert single.texts(TEXTS) == pytest.approx(encoder.texts(TEXTS), abs=1e-5)
+    assert encoder.texts(["A RED apple"]) == pytest.approx(encoder.texts(["a red apple"])), (
+        "it reads lower case"
+    )
+    assert encoder.pictures(pictures).shape[1] == encoder.texts(TEXTS).shape[1]
+
+
+def test_qwen3_embedding(tmp_path):
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(WORDS), hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=64, pad_token_id=0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = Qwen3Model(config).eval()
+    model.save_pretrained(tmp_path / "qwen")
+    tokenizer().save_pretrained(tmp_path / "qwen")
+    encoder = text_encoder(EncoderConfig("text", str(tmp_path / "qwen"), batch_size=4))
+    found = encoder.texts(TEXTS, query=False)
+    check_unit(found, 4)
+    ids = tokenizer()(TEXTS[1], return_tensors="pt").input_ids
+    with torch.no_grad():
+        last = model(input_ids=ids).last_hidden_state[0, -1]
+    assert found[1] == pytest.approx((last / last.norm()).numpy(), abs=1e-5), (
+        "the last token, whatever the padding"
+    )
+    asked = encoder.texts(TEXTS, query=True)
+    assert np.abs(asked - found).max() > 1e-3, "a query is read after its task"
+    with torch.no_grad():
+        ids = tokenizer()(f"{hub.TASK}{TEXTS[1]}", return_tensors="pt").input_ids
+        last = model(input_ids=ids).last_hidden_state[0, -1]
+    assert asked[1] == pytest.approx((last / last.norm()).numpy(), abs=1e-5)
+
+
+def test_minilm(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(WORDS), hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=64, pad_token_id=0,
+    )  # fmt: skip
+    model = BertModel(config).eval()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(encoders, "_package_folder", lambda name: tmp_path)
+    encoder = text_encoder(EncoderConfig("minilm", fallback="hashing"))
+    assert encoder.name == "all-MiniLM-L6-v2"
+    found = encoder.texts(TEXTS, query=False)
+    check_unit(found, 4)
+    with torch.no_grad():
+        mean = model(**tokenizer()(TEXTS[1], return_tensors="pt")).last_hidden_state[0].mean(0)
+    assert found[1] == pytest.approx((mean / mean.norm()).numpy(), abs=1e-5), (
+        "padding is not part of the mean"
+    )
+
+
+def test_the_real_minilm_knows_what_is_alike():
+    pytest.importorskip(encoders.MINILM, reason="the extra minilm")
+    encoder = text_encoder(EncoderConfig("minilm"))
+    found = encoder.texts(["a kitten", "a young cat", "a lorry"], query=False)
+    assert found.shape == (3, 384)
+    assert found[0] @ found[1] > found[0] @ found[2] + 0.2
+
+
+def test_a_checkpoint_in_direct_mode(checkpoint, pictures):
+    encoder = image_encoder(EncoderConfig("checkpoint", checkpoint, batch_size=2, fallback="pixels"))
+    assert encoder.name.startswith("checkpoint ")
+    assert encoder.name.endswith("in direct mode")
+    found = encoder.pictures(pictures)
+    check_unit(found, 3)
+    again = image_encoder(EncoderConfig("checkpoint", checkpoint, batch_size=64)).pictures(pictures[::-1])
+    assert again[::-1] == pytest.approx(found, abs=1e-5)
+    texts = encoder.texts(TEXTS)
+    check_unit(texts, 4)
+    assert texts.shape[1] == found.shape[1]
+    captions = text_encoder(EncoderConfig("checkpoint", checkpoint))
+    assert captions.texts(TEXTS, query=True) == pytest.approx(texts, abs=1e-5)
+
+
+def test_a_fallback_is_named_and_never_silent(tmp_path, monkeypatch):
+    monkeypatch.setattr(encoders, "_package_folder", lambda name: None)
+    missing = EncoderConfig("checkpoint", str(tmp_path))
+    with pytest.raises(NotThere, match=f"there is no checkpoint {tmp_path}"):
+        image_encoder(missing)
+    with pytest.raises(NotThere, match=r"pip install -e '.\[minilm\]'"):
+        text_encoder(EncoderConfig("minilm"))
+    named = image_encoder(EncoderConfig("checkpoint", str(tmp_path), fallback="pixels")).name
+    assert named.startswith("pixels (no model")
+    assert named.endswith(f"fallback because there is no checkpoint {tmp_path}")
+    assert (
+        "fallback because the extra minilm" in text_encoder(EncoderConfig("minilm", fallback="hashing")).name
+    )
+
+
+def test_the_package_with_weights_is_looked_up_without_being_imported():
+    assert encoders._package_folder("numpy").name == "numpy"
+    assert encoders._package_folder("no_such_package_here") is None
+
+
+def test_a_run_does_not_mix_the_fallback_with_what_it_stands_for(tmp_path):
+    """Thumbnails of yesterday and a checkpoint that is there today: the stage must start anew."""
+    words = ["config=demo", f"out={tmp_path}", "library.path=x", f"image_encoder.path={tmp_path / 'final'}"]
+    config = load_config(words)
+    before = {stage: fingerprint(config, stage) for stage in ("seed", "retrieve")}
+    (tmp_path / "final").mkdir()
+    assert fingerprint(config, "seed") == before["seed"]
+    (tmp_path / "final" / "rge.json").write_text("{}")
+    assert all(fingerprint(config, stage) != old for stage, old in before.items())
+    more = [
+        f"retrieve.more=[{{name: x, encoder: {{kind: checkpoint, path: {tmp_path / 'y'}, fallback: pixels}}}}]"
+    ]
+    before = {stage: fingerprint(load_config([*words, *more]), stage) for stage in ("seed", "retrieve")}
+    (tmp_path / "y").mkdir()
+    (tmp_path / "y" / "rge.json").write_text("{}")
+    after = {stage: fingerprint(load_config([*words, *more]), stage) for stage in before}
+    assert (after["seed"] == before["seed"], after["retrieve"] == before["retrieve"]) == (True, False)

@@ -1,0 +1,214 @@
+"""MMEB's training layout into records: made rows of every kind, and the same wording in training and in evaluation."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from data_prep.__main__ import main
+from data_prep.mmeb import TRAINED, convert
+from data_prep.options import UserError
+from eval.sets import load_set
+from rge.mmeb import RGE_QUERY, SETS, canonical, split_instruction
+from rge.prompts import PROFILES, user_text
+from rge.schema import Item
+from rge.sources import RecordFile
+
+PLACE = "<|image_1|>\n"
+
+
+def row(qry="", qry_image="", pos="", pos_image="", neg="", neg_image=""):
+    return {
+        "qry": qry, "qry_image_path": qry_image, "pos_text": pos, "pos_image_path": pos_image,
+        "neg_text": neg, "neg_image_path": neg_image,
+    }  # fmt: skip
+
+
+ROWS = {
+    "ImageNet_1K": [
+        row(f"{PLACE}Represent the given image for classification", "images/I/0.png", "cat", neg="dog"),
+        row(f"{PLACE}Represent the given image for classification", "images/I/1.png", "cat", neg="cat"),
+        row(f"{PLACE}Represent the given image for classification", "images/I/2.png", ""),
+    ],
+    "OK-VQA": [
+        row(
+            f"{PLACE}Represent the given image with the following question: What is it?",
+            "images/I/0.png",
+            "a cat",
+        ),
+        row(f"{PLACE}Tell me in your own way: What is it?", "images/I/0.png", "a cat"),
+    ],
+    "MSCOCO_t2i": [
+        row(
+            "Find me an everyday image that matches the given caption: A cat",
+            pos=f"{PLACE}Represent the given image.",
+            pos_image="images/I/0.png",
+            neg=f"{PLACE}Represent the given image.",
+            neg_image="images/I/1.png",
+        ),
+        row(pos=f"{PLACE}Represent the given image.", pos_image="images/I/0.png"),
+    ],
+}
+
+
+@pytest.fixture
+def release(tmp_path):
+    """Three sets in the released layout; the third picture of ImageNet is there but its row has no target."""
+    src = tmp_path / "MMEB-train"
+    (src / "images" / "I").mkdir(parents=True)
+    for number in range(3):
+        Image.new("RGB", (8, 8), (number * 80, 0, 0)).save(src / "images" / "I" / f"{number}.png")
+    for name, rows in ROWS.items():
+        (src / name).mkdir()
+        pq.write_table(pa.Table.from_pylist(rows), src / name / "original-00000-of-00001.parquet")
+    return src
+
+
+def records(out, name):
+    RecordFile(out / f"{name}.jsonl")
+    return [json.loads(line) for line in (out / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_rows_become_records(release, tmp_path, capsys):
+    out = tmp_path / "out"
+    main(["mmeb", f"src={release}", f"out={out}", "sets=ImageNet_1K,OK-VQA,MSCOCO_t2i"])
+    assert "ImageNet-1K: read 3" in capsys.readouterr().out
+    first, second = records(out, "ImageNet-1K")
+    assert (first["instruction"], first["query"]) == (
+        "Represent the given image for classification",
+        {"images": ["../MMEB-train/images/I/0.png"]},
+    )
+    assert (out / first["query"]["images"][0]).is_file()
+    assert first["positives"][0]["text"] == "cat"
+    assert first["negatives"][0]["text"] == "dog"
+    assert first["positives"][0]["id"] == second["positives"][0]["id"], "equal classes are one target"
+    assert "negatives" not in second, "a negative that equals the target is none"
+    asked, free = records(out, "OK-VQA")
+    assert (asked["instruction"], asked["query"]["text"]) == (
+        "Represent the given image with the following question:",
+        "What is it?",
+    )
+    assert "instruction" not in free
+    assert free["query"]["text"] == "Tell me in your own way: What is it?"
+    assert asked["group"] == free["group"], "one picture is one group"
+    [found] = records(out, "MSCOCO_t2i")
+    assert found["positives"][0]["image"] == "../MMEB-train/images/I/0.png"
+    assert found["positives"][0]["text"] == "Represent the given image."
+    assert found["negatives"][0]["image"] == "../MMEB-train/images/I/1.png"
+    counts = json.loads((out / "report.json").read_text())["sets"]
+    assert counts["ImageNet-1K"]["left out: empty target"] == 1
+    assert counts["ImageNet-1K"]["negatives equal to the target"] == 1
+    assert counts["MSCOCO_t2i"]["left out: empty query"] == 1
+
+
+def test_the_wordings_of_rge(release, tmp_path):
+    convert(release, tmp_path / "out", sets=["ImageNet-1K", "MSCOCO_t2i"], instructions="rge")
+    first = records(tmp_path / "out", "ImageNet-1K")[0]
+    assert (
+        first["instruction"]
+        == "Identify the category of the main object in the given image for classification"
+    )
+    assert first["positives"][0]["text"] == "Summarize the following object category in one word: cat"
+    [found] = records(tmp_path / "out", "MSCOCO_t2i")
+    assert found["instruction"].startswith("Describe and represent the following descriptive caption")
+    assert found["positives"][0]["text"] == "Summarize the given image in one word."
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_text_is_not_changed_by_being_split(name):
+    """Training reads instruction and text, evaluation the whole text: the prompt must be the same."""
+    wording = RGE_QUERY[name][0]
+    for text in (
+        wording,
+        f"{wording} rest of it",
+        f"{wording}: a\nb",
+        f"{wording.removesuffix(':')}:\nx",
+        "y",
+    ):
+        instruction, rest = split_instruction(name, text)
+        joined = user_text(Item("1", rest or None, (), instruction), "query", PROFILES["plain"])
+        assert joined == text
+    assert split_instruction(name, f"{wording} rest of it")[0] is not None
+
+
+def test_the_sets_that_are_trained_on():
+    assert len(TRAINED) == 20
+    assert canonical("ImageNet_1K") == "ImageNet-1K"
+    assert canonical("nothing_known") == "nothing_known"
+
+
+def test_a_missing_picture_stops_or_is_counted(release, tmp_path):
+    (release / "images" / "I" / "0.png").unlink()
+    with pytest.raises(
+        UserError, match=r"1 of 3 rows have no picture, such as 'images/I/0.png' below .*missing=drop"
+    ):
+        convert(release, tmp_path / "out", sets=["ImageNet-1K"])
+    assert not (tmp_path / "out").exists()
+    report = convert(release, tmp_path / "out", sets=["ImageNet-1K"], drop_missing=True)
+    assert report["sets"]["ImageNet-1K"]["left out: picture is missing or unreadable"] == 1
+    assert len(records(tmp_path / "out", "ImageNet-1K")) == 1
+
+
+def test_an_unreadable_picture_is_found_when_asked_for(release, tmp_path):
+    (release / "images" / "I" / "0.png").write_bytes(b"no picture")
+    convert(release, tmp_path / "a", sets=["ImageNet-1K"])
+    with pytest.raises(UserError, match="no picture, such as 'images/I/0.png'"):
+        convert(release, tmp_path / "b", sets=["ImageNet-1K"], decode=True)
+
+
+def test_so_many_rows_of_a_set(release, tmp_path):
+    rows = [
+        row(f"Find me an everyday image that matches the given caption: {n}", pos=str(n)) for n in range(50)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), release / "MSCOCO_t2i" / "original-00000-of-00001.parquet")
+    for out in ("a", "b"):
+        convert(release, tmp_path / out, sets=["MSCOCO_t2i"], max_per_set=10)
+    drawn = [found["id"] for found in records(tmp_path / "a", "MSCOCO_t2i")]
+    assert len(drawn) == 10
+    assert drawn == [found["id"] for found in records(tmp_path / "b", "MSCOCO_t2i")]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], r"lacks original files of 17 sets: .*there are: ImageNet_1K, MSCOCO_t2i, OK-VQA, images"),
+        (["sets=OKVQA"], r"unknown 'OKVQA'; did you mean 'OK-VQA'\?"),
+        (["sets=OK-VQA", "split=diverse_instruction"], "lacks diverse_instruction files of 1 sets"),
+        (["sets=OK-VQA", "split=test"], "split: unknown 'test'"),
+        (["sets=OK-VQA", "max_per_set=few"], "a number is needed"),
+        (["part=eval", "split=train"], "split has no meaning with part=eval"),
+    ],
+)
+def test_wrong_words(release, tmp_path, words, message):
+    with pytest.raises(UserError, match=message):
+        main(["mmeb", f"src={release}", f"out={tmp_path / 'out'}", *words])
+
+
+def test_a_column_that_is_missing_is_named(release, tmp_path):
+    rows = [{key: value for key, value in found.items() if key != "pos_text"} for found in ROWS["OK-VQA"]]
+    pq.write_table(pa.Table.from_pylist(rows), release / "OK-VQA" / "original-00000-of-00001.parquet")
+    with pytest.raises(UserError, match="OK-VQA, row 1: column 'pos_text' is missing; there are qry"):
+        convert(release, tmp_path / "out", sets=["OK-VQA"])
+
+
+@pytest.mark.slow
+def test_evaluation_files_are_handed_to_the_one_importer(tmp_path):
+    src = tmp_path / "MMEB-eval" / "OK-VQA"
+    src.mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(src / "0.png")
+    rows = [
+        {
+            "qry_text": f"{PLACE}Represent the given image with the following question: What is it?",
+            "qry_img_path": "OK-VQA/0.png", "tgt_text": ["a cat", "a dog"], "tgt_img_path": ["", ""],
+        }
+    ]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), src / "test-00000-of-00001.parquet")
+    out = tmp_path / "out"
+    main(["mmeb", "part=eval", f"src={tmp_path / 'MMEB-eval'}", f"out={out}", "sets=OK-VQA"])
+    made = load_set(out / "OK-VQA")
+    assert len(made.queries) == 1
+    assert len(made.corpus_ids) == 2
+    with pytest.raises(UserError, match="were not imported; the reason stands above"):
+        main(["mmeb", "part=eval", f"src={tmp_path / 'MMEB-eval'}", f"out={out}", "sets=OK-VQA"])

@@ -1,0 +1,82 @@
+"""A name becomes an embedder: by its files, by an explicit choice, or with an error that says what there is."""
+
+import json
+
+import numpy as np
+import pytest
+
+from eval.__main__ import main
+from eval.models.registry import ADAPTERS, facts_of, load_model
+from eval.options import UserError
+from rge.checkpoint import export, settings_of
+from rge.encode import load_encoder
+from rge.schema import Item
+
+
+@pytest.fixture
+def own(lively, tmp_path):
+    settings = settings_of(
+        emb_id=lively.emb_id, profile="rge", max_prompt_tokens=256, min_pixels=28 * 28, max_pixels=84 * 84,
+        max_new_tokens=6, reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=1,
+    )  # fmt: skip
+    export(lively, tmp_path / "own", settings)
+    return tmp_path / "own"
+
+
+def adapter_of(path):
+    return next((one.name for one in ADAPTERS if one.matches(facts_of(path))), None)
+
+
+def test_our_checkpoint_is_loaded_as_it_always_was(own):
+    items = [Item("1", "What opens this?"), Item("2", "a padlock")]
+    found = load_model(own).encode(items, side="query", mode="reasoning")
+    expected = load_encoder(own).encode(items, side="query", mode="reasoning")
+    np.testing.assert_array_equal(found.embeddings, expected.embeddings)
+    assert found.rationales == expected.rationales
+
+
+def test_the_released_checkpoint_has_the_limits_of_its_evaluation(lively_path):
+    """`lively_path` is what the release is: Qwen2.5-VL with <emb> and no rge.json."""
+    assert adapter_of(lively_path) == "rge-release"
+    encoder = load_model(lively_path)
+    settings = encoder.settings
+    assert settings["generation"] == {"max_new_tokens": 128, "temperature": 0.0, "stop": "<emb>"}
+    assert (settings["pixels"], settings["profile"]) == ({"min": 200_704, "max": 802_816}, "rge")
+    assert settings["model"] == str(lively_path)
+    prompt = encoder.builder.build(Item("1", "What opens this?"), "query")
+    assert encoder.builder.tokenizer.decode(prompt.input_ids) == (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nWhat opens this?\n<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_a_name_that_is_nothing(tmp_path):
+    with pytest.raises(UserError, match="missing does not exist: give a directory, or an id"):
+        load_model("./missing")
+    with pytest.raises(UserError, match="nobody/nothing is neither a directory nor could it be fetched"):
+        load_model("nobody/nothing")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(
+        UserError, match=r"\(gpt2\) is none of the known embedders[\s\S]*rge-release: the released"
+    ):
+        load_model(tmp_path)
+    with pytest.raises(UserError, match="adapter must be one of .*did you mean 'rge-release'"):
+        load_model(tmp_path, adapter="rge-relase")
+    with pytest.raises(UserError, match="revision=main is for models on the hub"):
+        load_model(tmp_path, revision="main")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="config.json is not valid JSON"):
+        load_model(tmp_path)
+
+
+def test_either_checkpoint_or_model(own, tmp_path, capsys):
+    from eval_fakes import write_set
+
+    data = write_set(tmp_path / "set", num_queries=3, num_candidates=6)
+    words = [f"set={data}", "query_mode=direct", "report=false"]
+    assert main(["run", *words, f"out={tmp_path / 'a'}"]) == 2
+    assert main(["run", *words, f"out={tmp_path / 'a'}", f"checkpoint={own}", f"model={own}"]) == 2
+    assert capsys.readouterr().err.count("give checkpoint=DIR or model=NAME") == 2
+    assert main(["run", *words, f"out={tmp_path / 'a'}", f"model={own}"]) == 0
+    results = json.loads((tmp_path / "a" / "results.json").read_text())
+    assert results["model"] == {"name": str(own), "adapter": "rge", "revision": None}

@@ -1,0 +1,161 @@
+"""`python -m eval budget` end to end on a fake encoder: every point against its definition, costs, reuse, page."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from eval_fakes import NUM_QUERIES, FakeEncoder, loader, write_set
+
+from eval import budget as module
+from eval.__main__ import usage
+from eval.budget import GATED, BudgetOptions, budget
+from eval.compare import CompareOptions, compare
+from eval.options import UserError
+
+
+class Judge:
+    """Prefers high ids."""
+
+    name = {"judge": "fake", "words": ["yes", "no"]}
+
+    def score(self, pairs):
+        return [int(candidate.id[1:]) / 100 for _, candidate in pairs]
+
+
+@pytest.fixture(scope="module")
+def set_dir(tmp_path_factory):
+    return write_set(tmp_path_factory.mktemp("set"))
+
+
+@pytest.fixture(scope="module")
+def done(set_dir, tmp_path_factory):
+    out = tmp_path_factory.mktemp("out") / "budget"
+    encoder = FakeEncoder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "load_judge", lambda *_, **__: Judge())
+        options = BudgetOptions(
+            checkpoint="fake", set=set_dir, out=out, k=3, gate=("0.25", "0.5"), margin=("0.05",), both_sides=True,
+            judge="x", top_n=("2", "5"), metric="mrr",
+        )  # fmt: skip
+        assert budget(options, loader(encoder)) == out
+    return encoder, out, json.loads((out / "budget.json").read_text())
+
+
+def frame(out, name):
+    return pd.read_parquet(out / name / "per_query.parquet").set_index("query_id")
+
+
+def test_every_way_of_asking_is_an_evaluation(done):
+    _, out, content = done
+    names = [row["name"] for row in content["points"]]
+    assert names == [
+        "direct", "reasoning", "mean-1", "max-1", "mean-2", "max-2", "mean-3", "max-3", "gate-25", "gate-50",
+        "gate-below-0.05", "direct-both", "reasoning-both", "judge-2-of-direct", "judge-5-of-direct",
+        "judge-2-of-reasoning", "judge-5-of-reasoning",
+    ]  # fmt: skip
+    for row in content["points"]:
+        results = json.loads((out / row["name"] / "results.json").read_text())
+        assert results["micro"]["mrr"]["value"] == row["value"]
+        assert results["micro"]["mrr"]["value"] == pytest.approx(frame(out, row["name"])["mrr"].mean())
+        assert results["budget"]["tokens"] == row["tokens"]
+    (first, *_) = compare(CompareOptions(a=out / "mean-3", b=out / "direct", metric=("mrr",)))
+    gain = next(row["gain"] for row in content["points"] if row["name"] == "mean-3")
+    assert (gain["value"], gain["low"], gain["high"]) == pytest.approx(
+        (first.difference, first.low, first.high)
+    )
+
+
+def test_one_draw_is_the_same_either_way_and_more_cost_more(done):
+    _, out, content = done
+    of = {row["name"]: row for row in content["points"]}
+    pd.testing.assert_series_equal(frame(out, "mean-1")["mrr"], frame(out, "max-1")["mrr"])
+    assert not frame(out, "mean-3")["mrr"].equals(frame(out, "max-3")["mrr"])
+    for name in ("mean", "max"):
+        tokens = [of[f"{name}-{k}"]["tokens"] for k in (1, 2, 3)]
+        assert tokens == pytest.approx([tokens[0], 2 * tokens[0], 3 * tokens[0]])
+        assert of[f"{name}-2"]["ms"] == pytest.approx(2 * of[f"{name}-1"]["ms"])
+    assert of["direct"]["tokens"] == 0
+
+
+def test_a_gate_takes_the_uncertain_queries(done):
+    _, out, content = done
+    row = next(row for row in content["points"] if row["name"] == "gate-25")
+    direct, reasoned, gate = (frame(out, name) for name in ("direct", "reasoning", "gate-25"))
+    margins = direct["top10_scores"].map(lambda scores: scores[0] - scores[1])
+    through = margins < row["gate"]["margin_below"]
+    assert through.sum() == NUM_QUERIES / 4
+    assert margins[through].max() < margins[~through].min()
+    pd.testing.assert_series_equal(gate["mrr"], reasoned["mrr"].where(through, direct["mrr"]))
+    assert (gate["rationale_tokens"] == reasoned["rationale_tokens"].where(through, 0)).all()
+    assert row["at_random"] == pytest.approx(0.75 * direct["mrr"].mean() + 0.25 * reasoned["mrr"].mean())
+    assert row["ms"] == pytest.approx(1.0 + 0.25 * 3.0)  # direct for all, the rationale for a quarter
+    assert row["curve"] == GATED
+    fixed = next(row for row in content["points"] if row["name"] == "gate-below-0.05")
+    assert fixed["gate"]["share"] == pytest.approx((margins < 0.05).mean())
+
+
+def test_a_judge_reorders_the_top_and_its_time_counts(done):
+    _, out, content = done
+    before, after = frame(out, "direct"), frame(out, "judge-5-of-direct")
+    for old, new in zip(before["top10"], after["top10"], strict=True):
+        assert list(new[:5]) == sorted(old[:5], reverse=True)
+        assert list(new[5:]) == list(old[5:])
+    of = {row["name"]: row for row in content["points"]}
+    assert of["judge-5-of-direct"]["ms"] > of["judge-2-of-direct"]["ms"] > of["direct"]["ms"]
+    assert of["judge-5-of-direct"]["num_pairs"] == 5 * NUM_QUERIES
+
+
+def test_a_larger_k_draws_only_what_is_new(done, set_dir, tmp_path):
+    encoder, _, _ = done
+    assert len(encoder.seen) == (2 + 3) * NUM_QUERIES + 2 * 60
+    cache = tmp_path / "cache"
+    options = {"checkpoint": "fake", "set": set_dir, "cache": cache, "gate": ("0.5",), "fuse": ("mean",)}
+    budget(BudgetOptions(**options, out=tmp_path / "a", k=1, report=False), loader(FakeEncoder()))
+    again = FakeEncoder()
+    budget(BudgetOptions(**options, out=tmp_path / "b", k=2, report=False), loader(again))
+    assert len(again.seen) == NUM_QUERIES
+    a, b = (frame(tmp_path / name, "mean-1")["mrr"] for name in ("a", "b"))
+    np.testing.assert_array_equal(a, b)
+
+
+def test_page_and_plot_show_every_point(done):
+    _, out, content = done
+    page, plot = (out / "report.html").read_text(), (out / "budget.svg").read_text()
+    assert "What accuracy costs" in page
+    for row in content["points"]:
+        assert f'<th scope="row">{row["name"]}</th>' in page
+        assert f"<title>{row['name']}: {100 * row['value']:.1f} %" in plot
+    assert plot.count("<circle") == 2 * len(content["points"]) + len(
+        {row["curve"] for row in content["points"]}
+    )
+    assert "generated tokens a query" in page
+    assert "milliseconds a query" in page
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": -1}, "k must be at least 0, got -1"),
+        ({"draw_temperature": 0.0}, "draw_temperature must be above 0, got 0: greedy"),
+        ({"temperature": 0.5}, "temperature= makes the one rationale a drawn one"),
+        ({"gate": ("1.5",)}, "gate=1.5 must be between 0 and 1"),
+        ({"gate": ("half",)}, "gate must list numbers, got 'half'"),
+        ({"top_n": ("2.5",)}, "top_n must list whole numbers, got '2.5'"),
+        ({"top_n": ("2000",)}, "top_n=2000 is deeper than depth=1000"),
+        ({"fuse": ("median",)}, "fuse must be one of mean, max, got 'median'"),
+        ({"query_mode": ("direct",)}, "leave out query_mode="),
+        ({"metric": "recall"}, "metric must be one of recall@1, .*, got 'recall'"),
+    ],
+)
+def test_wrong_options_are_named(set_dir, tmp_path, change, message):
+    options = {"checkpoint": "fake", "set": set_dir, "out": tmp_path / "out", "k": 1} | change
+    with pytest.raises(UserError, match=message):
+        budget(BudgetOptions(**options), loader(FakeEncoder()))
+
+
+def test_help_explains_inherited_options_too():
+    shown = usage("budget")
+    assert "k=8" in shown
+    assert "Rationales drawn for a query" in shown
+    assert "Retrieval set directory, see" in shown

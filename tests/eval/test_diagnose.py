@@ -1,0 +1,94 @@
+"""Shortcuts and rationales, on tables small enough to count by hand."""
+
+import json
+
+import pandas as pd
+import pytest
+from eval_fakes import FakeEncoder, loader, write_set
+
+from eval.__main__ import main
+from eval.diagnose import copied_share, rationale_quality, shortcut_rates
+from eval.options import UserError
+from eval.run import RunOptions, run
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    root = tmp_path_factory.mktemp("diagnose")
+    options = {"checkpoint": "x", "set": write_set(root / "set"), "report": False}
+    run(
+        RunOptions(**options, out=root / "e", query_modality=("both", "text", "image")), loader(FakeEncoder())
+    )
+    return root
+
+
+def rewrite(path, **columns):
+    table = pd.read_parquet(path / "per_query.parquet")
+    for name, values in columns.items():
+        table[name] = values
+    table.to_parquet(path / "per_query.parquet")
+
+
+def test_copied_share():
+    question = "What do you need to open this?"
+    assert copied_share("You need to open it with a key", question) == pytest.approx(4 / 8)
+    assert copied_share("a key", question) == 0.0
+    assert copied_share("", question) == 0.0
+    assert copied_share("WHAT do YOU need, to open this", question) == 1.0
+
+
+def test_shortcut_rates_by_hand(done):
+    dirs = [done / "e" / f"reasoning-{name}" for name in ("both", "text", "image")]
+    solved = {"both": [1] * 12 + [0] * 12, "text": [1] * 6 + [0] * 18, "image": [0] * 4 + [1] * 4 + [0] * 16}
+    for path, values in zip(dirs, solved.values(), strict=True):
+        rewrite(path, **{"hit@1": [float(value) for value in values]})
+    found = shortcut_rates(dirs, "hit@1")
+    shares = {name: found[name]["value"] * 24 for name in ("both", "text", "image", "either", "needs_both")}
+    assert shares == pytest.approx({"both": 12, "text": 6, "image": 4, "either": 8, "needs_both": 4})
+    assert found["either"]["low"] < 8 / 24 < found["either"]["high"]
+    with pytest.raises(UserError, match="query_modality=both,text,image"):
+        shortcut_rates(dirs[:2], "hit@1")
+    with pytest.raises(UserError, match="one evaluation each of both, text, image"):
+        shortcut_rates([dirs[0], dirs[0], dirs[1]], "hit@1")
+
+
+def test_rationale_quality_by_hand(done):
+    path = done / "e" / "reasoning-both"
+    table = pd.read_parquet(path / "per_query.parquet")
+    questions = dict.fromkeys(table["query_id"], "what opens a locked padlock")
+    rewrite(
+        path,
+        rationale_tokens=list(range(1, 25)),
+        rationale=["what opens a locked padlock"] * 6 + ["a key turns in it"] * 18,
+        stop_reason=["emb"] * 18 + ["forced"] * 6,
+        **{"hit@1": [1.0] * 12 + [0.0] * 12},
+    )
+    found = rationale_quality(path, questions, "hit@1")
+    assert [(one["from"], one["to"], one["n"], one["value"]) for one in found["by_length"]] == [
+        (1, 6, 6, 1.0), (7, 12, 6, 1.0), (13, 18, 6, 0.0), (19, 24, 6, 0.0),
+    ]  # fmt: skip
+    assert {name: (one["n"], one["value"]) for name, one in found["by_stop"].items()} == {
+        "emb": (18, pytest.approx(12 / 18)),
+        "forced": (6, 0.0),
+    }
+    assert {name: (one["n"], one["value"]) for name, one in found["by_copy"].items()} == {
+        "nothing copied": (18, pytest.approx(6 / 18)),
+        "more": (6, 1.0),
+    }
+    assert found["rank_correlation"]["tokens"] < -0.8
+    assert found["copied_share_mean"] == pytest.approx(6 / 24)
+    rewrite(path, stop_reason=["prefilled"] * 24)
+    assert rationale_quality(path, questions, "hit@1") is None
+    with pytest.raises(UserError, match="metric must be a column of .*, got 'hit@7'"):
+        rationale_quality(path, questions, "hit@7")
+
+
+def test_the_command(done, tmp_path, capsys):
+    assert main(["audit", f"evals={done / 'e'}", f"out={tmp_path / 'a.json'}"]) == 0
+    content = json.loads((tmp_path / "a.json").read_text())
+    assert json.loads(capsys.readouterr().out) == content
+    assert len(content["rationales"]) == 3
+    assert content["shortcuts"]["reasoning"]["num_queries"] == 24
+    assert main(["audit"] + ["evals=nowhere"]) == 2
+    assert main(["audit", "metric=hit@1"]) == 2
+    assert "give set=DIR train=FILE,... or evals=DIR" in capsys.readouterr().err

@@ -1,0 +1,258 @@
+"""The page of many models: published beside measured, never mixed up, and every number that of results.json."""
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+
+import pandas as pd
+import pytest
+from chromium import Chromium
+from eval_fakes import FakeEncoder, loader, picture, write_set
+
+from eval.__main__ import main
+from eval.benchmarks.mmeb import MmebOptions, import_mmeb
+from eval.leaderboard import _winner, write_leaderboard
+from eval.options import UserError
+from eval.plots import Point, scatter
+from eval.published import published
+from eval.report import percent
+from eval.run import RunOptions, run
+
+NAMES = ("ImageNet-1K", "ImageNet-A", "MSCOCO_t2i")
+
+
+def evaluate(name, out, wanted, mode=("direct",), **options):
+    given = RunOptions(model=name, set=wanted, out=out, query_mode=mode, **{"report": False} | options)
+    return run(given, loader(FakeEncoder(name, model=name, profile="plain")))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    root = tmp_path_factory.mktemp("leaderboard")
+    data = write_set(root / "set")
+    evaluate("openai/clip", root / "clip", data)
+    evaluate("runs/demo/joint/final", root / "ours", data, ("reasoning", "direct"))
+    src = root / "mmeb"
+    labels = ["cat", "dog", "owl", "fox", "cow"]
+    for name in NAMES:
+        (src / name).mkdir(parents=True)
+        (src / "images").mkdir(exist_ok=True)
+        rows = [
+            {"qry_text": "<|image_1|>\nWhat is it?", "qry_img_path": f"{name}{n}.png",
+             "tgt_text": labels[n % 4 :] + labels[: n % 4], "tgt_img_path": [""] * 5}
+            for n in range(6)
+        ]  # fmt: skip
+        pd.DataFrame(rows).to_parquet(src / name / "test-00000-of-00001.parquet")
+        for n in range(6):
+            (src / "images" / f"{name}{n}.png").write_bytes(picture(n + 50 * len(name)))
+    import_mmeb(MmebOptions(src=src, out=root / "suite", sets=NAMES))
+    evaluate("x/rge", root / "mmeb_eval", root / "suite", benchmark="mmeb", report=True)
+    return root
+
+
+class Text(HTMLParser):
+    def __init__(self, page):
+        super().__init__()
+        self.rows, self.cells, self.ids, self.uses = [], None, set(), set()
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.ids.add(attrs.get("id"))
+        if tag == "use":
+            self.uses.add(attrs["href"][1:])
+        if tag == "tr":
+            self.cells = []
+            self.rows.append((attrs.get("class"), self.cells))
+        if tag in ("td", "th") and self.cells is not None:
+            self.cells.append("")
+
+    def handle_data(self, data):
+        if self.cells:
+            self.cells[-1] += data
+
+
+def rows_of(page, kind):
+    return [[" ".join(cell.split()) for cell in cells] for name, cells in Text(page).rows if name == kind]
+
+
+def test_measured_rows_carry_the_numbers_of_results_json(world, tmp_path):
+    out = write_leaderboard([str(world / "clip"), f"Mine:{world / 'ours'}"], tmp_path / "p.html")
+    rows = rows_of(out.read_text(), "measured")
+    assert len(rows) == 3
+    assert not rows_of(out.read_text(), "published")
+    values = []
+    for name, directory in (
+        ("openai/clip", "clip"),
+        ("Mine", "ours/direct-both"),
+        ("Mine", "ours/reasoning-both"),
+    ):
+        results = json.loads((world / directory / "results.json").read_text())
+        figure = results["micro"]["recall@1"]
+        value, low, high = (figure[key] for key in ("value", "low", "high"))
+        wanted = f"{percent(value)} {percent(low, value)}–{percent(high, value)}"
+        (row,) = [r for r in rows if r[1].startswith(name) and results["query_mode"] in r[1]]
+        assert row[2] == wanted
+        assert "measured" in row[1]
+        values.append(figure["value"])
+    assert [float(row[2].split()[0]) for row in rows] == pytest.approx(
+        sorted((100 * v for v in values), reverse=True), abs=0.06
+    )
+
+
+def test_a_set_that_is_not_the_published_one_is_kept_apart(world, tmp_path):
+    page = write_leaderboard([str(world / "mmeb_eval")], tmp_path / "p.html", num_examples=0).read_text()
+    assert "Not comparable:" in page
+    kinds = [kind for kind, _ in Text(page).rows if kind]
+    assert kinds[0] == "measured"
+    assert kinds.index("apart") == 1
+    assert kinds.count("published") == len(published()["mmeb"].rows)
+    theirs = rows_of(page, "published")
+    assert theirs[0][1].startswith("RGE (Qwen2.5VL-3B) published")
+    assert theirs[0][2] == "70.1"
+    assert "arXiv:2511.16150, Table 2" in page
+
+
+def test_published_rows_stand_among_measured_ones_where_the_set_is_the_same(world, tmp_path):
+    results = json.loads((world / "mmeb_eval" / "results.json").read_text())
+    results["set"]["num_members"] = 36
+    copy = tmp_path / "full"
+    copy.mkdir()
+    (copy / "results.json").write_text(json.dumps(results))
+    (copy / "per_query.parquet").write_bytes((world / "mmeb_eval" / "per_query.parquet").read_bytes())
+    page = write_leaderboard([str(copy)], tmp_path / "p.html", num_examples=0).read_text()
+    assert "Not comparable:" not in page
+    order = [
+        float(cells[2].split()[0]) for kind, cells in Text(page).rows if kind in ("measured", "published")
+    ]
+    assert order == sorted(order, reverse=True)
+    assert len(order) == 17
+    none = write_leaderboard([str(copy)], tmp_path / "p.html", num_examples=0, which="none").read_text()
+    assert not rows_of(none, "published")
+
+
+def test_a_suite_writes_its_page(world):
+    page = (world / "mmeb_eval" / "report.html").read_text()
+    assert set(re.findall(r'data-category="([^"]+)"', page)) == set(NAMES)
+    found = Text(page)
+    assert found.uses <= found.ids
+    assert found.uses
+
+
+def test_examples_say_who_wins(world, tmp_path):
+    page = write_leaderboard([str(world / "clip"), str(world / "ours")], tmp_path / "p.html").read_text()
+    cards = re.findall(
+        r'data-query="([^"]+)" data-category="[^"]+" data-winner="([^"]+)" data-rank="([^"]+)"', page
+    )
+    assert len(cards) == 24
+    names = {"openai/clip, direct": "clip", "demo/joint, direct": "ours/direct-both", "demo/joint, reasoning": "ours/reasoning-both"}  # fmt: skip
+    tables = {
+        name: pd.read_parquet(world / path / "per_query.parquet").set_index("query_id")["first_hit_rank"]
+        for name, path in names.items()
+    }
+    for query, winner, rank in cards:
+        ranks = {name: table[query] for name, table in tables.items()}
+        best = min(ranks.values())
+        leaders = [name for name, value in ranks.items() if value == best]
+        assert winner == (
+            leaders[0] if len(leaders) == 1 else "all alike" if len(leaders) == 3 else "several"
+        )
+        assert rank == ("first" if best == 1 else "near" if best <= 5 else "below")
+    nothing, first = [float("nan")] * 2, [1.0, float("nan")]
+    assert _winner(pd.Series(nothing).to_numpy(), ["a", "b"]) == "none"
+    assert _winner(pd.Series(first).to_numpy(), ["a", "b"]) == "a"
+
+
+def test_one_file_without_network_and_the_same_twice(world, tmp_path):
+    runs = [str(world / "clip"), str(world / "ours"), str(world / "mmeb_eval")]
+    first = write_leaderboard(runs, tmp_path / "a.html", which="all").read_bytes()
+    assert write_leaderboard(runs, tmp_path / "b.html", which="all").read_bytes() == first
+    page = first.decode()
+    assert not re.findall(r'(?:src|href)="https?:', page)
+    assert str(tmp_path.parent) not in page
+    for table in published().values():
+        assert table.source in page.replace("&#39;", "'").replace("&amp;", "&")
+
+
+def test_the_command_chooses_the_page(world, tmp_path, capsys):
+    given = f"runs={world / 'clip'},{world / 'mmeb_eval'}"
+    assert main(["report", given, f"out={tmp_path / 'p.html'}", "examples=0"]) == 0
+    assert 'class="board"' in (tmp_path / "p.html").read_text()
+    assert main(["report", f"runs={world / 'ours'}", f"out={tmp_path / 's.html'}", "examples=4"]) == 0
+    assert 'class="board"' not in (tmp_path / "s.html").read_text()
+    assert main(["report", f"runs=A:{world / 'clip'},B:{world / 'ours'}", f"out={tmp_path / 'l.html'}"]) == 0
+    assert 'class="board"' in (tmp_path / "l.html").read_text()
+    capsys.readouterr()
+    assert main(["report", given, f"out={tmp_path / 'p.html'}", "log=x.jsonl"]) == 2
+    assert "log= and baseline= are for page=set" in capsys.readouterr().err
+    assert main(["report", given, f"out={tmp_path / 'p.html'}", "page=leaderbord"]) == 2
+    assert "did you mean 'leaderboard'?" in capsys.readouterr().err
+
+
+def test_what_is_wrong_is_named(world, tmp_path):
+    out = tmp_path / "p.html"
+    with pytest.raises(
+        UserError, match=r"is a second 'openai/clip' \(direct\) of one set: name them with runs=LABEL:DIR"
+    ):
+        write_leaderboard([str(world / "clip"), str(world / "clip")], out)
+    with pytest.raises(UserError, match="published must be auto, all or none"):
+        write_leaderboard([str(world / "clip")], out, which="some")
+    with pytest.raises(UserError, match="set=DIR is for evaluations of one set, these are of 2"):
+        write_leaderboard([str(world / "clip"), str(world / "mmeb_eval")], out, set_dir=world / "set")
+    with pytest.raises(UserError, match="retrieval set .* is not there; if it was moved"):
+        write_leaderboard([str(world / "clip")], out, set_dir=world / "nowhere")
+    assert not out.exists()
+
+
+def test_scatter_places_points_and_speaks():
+    points = [Point("a", 10.0, 0.5, 0.4, 0.6), Point("b", 1000.0, 0.25, None, None)]
+    drawn = scatter(points, name="recall@1", x_label="ms")
+    assert "recall@1 over ms: a 50.0 % at 10; b 25.0 % at 1,000" in drawn
+    xs = [float(x) for x in re.findall(r'<circle [^>]*cx="([\d.]+)"', drawn)]
+    assert xs[1] - xs[0] == pytest.approx((360 - 46 - 18), abs=0.2)  # the ends of a logarithmic axis
+    assert drawn.count("whisker") == 1
+    linear = scatter(
+        [points[0], Point("c", 20.0, 0.1, None, None), Point("d", 0.0, 0.1, None, None)],
+        name="y",
+        x_label="ms",
+    )
+    at = [float(x) for x in re.findall(r'<circle [^>]*cx="([\d.]+)"', linear)]
+    assert at[1] - at[2] == pytest.approx(2 * (at[0] - at[2]), abs=0.2)
+    with pytest.raises(ValueError, match="must have points with costs from 0 up"):
+        scatter([], name="y", x_label="x")
+
+
+@pytest.mark.slow
+def test_in_a_browser(world, tmp_path):
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        pytest.skip("no Chromium on the path")
+    runs = [str(world / "clip"), str(world / "ours"), str(world / "mmeb_eval")]
+    page = write_leaderboard(runs, tmp_path / "page.html", which="all")
+    browser = Chromium(program, tmp_path / "profile")
+    visible = "[...document.querySelectorAll('.browser .card')].filter(c => c.checkVisibility())"
+    try:
+        for width, dark in ((390, False), (320, True), (1280, True)):
+            browser.open(page, width, 900, dark=dark)
+            assert browser.js("document.documentElement.scrollWidth") <= width
+            wide = (
+                "[...document.querySelectorAll('body *')].filter(e => !e.closest('.scroll, .skip, .defs, pre') && "
+                "e.getBoundingClientRect().right > document.documentElement.clientWidth + 1).length"
+            )
+            assert browser.js(wide) == 0
+            assert browser.complaints() == []
+            assert {url.split(":")[0] for url in browser.requests()} <= {"file", "data"}
+        assert browser.js(f"{visible}.length") == 24  # twelve on each of the two boards
+        choose = (
+            "(s => {{ s.value = '{}'; s.dispatchEvent(new Event('change', {{bubbles: true}})) }})"
+            "(document.querySelector('select[name=winner]'))"
+        )
+        winner = "demo/joint, reasoning"  # the fake embedder gives both direct rows the same ranking
+        browser.js(choose.format(winner))
+        first = f"{visible}.filter(c => c.closest('section') === document.querySelector('.browser'))"
+        assert browser.js(f"{first}.length") > 0
+        assert browser.js(f"{first}.every(c => c.dataset.winner === '{winner}')")
+        assert browser.js(f"{visible}.length - {first}.length") == 12  # the other board keeps its own filter
+    finally:
+        browser.close()

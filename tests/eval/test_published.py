@@ -1,0 +1,74 @@
+"""The published tables: complete, with a source, and each found by the evaluations that belong to it."""
+
+import json
+
+import pytest
+
+from eval.benchmarks.protocols import BENCHMARKS
+from eval.published import FOLDER, published, table_of
+from rge.mmeb import SETS
+
+NUM_ROWS = {
+    "mmbright1": 11,
+    "mmbright2": 7,
+    "mmbright3": 7,
+    "mmbright4": 5,
+    "mmeb": 16,
+    "pinpoint": 18,
+    "rmir": 11,
+}
+
+
+def test_every_table_is_there_with_its_source():
+    assert {key: len(table.rows) for key, table in published().items()} == NUM_ROWS
+    for table in published().values():
+        assert table.benchmark in BENCHMARKS
+        assert "Table" in table.source or "metrics.csv" in table.source
+        assert table.url.startswith("https://")
+        assert len({model for model, _, _ in table.rows}) == len(table.rows)
+        values = [value for _, _, row in table.rows for value in row if value is not None]
+        assert 0 <= min(values) <= max(values) <= 1
+
+
+def test_cells_as_printed():
+    """Spot checks, one a table: model, column, per cent."""
+    printed = [
+        ("rmir", "UME-R1-7B (Qwen2-VL-7B)", "Average R@20", 46.53),
+        ("rmir", "Qwen3-VL-2B-Instruct", "Temporal R@50", 8.05),
+        ("mmeb", "RGE (Qwen2.5VL-3B)", "VQA", 67.8),
+        ("mmbright1", "DiVeR", "Average", 32.2),
+        ("mmbright2", "Nomic", "Law", 47.6),
+        ("mmbright3", "GME-2B", "QC", 9.7),
+        ("mmbright4", "SigLIP", "Math", 43.4),
+        ("pinpoint", "bge_vl_mllm_s1", "NegRecall@10 ↓", 8.65),
+        ("pinpoint", "LinCIR", "mAP@10", 11.0),
+    ]
+    for key, model, name, value in printed:
+        table = published()[key]
+        place = [column.name for column in table.columns].index(name)
+        (row,) = [values for label, _, values in table.rows if label == model]
+        assert 100 * row[place] == pytest.approx(value)
+
+
+def test_columns_name_figures_that_evaluations_have():
+    domains = {column.path[1] for column in published()["mmbright2"].columns if len(column.path) == 3}
+    assert len(domains) == 29
+    tasks = {about["meta_task"] for about in SETS.values()}
+    assert {c.path[1] for c in published()["mmeb"].columns if c.path[0] == "by_meta_task"} == tasks
+
+
+def test_an_evaluation_finds_its_table():
+    assert table_of("rmir", "rmir").key == "rmir"
+    assert table_of("mmbright", "MM-BRIGHT task 3").key == "mmbright3"
+    assert table_of("mmbright", "MM-BRIGHT") is None
+    assert table_of("generic", "demo") is None
+
+
+def test_a_row_of_another_length_is_refused(tmp_path):
+    from eval.published import _read
+
+    content = json.loads((FOLDER / "rmir.json").read_text())
+    content["rows"][0]["values"].pop()
+    (tmp_path / "x.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="row 'Qwen2.5-VL-3B-Instruct' has 7 of 8 values"):
+        _read(tmp_path / "x.json")

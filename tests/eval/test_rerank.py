@@ -1,0 +1,295 @@
+"""Reranking: the judge's probability, stable ties, what is kept, and both kinds of judges."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from eval_fakes import FakeEncoder, loader, tables, write_set, write_tables
+
+from data_prep.calls.local_server import Answer, LocalServer
+from eval.answers import Answers, key_of
+from eval.endpoint import Endpoint, sendable
+from eval.options import UserError
+from eval.rerank import (
+    LocalJudge,
+    RemoteJudge,
+    RerankOptions,
+    as_item,
+    load_judge,
+    reorder,
+    rerank,
+    rerank_command,
+)
+from eval.run import RunOptions, run
+from eval.search import Ranking
+from eval.sets import load_set
+from rge.prompts import PromptBuilder
+from rge.schema import Item
+from rge.yes_no import next_token_logits, word_id
+
+RANKING = Ranking(
+    np.array([[4, 2, 0, 1, 3], [1, 0, 2, -1, -1]], np.int32),
+    np.array([[0.9, 0.8, 0.7, 0.6, 0.5], [0.4, 0.3, 0.2, -np.inf, -np.inf]], np.float32),
+    4,
+)
+
+
+class Fixed:
+    """Scores by candidate id; remembers what it was asked."""
+
+    def __init__(self, scores, words=("yes", "no")):
+        self.scores, self.asked = scores, []
+        self.name = {"judge": "fixed", "words": list(words)}
+
+    def score(self, pairs):
+        self.asked += [(query.id, candidate.id) for query, candidate in pairs]
+        return [self.scores.get(candidate.id, 0.5) for _, candidate in pairs]
+
+
+@pytest.fixture
+def wanted(tmp_path):
+    return load_set(write_set(tmp_path / "set", num_queries=2, num_candidates=8))
+
+
+def test_new_scores_come_first_and_equal_ones_keep_their_order():
+    found = reorder(RANKING, np.array([[0.1, 0.7, 0.7], [0.2, 0.2, 0.2]]))
+    assert found.rows_QW.tolist() == [[2, 0, 4, 1, 3], [1, 0, 2, -1, -1]]
+    assert (np.diff(found.score_QW[0]) <= 0).all()
+    assert found.score_QW[0, :3].tolist() == [0.7, 0.7, 0.1]
+    assert (found.score_QW[0, 3:] < -1).all()
+    np.testing.assert_allclose(np.diff(found.score_QW[0, 3:]), -0.1, atol=1e-6)
+    assert found.depth == 4
+
+
+def test_what_is_scored_once_is_not_asked_again(wanted, tmp_path):
+    judge = Fixed({"c001": 0.9, "c004": 0.1})
+    answers = Answers(tmp_path / "judge.sqlite")
+    ranking = Ranking(
+        np.array([[4, 2, 1, 0], [3, 2, 4, 1]], np.int32), np.tile(np.float32([4, 3, 2, 1]) / 8, (2, 1)), 4
+    )
+    first = rerank(wanted, ranking, judge, answers, top_n=2, chunk=3)
+    assert sorted(judge.asked) == [("q00", "c002"), ("q00", "c004"), ("q01", "c002"), ("q01", "c003")]
+    assert first.ranking.rows_QW.tolist() == [[2, 4, 1, 0], [3, 2, 4, 1]]
+    assert (first.num_pairs, first.num_unanswered) == (4, 0)
+    assert (first.ms_Q > 0).all()
+    judge.asked.clear()
+    deeper = rerank(wanted, ranking, judge, answers, top_n=4, chunk=3)
+    assert sorted(judge.asked) == [("q00", "c000"), ("q00", "c001"), ("q01", "c001"), ("q01", "c004")]
+    assert deeper.ranking.rows_QW.tolist() == [[1, 2, 0, 4], [1, 3, 2, 4]]
+    judge.asked.clear()
+    answers.close()
+    again = rerank(wanted, ranking, judge, Answers(tmp_path / "judge.sqlite"), top_n=4, chunk=3)
+    assert judge.asked == []
+    np.testing.assert_array_equal(again.ranking.rows_QW, deeper.ranking.rows_QW)
+    rerank(
+        wanted,
+        ranking,
+        Fixed({}, ("ja", "nein")),
+        answers=Answers(tmp_path / "judge.sqlite"),
+        top_n=1,
+        chunk=3,
+    )
+
+
+def test_pairs_without_an_answer_go_last_or_stop_the_run(wanted, tmp_path):
+    rows = np.tile(np.arange(8, dtype=np.int32), (2, 1))
+    ranking = Ranking(rows, -rows.astype(np.float32) / 8, 8)
+    with pytest.raises(
+        UserError, match="2 of 16 pairs were answered with neither yes nor no: name the words"
+    ):
+        rerank(wanted, ranking, Fixed({"c003": None}), Answers(tmp_path / "a.sqlite"), top_n=8, chunk=99)
+    from eval import rerank as module
+
+    assert module.MAX_UNANSWERED == 0.01
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MAX_UNANSWERED", 0.5)
+        found = rerank(
+            wanted, ranking, Fixed({"c003": None}), Answers(tmp_path / "a.sqlite"), top_n=8, chunk=99
+        )
+    assert found.ranking.rows_QW[0].tolist() == [0, 1, 2, 4, 5, 6, 7, 3]
+    assert found.num_unanswered == 2
+
+
+def test_a_pair_is_one_prompt_with_all_pictures_and_a_whole_question():
+    query = Item("q", "What opens it?", ("a.png", "b.png"), "Find it.")
+    item = as_item(query, Item("c", None, ("c.png",)), "yes", "no")
+    assert item.images == ("a.png", "b.png", "c.png")
+    assert item.text == (
+        "Does the candidate answer the query? Answer with yes or no only.\n"
+        "Pictures in this order: 2 of the query, then 1 of the candidate.\n"
+        "Query: Find it. What opens it?\nCandidate: the picture."
+    )
+    text_only = as_item(Item("q", "a?"), Item("c", "b"), "yes", "no")
+    assert text_only.text.splitlines()[1:] == ["Query: a?", "Candidate: b"]
+
+
+def test_logits_are_those_of_a_plain_forward_whatever_the_batch(lively, picture):
+    builder = PromptBuilder(lively.processor)
+    prompts = [
+        builder.build(
+            Item(f"i{n}", "what opens this " * (n + 1)), "query", [picture(40 + 9 * n, 84, n)] * (n % 3)
+        )
+        for n in range(6)
+    ]
+    ids = [5, 40, 7]
+    found = next_token_logits(lively, prompts, ids, batch_size=4)
+    np.testing.assert_allclose(found, next_token_logits(lively, prompts, ids, batch_size=1), atol=1e-4)
+    for prompt, row in zip(prompts, found, strict=True):
+        pictures = {} if prompt.pixel_values is None else {
+            "pixel_values": prompt.pixel_values, "image_grid_thw": prompt.image_grid,
+        }  # fmt: skip
+        with torch.no_grad():
+            logits = lively.model(
+                input_ids=prompt.input_ids[None], mm_token_type_ids=prompt.type_ids[None], **pictures
+            ).logits[0, -1, ids]
+        np.testing.assert_allclose(row, logits.numpy(), atol=1e-4)
+
+
+def test_a_local_judge_says_the_sigmoid_of_two_logits(lively_path, wanted):
+    judge = LocalJudge(str(lively_path), yes="a", no="e", batch_size=2)
+    pairs = [(wanted.queries[0], item) for item in wanted.corpus_items()]
+    scores = judge.score(pairs)
+    ids = [word_id(judge._embedder, word) for word in ("a", "e")]
+    prompts = [judge._builder.build(as_item(*pair, "a", "e"), "query") for pair in pairs]
+    logits = next_token_logits(judge._embedder, prompts, ids, batch_size=1)
+    expected = torch.sigmoid(torch.from_numpy(logits[:, 0] - logits[:, 1]).double())
+    np.testing.assert_allclose(scores, expected.numpy(), atol=1e-4)
+    assert len(set(scores)) == len(scores)
+    with pytest.raises(UserError, match=r"'yes' is \d tokens \(.*\) and not one: choose another word"):
+        LocalJudge(str(lively_path), yes="yes", no="no", batch_size=2)
+
+
+def reply(*top, said="Yes"):
+    listed = [{"token": token, "logprob": math.log(p), "bytes": None} for token, p in top]
+    content = [{"token": said, "logprob": -0.1, "bytes": None, "top_logprobs": listed}]
+    message = {"role": "assistant", "content": said}
+    choice = {"index": 0, "message": message, "finish_reason": "length", "logprobs": {"content": content}}
+    return Answer({"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]})
+
+
+def test_an_endpoint_is_asked_for_log_probabilities(wanted):
+    asked = []
+
+    async def answer(path, body):
+        asked.append(body)
+        return reply((" Yes", 0.3), ("yes", 0.3), ("No", 0.2), ("maybe", 0.1))
+
+    with LocalServer(answer) as server:
+        judge = RemoteJudge(Endpoint(server.url, "judge-7b"), yes="yes", no="no", concurrency=2)
+        query = Item("q", "What opens it?", wanted.queries[0].images * 2, "Find it.")
+        scores = judge.score([(query, item) for item in list(wanted.corpus_items())[:3]])
+    assert scores == pytest.approx([0.6 / 0.8] * 3)
+    body = asked[0]
+    assert (body["model"], body["max_tokens"], body["logprobs"], body["top_logprobs"]) == (
+        "judge-7b",
+        1,
+        True,
+        20,
+    )
+    kinds = [part["type"] for part in body["messages"][0]["content"]]
+    assert kinds == ["text", "text", "image_url", "image_url", "text", "text", "text", "image_url"]
+    assert body["messages"][0]["content"][2]["image_url"]["url"].startswith("data:image/png;base64,")
+
+
+@pytest.mark.parametrize(
+    ("top", "expected"),
+    [
+        ([("Yes", 0.9), ("Nope", 0.05)], 0.9 / 0.95),  # "no" is at most as likely as the least likely listed
+        ([("no", 0.5), ("what", 0.25)], 0.25 / 0.75),
+        ([("perhaps", 0.9)], None),
+    ],
+)
+def test_a_word_that_is_not_listed_is_bounded(top, expected):
+    async def answer(path, body):
+        return reply(*top)
+
+    with LocalServer(answer) as server:
+        found = Endpoint(server.url, "m").yes_or_no(["?"], yes="yes", no="no").probability
+    assert found == (None if expected is None else pytest.approx(expected))
+
+
+def test_an_endpoint_that_cannot_judge_is_named(monkeypatch):
+    async def answer(path, body):
+        if body["model"] == "wrong":
+            return Answer({"error": {"message": "no such model"}}, status=404)
+        if body["model"] == "locked":
+            return Answer({"error": {"message": "bad key"}}, status=401)
+        message = {"role": "assistant", "content": ""}
+        return Answer({"id": "1", "object": "chat.completion", "created": 0, "model": "m",
+                       "choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})  # fmt: skip
+
+    with LocalServer(answer) as server:
+        with pytest.raises(UserError, match="m at .* gives no log probabilities"):
+            Endpoint(server.url, "m").yes_or_no(["?"], yes="yes", no="no")
+        with pytest.raises(UserError, match=r"answered nothing \(stopped by 'stop'\)"):
+            Endpoint(server.url, "m").write(["?"], max_tokens=5)
+        with pytest.raises(
+            UserError, match="wrong at .* gave no answer: .*no such model.*the same command continues"
+        ):
+            Endpoint(server.url, "wrong").write(["?"], max_tokens=5)
+        with pytest.raises(UserError, match="rejects the key"):
+            Endpoint(server.url, "locked").write(["?"], max_tokens=5)
+    with pytest.raises(UserError, match=r"variable NO_SUCH_KEY \(key_env\) is not set"):
+        Endpoint("http://host/v1", "m", "NO_SUCH_KEY")
+    with pytest.raises(UserError, match="is an address: judge_model= names the model there"):
+        load_judge("http://host/v1", model=None, key_env=None, yes="yes", no="no", batch_size=1)
+    with pytest.raises(UserError, match="yes=No and no=no must be different words"):
+        load_judge("x", model=None, key_env=None, yes="No", no="no", batch_size=1)
+
+
+def test_large_pictures_are_scaled_down(picture):
+    import io
+
+    from PIL import Image
+
+    out = io.BytesIO()
+    picture(300, 120).save(out, "PNG")
+    assert Image.open(io.BytesIO(sendable(out.getvalue(), 100))).size == (100, 40)
+
+
+def test_the_command_reranks_a_finished_evaluation(tmp_path, monkeypatch):
+    content = tables()
+    data = write_tables(tmp_path / "set", content)
+    (done,) = run(
+        RunOptions(checkpoint="fake", set=data, out=tmp_path / "eval", report=False), loader(FakeEncoder())
+    )
+    right = set(zip(content["qrels"]["query-id"], content["qrels"]["corpus-id"], strict=True))
+
+    class Knows(Fixed):
+        def score(self, pairs):
+            return [0.9 if (query.id, candidate.id) in right else 0.1 for query, candidate in pairs]
+
+    from eval import rerank as module
+
+    monkeypatch.setattr(module, "load_judge", lambda *_, **__: Knows({}))
+    options = {"of": done, "out": tmp_path / "judged", "judge": "x"}
+    rerank_command(RerankOptions(**options, top_n=60))
+    before, after = (json.loads((path / "results.json").read_text()) for path in (done, tmp_path / "judged"))
+    assert after["micro"]["hit@1"]["value"] == 1.0 > before["micro"]["hit@1"]["value"]
+    assert after["rerank"]["top_n"] == 60
+    assert after["rerank"]["num_pairs"] == 24 * 60
+    assert after["query_mode"] == "reasoning"
+    with pytest.raises(UserError, match="already holds an evaluation with rerank.top_n = 60"):
+        rerank_command(RerankOptions(**options, top_n=5))
+    rerank_command(RerankOptions(**options, top_n=1, overwrite=True))
+    assert json.loads((tmp_path / "judged" / "results.json").read_text())["micro"] == before["micro"]
+    content["qrels"]["score"][0] = 9
+    write_tables(tmp_path / "set", content)
+    with pytest.raises(UserError, match="is not the set that .* was measured on"):
+        rerank_command(RerankOptions(**options, overwrite=True))
+
+
+def test_answers_are_kept_and_a_file_that_is_none_is_refused(tmp_path):
+    keys = [key_of("a", number) for number in range(1200)]
+    answers = Answers(tmp_path / "x" / "a.sqlite")
+    answers.put({key: [number, None] for number, key in enumerate(keys)})
+    answers.close()
+    assert Answers(tmp_path / "x" / "a.sqlite").get([*keys, "none"]) == {
+        key: [n, None] for n, key in enumerate(keys)
+    }
+    assert key_of("a", "b") != key_of("ab", "")
+    (tmp_path / "text").write_text("no database at all, but long enough to be taken for a header " * 20)
+    with pytest.raises(UserError, match="cannot be used as the file of answers"):
+        Answers(tmp_path / "text")

@@ -1,0 +1,165 @@
+"""Words added to queries by a model behind an endpoint, in front of an embedder and of BM25."""
+
+import json
+
+import pytest
+from eval_fakes import FakeEncoder, loader, tables, write_tables
+
+from data_prep.calls.local_server import LocalServer, chat
+from eval.bm25 import Bm25Options, bm25, rank
+from eval.options import UserError
+from eval.rewrite import PROMPTS, load_rewriter, rewritten
+from eval.run import RunOptions, run
+from eval.sets import load_set
+
+
+@pytest.fixture
+def content():
+    """Texts only in the pool; q00 has no picture."""
+    found = tables(num_queries=6, num_candidates=60)
+    found["corpus"]["image"] = [None] * 60
+    found["corpus"]["text"] = [f"word{int(name[1:])} shared" for name in found["corpus"]["id"]]
+    found["queries"]["image"][0] = []
+    return found
+
+
+@pytest.fixture
+def server():
+    asked = []
+
+    async def answer(path, body):
+        asked.append(body["messages"])
+        return chat(f"word{len(asked)}")
+
+    with LocalServer(answer) as running:
+        running.asked = asked
+        yield running
+
+
+def test_a_caption_is_of_the_pictures_alone_and_asked_for_once(content, server, tmp_path):
+    wanted = load_set(write_tables(tmp_path / "set", content))
+    for _ in range(2):
+        rewriter = load_rewriter("caption", server.url, "m", None, tmp_path / "cache")
+        found = rewritten(wanted, rewriter)
+        rewriter.answers.close()
+    assert len(server.asked) == 5  # q00 shows nothing
+    assert found.queries[0] == wanted.queries[0]
+    assert found.queries[1].text.startswith("question 1\nword")
+    assert found.queries[1].images == wanted.queries[1].images
+    system, user = server.asked[0]
+    assert system["content"] == PROMPTS["caption"][0]
+    assert [part["type"] for part in user["content"]] == ["image_url", "text"]
+    assert "question" not in user["content"][1]["text"]
+
+
+def test_a_reformulation_sees_question_and_pictures(content, server, tmp_path):
+    wanted = load_set(write_tables(tmp_path / "set", content))
+    found = rewritten(wanted, load_rewriter("reformulate", server.url, "m", None, tmp_path / "cache"))
+    assert len(server.asked) == 6
+    assert all(query.text.split("\n")[1].startswith("word") for query in found.queries)
+    kinds = {tuple(part["type"] for part in user["content"]) for _, user in server.asked}
+    assert kinds == {("text", "text"), ("text", "image_url", "text")}
+
+
+def test_an_embedder_sees_what_was_added(content, server, tmp_path):
+    data = write_tables(tmp_path / "set", content)
+    options = {"checkpoint": "fake", "set": data, "cache": tmp_path / "cache", "report": False}
+    how = {"rewrite": "reformulate", "rewriter": server.url, "rewriter_model": "m"}
+    run(RunOptions(**options, out=tmp_path / "plain"), loader(FakeEncoder()))
+    encoder = FakeEncoder()
+    run(RunOptions(**options, **how, out=tmp_path / "longer"), loader(encoder))
+    assert encoder.seen == [f"q{n:02d}" for n in range(6)]  # the pool is the same, the queries are others
+    plain, longer = (
+        json.loads((tmp_path / name / "results.json").read_text()) for name in ("plain", "longer")
+    )
+    assert plain["rewrite"] is None
+    assert (longer["rewrite"]["kind"], longer["rewrite"]["model"]) == ("reformulate", "m")
+    with pytest.raises(UserError, match="rewrite.kind = None, this one has 'reformulate'"):
+        run(RunOptions(**options, **how, out=tmp_path / "plain"), loader(FakeEncoder()))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("captions", "http://x/v1", "m"), "rewrite must be one of caption, reformulate, got 'captions'"),
+        (("caption", None, "m"), "rewrite=caption needs rewriter=ADDRESS"),
+        ((None, "http://x/v1", None), "need rewrite=caption or rewrite=reformulate"),
+    ],
+)
+def test_half_of_what_is_needed_is_named(tmp_path, given, message):
+    with pytest.raises(UserError, match=message):
+        load_rewriter(*given, None, tmp_path)
+
+
+def test_bm25_without_its_library_says_what_to_install(content, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "bm25s", None)
+    data = write_tables(tmp_path / "set", content)
+    with pytest.raises(UserError, match=r"pip install 'rge\[baselines\]'"):
+        bm25(Bm25Options(set=data, out=tmp_path / "out"))
+    assert not (tmp_path / "out" / "results.json").exists()
+
+
+def test_bm25_ranks_by_the_published_formula(content, tmp_path):
+    pytest.importorskip("bm25s")
+    import math
+
+    texts = {"c000": "key padlock", "c001": "key key egg", "c002": "chick", "c003": "egg nest twig branch"}
+    content["corpus"]["text"] = [texts.get(name, f"nothing{name}") for name in content["corpus"]["id"]]
+    content["queries"]["text"] = ["What key opens the padlock", "key", "egg", "zebra", "chick", "the"]
+    wanted = load_set(write_tables(tmp_path / "set", content))
+    options = Bm25Options(set=tmp_path / "set", out=tmp_path / "out", k1=1.2, b=0.5)
+    found = rank(wanted, options)
+    documents = [text.split() for text in content["corpus"]["text"]]
+    mean = sum(map(len, documents)) / 60
+
+    def score(query: str, name: str) -> float:
+        words = texts[name].split()
+        total = 0.0
+        for term in query.split():
+            holding = sum(term in document for document in documents)
+            idf = math.log(1 + (60 - holding + 0.5) / (holding + 0.5))
+            count = words.count(term)
+            total += idf * count / (count + 1.2 * (1 - 0.5 + 0.5 * len(words) / mean))
+        return total
+
+    def ranked(query: int) -> list[str]:
+        return [wanted.corpus_ids[row] for row in found.rows_QW[query] if row >= 0]
+
+    assert [ranked(query) for query in range(6)] == [
+        ["c000", "c001"], ["c001", "c000"], ["c001", "c003"], [], ["c002"], [],
+    ]  # fmt: skip
+    assert found.score_QW[0, 0] == pytest.approx(score("key padlock", "c000"), rel=1e-5)
+    assert found.score_QW[2, :2].tolist() == pytest.approx(
+        [score("egg", name) for name in ("c001", "c003")], rel=1e-5
+    )
+
+
+def test_bm25_writes_an_evaluation_and_hears_of_captions(content, server, tmp_path):
+    pytest.importorskip("bm25s")
+    data = write_tables(tmp_path / "set", content)
+    content["queries"]["text"] = ["shared"] * 6
+    data = write_tables(tmp_path / "set", content)
+    options = {"set": data, "cache": tmp_path / "cache"}
+    bm25(Bm25Options(**options, out=tmp_path / "plain"))
+    bm25(
+        Bm25Options(
+            **options, out=tmp_path / "caption", rewrite="caption", rewriter=server.url, rewriter_model="m"
+        )
+    )
+    plain, caption = (
+        json.loads((tmp_path / name / "results.json").read_text()) for name in ("plain", "caption")
+    )
+    assert plain["ties"]["mrr"]["best"] > plain["ties"]["mrr"]["worst"]  # "shared" is in every text
+    assert (caption["tag"], caption["rewrite"]["kind"]) == ("bm25-lucene-caption", "caption")
+    assert caption["versions"]["bm25s"]
+    first = (tmp_path / "caption" / "run.trec").read_text().split("\n")
+    assert {line.split()[0] for line in first if line} == {f"q{n:02d}" for n in range(6)}
+    with pytest.raises(UserError, match="already holds an evaluation with tag = 'bm25-lucene-caption'"):
+        bm25(Bm25Options(**options, out=tmp_path / "caption"))
+
+
+def test_bm25_needs_texts(tmp_path):
+    pytest.importorskip("bm25s")
+    data = write_tables(tmp_path / "set", tables())
+    with pytest.raises(UserError, match="no candidate has text, and BM25 sees nothing else"):
+        bm25(Bm25Options(set=data, out=tmp_path / "out"))

@@ -1,0 +1,51 @@
+"""The worked examples of docs/evaluation.md run as they stand there, from the release's files to the page."""
+
+import json
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+import pytest
+
+from eval.__main__ import main
+from rge.checkpoint import export, settings_of
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKPOINT = "runs/demo/joint/final"
+
+
+def commands():
+    text = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    section = text.split("## Worked examples")[1].split("\n## ")[0]
+    blocks = re.findall(r"```\n(.*?)```", section, flags=re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.startswith("python")]
+
+
+@pytest.mark.slow
+def test_they_run(lively, tmp_path, monkeypatch, capsys):
+    settings = settings_of(
+        emb_id=lively.emb_id, profile="rge", max_prompt_tokens=512, min_pixels=28 * 28, max_pixels=56 * 56,
+        max_new_tokens=4, reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=1,
+    )  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / CHECKPOINT).parent.mkdir(parents=True)
+    export(lively, tmp_path / CHECKPOINT, settings)
+    asked = commands()
+    for words in asked:
+        if words[1] == "-m":
+            assert words[2] == "eval"
+            assert main(words[3:]) == 0, words
+        else:
+            monkeypatch.setattr("sys.argv", [words[1], *words[2:], "num=6"])
+            with pytest.raises(SystemExit) as ended:
+                runpy.run_path(str(ROOT / words[1]), run_name="__main__")
+            assert ended.value.code == 0
+    for name in ("rmir", "pinpoint", "mmeb", "mmbright"):
+        results = json.loads((tmp_path / f"runs/small/{name}_eval/results.json").read_text())
+        assert results["benchmark"] == name
+        assert (tmp_path / f"runs/small/{name}_eval/report.html").stat().st_size > 20_000
+    page = (tmp_path / "runs/small/leaderboard.html").read_text()
+    assert page.count('class="board"') == 4
+    assert {words[3] for words in asked if words[1] == "-m"} >= {"import", "run", "report", "export", "audit"}

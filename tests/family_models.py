@@ -1,0 +1,218 @@
+"""A tiny random model and processor of every family, and what stock transformers wants to be given for each."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import trl
+from transformers import (
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Idefics3ImageProcessor,
+    Idefics3Processor,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen2VLImageProcessor,
+    Qwen2VLProcessor,
+    Qwen2VLVideoProcessor,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
+
+from rge import scratch
+from rge.families import FAMILIES
+
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "patch_size": 14,
+    "window_size": 56,
+    "fullatt_block_indexes": [1],
+}
+TEXTS = [
+    "Find the picture that answers the question.",
+    "What do you need to open this?",
+    "This is a padlock; a locked padlock is opened with a key.",
+    "What will this egg turn into over time?",
+    "This is an egg; a chick hatches from it.",
+]
+TILE = 40
+MIN_PIXELS, MAX_PIXELS = 28 * 28, 84 * 84
+LIVELY_SEED = {"qwen2_5_vl": 0}
+"""Seeds, 1 for the rest, with which a model writes rationales of many lengths; see `enliven` of conftest.py."""
+
+every_family = pytest.mark.parametrize("lively_path", sorted(FAMILIES), indirect=True)
+"""Runs a test that uses `lively`, `lively64` or `lively_path` once for each family instead of with Qwen2.5-VL."""
+
+
+def template(name: str) -> str:
+    return (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+
+
+def build(family: str, out: Path, seed: int = 0) -> None:
+    """Write a randomly initialised model of a family and its processor."""
+    if family == "qwen2_5_vl":
+        scratch.build(
+            out,
+            TEXTS,
+            seed=seed,
+            vocab_size=320,
+            text=TEXT,
+            vision=VISION,
+            min_pixels=MIN_PIXELS,
+            max_pixels=MAX_PIXELS,
+        )
+        return
+    tokenizer = scratch.train_tokenizer(TEXTS, 320)
+    model, processor = globals()[f"_{family}"](tokenizer)
+    torch.manual_seed(seed)
+    model().save_pretrained(out)
+    processor.save_pretrained(out)
+
+
+def _qwen_config(tokenizer, rope: dict) -> dict:
+    id_of = tokenizer.convert_tokens_to_ids
+    return {
+        "text_config": {
+            **TEXT,
+            "vocab_size": _rows(tokenizer),
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, **rope},
+            "pad_token_id": tokenizer.pad_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "bos_token_id": None,
+        },
+        "image_token_id": id_of("<|image_pad|>"),
+        "video_token_id": id_of("<|video_pad|>"),
+        "vision_start_token_id": id_of("<|vision_start|>"),
+        "vision_end_token_id": id_of("<|vision_end|>"),
+        "tie_word_embeddings": True,
+    }
+
+
+def _qwen2_vl(tokenizer):
+    config = Qwen2VLConfig(
+        **_qwen_config(tokenizer, {"mrope_section": [2, 3, 3]}),
+        vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2},
+    )
+    processor = Qwen2VLProcessor(
+        image_processor=Qwen2VLImageProcessor(size={"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}),
+        tokenizer=tokenizer,
+        video_processor=Qwen2VLVideoProcessor(),
+        chat_template=template("qwen2_5_vl"),
+    )
+    return lambda: Qwen2VLForConditionalGeneration(config), processor
+
+
+def _qwen3_vl(tokenizer):
+    """With DeepStack into two of three text layers, and interleaved rotary axes."""
+    config = _qwen_config(tokenizer, {"mrope_section": [4, 2, 2], "mrope_interleaved": True})
+    # What is added after the last layer is read by nobody; with three, both additions matter.
+    config["text_config"] |= {"head_dim": 16, "num_hidden_layers": 3}
+    vision = {
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "patch_size": 16,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    size = {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}
+    processor = Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(size=size, patch_size=16),
+        tokenizer=tokenizer,
+        video_processor=Qwen3VLVideoProcessor(),
+        chat_template=template("qwen3_vl"),
+    )
+    return lambda: Qwen3VLForConditionalGeneration(Qwen3VLConfig(**config, vision_config=vision)), processor
+
+
+def _idefics3(tokenizer):
+    """Tiles of 40 x 40 pixels and four tokens; a picture is at most two tiles wide and high."""
+    places = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+    tokenizer.add_special_tokens(
+        {
+            "additional_special_tokens": [
+                "<fake_token_around_image>",
+                "<image>",
+                "<end_of_utterance>",
+                "<global-img>",
+                *places,
+            ],
+            "eos_token": "<end_of_utterance>",
+        }
+    )
+    processor = Idefics3Processor(
+        image_processor=Idefics3ImageProcessor(
+            size={"longest_edge": 2 * TILE}, max_image_size={"longest_edge": TILE}
+        ),
+        tokenizer=tokenizer,
+        image_seq_len=4,
+        chat_template=template("smolvlm"),
+    )
+    config = Idefics3Config(
+        text_config={
+            **TEXT,
+            "model_type": "llama",
+            "vocab_size": _rows(tokenizer),
+            "pad_token_id": tokenizer.pad_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "tie_word_embeddings": True,
+        },
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": TILE,
+            "patch_size": 10,
+        },
+        image_token_id=processor.image_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        scale_factor=2,
+        tie_word_embeddings=True,
+    )
+    return lambda: Idefics3ForConditionalGeneration(config), processor
+
+
+def _rows(tokenizer) -> int:
+    return -(-(len(tokenizer) + 1) // 64) * 64
+
+
+def stock_inputs(model, prompts, input_ids, attention_mask) -> dict:
+    """Inputs of an ordinary forward or `generate` for padded rows, pictures included."""
+    found = {"input_ids": input_ids, "attention_mask": attention_mask}
+    seen = [prompt for prompt in prompts if prompt.pixel_values is not None]
+    if model.config.model_type == "idefics3":
+        if seen:
+            # Rows of as many tiles as the longest has; what is missing is zero, and dropped by the model.
+            most = max(len(prompt.pixel_values) for prompt in seen)
+            shape = seen[0].pixel_values.shape[1:]
+            found["pixel_values"] = torch.zeros(len(prompts), most, *shape, dtype=model.dtype)
+            for row, prompt in enumerate(prompts):
+                if prompt.pixel_values is not None:
+                    found["pixel_values"][row, : len(prompt.pixel_values)] = prompt.pixel_values
+        return found
+    if seen:
+        found["pixel_values"] = torch.cat([prompt.pixel_values for prompt in seen])
+        found["image_grid_thw"] = torch.cat([prompt.image_grid for prompt in seen])
+        found["mm_token_type_ids"] = (input_ids == model.config.image_token_id).long()
+    return found
+
+
+def counted_positions(model, attention_mask):
+    """Positions of rows without pictures: from each row's first token, whatever the padding."""
+    counted = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+    return counted if model.config.model_type == "idefics3" else counted.expand(3, -1, -1)

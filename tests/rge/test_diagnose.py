@@ -1,0 +1,313 @@
+"""The three diagnoses: that each sees what it is there to see, and says nothing where there is nothing."""
+
+import json
+import math
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rge.checkpoint import export, settings_of
+from rge.config import RecipeError, load_recipe, to_dict
+from rge.diagnose import __main__ as command
+from rge.diagnose import leakage, sensitivity
+from rge.diagnose.invariance import invariance
+from rge.diagnose.pairs import Pairs, elsewhere, hits, interval, read_pairs
+from rge.encode import Encoder, load_encoder
+from rge.prompts import PromptBuilder
+from rge.rollout import generate
+from rge.schema import Item
+from rge.sources import RecordError
+
+WORDS = ["egg", "key", "padlock", "chick", "picture", "question"]
+
+
+@pytest.fixture
+def checkpoint(lively, tmp_path):
+    settings = settings_of(
+        emb_id=lively.emb_id, profile="plain", max_prompt_tokens=2048, min_pixels=784, max_pixels=7056, max_new_tokens=8,
+        reasons="query", recipe=to_dict(load_recipe(["recipe=demo"])), stage="joint", step=7,
+    )  # fmt: skip
+    export(lively, tmp_path / "run" / "final", settings)
+    return tmp_path / "run" / "final"
+
+
+@pytest.fixture
+def records(tmp_path, picture):
+    """Six questions by six pictures; the answer is named by the rationale alone."""
+    lines = []
+    for number in range(24):
+        word = WORDS[number % 6]
+        picture(60, 60, number).save(tmp_path / f"{number}.png")
+        lines.append(
+            {
+                "id": f"r{number}", "group": f"g{number // 2}", "source": "s", "split": "train",
+                "query": {"text": f"What is {word} {number}?", "images": [f"{number}.png"] if number % 2 else []},
+                "positives": [{"id": f"t{number}", "identity": word, "text": f"{word} {number}", "rationale": f"a {word}"}],
+                "negatives": [{"id": f"n{number}", "text": f"no {word}"}],
+            }
+        )  # fmt: skip
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+# --------------------------------------------------------------------------------------------------------------- pairs
+
+
+def test_pairs_from_records(records):
+    pairs = read_pairs(records, 100)
+    assert len(pairs.queries) == 24
+    assert len(pairs.candidates) == 48
+    assert pairs.oracle[1] == "a key"
+    assert pairs.queries[1].images[0].endswith("1.png")
+    # Everything of one identity answers, in whatever record it stands; a negative does not.
+    names = [item.id for item in pairs.candidates]
+    assert {names[column] for column in np.flatnonzero(pairs.right_QC[1])} == {"t1", "t7", "t13", "t19"}
+    few = read_pairs(records, 5, seed=3)
+    assert len(few.queries) == 5
+    assert {item.id for item in few.queries} <= {f"r{number}" for number in range(24)}
+    assert [item.id for item in few.queries] == [item.id for item in read_pairs(records, 5, seed=3).queries]
+
+
+def test_pairs_from_a_retrieval_set(tmp_path):
+    picture = {"bytes": b"png", "path": None}
+    pq.write_table(
+        pa.table(
+            {
+                "id": ["a", "b"],
+                "text": ["x", "y"],
+                "image": [[picture], []],
+                "group": ["g", "h"],
+                "instruction": ["do", None],
+            }
+        ),
+        tmp_path / "queries.parquet",
+    )
+    pq.write_table(
+        pa.table({"id": ["c", "d"], "image": [picture, {"bytes": None, "path": "p.png"}]}),
+        tmp_path / "corpus.parquet",
+    )
+    qrels = {"query-id": ["a", "b", "b"], "corpus-id": ["d", "c", "d"], "score": [1, 2, 0]}
+    pq.write_table(pa.table(qrels), tmp_path / "qrels.parquet")
+    pairs = read_pairs(tmp_path, 10)
+    assert pairs.queries[0] == Item("a", "x", (b"png",), "do")
+    assert pairs.candidates[1] == Item("d", None, (str(tmp_path / "p.png"),))
+    assert pairs.right_QC.tolist() == [[False, True], [True, False]]
+    assert pairs.oracle == [None, None]
+    pq.write_table(pa.table({**qrels, "corpus-id": ["z", "c", "d"]}), tmp_path / "qrels.parquet")
+    with pytest.raises(RecordError, match="'z' is judged and stands in no row of corpus.parquet"):
+        read_pairs(tmp_path, 10)
+    with pytest.raises(RecordError, match="is neither training records"):
+        read_pairs(tmp_path / "nothing", 10)
+
+
+def test_partners_come_from_elsewhere():
+    groups = ["a"] * 3 + ["b"] * 2 + ["c"] * 4 + ["d"]
+    for seed in range(20):
+        other = elsewhere(groups, seed)
+        assert sorted(other) == list(range(10))
+        assert all(groups[place] != groups[number] for number, place in enumerate(other))
+
+
+def test_hits_and_interval_by_hand():
+    query = np.eye(3, dtype=np.float32)
+    candidates = np.array([[1, 0, 0], [0, 0.9, 0], [0, 1, 0]], dtype=np.float32)
+    right = np.array([[1, 0, 0], [0, 1, 0], [0, 1, 1]], dtype=bool)
+    # The third query scores all candidates alike: the first counts.
+    assert hits(query, candidates, right).tolist() == [1, 0, 0]
+    mean, low, high = interval(np.array([0.0, 1.0] * 50), [str(number) for number in range(100)])
+    assert mean == 0.5
+    assert 0.38 < low < 0.43
+    assert 0.57 < high < 0.62
+    # Pairs of the same outcome are half as many observations.
+    _, wide, _ = interval(np.repeat([0.0, 1.0] * 25, 2), [str(number // 2) for number in range(100)])
+    assert 0.5 - wide > 1.2 * (0.5 - low)
+
+
+# --------------------------------------------------------------------------------------------------------- sensitivity
+
+
+def test_sensitivity_sees_that_a_rationale_matters(checkpoint, records):
+    encoder = load_encoder(checkpoint)
+    pairs = read_pairs(records, 24)
+    prompts = [encoder.builder.build(item, "query") for item in pairs.queries]
+    written = generate(encoder.embedder, prompts, max_new_tokens=8, batch_size=7)
+    # As sensitivity batches them, to the last bit: candidates of a random model are close to one another.
+    own = sensitivity.after(encoder, prompts, [list(row.ids) for row in written], 7)
+    encoded = encoder.encode(pairs.queries, side="query", mode="reasoning").embeddings
+    np.testing.assert_allclose(own, encoded, atol=1e-5)
+    direct = encoder.encode(pairs.queries, side="query", mode="direct").embeddings
+    settings = {"side": "candidate", "mode": "direct", "batch_size": 7}
+    candidates = encoder.encode(pairs.candidates, **settings).embeddings
+    # Right is what the model finds by its own rationales: whatever another rationale moves is then lost.
+    right = np.zeros((24, 48), dtype=bool)
+    right[np.arange(24), (own @ candidates.T).argmax(axis=1)] = True
+    found = sensitivity.sensitivity(
+        encoder, Pairs(pairs.queries, pairs.groups, pairs.oracle, pairs.candidates, right), batch_size=7
+    )
+    rows = found["conditions"]
+    assert rows.keys() == {"own", "swapped", "blanked", "none", "oracle"}
+    assert rows["own"]["hit@1"][0] == 1.0
+    assert rows["own"]["cosine"] == pytest.approx(1.0, abs=1e-5)
+    assert rows["own"]["moved"] == 0
+    assert rows["none"]["cosine"] == pytest.approx(float((own * direct).sum(axis=1).mean()), abs=1e-4)
+    for name in ("swapped", "blanked", "none", "oracle"):
+        assert rows[name]["cosine"] < 0.999
+        assert rows[name]["hit@1"][0] == pytest.approx(1 - rows[name]["moved"])
+        assert rows[name]["difference"][0] == pytest.approx(rows[name]["hit@1"][0] - 1)
+    assert rows["swapped"]["moved"] > 0.2
+    assert found["verdict"].startswith("the rationale matters: another query's costs -")
+    shown = sensitivity.table(found)
+    assert "100.0 [100.0, 100.0]" in shown
+    assert found["verdict"] in shown
+
+
+def test_sensitivity_sees_that_a_rationale_does_not_matter(checkpoint, records, monkeypatch):
+    """A model that reads its prompt alone: every rationale gives the direct state."""
+    encoder = load_encoder(checkpoint)
+    pairs = read_pairs(records, 24)
+    direct = encoder.encode(pairs.queries, side="query", mode="direct").embeddings
+    monkeypatch.setattr(sensitivity, "after", lambda *args: direct)
+    found = sensitivity.sensitivity(encoder, pairs, batch_size=8)
+    assert found["conditions"]["swapped"]["difference"] == (0.0, 0.0, 0.0)
+    assert found["verdict"].startswith("no effect of the rationale is seen")
+
+
+# ---------------------------------------------------------------------------------------------------------- invariance
+
+
+def test_invariance_holds_and_plain_transformers_agrees(checkpoint, records):
+    found = invariance(load_encoder(checkpoint), read_pairs(records, 6), batch_sizes=(2, 5))
+    assert found["agrees"], found
+    rows = found["variants"]
+    assert len(rows) == 2 * 4 + 4
+    for name, row in rows.items():
+        assert row["exact"] == ("bfloat16" not in name)
+        if row["exact"]:
+            assert row["difference"] < 1e-4
+            assert row["rationales"] in (None, 1.0)
+    assert (
+        rows["direct, bfloat16"]["difference"] > 1e-4
+    )  # so the bound separates rounding of one kind from the other
+
+
+def test_invariance_sees_an_embedding_that_depends_on_the_batch(checkpoint, records, monkeypatch, capsys):
+    true = Encoder.encode
+
+    def depends(self, items, *, batch_size=64, **settings):
+        found = true(self, items, batch_size=batch_size, **settings)
+        if settings["mode"] == "direct" and batch_size == 32:
+            found.embeddings[0, 0] += 1e-3
+        return found
+
+    monkeypatch.setattr(Encoder, "encode", depends)
+    code = command.main(["invariance", f"checkpoint={checkpoint}", f"data={records}", "limit=4"])
+    shown = capsys.readouterr().out
+    assert code == 1
+    assert "differs: direct, batches of 32; direct, in the opposite order" in shown
+    written = json.loads((checkpoint.parent / "diagnose" / "invariance.json").read_text())
+    assert written["variants"]["direct, batches of 4"]["agrees"]
+    assert not written["variants"]["direct, batches of 32"]["agrees"]
+
+
+# ------------------------------------------------------------------------------------------------------------- leakage
+
+
+def test_wrong_partners(lively, make_batch):
+    batch = make_batch(PromptBuilder(lively.processor))
+    size = len(batch.queries)
+    for seed in range(10):
+        query = leakage.rearrange(batch, "wrong query", np.random.default_rng(seed))
+        assert all(query.queries[row] is not batch.queries[row] for row in range(size))
+        assert sorted(map(id, query.queries)) == sorted(map(id, batch.queries))
+        assert query.oracle_ids is batch.oracle_ids
+        assert query.positive is batch.positive
+        target = leakage.rearrange(batch, "wrong target", np.random.default_rng(seed))
+        assert target.queries is batch.queries
+        assert target.oracle_ids is batch.oracle_ids
+        assert all(target.positive[row] != batch.positive[row] for row in range(size))
+        assert sorted(target.positive) == sorted(batch.positive)
+    assert leakage.rearrange(batch, "right", np.random.default_rng(0)) is batch
+
+
+def test_chance_counts_what_counts(lively, make_batch):
+    """Of nine candidates, queries 0, 1 and 2 ignore one, query 3 two, query 4 none; see the table at make_batch."""
+    batch = make_batch(PromptBuilder(lively.processor))
+    assert len(batch.candidates) == 9
+    assert leakage.chance(batch) == pytest.approx((3 * math.log(8) + math.log(7) + math.log(9)) / 5)
+
+
+def curve(end: float) -> dict[str, list[float]]:
+    values = np.linspace(5.0, end, 40).tolist() + [end] * 10
+    return {"loss_lm": values, "loss_contrastive": values}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words", "leak"),
+    [
+        (1.2, "the oracle rationale leaks the target: with wrong queries the loss still falls by 80 %", 0.8),
+        (2.6, "leaks in part: with wrong queries the loss falls by 24 %", 0.24),
+        (3.1, "no leak is seen: with wrong queries the loss falls by 4 %", 0.04),
+        (3.5, "no leak is seen: with wrong queries the loss falls by 0 %", 0.0),
+    ],
+)
+def test_verdicts(wrong, words, leak):
+    found = leakage.judge({"right": curve(0.7), "wrong query": curve(wrong)}, 3.2)
+    assert words in found["verdict"]
+    assert found["leak"] == pytest.approx(leak, abs=1e-9)
+    assert found["gain"]["right"] == pytest.approx(2.5)
+
+
+def test_no_verdict_without_learning():
+    found = leakage.judge({"right": curve(3.0), "wrong query": curve(3.2)}, 3.2)
+    assert found["leak"] is None
+    assert "no verdict: right triplets got 0.20 nats below chance (3.20)" in found["verdict"]
+    assert "no verdict without" in leakage.judge({"right": curve(1.0)}, 3.2)["verdict"]
+
+
+def test_leakage_writes_table_curves_and_plot(checkpoint, records, capsys):
+    arguments = [f"checkpoint={checkpoint}", f"data={records}", "steps=2", "batch_size=4"]
+    assert command.main(["leakage", *arguments, f"out={checkpoint.parent / 'here'}"]) == 0
+    written = json.loads((checkpoint.parent / "here" / "leakage.json").read_text())
+    assert written["curves"].keys() == set(leakage.TRIPLETS)
+    assert all(len(values) == 2 for found in written["curves"].values() for values in found.values())
+    assert written["verdict"] in capsys.readouterr().out
+    svg = ElementTree.parse(checkpoint.parent / "here" / "leakage.svg").getroot()
+    assert len(list(svg.iter("{http://www.w3.org/2000/svg}polyline"))) == 2 * len(leakage.TRIPLETS)
+
+
+@pytest.mark.slow
+def test_an_oracle_rationale_leaks_and_an_own_one_does_not(checkpoint, records):
+    """Rationales that name the target, on a model that learns them by heart."""
+    found = leakage.leakage(checkpoint, records, steps=60, batch_size=8, lr=5e-3)
+    assert found["leak"] > 0.3, leakage.table(found)
+    assert "leaks" in found["verdict"]
+    assert found["gain"]["own rationale"] < 0.3 * found["gain"]["wrong query"]
+    assert found["gain"]["wrong target"] < 0.3 * found["gain"]["right"]
+
+
+# ------------------------------------------------------------------------------------------------------------- command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["leek"], "unknown diagnosis 'leek'; did you mean leakage"),
+        (["leakage"], "give checkpoint=..."),
+        (["leakage", "checkpoint=x"], "give data=..."),
+        (["leakage", "checkpoint=x", "data=y", "step=3"], "unknown option step; did you mean steps"),
+        (["leakage", "checkpoint=x", "data=y", "steps=many"], "steps must be a number, got 'many'"),
+        (["sensitivity", "checkpoint=x", "data=y", "limit=0"], "limit must be > 0, got 0"),
+    ],
+)
+def test_wrong_commands(arguments, message):
+    with pytest.raises(RecipeError, match=message):
+        command.main(arguments)
+
+
+def test_help(capsys):
+    assert command.main(["help"]) == 0
+    assert "python -m rge.diagnose leakage" in capsys.readouterr().out

@@ -1,0 +1,102 @@
+"""What holds for every family of backbones beyond the tests that `every_family` repeats: it learns, and its numbers are right."""
+
+import pytest
+import torch
+from family_models import every_family
+
+from rge.adapters import add_adapters
+from rge.backbone import load_backbone, vision_parameters
+from rge.embedder import Embedder
+from rge.families import FAMILIES, Idefics3, family_of
+from rge.prompts import PromptBuilder
+from rge.schema import Item
+from rge.step import Objective, training_step
+
+
+def train(embedder, batch, rationales, steps, lr):
+    """Losses of some AdamW steps on one batch."""
+    optimizer = torch.optim.AdamW([p for p in embedder.parameters() if p.requires_grad], lr=lr)
+    losses = []
+    for _ in range(steps):
+        report = training_step(
+            embedder,
+            embedder,
+            batch,
+            Objective(0.5, 0.5, 0.1),
+            rationales=rationales,
+            micro_batch_size=3,
+            backward=lambda loss: loss.backward(),
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(report["loss"])
+    return losses
+
+
+@every_family
+def test_a_few_steps_learn_a_batch_by_heart_and_move_every_weight(lively, make_batch, roll_out):
+    batch = make_batch(PromptBuilder(lively.processor))
+    before = {name: parameter.detach().clone() for name, parameter in lively.named_parameters()}
+    losses = train(lively, batch, roll_out(lively, batch), steps=8, lr=1e-2)
+    assert losses[-1] < 0.5 * losses[0]
+    still = [name for name, parameter in lively.named_parameters() if torch.equal(parameter, before[name])]
+    assert not still
+
+
+@every_family
+def test_adapters_leave_the_vision_tower_alone(lively, make_batch, roll_out):
+    batch = make_batch(PromptBuilder(lively.processor))
+    rationales = roll_out(lively, batch)
+    add_adapters(
+        lively.model,
+        lively.emb_id,
+        rank=4,
+        alpha=8,
+        dropout=0.0,
+        targets=[],
+        dora=False,
+        rslora=False,
+        vision=False,
+    )
+    assert not any(parameter.requires_grad for parameter in vision_parameters(lively.model))
+    losses = train(lively, batch, rationales, steps=8, lr=3e-2)
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@every_family
+@pytest.mark.parametrize("side_px", [28, 64, 84])
+def test_the_number_of_placeholders_of_a_square_picture(lively_path, picture, side_px):
+    """What a plan counts is what the processor writes."""
+    backbone = load_backbone(lively_path, min_pixels=side_px**2, max_pixels=side_px**2)
+    embedder = Embedder(backbone)
+    prompt = PromptBuilder(backbone.processor).build(Item("p", "egg"), "query", [picture(84, 84)])
+    family, config = family_of(embedder.model), embedder.model.config
+    shown = int((prompt.input_ids == config.image_token_id).sum())
+    assert family.num_placeholders(config, side_px**2) == shown
+    patches = int(prompt.image_grid.prod(dim=1).sum())
+    if isinstance(family, Idefics3):  # its grid is in pixels
+        patches //= config.vision_config.patch_size**2
+    assert patches == shown * family.patches_per_placeholder(config)
+
+
+@every_family
+def test_the_empty_picture_is_the_smallest(lively, picture):
+    family, config = family_of(lively.model), lively.model.config
+    values, grid = family.empty_picture(config)
+    ids = family.picture_ids(config, lively.processor.tokenizer)
+    features = family.features(lively.model, values, grid)
+    assert len(features) == ids.count(config.image_token_id) == family.num_placeholders(config, 1)
+    # Beside another it stays one picture of its own.
+    prompt = PromptBuilder(lively.processor).build(Item("p", "egg"), "query", [picture(84, 84)])
+    both = family.features(
+        lively.model, torch.cat([prompt.pixel_values, values]), torch.cat([prompt.image_grid, grid])
+    )
+    torch.testing.assert_close(both[-len(features) :], features, atol=1e-5, rtol=1e-5)
+
+
+def test_every_family_has_a_tiny_model():
+    import family_models
+
+    assert {"qwen2_5_vl", *(name[1:] for name in vars(family_models) if name[1:] in FAMILIES)} == set(
+        FAMILIES
+    )

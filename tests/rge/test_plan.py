@@ -1,0 +1,294 @@
+"""The plan of a step: FLOPs against torch's counter, memory against what autograd keeps, and what it says where it does not fit."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from family_models import TEXT, TEXTS, VISION
+from PIL import Image
+
+from rge import plan, scratch
+from rge.backbone import BackboneError, load_backbone
+from rge.config import RecipeError, load_recipe
+from rge.costs import BACK_ENDS, Load, Shapes, communication, flops, memory, shapes_of
+from rge.embedder import Embedder
+from rge.families import FAMILIES, family_of
+from rge.outlines import TABLE, outline
+from rge.packing import Branch
+from rge.prompts import PromptBuilder
+from rge.rollout import generate
+from rge.schema import Item
+from rge.step import Objective, training_step
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def count_flops():
+    spec = importlib.util.spec_from_file_location("bench_step", ROOT / "scripts" / "bench_step.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.count_flops
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Qwen/Qwen2.5-VL-3B-Instruct", 3.755),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", 8.292),
+        ("Qwen/Qwen2-VL-2B-Instruct", 2.209),
+        ("Qwen/Qwen3-VL-2B-Instruct", 2.128),
+        ("HuggingFaceTB/SmolVLM-Instruct", 2.246),
+    ],
+)
+def test_the_table_gives_models_of_their_published_size(name, billions):
+    """Sizes as the models' cards state them; the table's shapes add up to these and to no others."""
+    recipe = load_recipe(["recipe=qwen25vl_3b", f"model.path={name}"])
+    model, origin = outline(recipe.model)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(
+        billions, abs=0.001
+    )
+    assert name in origin
+
+
+def test_every_recipe_has_a_plan(capsys):
+    for path in sorted((ROOT / "recipes").glob("*.yaml")):
+        code = plan.main([f"recipe={path.stem}", "num_gpus=8", "back_end=zero3"])
+        shown = capsys.readouterr().out
+        assert code == 0, shown
+        found = json.loads(shown.splitlines()[-1])
+        assert found["fits"]
+        assert set(found["bytes_sent"]) == set(BACK_ENDS)
+        assert "It fits." in shown
+
+
+@pytest.fixture
+def deep(tmp_path):
+    """Twelve text layers: as in a real model, no single layer is most of the work."""
+    text = {**TEXT, "num_hidden_layers": 12}
+    scratch.build(
+        tmp_path / "deep",
+        TEXTS,
+        seed=0,
+        vocab_size=320,
+        text=text,
+        vision=VISION,
+        min_pixels=784,
+        max_pixels=7056,
+    )
+    return Embedder(load_backbone(tmp_path / "deep", add_emb=True)).eval()
+
+
+@pytest.fixture
+def batch(deep, make_batch):
+    """Five queries with a picture of 84 x 84 pixels each, six candidates likewise."""
+    builder = PromptBuilder(deep.processor)
+    found = make_batch(builder)
+    image = Image.new("RGB", (84, 84), "red")
+    found.queries[:] = [builder.build(Item("q", "what is this", ()), "query", [image]) for _ in found.queries]
+    found.candidates[:] = [builder.build(Item("c", None, ()), "candidate", [image]) for _ in found.candidates]
+    found.oracle_ids[:] = [[7] * 11 + [deep.emb_id]] * len(found.queries)
+    return found
+
+
+def load_of(embedder: Embedder, batch, own: float, chunks: int) -> Load:
+    family, config = family_of(embedder.model), embedder.model.config
+    grid = batch.queries[0].image_grid
+    patches = int(grid[0].prod())
+    placeholders = int((batch.queries[0].input_ids == config.image_token_id).sum())
+    spans = family.vision_spans(config, patches)
+    return Load(
+        queries=len(batch.queries), candidates=len(batch.candidates), chunks=chunks,
+        prompt=len(batch.queries[0]), candidate=len(batch.candidates[0]), own=own, oracle=11,
+        read_own=True, contrastive=True, label_candidates=True,
+        query_patches=patches, query_placeholders=placeholders,
+        candidate_patches=patches, candidate_placeholders=placeholders,
+        query_spans=spans, candidate_spans=spans,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("micro_batch_size", [5, 3])
+def test_flops_against_the_counter(deep, batch, count_flops, micro_batch_size):
+    """Rollout, and forward with backward, each within 10 per cent, and so the whole."""
+    chunks = -(-5 // micro_batch_size)
+    # Rows of equal length: a cap that no rationale reaches by itself.
+    with torch.no_grad():
+        deep.model.get_input_embeddings().weight[deep.emb_id] = 0
+    settings = {"max_new_tokens": 12, "batch_size": 5}
+    rationales = generate(deep, batch.queries, **settings)
+    assert all(len(rationale.ids) == 12 for rationale in rationales)
+    rollout = count_flops(lambda: generate(deep, batch.queries, **settings))
+
+    def step() -> None:
+        training_step(
+            deep, deep, batch, Objective(0.5, 0.5), rationales=rationales, micro_batch_size=micro_batch_size,
+            backward=lambda loss: loss.backward(),
+        )  # fmt: skip
+
+    counted = count_flops(step)
+    load = load_of(deep, batch, 12, chunks)
+    # Here the rollout encodes the prompts in any case: no pass with gradient stands before it.
+    twice = flops(
+        shapes_of(deep.model),
+        load_of(deep, batch, 12, 2),
+        checkpointing=False,
+        trainable=1.0,
+        train_vision=True,
+    )
+    found = flops(shapes_of(deep.model), load, checkpointing=False, trainable=1.0, train_vision=True)
+    planned = sum(size for name, size in found.items() if name != "rollout")
+    assert twice["rollout"] == pytest.approx(rollout, rel=0.1)
+    assert planned == pytest.approx(counted, rel=0.1)
+
+
+def test_activations_against_what_autograd_keeps(deep, batch):
+    """Within a third: the estimate counts a layer's tensors, autograd may keep some twice or not at all."""
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    weights = {parameter.untyped_storage().data_ptr() for parameter in deep.parameters()}
+    branches = [
+        [
+            Branch([7] * 12 + [deep.emb_id], read_state=True),
+            Branch([7] * 11 + [deep.emb_id], predict=True),
+        ]
+    ] * 5
+    direct = [[Branch([deep.emb_id], read_state=True, predict=True)]] * len(batch.candidates)
+    packs = deep.pack(batch.queries, branches), deep.pack(batch.candidates, direct)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        readouts = deep(*packs)
+    measured = sum(size for place, size in kept.items() if place not in weights)
+    assert all(readout.state_ND.requires_grad for readout in readouts)
+    found = memory(
+        shapes_of(deep.model), load_of(deep, batch, 12, 1), back_end="ddp", num_gpus=1, dtype_bytes=4, checkpointing=False,
+        trained=1, optimizer_states=2, rollout_rows=1, micro_queries=5,
+    )  # fmt: skip
+    assert found["activations"] == pytest.approx(measured, rel=1 / 3)
+
+
+def test_memory_and_communication_by_hand():
+    """A model of 1 G parameters in bfloat16 on four GPUs, AdamW, without anything but its weights."""
+    shapes = Shapes(**{**dict.fromkeys(Shapes.__dataclass_fields__, 0), "parameters": 10**9})
+    load = Load(0, 0, 4, 1, 1, 0, 0, False, False, False, 0, 0, 0, 0)
+
+    def of(back_end: str) -> tuple[float, float, float]:
+        found = memory(
+            shapes, load, back_end=back_end, num_gpus=4, dtype_bytes=2, checkpointing=True, trained=10**9, optimizer_states=2,
+            rollout_rows=1, micro_queries=0,
+        )  # fmt: skip
+        return found["weights"] / 1e9, found["gradients"] / 1e9, found["optimizer"] / 1e9
+
+    assert of("ddp") == (2.0, 4.0, 4.0)  # gradients, and DDP's buckets of them
+    assert of("zero1") == (2.0, 2.0, 3.0)  # 12 bytes a parameter, over four
+    assert of("zero2") == (2.0, 0.5, 3.0)
+    assert of("zero3") == (0.5, 0.5, 3.0)
+    assert of("fsdp2") == (1.0, 1.0, 2.0)  # float32, over four
+
+    def sent(back_end: str) -> float:
+        return communication(shapes, load, back_end=back_end, num_gpus=4, dtype_bytes=2, trained=10**9) / 1e9
+
+    # 2 GB of gradients, three quarters of them sent; four micro batches.
+    assert sent("ddp") == 3.0
+    assert sent("zero1") == 3.0
+    assert sent("zero2") == 1.5 * 4 + 1.5
+    assert sent("zero3") == 1.5 * 4 + 1.5 * (2 * 4 + 1)
+
+
+def test_more_queries_cost_memory_only_by_the_micro_batch():
+    """What a step takes grows with the batch, what a GPU holds does not."""
+    found = []
+    for size in (512, 4096):
+        recipe = load_recipe(["recipe=qwen25vl_3b", f"joint.batch_size={size}"])
+        options, _ = plan.read_options([])
+        found.append(plan.plan(recipe, outline(recipe.model)[0], options))
+    small, large = found
+    assert large["flops"] == pytest.approx(8 * small["flops"], rel=0.01)
+    assert large["memory_total"] == pytest.approx(small["memory_total"], rel=0.01)
+    assert large["tokens"]["own rationales"] == 4096 * 129
+
+
+def test_a_plan_that_does_not_fit_says_what_would(capsys):
+    code = plan.main(
+        ["recipe=qwen25vl_3b", "num_gpus=1", "gpu_gib=80", "back_end=zero2", "train.micro_batch_size=64"]
+    )
+    shown = capsys.readouterr().out
+    assert code == 1
+    found = json.loads(shown.splitlines()[-1])
+    assert not found["fits"]
+    assert "It does not fit: " in shown
+    assert found["advice"]
+    for line in found["advice"]:
+        assert f"would do: {line}" in shown
+    # Each is true: with it, the same command fits.
+    sizes = [
+        line.split(":")[0]
+        for line in found["advice"]
+        if line.startswith(("train.", "num_gpus", "model.", "rollout."))
+    ]
+    assert sizes
+    for change in sizes:
+        fixed = [
+            "recipe=qwen25vl_3b",
+            "gpu_gib=80",
+            "back_end=zero2",
+            *(["num_gpus=1"] if "num_gpus" not in change else []),
+        ]
+        fixed += ["train.micro_batch_size=64"] if "micro_batch" not in change else []
+        assert plan.main([*fixed, change]) == 0
+        capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["num_gpus=7"], r"joint.batch_size 512 must be a multiple of the 7 GPUs, e.g. 511"),
+        (["num_gpu=8"], "unknown option num_gpu; did you mean num_gpus"),
+        (["gpu_gib=big"], r"gpu_gib must be a number \(memory of a GPU, GiB\), got 'big'"),
+        (["num_gpus=0"], "num_gpus is too small: 0"),
+        (["back_end=zero4"], "back_end must be one of ddp, zero1, zero2, zero3, fsdp2; got 'zero4'"),
+        (["for=cold_start", "stage=joint"], "the recipe has stage=joint, so there is no cold_start to plan"),
+        (
+            ["query_pictures=3"],
+            r"3 pictures of model.max_pixels=802816 take 3072 tokens, which data.max_prompt_tokens=2048 cannot hold",
+        ),
+        (["model.pth=x"], "did you mean model.path"),
+    ],
+)
+def test_errors(arguments, message):
+    with pytest.raises(RecipeError, match=message):
+        plan.main(["recipe=qwen25vl_3b", *arguments])
+
+
+def test_unknown_shapes_are_never_guessed(tmp_path):
+    with pytest.raises(
+        BackboneError, match=r"the shapes of nobody/nothing are not known: .*without the hub there are: Qwen"
+    ):
+        plan.main(["recipe=qwen25vl_3b", "model.path=nobody/nothing"])
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(BackboneError, match="is a bert; supported families: "):
+        plan.main(["recipe=qwen25vl_3b", f"model.path={tmp_path}"])
+
+
+def test_a_local_config_is_used(lively_path, capsys):
+    assert (
+        plan.main(
+            [
+                "recipe=demo",
+                "model.scratch=null",
+                f"model.path={lively_path}",
+                "num_gpus=2",
+                "joint.batch_size=8",
+            ]
+        )
+        == 0
+    )
+    shown = capsys.readouterr().out
+    assert str(lively_path) in shown.splitlines()[0]
+    assert TABLE.keys() >= {"Qwen/Qwen2.5-VL-3B-Instruct"}
+    assert set(FAMILIES) == {known["model_type"] for known in TABLE.values()}

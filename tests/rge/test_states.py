@@ -1,0 +1,217 @@
+"""Training states: complete or not there, found out when damaged, written while training goes on."""
+
+import random
+import threading
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+
+from rge import states as module
+from rge.checkpoint import CheckpointError
+from rge.states import States, damage, trained_tensors
+
+
+class Trained:
+    """A small model with an optimizer that has moved, as training prepares them."""
+
+    def __init__(self, folder, keep_last=2, background=True, frozen=False):
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True)
+        layers = torch.nn.Sequential(
+            torch.nn.Linear(100, 100), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(100)
+        )
+        if frozen:
+            layers[0].bias.requires_grad_(False)
+        optimizer = torch.optim.AdamW([p for p in layers.parameters() if p.requires_grad], lr=0.1)
+        self.model, self.optimizer = accelerator.prepare(layers, optimizer)
+        self.states = States(
+            accelerator, layers, self.optimizer, folder, keep_last=keep_last, background=background
+        )
+
+    def step(self) -> None:
+        scale = random.random() + float(np.random.rand())
+        (scale * self.model(torch.rand(2, 100))).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def save(self, step, **meta) -> None:
+        self.states.save(step, meta)
+        self.states.wait()
+
+    def snapshot(self):
+        return deepcopy((self.model.state_dict(), self.optimizer.state_dict()["state"]))
+
+
+def flat(tree):
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    return [leaf for value in (tree.values() if isinstance(tree, dict) else tree) for leaf in flat(value)]
+
+
+def same(one, other) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(flat(one), flat(other), strict=True))
+
+
+def content(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_state_brings_weights_optimizer_and_every_random_number_back(tmp_path, background):
+    trained = Trained(tmp_path, background=background)
+    trained.step()
+    trained.states.save(1, {"recipe": {"a": 1}})
+    # Training goes on at once, whatever is still being written.
+    trained.step()
+    trained.step()
+    expected = trained.snapshot()
+    trained.states.wait()
+    path, done = trained.states.latest()
+    assert (path.name, done["step"], done["recipe"]) == ("step_00000001", 1, {"a": 1})
+    for again in (trained, Trained(tmp_path)):
+        again.states.load(path)
+        assert not same(again.snapshot(), expected)
+        again.step()
+        again.step()
+        assert same(again.snapshot(), expected)
+
+
+def test_the_copy_is_of_the_step_that_was_saved(tmp_path, monkeypatch):
+    """The thread is held until training has moved on; what it writes must not have moved with it."""
+    trained = Trained(tmp_path)
+    trained.step()
+    expected = trained.snapshot()
+    go_on = threading.Event()
+    write = module.save_file
+    monkeypatch.setattr(module, "save_file", lambda *args: (go_on.wait(10), write(*args)))
+    trained.states.save(1, {})
+    trained.step()
+    assert not list(tmp_path.glob("step_*"))
+    go_on.set()
+    trained.states.wait()
+    trained.states.load(trained.states.latest()[0])
+    assert same(trained.snapshot(), expected)
+
+
+def test_weights_that_are_not_trained_are_not_saved(tmp_path):
+    trained = Trained(tmp_path, frozen=True)
+    trained.step()
+    trained.save(1)
+    saved = module.load_file(tmp_path / "step_00000001/model.safetensors")
+    assert "0.bias" not in saved
+    assert (
+        {"0.weight", "2.running_mean", "2.num_batches_tracked"}
+        <= saved.keys()
+        == trained_tensors(trained.model).keys()
+    )
+    with pytest.raises(CheckpointError, match=r"holds other parameters than are trained now, e\.g\. 0\.bias"):
+        Trained(tmp_path).states.load(tmp_path / "step_00000001")
+
+
+def test_only_the_newest_states_are_kept(tmp_path):
+    trained = Trained(tmp_path)
+    for step in (1, 2, 9, 10, 100):
+        trained.save(step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000010", "step_00000100"]
+    assert trained.states.latest()[1]["step"] == 100
+
+
+def test_the_latest_state_is_never_one_that_was_not_finished(tmp_path):
+    trained = Trained(tmp_path / "state")
+    assert trained.states.latest() is None
+    trained.save(5)
+    folder = tmp_path / "state"
+    (folder / "tmp_step_00000006").mkdir()
+    (folder / "tmp_step_00000006/done.json").write_text('{"step": 6}')
+    (folder / "step_00000007").mkdir()
+    (folder / "step_8").mkdir()
+    (folder / "step_8/done.json").write_text('{"step": 8}')
+    assert trained.states.latest()[1]["step"] == 5
+    assert not (folder / "tmp_step_00000006").exists()  # what a kill left behind is cleared
+
+
+DAMAGES = {
+    "cut": (lambda file: file.write_bytes(file.read_bytes()[:-1]), r"has \d+ bytes, \d+ were written"),
+    "zeros": (lambda file: file.write_bytes(bytes(file.stat().st_size)), "has another checksum"),
+    "gone": (lambda file: file.unlink(), "is missing"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "random_states.bin"])
+def test_a_torn_file_is_found_and_the_state_before_is_used(tmp_path, capsys, kind, name):
+    trained = Trained(tmp_path)
+    trained.step()
+    trained.save(1)
+    trained.step()
+    trained.save(2)
+    tear, message = DAMAGES[kind]
+    tear(tmp_path / "step_00000002" / name)
+    path, done = trained.states.latest()
+    assert done["step"] == 1
+    shown = capsys.readouterr().out
+    assert f"step_00000002 is damaged: {name} " in shown
+    trained.states.load(path)
+    trained.save(2)  # takes the damaged one's place
+    assert damage(tmp_path / "step_00000002") is None
+
+
+def test_where_nothing_was_summed_up_the_sizes_are_checked(tmp_path):
+    """As a sharded back end's states are: other nodes' files are not read again."""
+    state, temporary = tmp_path / "step_00000003", tmp_path / "tmp_step_00000003"
+    temporary.mkdir()
+    (temporary / "shard_0.bin").write_bytes(b"1234")
+    Trained(tmp_path).states._complete(3, temporary, state, {}, checksums=False)
+    assert damage(state) is None
+    (state / "shard_0.bin").write_bytes(b"123")
+    assert damage(state) == "shard_0.bin has 3 bytes, 4 were written"
+
+
+def test_if_every_state_is_damaged_nothing_starts_anew_in_silence(tmp_path):
+    trained = Trained(tmp_path)
+    trained.save(1)
+    trained.save(2)
+    (tmp_path / "step_00000001/optimizer.bin").write_bytes(b"")
+    (tmp_path / "step_00000002/done.json").write_text('{"step": 2')
+    with pytest.raises(
+        CheckpointError,
+        match=r"no intact state .*done\.json cannot be read.*optimizer\.bin has 0 bytes.*Delete",
+    ):
+        trained.states.latest()
+
+
+# 20 kB stops the weights (40 kB), 60 kB lets them pass and stops the optimizer (80 kB).
+@pytest.mark.parametrize("limit", [0, 20_000, 60_000])
+@pytest.mark.parametrize("background", [True, False])
+def test_a_full_disk_leaves_the_earlier_state_and_nothing_partial(
+    tmp_path, limit, background, files_of_at_most
+):
+    trained = Trained(tmp_path, keep_last=1, background=background)
+    trained.step()
+    trained.save(1)
+    before = content(tmp_path)
+    trained.step()
+    with (
+        files_of_at_most(limit),
+        pytest.raises(
+            CheckpointError, match=r"state after step 2 could not be written to .*earlier states are unharmed"
+        ),
+    ):
+        trained.save(2)
+    assert content(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+    trained.save(2)
+    assert trained.states.latest()[1]["step"] == 2
+
+
+def test_what_fails_in_the_background_stops_the_next_step(tmp_path, files_of_at_most):
+    trained = Trained(tmp_path)
+    with files_of_at_most(0):
+        trained.states.save(1, {})
+        trained.states._thread.join()
+    with pytest.raises(CheckpointError, match="state after step 1 could not be written"):
+        trained.states.check()
+    trained.states.check()  # said once

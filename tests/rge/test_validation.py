@@ -1,0 +1,143 @@
+"""Held-out records: the figures are those of a plain loop, and measuring leaves no trace in training."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from rge.collate import Collator
+from rge.packing import Branch
+from rge.prompts import PromptBuilder
+from rge.rollout import generate
+from rge.sources import RecordError, RecordFile
+from rge.step import Objective
+from rge.validation import Validation
+
+WORDS = ["what", "egg", "key", "open", "this", "turn", "picture", "locked", "chick"]
+
+
+@pytest.fixture
+def records(tmp_path, picture):
+    """Seven records; targets shared between records, two right answers in one, a labelled negative in two."""
+    chance = random.Random(1)
+    for number in range(4):
+        picture(40 + 9 * number, 80, number).save(tmp_path / f"{number}.png")
+    lines = []
+    for number in range(7):
+        positives = [
+            {
+                "id": f"t{number % 5}",
+                "text": WORDS[number % 5],
+                "rationale": " ".join(chance.choices(WORDS, k=3 + number)),
+            }
+        ]
+        if number == 2:
+            positives.append({"id": "t0", "text": WORDS[0], "rationale": "egg"})
+        lines.append(
+            {
+                "id": f"r{number}", "group": "g", "source": "s", "split": "dev",
+                "query": {"text": " ".join(chance.choices(WORDS, k=5)), "images": [f"{number % 4}.png"][: number % 2]},
+                "positives": positives,
+                "negatives": [{"id": "n", "text": "locked picture"}][: number % 3 // 2],
+            }
+        )  # fmt: skip
+    path = tmp_path / "held_out.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return RecordFile(path)
+
+
+def make(records, embedder, objective, micro_batch_size=3, max_records=100, **settings):
+    collator = Collator([records], PromptBuilder(embedder.processor), **settings)
+    return Validation(
+        collator,
+        objective,
+        max_records=max_records,
+        micro_batch_size=micro_batch_size,
+        max_new_tokens=6,
+    )
+
+
+def by_hand(embedder, records, objective):
+    """Every query against the targets of all records, one forward a row."""
+    builder = PromptBuilder(embedder.processor)
+    collator = Collator([records], builder)
+    from rge.sources import Draw
+
+    rows = [collator.collate([Draw(0, index, index)]) for index in range(len(records))]
+    q, t, owner, nll, count = [], [], [], 0.0, 0
+    for number, row in enumerate(rows):
+        [own] = generate(embedder, row.queries, max_new_tokens=6, batch_size=1)
+        q.append(own.state_D)
+        oracle = Branch(row.oracle_ids[0], predict=True)
+        direct = Branch([embedder.emb_id], read_state=True, predict=True)
+        with torch.no_grad():
+            readouts = [embedder(embedder.pack(row.queries, [[oracle]]))[0]]
+            for candidate in row.candidates:
+                readouts.append(embedder(embedder.pack([candidate], [[direct]]))[0])
+        t += [readout.state_ND[0] for readout in readouts[1:]]
+        owner += [(number, identity) for identity in row.candidate_identity]
+        nll += sum(float(readout.nll) for readout in readouts)
+        count += sum(readout.num_tokens for readout in readouts)
+    hits, con = 0, 0.0
+    for number, row in enumerate(rows):
+        positive, negatives, first = None, [], True
+        for column, (record, identity) in enumerate(owner):
+            score = float(q[number] @ t[column])
+            if record == number and first:
+                positive, first = score, False
+            elif record == number or identity not in row.right_answers[0]:
+                negatives.append(score)
+        hits += positive > max(negatives)
+        terms = np.exp(np.array([positive, *negatives]) / objective.temperature)
+        con -= np.log(terms[0] / terms.sum())
+    return {
+        "val_loss_lm": nll / count,
+        "val_loss_contrastive": con / len(rows),
+        "val_hit_at_1": hits / len(rows),
+    }
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 7, 50])
+def test_the_figures_are_those_of_a_plain_loop(lively, records, micro_batch_size):
+    objective = Objective(0.3, 0.7, 0.1)
+    found = make(records, lively, objective, micro_batch_size).measure(lively)
+    expected = by_hand(lively, records, objective)
+    assert 0 < expected["val_hit_at_1"] < 1
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-5), name
+    weighted = 0.3 * expected["val_loss_lm"] + 0.7 * expected["val_loss_contrastive"]
+    assert found["val_loss"] == pytest.approx(weighted, rel=1e-5)
+    assert 0 <= found["val_forced_rate"] <= 1
+
+
+def test_the_cold_start_has_only_the_lm_loss(lively, records):
+    found = make(records, lively, Objective(1.0, 0.0)).measure(lively)
+    assert found.keys() == {"val_loss_lm", "val_loss"}
+    without = make(records, lively, Objective(1.0, 0.0, lm_on_candidates=False), need_candidates=False)
+    assert without.measure(lively)["val_loss_lm"] != found["val_loss_lm"]
+
+
+def test_measuring_leaves_no_trace(lively, records):
+    validation = make(records, lively, Objective(0.5, 0.5, 0.1))
+    lively.train()
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    before = {name: value.clone() for name, value in lively.state_dict().items()}
+    first = validation.measure(lively)
+    assert torch.equal(torch.rand(3), expected)
+    assert lively.training
+    assert all(parameter.grad is None for parameter in lively.parameters())
+    assert all(torch.equal(before[name], value) for name, value in lively.state_dict().items())
+    assert validation.measure(lively) == first
+
+
+def test_only_the_first_records_are_used_and_too_few_are_an_error(lively, records, monkeypatch):
+    objective = Objective(0.5, 0.5, 0.1)
+    few = make(records, lively, objective, max_records=2).measure(lively)
+    assert few["val_hit_at_1"] in (0.0, 0.5, 1.0)
+    monkeypatch.setattr("rge.dist.world_size", lambda: 8)
+    with pytest.raises(RecordError, match=r"held_out\.jsonl has 7 records for 8 processes"):
+        make(records, lively, objective)

@@ -1,0 +1,237 @@
+"""How a step comes by its rationales: one encoding of the prompt, reuse, several a query, none on purpose."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from rge import dist
+from rge.backbone import empty_picture
+from rge.config import LogConfig, RecipeError, RolloutConfig, TrainConfig
+from rge.dropout import drops_out
+from rge.packing import Branch
+from rge.prompts import PromptBuilder
+from rge.rollout import Rationale, generate
+from rge.step import Objective, training_step
+from rge.writer import Store, Writer, encodes_once, is_direct, make_writer, sample_seeds
+
+OBJECTIVE = Objective(0.4, 0.6, 0.07)
+SETTINGS = RolloutConfig(max_new_tokens=9, batch_size=4)
+
+
+@pytest.fixture
+def batch(lively, make_batch):
+    return make_batch(PromptBuilder(lively.processor))
+
+
+def writer_of(embedder, once=False, **changes):
+    return Writer(embedder, embedder, dataclasses.replace(SETTINGS, **changes), once)
+
+
+def do_step(embedder, batch, rationales, encoded=None, micro_batch_size=100):
+    embedder.zero_grad(set_to_none=True)
+    report = training_step(
+        embedder,
+        embedder,
+        batch,
+        OBJECTIVE,
+        rationales=rationales,
+        micro_batch_size=micro_batch_size,
+        backward=lambda loss: loss.backward(),
+        encoded=encoded,
+    )
+    gradients = [
+        parameter.grad.flatten() for parameter in embedder.parameters() if parameter.grad is not None
+    ]
+    return report, torch.cat(gradients)
+
+
+def ids_of(rationales):
+    return [rationale.ids for rationale in rationales]
+
+
+def assert_same_step(found, expected):
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    assert float((found[1] - expected[1]).norm()) < 1e-5 * float(expected[1].norm())
+
+
+def test_once_and_twice_give_the_same_step(lively, batch):
+    twice, nothing = writer_of(lively)(0, batch)
+    once, encoded = writer_of(lively, once=True)(0, batch)
+    assert nothing is None
+    assert ids_of(once) == ids_of(twice)
+    assert all(keys.requires_grad for keys in encoded.keys)
+    assert_same_step(do_step(lively, batch, once, encoded), do_step(lively, batch, twice))
+
+
+def test_checkpointing_may_encode_once(lively, batch):
+    expected = do_step(lively, batch, writer_of(lively)(0, batch)[0])
+    lively.train()
+    lively.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert_same_step(do_step(lively, batch, *writer_of(lively, once=True)(0, batch)), expected)
+
+
+def test_one_encoding_belongs_to_one_chunk(lively, batch):
+    rationales, encoded = writer_of(lively, once=True)(0, batch)
+    with pytest.raises(ValueError, match=r"micro batches of 2 .* into 3: set rollout.prompt_pass=twice"):
+        do_step(lively, batch, rationales, encoded, micro_batch_size=2)
+
+
+def test_when_prompts_are_encoded_once(lively):
+    fits = {"queries_a_rank": 8, "micro_batch_size": 8, "sharded": False, "drops_out": False}
+    assert encodes_once("auto", **fits)
+    assert encodes_once("once", **fits)
+    assert not encodes_once("twice", **fits)
+    for change, reason in [
+        ({"queries_a_rank": 9}, "a process has 9 queries a step and train.micro_batch_size is 8"),
+        ({"sharded": True}, "parameters are sharded"),
+        ({"drops_out": True}, "dropout is on"),
+    ]:
+        assert not encodes_once("auto", **{**fits, **change})
+        with pytest.raises(RecipeError, match=f"rollout.prompt_pass=once is not possible: {reason}"):
+            encodes_once("once", **{**fits, **change})
+    lively.train()
+    assert not drops_out(lively)
+    lively.model.model.language_model.layers[0].self_attn.attention_dropout = 0.1
+    assert drops_out(lively)
+
+
+def test_several_rationales_a_query_are_branches_of_one_prompt(lively, batch, monkeypatch):
+    settings = {"temperature": 1.0, "num_rationales": 3}
+    calls = []
+    pack = lively.pack_prompts
+    monkeypatch.setattr(
+        lively, "pack_prompts", lambda prompts: (calls.append(len(prompts)), pack(prompts))[1]
+    )
+    rationales, encoded = writer_of(lively, once=True, batch_size=8, **settings)(0, batch)
+    assert calls == [5]  # every prompt once, for fifteen rationales and the gradient
+    assert len(rationales) == 15
+    assert len(set(ids_of(rationales))) > 10
+    # Each is what its own seed writes alone.
+    seeds = [seed for one in batch.seeds for seed in sample_seeds(one, 3)]
+    assert seeds[::3] == batch.seeds
+    assert len(set(seeds)) == 15
+    prompts = [prompt for prompt in batch.queries for _ in range(3)]
+    alone = generate(lively, prompts, max_new_tokens=9, batch_size=15, temperature=1.0, seeds=seeds)
+    assert ids_of(alone) == ids_of(rationales)
+    # The step is the mean over three steps that see one rationale each; the LM loss is in all of them.
+    report, gradient = do_step(lively, batch, rationales, encoded)
+    parts = [do_step(lively, batch, rationales[number::3]) for number in range(3)]
+    for name, value in report.items():
+        assert value == pytest.approx(sum(part[name] for part, _ in parts) / 3, rel=1e-5), name
+    mean = sum(part for _, part in parts) / 3
+    assert float((gradient - mean).norm()) < 1e-5 * float(mean.norm())
+    assert_same_step(do_step(lively, batch, rationales, micro_batch_size=2), (report, gradient))
+
+
+def test_a_rationale_is_used_again_until_it_is_too_old(lively, batch, monkeypatch):
+    writer = writer_of(lively, reuse_steps=2)
+    first, _ = writer(10, batch)
+    with torch.no_grad():
+        lively.model.get_input_embeddings().weight.mul_(1.3)  # the model moves on
+    now = ids_of(generate(lively, batch.queries, max_new_tokens=9, batch_size=5))
+    assert now != ids_of(first)
+    counted = []
+    monkeypatch.setattr(
+        "rge.writer.generate",
+        lambda *args, **kwargs: (counted.append(len(args[1])), generate(*args, **kwargs))[1],
+    )
+    for step, age in [(11, 1), (12, 2), (13, 0), (14, 1)]:
+        rationales, _ = writer(step, batch)
+        assert [rationale.age for rationale in rationales] == [age] * 5
+        assert ids_of(rationales) == (ids_of(first) if step < 13 else now)
+        report = dist.rollout_report(rationales, 2.0, lively.device)
+        assert report["rationale_age_mean"] == age
+        tokens = sum(map(len, ids_of(rationales)))
+        assert report["tokens_per_s"] == (0 if age else tokens / 2.0)
+    assert counted == [0, 0, 5, 0]
+    # What was written for other words is not used, whatever the id says.
+    other = dataclasses.replace(batch, queries=[batch.queries[1], *batch.queries[1:]])
+    assert [rationale.age for rationale in writer(14, other)[0]] == [0, 1, 1, 1, 1]
+
+
+def test_states_of_old_rationales_are_computed_with_the_present_weights(lively, batch):
+    writer = writer_of(lively, reuse_steps=5)
+    writer(0, batch)
+    with torch.no_grad():
+        lively.model.get_input_embeddings().weight.mul_(1.3)
+    old, _ = writer(1, batch)
+    assert all(rationale.state_D is None for rationale in old)
+    whole = do_step(lively, batch, old)
+    assert_same_step(do_step(lively, batch, old, micro_batch_size=2), whole)
+    # Also where the first of a query's rationales is new, and the others are not.
+    branches = [[Branch([*old[3].ids, lively.emb_id], read_state=True)]]
+    with torch.no_grad():
+        state = lively(lively.pack([batch.queries[3]], branches))[0].state_ND[0]
+    old[3] = Rationale(old[3].ids, old[3].forced, state, 0.0)
+    assert_same_step(do_step(lively, batch, old, micro_batch_size=2), whole)
+
+
+def test_a_resumed_store_goes_on(lively, batch):
+    writer = writer_of(lively, reuse_steps=3)
+    first, _ = writer(0, batch)
+    resumed = writer_of(lively, reuse_steps=3)
+    resumed.store.load_state_dict(writer.store.state_dict())
+    assert ids_of(resumed(2, batch)[0]) == ids_of(first)
+    assert [rationale.age for rationale in resumed(2, batch)[0]] == [2] * 5
+
+
+def test_the_store_forgets(lively):
+    store = Store(2)
+    for step in range(20):
+        store.add(step, [(f"q{step}", [((step,), False)])])
+    assert sorted(store.entries) == ["q18", "q19"]
+    assert store.find("q19", 20) == (1, [((19,), False)])
+    assert store.find("q19", 22) is None
+
+
+def test_direct_queries_are_drawn_and_not_written(lively, batch):
+    share = 0.4
+    drawn = [is_direct(seed, share) for seed in range(4000)]
+    assert abs(sum(drawn) / 4000 - share) < 0.03
+    batch.seeds[:] = [
+        drawn.index(True),
+        *[seed for seed in range(50) if not drawn[seed]][:3],
+        60 + drawn[60:].index(True),
+    ]
+    plain, _ = writer_of(lively)(0, batch)
+    rationales, encoded = writer_of(lively, once=True, direct_share=share)(0, batch)
+    assert [rationale.direct for rationale in rationales] == [True, False, False, False, True]
+    assert ids_of(rationales) == [(), *ids_of(plain)[1:4], ()]
+    report = dist.rollout_report(rationales, 1.0, lively.device)
+    assert report["direct_rate"] == pytest.approx(0.4)
+    assert report["rationale_tokens_mean"] == sum(map(len, ids_of(plain)[1:4])) / 3
+    # Their anchor is the direct state.
+    whole = do_step(lively, batch, rationales, encoded)
+    assert_same_step(do_step(lively, batch, rationales, micro_batch_size=2), whole)
+    by_hand = [Rationale(ids, False, None, 0.0) for ids in ids_of(rationales)]
+    assert_same_step(do_step(lively, batch, by_hand), whole)
+
+
+def test_a_frozen_tower_sees_each_picture_once_a_step(lively, batch, monkeypatch):
+    vision = lively.model.model.visual.requires_grad_(False)
+    rationales = generate(lively, batch.queries, max_new_tokens=9, batch_size=5)
+    expected = do_step(lively, batch, rationales, micro_batch_size=2)
+    patches = []
+    vision.register_forward_pre_hook(
+        lambda module, args, kwargs: patches.append(sum(map(len, args[:1]))), with_kwargs=True
+    )
+    sizes = {"batch_size": 5, "micro_batch_size": 2}
+    accelerator = dist.make_accelerator(TrainConfig(), LogConfig())
+    writer = make_writer(lively, lively, SETTINGS, accelerator, **sizes)
+    assert lively.pictures is not None
+    for _ in range(2):  # a step leaves nothing behind
+        patches.clear()
+        rationales, _ = writer(0, batch)
+        assert_same_step(do_step(lively, batch, rationales, micro_batch_size=2), expected)
+        prompts = [*batch.queries, *batch.candidates]
+        once = sum(len(prompt.pixel_values) for prompt in prompts if prompt.pixel_values is not None)
+        masked = len(empty_picture(lively.model)[0])
+        # Micro batches without any picture run the masked one.
+        assert sum(patches) in range(once, once + 8 * masked + 1, masked)
+
+
+def test_a_tower_that_trains_is_run_in_every_pass(lively):
+    accelerator = dist.make_accelerator(TrainConfig(), LogConfig())
+    make_writer(lively, lively, SETTINGS, accelerator, batch_size=5, micro_batch_size=2)
+    assert lively.pictures is None

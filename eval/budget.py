@@ -130,7 +130,7 @@ def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) ->
         drawn.embeddings.fill_queries("reasoning", "both", options.seed + number)
     if not session.team.is_first:
         return options.out
-    judge = _judge(options)
+    judge = None if options.judge is None else load_judge(options)
     metric = options.metric or session.protocol.headline[0]
     rows: list[dict[str, Any]] = []
     values: dict[str, pd.Series] = {}
@@ -229,21 +229,6 @@ def _drawing(session: Session, temperature: float) -> Session:
     encoder.settings = encoder.settings | {"generation": generation}
     return replace(
         session, encoder=encoder, embeddings=replace(session.embeddings, encoder=encoder, _filled={})
-    )
-
-
-def _judge(options: BudgetOptions) -> Judge | None:
-    if options.judge is None:
-        return None
-    return load_judge(
-        options.judge,
-        model=options.judge_model,
-        key_env=options.judge_key_env,
-        yes=options.yes,
-        no=options.no,
-        batch_size=options.batch_size,
-        device=options.device,
-        dtype=options.dtype,
     )
 
 

@@ -9,7 +9,6 @@ Suites (MMEB, MM-BRIGHT) and single sets are treated alike.
 
 import base64
 import hashlib
-import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from eval.encode import write_atomically
 from eval.examples import RANK_COLUMN, Gallery, choose_examples
 from eval.options import UserError
 from eval.plots import Point, scatter
@@ -168,12 +168,7 @@ def _write(boards: Sequence[Board], gallery: Gallery, out: Path, title: str | No
     )
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(page, encoding="utf-8")
-        temporary.replace(out)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(out, page.encode())
 
 
 # --- reading --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ figures of different sets side by side, a number that is not finite, a missing p
 import base64
 import hashlib
 import json
-import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from eval.budget_plot import budget_chart
+from eval.encode import write_atomically
 from eval.examples import RANK_COLUMN, Gallery, choose_examples
 from eval.metrics import judge, random_floor
 from eval.options import UserError, one_of, parse_options
@@ -213,12 +213,7 @@ def write_report(
     )
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(page, encoding="utf-8")
-        temporary.replace(out)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(out, page.encode())
     return out
 
 

@@ -139,16 +139,7 @@ def rerank_command(options: RerankOptions) -> Path:
         "rerank.top_n": options.top_n,
     }
     check_out(options.out, identity, overwrite=options.overwrite)
-    judge = load_judge(
-        options.judge,
-        model=options.judge_model,
-        key_env=options.judge_key_env,
-        yes=options.yes,
-        no=options.no,
-        batch_size=options.batch_size,
-        device=options.device,
-        dtype=options.dtype,
-    )
+    judge = load_judge(options)
     answers = Answers(options.cache or options.out / "judge.sqlite")
     chunk = 8 * options.batch_size
     found = rerank(wanted, read.ranking, judge, answers, top_n=options.top_n, chunk=chunk)
@@ -310,29 +301,44 @@ def as_item(query: Item, candidate: Item, yes: str, no: str) -> Item:
     return Item(f"{query.id} with {candidate.id}", "\n".join(texts), query.images + candidate.images)
 
 
-def load_judge(
-    judge: str,
-    *,
-    model: str | None,
-    key_env: str | None,
-    yes: str,
-    no: str,
-    batch_size: int,
-    device: str | None = None,
-    dtype: str | None = None,
-) -> Judge:
+class JudgeOptions(Protocol):
+    """What options of a command say about its judge."""
+
+    @property
+    def judge(self) -> str | None:
+        """A directory, an id on the hub, or an address; None: no judge."""
+
+    judge_model: str | None
+    judge_key_env: str | None
+    yes: str
+    no: str
+    batch_size: int
+    device: str | None
+    dtype: str | None
+
+
+def load_judge(options: JudgeOptions) -> Judge:
     """A judge by its directory or address.
 
+    Args:
+        options: with ``judge``; the words for yes and no differ.
+
     Raises:
-        UserError: an address without ``model``, or see `LocalJudge`.
+        UserError: no judge, an address without ``judge_model``, or see `LocalJudge`.
     """
+    yes, no, judge = options.yes, options.no, options.judge
     if yes.strip().lower() == no.strip().lower():
         raise UserError(f"yes={yes} and no={no} must be different words")
+    if judge is None:
+        raise UserError("judge= names a vision-language model: a directory or an address")
     if not is_address(judge):
-        return LocalJudge(judge, yes=yes, no=no, batch_size=batch_size, device=device, dtype=dtype)
-    if model is None:
+        return LocalJudge(
+            judge, yes=yes, no=no, batch_size=options.batch_size, device=options.device, dtype=options.dtype
+        )
+    if options.judge_model is None:
         raise UserError(f"judge={judge} is an address: judge_model= names the model there")
-    return RemoteJudge(Endpoint(judge, model, key_env), yes=yes, no=no, concurrency=batch_size)
+    endpoint = Endpoint(judge, options.judge_model, options.judge_key_env)
+    return RemoteJudge(endpoint, yes=yes, no=no, concurrency=options.batch_size)
 
 
 def rerank(

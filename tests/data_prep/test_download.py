@@ -91,7 +91,8 @@ def test_what_is_fetched_and_why_the_rest_is_not(site, tmp_path):
     }
     assert Site.asked["/flaky"] == 3
     assert Site.asked["/lost"] == 1, "what no retry can mend is asked once"
-    deadline = time.monotonic() + 30  # the caller counts from its side; the server may read the last request later
+    # The caller counts from its side; the server may read the last request later.
+    deadline = time.monotonic() + 30
     while Site.asked["/slow"] < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert Site.asked["/slow"] == 3

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -234,9 +235,9 @@ def test_an_endpoint_that_cannot_judge_is_named(monkeypatch):
     with pytest.raises(UserError, match=r"variable NO_SUCH_KEY \(key_env\) is not set"):
         Endpoint("http://host/v1", "m", "NO_SUCH_KEY")
     with pytest.raises(UserError, match="is an address: judge_model= names the model there"):
-        load_judge("http://host/v1", model=None, key_env=None, yes="yes", no="no", batch_size=1)
+        load_judge(RerankOptions(Path("of"), Path("out"), "http://host/v1"))
     with pytest.raises(UserError, match="yes=No and no=no must be different words"):
-        load_judge("x", model=None, key_env=None, yes="No", no="no", batch_size=1)
+        load_judge(RerankOptions(Path("of"), Path("out"), "x", yes="No"))
 
 
 def test_large_pictures_are_scaled_down(picture):

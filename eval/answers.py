@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.options import UserError
+from rge.wal import open_wal
 
 _SCHEMA = "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, value TEXT NOT NULL)"
 _AT_ONCE = 500
@@ -34,8 +35,7 @@ class Answers:
         self._lock = threading.Lock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(path, timeout=60, isolation_level=None, check_same_thread=False)
-            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db = open_wal(path, any_thread=True)
             self._db.execute(_SCHEMA)
         except (OSError, sqlite3.DatabaseError) as error:
             raise UserError(f"{path} cannot be used as the file of answers: {error}") from None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep.options import UserError
+from rge.wal import open_wal
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS replies (
@@ -72,8 +73,7 @@ class ReplyCache:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._db = sqlite3.connect(self.path, timeout=60, isolation_level=None)
-            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db = open_wal(self.path)
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.executescript(_SCHEMA)
         except sqlite3.DatabaseError as error:

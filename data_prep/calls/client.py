@@ -330,10 +330,12 @@ class _Desk:
             self.under_way += 1
 
     async def leave(self, worst: float) -> None:
+        # Both at once, before anything waits: who sees that nothing is under way must not see its reserve any more, or
+        # would stop while there is money left.
         self.under_way -= 1
         if self.model.budget is not None:
+            self.reserved -= worst
             async with self._left:
-                self.reserved -= worst
                 self._left.notify_all()
 
     def lose(self, message: str) -> None:
@@ -403,7 +405,8 @@ class _sender:  # noqa: N801 - reads like a function at its one use
 
     async def __aenter__(self):
         key = _key(self.model) if self.model.key_env else "none"
-        common: dict[str, Any] = {"api_key": key, "max_retries": 0, "timeout": self.model.timeout_s}
+        # An attempt is limited as a whole, by `Caller._attempts`; limits of its parts would end it under another name.
+        common: dict[str, Any] = {"api_key": key, "max_retries": 0, "timeout": None}
         if self.model.base_url is not None:
             common["base_url"] = self.model.base_url
         if self.model.api == "openai":
@@ -411,7 +414,7 @@ class _sender:  # noqa: N801 - reads like a function at its one use
             limits = httpx.Limits(
                 max_connections=self.model.concurrency, max_keepalive_connections=self.model.concurrency
             )
-            connections = openai.DefaultAsyncHttpxClient(limits=limits, timeout=self.model.timeout_s)
+            connections = openai.DefaultAsyncHttpxClient(limits=limits, timeout=None)
             self.client = openai.AsyncOpenAI(**common, http_client=connections)
             self.library = openai
             return self._openai
@@ -478,10 +481,9 @@ class _sender:  # noqa: N801 - reads like a function at its one use
             if callable(text):  # a method in Anthropic's client, and one to wait for
                 text = text()
             return await text if inspect.isawaitable(text) else text
-        except (library.APITimeoutError, library.APIConnectionError) as error:
-            reason = "no answer in time" if isinstance(error, library.APITimeoutError) else "no connection"
+        except library.APIConnectionError as error:
             cause = f": {error.__cause__}" if error.__cause__ else ""
-            raise _Transient(f"{reason}{cause}") from None
+            raise _Transient(f"no connection{cause}") from None
         except library.APIStatusError as error:
             raise self._status(error) from None
 

@@ -61,7 +61,7 @@ class LocalServer:
     def __init__(self, handler: Handler, port: int = 0):
         self.handler, self.port = handler, port
         self.num_answered = 0
-        """Answers sent whole."""
+        """Answers given; counted before they are sent, so that who has an answer finds it counted."""
         self._ready, self._loop = threading.Event(), asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, daemon=True)
 
@@ -114,6 +114,7 @@ class LocalServer:
                     **answer.headers,
                 }
                 phrase = PHRASES.get(answer.status, "Answer")
+                self.num_answered += 1
                 writer.write(
                     f"HTTP/1.1 {answer.status} {phrase}\r\n".encode()
                     + "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode()
@@ -121,7 +122,6 @@ class LocalServer:
                     + body
                 )
                 await writer.drain()
-                self.num_answered += 1
         except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
             pass
         finally:

@@ -1,16 +1,17 @@
 """The RMIR pipeline: its arithmetic by hand-worked examples, its stages on a hand-made world, and whole on the oracle."""
 
 import asyncio
+import hashlib
 import io
 import json
-import random
 import resource
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from fractions import Fraction
 from pathlib import Path
 
@@ -22,7 +23,6 @@ import yaml
 from PIL import Image
 
 from data_prep.__main__ import main
-from data_prep.calls.cache import ReplyCache
 from data_prep.calls.client import BudgetReached, ModelConfig
 from data_prep.calls.local_server import LocalServer
 from data_prep.calls.replies import Abstained, BadValue, MissingTag, Refused, Reply, Truncated
@@ -630,54 +630,83 @@ def test_stopped_by_the_budget_and_resumed_no_call_is_paid_twice(tmp_path):
     run.close()
 
 
-@pytest.mark.slow
-def test_killed_at_random_no_kept_call_is_repeated_and_no_row_is_lost(tmp_path):
-    """SIGKILL three times, at random moments of the stages that ask; then the result equals that of an undisturbed run."""
-    one_family(tmp_path / "library.csv")
-    asked: Counter[str] = Counter()
-    answers = oracle.Oracle(OracleConfig(transient=0, malformed=0.01))
+ASKING = ("generate", "filter", "judge")
 
-    async def count(path, body):
+
+class Counted:
+    """The oracle; counts what it is asked, and names the call in each answer, so that a kept answer tells which it was.
+
+    From the `hold_from`-th different call on it answers nobody, until that is None again: the caller cannot end before it
+    is killed, however fast it is.
+    """
+
+    def __init__(self):
+        self.answers = oracle.Oracle(OracleConfig(transient=0, malformed=0.01))
+        self.asked: Counter[str] = Counter()
+        self.hold_from: int | None = None
+
+    def holds(self) -> bool:
+        return self.hold_from is not None and len(self.asked) >= self.hold_from
+
+    async def __call__(self, path, body):
         # Counted when it arrives: a caller that dies before the answer has still asked.
-        asked[json.dumps(body, sort_keys=True)] += 1
+        call = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        self.asked[call] += 1
         await asyncio.sleep(0.005)
-        return await answers(path, body)
+        while self.holds():
+            await asyncio.sleep(0.002)
+        answer = await self.answers(path, body)
+        answer.body["id"] = call
+        return answer
 
-    with LocalServer(count) as server:
+
+def calls_kept(folder: Path) -> set[str]:
+    """The calls whose answers are in the file."""
+    with closing(sqlite3.connect(folder / "replies.sqlite")) as file:
+        rows = file.execute("SELECT raw FROM replies").fetchall()
+    return {json.loads(raw)["id"] for (raw,) in rows}
+
+
+@pytest.mark.slow
+def test_killed_no_kept_call_is_repeated_and_no_row_is_lost(tmp_path):
+    """SIGKILL half way through each stage that asks; then the result equals that of an undisturbed run."""
+    one_family(tmp_path / "library.csv")
+    counted = Counted()
+    with LocalServer(counted) as server:
         config = small(tmp_path / "whole", tmp_path / "library.csv", server.url)
         config.seed.clusters, config.seed.per_cluster = 12, 30
         config.judge.judges = [JudgeSpec("writer", 1), JudgeSpec("judge", 1)]
         run = Run(config, progress=False)
         run_stages(run, STAGES)
         run.close()
-        needed = sum(asked.values())
-        assert set(asked.values()) == {1}
+        needed, calls, after = len(counted.asked), [run.done(stage)["calls"] for stage in ASKING], 0
+        assert set(counted.asked.values()) == {1}
+        assert calls_kept(tmp_path / "whole") == counted.asked.keys()
         config.out = str(tmp_path / "killed")
         (tmp_path / "killed.yaml").write_text(yaml.safe_dump(to_dict(config)))
         command = [sys.executable, "-m", "data_prep", "rmir", f"config={tmp_path / 'killed.yaml'}"]
-        asked.clear()
-        under_way = 0
-        rng = random.Random()
-        for goal in sorted(rng.randint(1, needed - 20) for _ in range(3)):
+        counted.asked.clear()
+        kills = []
+        for number in calls:
+            counted.hold_from, after = after + (number + 1) // 2, after + number
             process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-            while len(asked) < goal and process.poll() is None:
+            while not counted.holds():
+                assert process.poll() is None, "the run ended before it could be killed"
                 time.sleep(0.002)
             process.send_signal(signal.SIGKILL)
             process.wait()
-            before = -1
-            while before != (before := sum(asked.values())):  # what the dead caller had sent still arrives
-                time.sleep(0.5)
-            cache = ReplyCache(tmp_path / "killed" / "replies.sqlite")
-            under_way += sum(asked.values()) - under_way - cache.num_replies()
-            cache.close()
+            kept = calls_kept(tmp_path / "killed")
+            assert len(kept) < len(counted.asked)
+            kills.append({call: counted.asked[call] for call in kept})
+        counted.hold_from = None
         subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
-    cache = ReplyCache(tmp_path / "killed" / "replies.sqlite")
-    assert cache.num_replies() == needed == len(asked)
-    cache.close()
-    assert sum(asked.values()) - needed == under_way, (
-        "only calls whose answers were lost with the process came twice"
-    )
-    assert under_way <= 3 * 16
+    assert calls_kept(tmp_path / "killed") == counted.asked.keys()
+    assert len(counted.asked) == needed
+    for kept in kills:
+        assert {call: counted.asked[call] for call in kept} == kept, (
+            "an answer that was kept was asked for again"
+        )
+    assert sum(counted.asked.values()) - needed <= 3 * 16, "at most the calls under way come twice"
     for table in ("generate/queries", "filter/valid", "judge/judgements"):
         schema = {"queries": "generated", "valid": "filtered"}.get(table.split("/")[1], "judgements")
         tables = [frames.read_rows(tmp_path / name / table, schema) for name in ("whole", "killed")]

@@ -46,7 +46,7 @@ class Chromium:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
-    def receive(self, timeout_s: float = 60) -> dict:
+    def receive(self, timeout_s: float = 600) -> dict:
         end = time.monotonic() + timeout_s
         while b"\0" not in self.rest:
             if not select.select([self.read_fd], [], [], max(0, end - time.monotonic()))[0]:
@@ -108,7 +108,7 @@ class Chromium:
     def close(self) -> None:
         try:
             self.call("Browser.close")
-            self.process.wait(20)
+            self.process.wait(60)
         except (OSError, EOFError, TimeoutError, subprocess.TimeoutExpired):
             self.process.kill()
             self.process.wait()

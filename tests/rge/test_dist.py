@@ -28,7 +28,7 @@ def launch(command: list[str], **environment: str) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,  # against hanging; never against being slow
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 

@@ -86,7 +86,7 @@ def test_the_copy_is_of_the_step_that_was_saved(tmp_path, monkeypatch):
     expected = trained.snapshot()
     go_on = threading.Event()
     write = module.save_file
-    monkeypatch.setattr(module, "save_file", lambda *args: (go_on.wait(10), write(*args)))
+    monkeypatch.setattr(module, "save_file", lambda *args: (go_on.wait(), write(*args)))
     trained.states.save(1, {})
     trained.step()
     assert not list(tmp_path.glob("step_*"))

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAIN = str(ROOT / "rge" / "train.py")
 WORDS = ["what", "egg", "key", "opens", "this", "turns", "into", "a", "locked", "chick", "over", "time"]
 STEPS = {"cold_start": 8, "joint": 10}
+HELD = str(Path(__file__).parent / "workers" / "held_train.py")
+LIMIT_S = 1800
+"""Against hanging; never against being slow."""
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +115,7 @@ def run(
     home: Path, out: Path, *overrides: str, launcher: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess:
     return subprocess.run(
-        **command(home, out, *overrides, launcher=launcher), capture_output=True, timeout=600
+        **command(home, out, *overrides, launcher=launcher), capture_output=True, timeout=LIMIT_S
     )
 
 
@@ -184,19 +189,43 @@ def test_a_finished_run_is_left_alone(whole, home):
     assert "Traceback" not in refused.stderr
 
 
-def start_and_kill(home: Path, out: Path, stage: str, after_step: int) -> None:
-    """Start training, and kill it without warning at a random moment after a step of a stage."""
-    process = subprocess.Popen(**command(home, out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 300
-    while len(metrics_or_partial(out / stage)) < after_step:
-        assert process.poll() is None, "training ended before it could be killed"
+@contextmanager
+def held(home: Path, out: Path, stage: str, step: int, *overrides: str):
+    """A run that waits after a step of a stage until ``<out>/go_on`` is there."""
+    launcher = HELD, stage, str(step), str(out / "go_on")
+    process = subprocess.Popen(
+        **command(home, out, *overrides, launcher=launcher),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its data worker too, which holds the pipe
+        process.communicate()
+
+
+def wait_until(process: subprocess.Popen, condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline
         time.sleep(0.002)
-    time.sleep(random.random() * 0.15)
-    assert process.poll() is None, "training ended before it could be killed"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (out / "joint/final").exists()
+
+
+def start_and_kill(home: Path, out: Path, stage: str, after_step: int) -> None:
+    """Start training, and kill it without warning at a random moment between a step of a stage and the stage's last."""
+    with held(home, out, stage, STEPS[stage] - 1) as process:
+        wait_until(process, lambda: len(metrics_or_partial(out / stage)) >= after_step)
+        # Written beside the training, so perhaps later.
+        wait_until(process, lambda: list((out / stage / "state").glob("step_*")))
+        time.sleep(random.random() * 0.15)
+        assert process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert not (out / stage / "final").exists()
 
 
 def metrics_or_partial(folder: Path) -> list[str]:
@@ -227,18 +256,6 @@ def test_a_killed_run_started_again_ends_with_the_same_weights(whole, home):
         assert elapsed == sorted(elapsed)
 
 
-def stopped(process: subprocess.Popen, out: Path, stage: str, after_step: int) -> str:
-    """Send SIGTERM to the whole process group, as Slurm does, and return what the run says to that."""
-    deadline = time.monotonic() + 300
-    while len(metrics_or_partial(out / stage)) < after_step:
-        assert process.poll() is None, "training ended before it could be stopped"
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGTERM)
-    _, said = process.communicate(timeout=120)
-    return said
-
-
 @pytest.mark.slow
 def test_the_best_checkpoints_by_validation_are_kept(whole):
     for stage, metric, measured in (
@@ -259,16 +276,15 @@ def test_the_best_checkpoints_by_validation_are_kept(whole):
 @pytest.mark.slow
 def test_sigterm_saves_and_exits_with_143_and_validation_changes_nothing(whole, home):
     """Stopped between two saves, started again, and never validated: the weights are those of `whole`."""
-    out, keep = home / "stopped", ["train.save_every=1000"]
-    process = subprocess.Popen(
-        **command(home, out, *keep), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-    )
-    said = stopped(process, out, "joint", after_step=3)
+    out, keep, step = home / "stopped", ["train.save_every=1000"], 3
+    with held(home, out, "joint", step, *keep) as process:
+        wait_until(process, lambda: len(metrics_or_partial(out / "joint")) >= step)
+        os.killpg(process.pid, signal.SIGTERM)  # the whole group, as Slurm does
+        (out / "go_on").touch()
+        _, said = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 143
     assert "Traceback" not in said
-    [state] = (out / "joint/state").iterdir()
-    step = int(state.name.removeprefix("step_"))
-    assert 3 <= step < STEPS["joint"]
+    assert [state.name for state in (out / "joint/state").iterdir()] == [f"step_{step:08d}"]
     assert f"joint: stopped by SIGTERM after step {step} of 10" in said
     again = run(home, out, *keep)
     trained(again)

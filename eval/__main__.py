@@ -9,43 +9,32 @@ judge), ``python -m eval rerank of=DIR out=DIR judge=MODEL`` lets a vision-langu
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from eval.audit import AuditOptions, audit_command
-from eval.benchmarks.mmbright import MmbrightOptions, import_mmbright
-from eval.benchmarks.mmeb import MmebOptions, import_mmeb
-from eval.benchmarks.pinpoint import PinpointOptions, import_pinpoint
-from eval.benchmarks.rmir import RmirOptions, import_rmir
-from eval.bm25 import Bm25Options, bm25
-from eval.budget import BudgetOptions, budget
-from eval.compare import CompareOptions, compare
-from eval.export import ExportOptions, export
 from eval.options import UserError, explain, parse_options
-from eval.rerank import RerankOptions, rerank_command
-from eval.run import RunOptions, run
-from eval.score import ScoreOptions, score
-from eval.sets import RetrievalSet
 from eval.team import leave
-from rge.backbone import BackboneError
-from rge.checkpoint import CheckpointError
-from rge.images import ImageError
 
-IMPORTS: dict[str, tuple[type, Callable[..., Any]]] = {
-    "rmir": (RmirOptions, import_rmir),
-    "pinpoint": (PinpointOptions, import_pinpoint),
-    "mmeb": (MmebOptions, import_mmeb),
-    "mmbright": (MmbrightOptions, import_mmbright),
+if TYPE_CHECKING:
+    from eval.sets import RetrievalSet
+
+# Module, options and function by name: a command imports what it needs, so that a comparison of two tables does not
+# wait for the libraries of models.
+IMPORTS = {
+    "rmir": ("eval.benchmarks.rmir", "RmirOptions", "import_rmir"),
+    "pinpoint": ("eval.benchmarks.pinpoint", "PinpointOptions", "import_pinpoint"),
+    "mmeb": ("eval.benchmarks.mmeb", "MmebOptions", "import_mmeb"),
+    "mmbright": ("eval.benchmarks.mmbright", "MmbrightOptions", "import_mmbright"),
 }
-COMMANDS: dict[str, Any] = {
-    "run": (RunOptions, run),
-    "score": (ScoreOptions, score),
-    "compare": (CompareOptions, compare),
-    "budget": (BudgetOptions, budget),
-    "rerank": (RerankOptions, rerank_command),
-    "bm25": (Bm25Options, bm25),
-    "audit": (AuditOptions, audit_command),
-    "export": (ExportOptions, export),
-    "import": IMPORTS,
+COMMANDS = {
+    "run": ("eval.run", "RunOptions", "run"),
+    "score": ("eval.score", "ScoreOptions", "score"),
+    "compare": ("eval.compare", "CompareOptions", "compare"),
+    "budget": ("eval.budget", "BudgetOptions", "budget"),
+    "rerank": ("eval.rerank", "RerankOptions", "rerank_command"),
+    "bm25": ("eval.bm25", "Bm25Options", "bm25"),
+    "audit": ("eval.audit", "AuditOptions", "audit_command"),
+    "export": ("eval.export", "ExportOptions", "export"),
 }
 
 
@@ -53,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     """Run a command; 0 if it succeeded, 2 if what the user gave was wrong."""
     name = " ".join(argv[: 2 if argv[:1] == ["import"] else 1])
     words = argv[len(name.split()) :]
-    if name != "report" and _entry(name) is None:
+    if name not in ("report", "import") and _entry(name) is None:
         print(f"there are {', '.join(IMPORTS)}" if name.startswith("import") else __doc__, file=sys.stderr)
         return 2
     if not words or words in (["help"], ["--help"], ["-h"]):
@@ -65,11 +54,15 @@ def main(argv: Sequence[str]) -> int:
 
             print(report_command(words))
         else:
-            schema, command = _entry(name) or COMMANDS[name]
+            entry = _entry(name)
+            assert entry is not None
+            schema, command = entry
             done = command(parse_options(schema, words))
             if name.startswith("import"):
                 print(_imported(done))
-    except (UserError, ImageError, CheckpointError, BackboneError) as error:
+    except ValueError as error:
+        if not isinstance(error, (UserError, *_loaded_errors())):
+            raise
         print(f"error: {error}", file=sys.stderr)
         return 2
     leave()  # after an error the launcher ends the others
@@ -79,10 +72,20 @@ def main(argv: Sequence[str]) -> int:
 def _entry(name: str) -> tuple[type, Callable[..., Any]] | None:
     """Options and function of ``run`` or ``import rmir``; None if there is no such command."""
     first, _, benchmark = name.partition(" ")
-    return IMPORTS.get(benchmark) if first == "import" else COMMANDS.get(first)
+    found = IMPORTS.get(benchmark) if first == "import" else COMMANDS.get(first)
+    if found is None:
+        return None
+    module = import_module(found[0])
+    return getattr(module, found[1]), getattr(module, found[2])
 
 
-def _imported(done: RetrievalSet | list[str]) -> str:
+def _loaded_errors() -> list[type[Exception]]:
+    """The trainer's errors that are the user's to mend, of modules that are loaded: others cannot have raised any."""
+    names = {"rge.backbone": "BackboneError", "rge.checkpoint": "CheckpointError", "rge.images": "ImageError"}
+    return [getattr(sys.modules[module], name) for module, name in names.items() if module in sys.modules]
+
+
+def _imported(done: "RetrievalSet | list[str]") -> str:
     if isinstance(done, list):
         return f"{len(done)} sets: {', '.join(done)}"
     lines = [
@@ -99,8 +102,9 @@ def usage(name: str) -> str:
         return f"python -m eval report key=value ...\n{explain(ReportOptions)}"
     if name == "import":
         return "\n\n".join(usage(f"import {benchmark}") for benchmark in IMPORTS)
-    schema, _ = _entry(name) or COMMANDS[name]
-    return f"python -m eval {name} key=value ...\n{explain(schema)}"
+    entry = _entry(name)
+    assert entry is not None
+    return f"python -m eval {name} key=value ...\n{explain(entry[0])}"
 
 
 if __name__ == "__main__":

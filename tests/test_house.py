@@ -106,7 +106,7 @@ def test_no_file_names_a_machine():
 def test_commands_in_the_docs_exist(page):
     text = page.read_text(encoding="utf-8")
     assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, flags=re.MULTILINE)) <= set(TARGETS)
-    assert set(re.findall(r"python -m eval ([a-z0-9]+)", text)) <= {*COMMANDS, "report"}
+    assert set(re.findall(r"python -m eval ([a-z0-9]+)", text)) <= {*COMMANDS, "import", "report"}
     for script in re.findall(r"(?:python|sh|launch) ((?:scripts|rge)/[\w./]+)", text):
         assert (ROOT / script).is_file(), script
     for recipe in re.findall(r"\brecipe=([a-z]\w*)", text):

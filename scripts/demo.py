@@ -37,7 +37,7 @@ BASELINE = (
     f"out={NONE}",
     "loss.anchor=none",
     "loss.ratio=none",
-    "joint.lr=7e-4",
+    "joint.lr=2e-3",
     "loss.temperature=0.05",
 )
 """What the model without rationales changes: no LM loss, InfoNCE on the state directly after the prompt."""

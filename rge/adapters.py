@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from rge import dist
 from rge.families import family_of
 
 ADAPTER = "default"
@@ -104,14 +105,15 @@ def add_adapters(
     model.requires_grad_(False)
     inject_adapter_in_model(config, model, ADAPTER)
     cast_adapter_dtype(model, ADAPTER)
-    lookup = EmbRow(model.get_input_embeddings().weight[emb_id], emb_id)
+    with dist.whole([model.get_input_embeddings().weight, head.weight]):
+        lookup = EmbRow(model.get_input_embeddings().weight[emb_id], emb_id)
+        column = lookup if tied else EmbRow(head.weight[emb_id], emb_id)
     model.emb_row = lookup
     model.get_input_embeddings().register_forward_hook(
         lambda _, inputs, outputs: lookup(inputs[0], outputs, lookup=True)
     )
-    column = lookup
     if not tied:
-        column = model.emb_column = EmbRow(head.weight[emb_id], emb_id)
+        model.emb_column = column
     head.register_forward_hook(lambda _, inputs, outputs: column(inputs[0], outputs, lookup=False))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 from transformers.utils import logging as transformers_logging
 
-from rge import vision
+from rge import dist, vision
 from rge.families import FAMILIES, family_of
 from rge.prompts import EMB_TOKEN, Prompt
 
@@ -93,6 +93,8 @@ def load_backbone(
         raise BackboneError(
             f"{path} lacks {len(missing)} weights, e.g. {missing[0]}: the checkpoint is incomplete"
         )
+    if hasattr(model.get_input_embeddings().weight, "ds_id"):
+        _drop_prefix_changes(model)
     vision.speed_up(model)
     family_of(model).limit_pixels(processor, min_pixels, max_pixels)
     tokenizer = processor.tokenizer
@@ -104,10 +106,16 @@ def load_backbone(
         raise BackboneError(
             f"{path} has no {emb_token} token, so it is not a reasoning-guided embedder; train one from it with rge/train.py"
         )
-    num_rows = model.get_input_embeddings().weight.shape[0]
+    num_rows = model.get_input_embeddings().num_embeddings  # a weight that ZeRO-3 has shared out has no shape
     special = set(tokenizer.all_special_ids) | set(range(len(tokenizer), num_rows))
     special |= {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return Backbone(model, processor, emb_id, sorted(special - {emb_id}))
+
+
+def _drop_prefix_changes(model: nn.Module) -> None:
+    """Under ZeRO-3 transformers also keeps renamings that loading did not use; saving would add a prefix that nothing loads."""
+    kept = getattr(model, "_weight_conversions", None) or []
+    model._weight_conversions = [change for change in kept if type(change).__name__ != "PrefixChange"]
 
 
 def load_plain(path: str | Path) -> nn.Module:
@@ -130,11 +138,12 @@ def add_emb_token(model: nn.Module, tokenizer) -> int:
         return tokenizer.convert_tokens_to_ids(EMB_TOKEN)
     tokenizer.add_tokens([AddedToken(EMB_TOKEN, special=True, normalized=False)], special_tokens=True)
     emb_id = tokenizer.convert_tokens_to_ids(EMB_TOKEN)
-    if emb_id >= model.get_input_embeddings().weight.shape[0]:
+    if emb_id >= model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(emb_id + 1, pad_to_multiple_of=64, mean_resizing=False)
     source = tokenizer.eos_token_id
-    with torch.no_grad():
-        for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    with torch.no_grad(), dist.whole([module.weight for module in modules]):
+        for module in modules:
             module.weight[emb_id] = module.weight[source]
     return emb_id
 

@@ -10,7 +10,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
+from torch import Tensor, nn
 
 import rge
 from rge.embedder import Embedder
@@ -34,13 +36,16 @@ def export(
         embedder: unwrapped.
         folder: the checkpoint; written under a temporary name and renamed.
         settings: content of ``rge.json``, see `settings_of`.
-        state_dict: gathered weights of ``embedder.model``, where they are sharded.
+        state_dict: weights of ``embedder.model`` that are not its own: gathered, merged. They are written in the dtype
+            that the model was loaded in; under mixed precision a float32 copy is trained.
 
     Raises:
         CheckpointError: writing failed; nothing partial is left.
     """
     temporary = folder.with_name(f"tmp_{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
+    if state_dict is not None:
+        state_dict = _as_loaded(state_dict, embedder.model)
     try:
         temporary.mkdir(parents=True)
         embedder.model.save_pretrained(temporary, state_dict=state_dict)
@@ -54,6 +59,16 @@ def export(
     if folder.exists():
         shutil.rmtree(folder)
     temporary.rename(folder)
+
+
+def _as_loaded(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    if model.config.dtype is None:
+        return weights
+    # Saving a model once turns its config's dtype into a name.
+    dtype = getattr(torch, str(model.config.dtype).removeprefix("torch."))
+    # By tensor, not by name: tied ones stay one.
+    cast = {id(value): value.to(dtype) if value.is_floating_point() else value for value in weights.values()}
+    return {name: cast[id(value)] for name, value in weights.items()}
 
 
 def settings_of(

@@ -8,6 +8,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from rge.augment import AUGMENTATIONS, prepare_worker
+from rge.config import RecipeError
 from rge.images import load_image
 from rge.prompts import Prompt, PromptBuilder
 from rge.schema import Item, Record, Target
@@ -154,11 +155,11 @@ class StepBatches(Collator, Dataset):
         mixture: which records a step draws.
         builder: makes prompts.
         rank: this process.
-        world_size: number of processes; the batch size must be a multiple of it.
+        world_size: number of processes, at most the batch size.
         settings: as of `Collator`.
 
     Raises:
-        ValueError: a batch that cannot be shared out evenly.
+        RecipeError: more processes than queries in a batch.
     """
 
     def __init__(
@@ -171,14 +172,16 @@ class StepBatches(Collator, Dataset):
         world_size: int,
         **settings,
     ):
-        if mixture.batch_size % world_size:
-            raise ValueError(
-                f"batch_size {mixture.batch_size} must be a multiple of the {world_size} processes"
+        if mixture.batch_size < world_size:
+            raise RecipeError(
+                f"batch_size={mixture.batch_size} leaves some of the {world_size} processes without a query; "
+                "raise it, or launch fewer"
             )
         super().__init__(files, builder, **settings)
         self.mixture = mixture
+        # Shares differ by one at most; losses are means over all queries, so every query weighs the same.
         self.share = slice(
-            rank * (mixture.batch_size // world_size), (rank + 1) * (mixture.batch_size // world_size)
+            rank * mixture.batch_size // world_size, (rank + 1) * mixture.batch_size // world_size
         )
 
     def __getitem__(self, step: int) -> Batch:

@@ -14,10 +14,8 @@ import torch
 import torch.distributed
 import torch.distributed.nn.functional as differentiable
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
-
-from rge.config import LogConfig, TrainConfig
 
 if TYPE_CHECKING:
     from rge.rollout import Rationale  # only its fields are read; at run time the import would be circular
@@ -27,34 +25,6 @@ T = TypeVar("T")
 
 class LaunchError(RuntimeError):
     """The launcher started something else than was asked for."""
-
-
-def check_launch(accelerator: Accelerator, num_processes: int | None, distributed_type: str | None) -> None:
-    """Compare what runs with what was asked for.
-
-    Several launches start one process, or let each of several believe that it is alone, without a word; training
-    would go on with a fraction of the batch.
-
-    Raises:
-        LaunchError: names what runs, what was asked, and a launch that works.
-    """
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    running = accelerator.num_processes
-    if launched != running:
-        raise LaunchError(
-            f"the launcher started {launched} processes, but each sees {running}: the back end was not initialised "
-            "(on CPU, set ACCELERATE_USE_CPU=true or use a config file with use_cpu: true)"
-        )
-    if num_processes is not None and num_processes != running:
-        raise LaunchError(
-            f"train.num_processes={num_processes}, but {running} run; pass the number to accelerate launch as well "
-            "(`accelerate launch --cpu --num_processes 2` starts one process: use --multi_gpu with ACCELERATE_USE_CPU=true)"
-        )
-    if distributed_type is not None and distributed_type != accelerator.distributed_type.value:
-        raise LaunchError(
-            f"train.distributed_type={distributed_type}, but {accelerator.distributed_type.value} runs; "
-            "see recipes/accelerate for configs that select it"
-        )
 
 
 def gather_sizes(num_rows: int, device: torch.device) -> list[int]:
@@ -170,6 +140,24 @@ def from_first(value: T | None) -> T:
     return box[0]  # type: ignore[return-value]
 
 
+def connect_to_store() -> torch.distributed.Store:
+    """A connection of its own to the key-value store that the processes found each other with.
+
+    Keys are those of this attempt: torchrun can start processes that died again, on the same store.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = torch.distributed.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return torch.distributed.PrefixStore(f"rge/attempt_{attempt}", store)
+
+
+def is_broken_exchange(error: BaseException) -> bool:
+    """Whether an error says no more than that another process could not be reached."""
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    return isinstance(error, RuntimeError) and "gloo" in str(error)
+
+
 def close() -> None:
     """Leave the process group, if there is one."""
     if _initialized():
@@ -180,40 +168,116 @@ def _initialized() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def make_accelerator(train: TrainConfig, log: LogConfig) -> Accelerator:
-    """The process group and mixed-precision settings that the launcher asked for."""
-    use_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-    handlers = []
-    if use_deepspeed and not torch.cuda.is_available():
-        # Without a back end named, DeepSpeed on CPU leaves each rank alone, in silence.
-        handlers.append(InitProcessGroupKwargs(backend="gloo"))
-    if train.deterministic:
-        torch.use_deterministic_algorithms(True)
-    # Several processes without a GPU: unless told so, accelerate leaves each of them alone, in silence.
-    on_cpu = not use_deepspeed and not torch.accelerator.is_available()
-    return Accelerator(
-        cpu=on_cpu,
-        log_with=log.trackers or None,
-        kwargs_handlers=handlers,
-        step_scheduler_with_optimizer=False,
-    )
-
-
 def prepare(
     accelerator: Accelerator, embedder: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Wrap model and optimizer for the back end."""
+    """Wrap model and optimizer for the back end.
+
+    Warns where weights are trained in bfloat16 alone: ZeRO and FSDP2 keep float32 copies, DDP and one process do not.
+    """
+    kind = accelerator.distributed_type
+    kept = kind == DistributedType.DEEPSPEED or (
+        kind == DistributedType.FSDP and accelerator.mixed_precision != "no"
+    )
+    if not kept and any(p.dtype == torch.bfloat16 for p in embedder.parameters() if p.requires_grad):
+        warnings.warn(
+            "the weights are bfloat16 without a float32 copy: updates smaller than about 0.2 % of a weight are lost in "
+            "rounding. Set model.dtype=float32 (with mixed_precision: bf16 in the launch config), or use ZeRO or FSDP2",
+            stacklevel=2,
+        )
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None:
         # No data loader is prepared, so DeepSpeed cannot infer this; nothing depends on the number.
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
+        # Unset, accelerate clips at 1.0 here and not at all elsewhere.
         plugin.deepspeed_config["gradient_clipping"] = max_grad_norm
+        # Else there is nothing to export under ZeRO-3. Asked for here, since a run that cannot be exported is of no use.
+        plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     return accelerator.prepare(embedder, optimizer)
 
 
 @contextmanager
+def whole(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Parameters in full, to be read or changed on all processes alike, where ZeRO-3 has shared them out on loading."""
+    # A tied matrix is one parameter, however often it is named.
+    shared = list(
+        {id(parameter): parameter for parameter in parameters if hasattr(parameter, "ds_id")}.values()
+    )
+    if not shared:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(shared, modifier_rank=0):
+        yield
+
+
+@contextmanager
+def whole_model(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
+    """Everything in full on every process, for forwards without gradient that do not go through `model` itself.
+
+    ZeRO-3 and FSDP2 gather a layer's parameters in hooks around its forward and drop them again. Writing a rationale
+    that way gathers the model once a token, and hangs as soon as one process writes a token more than another. Here
+    all of it is gathered once, in the same order everywhere; inside, the hooks are off, so nothing is sent at all and
+    processes may differ in the number, length and kind of their forwards. A process holds the whole model meanwhile.
+
+    Args:
+        accelerator: knows the back end.
+        model: as `prepare` returned it.
+    """
+    import torch.distributed.fsdp
+
+    sharded = [module for module in model.modules() if isinstance(module, torch.distributed.fsdp.FSDPModule)]
+    parameters = list(model.parameters())
+    if sharded:
+        for module in sharded:
+            module.unshard()
+        try:
+            with _without_hooks(model):
+                yield
+        finally:
+            for module in sharded:
+                module.reshard()
+    elif any(hasattr(parameter, "ds_id") for parameter in parameters):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(parameters), _without_hooks(model):
+            yield
+    else:
+        # What mixed precision does to the wrapped forward.
+        with accelerator.autocast():
+            yield
+
+
+@contextmanager
+def _without_hooks(model: nn.Module) -> Iterator[None]:
+    """Takes the back end's hooks off and puts them back; hooks of others, such as the ``<emb>`` row's, stay."""
+    names = ("_forward_pre_hooks", "_forward_hooks")
+    kept = [(module, name, getattr(module, name)) for module in model.modules() for name in names]
+    try:
+        for module, name, hooks in kept:
+            others = [(key, hook) for key, hook in hooks.items() if not _of_back_end(hook)]
+            setattr(module, name, type(hooks)(others))
+        yield
+    finally:
+        for module, name, hooks in kept:
+            setattr(module, name, hooks)
+
+
+def _of_back_end(hook: object) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith(("deepspeed.", "torch.distributed.fsdp."))
+
+
+@contextmanager
 def no_sync(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
-    """Backward passes inside add to the gradients and nothing else: more of the same step is to come."""
+    """Backward passes inside add to the gradients and nothing else: more of the same step is to come.
+
+    DDP exchanges gradients once, with the last. The back ends that share gradients out exchange them every time, so
+    that no process ever holds them whole.
+    """
+    if accelerator.distributed_type == DistributedType.FSDP:
+        yield
+        return
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         with accelerator.no_sync(model):
             yield
@@ -240,7 +304,7 @@ def optimizer_step(accelerator: Accelerator, model: nn.Module, optimizer, max_gr
     norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return float(norm)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
@@ -249,14 +313,22 @@ def is_sharded(accelerator: Accelerator) -> bool:
 
 
 def full_weights(accelerator: Accelerator, model: nn.Module, embedder: nn.Module) -> dict[str, Tensor] | None:
-    """Unsharded weights of ``embedder.model`` where the back end shards them, else None."""
-    if accelerator.num_processes == 1:
+    """Unsharded weights of ``embedder.model`` on the main process, in the dtype that is trained.
+
+    Every process must call it. None where nothing is sharded because there is one process, and, under ZeRO-3 and
+    FSDP2, on all processes but the main one.
+    """
+    if accelerator.num_processes == 1 and accelerator.distributed_type == DistributedType.NO:
         return None
-    prefix = "model."
     weights = accelerator.get_state_dict(model)
-    return (
-        {name.removeprefix(prefix): value for name, value in weights.items()} if weights is not None else None
-    )
+    if not weights:
+        return None
+    found = {name.removeprefix("model."): value for name, value in weights.items()}
+    # FSDP2 gathers a tied matrix twice; as one tensor again, it is written once.
+    for name, source in getattr(embedder.model, "all_tied_weights_keys", {}).items():
+        if name in found and source in found:
+            found[name] = found[source]
+    return found
 
 
 def rollout_report(

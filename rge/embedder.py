@@ -111,6 +111,9 @@ class Embedder(nn.Module):
         self.pad_id = tokenizer.pad_token_id
         self.picture_ids = picture_ids(backbone.model, tokenizer)
         install(decoder(self.model))
+        # The layers that FSDP2 shards one by one; accelerate asks the module that it wraps.
+        present = {type(module).__name__ for module in backbone.model.modules()}
+        self._no_split_modules = sorted(present & set(backbone.model._no_split_modules or ()))
 
     @property
     def device(self) -> torch.device:

@@ -4,9 +4,10 @@ from rge.adapters import AdapterError
 from rge.backbone import BackboneError
 from rge.checkpoint import CheckpointError
 from rge.config import RecipeError
-from rge.dist import LaunchError
 from rge.images import ImageError
+from rge.launch import LaunchError
 from rge.sources import RecordError
+from rge.watch import RankError
 
 USER_ERRORS = (
     RecipeError,
@@ -16,6 +17,7 @@ USER_ERRORS = (
     BackboneError,
     CheckpointError,
     LaunchError,
+    RankError,
 )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
-from rge import dist
+from rge import dist, launch
 from rge.adapters import has_adapters, merged_weights
 from rge.checkpoint import RGE_JSON, export, settings_of
 from rge.config import Recipe, to_dict
@@ -87,12 +87,14 @@ class Keeper:
 
         Raises:
             CheckpointError: all states are damaged, or another recipe made them.
+            LaunchError: the state was saved by a launch whose files this one cannot read.
         """
         found = self.states.latest()
         if found is None:
             return 0
         path, done = found
         check_same_recipe(done["recipe"], self.recipe, self.name, path)
+        launch.check_resume(done.get("launch"), self.accelerator, path)
         self.states.load(path)
         self.accelerator.print(f"{self.name}: resuming after step {done['step']} from {path}")
         return done["step"]
@@ -106,7 +108,8 @@ class Keeper:
         if self.validation is None or (step % self.recipe.validation.every and step != self.num_steps):
             return {}
         began = time.perf_counter()
-        figures = self.validation.measure(self.embedder)
+        with dist.whole_model(self.accelerator, self.model):
+            figures = self.validation.measure(self.embedder)
         self._keep_if_best(step, figures)
         return {**figures, "val_s": time.perf_counter() - began}
 
@@ -120,7 +123,8 @@ class Keeper:
         self.states.check()
         stop = dist.sum_over_ranks([float(_asked_to_stop.is_set())], self.embedder.device)[0] > 0
         if step < self.num_steps and (stop or step % self.recipe.train.save_every == 0):
-            self.states.save(step, {"recipe": to_dict(self.recipe)})
+            meta = {"recipe": to_dict(self.recipe), "launch": launch.describe(self.accelerator)}
+            self.states.save(step, meta)
         if not stop or step == self.num_steps:  # a stage that is over is exported first
             return
         self.states.wait()

@@ -88,8 +88,10 @@ def make_optimizer(
     groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            by_muon = name == "muon" and parameter.ndim == 2 and id(parameter) not in lookups
-            groups.setdefault((by_muon, id(parameter) in is_slow, parameter.ndim >= 2), []).append(parameter)
+            # A weight that ZeRO-3 has shared out on loading is a vector here, and would not be decayed.
+            num_axes = len(getattr(parameter, "ds_shape", parameter.shape))
+            by_muon = name == "muon" and num_axes == 2 and id(parameter) not in lookups
+            groups.setdefault((by_muon, id(parameter) in is_slow, num_axes >= 2), []).append(parameter)
     found = [
         (
             by_muon,

@@ -9,6 +9,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rge import eyes, scratch, vision
 from rge.config import Recipe, ScratchConfig
+from rge.launch import LaunchError, back_end
 from rge.sources import read_texts
 
 
@@ -28,6 +29,11 @@ def starting_point(recipe: Recipe, accelerator: Accelerator) -> str:
 
 
 def _build(recipe: Recipe, config: ScratchConfig, folder: Path, accelerator: Accelerator) -> None:
+    if config.naming is not None and not back_end(accelerator).is_ddp:
+        raise LaunchError(
+            f"model.scratch.naming teaches the vision tower with Muon, which {back_end(accelerator).name} cannot run; start "
+            f"with one process or DDP until {folder} is written, or set model.scratch.naming=null"
+        )
     temporary = folder.with_name("tmp_backbone")
     if accelerator.is_main_process:
         shutil.rmtree(temporary, ignore_errors=True)

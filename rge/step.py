@@ -115,10 +115,12 @@ def training_step(
         FloatingPointError: the loss is not finite; names the records of this rank.
         ValueError: encoded prompts for a step of several chunks.
     """
-    chunks = _chunks(batch, micro_batch_size)
     num_lm_tokens = _num_lm_tokens(batch, objective)
     device = embedder.device
-    total_lm_tokens, total_queries = dist.sum_over_ranks([num_lm_tokens, len(batch.queries)], device)
+    shares = dist.gather_sizes(len(batch.queries), device)
+    chunks = _chunks(batch, shares, micro_batch_size)
+    total_queries = sum(shares)
+    (total_lm_tokens,) = dist.sum_over_ranks([num_lm_tokens], device)
     # DDP averages over ranks, the losses are means over the global batch: sums / global count * world size.
     lm_scale = objective.alpha_lm * dist.world_size() / max(total_lm_tokens, 1)
     num_each = _num_each(batch, objective, rationales)
@@ -134,7 +136,9 @@ def training_step(
         if drops_out(embedder):
             q_BD, t_ND, draws = _states_with_dropout(embedder, batch, objective, rationales, chunks)
         else:
-            q_BD, t_ND = _states_without_gradient(embedder, batch, objective, rationales, chunks)
+            q_BD, t_ND = _states_without_gradient(
+                embedder, batch, objective, rationales, chunks, micro_batch_size
+            )
         q_BD, t_ND = q_BD.requires_grad_(), t_ND.requires_grad_()
         loss, counts = _contrastive(q_BD, t_ND, batch, objective)
         (loss * con_scale).backward()
@@ -235,6 +239,7 @@ def _states_without_gradient(
     objective: Objective,
     rationales: Sequence[Rationale] | None,
     chunks: Sequence[tuple[slice, slice]],
+    micro_batch_size: int,
 ) -> tuple[Tensor, Tensor]:
     direct = Branch([embedder.emb_id], read_state=True)
     q_parts, t_parts = [], []
@@ -252,7 +257,7 @@ def _states_without_gradient(
         q_parts += [readout.state_ND for readout in q]
         t_parts.append(t.state_ND)
     if objective.anchor == "self":
-        q_parts = [_own_states(embedder, batch, rationales, chunks[0][0].stop)]  # type: ignore[arg-type]
+        q_parts = [_own_states(embedder, batch, rationales, micro_batch_size)]  # type: ignore[arg-type]
     return torch.cat(q_parts), torch.cat(t_parts)
 
 
@@ -371,12 +376,22 @@ def _num_lm_tokens(batch: Batch, objective: Objective) -> int:
     return sum(map(len, batch.oracle_ids)) + (len(batch.candidates) if objective.lm_on_candidates else 0)
 
 
-def _chunks(batch: Batch, micro_batch_size: int) -> list[tuple[slice, slice]]:
-    """Cut queries into micro batches and the candidates, of which there may be more, into equally many parts."""
-    count = -(-len(batch.queries) // micro_batch_size)
-    chunks = []
-    for number in range(count):
-        start = number * len(batch.candidates) // count
-        end = (number + 1) * len(batch.candidates) // count
-        chunks.append((slice(number * micro_batch_size, (number + 1) * micro_batch_size), slice(start, end)))
-    return chunks
+def _chunks(batch: Batch, shares: Sequence[int], micro_batch_size: int) -> list[tuple[slice, slice]]:
+    """Cut queries and candidates, of which there may be more, into equally many parts of nearly equal size.
+
+    Every rank gets as many parts as the others: ZeRO and FSDP2 exchange something in each forward. Where a rank has
+    fewer queries than another needs parts (micro batches of one, uneven shares), the other's hold one more.
+
+    Args:
+        batch: this rank's share of the step.
+        shares: number of queries of every rank.
+        micro_batch_size: queries per forward.
+    """
+    count = min(max(-(-share // micro_batch_size) for share in shares), min(shares))
+
+    def part(rows: int, number: int) -> slice:
+        return slice(number * rows // count, (number + 1) * rows // count)
+
+    return [
+        (part(len(batch.queries), number), part(len(batch.candidates), number)) for number in range(count)
+    ]

@@ -22,7 +22,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from rge import dist
+from rge import dist, launch
 from rge.adapters import add_adapters
 from rge.backbone import check_sizes, load_backbone, vision_parameters
 from rge.collate import Collator, StepBatches, make_loader
@@ -38,22 +38,26 @@ from rge.sources import Mixture, RecordFile
 from rge.start import starting_point
 from rge.step import Objective, training_step
 from rge.validation import Validation
+from rge.watch import fellow_ranks
 from rge.writer import make_writer
 
 
 def main(arguments: list[str]) -> None:
     """Run the stages of a recipe, one after the other."""
     recipe = load_recipe(arguments)
-    accelerator = dist.make_accelerator(recipe.train, recipe.log)
-    dist.check_launch(accelerator, recipe.train.num_processes, recipe.train.distributed_type)
-    start_trackers(accelerator, recipe.log.project, to_dict(recipe))
-    start = starting_point(recipe, accelerator)
-    for name in recipe.stages():
-        folder = Path(recipe.out) / name
-        if not finished(folder, recipe, name):
-            train_stage(recipe, name, folder, start, accelerator)
-        start = str(folder / "final")
-    accelerator.end_training()
+    accelerator = launch.make_accelerator(recipe.train, recipe.log)
+    launch.check_launch(
+        accelerator, recipe.train.num_processes, recipe.train.distributed_type, recipe.optim.name
+    )
+    with fellow_ranks():
+        start_trackers(accelerator, recipe.log.project, to_dict(recipe))
+        start = starting_point(recipe, accelerator)
+        for name in recipe.stages():
+            folder = Path(recipe.out) / name
+            if not finished(folder, recipe, name):
+                train_stage(recipe, name, folder, start, accelerator)
+            start = str(folder / "final")
+        accelerator.end_training()
     dist.close()
 
 
@@ -102,7 +106,10 @@ def train_stage(recipe: Recipe, name: str, folder: Path, start: str, accelerator
         set_learning_rate(optimizer, lr)
 
         # 1. The model writes its own rationales, without gradient, continuing the prompts that step 2 will need.
-        rationales, encoded = writer(step, batch) if writer is not None else (None, None)
+        rationales, encoded = None, None
+        if writer is not None:
+            with dist.whole_model(accelerator, model):
+                rationales, encoded = writer(step, batch)
         rolled_out = time.perf_counter()
 
         # 2. Both losses from one forward over prompt, own rationale and oracle rationale; backward.

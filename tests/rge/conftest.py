@@ -2,6 +2,7 @@
 
 import resource
 from contextlib import contextmanager
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -125,3 +126,64 @@ def files_of_at_most():
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
     return limit
+
+
+@pytest.fixture
+def merge():
+    """The batches of several ranks as one: columns of a later rank's candidates move."""
+
+    def run(batches: list[Batch]) -> Batch:
+        whole = Batch([], [], [], [], [], [], [], [], [])
+        for batch in batches:
+            offset = len(whole.candidates)
+            whole.positive.extend(offset + column for column in batch.positive)
+            for ours, theirs in (
+                (whole.negatives, batch.negatives),
+                (whole.more_positives, batch.more_positives),
+            ):
+                ours.extend([offset + column for column in columns] for columns in theirs)
+            for field in fields(Batch):
+                if field.name not in ("positive", "negatives", "more_positives"):
+                    getattr(whole, field.name).extend(getattr(batch, field.name))
+        return whole
+
+    return run
+
+
+@pytest.fixture
+def without_negatives():
+    """Only the drawn positives as candidates, so that ranks have unequal numbers of them."""
+
+    def run(batch: Batch) -> Batch:
+        batch.candidates[:] = [batch.candidates[column] for column in batch.positive]
+        batch.candidate_identity[:] = [batch.candidate_identity[column] for column in batch.positive]
+        batch.positive[:] = range(len(batch.candidates))
+        batch.negatives[:] = [[] for _ in batch.positive]
+        return batch
+
+    return run
+
+
+@pytest.fixture
+def longer_rationales():
+    """Every oracle rationale replaced by a long one, so that ranks have unequal numbers of tokens."""
+
+    def run(batch: Batch, builder: PromptBuilder) -> Batch:
+        ids = builder.rationale_ids("a much longer rationale " * 5, "r")
+        batch.oracle_ids[:] = [ids] * len(batch.queries)
+        return batch
+
+    return run
+
+
+@pytest.fixture
+def first_queries():
+    """The first queries of a batch with their candidates, so that ranks have unequal numbers of them."""
+
+    def run(batch: Batch, count: int) -> Batch:
+        end = batch.positive[count]
+        parts = {field.name: getattr(batch, field.name)[:count] for field in fields(Batch)}
+        parts |= {name: getattr(batch, name)[:end] for name in ("candidates", "candidate_identity")}
+        return Batch(**parts)
+
+    return run

@@ -184,7 +184,7 @@ def test_chunks_draw_the_dropout_of_their_first_forward(lively, make_batch, roll
     assert drops_out(lively)
     rationales = roll_out(lively, batch) if anchor == "self" else None
     torch.manual_seed(5)
-    chunks = _chunks(batch, 2)
+    chunks = _chunks(batch, [len(batch.queries)], 2)
     readouts = [_forward(lively, lively, batch, objective, rationales, *chunk) for chunk in chunks]
     con, _ = _contrastive(
         torch.cat([q.state_ND for q, _ in readouts]),

@@ -9,6 +9,7 @@ import torch
 
 from rge.checkpoint import export, settings_of
 from rge.collate import StepBatches, make_loader, query_item, sorted_by_length, target_item
+from rge.config import RecipeError
 from rge.encode import load_encoder
 from rge.packing import Branch
 from rge.prompts import PromptBuilder
@@ -91,13 +92,14 @@ def content(batch):
     return list(zip(queries, chosen, strict=True))
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 6])
+@pytest.mark.parametrize("world_size", [2, 4, 5, 6])
 @pytest.mark.parametrize("augment", ["none", "drawing"])
 def test_a_steps_batch_does_not_depend_on_the_number_of_processes(batches, world_size, augment):
     for step in (0, 7):
         whole = content(batches(augment=augment)[step])
         shares = [content(batches(world_size, rank, augment=augment)[step]) for rank in range(world_size)]
         assert [row for share in shares for row in share] == whole
+        assert {len(share) for share in shares} <= {6 // world_size, -(-6 // world_size)}
 
 
 def test_a_batch_repeats_and_differs_from_the_next(batches):
@@ -165,9 +167,11 @@ def test_augmented_pictures_keep_their_tokens_and_change_with_the_step(batches):
     assert changed > 1
 
 
-def test_a_batch_that_cannot_be_shared_out_is_an_error(batches):
-    with pytest.raises(ValueError, match="batch_size 6 must be a multiple of the 4 processes"):
-        batches(world_size=4)
+def test_a_batch_with_less_than_a_query_a_process_is_an_error(batches):
+    with pytest.raises(
+        RecipeError, match="batch_size=6 leaves some of the 7 processes without a query; raise it"
+    ):
+        batches(world_size=7)
 
 
 def test_a_record_that_cannot_be_used_is_named(batches, records):

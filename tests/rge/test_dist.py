@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rge import dist
+from rge import dist, launch
 from rge.backbone import load_backbone
-from rge.collate import Batch
 from rge.config import LogConfig, TrainConfig
 from rge.embedder import Embedder
 from rge.muon import orthogonal
@@ -22,7 +21,7 @@ ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu",
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
-def launch(command: list[str], **environment: str) -> None:
+def start_workers(command: list[str], **environment: str) -> None:
     done = subprocess.run(
         command,
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment},
@@ -41,7 +40,7 @@ def test_rows_are_gathered_with_the_gradient_of_one_process(tmp_path):
     rows = torch.randn(total, 3, generator=generator, dtype=torch.float64)
     weights = torch.randn(total, total, generator=generator, dtype=torch.float64)
     torch.save((rows, weights), tmp_path / "rows.pt")
-    launch([*TORCHRUN, f"--nproc_per_node={world}", str(WORKERS / "gather.py"), str(tmp_path)])
+    start_workers([*TORCHRUN, f"--nproc_per_node={world}", str(WORKERS / "gather.py"), str(tmp_path)])
 
     whole = rows.clone().requires_grad_()
     (whole @ whole.T * weights).sum().backward()
@@ -67,40 +66,6 @@ def test_rows_are_gathered_with_the_gradient_of_one_process(tmp_path):
         start += rank + 2
 
 
-def merge(batches: list[Batch]) -> Batch:
-    """The same step in one process: columns of a later rank's candidates move."""
-    whole = Batch([], [], [], [], [], [], [], [], [])
-    for batch in batches:
-        offset = len(whole.candidates)
-        whole.positive.extend(offset + column for column in batch.positive)
-        whole.negatives.extend([offset + column for column in columns] for columns in batch.negatives)
-        for name in (
-            "record_ids",
-            "queries",
-            "oracle_ids",
-            "candidates",
-            "candidate_identity",
-            "right_answers",
-            "seeds",
-        ):
-            getattr(whole, name).extend(getattr(batch, name))
-    return whole
-
-
-def without_negatives(batch: Batch) -> Batch:
-    """Only the drawn positives as candidates, so that ranks have unequal numbers of them."""
-    batch.candidates[:] = [batch.candidates[column] for column in batch.positive]
-    batch.candidate_identity[:] = [batch.candidate_identity[column] for column in batch.positive]
-    batch.positive[:] = range(len(batch.candidates))
-    batch.negatives[:] = [[] for _ in batch.positive]
-    return batch
-
-
-def longer_rationales(batch: Batch, builder: PromptBuilder) -> Batch:
-    batch.oracle_ids[:] = [builder.rationale_ids("a much longer rationale " * 5, "r")] * len(batch.queries)
-    return batch
-
-
 NAMES = [
     f"{layout}-{anchor}-{micro}"
     for layout in ("mixed", "one rank without pictures", "no rank with pictures")
@@ -118,7 +83,7 @@ def paired(tmp_path_factory):
 
 
 @pytest.fixture
-def cases(paired, lively_path, make_batch, roll_out):
+def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_rationales):
     if "cases" in paired:
         return paired
     embedder = Embedder(load_backbone(lively_path)).eval()
@@ -149,7 +114,7 @@ def cases(paired, lively_path, make_batch, roll_out):
         }
     torch.save(cases, paired["folder"] / "cases.pt")
     arguments = [str(WORKERS / "step.py"), str(lively_path), str(paired["folder"])]
-    launch([*ACCELERATE, "--num_processes", "2", *arguments], ACCELERATE_USE_CPU="true")
+    start_workers([*ACCELERATE, "--num_processes", "2", *arguments], ACCELERATE_USE_CPU="true")
     paired["cases"] = cases
     paired["found"] = [torch.load(paired["folder"] / f"found_{rank}.pt") for rank in range(2)]
     return paired
@@ -157,7 +122,7 @@ def cases(paired, lively_path, make_batch, roll_out):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_step_on_two_processes_equals_one(cases, lively, name):
+def test_a_step_on_two_processes_equals_one(cases, lively, name, merge):
     case, (first, second) = cases["cases"][name], (found[name] for found in cases["found"])
     whole = merge(case["batches"])
     rationales = case["rationales"][0] + case["rationales"][1]
@@ -185,31 +150,6 @@ def test_a_step_on_two_processes_equals_one(cases, lively, name):
     assert first["rollout"] == second["rollout"] == pytest.approx(expected)
 
 
-@pytest.mark.slow
-def test_chunks_of_a_deepspeed_step_add_up(cases, lively, lively_path):
-    """Under DeepSpeed a backward also steps, unless it is told that more is to come."""
-    name = "mixed-self-2"
-    before = {key: value.clone() for key, value in lively.model.state_dict().items()}
-    arguments = [str(WORKERS / "deepspeed_step.py"), str(lively_path), str(cases["folder"]), name]
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed", "--zero_stage", "2"]
-    launch([*command, "--num_processes", "2", "--main_process_port", "0", *arguments])
-    found = torch.load(cases["folder"] / "deepspeed.pt")
-    case = cases["cases"][name]
-    report = training_step(
-        lively,
-        lively,
-        merge(case["batches"]),
-        case["objective"],
-        rationales=case["rationales"][0] + case["rationales"][1],
-        micro_batch_size=100,
-        backward=lambda loss: loss.backward(),
-    )
-    assert found["report"] == pytest.approx(report, rel=1e-5)
-    for key, parameter in lively.model.named_parameters():
-        error = (before[key] - found["weights"][key] - parameter.grad).norm()
-        assert error <= 1e-5 * parameter.grad.norm() + 1e-6, key
-
-
 def test_alone_nothing_is_gathered():
     rows = torch.ones(3, 2, requires_grad=True)
     sizes = dist.gather_sizes(3, rows.device)
@@ -221,7 +161,7 @@ def test_alone_nothing_is_gathered():
 
 @pytest.mark.parametrize(("limit", "moved"), [(1.0, (0.6, 0.8)), (5.0, (3.0, 4.0)), (0.0, (3.0, 4.0))])
 def test_the_gradient_is_clipped_by_its_norm_and_cleared(limit, moved):
-    accelerator = dist.make_accelerator(TrainConfig(), LogConfig())
+    accelerator = launch.make_accelerator(TrainConfig(), LogConfig())
     net = torch.nn.Linear(2, 1, bias=False)
     with torch.no_grad():
         net.weight.zero_()
@@ -233,46 +173,3 @@ def test_the_gradient_is_clipped_by_its_norm_and_cleared(limit, moved):
     torch.testing.assert_close(net.weight[0].detach(), -torch.tensor(moved), rtol=1e-5, atol=0)
     assert net.weight.grad is None
     assert dist.full_weights(accelerator, model, net) is None  # nothing is sharded
-
-
-class Running:
-    """What `check_launch` looks at."""
-
-    def __init__(self, num_processes: int, kind: str):
-        self.num_processes = num_processes
-        self.distributed_type = dist.DistributedType(kind)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "running", "asked", "message"),
-    [
-        (
-            "2",
-            Running(1, "NO"),
-            (None, None),
-            "started 2 processes, but each sees 1: the back end was not initialised",
-        ),
-        (
-            None,
-            Running(1, "NO"),
-            (2, None),
-            "train.num_processes=2, but 1 run; pass the number to accelerate launch",
-        ),
-        ("2", Running(2, "MULTI_CPU"), (4, None), "train.num_processes=4, but 2 run"),
-        ("2", Running(2, "MULTI_CPU"), (2, "FSDP"), "train.distributed_type=FSDP, but MULTI_CPU runs"),
-        (None, Running(1, "NO"), (None, "DEEPSPEED"), "train.distributed_type=DEEPSPEED, but NO runs"),
-    ],
-)
-def test_a_launch_that_is_not_what_was_asked_for(monkeypatch, world_size, running, asked, message):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    if world_size:
-        monkeypatch.setenv("WORLD_SIZE", world_size)
-    with pytest.raises(dist.LaunchError, match=message):
-        dist.check_launch(running, *asked)
-
-
-def test_a_launch_as_asked(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    dist.check_launch(Running(1, "NO"), None, None)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    dist.check_launch(Running(2, "MULTI_CPU"), 2, "MULTI_CPU")

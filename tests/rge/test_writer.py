@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from rge import dist
+from rge import dist, launch
 from rge.backbone import empty_picture
 from rge.config import LogConfig, RecipeError, RolloutConfig, TrainConfig
 from rge.dropout import drops_out
@@ -217,7 +217,7 @@ def test_a_frozen_tower_sees_each_picture_once_a_step(lively, batch, monkeypatch
         lambda module, args, kwargs: patches.append(sum(map(len, args[:1]))), with_kwargs=True
     )
     sizes = {"batch_size": 5, "micro_batch_size": 2}
-    accelerator = dist.make_accelerator(TrainConfig(), LogConfig())
+    accelerator = launch.make_accelerator(TrainConfig(), LogConfig())
     writer = make_writer(lively, lively, SETTINGS, accelerator, **sizes)
     assert lively.pictures is not None
     for _ in range(2):  # a step leaves nothing behind
@@ -232,6 +232,6 @@ def test_a_frozen_tower_sees_each_picture_once_a_step(lively, batch, monkeypatch
 
 
 def test_a_tower_that_trains_is_run_in_every_pass(lively):
-    accelerator = dist.make_accelerator(TrainConfig(), LogConfig())
+    accelerator = launch.make_accelerator(TrainConfig(), LogConfig())
     make_writer(lively, lively, SETTINGS, accelerator, batch_size=5, micro_batch_size=2)
     assert lively.pictures is None

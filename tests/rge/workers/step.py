@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from rge import dist
+from rge import dist, launch
 from rge.backbone import load_backbone
 from rge.config import LogConfig, TrainConfig
 from rge.embedder import Embedder
@@ -20,8 +20,8 @@ from rge.step import encode_queries, training_step
 
 checkpoint, folder = sys.argv[1], Path(sys.argv[2])
 torch.set_num_threads(1)
-accelerator = dist.make_accelerator(TrainConfig(), LogConfig())
-dist.check_launch(accelerator, 2, "MULTI_CPU")
+accelerator = launch.make_accelerator(TrainConfig(), LogConfig())
+launch.check_launch(accelerator, 2, "MULTI_CPU")
 embedder = Embedder(load_backbone(checkpoint)).eval()
 optimizer = torch.optim.SGD(embedder.parameters(), lr=0.0)
 model, optimizer = dist.prepare(accelerator, embedder, optimizer, max_grad_norm=0.0)

@@ -1,0 +1,351 @@
+"""DDP, ZeRO-1, 2 and 3 and FSDP2, two real processes each, against one: rollouts, losses, weights, states, exports."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from rge import train
+from rge.backbone import load_backbone
+from rge.checkpoint import export
+from rge.collate import Batch
+from rge.embedder import Embedder
+from rge.launch import LaunchError
+from rge.prompts import PromptBuilder
+from rge.rollout import generate
+from rge.step import Objective, training_step
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "recipes" / "accelerate"
+WORKERS = Path(__file__).parent / "workers"
+BACK_ENDS = {
+    "DDP": ("cpu_2.yaml", "MULTI_CPU"),
+    "FSDP2": ("fsdp2_8.yaml", "FSDP"),
+    "ZeRO-1": ("zero1_8.yaml", "DEEPSPEED"),
+    "ZeRO-2": ("zero2_8.yaml", "DEEPSPEED"),
+    "ZeRO-3": ("zero3_8.yaml", "DEEPSPEED"),
+}
+"""The configs for GPUs, in float32, since bfloat16 is slow here and rounds away what is compared."""
+LR = 0.02
+
+
+def environment_of(config: str, folder: Path) -> dict[str, str]:
+    """What `accelerate launch --config_file` tells its processes, but for the precision."""
+    args, _, _ = _validate_launch_command(
+        launch_command_parser().parse_args(["--config_file", str(CONFIGS / config), "train.py"])
+    )
+    args.deepspeed_fields_from_accelerate_config = ""
+    args.mixed_precision = "no"
+    if args.use_deepspeed:
+        settings = json.loads((ROOT / args.deepspeed_config_file).read_text())
+        del settings["bf16"]
+        if settings["zero_optimization"]["stage"] == 3:
+            # All of a tiny model would count as too small to be shared out.
+            settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        path = folder / Path(args.deepspeed_config_file).name
+        path.write_text(json.dumps(settings))
+        args.deepspeed_config_file = str(path)
+        _, environment = prepare_deepspeed_cmd_env(args)
+    else:
+        environment = prepare_multi_gpu_env(args)
+    return {key: value for key, value in environment.items() if key.startswith(("ACCELERATE_", "FSDP_"))}
+
+
+STEPS = {"cold_start": 2, "joint": 4}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """Filled by the first test that needs it."""
+    return {"folder": tmp_path_factory.mktemp("back_ends")}
+
+
+@pytest.fixture
+def recipe(shared, tiny_path, picture) -> list[str]:
+    """Arguments of `rge/train.py`: a few steps of both stages, with batches that two processes cannot halve."""
+    folder = shared["folder"]
+    if not (folder / "tiny.yaml").exists():
+        for number in range(4):
+            picture(40 + 10 * number, 80 - 5 * number, number).save(folder / f"{number}.png")
+        lines = []
+        for number in range(12):
+            shown = {"image": f"{number % 4}.png"} if number % 3 else {"text": f"thing {number}"}
+            line = {
+                "id": f"r{number}", "group": str(number), "source": "s", "split": "train",
+                "query": {"text": "what opens this " * (1 + number % 3), "images": [f"{number % 4}.png"][: number % 2]},
+                "positives": [{"id": f"t{number}", **shown, "rationale": "a key opens it " * (1 + number % 4)}],
+                "negatives": [{"id": f"n{number}", "text": f"another {number}"}][: number % 4 // 2],
+            }  # fmt: skip
+            lines.append(json.dumps(line) + "\n")
+        (folder / "records.jsonl").write_text("".join(lines))
+        stage = {"batch_size": 5, "lr": 1e-3, "sources": [{"path": str(folder / "records.jsonl")}]}
+        settings = {
+            "model": {"path": str(tiny_path), "dtype": "float32", "min_pixels": 784, "max_pixels": 3136},
+            "data": {"profile": "plain", "num_workers": 0},
+            "loss": {"temperature": 0.05},
+            "optim": {"weight_decay": 20.0},  # so strong that losses show which weights it falls on
+            "rollout": {"max_new_tokens": 6, "temperature": 0.7, "batch_size": 2},
+            "train": {"micro_batch_size": 2, "save_every": 2, "log_every": 1},
+            **{name: {"steps": steps, **stage} for name, steps in STEPS.items()},
+        }
+        (folder / "tiny.yaml").write_text(yaml.safe_dump(settings))
+    return [f"recipe={folder / 'tiny.yaml'}"]
+
+
+@pytest.fixture
+def found(
+    shared,
+    recipe,
+    lively_path,
+    tiny_path,
+    make_batch,
+    merge,
+    first_queries,
+    without_negatives,
+    longer_rationales,
+):
+    """The same three steps by one process and, under every back end, by two."""
+    if "one" in shared:
+        return shared
+    folder = shared["folder"]
+    builder = PromptBuilder(Embedder(load_backbone(lively_path)).processor)
+
+    def batches(seed: int, pictures: tuple[bool, bool], count: int) -> list[Batch]:
+        first = make_batch(builder, seed, pictures[0], pictures[0])
+        second = make_batch(builder, seed + 10, pictures[1], pictures[1])
+        return [first, longer_rationales(first_queries(without_negatives(second), count), builder)]
+
+    common = {"objective": Objective(1 / 11, 10 / 11, 0.07), "max_grad_norm": 1.0}
+    steps = [
+        {
+            "batches": batches(0, (True, True), 4),
+            "micro_batch_size": 100,
+            "rollout_batch_sizes": (2, 100),
+            "once": True,
+            **common,
+        },
+        {
+            "batches": batches(1, (True, False), 3),
+            "micro_batch_size": 2,
+            "rollout_batch_sizes": (100, 1),
+            **common,
+        },
+        {
+            "batches": batches(2, (False, True), 2),
+            "micro_batch_size": 1,
+            "rollout_batch_sizes": (3, 3),
+            **common,
+        },
+    ]
+    # Beside the plain model, one whose embedding matrix has no row left for <emb>.
+    full, model, processor = folder / "full", *_plain(tiny_path)
+    model.resize_token_embeddings(len(processor.tokenizer))
+    model.save_pretrained(full)
+    processor.save_pretrained(full)
+    task = {
+        "environments": {name: environment_of(config, folder) for name, (config, _) in BACK_ENDS.items()},
+        "types": {name: kind for name, (_, kind) in BACK_ENDS.items()},
+        "steps": steps,
+        "recipe": recipe,
+        "plain": [str(tiny_path), str(full)],
+    }
+    torch.save(task, folder / "task.pt")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+         str(WORKERS / "back_ends.py"), str(lively_path), str(folder)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True, text=True, timeout=570,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    shared["one"] = one_process(lively_path, steps, merge, folder / "one")
+    return shared
+
+
+def _plain(path: Path):
+    return AutoModelForImageTextToText.from_pretrained(path), AutoProcessor.from_pretrained(path)
+
+
+def one_process(checkpoint: Path, steps: list[dict], merge, out: Path) -> list[dict]:
+    """The same steps, each as one undivided batch."""
+    embedder = Embedder(load_backbone(checkpoint)).eval()
+    optimizer = torch.optim.SGD(embedder.parameters(), lr=LR)
+    results = []
+    for step in steps:
+        before = {key: value.clone() for key, value in embedder.model.state_dict().items()}
+        rationales = [
+            generate(embedder, batch.queries, max_new_tokens=9, batch_size=100) for batch in step["batches"]
+        ]
+        report = training_step(
+            embedder,
+            embedder,
+            merge(step["batches"]),
+            step["objective"],
+            rationales=sum(rationales, []),
+            micro_batch_size=100,
+            backward=lambda loss: loss.backward(),
+        )
+        norm = torch.nn.utils.clip_grad_norm_(embedder.parameters(), step["max_grad_norm"])
+        optimizer.step()
+        optimizer.zero_grad()
+        weights = {key: value.clone() for key, value in embedder.model.state_dict().items()}
+        results.append(
+            {
+                "rationales": rationales,
+                "report": report,
+                "norm": float(norm),
+                "before": before,
+                "weights": weights,
+            }
+        )
+    export(embedder, out, {"format": 1})
+    return results
+
+
+def results(found: dict, name: str) -> list[dict]:
+    return [torch.load(found["folder"] / f"{name}_{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def distance(weights: dict, expected: dict, before: dict) -> float:
+    """Largest difference of a tensor's update, as a share of that update; the rounding of float32 weights is let off."""
+    shares = []
+    for key, weight in expected.items():
+        rounding = 1e-6 * float(weight.norm())
+        moved = float((weight - before[key]).norm())
+        shares.append(max(0.0, float((weights[key] - weight).norm()) - rounding) / max(moved, 1e-12))
+    return max(shares)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_steps_of_two_processes_equal_one(found, name):
+    """With ``-s`` this prints the rows of the table in docs/scaling.md."""
+    two = results(found, name)
+    worst = {"loss": 0.0, "norm": 0.0, "weights": 0.0}
+    for number, one in enumerate(found["one"]):
+        first, second = (result["steps"][number] for result in two)
+        for rank, result in enumerate((first, second)):
+            assert result["messages"][0] == 0, (
+                "a rollout gathers its parameters before it begins, not while it writes"
+            )
+            for (ids, forced, state), expected in zip(
+                result["rationales"], one["rationales"][rank], strict=True
+            ):
+                assert (ids, forced) == (expected.ids, expected.forced)
+                torch.testing.assert_close(state, expected.state_D, atol=1e-4, rtol=0)
+        assert first["report"] == second["report"] == pytest.approx(one["report"], rel=1e-4)
+        assert first["norm"] == pytest.approx(one["norm"], rel=1e-4)
+        assert first["weights"].keys() == one["weights"].keys()
+        shares = {
+            "loss": abs(first["report"]["loss"] / one["report"]["loss"] - 1),
+            "norm": abs(first["norm"] / one["norm"] - 1),
+            "weights": distance(first["weights"], one["weights"], one["before"]),
+        }
+        worst = {key: max(value, shares[key]) for key, value in worst.items()}
+    sys.stdout.write(f"\n| {name} | {worst['loss']:.0e} | {worst['norm']:.0e} | {worst['weights']:.0e} |\n")
+    assert worst["weights"] < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_a_state_is_returned_to(found, name):
+    for result in results(found, name):
+        for once, again in zip(result["steps"][1:], result["again"], strict=True):
+            assert again["report"] == pytest.approx(once["report"], rel=1e-6)
+            assert [ids for ids, _, _ in again["rationales"]] == [ids for ids, _, _ in once["rationales"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_the_exported_checkpoint_is_the_one_of_one_process(found, name):
+    one, two = found["folder"] / "one", found["folder"] / name
+    assert sorted(path.name for path in two.iterdir()) == sorted(path.name for path in one.iterdir())
+    for path in one.iterdir():
+        if path.suffix != ".safetensors":
+            assert (two / path.name).read_bytes() == path.read_bytes()
+    expected, weights = load_file(one / "model.safetensors"), load_file(two / "model.safetensors")
+    assert {key: value.dtype for key, value in weights.items()} == {k: v.dtype for k, v in expected.items()}
+    for key, value in expected.items():
+        assert (weights[key] - value).norm() <= 1e-5 * value.norm(), key
+
+
+@pytest.mark.slow
+def test_sharing_back_ends_share(found):
+    whole = results(found, "DDP")[0]["held"]
+    for name in ("ZeRO-3", "FSDP2"):
+        for result in results(found, name):
+            assert result["held"] < 0.6 * whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_emb_gets_its_row_on_every_back_end(found, name, tiny_path):
+    for path, seen in zip(
+        (tiny_path, found["folder"] / "full"),
+        zip(*(r["grown"] for r in results(found, name)), strict=True),
+        strict=True,
+    ):
+        backbone = load_backbone(path, add_emb=True)
+        source = backbone.processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        for emb_id, rows in seen:
+            assert emb_id == backbone.emb_id
+            for row, module in zip(
+                rows,
+                (backbone.model.get_input_embeddings(), backbone.model.get_output_embeddings()),
+                strict=True,
+            ):
+                assert torch.equal(row[emb_id], row[source])
+                assert torch.equal(row[: emb_id + 1], module.weight[: emb_id + 1])
+
+
+def losses(folder: Path) -> list[tuple[float, float]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"]) for line in lines]
+
+
+@pytest.fixture
+def one_run(shared, recipe):
+    """rge/train.py in one process."""
+    out = shared["folder"] / "one_run"
+    if not (out / "joint/final").exists():
+        train.main([*recipe, f"out={out}"])
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_the_same_recipe_gives_the_same_losses(found, one_run, name):
+    run = found["folder"] / f"{name}_run"
+    for stage in STEPS:
+        one, two = losses(one_run / stage), losses(run / stage)
+        assert [step for step, _ in two] == [step for step, _ in one]
+        assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=1e-3)
+    # The second start resumed after step 2 and ended where the first had.
+    once, again = (load_file(run / part / "model.safetensors") for part in ("once", "joint/final"))
+    for key, value in once.items():
+        torch.testing.assert_close(again[key], value, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_a_state_of_two_processes_on_one(found, one_run, recipe, name, tmp_path):
+    shutil.copytree(found["folder"] / f"{name}_run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/joint/final")
+    if name != "DDP":
+        with pytest.raises(
+            LaunchError, match=f"saved by {name} on 2 processes and cannot be loaded by one process"
+        ):
+            train.main([*recipe, f"out={tmp_path / 'run'}"])
+        return
+    train.main([*recipe, f"out={tmp_path / 'run'}"])
+    one, two = losses(one_run / "joint"), losses(tmp_path / "run/joint")
+    assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=1e-3)

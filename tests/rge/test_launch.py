@@ -1,0 +1,220 @@
+"""What runs against what was asked for: launches, launch configs, states of other launches."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DistributedType
+
+from rge import launch
+
+CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "accelerate"
+
+
+class Running:
+    """What `check_launch` looks at."""
+
+    def __init__(self, num_processes: int, kind: str, zero_stage: int = 2, is_fsdp2: bool = True):
+        self.num_processes = num_processes
+        self.distributed_type = DistributedType(kind)
+        self.is_fsdp2 = is_fsdp2
+        self.state = self
+        self.deepspeed_plugin = self
+        self.zero_stage = zero_stage
+
+
+@pytest.fixture(autouse=True)
+def outside_a_launcher(monkeypatch):
+    for name in ("WORLD_SIZE", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("environment", "running", "asked", "message"),
+    [
+        (
+            {"WORLD_SIZE": "2"},
+            Running(1, "NO"),
+            (None, None),
+            "started 2 processes, but each sees 1: the back end was not initialised",
+        ),
+        (
+            {},
+            Running(1, "NO"),
+            (2, None),
+            "train.num_processes=2, but 1 run; pass the number to accelerate launch",
+        ),
+        ({"WORLD_SIZE": "2"}, Running(2, "MULTI_CPU"), (4, None), "train.num_processes=4, but 2 run"),
+        (
+            {"WORLD_SIZE": "2"},
+            Running(2, "MULTI_CPU"),
+            (2, "FSDP"),
+            "train.distributed_type=FSDP, but MULTI_CPU runs",
+        ),
+        ({}, Running(1, "NO"), (None, "DEEPSPEED"), "train.distributed_type=DEEPSPEED, but NO runs"),
+        (
+            {"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"},
+            Running(2, "MULTI_CPU"),
+            (None, None),
+            "was asked for FSDP, but accelerate runs MULTI_CPU, .* FSDP needs a GPU .on CPU, use recipes/",
+        ),
+        (
+            {"WORLD_SIZE": "2", "ACCELERATE_USE_DEEPSPEED": "true"},
+            Running(2, "MULTI_CPU"),
+            (None, None),
+            "was asked for DEEPSPEED, but accelerate runs MULTI_CPU, .* ACCELERATE_USE_CPU=true switches DeepSpeed off",
+        ),
+        (
+            {},
+            Running(1, "FSDP", is_fsdp2=False),
+            (None, None),
+            "FSDP version 1 cannot .* set fsdp_version: 2",
+        ),
+        (
+            {},
+            Running(1, "DEEPSPEED"),
+            (None, None, "muon"),
+            "muon needs whole gradients, which ZeRO-2 does not have",
+        ),
+        (
+            {},
+            Running(1, "FSDP"),
+            (None, None, "muon"),
+            "muon needs whole gradients, which FSDP2 does not have; set",
+        ),
+    ],
+)
+def test_a_launch_that_is_not_what_was_asked_for(monkeypatch, environment, running, asked, message):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(launch.LaunchError, match=message):
+        launch.check_launch(running, *asked)
+
+
+@pytest.mark.parametrize(
+    ("environment", "running", "asked"),
+    [
+        ({}, Running(1, "NO"), (None, None, "muon")),
+        ({"WORLD_SIZE": "2"}, Running(2, "MULTI_CPU"), (2, "MULTI_CPU", "muon")),
+        ({"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}, Running(2, "FSDP"), (None, None, "adamw")),
+        ({"WORLD_SIZE": "2", "ACCELERATE_USE_DEEPSPEED": "true"}, Running(2, "DEEPSPEED"), (2, "DEEPSPEED")),
+    ],
+)
+def test_a_launch_as_asked(monkeypatch, environment, running, asked):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    launch.check_launch(running, *asked)
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        (Running(2, "MULTI_CPU"), Running(1, "NO")),
+        (Running(1, "NO"), Running(8, "MULTI_GPU")),
+        (Running(8, "FSDP"), Running(4, "FSDP")),
+        (Running(2, "DEEPSPEED", 3), Running(2, "DEEPSPEED", 3)),
+    ],
+)
+def test_states_that_another_launch_can_load(then, now):
+    launch.check_resume(json.loads(json.dumps(launch.describe(then))), now, "state")
+    launch.check_resume(None, now, "a state from before this was saved")
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "message"),
+    [
+        (
+            Running(2, "DEEPSPEED", 3),
+            Running(4, "DEEPSPEED", 3),
+            "state was saved by ZeRO-3 on 2 processes and cannot be loaded by ZeRO-3 on 4 processes. Launch with ZeRO-3",
+        ),
+        (
+            Running(2, "DEEPSPEED", 1),
+            Running(2, "DEEPSPEED", 2),
+            "by ZeRO-1 on 2 processes .* by ZeRO-2 on 2",
+        ),
+        (Running(2, "MULTI_CPU"), Running(2, "FSDP"), "by DDP on 2 processes .* by FSDP2 on 2"),
+        (Running(2, "DEEPSPEED", 3), Running(1, "NO"), "by ZeRO-3 on 2 processes .* by one process"),
+    ],
+)
+def test_states_that_another_launch_cannot_load(then, now, message):
+    with pytest.raises(launch.LaunchError, match=message):
+        launch.check_resume(launch.describe(then), now, "state")
+
+
+def parsed(config: Path):
+    """What `accelerate launch --config_file` makes of a config."""
+    args, _, _ = _validate_launch_command(
+        launch_command_parser().parse_args(["--config_file", str(config), "rge/train.py"])
+    )
+    return args
+
+
+EXPECTED = {
+    "cpu_2": (2, 1, "ddp"), "cpu_zero1": (2, 1, 1), "cpu_zero2": (2, 1, 2), "cpu_zero3": (2, 1, 3),
+    **{f"{kind}_8": (8, 1, stage) for kind, stage in (("ddp", "ddp"), ("zero1", 1), ("zero2", 2), ("zero3", 3), ("fsdp2", "fsdp2"))},
+    **{f"{kind}_4x8": (32, 4, stage) for kind, stage in (("ddp", "ddp"), ("zero1", 1), ("zero2", 2), ("zero3", 3), ("fsdp2", "fsdp2"))},
+}  # fmt: skip
+
+
+def test_every_config_is_known():
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == EXPECTED.keys()
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_config_launches_what_it_says(name):
+    num_processes, num_machines, kind = EXPECTED[name]
+    args = parsed(CONFIGS / f"{name}.yaml")
+    assert (args.num_processes, args.num_machines) == (num_processes, num_machines)
+    assert args.use_deepspeed == isinstance(kind, int)
+    assert args.use_fsdp == (kind == "fsdp2")
+    assert args.multi_gpu == (kind == "ddp")
+    assert args.use_cpu == name.startswith("cpu")
+    if num_machines > 1:
+        assert args.main_process_port > 0  # the same on every machine
+        assert args.rdzv_backend == "static"
+        if args.use_deepspeed:
+            assert args.deepspeed_multinode_launcher == "standard"
+    if kind == "fsdp2":
+        assert args.fsdp_version == 2
+        assert args.mixed_precision == "bf16"
+        if num_machines > 1:
+            replicas, shards = (
+                args.parallelism_config_dp_replicate_size,
+                args.parallelism_config_dp_shard_size,
+            )
+            assert (replicas, shards) == (num_machines, num_processes // num_machines)
+    if kind == "ddp":
+        assert args.mixed_precision == ("no" if name.startswith("cpu") else "bf16")
+    if kind in (1, 2, 3) and not name.startswith("cpu"):
+        file = Path(args.deepspeed_config_file)
+        assert file.as_posix() == f"recipes/accelerate/zero{kind}.json"
+        settings = json.loads((CONFIGS / file.name).read_text())
+        zero = settings["zero_optimization"]
+        assert zero["stage"] == kind
+        assert settings["bf16"] == {"enabled": True}
+        sizes = {key: value for key, value in zero.items() if key.endswith(("_size", "_threshold"))}
+        assert sizes
+        assert all(type(value) is int for value in sizes.values()), (
+            "accelerate cannot infer these for this family"
+        )
+        # Given twice, accelerate refuses to start.
+        assert (
+            not {"mixed_precision", "gradient_clipping"}
+            & yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()).keys()
+        )
+    elif kind in (1, 2, 3):
+        assert args.zero_stage == kind
+    if kind == 3:
+        assert str(args.zero3_init_flag).lower() == "true"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_config_says_how_to_start_it(path):
+    header = path.read_text()
+    command = re.search(r"accelerate launch --config_file recipes/accelerate/(\S+)", header)
+    assert command
+    assert command.group(1) == path.name

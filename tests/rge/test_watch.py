@@ -1,0 +1,109 @@
+"""A process that fails, is killed or is stopped: the other one ends, soon and with the reason."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from rge import dist, watch
+
+WORKER = Path(__file__).parent / "workers" / "fellow.py"
+CASES = {
+    "raises": "failed: FloatingPointError: the loss is nan",
+    "is_killed": "failed: no sign of life for 10 s: killed",
+    "is_stopped": "failed: no sign of life for 10 s: killed",
+}
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        found = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in found:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in found]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Three pairs of processes at once, each with a rank 1 that goes wrong in its own way."""
+    folder = tmp_path_factory.mktemp("fellows")
+    arguments = [f"{case}={port}" for case, port in zip(CASES, free_ports(len(CASES)), strict=True)]
+    done = subprocess.run(
+        [sys.executable, str(WORKER), str(folder), *arguments], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_the_other_process_ends_within_a_minute_with_the_reason(pairs, case):
+    said = (pairs / f"{case}_0").read_text()
+    assert json.loads((pairs / "codes.json").read_text())[case] == 1, said
+    assert "rank 1 (" in said
+    assert CASES[case] in said
+
+
+class Fellows:
+    """A store that two ranks of one process share."""
+
+    def __init__(self, monkeypatch):
+        self.store = torch.distributed.HashStore()
+        self.rank = 0
+        monkeypatch.setattr(dist, "world_size", lambda: 2)
+        monkeypatch.setattr(dist, "rank", lambda: self.rank)
+        monkeypatch.setattr(dist, "connect_to_store", lambda: self.store)
+        monkeypatch.setattr(watch, "POLL_S", 0.01)
+        monkeypatch.setattr(watch, "GRACE_S", 600.0)  # or a machine that stalls would end this process
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_first_failure_is_everybodys_reason(monkeypatch):
+    fellows = Fellows(monkeypatch)
+    with pytest.raises(ValueError, match="record 7 is broken"), watch.fellow_ranks():  # its own, unchanged
+        raise ValueError("record 7 is broken")
+    fellows.rank = 1
+    with pytest.raises(watch.RankError, match=r"rank 0 \(.*\) failed: ValueError: record 7 is broken"):
+        with watch.fellow_ranks():
+            raise KeyError("something that followed from it")
+    # A mistake that all make, such as one in the recipe, is shown as what it is.
+    with pytest.raises(ValueError, match="^record 7 is broken$"), watch.fellow_ranks():
+        raise ValueError("record 7 is broken")
+
+
+def test_who_leaves_in_peace_is_not_missed(monkeypatch):
+    fellows = Fellows(monkeypatch)
+    fellows.store.set("alive/1", "left")
+    with watch.fellow_ranks(silence_s=0.05):  # five looks
+        until(lambda: int(fellows.store.get("alive/0")) > 10)
+    assert not fellows.store.check(["failed"])
+    assert fellows.store.get("alive/0") == b"left"
+
+
+def test_silence_ends_this_process(monkeypatch, capfd):
+    Fellows(monkeypatch).store.set("alive/1", "12")
+    ended = []
+    monkeypatch.setattr(watch, "GRACE_S", 0.05)
+    monkeypatch.setattr(watch.os, "_exit", ended.append)
+    with watch.fellow_ranks(silence_s=0.05):
+        until(lambda: ended)
+    assert ended == [1]
+    assert "error: rank 1 (unknown host) failed: no sign of life for 0 s" in capfd.readouterr().err
+
+
+def test_alone_there_is_nobody_to_watch():
+    with pytest.raises(ValueError, match="mine"), watch.fellow_ranks():
+        raise ValueError("mine")
+    assert not [thread for thread in watch.threading.enumerate() if thread.name == "fellow ranks"]

@@ -1,0 +1,170 @@
+"""One process of several: the same steps, rollouts, states and exports under one back end after another.
+
+    torchrun ... back_ends.py CHECKPOINT FOLDER
+
+``FOLDER/task.pt`` holds ``environments`` (what `accelerate launch --config_file` would set, by name of the back end),
+``steps`` (each with ``batches``, one a rank, ``objective``, ``micro_batch_size`` and ``rollout_batch_sizes``, and with
+``once`` where prompts are to be encoded once, if the back end can), ``recipe`` (arguments of rge/train.py) and ``plain``
+(checkpoints without ``<emb>``). Rank r writes ``FOLDER/NAME_r.pt``, the main process exports to
+``FOLDER/NAME``.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import on_cpu
+import torch
+from accelerate.state import AcceleratorState, GradientState
+
+from rge import dist, launch, train
+from rge.backbone import load_backbone
+from rge.checkpoint import export
+from rge.config import LogConfig, TrainConfig
+from rge.embedder import Embedder
+from rge.rollout import generate
+from rge.step import encode_queries, training_step
+
+LR = 0.02
+STATE_AFTER = 1
+"""Steps after which the state is saved, to which the run is set back once it has ended."""
+
+
+def pretend(environment: dict[str, str]) -> None:
+    """As if `accelerate launch` had just started this process."""
+    for key in [key for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))]:
+        del os.environ[key]
+    os.environ.update(environment)
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    on_cpu.allow_fsdp2()
+
+
+def messages(run) -> tuple[object, int]:
+    """What a function returns, and how many collectives it ran."""
+    before = on_cpu.sent["messages"]
+    result = run()
+    return result, on_cpu.sent["messages"] - before
+
+
+def take_step(accelerator, embedder, model, optimizer, step: dict) -> dict:
+    """Roll out, train, and say what came of it."""
+    rank = dist.rank()
+    batch = step["batches"][rank]
+
+    encoded = None
+
+    def roll_out():
+        return generate(
+            embedder,
+            batch.queries,
+            max_new_tokens=9,
+            batch_size=step["rollout_batch_sizes"][rank],
+            encoded=encoded,
+        )
+
+    with dist.whole_model(accelerator, model):
+        if step.get("once") and not dist.shards_parameters(accelerator):
+            encoded = encode_queries(model, embedder, batch)
+        rationales, num_messages = messages(roll_out)
+
+    def train_on():
+        return training_step(
+            model,
+            embedder,
+            batch,
+            step["objective"],
+            rationales=rationales,
+            micro_batch_size=step["micro_batch_size"],
+            backward=accelerator.backward,
+            no_sync=lambda: dist.no_sync(accelerator, model),
+            encoded=encoded,
+        )
+
+    report, num_training_messages = messages(train_on)
+    norm = dist.optimizer_step(accelerator, model, optimizer, max_grad_norm=step["max_grad_norm"])
+    weights = dist.full_weights(accelerator, model, embedder)
+    return {
+        "rationales": [(rationale.ids, rationale.forced, rationale.state_D) for rationale in rationales],
+        "messages": (num_messages, num_training_messages),
+        "report": report,
+        "norm": norm,
+        "weights": {key: value.clone() for key, value in weights.items()} if rank == 0 else None,
+    }
+
+
+def held(model) -> int:
+    """Elements of weights that this process keeps between steps."""
+    return sum(
+        p.ds_tensor.numel()
+        if hasattr(p, "ds_tensor")
+        else p.to_local().numel()
+        if hasattr(p, "to_local")
+        else p.numel()
+        for p in model.parameters()
+    )
+
+
+def run(name: str, environment: dict[str, str], checkpoint: str, folder: Path, task: dict) -> None:
+    began = time.perf_counter()
+    pretend(environment)
+    accelerator = launch.make_accelerator(TrainConfig(), LogConfig())
+    launch.check_launch(accelerator, 2, task["types"][name])
+    back_end = launch.back_end(accelerator)
+    assert (back_end.name, back_end.num_processes) == (name, 2)
+    embedder = Embedder(load_backbone(checkpoint)).eval()
+    optimizer = torch.optim.SGD(embedder.parameters(), lr=LR)
+    model, optimizer = dist.prepare(accelerator, embedder, optimizer, task["steps"][0]["max_grad_norm"])
+    found = {"steps": [], "held": held(model)}
+    for number, step in enumerate(task["steps"]):
+        found["steps"].append(take_step(accelerator, embedder, model, optimizer, step))
+        if number + 1 == STATE_AFTER:
+            accelerator.save_state(str(folder / f"{name}_state"))
+            saved = launch.describe(accelerator)
+    weights = dist.full_weights(accelerator, model, embedder)
+    if accelerator.is_main_process:
+        export(embedder, folder / name, {"format": 1}, weights)
+    accelerator.wait_for_everyone()
+
+    # Back to the saved state: the rest of the steps, again.
+    launch.check_resume(saved, accelerator, folder)
+    accelerator.load_state(str(folder / f"{name}_state"))
+    found["again"] = [
+        take_step(accelerator, embedder, model, optimizer, step) for step in task["steps"][STATE_AFTER:]
+    ]
+
+    # A model without <emb> gets it, whether its matrices have a free row or must grow.
+    found["grown"] = []
+    for plain in task["plain"]:
+        backbone = load_backbone(plain, add_emb=True)
+        modules = (backbone.model.get_input_embeddings(), backbone.model.get_output_embeddings())
+        with dist.whole([module.weight for module in modules]):
+            rows = [module.weight.detach().clone() for module in modules]
+        found["grown"].append((backbone.emb_id, rows))
+
+    # rge/train.py as a whole; then again from its last state, as after a kill. The process group is kept for the next.
+    accelerator.free_memory()
+    for _ in range(2 if task["recipe"] else 0):
+        pretend(environment)
+        train.main(
+            [*task["recipe"], f"out={folder / name}_run", f"train.distributed_type={task['types'][name]}"]
+        )
+        if dist.rank() == 0 and not (folder / f"{name}_run/once").exists():
+            (folder / f"{name}_run/joint/final").rename(folder / f"{name}_run/once")
+        dist.gather_sizes(0, torch.device("cpu"))
+    found["seconds"] = time.perf_counter() - began
+    torch.save(found, folder / f"{name}_{dist.rank()}.pt")
+    accelerator.wait_for_everyone()
+
+
+if __name__ == "__main__":
+    on_cpu.count_messages()
+    on_cpu.skip_compilation()
+    # accelerate ends the group with a run; a second one would find the first one's addresses in the store, and hang.
+    close, torch.distributed.destroy_process_group = torch.distributed.destroy_process_group, lambda *_: None
+    folder = Path(sys.argv[2])
+    task = torch.load(folder / "task.pt", weights_only=False)
+    for name, environment in task["environments"].items():
+        run(name, environment, sys.argv[1], folder, task)
+    close()

@@ -1,0 +1,85 @@
+"""Pairs of processes that exchange something all the time, one pair a case, in each of which rank 1 goes wrong.
+
+    fellow.py FOLDER [CASE=PORT ...]
+
+Everything is imported once; then every process is forked, as if on a machine of its own: no launcher sees two, so none
+can end one because of the other. CASE is what rank 1 does in its fifth exchange: ``raises``, ``is_killed`` or
+``is_stopped``. What rank r says goes to FOLDER/CASE_r; FOLDER/codes.json has rank 0's exit code of every case, or None
+where it had to be killed.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+
+from rge import dist
+from rge.watch import fellow_ranks
+
+PATIENCE_S = 60
+"""A minute after the other one went wrong, a process must have ended."""
+
+
+def exchange(what: str) -> None:
+    """Go on until something goes wrong."""
+    Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=30))])
+    with fellow_ranks(silence_s=10.0):
+        number = 0
+        while True:
+            number += 1
+            if dist.rank() == 1 and number == 5:
+                if what == "raises":
+                    raise FloatingPointError("the loss is nan")
+                os.kill(os.getpid(), signal.SIGKILL if what == "is_killed" else signal.SIGSTOP)
+            dist.sum_over_ranks([1.0], torch.device("cpu"))
+            time.sleep(0.05)
+
+
+def fork(folder: Path, what: str, port: str, rank: int) -> int:
+    """Start one process; returns its id."""
+    if child := os.fork():
+        return child
+    try:
+        with (folder / f"{what}_{rank}").open("w") as said:
+            os.dup2(said.fileno(), 2)
+        os.environ |= {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo",
+        }  # fmt: skip
+        exchange(what)
+    finally:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def ended(process: int, deadline: float) -> int | None:
+    """Exit code of a process, or None if it had to be killed at the deadline."""
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(process, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.1)
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    return None
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    folder, cases = Path(sys.argv[1]), dict(case.split("=") for case in sys.argv[2:])
+    pairs = {what: [fork(folder, what, port, rank) for rank in range(2)] for what, port in cases.items()}
+    deadline = time.monotonic() + PATIENCE_S
+    codes = {what: ended(first, deadline) for what, (first, _) in pairs.items()}
+    for _, second in pairs.values():
+        os.kill(second, signal.SIGKILL)
+        os.waitpid(second, 0)
+    (folder / "codes.json").write_text(json.dumps(codes))

@@ -4,8 +4,8 @@
 
 ``FOLDER/task.pt`` holds ``environments`` (what `accelerate launch --config_file` would set, by name of the back end),
 ``steps`` (each with ``batches``, one a rank, ``objective``, ``micro_batch_size`` and ``rollout_batch_sizes``, and with
-``once`` where prompts are to be encoded once, if the back end can), ``recipe`` (arguments of rge/train.py) and ``plain``
-(checkpoints without ``<emb>``). Rank r writes ``FOLDER/NAME_r.pt``, the main process exports to
+``once`` where prompts are to be encoded once, if the back end can), ``recipe`` (arguments of rge/train.py), ``lora``
+(further ones, for the back ends in ``adapted``) and ``plain`` (checkpoints without ``<emb>``). Rank r writes ``FOLDER/NAME_r.pt``, the main process exports to
 ``FOLDER/NAME``.
 """
 
@@ -26,8 +26,8 @@ from rge.embedder import Embedder
 from rge.rollout import generate
 from rge.step import encode_queries, training_step
 
-LR = 0.02
-STATE_AFTER = 1
+LR = 0.2
+STATE_AFTER = 2
 """Steps after which the state is saved, to which the run is set back once it has ended."""
 
 
@@ -167,4 +167,7 @@ if __name__ == "__main__":
     task = torch.load(folder / "task.pt", weights_only=False)
     for name, environment in task["environments"].items():
         run(name, environment, sys.argv[1], folder, task)
+    for name in task["adapted"]:
+        pretend(task["environments"][name])
+        train.main([*task["recipe"], *task["lora"], f"out={folder / name}_lora"])
     close()

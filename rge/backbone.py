@@ -94,7 +94,7 @@ def load_backbone(
             f"{path} lacks {len(missing)} weights, e.g. {missing[0]}: the checkpoint is incomplete"
         )
     if hasattr(model.get_input_embeddings().weight, "ds_id"):
-        _drop_prefix_changes(model)
+        _drop_unused_renamings(model)
     vision.speed_up(model)
     family_of(model).limit_pixels(processor, min_pixels, max_pixels)
     tokenizer = processor.tokenizer
@@ -112,10 +112,10 @@ def load_backbone(
     return Backbone(model, processor, emb_id, sorted(special - {emb_id}))
 
 
-def _drop_prefix_changes(model: nn.Module) -> None:
-    """Under ZeRO-3 transformers also keeps renamings that loading did not use; saving would add a prefix that nothing loads."""
+def _drop_unused_renamings(model: nn.Module) -> None:
+    """Under ZeRO-3 transformers also keeps renamings that loading did not use; saving would apply them backwards."""
     kept = getattr(model, "_weight_conversions", None) or []
-    model._weight_conversions = [change for change in kept if type(change).__name__ != "PrefixChange"]
+    model._weight_conversions = [change for change in kept if change.was_used()]
 
 
 def load_plain(path: str | Path) -> nn.Module:

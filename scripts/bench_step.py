@@ -11,10 +11,11 @@ Both forms compute the same step on the same weights, prompts, own rationales an
 ``demo`` is the demo recipe's model and one of its real batches; ``long`` is a random Qwen2.5-VL with a picture and text
 of `prompt_tokens`, rationales of 40 tokens to `rationale_tokens` (lognormal), and a picture of 256 placeholders as each
 query's candidate. A query's picture runs through the vision tower three times a step there (rollout, LM, contrastive)
-and once here. Candidates are encoded by the same call in both. ``rollout`` is generation by itself, prompts included;
-``forward and backward`` the step after it, prompts included; ``both`` the whole step, in which ours encodes them once. The three-pass form is given what costs nothing to write: logits at
-labelled positions only, the rows padded to the longest of their own pass, and for memory also a variant that goes
-backward after each pass (`peak_memory_ratio_two_backwards`).
+and once here. Candidates are encoded by the same call in both. ``rollout`` is generation by itself, prompts included, and
+``in a step`` generation as our step runs it, from prompts that are encoded already; ``forward and backward`` the step
+after it, prompts included; ``both`` the whole step, in which ours encodes them once. The three-pass form is given what
+costs nothing to write: logits at labelled positions only, the rows padded to the longest of their own pass, and for
+memory also a variant that goes backward after each pass (`peak_memory_ratio_two_backwards`).
 
 Random weights never write ``<emb>``. `StoppingHead` raises its logit at a length drawn for each row and lowers it
 before, by the same code in both forms, so both write the same tokens; transformers keeps finished rows in the batch
@@ -24,7 +25,7 @@ Before anything is timed, tokens, losses and all gradients of the two forms are 
 error. Repetitions alternate, medians count; CPU time stands beside wall time, since on a busy machine only the former
 repeats. FLOPs: `torch.utils.flop_counter`, attention counted dense, as it does for CUDA kernels. Memory: each form in a
 process of its own, peak resident set above what model and batch occupy. Ratios are three-pass over ours, except
-``rollout_tokens_per_s_ratio`` and the memory ratios, which are ours over three-pass. The last line is one JSON object;
+the ratios of tokens per second and of memory, which are ours over three-pass. The last line is one JSON object;
 its top level repeats the figures of the last setting. Threads: OMP_NUM_THREADS.
 """
 
@@ -471,7 +472,10 @@ def measure(setting: Setting, options: Options) -> dict[str, float]:
     embedder = setting.embedder
     rationales = our_rollout(setting)
     own_ids = [rationale.ids for rationale in rationales]
+    with torch.no_grad():
+        encoded = encode_queries(embedder, embedder, setting.batch)
     work: dict[str, Callable[[], object]] = {
+        "ours writing": lambda: our_rollout(setting, encoded),
         "ours rollout": lambda: our_rollout(setting),
         "theirs rollout": lambda: their_rollout(setting),
         "ours step": lambda: our_step(setting, rationales),
@@ -508,8 +512,8 @@ def measure(setting: Setting, options: Options) -> dict[str, float]:
             theirs, ours = values[f"theirs {part}"] / unit, values[f"ours {part}"] / unit
             label = {"rollout": "rollout", "step": "forward and backward", "full": "both"}[part]
             print(f"{label + ', ' + kind:28s}{theirs:12.2f}{ours:12.2f}{theirs / ours:8.2f}")
-    speed = {form: num_tokens / median[f"{form} rollout"] for form in ("theirs", "ours")}
-    ratio = speed["ours"] / speed["theirs"]
+    theirs = num_tokens / median["theirs rollout"]
+    speed = {part: num_tokens / median[f"ours {part}"] for part in ("rollout", "writing")}
     cpu_ratio = {part: cpu[f"theirs {part}"] / cpu[f"ours {part}"] for part in ("rollout", "step", "full")}
     for part, label in (
         ("rollout", "rollout, CPU s"),
@@ -517,13 +521,16 @@ def measure(setting: Setting, options: Options) -> dict[str, float]:
         ("full", "both, CPU s"),
     ):
         print(f"{label:28s}{cpu[f'theirs {part}']:12.2f}{cpu[f'ours {part}']:12.2f}{cpu_ratio[part]:8.2f}")
-    print(f"{'rollout, tokens/s':28s}{speed['theirs']:12.1f}{speed['ours']:12.1f}{ratio:8.2f}", flush=True)
+    for part, label in (("rollout", "rollout, tokens/s"), ("writing", "  in a step, tokens/s")):
+        print(f"{label:28s}{theirs:12.1f}{speed[part]:12.1f}{speed[part] / theirs:8.2f}", flush=True)
     return {
         "step_flops_ratio": flops["theirs step"] / flops["ours step"],
         "step_time_ratio": median["theirs step"] / median["ours step"],
         "full_step_flops_ratio": flops["theirs full"] / flops["ours full"],
         "full_step_time_ratio": median["theirs full"] / median["ours full"],
-        "rollout_tokens_per_s_ratio": ratio,
+        "rollout_tokens_per_s_ratio": speed["rollout"] / theirs,
+        "rollout_in_step_tokens_per_s_ratio": speed["writing"] / theirs,
+        "rollout_in_step_cpu_time_ratio": cpu["theirs rollout"] / cpu["ours writing"],
         "step_cpu_time_ratio": cpu_ratio["step"],
         "rollout_cpu_time_ratio": cpu_ratio["rollout"],
         "full_step_cpu_time_ratio": cpu_ratio["full"],
@@ -533,7 +540,7 @@ def measure(setting: Setting, options: Options) -> dict[str, float]:
         "ours_step_s": median["ours step"],
         "ours_full_step_s": median["ours full"],
         "ours_rollout_s": median["ours rollout"],
-        "ours_rollout_tokens_per_s": speed["ours"],
+        "ours_rollout_tokens_per_s": speed["rollout"],
     }
 
 

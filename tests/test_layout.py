@@ -20,6 +20,7 @@ ONLY_IN = {
     "torch.distributed": {"rge/dist.py"},
     "deepspeed": {"rge/dist.py"},
     "peft": {"rge/adapters.py", "eval/models/qwen.py"},
+    "sentence_transformers": {"eval/models/sentence.py"},
     "wandb": {"rge/logs.py"},
     "transformers": {
         "rge/backbone.py",

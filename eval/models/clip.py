@@ -14,21 +14,14 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
-from eval.models.common import DirectEncoder, no_rationales, place
+from eval.models.common import BARE, DirectEncoder, no_rationales, place
 from eval.models.registry import Facts
 from eval.options import UserError
 from rge.images import load_image
-from rge.prompts import Profile, user_text
+from rge.prompts import user_text
 from rge.schema import Item
 
 FAMILIES = ("clip", "siglip", "siglip2")
-WORDING = Profile(
-    query="{text}",
-    query_without_instruction="{text}",
-    candidate_text="{text}",
-    candidate_image="",
-    candidate_both="{text}",
-)
 
 
 @dataclass(frozen=True)
@@ -45,7 +38,7 @@ class TwoTowers(DirectEncoder[Shown]):
     def __init__(self, facts: Facts, model: nn.Module, tokenizer: Any, image_processor: Any, dtype: str):
         max_tokens = model.config.text_config.max_position_embeddings
         settings = {"pooling": "text feature + mean of picture features", "max_text_tokens": max_tokens}
-        super().__init__(facts, "clip", WORDING, dtype, settings)
+        super().__init__(facts, "clip", BARE, dtype, settings)
         self.model, self.tokenizer, self.image_processor = model.eval(), tokenizer, image_processor
         # SigLIP was trained on padded texts and reads the last position; CLIP reads the end token wherever it is.
         padding = True if model.config.model_type == "clip" else "max_length"

@@ -29,6 +29,15 @@ VLM2VEC = Profile(
 )
 """Wordings of MMEB, which VLM2Vec and UME-R1 were trained and are evaluated with."""
 
+BARE = Profile(
+    query="{text}",
+    query_without_instruction="{text}",
+    candidate_text="{text}",
+    candidate_image="",
+    candidate_both="{text}",
+)
+"""The text alone, for models that were not trained with instructions."""
+
 T = TypeVar("T")
 
 

@@ -109,6 +109,12 @@ ADAPTERS = (
         lambda facts: facts.model_type in ("clip", "siglip", "siglip2"),
         "eval.models.clip:load_clip",
     ),
+    Adapter(
+        "sentence-transformers",
+        "any model of that library (modules.json), most of them of texts only; asked with its own prompts",
+        lambda facts: "modules.json" in facts.files,
+        "eval.models.sentence:load_sentences",
+    ),
 )
 
 

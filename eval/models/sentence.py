@@ -1,0 +1,145 @@
+"""Any model of the library sentence-transformers: the row of text embedders that a table of retrieval has.
+
+The library applies what a model's own files say: its pooling, its normalisation, and its prompts for queries and for
+documents (``config_sentence_transformers.json``). Instructions of a set are left away, since they are not what such a
+model was trained with. Most of these models read texts only. Then a query's pictures have to be left out by name
+(``query_modality=text``), so that no figure passes for one of whole queries, and of a candidate with text and picture
+the text is read. A model that takes pictures gets them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from eval.models.common import BARE, DirectEncoder, no_rationales, place
+from eval.models.registry import Facts
+from eval.options import UserError
+from rge.images import load_image
+from rge.prompts import user_text
+from rge.schema import Item
+
+TEXT, IMAGE, BOTH = "text", "image", "both"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One input of the library.
+
+    Attributes:
+        side: query or candidate, which decides the model's prompt.
+        kind: text, image or both.
+        content: a string, a picture, or ``{"text", "image"}``.
+    """
+
+    side: str
+    kind: str
+    content: str | Image.Image | dict[str, Any]
+
+
+class Sentences(DirectEncoder[Shown]):
+    """A `sentence_transformers.SentenceTransformer`.
+
+    Args:
+        facts: of its files.
+        model: loaded.
+        dtype: of the weights, as a word.
+    """
+
+    def __init__(self, facts: Facts, model: Any, dtype: str):
+        kinds = {TEXT: TEXT, IMAGE: IMAGE, BOTH: (IMAGE, TEXT)}
+        self.reads = [name for name, kind in kinds.items() if model.supports(kind)]
+        settings = {
+            "pooling": "the model's own modules",
+            "reads": self.reads,
+            "max_text_tokens": model.max_seq_length,
+            "own_prompts": dict(model.prompts),
+        }
+        super().__init__(facts, "sentence-transformers", BARE, dtype, settings)
+        self.model = model.eval()
+
+    def prepare(self, item: Item, side: str) -> tuple[int, Shown]:
+        """Text, picture or both, as the model takes it; sorted by the text's length in characters.
+
+        Raises:
+            UserError: the model cannot read this item.
+        """
+        text, name = user_text(item, side, self.wording), self.settings["model"]
+        where = f"{side} {item.id!r}"
+        if item.images and IMAGE not in self.reads:
+            if side == "query":
+                raise UserError(
+                    f"{where} has a picture, and {name} reads texts only: query_modality=text says that pictures are left "
+                    "out (rewrite=caption puts what they show into words)"
+                )
+            if not text:
+                raise UserError(f"{where} has no text, and {name} reads nothing else")
+            return len(text), Shown(side, TEXT, text)
+        if len(item.images) > 1:
+            raise UserError(f"{where} has {len(item.images)} pictures, and {name} reads one")
+        images = [load_image(ref) for ref in item.images]
+        if not text and not images:
+            raise ValueError(f"item {item.id!r} has neither text nor images")
+        if text and images and BOTH not in self.reads:
+            raise UserError(
+                f"{where} has text and picture, and {name} reads either alone: query_modality=text or image; "
+                "adapter=clip adds the two for CLIP and SigLIP"
+            )
+        if not images:
+            return len(text), Shown(side, TEXT, text)
+        if not text:
+            return 0, Shown(side, IMAGE, images[0])
+        return len(text), Shown(side, BOTH, {"text": text, "image": images[0]})
+
+    def embed(self, batch: Sequence[Shown]) -> Tensor:
+        """Embeddings (B, D); what differs in kind is embedded apart."""
+        found: dict[int, Tensor] = {}
+        for kind in dict.fromkeys((one.side, one.kind) for one in batch):
+            rows = [row for row, one in enumerate(batch) if (one.side, one.kind) == kind]
+            encode = self.model.encode_query if kind[0] == "query" else self.model.encode_document
+            part = encode(
+                [batch[row].content for row in rows],
+                batch_size=len(rows),
+                convert_to_tensor=True,
+                show_progress_bar=False,
+            )
+            found |= dict(zip(rows, part, strict=True))
+        return torch.stack([found[row] for row in range(len(batch))])
+
+
+def load_sentences(
+    facts: Facts,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+) -> Sentences:
+    """A model of sentence-transformers; code that comes with a model is not run.
+
+    Raises:
+        UserError: the library is not installed, or it cannot load the model.
+    """
+    no_rationales(facts, max_new_tokens, temperature)
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError:
+        raise UserError(
+            f"{facts.name} needs sentence-transformers: pip install 'rge[text]', or pip install sentence-transformers"
+        ) from None
+    device, dtype = place(device, dtype)
+    try:
+        model = SentenceTransformer(
+            str(facts.path),
+            device=device,
+            model_kwargs={"dtype": getattr(torch, dtype)},
+            local_files_only=True,
+        )
+    except (OSError, ValueError, RuntimeError, ImportError, AttributeError) as error:
+        raise UserError(
+            f"{facts.name} cannot be loaded by sentence-transformers: {str(error).strip().splitlines()[0]}"
+        ) from None
+    return Sentences(facts, model, dtype)

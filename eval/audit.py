@@ -3,12 +3,15 @@
     python -m eval audit set=DIR train=FILE.jsonl[,FILE.jsonl]
     python -m eval audit evals=DIR[,DIR]    # shortcuts and rationales, see `eval.diagnose`
 
-Two pictures are the same if their bytes are, or if they carry the same id: a re-encoded copy has other bytes. `eval.run`
-does this by itself with the training files that the checkpoint's ``rge.json`` names.
+Two pictures are the same if their bytes are, or if they carry the same id: a re-encoded copy has other bytes. Half of
+Visual Genome's pictures are COCO's too; where the importer saw that (``names.parquet``), a training picture whose file name
+ends in COCO's twelve digits is known by them. `eval.run` does this by itself with the training files that the checkpoint's
+``rge.json`` names. Of a suite every member is looked into.
 """
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +23,14 @@ from eval.diagnose import rationale_quality, shortcut_rates
 from eval.encode import write_atomically
 from eval.options import UserError
 from eval.outputs import RESULTS, read_results
-from eval.sets import RetrievalSet, load_set
+from eval.sets import RetrievalSet, further_names, load_set, picture_ids
 from eval.suite import is_suite, load_suite
 from rge.images import ImageError, picture_bytes
 from rge.schema import ImageRef, Item
 
 WARN = "TRAINED ON THE TEST"
+LEAST = 8
+"""Characters of an id that says something wherever it stands."""
 
 
 @dataclass
@@ -33,7 +38,7 @@ class AuditOptions:
     """Options of ``python -m eval audit``."""
 
     set: Path | None = None
-    """Retrieval set directory; with evals= only where it was moved."""
+    """Retrieval set directory or suite; with evals= only where it was moved."""
     train: tuple[str, ...] = ()
     """Training files, JSON lines, to look for the set's pictures in."""
     evals: tuple[str, ...] = ()
@@ -80,11 +85,22 @@ def audit_command(options: AuditOptions) -> Any:
         return _evaluations(options)
     if options.set is None:
         raise UserError("train= needs set=DIR")
-    found = audit_training(load_set(options.set), [Path(name) for name in options.train])
-    print(json.dumps(found.content, indent=1))
-    for warning in found.warnings or ["nothing is shared"]:
+    files = [Path(name) for name in options.train]
+    if not is_suite(options.set):
+        found = audit_training(load_set(options.set), files)
+        print(json.dumps(found.content, indent=1))
+        for warning in found.warnings or ["nothing is shared"]:
+            print(warning)
+        return found
+    of = {
+        name: audit_training(load_set(options.set / name), files) for name in load_suite(options.set).members
+    }
+    print(json.dumps({name: one.content for name, one in of.items()}, indent=1))
+    for warning in [f"{name}: {w}" for name, one in of.items() for w in one.warnings] or [
+        "nothing is shared"
+    ]:
         print(warning)
-    return found
+    return of
 
 
 def _evaluations(options: AuditOptions) -> dict[str, Any]:
@@ -163,21 +179,25 @@ def audit_training(wanted: RetrievalSet, files: Sequence[Path]) -> Audit:
     )
     of = dict.fromkeys(num, 0)
     everywhere = seen.queries | seen.targets
+    further = further_names(wanted)
     for file_row, item in enumerate(wanted.corpus_items()):
         if not item.images:
             continue
         row = file_row_of[file_row]
-        names = _names(item)
+        names = _names(item) | further.get(item.id, set())
         of["candidate_images"] += 1
         num["candidate_images"] += bool(names & everywhere)
         if row in rows_of_positive:
             of["positive_images"] += 1
             num["positive_images"] += bool(names & seen.targets)
             names_of[row] = names
-    for query, (rows, _) in zip(wanted.queries, wanted.positives, strict=True):
+    for query, ids, (rows, _) in zip(wanted.queries, picture_ids(wanted), wanted.positives, strict=True):
         names = _names(query, own_id=False)
         if not names:
             continue
+        names |= {f"id:{one}" for one in ids if len(one) >= LEAST}.union(
+            *(further.get(one, ()) for one in ids)
+        )
         of["query_images"] += 1
         num["query_images"] += bool(names & everywhere)
         of["query_pairs"] += 1
@@ -212,7 +232,7 @@ def _read(path: Path, seen: _Seen) -> None:
             return set()
         if image not in digests:
             digests[image] = _digest(_beside(path.parent, image))
-        found = {digests[image], _name(image), f"id:{own}" if own else None}
+        found = {digests[image], _name(image), _coco(image), f"id:{own}" if own else None}
         return {name for name in found if name}
 
     for record in _records(path):
@@ -256,7 +276,13 @@ def _names(item: Item, *, own_id: bool = True) -> set[str]:
 def _name(ref: str) -> str | None:
     """File name or library row; short ones say nothing ("1.jpg" is a different picture in every folder)."""
     name = ref.rsplit("#", 1)[-1] if ".parquet#" in ref else Path(ref).stem
-    return f"id:{name}" if len(name) >= 8 else None
+    return f"id:{name}" if len(name) >= LEAST else None
+
+
+def _coco(ref: str) -> str | None:
+    """COCO's number: its files are named ``000000391895.jpg`` or ``COCO_train2014_000000391895.jpg``."""
+    found = re.search(r"(?:^|_)(\d{12})$", Path(ref).stem)
+    return f"coco:{int(found[1])}" if found else None
 
 
 def _digest(ref: ImageRef) -> str | None:

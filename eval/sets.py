@@ -4,12 +4,13 @@ A set is a directory of Parquet files, readable by MTEB unchanged:
 
 ``corpus.parquet``      id, image, text
 ``queries.parquet``     id, text, image, category, group, instruction; further columns are kept, among them
-                        num_missing_positives: positives that the pool lacks, which stay in every denominator (optional)
+                        num_missing_positives: positives that the pool lacks, which stay in every denominator, and
+                        picture_ids: of the pictures, joined by "+" (both optional)
 ``qrels.parquet``       query-id, corpus-id, score (integer gain)
 ``negatives.parquet``   query-id, corpus-id: explicit negatives (optional; an id may also be a positive)
 ``excluded.parquet``    query-id, corpus-id: removed from that query's ranking (optional)
 ``candidates.parquet``  query-id, corpus-id: each query's own candidates (optional)
-``qrels_official.parquet``  as qrels, where a benchmark's released scorer counts others as right (optional)
+``names.parquet``       picture-id, name: what a picture also goes by in training files, see `eval.audit` (optional)
 ``meta.json``           name, fingerprint, ...; ``report_by`` lists further query columns to report figures by
 
 A picture is encoded bytes, ``{bytes, path}`` as Hugging Face stores it, a path relative to the directory, or
@@ -39,6 +40,7 @@ from rge.schema import ImageRef, Item
 
 Modality = Literal["both", "text", "image"]
 MODALITIES: tuple[Modality, ...] = ("both", "text", "image")
+NAMES = "names.parquet"
 UNCATEGORISED = "uncategorised"
 MAX_REPORT_VALUES = 50
 """A column with more values than this is no grouping, and its table would be unreadable."""
@@ -226,6 +228,30 @@ def string_column(wanted: RetrievalSet, name: str) -> list[str]:
     """
     path = wanted.path / "queries.parquet"
     return _strings(path, _open(path, [name]), name)[: len(wanted.queries)]
+
+
+def picture_ids(wanted: RetrievalSet) -> list[list[str]]:
+    """Ids of each query's pictures as the release has them; empty lists where the set does not say."""
+    path = wanted.path / "queries.parquet"
+    if "picture_ids" not in _open(path, ["id"]).schema_arrow.names:
+        return [[] for _ in wanted.queries]
+    return [one.split("+") if one else [] for one in string_column(wanted, "picture_ids")]
+
+
+def further_names(wanted: RetrievalSet) -> dict[str, set[str]]:
+    """Picture id -> what it also goes by in training files; empty where the set does not say.
+
+    Raises:
+        SetError: the file is there, but not with two columns of strings.
+    """
+    path = wanted.path / NAMES
+    if not path.exists():
+        return {}
+    found: dict[str, set[str]] = {}
+    file = _open(path, ["picture-id", "name"])
+    for one, name in zip(_strings(path, file, "picture-id"), _strings(path, file, "name"), strict=True):
+        found.setdefault(one, set()).add(name)
+    return found
 
 
 def content_digest(item: Item) -> tuple[str, tuple[str, ...]]:

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from eval.options import UserError
-from eval.sets import RetrievalSet, load_set
+from eval.sets import NAMES, RetrievalSet, load_set
 from rge.fingerprint import set_fingerprint
 from rge.images import ImageError, load_image, picture_bytes
 
@@ -77,6 +77,7 @@ def write_set(
     negatives: Sequence[tuple[str, str]] | None = None,
     excluded: Sequence[tuple[str, str]] | None = None,
     candidates: Sequence[tuple[str, str]] | None = None,
+    names: Sequence[tuple[str, str]] = (),
     embed: bool = True,
     decode: bool = True,
     overwrite: bool = False,
@@ -92,6 +93,7 @@ def write_set(
         negatives: explicit negatives.
         excluded: pairs removed from a query's ranking.
         candidates: per-query candidates.
+        names: (picture id, another name that it goes by in training files), see `eval.audit`.
         embed: copy pictures into the Parquet files; else their absolute paths are written.
         decode: open every picture, so that a broken one shows now.
         overwrite: replace a set that is already there.
@@ -114,6 +116,9 @@ def write_set(
         for name, rows in pairs.items():
             if rows is not None:
                 _write_pairs(work / f"{name}.parquet", rows)
+        if names:
+            columns = {"picture-id": [one for one, _ in names], "name": [name for _, name in names]}
+            pq.write_table(pa.table(columns), work / NAMES, compression="zstd")
         fingerprint = set_fingerprint(
             [query.id for query in queries],
             corpus_ids,
@@ -287,6 +292,9 @@ class Pictures:
         roots: folders in which a path may stand, the first that has it wins.
         manifest: a table with ``id`` and ``path`` (or ``image`` bytes); Visual Genome's ``image_data.json`` will do.
 
+    Attributes:
+        coco: id -> number in COCO, for the half of Visual Genome that is of COCO.
+
     Raises:
         UserError: the manifest lacks a column or names an id twice.
     """
@@ -294,6 +302,7 @@ class Pictures:
     def __init__(self, roots: Sequence[Path], manifest: Path | None = None):
         self.roots = [root for root in roots if root.is_dir()]
         self.manifest: dict[str, str | bytes] = {}
+        self.coco: dict[str, int] = {}
         self._stems: dict[str, list[Path]] | None = None
         if manifest is not None:
             self._read_manifest(manifest)
@@ -370,6 +379,8 @@ class Pictures:
             if str(name) in self.manifest:
                 raise ReleaseError(f"{path}, row {number}: id {name!r} is listed twice")
             self.manifest[str(name)] = where
+            if row.get("coco_id") not in (None, ""):
+                self.coco[str(name)] = int(float(row["coco_id"]))
 
 
 def still(data: bytes) -> bytes:

@@ -31,6 +31,7 @@ from eval.benchmarks.common import (
     Query,
     ReleaseError,
     as_list,
+    column_names,
     content_id,
     iter_rows,
     safe_id,
@@ -46,6 +47,7 @@ from rge.images import ImageError
 TASKS = ("1", "2", "3", "4")
 POLICIES = ("first", "vconcat", "all")
 KEYS = ("chunked", "legacy")
+GAINS = ("graded", "binary")
 ESSENTIALITY = ("essentiality", "image_essentiality")
 GRADES = ("essential", "helpful", "redundant")
 NO_IMAGE = "__NO_IMAGE__"
@@ -67,6 +69,9 @@ class MmbrightOptions:
     """Of a query with several pictures: first (the released code), vconcat (one below the other, the paper), all."""
     keys: str = "chunked"
     """Task 4: legacy joins by the pattern first released, which the published table used."""
+    gains: str = "graded"
+    """Task 4: graded (2 with a positive picture, 1 without picture: the paper), or binary (1 for every pair of a gold
+    document, whatever its picture: the code first released)."""
     essentiality: Path | None = None
     """Table (csv, tsv, parquet, json, jsonl) with domain, id and essentiality (essential, helpful, redundant), for a
     release whose queries have no such column themselves."""
@@ -101,6 +106,7 @@ def import_mmbright(options: MmbrightOptions) -> list[str]:
     one_of("task", [options.task], TASKS)
     one_of("image_policy", [options.image_policy], POLICIES)
     one_of("keys", [options.keys], KEYS)
+    one_of("gains", [options.gains], GAINS)
     config = "examples" if options.task == "1" else "examples_multimodal"
     there = sorted(
         {re.sub(r"-\d{5}-of-\d{5}$", "", path.stem) for path in (options.src / config).glob("*.parquet")}
@@ -125,6 +131,7 @@ def import_mmbright(options: MmbrightOptions) -> list[str]:
         task=int(options.task),
         image_policy=options.image_policy,
         keys=options.keys if options.task == "4" else None,
+        gains=options.gains if options.task == "4" else None,
     )
     return list(names)
 
@@ -144,8 +151,9 @@ def image_key(path: str, domain: str) -> str:
 def _import_domain(name: str, options: MmbrightOptions, grades: dict[tuple[str, str], str]) -> None:
     domain = _Domain(name)
     task = options.task
-    documents = [] if task == "3" else _rows(options.src, "documents", name, ("id", "content"))
-    doc_ids = dict.fromkeys(str(row["id"]) for row in documents)
+    # A domain has up to 338,000 documents: only their ids are held, their texts are read while the corpus is written.
+    listed = _stream(options.src, "documents", name, ("id",)) if task != "3" else ()
+    doc_ids = dict.fromkeys(str(row["id"]) for row in listed)
     images: dict[str, bytes] = {}
     if task in ("3", "4"):
         for row in _rows(options.src, "document_images", name, ("path", "bytes")):
@@ -187,17 +195,23 @@ def _import_domain(name: str, options: MmbrightOptions, grades: dict[tuple[str, 
         raise ReleaseError(f"{name}: none of {len(asked)} queries has a positive in task {task}")
 
     def corpus() -> Iterator[Candidate]:
-        content = {str(row["id"]): row["content"] for row in documents}
-        if task in ("1", "2"):
-            for one, text in content.items():
-                yield Candidate(safe_id(one), text)
-        elif task == "3":
+        if task == "3":
             for path, data in images.items():
                 yield Candidate(safe_id(path), None, data)
-        else:
-            for pair in pairs:
-                doc, _, path = pair.partition("|||")
-                yield Candidate(safe_id(pair), content[doc], None if path == NO_IMAGE else images[path])
+            return
+        pairs_of: dict[str, list[str]] = {}
+        for pair in pairs:
+            pairs_of.setdefault(pair.partition("|||")[0], []).append(pair)
+        left = dict(doc_ids)  # an id that is listed twice counts once, as it stands first
+        for row in _stream(options.src, "documents", name, ("id", "content")):
+            one = str(row["id"])
+            if left.pop(one, ...) is ...:
+                continue
+            if task in ("1", "2"):
+                yield Candidate(safe_id(one), row["content"])
+            for pair in pairs_of.get(one, []):
+                path = pair.partition("|||")[2]
+                yield Candidate(safe_id(pair), row["content"], None if path == NO_IMAGE else images[path])
 
     write_set(
         options.out / name,
@@ -209,6 +223,7 @@ def _import_domain(name: str, options: MmbrightOptions, grades: dict[tuple[str, 
             "domain": name,
             "image_policy": None if task == "1" else options.image_policy,
             "keys": options.keys if task == "4" else None,
+            "gains": options.gains if task == "4" else None,
             "queries_without_positives": domain.unscored,
             "undecodable_pictures": domain.broken,
             "num_missing_positives": len(domain.lost),
@@ -233,6 +248,7 @@ def _add(
 ) -> None:
     name, task = str(row["id"]), options.task
     gold = [str(one) for one in dict.fromkeys(as_list(row["gold_ids"]))]
+    golds = set(gold)
     gains: dict[str, int] = {}
     wrong: list[str] = []
     if task in ("1", "2"):
@@ -253,7 +269,10 @@ def _add(
                 }
             bad = set(wrong_images)
             wrong = [pair for pair in pairs if pair.partition("|||")[2] in bad and pair not in gains]
-            of_gold = [pair for pair in pairs if pair.partition("|||")[0] in set(gold)]
+            of_gold = [pair for pair in pairs if pair.partition("|||")[0] in golds]
+            if options.gains == "binary":
+                gains = dict.fromkeys([*(f"{doc}|||{NO_IMAGE}" for doc in gold), *of_gold], 1)
+                wrong = [pair for pair in wrong if pair not in gains]
             # the rest of a gold document's pairs were judged, and are not right
             gains |= {pair: 0 for pair in of_gold if pair not in gains}
     if not any(gains.values()):
@@ -328,6 +347,12 @@ def _grade(value: Any, where: str) -> str | None:
 def _rows(
     src: Path, config: str, domain: str, columns: Sequence[str], optional: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
+    return list(_stream(src, config, domain, columns, optional))
+
+
+def _stream(
+    src: Path, config: str, domain: str, columns: Sequence[str], optional: Sequence[str] = ()
+) -> Iterator[dict[str, Any]]:
     folder = src / config
     files = [path for path in [folder / f"{domain}.parquet"] if path.is_file()]
     files = files or sorted(folder.glob(f"{domain}-[0-9][0-9][0-9][0-9][0-9]-of-*.parquet"))
@@ -335,11 +360,11 @@ def _rows(
         raise ReleaseError(
             f"{folder / domain}.parquet is not there: src must be a snapshot of mm-bright/MM-BRIGHT"
         )
-    rows = [row for path in files for row in iter_rows(path, [*columns, *optional])]
-    lacking = [column for column in columns if rows and column not in rows[0]]
-    if lacking:
-        raise ReleaseError(f"{files[0]}: column {lacking[0]!r} is missing")
-    return rows
+    for path in files:
+        there = column_names(path)
+        if lacking := [column for column in columns if column not in there]:
+            raise ReleaseError(f"{path}: column {lacking[0]!r} is missing; there are {', '.join(there)}")
+        yield from iter_rows(path, [*columns, *optional])
 
 
 def _images(value: Any) -> list[str]:

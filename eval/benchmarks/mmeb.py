@@ -29,6 +29,8 @@ from eval.suite import is_suite, write_suite
 from rge.mmeb import INSTRUCTIONS, SETS, plain, reword
 
 COLUMNS = ("qry_text", "qry_img_path", "tgt_text", "tgt_img_path")
+APART = ("qry_inst", "tgt_inst")
+"""Columns of a later release, whose texts lack their instructions."""
 
 
 @dataclass
@@ -116,6 +118,11 @@ def _import_one(name: str, file: Path, pictures: Pictures, options: MmebOptions)
         lacking = [column for column in COLUMNS if column not in row]
         if lacking:
             raise ReleaseError(f"{file}: column {lacking[0]!r} is missing; there are {', '.join(row)}")
+        if apart := [column for column in APART if row.get(column)]:
+            raise ReleaseError(
+                f"{file}: column {apart[0]!r} holds the instruction apart from the text, as the files of MMEB-V2 "
+                "(MMEB_Test_Instruct) do; without it other texts would be embedded: give the files of MMEB-eval"
+            )
         where = f"{file}, row {number + 1}"
         texts, paths = _targets(row, where)
         ids: list[str] = []

@@ -113,11 +113,16 @@ class Mmbright(Protocol):
     """MM-BRIGHT: the mean over domains of nDCG@10."""
 
     def prepare(self, wanted: RetrievalSet) -> RetrievalSet:
-        """Official: hard negatives of tasks 1 and 2, and task 4's pairs with a negative picture, leave the ranking."""
+        """Official: hard negatives of tasks 1 and 2, and task 4's pairs with a negative picture, leave the ranking.
+
+        A set imported with ``gains=binary`` is scored as the code first released did, which removed nothing in task 4.
+        """
         if self.profile == "clean":
             return wanted
         task = wanted.meta.get("task")
-        return replace(wanted, excluded=wanted.negatives) if task in (1, 2, 4) else wanted
+        # the code that gave every pair of a gold document 1 meant to remove documents from pairs, which removed nothing
+        removes = task in (1, 2) or (task == 4 and wanted.meta.get("gains") != "binary")
+        return replace(wanted, excluded=wanted.negatives) if removes else wanted
 
     def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
         """As `Protocol.score`; official with trec_eval's order of ties and the cutoffs of the released code."""
@@ -203,10 +208,10 @@ class Pinpoint(Protocol):
         else:
             same = group
         micro = {
-            "linguistic_sensitivity": sensitivity(column["precision@10"], same, group, seed=seed),
-            "linguistic_sensitivity_map": sensitivity(column["map_capped@10"], same, group, seed=seed),
-            "linguistic_sensitivity_std": sensitivity(
-                column["precision@10"], same, group, seed=seed, spread=np.std
+            "linguistic_sensitivity": over_groups(column["precision@10"], same, group, seed=seed),
+            "linguistic_sensitivity_map": over_groups(column["map_capped@10"], same, group, seed=seed),
+            "linguistic_sensitivity_std": over_groups(
+                column["precision@10"], same, group, seed=seed, of=np.std
             ),
         }
         delta_Q = np.where(
@@ -217,6 +222,11 @@ class Pinpoint(Protocol):
         )
         out: dict[str, Any] = {
             "micro": {name: figure for name, figure in micro.items() if figure},
+            "group_mean": {
+                name: figure
+                for name in self.headline
+                if (figure := over_groups(column[name], same, group, seed=seed, of=np.mean, least=1))
+            },
             "paraphrase_groups": _num_groups(same, np.isfinite(column["precision@10"])),
         }
         if self.profile == "official":
@@ -330,7 +340,8 @@ PROTOCOLS: dict[tuple[str, str], Protocol] = {
             (
                 "nDCG@10 with linear gains, mean over domains",
                 "hard negatives stay in the ranking",
-                "task 4 is graded as in the paper: 2 for a gold document with a positive picture, 1 for it without picture",
+                "task 4 is graded as in the paper: 2 for a gold document with a positive picture, 1 for it without picture; "
+                "a set imported with gains=binary gives every pair of a gold document 1",
                 "queries without any positive are not part of the set",
             ),
         ),
@@ -344,7 +355,8 @@ PROTOCOLS: dict[tuple[str, str], Protocol] = {
                 "over domains",
                 "tasks 1 and 2: the query's hard negatives are removed from its ranking",
                 "task 4: graded 2 and 1; pairs with a picture judged wrong are removed. With keys=legacy at import this is what "
-                "the code calls the protocol of Table 6; its first release (2d37a4d) gave every pair of a gold document 1",
+                "the code calls the protocol of Table 6; its first release (2d37a4d) gave every pair of a gold document 1 and "
+                "removed none: gains=binary at import",
                 "equal scores are in trec_eval's order, the larger id first",
             ),
             skips_missing=True,
@@ -417,37 +429,40 @@ def trec_ties(ranking: Ranking) -> Ranking:
     return replace(ranking, rows_QW=rows_QW)
 
 
-def sensitivity(
+def over_groups(
     value_Q: np.ndarray,
     same: Sequence[str],
     group: Sequence[str],
     *,
     seed: int,
-    spread: Callable[..., Any] = np.ptp,
+    of: Callable[..., Any] = np.ptp,
+    least: int = 2,
 ) -> dict[str, float] | None:
-    """Mean over groups of two or more queries of how far their values lie apart, with an interval.
+    """Mean over paraphrase groups of something about their values, by default how far they lie apart; with an interval.
 
     Args:
         value_Q: per-query values; NaN is left out.
         same: name of each query's paraphrase group.
         group: unit of resampling, which may join several paraphrase groups.
         seed: of the resampling.
-        spread: of a group's values: largest minus smallest, or `numpy.std`.
+        of: a group's values: largest minus smallest, `numpy.std`, or their mean, which weighs every group alike however
+            many paraphrases it has.
+        least: queries that a group must have.
 
     Returns:
-        value, low, high; None where no group has two queries.
+        value, low, high; None where no group has so many queries.
     """
     members: dict[str, list[int]] = {}
     for query, name in enumerate(same):
         if np.isfinite(value_Q[query]):
             members.setdefault(name, []).append(query)
-    lists = [rows for rows in members.values() if len(rows) > 1]
+    lists = [rows for rows in members.values() if len(rows) >= least]
     if not lists:
         return None
-    spread_G = np.array([[float(spread(value_Q[rows]))] for rows in lists])
-    found = cluster_bootstrap(spread_G, index_of([group[rows[0]] for rows in lists]), seed=seed)
+    value_G = np.array([[float(of(value_Q[rows]))] for rows in lists])
+    found = cluster_bootstrap(value_G, index_of([group[rows[0]] for rows in lists]), seed=seed)
     low, high = interval(found, bounds=(0.0, 1.0))
-    return {"value": float(spread_G.mean()), "low": float(low[0]), "high": float(high[0])}
+    return {"value": float(value_G.mean()), "low": float(low[0]), "high": float(high[0])}
 
 
 def _num_groups(same: Sequence[str], kept_Q: np.ndarray) -> int:

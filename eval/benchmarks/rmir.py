@@ -194,7 +194,10 @@ def import_rmir(options: RmirOptions) -> RetrievalSet:
                 category=row.category,
                 group=row.group or "+".join(_name(ref) for ref in row.images),
                 instruction=options.instruction,
-                columns={"num_missing_positives": len(missing[row.id])},
+                columns={
+                    "num_missing_positives": len(missing[row.id]),
+                    "picture_ids": "+".join(_name(ref) for ref in row.images),
+                },
             )
         )
     qrels = [(row.id, name, gain) for row in rows for name, gain in row.positives.items() if name in pool]
@@ -226,10 +229,21 @@ def import_rmir(options: RmirOptions) -> RetrievalSet:
         qrels=qrels,
         negatives=negatives or None,
         excluded=excluded if options.exclude_query_image else None,
+        names=_coco_names([*pool, *(_name(ref) for row in rows for ref in row.images)], pictures.coco),
         embed=options.pictures == "embed",
         decode=options.decode,
         overwrite=options.overwrite,
     )
+
+
+def _coco_names(ids: Sequence[str], coco: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Half of Visual Genome is of COCO, whose pictures other training sets have under COCO's own numbers."""
+    found = []
+    for one in dict.fromkeys(ids):
+        number = coco.get(re.sub(r"^(vg|visual_?genome)[_:/-]", "", one, flags=re.IGNORECASE))
+        if number is not None:
+            found.append((one, f"coco:{number}"))
+    return found
 
 
 def _layout(options: RmirOptions) -> str:

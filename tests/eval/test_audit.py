@@ -10,6 +10,7 @@ from eval.audit import WARN, audit_training, training_files
 from eval.options import UserError
 from eval.run import RunOptions, run
 from eval.sets import load_set
+from eval.suite import write_suite
 
 
 @pytest.fixture
@@ -116,3 +117,15 @@ def test_the_command(set_dir, tmp_path, capsys):
         audit_training(load_set(set_dir), [path])
     assert main(["audit", f"set={set_dir}", "train=gone.jsonl"]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+def test_a_suite_is_audited_member_by_member(tmp_path, capsys):
+    suite = tmp_path / "suite"
+    for name, number in (("one", 3), ("two", 4)):
+        write_set(suite / name, num_queries=number, num_candidates=9)
+    write_suite(suite, name="both", benchmark="generic", column="set", members={"one": {}, "two": {}})
+    path = train_file(tmp_path / "train" / "a.jsonl", image=picture(1001), text="x", target=picture(8888))
+    assert main(["audit", f"set={suite}", f"train={path}"]) == 0  # picture 1001 is that of queries 2 and 3
+    out = capsys.readouterr().out
+    assert f"one: {WARN}: 1 of 3 query pictures are in the training files" in out
+    assert f"two: {WARN}: 2 of 4 query pictures are in the training files" in out

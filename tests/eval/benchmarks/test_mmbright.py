@@ -129,10 +129,41 @@ def test_task_4_grades(src, tmp_path):
     assert pairs(wanted, official.excluded) == [[f"{DOCS[0]}|||{wrong}"], []]
     assert [sorted(gains) for _, gains in official.positives] == [[1, 2], [1, 1]]
     assert [len(rows) for rows, _ in wanted.positives] == [2, 2]
+    # the code first released: every pair of a gold document is right, and nothing is removed
+    binary = imported(src, tmp_path / "b", task="4", gains="binary")
+    assert [gains.tolist() for _, gains in binary.positives] == [[1, 1], [1, 1, 1, 1]]
+    assert pairs(binary, [rows for rows, _ in binary.positives])[1] == [
+        f"{doc}|||{end}"
+        for doc, name in ((DOCS[0], "aa11"), (DOCS[3], "cc33"))
+        for end in ("__NO_IMAGE__", PAGES[name].replace(" ", "%20"))
+    ]
+    assert PROTOCOLS["mmbright", "official"].prepare(binary).excluded is None
     # the pattern first released finds no page for a document in chunks
     legacy = imported(src, tmp_path / "l", task="4", keys="legacy")
     assert len(legacy.corpus_ids) == 4 + 2
     assert [len(rows) for rows, _ in legacy.positives] == [1, 2]
+
+
+def test_documents_are_streamed_part_by_part_and_count_once(src, tmp_path):
+    """A domain in two files, as the hub has large ones, with an id that stands in both."""
+    other = tmp_path / "src"
+    for config in ("documents", "examples"):
+        (other / config).mkdir(parents=True)
+    rows = pd.read_parquet(src / "documents" / "biology.parquet")
+    again = rows.iloc[:1].assign(content="another text")
+    rows.iloc[:2].to_parquet(other / "documents" / "biology-00000-of-00002.parquet")
+    pd.concat([rows.iloc[2:], again]).to_parquet(other / "documents" / "biology-00001-of-00002.parquet")
+    pd.read_parquet(src / "examples" / "biology.parquet").to_parquet(
+        other / "examples" / "biology-00000-of-00001.parquet"
+    )
+    wanted = imported(other, tmp_path / "o", task="1")
+    whole = imported(src, tmp_path / "p", task="1")
+    assert list(wanted.corpus_items()) == list(whole.corpus_items())
+    assert wanted.fingerprint == whole.fingerprint
+    rows.drop(columns="content").to_parquet(other / "documents" / "biology.parquet")
+    with pytest.raises(UserError, match="biology.parquet: column 'content' is missing; there are id"):
+        imported(other, tmp_path / "q", task="1")
+    assert not (tmp_path / "q" / "biology").exists()
 
 
 def test_keys():

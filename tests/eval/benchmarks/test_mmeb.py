@@ -204,6 +204,10 @@ def test_refusals(release, tmp_path):
         ({"tgt_text": [], "tgt_img_path": []}, "row 1: no candidates"),
         ({"tgt_text": ["a", "b"], "tgt_img_path": ["x"]}, "2 texts and 1 pictures"),
         ({"tgt_text": ["a", ""], "tgt_img_path": ["", ""]}, "candidate 1 has neither text nor picture"),
+        (
+            {"qry_inst": "Represent it."},
+            "column 'qry_inst' holds the instruction apart from the text, as .* MMEB-V2",
+        ),
         ({"qry_img_path": "no.png"}, "picture 'no.png' is in none of .* unpack images.zip"),
     ):
         (src / "SUN397.jsonl").write_text(json.dumps(row | change) + "\n")

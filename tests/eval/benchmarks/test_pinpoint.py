@@ -132,6 +132,40 @@ def test_traps_of_the_table(wanted):
     }
 
 
+def test_rarer_traps_of_the_table(release, tmp_path):
+    """A row without positives is no query; a query's own picture may be right; some negatives are in no index."""
+    src = tmp_path / "src"
+    src.mkdir()
+    (src / "images").symlink_to(release / "images")
+    (src / "index_signatures.txt").write_text(
+        "\n".join([*INDEX, "", INDEX[0]]) + "\n"
+    )  # a blank line, an id twice
+    own = ROWS[0] | {"positive_candidates": ["sigi", "None"], "negative_candidates": ["sigi", "gone", None]}
+    empty = ROWS[1] | {"positive_candidates": ["None"]}
+    rows = [row | {"query_id": str(row["query_id"])} for row in (own, empty, ROWS[3])]
+    pd.DataFrame(rows).to_parquet(src / "pinpoint_licensed.parquet")
+    found = import_pinpoint(PinpointOptions(src=src, out=tmp_path / "o", exclude_query_image=True))
+    assert found.query_ids == ["00001", "00004"]
+    assert found.corpus_ids == INDEX
+    shipped = found.meta["as_shipped"]
+    assert (shipped["rows_without_positives"], shipped["own_image_positive"]) == (1, 1)
+    assert shipped["negatives_outside_index"] == 1
+    assert [len(rows) for rows in found.excluded] == [0, 2]  # a right answer is never taken out
+    assert [[found.corpus_ids[row] for row in rows] for rows in found.negatives] == [["sigi"], []]
+    rows[1]["query_id"] = "query_1"
+    pd.DataFrame(rows).to_parquet(src / "pinpoint_licensed.parquet")
+    with pytest.raises(UserError, match="query '00001' occurs twice"):
+        import_pinpoint(PinpointOptions(src=src, out=tmp_path / "p"))
+    pd.DataFrame(rows[:1]).drop(columns="instruction").to_parquet(src / "pinpoint_licensed.parquet")
+    with pytest.raises(UserError, match="column 'instruction' is missing; there are query_id"):
+        import_pinpoint(PinpointOptions(src=src, out=tmp_path / "p"))
+    pd.DataFrame(rows[:1]).to_parquet(src / "pinpoint_licensed.parquet")
+    with pytest.raises(
+        UserError, match="picture 'sigi' is not below .*: fetch it with the release's own tools"
+    ):
+        import_pinpoint(PinpointOptions(src=src, out=tmp_path / "p", images=tmp_path / "nowhere"))
+
+
 def test_official_numbers_by_hand(release, wanted, tmp_path):
     results, frame = scored(release, tmp_path, "official")
     # query 1: c a i b against the listed [a, b, a]: hits at 2 and 4, (1/2 + 2/4) / min(3, 10)
@@ -178,6 +212,10 @@ def test_clean_numbers_by_hand(release, wanted, tmp_path):
     assert results["paraphrase_groups"] == 1
     assert results["micro"]["linguistic_sensitivity"]["value"] == pytest.approx(0.1)
     assert results["micro"]["linguistic_sensitivity_map"]["value"] == 0.0
+    # rows 1 and 2 are one group, 3 and 4 are groups of their own
+    group_mean = {name: figure["value"] for name, figure in results["group_mean"].items()}
+    assert group_mean["map_capped@10"] == pytest.approx((1 / 2 + 1 + 1 / 2) / 3)
+    assert group_mean["negative_recall@10"] == pytest.approx((1 / 2 + 1) / 2)  # row 4 has no negatives
     assert set(results["by_images"]) == {"one image", "two images"}
     assert results["by_images"]["one image"]["map_capped@10"]["value"] == pytest.approx(2 / 3)
     assert results["headline"][0]["metric"] == "map_capped@10"

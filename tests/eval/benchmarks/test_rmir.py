@@ -7,6 +7,7 @@ import pytest
 from eval_fakes import FakeEncoder, loader, picture
 
 from eval.__main__ import main
+from eval.audit import audit_training
 from eval.benchmarks.rmir import CATEGORY_COUNTS, SWAPPED, RmirOptions, _check_counts, _Row, import_rmir
 from eval.options import UserError
 from eval.published import published
@@ -193,15 +194,21 @@ def test_visual_genome_ids_are_never_guessed(release):
         import_rmir(options(release, manifest=None))
 
 
-@pytest.mark.parametrize("ref", ["vg_2412112", "VG_100K/2370463.jpg", 2412112])
-def test_ways_to_name_a_picture(release, ref):
+@pytest.mark.parametrize(
+    ("ref", "number"),
+    [
+        ("vg_2412112", 100), ("VG_100K/2370463.jpg", 100), (2412112, 100), ("visual_genome/VG_100K/1.jpg", 101),
+        (POOL[2], 2), (f"open_images/train/{POOL[1]}.jpg", 1), (f"oi_{POOL[4]}", 4), (f"test/{POOL[6]}", 6),
+    ],
+)  # fmt: skip
+def test_ways_to_name_a_picture(release, ref, number):
     listed(release)
     rows = [query | {"image": ref} for query in QUERIES[:1]]
     jsonl(release / "src" / "test.jsonl", [{"query_id": "a", "input_image": ref, "query": "x", "type": "FUNC",
                                             "target_images": [f"oi_{POOL[0]}"]} for _ in rows])  # fmt: skip
     jsonl(release / "src" / "corpus.jsonl", [{"id": f"oi_{name}"} for name in POOL])
     wanted = import_rmir(options(release))
-    assert wanted.queries[0].images == (picture(100),)
+    assert wanted.queries[0].images == (picture(number),)
     assert wanted.corpus_ids[0] == f"oi_{POOL[0]}"  # kept as the release writes it
 
 
@@ -267,6 +274,66 @@ def test_bad_releases_are_named(release):
     with pytest.raises(UserError, match="picture of '0000000000000001'"):
         import_rmir(options(release))
     assert not (release / "out").exists()
+
+
+def test_what_could_be_read_two_ways_is_asked_about(release):
+    listed(release)
+    rows = [json.loads(line) for line in (release / "src" / "test.jsonl").read_text().splitlines()]
+    jsonl(release / "src" / "test.jsonl", [*rows, rows[0]])
+    with pytest.raises(UserError, match="row 4: query 'a' occurs twice"):
+        import_rmir(options(release))
+    jsonl(release / "src" / "test.jsonl", [row | {"query_image": row["input_image"]} for row in rows])
+    with pytest.raises(UserError, match="'input_image' and 'query_image' could both be 'image': say which"):
+        import_rmir(options(release))
+    assert len(import_rmir(options(release, field_map=("query_image=ignore",))).queries) == 3
+    jsonl(release / "src" / "test.jsonl", rows)
+    images = release / "src" / "images" / "open_images"
+    (images / "validation").mkdir()
+    (images / "validation" / f"{POOL[0]}.png").write_bytes(
+        picture(3)
+    )  # the same id in another split's folder
+    with pytest.raises(UserError, match=f"picture '{POOL[0]}' could be .* or .*: give manifest=FILE"):
+        import_rmir(options(release, overwrite=True))
+    (images / "validation" / f"{POOL[0]}.png").unlink()
+    no_right = [rows[0] | {"target_images": []}, *rows[1:]]
+    jsonl(release / "src" / "test.jsonl", no_right)
+    with pytest.raises(UserError, match="1 of 3 queries have no positive: 'a'"):
+        import_rmir(options(release, overwrite=True))
+    jsonl(release / "src" / "test.jsonl", [rows[0] | {"query": ""}])
+    with pytest.raises(UserError, match="row 1: a query needs a picture and a text"):
+        import_rmir(options(release, overwrite=True))
+
+
+def test_a_query_of_several_pictures_keeps_their_order(release):
+    listed(release)
+    rows = [json.loads(line) for line in (release / "src" / "test.jsonl").read_text().splitlines()]
+    jsonl(release / "src" / "test.jsonl", [rows[0] | {"input_image": [OWN[1], OWN[0], POOL[7]]}, *rows[1:]])
+    wanted = import_rmir(options(release))
+    assert wanted.queries[0].images == (picture(101), picture(100), picture(7))
+    assert wanted.columns["group"][0] == f"{OWN[1]}+{OWN[0]}+{POOL[7]}"
+
+
+@pytest.mark.parametrize("stem", ["000000391895", "COCO_train2014_000000391895"])
+def test_visual_genome_pictures_are_found_in_training_files_under_cocos_name(release, stem):
+    """Another encoding of the same picture, under another library's name: only the manifest knows."""
+    listed(release)
+    jsonl(release / "src" / "corpus.jsonl", [{"id": name} for name in [*POOL, OWN[0]]])
+    info = json.loads((release / "image_data.json").read_text())
+    info[0]["coco_id"], info[1]["coco_id"] = 391895, None
+    (release / "image_data.json").write_text(json.dumps(info))
+    wanted = import_rmir(options(release))
+    train = release / "train"
+    train.mkdir()
+    (train / f"{stem}.jpg").write_bytes(picture(5000))
+    (train / "t.png").write_bytes(picture(5001))
+    query = {"text": "What is it?", "images": [f"{stem}.jpg"]}
+    jsonl(train / "a.jsonl", [{"query": query, "positives": [{"id": "t", "image": "t.png"}]}])
+    found = audit_training(wanted, [train / "a.jsonl"])
+    assert found.content["query_images"] == {"shared": 2, "of": 3}  # queries a and b
+    assert found.content["candidate_images"] == {"shared": 1, "of": 9}
+    assert "2 of 3 query pictures are in the training files" in found.warnings[0]
+    jsonl(train / "a.jsonl", [{"query": query | {"images": ["000000391896.jpg"]}, "positives": []}])
+    assert audit_training(wanted, [train / "a.jsonl"]).warnings == []
 
 
 def test_published_counts_and_the_swap_warning(tmp_path):

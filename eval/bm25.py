@@ -6,32 +6,20 @@ Needs the extra ``baselines`` (bm25s). A candidate without text is never found; 
 not ranked.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from eval.benchmarks.protocols import all_figures, protocol_for
+from eval.benchmarks.protocols import protocol_for
+from eval.evaluation import write_evaluation
 from eval.options import UserError, one_of
-from eval.outputs import (
-    FORMAT,
-    RUN,
-    check_out,
-    invalidate,
-    per_query_table,
-    rationale_figures,
-    set_figures,
-    statistics_settings,
-    summary,
-    versions,
-    write_tables,
-)
+from eval.outputs import check_out, summary, versions
 from eval.rewrite import load_rewriter, rewritten
 from eval.search import DEPTH, Ranking, stack_rankings
 from eval.sets import RetrievalSet, load_set
-from eval.stats import NUM_RESAMPLES
-from eval.trec import write_run
+from eval.suite import each_member, is_suite, join_members, load_suite
 
 METHODS = ("lucene", "robertson", "atire", "bm25l", "bm25+")
 
@@ -41,7 +29,7 @@ class Bm25Options:
     """Options of ``python -m eval bm25``."""
 
     set: Path
-    """Retrieval set directory, see `eval.sets`."""
+    """Retrieval set directory, see `eval.sets`, or a suite of them, see `eval.suite`."""
     out: Path
     """Output directory."""
     method: str = "lucene"
@@ -85,6 +73,9 @@ def bm25(options: Bm25Options) -> Path:
     one_of("method", [options.method], METHODS)
     if options.depth < 1:
         raise UserError(f"depth must be at least 1, got {options.depth}")
+    if is_suite(options.set):
+        protocol_for(options.benchmark, options.profile)
+        return _members(options)
     wanted = load_set(options.set, by=options.by)
     protocol = protocol_for(options.benchmark, options.profile, wanted)
     wanted = protocol.prepare(wanted)
@@ -97,33 +88,29 @@ def bm25(options: Bm25Options) -> Path:
     if rewriter is not None:
         wanted = rewritten(wanted, rewriter)
     ranking = rank(wanted, options)
-    scored = protocol.score(wanted, ranking)
-    settings = {key: getattr(options, key) for key in ("method", "k1", "b", "stopwords")}
-    results: dict[str, Any] = {
-        "format": FORMAT,
-        "set": set_figures(wanted) | {"limit": None},
-        "benchmark": options.benchmark,
-        "profile": options.profile,
-        "protocol": list(protocol.statements),
-        "query_mode": None,
+    about = {
         "query_modality": "text",
-        **all_figures(wanted, scored, protocol, seed=options.seed),
-        "warnings": list(wanted.meta.get("notes", [])),
-        "rationale": rationale_figures(None),
-        "coverage": 1.0,
         "model": {"name": "bm25", "adapter": "bm25s", "revision": None},
-        "settings": settings,
+        "settings": {key: getattr(options, key) for key in ("method", "k1", "b", "stopwords")},
         "rewrite": rewriter.about() if rewriter is not None else None,
         "tag": tag,
-        "depth": options.depth,
-        "seed": options.seed,
-        "statistics": statistics_settings(options.seed, NUM_RESAMPLES),
         "versions": versions() | {"bm25s": _library().__version__},
     }
-    invalidate(options.out)
-    write_run(options.out / RUN, ranking, wanted.query_ids, wanted.corpus_ids, tag)
-    write_tables(options.out, per_query_table(wanted, ranking, scored, None), results)
+    results = write_evaluation(options.out, wanted, ranking, protocol, about, tag=tag, seed=options.seed)
     print(f"{wanted.name}: {tag} -> {options.out}\n{summary(results, protocol.headline)}")
+    return options.out
+
+
+def _members(options: Bm25Options) -> Path:
+    """Every member of a suite by itself, then all of them together."""
+    suite = load_suite(options.set)
+    cache = options.cache or options.out / ".cache"
+
+    def one(name: str, path: Path, out: Path) -> None:
+        bm25(replace(options, set=path, out=out, cache=cache))
+
+    dirs = each_member(suite, options.out, one)
+    join_members(suite, dirs, options.out, "bm25", seed=options.seed, overwrite=options.overwrite)
     return options.out
 
 

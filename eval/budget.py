@@ -13,13 +13,16 @@ milliseconds.
 ``*-both``                   candidates reason too
 ``judge-N-of-*``             a vision-language model reorders the first N (`eval.rerank`)
 
-The embeddings of every rationale are cached under its seed, so a larger k draws only what is new.
+The embeddings of every rationale are cached under its seed, so a larger k draws only what is new. On a suite every member
+is asked in every way, and each way is joined as `eval.suite` joins evaluations: accuracy, gains and costs are means over
+members, and a gate takes its share of every member's queries.
 """
 
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +30,30 @@ import numpy as np
 import pandas as pd
 
 from eval.answers import Answers
-from eval.budget_plot import Curve, Mark, standalone
+from eval.benchmarks.protocols import protocol_for
+from eval.budget_plot import BASES, BUDGET, curves_of, standalone
 from eval.encode import Embeds, write_atomically
 from eval.fuse import choose, gated, margin, max_score, mean_embedding, together
 from eval.options import UserError, one_of
 from eval.outputs import FORMAT, PER_QUERY, check_out, versions
 from eval.rerank import Judge, load_judge, rerank
-from eval.run import Condition, RunOptions, Session, start
+from eval.run import Condition, RunOptions, Session, default_loader, start
 from eval.search import Ranking
-from eval.stats import cluster_bootstrap, index_of, interval
+from eval.stats import Bootstrap, cluster_bootstrap, index_of, interval
+from eval.suite import (
+    aggregate,
+    each_member,
+    is_suite,
+    load_suite,
+    loaded_once,
+    mean_of,
+    member_bootstraps,
+    member_options,
+)
+from eval.team import join
 from rge.schema import Encoded
 
-JSON, PLOT, PAGE = "budget.json", "budget.svg", "report.html"
+PLOT, PAGE = "budget.svg", "report.html"
 FUSIONS = ("mean", "max")
 GATED = "direct to reasoning, gated"
 CHUNK = 512
@@ -100,6 +115,16 @@ class Point:
     about: Mapping[str, Any] | None = None
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What `BudgetOptions` list, as numbers."""
+
+    shares: list[float]
+    margins: list[float]
+    depths: list[int]
+    metric: str
+
+
 def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) -> Path:
     """Evaluate every way of asking, print the table, write curves and page.
 
@@ -113,7 +138,107 @@ def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) ->
     Raises:
         UserError: something given is wrong.
     """
-    shares, margins, depths = _check(options)
+    plan = _check(options)
+
+    @cache
+    def judge() -> Judge:  # one for all members of a suite
+        return load_judge(options)
+
+    measure = _of_suite if is_suite(options.set) else _of_set
+    found = measure(options, plan, loaded_once(load or default_loader(options)), judge)
+    if found is None:
+        return options.out
+    about, rows = found
+    for row in rows:
+        row["curve"] = _curve(row)
+    content = about | _content(options, plan.metric, rows)
+    print(f"\n{table(content)}")
+    curves = curves_of(content)
+    text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str)
+    write_atomically(options.out / BUDGET, text.encode() + b"\n")
+    write_atomically(options.out / PLOT, standalone(curves, plan.metric).encode())
+    if options.report:
+        print(f"\n{_page(options, content)}")
+    return options.out
+
+
+def _page(options: BudgetOptions, content: Mapping[str, Any]) -> Path:
+    page = options.out / PAGE
+    if is_suite(options.set):
+        from eval.leaderboard import write_leaderboard
+
+        return write_leaderboard([str(options.out)], page)
+    from eval.report import write_report
+
+    dirs = [options.out / name for name in BASES]
+    return write_report(dirs, page, metric=content["metric"], budget=content)
+
+
+def _of_set(
+    options: BudgetOptions, plan: _Plan, load: Callable[..., Embeds], judge: Callable[[], Judge]
+) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+    """One set: what budget.json says of it, and the points; None in all processes but the first."""
+    found = _measure(options, plan, load, judge)
+    if found is None:
+        return None
+    session, rows = found
+
+    def mean(frame: pd.DataFrame) -> Bootstrap:
+        return cluster_bootstrap(frame[["value"]].to_numpy(np.float64), _groups(frame), seed=options.seed)
+
+    _add_gains(rows, {row["name"]: _values(options.out / row["name"], plan.metric) for row in rows}, mean)
+    about = {
+        "set": {"name": session.wanted.name, "fingerprint": session.wanted.fingerprint},
+        "num_queries": len(session.wanted.queries),
+        "checkpoint_hash": session.encoder.checkpoint_hash,
+    }
+    return about, rows
+
+
+def _of_suite(
+    options: BudgetOptions, plan: _Plan, load: Callable[..., Embeds], judge: Callable[[], Judge]
+) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+    """The same for all members of a suite, joined point by point."""
+    suite = load_suite(options.set)
+    of_member: dict[str, list[dict[str, Any]]] = {}
+
+    def one(name: str, path: Path, out: Path) -> None:
+        found = _measure(member_options(options, path, out), plan, load, judge)
+        if found is not None:
+            of_member[name] = found[1]
+
+    dirs = each_member(suite, options.out, one)
+    if not join().is_first:
+        return None
+    rows, values, content = [], {}, dict[str, Any]()
+    for parts in zip(*of_member.values(), strict=True):  # the same way of asking in every member
+        row = _joined(dict(zip(of_member, parts, strict=True)))
+        name, out = row["name"], options.out / row["name"]
+        inner = {member: path / name for member, path in dirs.items()}
+        more = {"budget": row}
+        content = aggregate(suite, inner, out, seed=options.seed, overwrite=options.overwrite, more=more)
+        if plan.metric not in content["macro"]:
+            raise UserError(f"metric {plan.metric} has no mean over members: not every member has it")
+        rows.append(row | {"metric": plan.metric, **content["macro"][plan.metric]})
+        values[name] = _values(out, plan.metric)
+
+    def mean(frame: pd.DataFrame) -> Bootstrap:
+        return mean_of(list(member_bootstraps(frame, ["value"], seed=options.seed).values()))
+
+    _add_gains(rows, values, mean)
+    about = {
+        "set": {"name": suite.name, "fingerprint": content["set"]["fingerprint"]},
+        "num_queries": content["set"]["num_queries"],
+        "num_members": len(dirs),
+        "checkpoint_hash": content["checkpoint_hash"],
+    }
+    return about, rows
+
+
+def _measure(
+    options: BudgetOptions, plan: _Plan, load: Callable[..., Embeds], judge: Callable[[], Judge]
+) -> tuple[Session, list[dict[str, Any]]] | None:
+    """Ask one set in every way and write an evaluation for each; None in all processes but the first."""
     condition = Condition("reasoning", "both", options.out / "reasoning")
     session = start(options, [condition], load)
     if session.seed is not None:
@@ -124,34 +249,30 @@ def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) ->
     sides = [session.candidate_mode, *(["reasoning"] if options.both_sides else [])]
     for side in dict.fromkeys(sides):
         session.embeddings.fill_candidates(side)  # type: ignore[arg-type]
-    for mode in ("direct", "reasoning"):
+    for mode in BASES:
         session.embeddings.fill_queries(mode, "both")  # type: ignore[arg-type]
     for number in range(options.k):
         drawn.embeddings.fill_queries("reasoning", "both", options.seed + number)
-    if not session.team.is_first:
-        return options.out
-    judge = None if options.judge is None else load_judge(options)
-    metric = options.metric or session.protocol.headline[0]
-    rows: list[dict[str, Any]] = []
-    values: dict[str, pd.Series] = {}
-    for point in _points(options, session, drawn, shares, margins, depths, judge):
-        row, values[point.name] = _write(options, session, point, metric)
+    base = _base(session) if session.team.is_first else None
+    asked = judge() if options.judge is not None else None
+    if asked is not None:
+        _fill_scores(session, base, asked, max(plan.depths))
+    if base is None:
+        return None
+    rows = []
+    for point in _points(options, session, drawn, plan, base, asked):
+        row = _write(options, session, point, plan.metric)
         rows.append(row)
-        print(f"{point.name:24} {metric} {100 * row['value']:6.2f}  {row['tokens']:7.1f} tokens", flush=True)
-    _compare(rows, values, session, options.seed)
-    content = _content(options, session, metric, rows)
-    print(f"\n{table(content)}")
-    curves = curves_of(content)
-    text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str)
-    write_atomically(options.out / JSON, text.encode() + b"\n")
-    write_atomically(options.out / PLOT, standalone(curves, metric).encode())
-    if options.report:
-        from eval.report import write_report
-
-        dirs = [options.out / name for name in ("direct", "reasoning")]
-        page = write_report(dirs, options.out / PAGE, metric=metric, budget=content)
-        print(f"\n{page}")
-    return options.out
+        print(
+            f"{point.name:24} {plan.metric} {100 * row['value']:6.2f}  {row['tokens']:7.1f} tokens",
+            flush=True,
+        )
+    means = {row["name"]: row["value"] for row in rows}
+    for row in rows:
+        if "gate" in row:  # what as many queries chosen at random would give
+            share = row["gate"]["share"]
+            row["at_random"] = (1 - share) * means["direct"] + share * means["reasoning"]
+    return session, rows
 
 
 def table(content: Mapping[str, Any]) -> str:
@@ -177,19 +298,7 @@ def table(content: Mapping[str, Any]) -> str:
     return frame.to_string(index=False)
 
 
-def curves_of(content: Mapping[str, Any]) -> dict[str, list[Curve]]:
-    """The points of budget.json as curves, once against ``tokens`` and once against ``ms``."""
-    out: dict[str, list[Curve]] = {}
-    for cost in ("tokens", "ms"):
-        marks: dict[str, list[Mark]] = {}
-        for row in content["points"]:
-            mark = Mark(row["name"], row[cost], row["value"], row["low"], row["high"])
-            marks.setdefault(row["curve"], []).append(mark)
-        out[cost] = [Curve(name, sorted(found, key=lambda m: m.x)) for name, found in marks.items()]
-    return out
-
-
-def _check(options: BudgetOptions) -> tuple[list[float], list[float], list[int]]:
+def _check(options: BudgetOptions) -> _Plan:
     if options.query_mode != ("reasoning",) or options.query_modality != ("both",):
         raise UserError(
             "budget asks with and without a rationale and shows everything: leave out query_mode=, query_modality="
@@ -206,7 +315,8 @@ def _check(options: BudgetOptions) -> tuple[list[float], list[float], list[int]]
     depths = [int(n) for n in _numbers("top_n", options.top_n, 0.5, float("inf"), whole=True)]
     if max(depths) > options.depth:
         raise UserError(f"top_n={max(depths)} is deeper than depth={options.depth}")
-    return shares, margins, depths
+    headline = protocol_for(options.benchmark, options.profile).headline
+    return _Plan(shares, margins, depths, options.metric or headline[0])
 
 
 def _numbers(key: str, words: Sequence[str], low: float, high: float, *, whole: bool = False) -> list[float]:
@@ -232,22 +342,51 @@ def _drawing(session: Session, temperature: float) -> Session:
     )
 
 
-def _points(
-    options: BudgetOptions,
-    session: Session,
-    drawn: Session,
-    shares: Sequence[float],
-    margins: Sequence[float],
-    depths: Sequence[int],
-    judge: Judge | None,
-) -> Iterator[Point]:
+@dataclass(frozen=True)
+class _Base:
+    """The pool's embeddings (C, D), and what both modes gave, by mode."""
+
+    candidate_CD: np.ndarray
+    encoded: dict[str, Encoded]
+    ranked: dict[str, Ranking]
+
+
+def _base(session: Session) -> _Base:
     embeddings = session.embeddings
     candidate_CD = embeddings.candidates(session.candidate_mode)
-    encoded = {mode: embeddings.queries(mode, "both") for mode in ("direct", "reasoning")}  # type: ignore[arg-type]
+    encoded = {mode: embeddings.queries(mode, "both") for mode in BASES}  # type: ignore[arg-type]
     ranked = {mode: session.rank(one.embeddings, candidate_CD) for mode, one in encoded.items()}
-    for mode in ("direct", "reasoning"):
+    return _Base(candidate_CD, encoded, ranked)
+
+
+def _answers(session: Session) -> Answers:
+    return Answers(session.embeddings.root / "judge.sqlite")
+
+
+def _fill_scores(session: Session, base: _Base | None, judge: Judge, depth: int) -> None:
+    """Have all processes judge what the points will ask for: the first ``depth`` of both modes."""
+    team = session.team
+    heads = team.once(lambda: [_head(one, depth) for one in base.ranked.values()] if base is not None else [])
+    answers = _answers(session) if team.is_first else None
+    for head in heads:
+        rerank(session.wanted, head, judge, answers, top_n=depth, chunk=CHUNK, team=team)
+    if answers is not None:
+        answers.close()
+
+
+def _head(ranking: Ranking, depth: int) -> Ranking:
+    return Ranking(ranking.rows_QW[:, :depth], ranking.score_QW[:, :depth], min(depth, ranking.depth))
+
+
+def _points(
+    options: BudgetOptions, session: Session, drawn: Session, plan: _Plan, base: _Base, judge: Judge | None
+) -> Iterator[Point]:
+    embeddings = session.embeddings
+    candidate_CD, encoded, ranked = base.candidate_CD, base.encoded, base.ranked
+    for mode in BASES:
         yield Point(mode, mode, 1, ranked[mode], encoded[mode])
 
+    about: dict[str, Any]
     samples: list[Encoded] = []
     rankings: list[Ranking] = []
     for number in range(options.k):
@@ -263,8 +402,8 @@ def _points(
             yield Point(f"max-{number + 1}", "max of k", number + 1, max_score(rankings), fused, about=about)
 
     margin_Q = margin(ranked["direct"])
-    thresholds = [(f"gate-{100 * share:g}", float(np.quantile(margin_Q, share))) for share in shares]
-    thresholds += [(f"gate-below-{value:g}", value) for value in margins]
+    thresholds = [(f"gate-{100 * share:g}", float(np.quantile(margin_Q, share))) for share in plan.shares]
+    thresholds += [(f"gate-below-{value:g}", value) for value in plan.margins]
     for name, threshold in thresholds:
         reason_Q = margin_Q < threshold
         share = float(reason_Q.mean())
@@ -276,15 +415,15 @@ def _points(
     if options.both_sides:
         reasoned_CD = embeddings.candidates("reasoning")
         costs = embeddings.candidate_costs("reasoning")
-        for mode in ("direct", "reasoning"):
+        for mode in BASES:
             about = {"candidate_mode": "reasoning", "a_candidate_costs": costs}
             ranking = session.rank(encoded[mode].embeddings, reasoned_CD)
             yield Point(f"{mode}-both", "candidates reason too", 1, ranking, encoded[mode], about=about)
 
     if judge is not None:
-        answers = Answers(embeddings.root / "judge.sqlite")
-        for mode in ("direct", "reasoning"):
-            for n in depths:
+        answers = _answers(session)
+        for mode in BASES:
+            for n in plan.depths:
                 found = rerank(session.wanted, ranked[mode], judge, answers, top_n=n, chunk=CHUNK)
                 about = {"judge": judge.name, "top_n": n, "num_pairs": found.num_pairs}
                 about["num_unanswered"] = found.num_unanswered
@@ -293,9 +432,8 @@ def _points(
         answers.close()
 
 
-def _write(
-    options: BudgetOptions, session: Session, point: Point, metric: str
-) -> tuple[dict[str, Any], pd.Series]:
+def _write(options: BudgetOptions, session: Session, point: Point, metric: str) -> dict[str, Any]:
+    """Write a point's evaluation; its row of budget.json without what needs other points."""
     mode = "direct" if point.name.startswith("direct") or point.name.endswith("-of-direct") else "reasoning"
     condition = Condition(mode, "both", options.out / point.name)  # type: ignore[arg-type]
     known = point.about or {}
@@ -315,32 +453,59 @@ def _write(
     figure = results["micro"].get(metric)
     if figure is None:
         raise UserError(f"metric must be one of {', '.join(results['micro'])}, got {metric!r}")
-    column = pd.read_parquet(condition.out / PER_QUERY, columns=[metric])[metric]
-    return about | {"metric": metric, **figure}, column
+    return about | {"metric": metric, **figure}
 
 
-def _compare(
-    rows: list[dict[str, Any]], values: Mapping[str, pd.Series], session: Session, seed: int
+def _values(directory: Path, metric: str) -> pd.DataFrame:
+    """An evaluation's per-query ``value`` of a metric, with ``category`` and ``group``."""
+    frame = pd.read_parquet(directory / PER_QUERY, columns=["category", "group", metric])
+    return frame.rename(columns={metric: "value"})
+
+
+def _groups(frame: pd.DataFrame) -> np.ndarray:
+    return index_of(frame["group"].tolist())
+
+
+def _add_gains(
+    rows: Sequence[dict[str, Any]],
+    values: Mapping[str, pd.DataFrame],
+    mean: Callable[[pd.DataFrame], Bootstrap],
 ) -> None:
-    """Add the paired gain over direct mode, and to gates what as many queries chosen at random would give."""
-    group_Q = index_of(session.wanted.columns["group"])
+    """Add the paired gain over direct mode to each row; ``mean`` takes per-query differences."""
+    direct = values["direct"]
     for row in rows:
-        row["curve"] = _curve(row)
         row["gain"] = None
-        if row["name"] != "direct":
-            found = cluster_bootstrap(
-                (values[row["name"]] - values["direct"]).to_numpy(np.float64)[:, None], group_Q, seed=seed
-            )
-            low_M, high_M = interval(found)
-            row["gain"] = {
-                "value": float(found.estimate_M[0]),
-                "low": float(low_M[0]),
-                "high": float(high_M[0]),
-            }
-        if "gate" in row:
-            share = row["gate"]["share"]
-            means = {mode: float(values[mode].mean()) for mode in ("direct", "reasoning")}
-            row["at_random"] = (1 - share) * means["direct"] + share * means["reasoning"]
+        if row["name"] == "direct":
+            continue
+        found = mean(direct.assign(value=values[row["name"]]["value"] - direct["value"]))
+        low_M, high_M = interval(found)
+        row["gain"] = {
+            "value": float(found.estimate_M[0]),
+            "low": float(low_M[0]),
+            "high": float(high_M[0]),
+        }
+
+
+def _joined(of_member: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """One way of asking, of all members: costs are means over members, counts are sums."""
+    parts = list(of_member.values())
+    own = ("metric", "value", "low", "high")
+    row = {key: value for key, value in parts[0].items() if key not in own}
+    for key in ("at", "tokens", "ms", "at_random"):
+        if key in row:
+            row[key] = float(np.mean([part[key] for part in parts]))
+    for key in ("num_pairs", "num_unanswered"):
+        if key in row:
+            row[key] = sum(part[key] for part in parts)
+    if "gate" in row:
+        row["gate"] = {
+            "margin_below": {name: part["gate"]["margin_below"] for name, part in of_member.items()},
+            "share": float(np.mean([part["gate"]["share"] for part in parts])),
+        }
+    if "a_candidate_costs" in row:
+        costs = [part["a_candidate_costs"] for part in parts]
+        row["a_candidate_costs"] = {key: float(np.mean([one[key] for one in costs])) for key in costs[0]}
+    return row
 
 
 def _curve(row: Mapping[str, Any]) -> str:
@@ -348,9 +513,7 @@ def _curve(row: Mapping[str, Any]) -> str:
     return GATED if row["name"] in ("direct", "reasoning") else row["curve"]
 
 
-def _content(
-    options: BudgetOptions, session: Session, metric: str, rows: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
+def _content(options: BudgetOptions, metric: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     keys = (
         "k",
         "draw_temperature",
@@ -365,12 +528,9 @@ def _content(
     )
     return {
         "format": FORMAT,
-        "set": {"name": session.wanted.name, "fingerprint": session.wanted.fingerprint},
-        "num_queries": len(session.wanted.queries),
-        "checkpoint_hash": session.encoder.checkpoint_hash,
         "metric": metric,
         "settings": {key: getattr(options, key) for key in keys},
-        "costs": "means over queries: tokens generated; milliseconds of a batch divided by its rows, search not counted",
+        "costs": f"means over {'members' if is_suite(options.set) else 'queries'}: tokens generated; milliseconds of a batch divided by its rows, search not counted",
         "points": list(rows),
         "versions": versions(),
     }

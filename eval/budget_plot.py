@@ -1,12 +1,19 @@
 """Accuracy against cost as inline SVG: points with intervals, joined where they are one curve."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from markupsafe import Markup, escape
 
+from eval.options import UserError
 from eval.plots import NUM_SERIES_STYLES, nice_ticks, number
 
+BUDGET = "budget.json"
+BASES = ("direct", "reasoning")
+"""The two ways of asking that all others start from."""
 WIDTH, HEIGHT = 520, 300
 LEFT, RIGHT, TOP, BOTTOM = 50, 16, 14, 42
 COLOURS = ("#3556c4", "#c2571a", "#0a7a5a", "#9a3f96", "#6d6a1c", "#4d5560")
@@ -31,6 +38,47 @@ class Curve:
 
     name: str
     marks: Sequence[Mark]
+
+
+def read_budget(directory: Path) -> dict[str, Any] | None:
+    """Content of ``budget.json``; None where a directory has none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    path = directory / BUDGET
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+
+
+def curves_of(content: Mapping[str, Any]) -> dict[str, list[Curve]]:
+    """The points of budget.json as curves, once against ``tokens`` and once against ``ms``."""
+    out: dict[str, list[Curve]] = {}
+    for cost in ("tokens", "ms"):
+        marks: dict[str, list[Mark]] = {}
+        for row in content["points"]:
+            mark = Mark(row["name"], row[cost], row["value"], row["low"], row["high"])
+            marks.setdefault(row["curve"], []).append(mark)
+        out[cost] = [Curve(name, sorted(found, key=lambda m: m.x)) for name, found in marks.items()]
+    return out
+
+
+def on_page(budget: Mapping[str, Any]) -> dict[str, Any]:
+    """Charts and table of a budget.json for a page."""
+    found = curves_of(budget)
+    return {
+        "charts": [
+            budget_chart(curves, metric=budget["metric"], cost=cost) for cost, curves in found.items()
+        ],
+        "labels": [curve.name for curve in next(iter(found.values()))],
+        "rows": budget["points"],
+        "metric": budget["metric"],
+        "costs": budget["costs"],
+    }
 
 
 def budget_chart(curves: Sequence[Curve], *, metric: str, cost: str) -> Markup:

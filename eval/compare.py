@@ -134,7 +134,9 @@ def paired_tests(
         rows += _slice("macro", value_a, value_b, group_Q, names, everything, category_Q, seed)
     for column in columns:
         of_Q = frame_a[column].to_numpy(dtype=object)
-        values = sorted(set(of_Q))
+        values = sorted(
+            {value for value in of_Q if isinstance(value, str)}
+        )  # a suite's member may not have it
         if len(values) < 2:
             continue
         family: list[Row] = []

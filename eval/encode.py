@@ -87,7 +87,7 @@ def fill(
     done = team.once(lambda: covered(cache))
     name = f"{side}, {mode}"
     counted = int(done.sum())
-    with (progress if team.is_first else _Silent)(
+    with (progress if team.is_first else Silent)(
         total=cache.num_items, initial=counted, desc=f"{name:>17}", unit="item"
     ) as bar:
 
@@ -213,13 +213,13 @@ def _mean_cosine(sum_D: Any, num: int) -> float:
     return (float(np.square(sum_D).sum()) - num) / (num * (num - 1))
 
 
-class _Silent:
+class Silent:
     """The bar of a process that shows none."""
 
     def __init__(self, **_: Any):
         pass
 
-    def __enter__(self) -> "_Silent":
+    def __enter__(self) -> "Silent":
         return self
 
     def __exit__(self, *_: object) -> None:

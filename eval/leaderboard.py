@@ -7,22 +7,21 @@ hand is not the published one (other counts), its rows are kept apart and the pa
 Suites (MMEB, MM-BRIGHT) and single sets are treated alike.
 """
 
-import base64
 import hashlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from eval.encode import write_atomically
+from eval.budget_plot import BASES, on_page, read_budget
 from eval.examples import RANK_COLUMN, Gallery, choose_examples
 from eval.options import UserError
+from eval.page import write_page
 from eval.plots import Point, scatter
 from eval.published import Column, Published, published, table_of
 from eval.report import (
@@ -36,6 +35,7 @@ from eval.report import (
     expand,
     percent,
     read_evaluation,
+    signed,
 )
 from eval.sets import RetrievalSet, load_set
 from eval.suite import is_suite
@@ -90,7 +90,8 @@ class Board:
     bar_labels: list[tuple[str, bool]]
     cost: Markup | None
     cost_rows: list[dict[str, Any]]
-    examples: dict[str, Any] | None = field(default=None)
+    examples: dict[str, Any] | None = None
+    budgets: Sequence[tuple[str, dict[str, Any]]] = ()
 
 
 def write_leaderboard(
@@ -122,41 +123,24 @@ def write_leaderboard(
     """
     if which not in ("auto", "all", "none"):
         raise UserError(f"published must be auto, all or none, got {which!r}")
-    groups = _groups(runs)
+    groups, budgets = _groups(runs)
     if set_dir is not None and len(groups) > 1:
         raise UserError(f"set=DIR is for evaluations of one set, these are of {len(groups)}")
     gallery = Gallery()
     boards = [
-        _board(number, members, which, gallery, num_examples, set_dir, seed)
-        for number, members in enumerate(groups)
+        replace(_board(number, members, which, gallery, num_examples, set_dir, seed), budgets=budgets[key])
+        for number, (key, members) in enumerate(groups.items())
     ]
     used = {board.source.key for board in boards if board.source}
     if which == "all":
         rest = [table for key, table in published().items() if key not in used]
         boards += [_published_only(len(boards) + number, table) for number, table in enumerate(rest)]
-    _write(boards, gallery, out, title)
-    return out
+    return _write(boards, gallery, out, title)
 
 
-def _write(boards: Sequence[Board], gallery: Gallery, out: Path, title: str | None) -> None:
-    templates = Path(__file__).with_name("templates")
-    script = (templates / "report.js").read_text(encoding="utf-8")
-    environment = Environment(
-        loader=FileSystemLoader(templates),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"percent": percent, "count": lambda n: f"{n:,}"}
-    style = "".join(
-        (templates / name).read_text(encoding="utf-8") for name in ("report.css", "leaderboard.css")
-    )
-    page = environment.get_template("leaderboard.html.j2").render(
+def _write(boards: Sequence[Board], gallery: Gallery, out: Path, title: str | None) -> Path:
+    content = dict(
         title=title or (boards[0].title if len(boards) == 1 else "Leaderboard"),
-        style=Markup(style),
-        script=Markup(script),
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         boards=boards,
         pictures=gallery.pictures,
         sizes={picture.name: (picture.width, picture.height) for picture in gallery.pictures},
@@ -166,25 +150,38 @@ def _write(boards: Sequence[Board], gallery: Gallery, out: Path, title: str | No
         max_columns=MAX_COLUMNS,
         max_open=MAX_OPEN_SLICES,
     )
-    out = Path(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, page.encode())
+    filters = {"percent": percent, "signed": signed, "count": lambda n: f"{n:,}"}
+    return write_page(out, "leaderboard.html.j2", ["report.css", "leaderboard.css"], filters, content)
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
-def _groups(runs: Sequence[str]) -> list[list[tuple[str, str, Evaluation]]]:
-    """(label, note, evaluation) by retrieval set, in the order given."""
-    groups: dict[tuple[str, str], list[tuple[str, str, Evaluation]]] = defaultdict(list)
+_Key = tuple[str, str]
+"""Benchmark and fingerprint: evaluations that agree in both share a board."""
+
+
+def _groups(
+    runs: Sequence[str],
+) -> tuple[dict[_Key, list[tuple[str, str, Evaluation]]], dict[_Key, list[tuple[str, dict[str, Any]]]]]:
+    """(label, note, evaluation) by retrieval set, in the order given, and (label, curves) of the output of `budget`.
+
+    Of such an output the two ways that all others start from are rows; the rest is in the curves.
+    """
+    groups: dict[_Key, list[tuple[str, str, Evaluation]]] = defaultdict(list)
+    budgets: dict[_Key, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
     for word in runs:
         label, colon, directory = word.partition(":")
         if not colon or Path(word).exists():
             label, directory = "", word
-        for path in expand(Path(directory)):
+        curves = read_budget(Path(directory))
+        bases = [Path(directory) / name for name in BASES]
+        for path in expand(Path(directory)) if curves is None else bases:
             one = read_evaluation(path)
             key = (str(one.results.get("benchmark") or "generic"), one.results["set"]["fingerprint"])
             groups[key].append((label or _name(one), _note(one), one))
+        if curves is not None:
+            budgets[key].append((label or _name(one), on_page(curves)))
     for members in groups.values():
         seen: set[tuple[str, str]] = set()
         for label, note, one in members:
@@ -195,7 +192,7 @@ def _groups(runs: Sequence[str]) -> list[list[tuple[str, str, Evaluation]]]:
             seen.add((label, note))
     if not groups:
         raise UserError("runs must name at least one evaluation directory")
-    return list(groups.values())
+    return dict(groups), budgets
 
 
 def _name(one: Evaluation) -> str:
@@ -209,6 +206,11 @@ def _name(one: Evaluation) -> str:
 def _note(one: Evaluation) -> str:
     mode, modality = one.results.get("query_mode"), one.results.get("query_modality")
     words = [str(mode) if mode else "a ranking made elsewhere"]
+    point = (one.results.get("budget") or {}).get("name")
+    if point not in (None, mode):  # one of the ways of asking of `budget`
+        words = [str(point)]
+    if judged := one.results.get("rerank"):
+        words.append(f"first {judged['top_n']} judged")
     if modality not in (None, "both"):
         words.append(f"{modality} of the query only")
     return ", ".join(words)

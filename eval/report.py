@@ -9,8 +9,6 @@ Anything that cannot be shown honestly is a `UserError` that names the directory
 figures of different sets side by side, a number that is not finite, a missing picture.
 """
 
-import base64
-import hashlib
 import json
 import re
 from collections import defaultdict
@@ -22,14 +20,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
-from eval.budget_plot import budget_chart
-from eval.encode import write_atomically
+from eval.budget_plot import BASES, on_page, read_budget
 from eval.examples import RANK_COLUMN, Gallery, choose_examples
 from eval.metrics import judge, random_floor
 from eval.options import UserError, one_of, parse_options
+from eval.page import write_page
 from eval.plots import CURVE_NAMES, Series, check_finite, line_chart, number, read_training_logs
 from eval.sets import RetrievalSet, load_set
 from eval.stats import cluster_bootstrap, index_of, interval
@@ -175,21 +171,8 @@ def write_report(
     loaded = _load_set(main, set_dir)
     examples = _examples(compared, main, loaded, metric, num_examples, seed, gallery)
     main_table, other_tables = _main_table(compared, main, metric, _floor(main, loaded, metric))
-    templates = Path(__file__).with_name("templates")
-    script = (templates / "report.js").read_text(encoding="utf-8")
-    environment = Environment(
-        loader=FileSystemLoader(templates),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"percent": percent, "signed": signed, "count": lambda n: f"{n:,}"}
-    page = environment.get_template("report.html.j2").render(
+    content = dict(
         title=title or f"What reasoning bought on {main.results['set']['name']}",
-        style=Markup((templates / "report.css").read_text(encoding="utf-8")),
-        script=Markup(script),
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         set=main.results["set"],
         profile=main.results.get("profile"),
         metric=metric,
@@ -204,17 +187,15 @@ def write_report(
         pictures=gallery.pictures,
         sizes={picture.name: (picture.width, picture.height) for picture in gallery.pictures},
         curves=_curves(training_logs),
-        budget=None if budget is None else _budget(budget),
+        budget=None if budget is None else on_page(budget),
         provenance=_provenance(evaluations),
         long_question=LONG_QUESTION,
         long_rationale=LONG_RATIONALE,
         cut_at=cut_at,
         max_slices=MAX_MAIN_SLICES,
     )
-    out = Path(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, page.encode())
-    return out
+    filters = {"percent": percent, "signed": signed, "count": lambda n: f"{n:,}"}
+    return write_page(out, "report.html.j2", ["report.css"], filters, content)
 
 
 # --- reading and checking -------------------------------------------------------------------------------------------
@@ -901,22 +882,6 @@ def _curves(paths: Sequence[Path]) -> dict[str, Any] | None:
     return {"charts": charts, "labels": [run.label for run in runs] if len(runs) > 1 else []}
 
 
-def _budget(budget: Mapping[str, Any]) -> dict[str, Any]:
-    """Charts and table of accuracy against cost."""
-    from eval.budget import curves_of
-
-    found = curves_of(budget)
-    return {
-        "charts": [
-            budget_chart(curves, metric=budget["metric"], cost=cost) for cost, curves in found.items()
-        ],
-        "labels": [curve.name for curve in next(iter(found.values()))],
-        "rows": budget["points"],
-        "metric": budget["metric"],
-        "costs": budget["costs"],
-    }
-
-
 # --- command --------------------------------------------------------------------------------------------------------
 
 
@@ -1002,8 +967,10 @@ def report_command(argv: Sequence[str]) -> Path:
         if not (label and colon and directory):
             raise UserError(f"baseline must be LABEL:DIR, got {entry!r}")
         baselines[label] = Path(directory)
+    dirs = [Path(name) for name in options.runs if name]
+    curves = read_budget(dirs[0]) if len(dirs) == 1 else None  # the output of `budget`
     return write_report(
-        [Path(name) for name in options.runs if name],
+        dirs if curves is None else [dirs[0] / name for name in BASES],
         options.out,
         training_logs=[Path(name) for name in options.log if name],
         title=options.title,
@@ -1012,4 +979,5 @@ def report_command(argv: Sequence[str]) -> Path:
         baselines=baselines,
         set_dir=options.set,
         seed=options.seed,
+        budget=curves,
     )

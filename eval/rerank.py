@@ -12,7 +12,8 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,31 +21,21 @@ import numpy as np
 from tqdm import tqdm
 
 from eval.answers import Answers, key_of
-from eval.benchmarks.protocols import all_figures, protocol_for
+from eval.benchmarks.protocols import protocol_for
+from eval.encode import Silent
 from eval.endpoint import Endpoint, is_address, sendable
+from eval.evaluation import write_evaluation
 from eval.options import UserError
-from eval.outputs import (
-    FORMAT,
-    RUN,
-    check_out,
-    invalidate,
-    per_query_table,
-    rationale_figures,
-    read_results,
-    set_figures,
-    statistics_settings,
-    summary,
-    versions,
-    write_tables,
-)
+from eval.outputs import RUN, check_out, read_results, summary
 from eval.search import Ranking
 from eval.sets import RetrievalSet, content_digest, load_set
-from eval.stats import NUM_RESAMPLES
-from eval.trec import read_run, write_run
+from eval.suite import each_member, is_suite, join_members, load_suite, member_dirs
+from eval.team import ALONE, Team, join
+from eval.trec import read_run
 from rge.schema import Item
 
 HELD_CANDIDATES = 4096
-"""Candidates whose pictures are in memory at a time."""
+"""Candidates whose pictures are in memory while their contents are hashed."""
 MAX_UNANSWERED = 0.01
 """Share of pairs that an endpoint may answer with neither word before its scores are held to be worthless."""
 QUESTION = "Does the candidate answer the query? Answer with {yes} or {no} only."
@@ -57,7 +48,7 @@ class RerankOptions:
     """Options of ``python -m eval rerank``."""
 
     of: Path
-    """Evaluation directory whose ranking is reordered, of `run`, `score` or `budget`."""
+    """Evaluation directory whose ranking is reordered, of `run`, `score`, `bm25` or `budget`; a set's or a suite's."""
     out: Path
     """Output directory."""
     judge: str
@@ -73,7 +64,7 @@ class RerankOptions:
     no: str = "no"
     """Its word for none; one token."""
     set: Path | None = None
-    """Where the retrieval set is now; null: where results.json says it was."""
+    """Where the retrieval set, or the suite, is now; null: where results.json says it was."""
     cache: Path | None = None
     """File of scores; null: ``out/judge.sqlite``. May be shared."""
     batch_size: int = 16
@@ -121,6 +112,63 @@ def rerank_command(options: RerankOptions) -> Path:
         UserError: the evaluation or its set is not there, or see `rerank`.
     """
     old = read_results(options.of)
+    team = join()
+
+    @cache
+    def judge() -> Judge:  # loaded once for all members, and only after what is cheap has been checked
+        return load_judge(options)
+
+    answers = Answers(options.cache or options.out / "judge.sqlite") if team.is_first else None
+    if old.get("suite"):
+        _members(options, old, judge, answers, team)
+    else:
+        _one(options, judge, answers, team)
+    if answers is not None:
+        answers.close()
+    return options.out
+
+
+def _members(
+    options: RerankOptions,
+    old: dict[str, Any],
+    judge: Callable[[], "Judge"],
+    answers: Answers | None,
+    team: Team,
+) -> None:
+    """Every member of a suite by itself, then all of them together."""
+    path = options.set or Path(old["set"].get("path", ""))
+    if not is_suite(path):
+        raise UserError(f"{path} is not the suite that {options.of} was measured on: give set=DIR")
+    suite, of = load_suite(path), member_dirs(options.of, old)
+    if lacking := sorted(set(suite.members) ^ set(of)):
+        raise UserError(
+            f"{path} and {options.of} do not have the same members: {lacking[0]!r} is in one only"
+        )
+    found: list[dict[str, Any]] = []
+
+    def one(name: str, path: Path, out: Path) -> None:
+        found.append(_one(replace(options, of=of[name], set=path, out=out), judge, answers, team))
+
+    dirs = each_member(suite, options.out, one)
+    if not team.is_first:
+        return
+    pairs = sum(one["num_pairs"] for one in found)
+    about = found[0] | {
+        "of": str(options.of),
+        "num_pairs": pairs,
+        "num_unanswered": sum(one["num_unanswered"] for one in found),
+        "ms_mean": float(np.mean([one["ms_mean"] for one in found])),
+    }
+    said = f"top {options.top_n} of {options.of}"
+    more = {"rerank": about}
+    join_members(suite, dirs, options.out, said, seed=options.seed, overwrite=options.overwrite, more=more)
+
+
+def _one(
+    options: RerankOptions, judge: Callable[[], "Judge"], answers: Answers | None, team: Team
+) -> dict[str, Any]:
+    """Rerank the evaluation of one set; what results.json says of it."""
+    old = read_results(options.of)
     path = options.set or Path(old["set"].get("path", ""))
     wanted = load_set(path)
     if wanted.fingerprint != old["set"]["fingerprint"]:
@@ -130,8 +178,9 @@ def rerank_command(options: RerankOptions) -> Path:
         )
     protocol = protocol_for(old.get("benchmark", "generic"), old["profile"], wanted)
     wanted = protocol.prepare(wanted)
-    if old["set"].get("limit") is not None:
-        wanted = wanted.first(old["set"]["limit"])
+    limit = old["set"].get("limit")
+    if limit is not None:
+        wanted = wanted.first(limit)
     read = read_run(options.of / RUN, wanted)
     identity = {
         "set.fingerprint": wanted.fingerprint,
@@ -139,51 +188,47 @@ def rerank_command(options: RerankOptions) -> Path:
         "rerank.top_n": options.top_n,
     }
     check_out(options.out, identity, overwrite=options.overwrite)
-    judge = load_judge(options)
-    answers = Answers(options.cache or options.out / "judge.sqlite")
+    asked = judge()
     chunk = 8 * options.batch_size
-    found = rerank(wanted, read.ranking, judge, answers, top_n=options.top_n, chunk=chunk)
-    answers.close()
-    scored = protocol.score(wanted, found.ranking, read.missing)
+    found = rerank(wanted, read.ranking, asked, answers, top_n=options.top_n, chunk=chunk, team=team)
+    about = {
+        "of": str(options.of),
+        "top_n": options.top_n,
+        "judge": asked.name,
+        "question": QUESTION,
+        "num_pairs": found.num_pairs,
+        "num_unanswered": found.num_unanswered,
+        "ms_mean": float(found.ms_Q.mean()),
+    }
+    if not team.is_first:
+        return about
     kept = (
-        "benchmark",
-        "profile",
-        "protocol",
         "query_mode",
         "query_modality",
         "candidate_mode",
         "checkpoint",
+        "checkpoint_hash",
+        "model",
+        "rewrite",
     )
-    results = {
-        "format": FORMAT,
-        "set": set_figures(wanted) | {"limit": old["set"].get("limit")},
-        **{
-            key: old[key] for key in (*kept, "checkpoint_hash", "warnings", "coverage", "model") if key in old
-        },
-        **all_figures(wanted, scored, protocol, seed=options.seed),
-        "rerank": {
-            "of": str(options.of),
-            "top_n": options.top_n,
-            "judge": judge.name,
-            "question": QUESTION,
-            "num_pairs": found.num_pairs,
-            "num_unanswered": found.num_unanswered,
-            "ms_mean": float(found.ms_Q.mean()),
-        },
-        "rationale": rationale_figures(None),
-        "tag": f"{read.tag}-judged",
-        "depth": found.ranking.depth,
-        "seed": options.seed,
-        "statistics": statistics_settings(options.seed, NUM_RESAMPLES),
-        "versions": versions(),
-    }
-    invalidate(options.out)
-    write_run(options.out / RUN, found.ranking, wanted.query_ids, wanted.corpus_ids, results["tag"])
-    write_tables(options.out, per_query_table(wanted, found.ranking, scored, None), results)
+    tag = f"{read.tag}-judged"
+    made = {key: old[key] for key in (*kept, "warnings", "coverage") if key in old}
+    made |= {"rerank": about, "tag": tag}
+    results = write_evaluation(
+        options.out,
+        wanted,
+        found.ranking,
+        protocol,
+        made,
+        tag=tag,
+        seed=options.seed,
+        missing=read.missing,
+        limit=limit,
+    )
     print(
         f"{wanted.name}: top {options.top_n} of {options.of} -> {options.out}\n{summary(results, protocol.headline)}"
     )
-    return options.out
+    return about
 
 
 class LocalJudge:
@@ -345,22 +390,30 @@ def rerank(
     wanted: RetrievalSet,
     ranking: Ranking,
     judge: Judge,
-    answers: Answers,
+    answers: Answers | None,
     *,
     top_n: int,
     chunk: int,
     progress: Callable[..., Any] = tqdm,
+    team: Team = ALONE,
 ) -> Judged:
     """Score the best ``top_n`` candidates of every query and reorder them.
 
+    The pairs that have no score yet are shared out in chunks, in the order in which candidates lie in their file. After
+    every round of one chunk a process the first process keeps what all have scored, so a kill costs a round.
+
     Args:
         wanted: the retrieval set.
-        ranking: of its queries.
+        ranking: of its queries; the same in all processes.
         judge: scores pairs.
-        answers: where scores are kept.
+        answers: where scores are kept; only the first process needs it.
         top_n: candidates of each query that are scored.
         chunk: pairs scored before they are kept.
-        progress: like `tqdm.tqdm`.
+        progress: like `tqdm.tqdm`; the first process counts what all have done.
+        team: the processes that share the work.
+
+    Returns:
+        The same in every process.
 
     Raises:
         UserError: the judge gives no answer, or too often neither word.
@@ -370,35 +423,35 @@ def rerank(
     head_QN = ranking.rows_QW[:, : min(top_n, ranking.depth)]
     query_P, place_P = np.nonzero(head_QN >= 0)
     row_P = head_QN[query_P, place_P].astype(np.int64)
-    digest_of: dict[int, str] = {}
-    for items in _held(wanted, np.unique(row_P)):
-        digest_of |= {row: content_digest(item)[0] for row, item in items.items()}
-    asked = [content_digest(item)[0] for item in wanted.queries]
     about = {"version": VERSION, "question": QUESTION} | judge.name
-    keys = [
-        key_of(about, asked[query], digest_of[row])
-        for query, row in zip(query_P.tolist(), row_P.tolist(), strict=True)
-    ]
-    known = answers.get(list(dict.fromkeys(keys)))
-    with progress(
-        total=len(keys), initial=sum(key in known for key in keys), desc="reranking", unit="pair"
+    keys = team.once(lambda: _keys(wanted, query_P, row_P, about))
+    unique = list(dict.fromkeys(keys))
+    known: dict[str, Any] = team.once(lambda: _opened(answers).get(unique))
+    todo = {
+        key: (int(q), int(row)) for key, q, row in zip(keys, query_P, row_P, strict=True) if key not in known
+    }
+    order = sorted(todo, key=lambda key: int(wanted.file_rows_C[todo[key][1]]))
+    chunk = max(min(chunk, -(-len(order) // team.size)), 1)  # nobody is idle where there are few pairs
+    parts = [order[start : start + chunk] for start in range(0, len(order), chunk)]
+    mine = parts[team.rank :: team.size]
+    shown = _candidates(wanted, [[todo[key][1] for key in part] for part in mine])
+    with (progress if team.is_first else Silent)(
+        total=len(unique), initial=len(known), desc="reranking", unit="pair"
     ) as bar:
-        for items in _held(wanted, np.unique(row_P[[key not in known for key in keys]])):
-            todo = {
-                keys[pair]: (wanted.queries[query_P[pair]], items[int(row_P[pair])])
-                for pair in range(len(keys))
-                if keys[pair] not in known and int(row_P[pair]) in items
-            }
-            names = list(todo)
-            for start in range(0, len(names), chunk):
-                part = names[start : start + chunk]
+        for number in range(-(-len(parts) // team.size)):  # every process takes part in every round
+            new = {}
+            if number < len(mine):
+                items = next(shown)
+                pairs = [(wanted.queries[todo[key][0]], items[todo[key][1]]) for key in mine[number]]
                 began = time.perf_counter()
-                scores = judge.score([todo[name] for name in part])
-                ms = (time.perf_counter() - began) * 1000 / len(part)
-                new = {name: [score, ms] for name, score in zip(part, scores, strict=True)}
-                answers.put(new)
-                known |= new
-                bar.update(len(part))
+                scores = judge.score(pairs)
+                ms = (time.perf_counter() - began) * 1000 / len(pairs)
+                new = {key: [score, ms] for key, score in zip(mine[number], scores, strict=True)}
+            for found in team.gather(new):
+                if team.is_first and found:
+                    _opened(answers).put(found)
+                known |= found
+                bar.update(len(found))
     unanswered = sum(known[key][0] is None for key in keys)
     if unanswered > MAX_UNANSWERED * len(keys):
         raise UserError(
@@ -434,21 +487,43 @@ def reorder(ranking: Ranking, score_QN: np.ndarray) -> Ranking:
     return Ranking(rows_QW, score_QW, ranking.depth)
 
 
-def _held(wanted: RetrievalSet, rows: np.ndarray) -> Iterator[dict[int, Item]]:
-    """Candidates by row, so many at a time."""
-    row_of = {int(file_row): row for row, file_row in enumerate(wanted.file_rows_C.tolist())}
-    chosen = set(rows.tolist())
-    held: dict[int, Item] = {}
-    if not chosen:
-        return
-    for file_row, item in enumerate(wanted.corpus_items()):
-        row = row_of[file_row]
-        if row in chosen:
-            held[row] = item
-        if len(held) == HELD_CANDIDATES:
-            yield held
-            held = {}
-    if held:
+def _opened(answers: Answers | None) -> Answers:
+    if answers is None:
+        raise ValueError("the first process needs a file of answers")
+    return answers
+
+
+def _keys(wanted: RetrievalSet, query_P: np.ndarray, row_P: np.ndarray, about: dict[str, Any]) -> list[str]:
+    """What each pair's score is kept under: a hash of what the judge is shown and how it is asked."""
+    rows = sorted(set(row_P.tolist()), key=lambda row: int(wanted.file_rows_C[row]))
+    digest_of: dict[int, str] = {}
+    parts = [rows[start : start + HELD_CANDIDATES] for start in range(0, len(rows), HELD_CANDIDATES)]
+    for items in _candidates(wanted, parts):
+        digest_of |= {row: content_digest(item)[0] for row, item in items.items()}
+    asked = [content_digest(item)[0] for item in wanted.queries]
+    return [
+        key_of(about, asked[query], digest_of[row])
+        for query, row in zip(query_P.tolist(), row_P.tolist(), strict=True)
+    ]
+
+
+def _candidates(wanted: RetrievalSet, parts: Sequence[Sequence[int]]) -> Iterator[dict[int, Item]]:
+    """The candidates of each part by row, read from the file once and held no longer than a part needs them.
+
+    Args:
+        wanted: the set.
+        parts: candidate rows, in the order of the file over all parts.
+    """
+    items = enumerate(wanted.corpus_items())
+    at, held = -1, dict[int, Item]()
+    for part in parts:
+        row_of = {int(wanted.file_rows_C[row]): row for row in part}
+        wanted_rows = set(part)
+        held = {row: item for row, item in held.items() if row in wanted_rows}
+        while at < max(row_of):
+            at, item = next(items)
+            if at in row_of:
+                held[row_of[at]] = item
         yield held
 
 

@@ -19,33 +19,18 @@ from typing import Any
 import numpy as np
 
 from eval.audit import Audit, audit_training, training_files
-from eval.benchmarks.protocols import Protocol, all_figures, protocol_for
+from eval.benchmarks.protocols import Protocol, protocol_for
 from eval.embed import Embeddings, contents_of, is_sampled
 from eval.encode import Embeds, Mode, mean_cosine
+from eval.evaluation import write_evaluation
 from eval.metrics import CUTOFFS
 from eval.options import UserError, one_of
-from eval.outputs import (
-    FORMAT,
-    RESULTS,
-    RUN,
-    check_out,
-    invalidate,
-    per_query_table,
-    rationale_figures,
-    self_retrieval,
-    set_figures,
-    statistics_settings,
-    summary,
-    versions,
-    write_tables,
-)
+from eval.outputs import RESULTS, check_out, self_retrieval, summary
 from eval.rewrite import PROMPTS, load_rewriter, rewritten
 from eval.search import DEPTH, Ranking, rows_within, search
 from eval.sets import MODALITIES, Modality, RetrievalSet, load_set
-from eval.stats import NUM_RESAMPLES
 from eval.suite import is_suite, run_members
 from eval.team import Team, join
-from eval.trec import write_run
 from rge.prompts import PROFILES
 from rge.schema import Encoded
 
@@ -146,7 +131,7 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
     """
     if is_suite(options.set):
         _conditions(options)
-        dirs = run_members(options, run, load or _default_loader(options))
+        dirs = run_members(options, run, load or default_loader(options))
         if options.report and join().is_first:
             from eval.leaderboard import write_leaderboard
 
@@ -247,22 +232,24 @@ class Session:
         Returns:
             Content of results.json.
         """
-        scored = self.protocol.score(self.wanted, ranking)
-        results = {
-            **_measured_with(self.options, self.wanted, self.encoder, condition, self.protocol),
-            **all_figures(self.wanted, scored, self.protocol, seed=self.options.seed),
+        about = {
+            **_measured_with(self.options, self.wanted, self.encoder, condition),
             "warnings": self.warnings,
             "audit": self.audit.content if self.audit is not None else None,
-            "rationale": rationale_figures(encoded),
             "self_retrieval": self_retrieval(ranking, self.embeddings.contents.own),
-            "coverage": 1.0,
             **more,
         }
-        invalidate(condition.out)
-        tag = f"{self.encoder.checkpoint_hash[:12]}-{tag or f'{condition.mode}-{condition.modality}'}"
-        write_run(condition.out / RUN, ranking, self.wanted.query_ids, self.wanted.corpus_ids, tag)
-        write_tables(condition.out, per_query_table(self.wanted, ranking, scored, encoded), results)
-        return results
+        return write_evaluation(
+            condition.out,
+            self.wanted,
+            ranking,
+            self.protocol,
+            about,
+            tag=f"{self.encoder.checkpoint_hash[:12]}-{tag or f'{condition.mode}-{condition.modality}'}",
+            seed=self.options.seed,
+            encoded=encoded,
+            limit=self.options.limit,
+        )
 
 
 def start(
@@ -354,7 +341,7 @@ def _load(options: RunOptions, load: Callable[..., Embeds] | None, of_set: str |
         raise UserError(
             f"checkpoint {name} does not exist; model=NAME also takes an id on the Hugging Face hub"
         )
-    encoder = (load or _default_loader(options))(
+    encoder = (load or default_loader(options))(
         name,
         device=options.device,
         dtype=options.dtype,
@@ -378,7 +365,8 @@ def _load(options: RunOptions, load: Callable[..., Embeds] | None, of_set: str |
     return encoder
 
 
-def _default_loader(options: RunOptions) -> Callable[..., Embeds]:
+def default_loader(options: RunOptions) -> Callable[..., Embeds]:
+    """What loads the embedder that the options name."""
     from eval.models.registry import load_model
 
     return partial(load_model, adapter=options.adapter, revision=options.revision)
@@ -407,15 +395,10 @@ def _identity(
 
 
 def _measured_with(
-    options: RunOptions, wanted: RetrievalSet, encoder: Embeds, condition: Condition, protocol: Protocol
+    options: RunOptions, wanted: RetrievalSet, encoder: Embeds, condition: Condition
 ) -> dict[str, Any]:
     """What results.json says of how it was measured."""
     return {
-        "format": FORMAT,
-        "set": set_figures(wanted) | {"limit": options.limit},
-        "benchmark": options.benchmark,
-        "profile": options.profile,
-        "protocol": list(protocol.statements),
         "query_mode": condition.mode,
         "query_modality": condition.modality,
         "embedding_dims": options.embedding_dims,
@@ -432,9 +415,6 @@ def _measured_with(
         "dtype": encoder.settings["dtype"],
         "batch_size": options.batch_size,
         "depth": options.depth,
-        "seed": options.seed,
-        "statistics": statistics_settings(options.seed, NUM_RESAMPLES),
-        "versions": versions(),
     }
 
 

@@ -8,29 +8,15 @@ survive the file, whose scores are strictly decreasing (`eval.trec`).
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from eval.benchmarks.protocols import all_figures, protocol_for
+from eval.benchmarks.protocols import protocol_for
+from eval.evaluation import write_evaluation
 from eval.metrics import CUTOFFS
 from eval.options import UserError
-from eval.outputs import (
-    FORMAT,
-    RUN,
-    check_out,
-    invalidate,
-    per_query_table,
-    rationale_figures,
-    set_figures,
-    statistics_settings,
-    summary,
-    versions,
-    write_tables,
-)
+from eval.outputs import check_out, summary
 from eval.sets import load_set
-from eval.stats import NUM_RESAMPLES
-from eval.suite import aggregate, is_suite, load_suite
-from eval.suite import summary as suite_summary
-from eval.trec import read_run, write_run
+from eval.suite import each_member, is_suite, join_members, load_suite
+from eval.trec import read_run
 
 
 @dataclass
@@ -82,33 +68,24 @@ def score(options: ScoreOptions) -> Path:
         )
     identity = {"set.fingerprint": wanted.fingerprint, "query_mode": None, "tag": read.tag}
     check_out(options.out, identity, overwrite=options.overwrite)
-    scored = protocol.score(wanted, read.ranking, read.missing)
     short = int((wanted.pool_sizes().clip(max=max(CUTOFFS)) > (read.ranking.rows_QW >= 0).sum(axis=1)).sum())
-    results: dict[str, Any] = {
-        "format": FORMAT,
-        "set": set_figures(wanted) | {"limit": None},
-        "benchmark": options.benchmark,
-        "profile": options.profile,
-        "protocol": list(protocol.statements),
-        "query_mode": None,
-        "query_modality": None,
-        **all_figures(wanted, scored, protocol, seed=options.seed),
-        "warnings": list(wanted.meta.get("notes", [])),
-        "rationale": rationale_figures(None),
-        "coverage": 1.0 - len(read.missing) / num_queries,
+    about = {
         "num_missing": len(read.missing),
         "num_short": short,
         "num_excluded_lines": read.num_excluded,
         "run": str(options.run),
         "tag": read.tag,
-        "depth": read.ranking.depth,
-        "seed": options.seed,
-        "statistics": statistics_settings(options.seed, NUM_RESAMPLES),
-        "versions": versions(),
     }
-    invalidate(options.out)
-    write_run(options.out / RUN, read.ranking, wanted.query_ids, wanted.corpus_ids, read.tag)
-    write_tables(options.out, per_query_table(wanted, read.ranking, scored, None), results)
+    results = write_evaluation(
+        options.out,
+        wanted,
+        read.ranking,
+        protocol,
+        about,
+        tag=read.tag,
+        seed=options.seed,
+        missing=read.missing,
+    )
     print(f"{wanted.name}: {options.run} -> {options.out}\n{summary(results, protocol.headline)}")
     if read.missing:
         what = "are left out" if protocol.skips_missing else "count as 0"
@@ -127,17 +104,16 @@ def score_members(options: ScoreOptions) -> Path:
         UserError: as `score`, or a member has no run file.
     """
     suite = load_suite(options.set)
-    dirs = {}
-    for name in suite.members:
-        path = options.run / f"{name}.trec"
+    runs = {name: options.run / f"{name}.trec" for name in suite.members}
+    for path in runs.values():
         if not path.is_file():
             raise UserError(
                 f"{path} is not there: a suite needs a run file for each of its {len(suite.members)} members"
             )
-        dirs[name] = score(
-            replace(options, run=path, set=options.set / name, out=options.out / "members" / name)
-        )
-    content = aggregate(suite, dirs, options.out, seed=options.seed, overwrite=options.overwrite)
-    headline = protocol_for(options.benchmark, options.profile).headline
-    print(f"\n{suite.name}: {options.run} -> {options.out}\n{suite_summary(content, headline)}")
+
+    def one(name: str, path: Path, out: Path) -> None:
+        score(replace(options, run=runs[name], set=path, out=out))
+
+    dirs = each_member(suite, options.out, one)
+    join_members(suite, dirs, options.out, str(options.run), seed=options.seed, overwrite=options.overwrite)
     return options.out

@@ -8,6 +8,7 @@ are resampled within members.
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +37,8 @@ from eval.team import join
 SUITE = "suite.json"
 SHARED = (
     "benchmark", "profile", "protocol", "query_mode", "query_modality", "candidate_mode", "model", "checkpoint",
-    "checkpoint_hash", "prompts", "settings", "decoding", "dtype", "batch_size", "depth", "seed", "tag",
+    "checkpoint_hash", "prompts", "rewrite", "settings", "decoding", "dtype", "batch_size", "embedding_dims", "depth",
+    "seed", "tag",
 )  # fmt: skip
 """Keys of a member's results that hold for all members."""
 
@@ -93,7 +95,68 @@ def load_suite(path: Path) -> Suite:
     return suite
 
 
-def aggregate(suite: Suite, dirs: Mapping[str, Path], out: Path, *, seed: int, overwrite: bool = False) -> dict[str, Any]:  # fmt: skip
+def each_member(suite: Suite, out: Path, evaluate: Callable[[str, Path, Path], object]) -> dict[str, Path]:
+    """Evaluate every member by itself.
+
+    Args:
+        suite: the benchmark.
+        out: output directory of the whole.
+        evaluate: called with a member's name, its retrieval set and its output directory.
+
+    Returns:
+        Member -> its output directory.
+    """
+    dirs = {name: out / "members" / name for name in suite.members}
+    for name, path in dirs.items():
+        evaluate(name, suite.path / name, path)
+    return dirs
+
+
+def join_members(
+    suite: Suite,
+    dirs: Mapping[str, Path],
+    out: Path,
+    said: str,
+    *,
+    seed: int,
+    overwrite: bool = False,
+    more: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """`aggregate`, and print the table of the whole; ``said`` is what was evaluated, in a word."""
+    content = aggregate(suite, dirs, out, seed=seed, overwrite=overwrite, more=more)
+    metrics = protocol_for(suite.benchmark, content["profile"]).headline
+    print(f"\n{suite.name}: {said} -> {out}\n{summary(content, metrics)}", flush=True)
+    return content
+
+
+def member_dirs(directory: Path, results: Mapping[str, Any]) -> dict[str, Path]:
+    """Evaluation directories of a suite's members.
+
+    Args:
+        directory: of the whole.
+        results: its results.json.
+
+    Raises:
+        UserError: it does not say where they are, or one is not there.
+    """
+    dirs = {name: directory / where for name, where in results.get("member_dirs", {}).items()}
+    if not dirs:
+        raise UserError(f"{directory} does not say where its members' evaluations are: evaluate it again")
+    for name, path in dirs.items():
+        if not path.is_dir():
+            raise UserError(f"{path}, the evaluation of {name}, is not there; {directory} needs all of them")
+    return dirs
+
+
+def aggregate(
+    suite: Suite,
+    dirs: Mapping[str, Path],
+    out: Path,
+    *,
+    seed: int,
+    overwrite: bool = False,
+    more: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Join the evaluations of all members and write the joint output directory.
 
     Args:
@@ -102,6 +165,7 @@ def aggregate(suite: Suite, dirs: Mapping[str, Path], out: Path, *, seed: int, o
         out: where per_query.parquet and results.json go.
         seed: of the resampling.
         overwrite: replace another evaluation.
+        more: further keys of results.json.
 
     Returns:
         Content of results.json.
@@ -152,6 +216,7 @@ def aggregate(suite: Suite, dirs: Mapping[str, Path], out: Path, *, seed: int, o
         },
         **{key: first[key] for key in SHARED if key in first},
         "suite": suite.column,
+        "member_dirs": {name: os.path.relpath(path, out) for name, path in dirs.items()},
         **suite_figures(table, names, columns, seed=seed),
         **_by_query(table, names, _reported(results, columns), seed=seed),
         "by_category": {name: one["micro"] for name, one in results.items()},
@@ -163,7 +228,7 @@ def aggregate(suite: Suite, dirs: Mapping[str, Path], out: Path, *, seed: int, o
         "statistics": statistics_settings(seed, NUM_RESAMPLES) | {"resampled": "group within member"},
         "versions": versions(),
     }
-    content |= protocol.suite_figures(results)
+    content |= protocol.suite_figures(results) | dict(more or {})
     content["headline"] = [
         {"metric": metric, "average": "macro", **content["macro"][metric]}
         for metric in protocol.headline
@@ -185,19 +250,10 @@ def suite_figures(
         columns: further properties of members.
         seed: of the resampling.
     """
-    of_member: dict[str, Bootstrap] = {}
-    for number, (member, rows) in enumerate(table.groupby("category", sort=True)):
-        values, group_Q = rows[list(names)].to_numpy(np.float64), index_of(rows["group"].tolist())
-        # another seed each, or members of equal size would be resampled in step
-        of_member[str(member)] = cluster_bootstrap(values, group_Q, seed=seed + 1000 * number)
+    of_member = member_bootstraps(table, names, seed=seed)
 
     def block(found: Bootstrap) -> dict[str, dict[str, float]]:
-        low_M, high_M = interval(found, bounds=(0.0, 1.0))
-        return {
-            name: {"value": float(v), "low": float(low), "high": float(high)}
-            for name, v, low, high in zip(names, found.estimate_M, low_M, high_M, strict=True)
-            if v == v
-        }
+        return _figures(names, found)
 
     everything = index_of(table["group"].tolist())
     micro = cluster_bootstrap(table[list(names)].to_numpy(np.float64), everything, seed=seed)
@@ -208,6 +264,31 @@ def suite_figures(
             for value, rows in table.groupby(column)
         }
     return out
+
+
+def member_bootstraps(table: pd.DataFrame, names: Sequence[str], *, seed: int) -> dict[str, Bootstrap]:
+    """Each member's means, resampled within the member; `mean_of` them is the macro mean.
+
+    Args:
+        table: per-query values, or differences of two runs, with ``category`` (the member) and ``group``.
+        names: columns to take the means of.
+        seed: of the resampling.
+    """
+    found = {}
+    for number, (member, rows) in enumerate(table.groupby("category", sort=True)):
+        values, group_Q = rows[list(names)].to_numpy(np.float64), index_of(rows["group"].tolist())
+        # another seed each, or members of equal size would be resampled in step
+        found[str(member)] = cluster_bootstrap(values, group_Q, seed=seed + 1000 * number)
+    return found
+
+
+def _figures(names: Sequence[str], found: Bootstrap) -> dict[str, dict[str, float]]:
+    low_M, high_M = interval(found, bounds=(0.0, 1.0))
+    return {
+        name: {"value": float(v), "low": float(low), "high": float(high)}
+        for name, v, low, high in zip(names, found.estimate_M, low_M, high_M, strict=True)
+        if v == v
+    }
 
 
 def _reported(results: Mapping[str, Mapping[str, Any]], columns: Sequence[str]) -> list[str]:
@@ -228,21 +309,8 @@ def _by_query(
             continue
         out[f"by_{column}"] = {}
         for value, rows in table.dropna(subset=[column]).groupby(column):
-            parts = [
-                cluster_bootstrap(
-                    some[list(names)].to_numpy(np.float64),
-                    index_of(some["group"].tolist()),
-                    seed=seed + 1000 * number,
-                )
-                for number, (_, some) in enumerate(rows.groupby("category", sort=True))
-            ]
-            found = mean_of(parts)
-            low_M, high_M = interval(found, bounds=(0.0, 1.0))
-            out[f"by_{column}"][str(value)] = {
-                name: {"value": float(v), "low": float(low), "high": float(high)}
-                for name, v, low, high in zip(names, found.estimate_M, low_M, high_M, strict=True)
-                if v == v
-            }
+            parts = member_bootstraps(rows, names, seed=seed)
+            out[f"by_{column}"][str(value)] = _figures(names, mean_of(list(parts.values())))
     return out
 
 
@@ -278,6 +346,18 @@ def summary(content: Mapping[str, Any], metrics: Sequence[str]) -> str:
     return frame.to_string()
 
 
+def loaded_once(load: Callable[..., Any]) -> Callable[..., Any]:
+    """A loader that loads at its first call and then gives the same again: one model for all members."""
+    held: list[Any] = []
+
+    def once(*args: Any, **keys: Any) -> Any:
+        if not held:
+            held.append(load(*args, **keys))
+        return held[0]
+
+    return once
+
+
 def run_members(options: Any, run: Callable[..., list[Path]], load: Callable[..., Any]) -> list[Path]:
     """Evaluate every member with one loaded checkpoint, then join them, condition by condition.
 
@@ -287,39 +367,25 @@ def run_members(options: Any, run: Callable[..., list[Path]], load: Callable[...
         load: makes the encoder.
     """
     suite = load_suite(options.set)
-    held: list[Any] = []
-
-    def once(*args: Any, **keys: Any) -> Any:
-        if not held:
-            held.append(load(*args, **keys))
-        return held[0]
-
+    once = loaded_once(load)
     found: dict[str, dict[str, Path]] = {}
-    for name in suite.members:
-        part = replace(
-            options,
-            set=options.set / name,
-            out=options.out / "members" / name,
-            cache=options.cache or options.out / ".cache",
-            report=False,
-        )
-        for path in run(part, once):
-            condition = "" if path == part.out else path.name
-            found.setdefault(condition, {})[name] = path
-    out = []
-    for condition, dirs in found.items():
-        path = options.out / condition
-        if not join().is_first:
-            out.append(path)
-            continue
-        content = aggregate(suite, dirs, path, seed=options.seed, overwrite=options.overwrite)
-        metrics = protocol_for(suite.benchmark, options.profile).headline
-        print(
-            f"\n{suite.name}: {condition or options.query_mode[0]} -> {path}\n{summary(content, metrics)}",
-            flush=True,
-        )
-        out.append(path)
-    return out
+
+    def one(name: str, path: Path, out: Path) -> None:
+        for done in run(member_options(options, path, out), once):
+            found.setdefault("" if done == out else done.name, {})[name] = done
+
+    each_member(suite, options.out, one)
+    if join().is_first:
+        for condition, dirs in found.items():
+            said = condition or options.query_mode[0]
+            out = options.out / condition
+            join_members(suite, dirs, out, said, seed=options.seed, overwrite=options.overwrite)
+    return [options.out / condition for condition in found]
+
+
+def member_options(options: Any, path: Path, out: Path) -> Any:
+    """A suite's options, made those of one member; all members share a cache, and the page is the suite's."""
+    return replace(options, set=path, out=out, cache=options.cache or options.out / ".cache", report=False)
 
 
 def _member_means(

@@ -1,7 +1,8 @@
-"""The processes that encode together: what `accelerate launch -m eval run ...` started, or this one alone.
+"""The processes that encode or judge together: what `accelerate launch -m eval run ...` started, or this one alone.
 
-Each process embeds its share of the shards into one cache directory, which all of them must see. Nothing else is
-exchanged but short messages of the first process, so the group runs on gloo, whatever the embedder runs on.
+Each process embeds its share of the shards into one cache directory, which all of them must see; a judge's scores are
+handed to the first process, which keeps them. Nothing else is exchanged but short messages, so the group runs on gloo,
+whatever the models run on.
 """
 
 import os
@@ -37,6 +38,14 @@ class Team:
 
             value = from_first(value)
         return value
+
+    def gather(self, value: T) -> list[T]:
+        """Every process's value, in every process; small things that pickle."""
+        if self.size == 1:
+            return [value]
+        from rge.dist import gather_objects
+
+        return gather_objects(value)
 
 
 ALONE = Team()

@@ -8,7 +8,7 @@ import pytest
 from eval_fakes import NUM_QUERIES, FakeEncoder, loader, write_set
 
 from eval import budget as module
-from eval.__main__ import usage
+from eval.__main__ import main, usage
 from eval.budget import GATED, BudgetOptions, budget
 from eval.compare import CompareOptions, compare
 from eval.options import UserError
@@ -131,6 +131,9 @@ def test_page_and_plot_show_every_point(done):
     )
     assert "generated tokens a query" in page
     assert "milliseconds a query" in page
+    again = out.parent / "again.html"
+    assert main(["report", f"runs={out}", f"out={again}", "metric=mrr"]) == 0
+    assert again.read_text() == page  # the page can be made again from the directory
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import json
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +94,73 @@ def test_what_is_scored_once_is_not_asked_again(wanted, tmp_path):
         top_n=1,
         chunk=3,
     )
+
+
+class Linked:
+    """A `Team` whose processes are threads of this one."""
+
+    def __init__(self, rank, barrier, box):
+        self.rank, self.size, self.is_first = rank, len(box), rank == 0
+        self._barrier, self._box = barrier, box
+
+    def gather(self, value):
+        self._box[self.rank] = value
+        self._barrier.wait()
+        found = list(self._box)
+        self._barrier.wait()
+        return found
+
+    def once(self, make):
+        return self.gather(make() if self.is_first else None)[0]
+
+
+def test_several_processes_share_the_pairs_and_the_first_keeps_the_scores(tmp_path):
+    wanted = load_set(write_set(tmp_path / "set", num_queries=3, num_candidates=8))
+    rows = np.tile(np.arange(8, dtype=np.int32), (3, 1))
+    ranking = Ranking(rows, -rows.astype(np.float32) / 8, 8)
+    scores = {f"c{n:03d}": (5 * n % 8) / 10 for n in range(8)}
+    alone = rerank(wanted, ranking, Fixed(scores), Answers(tmp_path / "one.sqlite"), top_n=5, chunk=4)
+    assert alone.num_pairs == 15
+
+    answers = Answers(tmp_path / "three.sqlite")
+    before = Fixed(scores)
+    rerank(wanted, ranking, before, answers, top_n=1, chunk=4)  # three pairs have a score already
+    barrier, box = threading.Barrier(3, timeout=60), [None] * 3
+    judges = [Fixed(scores) for _ in range(3)]
+    bars = []
+
+    class Bar:
+        def __init__(self, *, total, initial, **_):
+            self.count, self.total = initial, total
+            bars.append(self)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def update(self, num):
+            self.count += num
+
+    def work(rank):
+        kept = answers if rank == 0 else None
+        team = Linked(rank, barrier, box)
+        return rerank(wanted, ranking, judges[rank], kept, top_n=5, chunk=2, progress=Bar, team=team)
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(work, range(3)))
+    for one in found:
+        np.testing.assert_array_equal(one.ranking.rows_QW, alone.ranking.rows_QW)
+        np.testing.assert_array_equal(one.ranking.score_QW, alone.ranking.score_QW)
+    asked = [pair for judge in judges for pair in judge.asked]
+    assert len(asked) == len(set(asked)) == 12
+    assert not set(asked) & set(before.asked)
+    assert [len(judge.asked) for judge in judges] == [4, 4, 4]  # two rounds of two pairs each
+    assert [(bar.count, bar.total) for bar in bars] == [(15, 15)]  # one bar, which counts for all
+    again = Fixed(scores)
+    rerank(wanted, ranking, again, answers, top_n=5, chunk=4)
+    assert again.asked == []
 
 
 def test_pairs_without_an_answer_go_last_or_stop_the_run(wanted, tmp_path):

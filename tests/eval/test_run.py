@@ -20,7 +20,7 @@ from eval_fakes import (
     write_tables,
 )
 
-from eval import run as run_module
+from eval import evaluation
 from eval.__main__ import main, usage
 from eval.metrics import NAMES, NEGATIVE_NAMES
 from eval.options import UserError
@@ -363,7 +363,7 @@ def test_another_set_is_not_overwritten_unasked(set_dir, tmp_path):
 
 def test_nothing_half_written_looks_complete(set_dir, tmp_path, monkeypatch):
     run(options(set_dir, tmp_path), loader(FakeEncoder()))
-    monkeypatch.setattr(run_module, "write_run", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(evaluation, "write_run", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         run(options(set_dir, tmp_path), loader(FakeEncoder()))
     assert not (tmp_path / "results.json").exists()

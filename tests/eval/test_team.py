@@ -13,6 +13,7 @@ import pytest
 from eval_fakes import FakeEncoder, write_set
 
 from eval.encode import fill
+from eval.rerank import RerankOptions, rerank_command
 from eval.shards import covered, open_cache, read
 from eval.team import ALONE, Team
 from rge.checkpoint import export, settings_of
@@ -31,8 +32,9 @@ LAUNCH = [
 TIMES = ["generate_ms", "embed_ms"]
 
 
-def start(*words: str, launch: bool) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *(LAUNCH if launch else ()), "-m", "eval", "run", "report=false", *words]
+def start(*words: str, launch: bool, name: str = "run") -> subprocess.CompletedProcess[str]:
+    more = ["report=false"] if name == "run" else []
+    command = [sys.executable, *(LAUNCH if launch else ()), "-m", "eval", name, *more, *words]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "ACCELERATE_USE_CPU": "true",
@@ -86,6 +88,19 @@ def test_two_processes_write_the_files_and_numbers_of_one(lively, tmp_path):
     assert again.returncode == 0, again.stderr[-4000:]
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     assert all(path.exists() for path in lost)
+
+    # Both judge, each with a model of its own, and write what one process does.
+    of = tmp_path / "two" / "direct-both"
+    judge = {"of": of, "judge": tmp_path / "checkpoint", "top_n": 3, "batch_size": 2, "yes": "a", "no": "e"}
+    judged = start(*(f"{key}={value}" for key, value in judge.items()), f"out={tmp_path / 'judged'}",
+                   launch=True, name="rerank")  # fmt: skip
+    assert judged.returncode == 0, judged.stderr[-4000:]
+    assert judged.stdout.count("top 3 of") == 1
+    rerank_command(RerankOptions(**judge | {"judge": str(judge["judge"])}, out=tmp_path / "by_one"))
+    pair, by_one = (tmp_path / name / "per_query.parquet" for name in ("judged", "by_one"))
+    pd.testing.assert_frame_equal(pd.read_parquet(pair), pd.read_parquet(by_one))
+    results = json.loads((tmp_path / "judged" / "results.json").read_text())
+    assert results["rerank"]["num_pairs"] == 3 * 20
 
     broken = start(*words, f"out={tmp_path / 'three'}", "limit=0", launch=True)
     assert broken.returncode != 0

@@ -19,7 +19,7 @@ def commands():
     text = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
     section = text.split("## Worked examples")[1].split("\n## ")[0]
     blocks = re.findall(r"```\n(.*?)```", section, flags=re.DOTALL)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    lines = "\n".join(blocks).replace("\\\n", "").splitlines()  # as a shell joins them
     return [shlex.split(line, comments=True) for line in lines if line.startswith("python")]
 
 
@@ -48,4 +48,9 @@ def test_they_run(lively, tmp_path, monkeypatch, capsys):
         assert (tmp_path / f"runs/small/{name}_eval/report.html").stat().st_size > 20_000
     page = (tmp_path / "runs/small/leaderboard.html").read_text()
     assert page.count('class="board"') == 4
-    assert {words[3] for words in asked if words[1] == "-m"} >= {"import", "run", "report", "export", "audit"}
+    assert "What accuracy costs: curves" in page
+    assert '<span class="kind">measured</span>' in page
+    assert ">bm25 <" in page
+    assert {words[3] for words in asked if words[1] == "-m"} >= {
+        "import", "run", "report", "export", "audit", "bm25", "budget",
+    }  # fmt: skip

@@ -1,0 +1,183 @@
+"""`budget`, `rerank` and `bm25` on a suite: every member by itself, then the mean of all, with one model for all."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from eval_fakes import FakeEncoder, loader, tables, write_tables
+
+from eval import budget as budget_module
+from eval import rerank as rerank_module
+from eval.bm25 import Bm25Options, bm25
+from eval.budget import BudgetOptions, budget
+from eval.compare import CompareOptions, compare
+from eval.leaderboard import write_leaderboard
+from eval.options import UserError
+from eval.rerank import RerankOptions, rerank_command
+from eval.run import RunOptions, run
+from eval.suite import write_suite
+
+SIZES = {"north": (8, 30), "south": (12, 24)}
+
+
+class Judge:
+    """Prefers high ids; counts how often one is loaded."""
+
+    name = {"judge": "fake", "words": ["yes", "no"]}
+    loaded = 0
+
+    def __init__(self, *_, **__):
+        Judge.loaded += 1
+
+    def score(self, pairs):
+        return [int(candidate.id[1:]) / 100 for _, candidate in pairs]
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory):
+    """Two members of different sizes, with texts for BM25."""
+    path = tmp_path_factory.mktemp("suite")
+    for number, (name, (queries, candidates)) in enumerate(SIZES.items()):
+        content = tables(queries, candidates)
+        content["corpus"]["text"] = [f"{name} word{int(one[1:])}" for one in content["corpus"]["id"]]
+        content["queries"]["text"] = [f"what is word{(7 * n + number) % candidates}" for n in range(queries)]
+        # south says nothing of pairs, as a domain without grades
+        write_tables(path / name, content, {"name": name, "report_by": ["pair"] if name == "north" else []})
+    members = {name: {"half": name.upper()} for name in SIZES}
+    write_suite(path, name="compass", benchmark="generic", column="side", members=members)
+    return path
+
+
+def results_of(path):
+    return json.loads((path / "results.json").read_text())
+
+
+def mean_of_members(path, metric):
+    return pd.read_parquet(path / "per_query.parquet").groupby("category")[metric].mean().mean()
+
+
+@pytest.fixture(scope="module")
+def curves(suite, tmp_path_factory):
+    out = tmp_path_factory.mktemp("budget") / "out"
+    loads, encoder = [], FakeEncoder()
+
+    def load(*args, **keys):
+        loads.append(args)
+        return loader(encoder)(*args, **keys)
+
+    Judge.loaded = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budget_module, "load_judge", Judge)
+        options = BudgetOptions(
+            checkpoint="fake", set=suite, out=out, k=2, gate=("0.5",), both_sides=True, judge="x", top_n=("3",),
+            metric="mrr",
+        )  # fmt: skip
+        assert budget(options, load) == out
+    assert (len(loads), Judge.loaded) == (1, 1)
+    return out, json.loads((out / "budget.json").read_text())
+
+
+def test_every_way_of_asking_is_a_mean_over_members(curves):
+    out, content = curves
+    names = [row["name"] for row in content["points"]]
+    assert names == [
+        "direct", "reasoning", "mean-1", "max-1", "mean-2", "max-2", "gate-50", "direct-both", "reasoning-both",
+        "judge-3-of-direct", "judge-3-of-reasoning",
+    ]  # fmt: skip
+    assert (content["set"]["name"], content["num_members"], content["num_queries"]) == ("compass", 2, 20)
+    for row in content["points"]:
+        assert row["value"] == pytest.approx(mean_of_members(out / row["name"], "mrr"))
+        results = results_of(out / row["name"])
+        assert results["macro"]["mrr"]["value"] == row["value"]
+        assert results["budget"]["tokens"] == row["tokens"]
+        tokens = pd.read_parquet(out / row["name"] / "per_query.parquet").groupby("category")[
+            "rationale_tokens"
+        ]
+        assert row["tokens"] == pytest.approx(tokens.mean().mean())
+        assert set(results["by_half"]) == {"NORTH", "SOUTH"}
+    of = {row["name"]: row for row in content["points"]}
+    assert of["judge-3-of-direct"]["num_pairs"] == 3 * 20
+
+
+def test_gains_are_paired_within_members_and_a_gate_takes_its_share_of_each(curves):
+    out, content = curves
+    of = {row["name"]: row for row in content["points"]}
+    assert of["direct"]["gain"] is None
+    gain = of["mean-2"]["gain"]
+    assert gain["value"] == pytest.approx(of["mean-2"]["value"] - of["direct"]["value"])
+    assert gain["low"] < gain["value"] < gain["high"]
+    rows = compare(CompareOptions(a=out / "mean-2", b=out / "direct", metric=("mrr",)))
+    of_slice = {row.slice: row for row in rows}
+    assert gain["value"] == pytest.approx(of_slice["macro"].difference)
+    assert of_slice["pair seen"].num_queries + of_slice["pair held_out"].num_queries == SIZES["north"][0]
+    gate = pd.read_parquet(out / "gate-50" / "per_query.parquet")
+    share = (gate["rationale_tokens"] > 0).groupby(gate["category"]).mean()
+    assert share.tolist() == [0.5, 0.5]
+    assert set(of["gate-50"]["gate"]["margin_below"]) == set(SIZES)
+    assert of["gate-50"]["at_random"] == pytest.approx((of["direct"]["value"] + of["reasoning"]["value"]) / 2)
+
+
+def test_the_leaderboard_page_shows_the_curves(curves, tmp_path):
+    out, content = curves
+    assert (out / "report.html").exists()
+    page = write_leaderboard([f"Mine:{out}"], tmp_path / "p.html").read_text()
+    assert page.count('<tr class="measured">') == 2  # the rest is in the curves
+    assert "What accuracy costs: Mine" in page
+    for row in content["points"]:
+        assert f'<th scope="row">{row["name"]}</th>' in page
+        assert page.count(f"<title>{row['name']}: {100 * row['value']:.1f} %") == 2  # against tokens and ms
+    words = [f"Mine:{out}", f"Mine:{out / 'mean-2'}", f"Mine:{out / 'judge-3-of-direct'}"]
+    page = write_leaderboard(words, tmp_path / "more.html", num_examples=0).read_text()
+    for note in ("mean-2", "judge-3-of-direct"):
+        assert f'<span class="note">{note}</span>' in page
+
+
+def test_a_judge_reorders_every_member(suite, tmp_path, monkeypatch):
+    options = RunOptions(
+        checkpoint="fake", set=suite, out=tmp_path / "run", query_mode=("reasoning", "direct"), report=False
+    )
+    before, _ = run(options, loader(FakeEncoder()))
+    monkeypatch.setattr(rerank_module, "load_judge", Judge)
+    Judge.loaded = 0
+    judged = rerank_command(RerankOptions(of=before, out=tmp_path / "judged", judge="x", top_n=4))
+    assert Judge.loaded == 1
+    old, new = (pd.read_parquet(path / "per_query.parquet") for path in (before, judged))
+    for first, second in zip(old["top10"], new["top10"], strict=True):
+        assert list(second[:4]) == sorted(first[:4], reverse=True)
+        assert list(second[4:]) == list(first[4:])
+    results = results_of(judged)
+    assert results["rerank"]["num_pairs"] == 4 * 20
+    assert (results["rerank"]["of"], results["query_mode"]) == (str(before), "reasoning")
+    assert results["macro"]["mrr"]["value"] == pytest.approx(mean_of_members(judged, "mrr"))
+    assert results["set"]["fingerprint"] == results_of(before)["set"]["fingerprint"]
+    page = write_leaderboard([str(before), str(judged)], tmp_path / "p.html", num_examples=0).read_text()
+    assert "reasoning, first 4 judged" in page
+
+    with pytest.raises(UserError, match="is not the suite that .* was measured on: give set=DIR"):
+        rerank_command(RerankOptions(of=before, out=tmp_path / "x", judge="x", set=suite / "north"))
+    (tmp_path / "run" / "members" / "south" / "reasoning-both").rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="the evaluation of south, is not there"):
+        rerank_command(RerankOptions(of=before, out=tmp_path / "x", judge="x"))
+    content = results_of(before)
+    del content["member_dirs"]
+    (before / "results.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="does not say where its members' evaluations are"):
+        rerank_command(RerankOptions(of=before, out=tmp_path / "x", judge="x"))
+
+
+def test_bm25_ranks_every_member(suite, tmp_path, capsys):
+    pytest.importorskip("bm25s")
+    out = bm25(Bm25Options(set=suite, out=tmp_path / "out"))
+    assert "compass: bm25" in capsys.readouterr().out
+    results = results_of(out)
+    assert (results["model"]["name"], results["tag"]) == ("bm25", "bm25-lucene")
+    for name in SIZES:
+        alone = bm25(Bm25Options(set=suite / name, out=tmp_path / name))
+        assert results["by_category"][name] == results_of(alone)["micro"]
+    value = [results["by_category"][name]["recall@1"]["value"] for name in SIZES]
+    assert results["macro"]["recall@1"]["value"] == pytest.approx(np.mean(value))
+    table = pd.read_parquet(out / "per_query.parquet").set_index("query_id")
+    assert table.at["south/q01", "top10"].tolist() == ["c008"]  # the only text with word8
+    with pytest.raises(UserError, match="already holds an evaluation with tag = 'bm25-lucene'"):
+        bm25(Bm25Options(set=suite, out=tmp_path / "out", method="robertson"))

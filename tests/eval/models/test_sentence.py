@@ -155,7 +155,7 @@ def test_a_real_small_model_finds_what_means_the_same(tmp_path):
         "c3": "A locksmith repairs doors.",
     }  # fmt: skip
     asked = {"q0": "young cat resting on a couch", "q1": "share prices went down", "q2": "recipe for a loaf"}
-    content = tables(3, 4, negatives=False)
+    content = tables(3, 6, negatives=False)  # its pool is replaced
     content["corpus"] = {"id": list(texts), "text": list(texts.values()), "image": [None] * 4}
     content["queries"] |= {"id": list(asked), "text": list(asked.values())}
     pairs = {"query-id": list(asked), "corpus-id": ["c0", "c1", "c2"], "score": [1, 1, 1]}

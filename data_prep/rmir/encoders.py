@@ -4,7 +4,7 @@ import hashlib
 import importlib.util
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -110,7 +110,10 @@ class PixelEncoder:
     def texts(self, texts: Sequence[str]) -> np.ndarray:
         """(N, D) float32, unit norm."""
         if self._captions is None or not len(self._captions):
-            raise ValueError("pixels can place a text only where some pictures have captions")
+            raise NotThere(
+                "pixels can place a text only where some pictures have captions (library.caption_column), and none has; "
+                "give image_encoder.kind=siglip or checkpoint"
+            )
         alike = np.clip(HashingEncoder().texts(texts) @ self._captions.T, 0, None) ** 4
         if alike.shape[1] > self.num_neighbours:
             smallest = np.sort(alike, axis=1)[:, -self.num_neighbours, None]
@@ -195,6 +198,32 @@ def in_use(config: EncoderConfig) -> EncoderConfig:
     if config.fallback is None or missing(config) is None:
         return config
     return replace(config, kind=config.fallback, fallback=None)
+
+
+def identity(config: EncoderConfig) -> dict[str, Any]:
+    """What decides an encoder's vectors: its settings, or its fallback's, and the content of its folder if it has one.
+
+    A name on a hub stands for itself: what is behind it is not looked at.
+    """
+    used = in_use(config)
+    found = asdict(used)
+    if used.kind not in ("pixels", "hashing", "minilm") and used.path and Path(used.path).is_dir():
+        found["content"] = content_hash(Path(used.path))
+    return found
+
+
+def content_hash(folder: Path) -> str:
+    """Sha256 over names and contents of a folder's files, so that weights trained anew at the same path are others.
+
+    Not `rge.checkpoint.checkpoint_hash`, which needs torch: ``status`` and a dry run load no model.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            digest.update(path.name.encode() + b"\0")
+            with path.open("rb") as content:
+                digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()
 
 
 def missing(config: EncoderConfig) -> str | None:

@@ -1,5 +1,6 @@
 """Tables between the stages: Parquet, in parts, with a schema that is checked when written and when read."""
 
+import importlib.util
 import os
 from collections.abc import Iterable
 from functools import cache
@@ -15,6 +16,9 @@ from data_prep.options import UserError
 for _switch in ("DAFT_ANALYTICS_ENABLED", "DAFT_PROGRESS_BAR"):
     os.environ.setdefault(_switch, "0")
 os.environ.setdefault("DO_NOT_TRACK", "true")
+
+PARTS_A_CORE, ROWS_A_PART = 4, 32
+"""How a table is cut for a Ray cluster: so many parts a core, but none of fewer rows than this."""
 
 _S, _I, _F = pa.string(), pa.int32(), pa.float32()
 
@@ -124,21 +128,54 @@ def daft_frame(table: pa.Table, runner: str):
     import daft
 
     _choose_runner(runner)
-    return daft.from_arrow(table)
+    frame = daft.from_arrow(table)
+    if runner == "ray" and table.num_rows:
+        # A table comes as one part, which one worker would do alone.
+        parts = min(cluster_size("CPU") * PARTS_A_CORE, -(-table.num_rows // ROWS_A_PART))
+        frame = frame.into_partitions(max(1, parts))
+    return frame
+
+
+def cluster_size(resource: str) -> int:
+    """How many CPU, GPU or node (resource) the Ray cluster in use has."""
+    import ray
+
+    if resource == "node":
+        return sum(node["Alive"] for node in ray.nodes())
+    return int(ray.cluster_resources().get(resource, 0))
+
+
+def absolute(refs: Iterable[str]) -> list[str]:
+    """Paths (``FILE`` or ``FILE#ID``, see `rge.images`) that mean the same in a worker's folder as in ours."""
+    return [os.path.join(os.getcwd(), ref) for ref in refs]
 
 
 @cache
 def _choose_runner(runner: str) -> None:
-    # Daft allows this once a process; who uses it from a program of their own may have chosen before.
+    if runner == "ray" and importlib.util.find_spec("ray") is None:
+        raise UserError("runner=ray needs Ray: pip install -e '.[ray]', on every node of the cluster")
     import daft
 
     try:
         daft.set_runner_ray() if runner == "ray" else daft.set_runner_native()
     except daft.exceptions.DaftCoreException as error:
+        # Daft allows this once a process; who uses it from a program of their own may have chosen before.
         if "more than once" not in str(error):
             raise
+        if (chosen := daft.get_or_infer_runner_type()) != runner:
+            raise UserError(
+                f"runner={runner}: Daft's runner of this process is {chosen} already, and it can be chosen once only"
+            ) from None
 
 
-def from_daft(frame, name: str) -> pa.Table:
-    """A Daft DataFrame as a table of a schema: its columns in that order, with those types."""
-    return frame.select(*SCHEMAS[name].names).to_arrow().cast(SCHEMAS[name])
+def from_daft(frame, name: str, order: str | None = None) -> pa.Table:
+    """A Daft DataFrame as a table of a schema: its columns in that order, with those types.
+
+    Args:
+        frame: what it holds.
+        name: of the schema.
+        order: a further column to sort by, for workers may finish in any order.
+    """
+    columns = SCHEMAS[name].names
+    table = frame.select(*columns, *([order] if order else [])).to_arrow()
+    return (table.sort_by(order).select(columns) if order else table).cast(SCHEMAS[name])

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from data_prep.options import UserError
 from data_prep.rmir.config import LibraryConfig
 from data_prep.rmir.download import is_address
-from data_prep.rmir.frames import daft_frame, from_daft
+from data_prep.rmir.frames import absolute, daft_frame, from_daft
 from data_prep.rmir.neardup import phash
 from rge.images import ImageError, load_image, picture_bytes
 
@@ -129,14 +129,15 @@ def inspect(rows: list[dict[str, Any]], config: LibraryConfig, runner: str = "na
     )
     given = pa.table(
         {name: pa.array([row[name] for row in rows], pa.string()) for name in ("id", "ref", "caption")}
+        | {"row": pa.array(range(len(rows)), pa.int64()), "file": absolute(row["ref"] for row in rows)}
     )
     smallest = config.min_side_px
     frame = daft_frame(given, runner).with_column(
-        "found", col("ref").apply(lambda ref: look(ref, smallest), return_dtype=kind)
+        "found", col("file").apply(lambda file: look(file, smallest), return_dtype=kind)
     )
     for name in ("sha256", "width", "height", "phash", "reason"):
         frame = frame.with_column(name, col("found")[name])
-    return from_daft(frame, "inspected")
+    return from_daft(frame, "inspected", order="row")
 
 
 def look(ref: str, min_side_px: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from data_prep.rmir.config import RmirConfig, load_config, models_used
 from data_prep.rmir.download import is_address
 from data_prep.rmir.library import list_library
 from data_prep.rmir.oracle import OracleProcess, write_library
-from data_prep.rmir.run import STAGES, Run, RunError, done
+from data_prep.rmir.run import STAGES, Run, RunError, done, identities
 from data_prep.rmir.stages import WORK
 
 
@@ -97,7 +97,8 @@ def estimate(config: RmirConfig) -> str:
     Numbers of finished stages replace the guesses, so that a run over a few inputs (``generate.max_inputs``) and the
     same command with all of them give an estimate that rests on one's own pictures and prompts.
     """
-    finished = {stage: found["counts"] for stage in STAGES if (found := done(config, stage))}
+    encoders = identities(config)
+    finished = {stage: found["counts"] for stage in STAGES if (found := done(config, stage, encoders))}
     library = list_library(config.library)
     listed = len(library)
     usable = finished["seed"]["seed"] if "seed" in finished else listed

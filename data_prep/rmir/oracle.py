@@ -65,6 +65,11 @@ class Oracle:
         self.facts: dict[str, list[Fact]] = {}
         for fact in self.tables.facts:
             self.facts.setdefault(fact.source, []).append(fact)
+        # The tables hold up to nine phrasings of a question; one is found again by having written all of them.
+        self.phrasings: dict[str, set[str]] = {}
+        for name, question in self.tables.questions.items():
+            for number in range(9):
+                self.phrasings.setdefault(question.shown(number), set()).add(name)
         self._seen: set[str] = set()
 
     async def __call__(self, path: str, body: dict[str, Any]) -> Answer:
@@ -172,12 +177,8 @@ class Oracle:
         return f"<rationale>{self.tables.concepts[given].sentence}.</rationale>"
 
     def _asked(self, query: str, concept: str) -> list[Fact]:
-        # The tables hold up to nine phrasings' worth of numbers: a phrasing is found by writing all of them.
-        return [
-            fact
-            for fact in self.facts.get(concept, ())
-            if query in {self.tables.questions[fact.question].shown(number) for number in range(9)}
-        ]
+        meant = self.phrasings.get(query, set())
+        return [fact for fact in self.facts.get(concept, ()) if fact.question in meant]
 
     def _malformed(self, rng: random.Random, text: str, tokens: dict[str, int]) -> Answer:
         kind = rng.choice(["truncated", "no tag", "refusal", "empty", "sensitive"])

@@ -16,7 +16,7 @@ from data_prep.calls.request import Part, Picture, Request
 from data_prep.options import UserError
 from data_prep.rmir import frames
 from data_prep.rmir.config import RmirConfig, to_dict
-from data_prep.rmir.encoders import in_use
+from data_prep.rmir.encoders import identity
 
 STAGES = ("seed", "generate", "filter", "retrieve", "judge", "keep", "pool", "split", "audit")
 SETTINGS = {
@@ -37,29 +37,48 @@ class RunError(UserError):
     """The run cannot go on; the message says why and what to do."""
 
 
-def fingerprint(config: RmirConfig, stage: str) -> str:
-    """Of everything that a stage's result depends on: its settings and those of the stages before it."""
+def identities(config: RmirConfig) -> list[dict[str, Any]]:
+    """`data_prep.rmir.encoders.identity` of all encoders: of pictures, of captions, and of the further indices.
+
+    A fallback's vectors, or those of yesterday's weights, do not fit the encoder that is there today.
+    """
+    more = [spec.encoder for spec in config.retrieve.more]
+    return [identity(encoder) for encoder in (config.image_encoder, config.caption_encoder, *more)]
+
+
+def fingerprint(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]] | None = None) -> str:
+    """Of everything that a stage's result depends on: its settings and those of the stages before it.
+
+    Args:
+        config: of the run.
+        stage: one of `STAGES`.
+        encoders: of `identities`; None looks at them now, which reads local weights.
+    """
     whole = to_dict(config)
     names = [name for step in STAGES[: STAGES.index(stage) + 1] for name in SETTINGS[step]]
     models = {name: model["name"] for name, model in whole["models"].items()}
-    # A fallback's vectors do not fit the encoder that may be there tomorrow.
-    whole["image_encoder"] = to_dict(in_use(config.image_encoder))
-    whole["caption_encoder"] = to_dict(in_use(config.caption_encoder))
-    whole["retrieve"]["more"] = [
-        {**spec, "encoder": to_dict(in_use(one.encoder))}
-        for spec, one in zip(whole["retrieve"]["more"], config.retrieve.more, strict=True)
-    ]
+    whole["image_encoder"], whole["caption_encoder"], *more = encoders or identities(config)
+    for spec, encoder in zip(whole["retrieve"]["more"], more, strict=True):
+        spec["encoder"] = encoder
     text = json.dumps([{name: whole[name] for name in names}, models], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def done(config: RmirConfig, stage: str) -> dict[str, Any] | None:
-    """What a finished stage reported; None where it is not finished, or was finished with other settings."""
+def done(
+    config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]] | None = None
+) -> dict[str, Any] | None:
+    """What a finished stage reported; None where it is not finished, or was finished with other settings.
+
+    Args:
+        config: of the run.
+        stage: one of `STAGES`.
+        encoders: see `fingerprint`.
+    """
     try:
         found = json.loads((Path(config.out) / stage / "done.json").read_text())
     except (OSError, ValueError):
         return None
-    return found if found["fingerprint"] == fingerprint(config, stage) else None
+    return found if found["fingerprint"] == fingerprint(config, stage, encoders) else None
 
 
 class Run:
@@ -83,6 +102,8 @@ class Run:
             raise RunError(
                 f"another process works in {self.out}; wait for it, or give another out="
             ) from None
+        # Looked at once: weights that change while the run works must not pass for those it began with.
+        self.encoders = identities(config)
         self.cache = ReplyCache(self.out / "replies.sqlite")
         self._pictures: dict[str, Picture] = {}
 
@@ -106,7 +127,11 @@ class Run:
 
     def done(self, stage: str) -> dict[str, Any] | None:
         """What a finished stage reported; None where it is not finished, or was finished with other settings."""
-        return done(self.config, stage)
+        return done(self.config, stage, self.encoders)
+
+    def fingerprint(self, stage: str) -> str:
+        """`fingerprint` with the encoders as they were when the run began."""
+        return fingerprint(self.config, stage, self.encoders)
 
     def run(self, stage: str, work: Callable[["Run"], dict[str, Any]]) -> dict[str, Any]:
         """Run a stage, or return what it reported when it was finished before.
@@ -122,7 +147,7 @@ class Run:
         counts = work(self)
         report = {
             "stage": stage,
-            "fingerprint": fingerprint(self.config, stage),
+            "fingerprint": self.fingerprint(stage),
             "counts": counts,
             "seconds": round(time.perf_counter() - began, 2),
             "calls": self.cache.num_replies() - asked,
@@ -134,7 +159,7 @@ class Run:
     def _renew(self, stage: str) -> None:
         # Parts are only good for the settings they were made with.
         # The size of a shard decides which rows a part holds.
-        made_with = fingerprint(self.config, stage)
+        made_with = self.fingerprint(stage)
         if stage != "seed":
             made_with += f" {self.config.queries_per_shard}"
         marker = self.path(stage, "settings")

@@ -15,9 +15,10 @@ from data_prep.calls.replies import ReplyError
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames, prompts
 from data_prep.rmir.audit import audit
-from data_prep.rmir.config import CATEGORIES, ConfigError
+from data_prep.rmir.cluster import embed_on_ray
+from data_prep.rmir.config import CATEGORIES, ConfigError, EncoderConfig
 from data_prep.rmir.download import resolve
-from data_prep.rmir.encoders import TextEncoder, bridged, image_encoder, text_encoder
+from data_prep.rmir.encoders import ImageEncoder, TextEncoder, bridged, image_encoder, text_encoder
 from data_prep.rmir.export import export
 from data_prep.rmir.library import DUPLICATE, NEAR_DUPLICATE, inspect, list_library
 from data_prep.rmir.neardup import near_duplicates
@@ -51,7 +52,7 @@ def seed(run: Run) -> dict[str, Any]:
         rows = frames.read_rows(part, "inspected")
         if not vector_part.is_file():
             refs = [row["ref"] for row in rows if row["reason"] is None]
-            _save(vector_part, encoder.pictures(refs) if refs else np.empty((0, 0), np.float32))
+            _save(vector_part, embed_pictures(encoder, config.image_encoder, refs, config.runner))
         good += [row for row in rows if row["reason"] is None]
         bad += [row for row in rows if row["reason"] is not None]
         if rows and any(row["reason"] is None for row in rows):
@@ -61,7 +62,6 @@ def seed(run: Run) -> dict[str, Any]:
         raise ConfigError(
             f"library.path {config.library.path}: none of {len(listed)} pictures can be used: {reasons(bad)}"
         )
-    vectors_ND = np.concatenate(vectors)
     first: dict[str, int] = {}
     for row, image in enumerate(good):
         first.setdefault(image["sha256"], row)
@@ -75,8 +75,8 @@ def seed(run: Run) -> dict[str, Any]:
             if of is not None
         ]
         unique = [row for row, of in zip(unique, repeats, strict=True) if of is None]
-    if len(unique) < len(good):
-        good, vectors_ND = [good[row] for row in unique], vectors_ND[unique]
+    good = [good[row] for row in unique]
+    vectors_ND = gather(vectors, np.array(unique))
     cluster_N = cluster(vectors_ND, config.seed.clusters, config.seed.iterations, config.seed.seed)
     chosen = sample_clusters(cluster_N, config.seed.per_cluster, config.seed.seed)
     images = [
@@ -102,6 +102,40 @@ def seed(run: Run) -> dict[str, Any]:
         "rejected": reasons(bad),
         "encoders": {"images": encoder.name, "captions": captioner.name},
     }
+
+
+def embed_pictures(encoder: ImageEncoder, config: EncoderConfig, refs: list[str], runner: str) -> np.ndarray:
+    """(number of pictures, D) float32; on a Ray cluster every worker loads the encoder itself.
+
+    Args:
+        encoder: loaded here; used by the native runner.
+        config: of the same encoder.
+        refs: of the pictures.
+        runner: of Daft.
+    """
+    if not refs:
+        return np.empty((0, 0), np.float32)
+    if runner == "native":
+        return encoder.pictures(refs)
+    return embed_on_ray(config, refs)
+
+
+def gather(parts: list[np.ndarray], rows: np.ndarray) -> np.ndarray:
+    """Rows of the parts' concatenation, without making it: at the paper's size it is 9.3 GB.
+
+    Args:
+        parts: (N_i, D), may be mapped from files.
+        rows: ascending.
+
+    Returns:
+        (len(rows), D), of the type of the first part.
+    """
+    starts = np.cumsum([0, *map(len, parts)])
+    found = np.empty((len(rows), parts[0].shape[1]), parts[0].dtype)
+    for part, start, end in zip(parts, starts[:-1], starts[1:], strict=True):
+        first, last = np.searchsorted(rows, [start, end])
+        found[first:last] = part[rows[first:last] - start]
+    return found
 
 
 def embed_captions(encoder: TextEncoder, captions: list[str]) -> np.ndarray:
@@ -280,7 +314,9 @@ def retrieve(run: Run) -> dict[str, Any]:
             saved = run.path("retrieve", f"index-{spec.name}.npy")
             if spec.side == "image":
                 if not saved.is_file():
-                    _save(saved, image_encoder(spec.encoder).pictures([image["ref"] for image in images]))
+                    refs = [image["ref"] for image in images]
+                    made_by = image_encoder(spec.encoder)
+                    _save(saved, embed_pictures(made_by, spec.encoder, refs, run.config.runner))
                 vectors = np.load(saved)
                 encoder = bridged(spec.encoder, captions, vectors)
                 texts = encoder.texts(descriptions)

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import io
+import re
 import signal
 import sqlite3
 import subprocess
@@ -126,6 +127,24 @@ def test_transient_faults_are_retried(cache, first):
         caller = Caller(model(server), cache)
         assert caller.run([ask("a")])[0].reply.text == "you said a"
     assert caller.counts.retries == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (Answer("<html>gateway</html>", content_type="text/html"), "not JSON but '<html>gateway</html>'"),
+        (Answer({"object": "something else"}), "JSON of another schema: .*something else"),
+        (Answer({"error": {"message": "busy"}}, 503), "HTTP 503: .*busy"),
+    ],
+    ids=["html", "schema", "503"],
+)
+def test_a_fault_that_stays_is_named_and_nothing_is_kept(cache, answer, said):
+    with LocalServer(Echo(answer, answer)) as server:
+        outcome = Caller(model(server, max_retries=1), cache).run([ask("a")])[0]
+        assert outcome.lost
+        assert re.search(f"{said}.*2 attempts", str(outcome.error))
+        assert cache.get(outcome.key) is None
+        assert Caller(model(server), cache).run([ask("a")])[0].reply.text == "you said a"
 
 
 def test_retry_after_is_honoured(cache):

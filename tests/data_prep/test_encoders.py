@@ -1,5 +1,7 @@
 """Encoders: a checkpoint of this project, the hub's architectures with tiny random weights, and fallbacks by name."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -16,10 +18,12 @@ from transformers import (
     SiglipProcessor,
 )
 
-from data_prep.rmir import encoders, hub
+from data_prep.rmir import encoders, hub, stages
 from data_prep.rmir.config import EncoderConfig, load_config
 from data_prep.rmir.encoders import NotThere, image_encoder, text_encoder
-from data_prep.rmir.run import fingerprint
+from data_prep.rmir.frames import SCHEMAS, write_rows
+from data_prep.rmir.run import Run, fingerprint
+from rge.checkpoint import export, read_settings
 
 WORDS = "[PAD] [UNK] a an apple the red on instruct given description of picture find captions query".split()
 TEXTS = ["a red apple", "an apple", "a red apple on the apple on the apple", "the picture"]
@@ -187,3 +191,60 @@ def test_a_run_does_not_mix_the_fallback_with_what_it_stands_for(tmp_path):
     (tmp_path / "y" / "rge.json").write_text("{}")
     after = {stage: fingerprint(load_config([*words, *more]), stage) for stage in before}
     assert (after["seed"] == before["seed"], after["retrieve"] == before["retrieve"]) == (True, False)
+
+
+def library_run(tmp_path, pictures, *words: str) -> Run:
+    """A run on a folder of pictures, none of which has a caption."""
+    given = [f"out={tmp_path / 'out'}", f"library.path={Path(pictures[0]).parent}", "seed.clusters=1"]
+    return Run(
+        load_config(["config=demo", *given, "caption_encoder={kind: hashing}", *words]), progress=False
+    )
+
+
+def test_weights_trained_anew_at_the_same_path_restart_the_seed_stage(
+    checkpoint, lively, pictures, tmp_path, tmp_path_factory
+):
+    folder = tmp_path_factory.mktemp("trained") / "final"
+    export(lively, folder, read_settings(Path(checkpoint)))
+    words = f"image_encoder={{kind: checkpoint, path: {folder}}}", "seed.per_cluster=9"
+    run = library_run(tmp_path, pictures, *words)
+    run.run("seed", stages.seed)
+    first = np.load(run.path("seed", "images.npy"))
+    with torch.no_grad():
+        lively.model.get_input_embeddings().weight.mul_(-1)
+    export(lively, folder, read_settings(Path(checkpoint)))
+    assert run.done("seed"), "a run holds to the weights that it began with"
+    run.close()
+    run = library_run(tmp_path, pictures, *words)
+    assert run.done("seed") is None
+    run.run("seed", stages.seed)
+    assert np.abs(np.load(run.path("seed", "images.npy")) - first).max() > 1e-3
+    assert run.done("seed")
+    run.close()
+
+
+def asked_about(run: Run) -> None:
+    """One question about the first picture, as the stages before retrieval write it."""
+    name = run.rows("seed", "images")[0]["id"]
+    query = {"query_id": "q", "image_id": name, "category": "causal", "query": "?", "target_desc": "an apple"}
+    for stage, table, schema in (("generate", "queries", "generated"), ("filter", "valid", "filtered")):
+        row = {key: query.get(key) for key in SCHEMAS[schema].names}
+        write_rows(run.path(stage, table) / "part-00000.parquet", schema, [row])
+
+
+def test_without_captions_the_image_index_alone_finds_candidates(checkpoint, pictures, tmp_path):
+    run = library_run(tmp_path, pictures, f"image_encoder={{kind: checkpoint, path: {checkpoint}}}")
+    assert stages.seed(run)["with_caption"] == 0
+    asked_about(run)
+    assert stages.retrieve(run)["triplets"] == 2
+    assert {tuple(row["found_by"]) for row in run.rows("retrieve", "triplets")} == {("image",)}
+    run.close()
+
+
+def test_thumbnails_without_captions_are_refused_by_name(pictures, tmp_path):
+    run = library_run(tmp_path, pictures, "image_encoder={kind: pixels}")
+    stages.seed(run)
+    asked_about(run)
+    with pytest.raises(NotThere, match="pixels can place a text only where some pictures have captions"):
+        stages.retrieve(run)
+    run.close()

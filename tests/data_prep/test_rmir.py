@@ -23,8 +23,8 @@ import yaml
 from PIL import Image
 
 from data_prep.__main__ import main
-from data_prep.calls.client import BudgetReached, ModelConfig
-from data_prep.calls.local_server import LocalServer
+from data_prep.calls.client import BudgetReached, KeyRejected, ModelConfig
+from data_prep.calls.local_server import Answer, LocalServer
 from data_prep.calls.replies import Abstained, BadValue, MissingTag, Refused, Reply, Truncated
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames, oracle, prompts, report, stages
@@ -192,6 +192,13 @@ def test_at_most_so_many_of_each_cluster():
     assert Counter(clusters[chosen].tolist()) == {0: 2, 1: 2, 2: 1}
     assert chosen == sorted(chosen) == stages.sample_clusters(clusters, 2, seed=0)
     assert len({tuple(stages.sample_clusters(clusters, 2, seed=seed)) for seed in range(20)}) > 1
+
+
+def test_rows_are_gathered_from_parts():
+    whole = np.random.default_rng(0).random((9, 3), dtype=np.float32)
+    parts = [whole[:4], whole[4:5], whole[5:]]
+    for rows in (np.arange(9), np.array([0, 3, 4, 8]), np.array([6])):
+        assert np.array_equal(stages.gather(parts, rows), whole[rows])
 
 
 def test_kmeans_finds_the_clusters():
@@ -576,7 +583,8 @@ def one_family(path: Path) -> None:
     path.write_text("\n".join([lines[0], *(line for line in lines if line.startswith("noto/"))]) + "\n")
 
 
-def test_stopped_by_the_budget_and_resumed_no_call_is_paid_twice(tmp_path):
+def test_stopped_by_the_budget_and_resumed_no_call_is_paid_twice(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("A_KEY", "sk-very-secret-1")
     one_family(tmp_path / "library.csv")
     counted: Counter[str] = Counter()
     answers = oracle.Oracle(OracleConfig(transient=0, malformed=0.01))
@@ -590,6 +598,8 @@ def test_stopped_by_the_budget_and_resumed_no_call_is_paid_twice(tmp_path):
         config = small(tmp_path / "out", tmp_path / "library.csv", server.url, budget=0.05)
         config.seed.clusters, config.seed.per_cluster = 12, 30
         config.judge.judges = [JudgeSpec("writer", 1), JudgeSpec("judge", 2)]
+        for settings in config.models.values():
+            settings.key_env = "A_KEY"
         run = Run(config, progress=False)
         with pytest.raises(BudgetReached, match="of the budget 0.05 is spent"):
             run_stages(run, STAGES)
@@ -628,6 +638,42 @@ def test_stopped_by_the_budget_and_resumed_no_call_is_paid_twice(tmp_path):
     ):
         assert words in page
     run.close()
+    stored = [path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert not any(
+        b"very-secret" in data for data in [*stored, *(text.encode() for text in capfd.readouterr())]
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "message"),
+    [
+        (
+            Answer("<html>gateway</html>", content_type="text/html"),
+            RunError,
+            "4 of 4 calls got no answer, such as",
+        ),
+        (Answer({"error": "sk-very-secret-1 is unknown"}, 401), KeyRejected, "rejects the key"),
+    ],
+    ids=["html", "key"],
+)
+def test_a_stage_that_gets_no_answers_says_so_and_is_not_done(tmp_path, answer, error, message):
+    one_family(tmp_path / "library.csv")
+
+    async def only(path, body):
+        return answer
+
+    with LocalServer(only) as server:
+        config = small(tmp_path / "out", tmp_path / "library.csv", server.url)
+        config.seed.clusters, config.queries_per_shard = 4, 4
+        for settings in config.models.values():
+            settings.max_retries = 0
+        run = Run(config, progress=False)
+        with pytest.raises(error, match=message):
+            run_stages(run, STAGES)
+        assert run.done("seed")
+        assert not run.done("generate")
+        assert run.cache.num_replies() == 0
+        run.close()
 
 
 ASKING = ("generate", "filter", "judge")

@@ -81,6 +81,10 @@ def markdown(report: dict[str, Any]) -> str:
         f"| {stage} | {found['seconds']:.1f} | {found['calls']:,} | {found['cost']:.4f} |"
         for stage, found in report["stages"].items()
     ]
+    seconds, calls, cost = (
+        sum(found[key] for found in report["stages"].values()) for key in ("seconds", "calls", "cost")
+    )
+    lines.append(f"| all | {seconds:.1f} | {calls:,} | {cost:.4f} |")
     lines += ["", "| ratio | this run | paper |", "|---|---:|---:|"]
     lines += [
         f"| {name} | {value:.3f} | {'not said' if PAPER[name] is None else format(PAPER[name], '.3f')} |"

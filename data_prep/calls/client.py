@@ -5,12 +5,13 @@ at what no retry can mend. An answer is kept before it is looked at, so that a m
 """
 
 import asyncio
+import functools
 import inspect
 import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,10 @@ MAX_FAILURES_IN_A_ROW = 20
 CHARACTERS_A_TOKEN = 3
 """Of a prompt, for estimates; low, so that estimates are rather too high."""
 TRANSIENT = (408, 409, 425, 429)
+POOL = 16
+"""Connections that one client of the provider's library keeps."""
+Send = Callable[[Request], Awaitable[str]]
+"""Sends a request and returns the body of the answer."""
 
 
 class StopCalls(UserError):
@@ -241,15 +246,16 @@ class Caller:
     async def _ask_model(self, model: ModelConfig, calls: list[tuple[str, Request]], waiting, done) -> None:
         desk = _Desk(model, self.cache)
         queue = iter(calls)
-        async with _sender(model) as send:
+        num_workers = min(model.concurrency, len(calls))
+        async with _senders(model, num_workers) as senders:
 
-            async def worker() -> None:
+            async def worker(send: Send) -> None:
                 for key, request in queue:
                     done(waiting[key], await self._ask(desk, send, key, request))
 
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(model.concurrency, len(calls))):
-                    group.create_task(worker())
+                for number in range(num_workers):
+                    group.create_task(worker(senders[number % len(senders)]))
 
     async def _ask(self, desk: "_Desk", send, key: str, request: Request) -> Outcome:
         model = desk.model
@@ -399,39 +405,45 @@ def _first(errors: BaseExceptionGroup) -> BaseException:
 # --------------------------------------------------------------------------------------------------- official clients
 
 
-class _sender:  # noqa: N801 - reads like a function at its one use
-    def __init__(self, model: ModelConfig):
-        self.model = model
+class _senders:  # noqa: N801 - reads like a function at its one use
+    """What sends a request, for the workers to share out among them: one for each `POOL` of them.
 
-    async def __aenter__(self):
+    A pool looks through all its connections for every call: one of 256 costs more time than the calls themselves.
+    """
+
+    def __init__(self, model: ModelConfig, num_workers: int):
+        self.model, self.num = model, -(-num_workers // POOL)
+        self.clients: list[Any] = []
+
+    async def __aenter__(self) -> list[Send]:
         key = _key(self.model) if self.model.key_env else "none"
         # An attempt is limited as a whole, by `Caller._attempts`; limits of its parts would end it under another name.
         common: dict[str, Any] = {"api_key": key, "max_retries": 0, "timeout": None}
         if self.model.base_url is not None:
             common["base_url"] = self.model.base_url
-        if self.model.api == "openai":
-            # The client keeps 100 connections alive by default; the others would be made anew for every call.
-            limits = httpx.Limits(
-                max_connections=self.model.concurrency, max_keepalive_connections=self.model.concurrency
+        self.library, client, send = openai, openai.AsyncOpenAI, self._openai
+        if self.model.api == "anthropic":
+            try:
+                import anthropic
+            except ImportError:
+                raise UserError(
+                    f"{self.model.name}: api=anthropic needs its client: pip install -e '.[claude]'"
+                ) from None
+            self.library, client, send = anthropic, anthropic.AsyncAnthropic, self._anthropic
+        limits = httpx.Limits(max_connections=POOL, max_keepalive_connections=POOL)
+        certificates = httpx.create_ssl_context()
+        for _ in range(self.num):
+            connections = self.library.DefaultAsyncHttpxClient(
+                limits=limits, timeout=None, verify=certificates
             )
-            connections = openai.DefaultAsyncHttpxClient(limits=limits, timeout=None)
-            self.client = openai.AsyncOpenAI(**common, http_client=connections)
-            self.library = openai
-            return self._openai
-        try:
-            import anthropic
-        except ImportError:
-            raise UserError(
-                f"{self.model.name}: api=anthropic needs its client: pip install -e '.[claude]'"
-            ) from None
-        self.client = anthropic.AsyncAnthropic(**common)
-        self.library = anthropic
-        return self._anthropic
+            self.clients.append(client(**common, http_client=connections))
+        return [functools.partial(send, client) for client in self.clients]
 
     async def __aexit__(self, *_):
-        await self.client.close()
+        for client in self.clients:
+            await client.close()
 
-    async def _openai(self, request: Request) -> str:
+    async def _openai(self, client, request: Request) -> str:
         messages: list[dict[str, Any]] = (
             [{"role": "system", "content": request.system}] if request.system else []
         )
@@ -448,13 +460,15 @@ class _sender:  # noqa: N801 - reads like a function at its one use
         if self.model.send_seed:
             settings["seed"] = request.sample
         return await self._sent(
-            self.client.chat.completions.with_raw_response.create,
+            client.chat.completions.with_raw_response.create,
             model=self.model.name,
-            messages=[*messages, {"role": "user", "content": content}],
+            messages=[],
+            # Past the client's conversion to its own types, which takes a fifth of a call's time to change nothing here.
+            extra_body={"messages": [*messages, {"role": "user", "content": content}]},
             **settings,
         )
 
-    async def _anthropic(self, request: Request) -> str:
+    async def _anthropic(self, client, request: Request) -> str:
         content = []
         for part in request.parts:
             if isinstance(part, Picture):
@@ -465,7 +479,7 @@ class _sender:  # noqa: N801 - reads like a function at its one use
                 content.append({"type": "text", "text": part})
         settings: dict[str, Any] = {"system": request.system} if request.system else {}
         return await self._sent(
-            self.client.messages.with_raw_response.create,
+            client.messages.with_raw_response.create,
             model=self.model.name,
             messages=[{"role": "user", "content": content}],
             max_tokens=request.max_tokens,

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import daft
 import pytest
 
 from data_prep.options import UserError
@@ -22,11 +23,15 @@ def test_without_ray_the_extra_is_named(monkeypatch):
         frames._choose_runner.__wrapped__("ray")
 
 
-def test_a_process_has_one_runner():
-    pytest.importorskip("ray", reason="the extra ray")
+def test_a_process_has_one_runner(monkeypatch):
+    def refuse(**_):
+        raise daft.exceptions.DaftCoreException("Cannot set runner more than once")
+
     frames._choose_runner("native")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: "there")
+    monkeypatch.setattr(daft, "set_runner_ray", refuse)
     with pytest.raises(UserError, match="Daft's runner of this process is native already"):
-        frames._choose_runner("ray")
+        frames._choose_runner.__wrapped__("ray")
 
 
 def drawings(folder: Path) -> None:
@@ -54,7 +59,7 @@ def test_one_setting_gives_the_same_on_ray(tmp_path):
     pytest.importorskip("ray", reason="the extra ray")
     drawings(tmp_path)
     words = (
-        "rmir config=demo library.path=library.csv library.shard_size=100 generate.max_inputs=6 seed.clusters=12 "
+        "rmir config=demo split.tsr_threshold=1 library.path=library.csv library.shard_size=100 generate.max_inputs=6 seed.clusters=12 "
         "seed.per_cluster=30 image_encoder={kind:_pixels} caption_encoder={kind:_hashing}"
     )
     for runner in ("native", "ray"):
@@ -73,5 +78,6 @@ def test_one_setting_gives_the_same_on_ray(tmp_path):
         row["reason"] for row in frames.read_rows(tmp_path / "ray" / "seed" / "inspected", "inspected")
     ]
     assert reasons[-2:] == ["unreadable", "missing"]
+    assert (tmp_path / "ray" / "dataset" / "train.jsonl").read_text().count('"positives"') > 1
     for name in ("seed/images.npy", "dataset/train.jsonl"):
         assert (tmp_path / "ray" / name).read_bytes() == (tmp_path / "native" / name).read_bytes()

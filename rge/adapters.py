@@ -6,7 +6,7 @@ price of a copy of the whole matrix in every forward, twice a generated token wh
 row is a vector that takes the place of one row of the lookup and of one column of the logits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -122,9 +122,14 @@ def has_adapters(model: nn.Module) -> bool:
     return hasattr(model, "emb_row")
 
 
-@torch.no_grad()
 def merged_weights(model: nn.Module, weights: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The model's weights with adapters and rows merged in, under the names that it had without them.
+    """All of `merge` at once: a state dict that the plain model loads."""
+    return dict(merge(model, weights))
+
+
+@torch.no_grad()
+def merge(model: nn.Module, weights: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The model's weights with adapters and rows merged in, under the names that it had without them, one by one.
 
     The model itself is left as it is: merging in place and taking it back would change its last bits.
 
@@ -132,8 +137,8 @@ def merged_weights(model: nn.Module, weights: dict[str, Tensor] | None = None) -
         model: with adapters.
         weights: its state dict where the back end had to gather it; None takes the model's own.
 
-    Returns:
-        A state dict that the plain model loads.
+    Yields:
+        Names and weights; what was not adapted is the model's own tensor.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -149,9 +154,9 @@ def merged_weights(model: nn.Module, weights: dict[str, Tensor] | None = None) -
         weight_OI = base.to(wide) + module.scaling[ADAPTER] * (b_OR @ a_RI)
         if (magnitude := part.get(f"lora_magnitude_vector.{ADAPTER}.weight")) is not None:
             weight_OI *= (magnitude.to(wide) / weight_OI.norm(dim=1))[:, None]
-        found[f"{name}.weight"] = weight_OI.to(base.dtype)
+        yield f"{name}.weight", weight_OI.to(base.dtype)
         if "base_layer.bias" in part:
-            found[f"{name}.bias"] = part["base_layer.bias"]
+            yield f"{name}.bias", part["base_layer.bias"]
     names = {id(module): name for name, module in model.named_modules()}
     embedding = f"{names[id(model.get_input_embeddings())]}.weight"
     head = f"{names[id(model.get_output_embeddings())]}.weight"
@@ -163,4 +168,4 @@ def merged_weights(model: nn.Module, weights: dict[str, Tensor] | None = None) -
             found[name][model.emb_row.token_id] = vector.to(found[name].dtype)
     if column is None and head in found:
         found[head] = found[embedding]
-    return found
+    yield from found.items()

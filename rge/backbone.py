@@ -177,6 +177,27 @@ def vision_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for part in family_of(model).vision(model) for parameter in part.parameters()]
 
 
+def vision_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """What the names of everything that turns pixels into features begin with."""
+    names = {id(module): name for name, module in model.named_modules()}
+    return tuple(f"{names[id(part)]}." for part in family_of(model).vision(model))
+
+
+def collapsed_ids(model: nn.Module, ids: Sequence[int]) -> list[int]:
+    """A prompt's ids with one placeholder a picture, as vLLM takes them.
+
+    Raises:
+        BackboneError: the family's pictures are more than a run of placeholders.
+    """
+    collapsed = family_of(model).collapsed(model.config, ids)
+    if collapsed is None:
+        raise BackboneError(
+            f"rollout.backend=vllm does not know how vLLM takes the pictures of a {model.config.model_type}; "
+            "set rollout.backend=own"
+        )
+    return collapsed
+
+
 def prompt_positions(model: nn.Module, prompts: Sequence[Prompt]) -> list[Tensor]:
     """Rotary positions of each prompt's tokens on the time, height and width axes.
 

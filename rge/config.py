@@ -153,6 +153,11 @@ class RolloutConfig:
     """Sampling temperature in training; 0 is greedy. Evaluation is greedy unless asked otherwise."""
     batch_size: int = 64
     """Rationales written at once per rank."""
+    backend: str = "own"
+    """own: the training model writes; vllm: an engine beside it, which is given its weights before each rollout. The
+    states that are trained on are the training model's either way."""
+    vllm_memory: float = 0.3
+    """Share of a device's memory for the engine of `backend=vllm`: the language model once more, and its cache."""
     prompt_pass: str = "auto"
     """How often a step encodes a query's prompt. `once`: with gradient, and the rollout continues from it; needs a rank's
     share of the batch to fit into one micro batch. `twice`: for the rollout, and with gradient in its chunk. `auto`: once
@@ -387,6 +392,7 @@ def check(recipe: Recipe) -> None:
     _within("rollout.temperature", recipe.rollout.temperature, 0)
     _one_of("rollout.prompt_pass", recipe.rollout.prompt_pass, ["auto", "once", "twice"])
     _positive("rollout.num_rationales", recipe.rollout.num_rationales)
+    _check_backend(recipe.rollout)
     _within("rollout.reuse_steps", recipe.rollout.reuse_steps, 0)
     _within("rollout.direct_share", recipe.rollout.direct_share, 0, 1)
     if recipe.rollout.direct_share == 1:
@@ -413,6 +419,22 @@ def check(recipe: Recipe) -> None:
         for source in stage.sources:
             _positive(f"{name}.sources weight of {source.path}", source.weight)
     recipe.loss.alpha_lm, recipe.loss.alpha_con = _loss_weights(recipe.loss)
+
+
+def _check_backend(rollout: RolloutConfig) -> None:
+    _one_of("rollout.backend", rollout.backend, ["own", "vllm"])
+    _within("rollout.vllm_memory", rollout.vllm_memory, 0.01, 0.95)
+    if rollout.backend == "own":
+        return
+    if rollout.prompt_pass == "once":
+        raise RecipeError(
+            "rollout.prompt_pass=once lets the rollout go on from the training model's keys and values, which "
+            "rollout.backend=vllm does not have: set rollout.prompt_pass=auto"
+        )
+    if not (rollout.temperature == 0 or 0.01 <= rollout.temperature <= 2):
+        raise RecipeError(
+            f"rollout.temperature={rollout.temperature} is not possible with rollout.backend=vllm: 0, or 0.01 to 2"
+        )
 
 
 def _check_validation(recipe: Recipe) -> None:

@@ -200,6 +200,18 @@ class Embedder(nn.Module):
             num_tokens=tails.label_M.shape[0],
         )
 
+    @torch.no_grad()
+    def picture_features(self, prompts: Sequence[Prompt]) -> list[Tensor | None]:
+        """Features (placeholders, feature size) of each prompt's pictures, without gradient; None without pictures."""
+        pictured = [prompt for prompt in prompts if prompt.pixel_values is not None]
+        if not pictured:
+            return [None] * len(prompts)
+        part = self.pack_prompts(pictured).prompts
+        assert part is not None
+        features = self._features(part, pictured)
+        parts = iter(features.split([int(prompt.type_ids.sum()) for prompt in pictured]))
+        return [None if prompt.pixel_values is None else next(parts) for prompt in prompts]
+
     def _features(self, part: PromptPart, owners: Sequence[Prompt]) -> Tensor:
         features = None if self.pictures is None else self.pictures.recall(owners)
         if features is None:

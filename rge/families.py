@@ -96,6 +96,16 @@ class Family:
         values = torch.zeros(merge * merge, channels * vision.temporal_patch_size * vision.patch_size**2)
         return values, torch.tensor([[1, merge, merge]])
 
+    def collapsed(self, config: Any, ids: Sequence[int]) -> list[int] | None:
+        """A prompt's ids with one placeholder a picture, as vLLM takes them; None where that is not known.
+
+        Pictures stand between tokens of their own, so each is one run of placeholders.
+        """
+        image = config.image_token_id
+        return [
+            each for place, each in enumerate(ids) if each != image or place == 0 or ids[place - 1] != image
+        ]
+
     def num_placeholders(self, config: Any, num_pixels: int) -> int:
         """Placeholder tokens of a square picture that is scaled to so many pixels at most."""
         side = config.vision_config.patch_size * config.vision_config.spatial_merge_size
@@ -203,6 +213,10 @@ class Idefics3(Family):
         side = config.vision_config.image_size
         tile = torch.ones(1, config.vision_config.num_channels, side, side)
         return tile, grid_of_tiles(tile)
+
+    def collapsed(self, config: Any, ids: Sequence[int]) -> list[int] | None:
+        """Not known: vLLM lays the tiles out itself, with their rows and columns named in text."""
+        return None
 
     def num_placeholders(self, config: Any, num_pixels: int) -> int:
         """Of a square picture: its tiles and the whole."""

@@ -108,7 +108,8 @@ def plan(recipe: Recipe, model: nn.Module, options: dict[str, Any]) -> dict[str,
         train_vision=train_vision,
     )
     kinds = memory(shapes, load, **settings)
-    total = sum(kinds.values()) + RESERVED_GIB * GIB
+    reserved = _reserved(recipe, options)
+    total = sum(kinds.values()) + reserved
     sent = {
         name: communication(
             shapes,
@@ -130,7 +131,7 @@ def plan(recipe: Recipe, model: nn.Module, options: dict[str, Any]) -> dict[str,
         "tokens": tokens_of(load, options["num_gpus"]),
         "flops_per_gpu": per_gpu,
         "flops": sum(per_gpu.values()) * options["num_gpus"],
-        "memory": {**kinds, "reserved": RESERVED_GIB * GIB},
+        "memory": {**kinds, "reserved": reserved},
         "memory_total": total,
         "bytes_sent": sent,
         "fits": fits,
@@ -224,7 +225,7 @@ def advice(
         )
 
     def fits(changed: Recipe, others: dict[str, Any], count: int = trained) -> bool:
-        return total(changed, others, count) + RESERVED_GIB * GIB <= options["gpu_gib"] * GIB
+        return total(changed, others, count) + _reserved(recipe, options) <= options["gpu_gib"] * GIB
 
     size = recipe.train.micro_batch_size
     while size > 1:
@@ -259,6 +260,12 @@ def advice(
         if fits(frozen, options, shapes.parameters - shapes.vision_parameters):
             found.append("model.freeze_vision=true: the vision tower is not trained")
     return found
+
+
+def _reserved(recipe: Recipe, options: dict[str, Any]) -> float:
+    """Bytes set aside, with the engine's share where vLLM writes the rationales."""
+    engine = recipe.rollout.backend == "vllm" and options["for"] == "joint"
+    return (RESERVED_GIB + engine * recipe.rollout.vllm_memory * options["gpu_gib"]) * GIB
 
 
 class _NoTokenizer:

@@ -82,7 +82,11 @@ def train_stage(recipe: Recipe, name: str, folder: Path, start: str, accelerator
 
     writer = None
     if objective.needs_rollout:
-        sizes = {"batch_size": stage.batch_size, "micro_batch_size": recipe.train.micro_batch_size}
+        sizes = {
+            "batch_size": stage.batch_size,
+            "micro_batch_size": recipe.train.micro_batch_size,
+            "max_prompt_tokens": recipe.data.max_prompt_tokens,
+        }
         writer = make_writer(model, embedder, recipe.rollout, accelerator, **sizes)
 
     num_steps = stage.steps or round(stage.epochs * batches.mixture.steps_per_epoch())

@@ -20,6 +20,7 @@ from rge.dropout import drops_out
 from rge.embedder import Embedder, PictureMemory
 from rge.rollout import Rationale, generate
 from rge.step import encode_queries
+from rge.vllm_rollout import VllmRollout
 
 Written = list[tuple[tuple[int, ...], bool]]
 """Ids and forcedness of a query's rationales."""
@@ -104,13 +105,22 @@ class Writer:
         embedder: the same, unwrapped.
         settings: of the rollout.
         once: see `encodes_once`.
+        vllm: writes in the model's place, for `rollout.backend=vllm`.
 
     Attributes:
         store: what a resumed run must get back, or None.
     """
 
-    def __init__(self, model: nn.Module, embedder: Embedder, settings: RolloutConfig, once: bool):
+    def __init__(
+        self,
+        model: nn.Module,
+        embedder: Embedder,
+        settings: RolloutConfig,
+        once: bool,
+        vllm: VllmRollout | None = None,
+    ):
         self.model, self.embedder, self.settings, self.once = model, embedder, settings, once
+        self.vllm = vllm
         self.store = Store(settings.reuse_steps) if settings.reuse_steps else None
 
     def __call__(self, step: int, batch: Batch) -> tuple[list[Rationale], EncodedPrompts | None]:
@@ -136,17 +146,24 @@ class Writer:
                 age, written = known
                 found[row] = [Rationale(ids, forced, None, 0.0, age) for ids, forced in written]
         rows = [row for row in range(len(keys)) if row not in found]
-        new = generate(
-            self.embedder,
-            [batch.queries[row] for row in rows],
-            max_new_tokens=self.settings.max_new_tokens,
-            batch_size=self.settings.batch_size,
-            temperature=self.settings.temperature,
-            seeds=[seed for row in rows for seed in sample_seeds(batch.seeds[row], num_each)],
-            num_each=num_each,
-            encoded=encoded,
-            places=rows,
-        )
+        prompts = [batch.queries[row] for row in rows]
+        draw: dict[str, Any] = {
+            "temperature": self.settings.temperature,
+            "seeds": [seed for row in rows for seed in sample_seeds(batch.seeds[row], num_each)],
+            "num_each": num_each,
+        }
+        if self.vllm is not None:
+            new = self.vllm.generate(prompts, **draw)
+        else:
+            new = generate(
+                self.embedder,
+                prompts,
+                max_new_tokens=self.settings.max_new_tokens,
+                batch_size=self.settings.batch_size,
+                encoded=encoded,
+                places=rows,
+                **draw,
+            )
         for number, row in enumerate(rows):
             found[row] = new[number * num_each : (number + 1) * num_each]
         if self.store is not None:
@@ -162,6 +179,7 @@ def make_writer(
     *,
     batch_size: int,
     micro_batch_size: int,
+    max_prompt_tokens: int,
 ) -> Writer:
     """A stage's writer; what it remembers is saved and loaded with the accelerator's state.
 
@@ -172,22 +190,34 @@ def make_writer(
         accelerator: knows the back end.
         batch_size: queries a step over all ranks.
         micro_batch_size: queries per forward.
+        max_prompt_tokens: longest prompt.
 
     Raises:
-        RecipeError: `rollout.prompt_pass=once` was asked for and cannot be.
+        RecipeError: `rollout.prompt_pass=once` or `rollout.backend=vllm` was asked for and cannot be.
+        BackboneError: `rollout.backend=vllm` was asked for and does not know the model's family.
     """
     sharded = dist.shards_parameters(accelerator)
     if not sharded and not any(parameter.requires_grad for parameter in vision_parameters(embedder.model)):
         # Where parameters are sharded, every process has to run the tower as often as the others.
         embedder.pictures = PictureMemory()
-    once = encodes_once(
+    vllm = None
+    if settings.backend == "vllm":
+        vllm = VllmRollout(
+            embedder,
+            accelerator,
+            max_prompt_tokens=max_prompt_tokens,
+            max_new_tokens=settings.max_new_tokens,
+            batch_size=settings.batch_size,
+            memory=settings.vllm_memory,
+        )
+    once = vllm is None and encodes_once(
         settings.prompt_pass,
         queries_a_rank=-(-batch_size // dist.world_size()),
         micro_batch_size=micro_batch_size,
         sharded=sharded,
         drops_out=drops_out(embedder),
     )
-    writer = Writer(model, embedder, settings, once)
+    writer = Writer(model, embedder, settings, once, vllm)
     if writer.store is not None:
         accelerator.register_for_checkpointing(writer.store)
     return writer

@@ -73,6 +73,12 @@ def enliven(model: torch.nn.Module, seed: int = 0) -> None:
             parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.3 * noise)
 
 
+@pytest.fixture(scope="session", name="enliven")
+def enliven_fixture():
+    """`enliven`, for tests: modules cannot import from here."""
+    return enliven
+
+
 @pytest.fixture(scope="session")
 def lively_path(request, tmp_path_factory):
     """A backbone directory with `<emb>`, whose states and tokens vary; see `enliven`, and `every_family`."""

@@ -60,32 +60,40 @@ def template(name: str) -> str:
     return (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
 
 
-def build(family: str, out: Path, seed: int = 0) -> None:
-    """Write a randomly initialised model of a family and its processor."""
+def build(family: str, out: Path, seed: int = 0, head_size: int = 16) -> None:
+    """Write a randomly initialised model of a family and its processor.
+
+    Args:
+        family: a `model_type`.
+        out: directory to write.
+        seed: of the weights.
+        head_size: of each of the two heads; vLLM's CPU kernels start at 32.
+    """
+    text = {**TEXT, "hidden_size": 2 * head_size}
     if family == "qwen2_5_vl":
         scratch.build(
             out,
             TEXTS,
             seed=seed,
             vocab_size=320,
-            text=TEXT,
+            text=text,
             vision=VISION,
             min_pixels=MIN_PIXELS,
             max_pixels=MAX_PIXELS,
         )
         return
     tokenizer = scratch.train_tokenizer(TEXTS, 320)
-    model, processor = globals()[f"_{family}"](tokenizer)
+    model, processor = globals()[f"_{family}"](tokenizer, text)
     torch.manual_seed(seed)
     model().save_pretrained(out)
     processor.save_pretrained(out)
 
 
-def _qwen_config(tokenizer, rope: dict) -> dict:
+def _qwen_config(tokenizer, text: dict, rope: dict) -> dict:
     id_of = tokenizer.convert_tokens_to_ids
     return {
         "text_config": {
-            **TEXT,
+            **text,
             "vocab_size": _rows(tokenizer),
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, **rope},
             "pad_token_id": tokenizer.pad_token_id,
@@ -100,10 +108,17 @@ def _qwen_config(tokenizer, rope: dict) -> dict:
     }
 
 
-def _qwen2_vl(tokenizer):
+def _qwen2_vl(tokenizer, text):
+    eighth = text["hidden_size"] // 32
     config = Qwen2VLConfig(
-        **_qwen_config(tokenizer, {"mrope_section": [2, 3, 3]}),
-        vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2},
+        **_qwen_config(tokenizer, text, {"mrope_section": [2 * eighth, 3 * eighth, 3 * eighth]}),
+        vision_config={
+            "depth": 2,
+            "embed_dim": 32,
+            "hidden_size": text["hidden_size"],
+            "num_heads": 2,
+            "mlp_ratio": 2,
+        },
     )
     processor = Qwen2VLProcessor(
         image_processor=Qwen2VLImageProcessor(size={"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}),
@@ -114,18 +129,20 @@ def _qwen2_vl(tokenizer):
     return lambda: Qwen2VLForConditionalGeneration(config), processor
 
 
-def _qwen3_vl(tokenizer):
+def _qwen3_vl(tokenizer, text):
     """With DeepStack into two of three text layers, and interleaved rotary axes."""
-    config = _qwen_config(tokenizer, {"mrope_section": [4, 2, 2], "mrope_interleaved": True})
+    eighth = text["hidden_size"] // 32
+    sections = [4 * eighth, 2 * eighth, 2 * eighth]
+    config = _qwen_config(tokenizer, text, {"mrope_section": sections, "mrope_interleaved": True})
     # What is added after the last layer is read by nobody; with three, both additions matter.
-    config["text_config"] |= {"head_dim": 16, "num_hidden_layers": 3}
+    config["text_config"] |= {"head_dim": text["hidden_size"] // 2, "num_hidden_layers": 3}
     vision = {
         "depth": 3,
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_heads": 2,
         "patch_size": 16,
-        "out_hidden_size": 32,
+        "out_hidden_size": text["hidden_size"],
         "num_position_embeddings": 16,
         "deepstack_visual_indexes": [0, 1],
     }
@@ -139,7 +156,7 @@ def _qwen3_vl(tokenizer):
     return lambda: Qwen3VLForConditionalGeneration(Qwen3VLConfig(**config, vision_config=vision)), processor
 
 
-def _idefics3(tokenizer):
+def _idefics3(tokenizer, text):
     """Tiles of 40 x 40 pixels and four tokens; a picture is at most two tiles wide and high."""
     places = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
     tokenizer.add_special_tokens(
@@ -164,7 +181,7 @@ def _idefics3(tokenizer):
     )
     config = Idefics3Config(
         text_config={
-            **TEXT,
+            **text,
             "model_type": "llama",
             "vocab_size": _rows(tokenizer),
             "pad_token_id": tokenizer.pad_token_id,

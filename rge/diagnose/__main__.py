@@ -26,7 +26,7 @@ NAMES = ("leakage", "sensitivity", "invariance")
 DEFAULTS: dict[str, dict[str, Any]] = {
     "leakage": {"steps": 100, "batch_size": 32, "lr": 1e-3, "seed": 0},
     "sensitivity": {"limit": 500, "batch_size": 64, "seed": 0},
-    "invariance": {"limit": 32, "seed": 0},
+    "invariance": {"limit": 32, "seed": 0, "backend": "own"},
 }
 
 
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
             found = sensitivity.sensitivity(encoder, pairs, **options)
             shown = sensitivity.table(found)
         else:
-            found = invariance.invariance(encoder, pairs)
+            found = invariance.invariance(encoder, pairs, backend=options["backend"])
             shown = invariance.table(found)
     found = {"diagnosis": name, "checkpoint": str(checkpoint), "data": str(data), "options": options, **found}
     out.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,9 @@ def read_options(name: str, arguments: list[str]) -> dict[str, Any]:
             options[key] = value if default is None else type(default)(value)
         except ValueError:
             raise RecipeError(f"{key} must be a number, got {value!r}") from None
-        if default is not None and key != "seed" and options[key] <= 0:
+        if key == "backend" and value not in ("own", "vllm"):
+            raise RecipeError(f"backend must be own or vllm, got {value!r}")
+        if isinstance(default, int | float) and key != "seed" and options[key] <= 0:
             raise RecipeError(f"{key} must be > 0, got {value}")
     for key in ("checkpoint", "data"):
         if options[key] is None:

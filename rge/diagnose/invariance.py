@@ -4,29 +4,38 @@ The reference is each row alone, float32, with the attention that training uses.
 kernel must agree to rounding; precision may not.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from rge.backbone import load_plain
+from rge.config import RolloutConfig
 from rge.diagnose.pairs import Pairs
-from rge.encode import Encoder, load_encoder
+from rge.diagnose.sensitivity import after
+from rge.encode import Encoded, Encoder, load_encoder
 from rge.families import family_of
 from rge.prompts import Prompt
+from rge.schema import Item
+from rge.vllm_rollout import VllmRollout
 
 TOLERANCE = 1e-4
 """Greatest difference of an embedding's component that rounding explains, float32."""
 
 
-def invariance(encoder: Encoder, pairs: Pairs, *, batch_sizes: tuple[int, ...] = (4, 32)) -> dict[str, Any]:
+def invariance(
+    encoder: Encoder, pairs: Pairs, *, batch_sizes: tuple[int, ...] = (4, 32), backend: str = "own"
+) -> dict[str, Any]:
     """Compare all variants with the reference.
 
     Args:
         encoder: the checkpoint, float32.
         pairs: its queries are embedded, in direct and in reasoning mode.
         batch_sizes: variants.
+        backend: ``vllm`` also lets vLLM write the rationales, and embeds them with our forward.
 
     Returns:
         ``variants`` by name, each with ``difference`` (greatest of any component), ``cosine`` (least), ``rationales`` (share
@@ -57,6 +66,8 @@ def invariance(encoder: Encoder, pairs: Pairs, *, batch_sizes: tuple[int, ...] =
         found.embeddings[:] = found.embeddings[::-1].copy()
         found.rationales.reverse()
         add("in the opposite order", mode, found, True)
+    if backend == "vllm":
+        add("vLLM's rationale", "reasoning", _by_vllm(encoder, items, batch_sizes[-1]), True)
     coarse = load_encoder(encoder.checkpoint, device=str(encoder.embedder.device), dtype="bfloat16")
     for mode in ("direct", "reasoning"):
         found = coarse.encode(items, side="query", mode=mode, batch_size=batch_sizes[-1])  # type: ignore[arg-type]
@@ -88,6 +99,30 @@ def compare(ours: np.ndarray, theirs: np.ndarray) -> dict[str, float | None]:
         "difference": float(np.abs(ours - theirs).max()),
         "cosine": float(((ours * theirs).sum(axis=1) / norms).min()),
     }
+
+
+def _by_vllm(encoder: Encoder, items: Sequence[Item], batch_size: int) -> Encoded:
+    """Rationales of vLLM, greedy, and the states after them."""
+    cap = encoder.settings["generation"]["max_new_tokens"]
+    vllm = VllmRollout(
+        encoder.embedder,
+        Accelerator(),
+        max_prompt_tokens=encoder.settings["max_prompt_tokens"],
+        max_new_tokens=cap,
+        batch_size=batch_size,
+        memory=RolloutConfig().vllm_memory,
+    )
+    prompts = [encoder.builder.build(item, "query") for item in items]
+    written = vllm.generate(prompts)
+    ids = [list(rationale.ids) for rationale in written]
+    return Encoded(
+        embeddings=after(encoder, prompts, ids, batch_size),
+        rationales=[encoder.builder.decode(row) for row in ids],
+        num_rationale_tokens=np.array([len(row) for row in ids]),
+        stop_reasons=["forced" if rationale.forced else "emb" for rationale in written],
+        generate_ms=np.array([1000 * rationale.seconds for rationale in written]),
+        embed_ms=np.zeros(len(ids)),
+    )
 
 
 @torch.no_grad()

@@ -148,6 +148,8 @@ def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
             "model.attn_implementation must be one of sdpa, eager",
         ),
         ("rollout.prompt_pass=never", "rollout.prompt_pass must be one of auto, once, twice; got 'never'"),
+        ("rollout.backend=vlm", "rollout.backend must be one of own, vllm; got 'vlm'"),
+        ("rollout.vllm_memory=1", "rollout.vllm_memory must be between 0.01 and 0.95, got 1"),
         ("rollout.num_rationales=0", "rollout.num_rationales must be > 0"),
         ("rollout.num_rationales=2", "rollout.num_rationales=2 would write the same rationale as often"),
         ("rollout.reuse_steps=-1", "rollout.reuse_steps must be >= 0"),
@@ -301,3 +303,14 @@ def test_the_resolved_recipe_loads_again(load, tmp_path):
 
 def test_a_hash_in_a_value_is_not_a_comment(load):
     assert load("init=runs/x#1").init == "runs/x#1"
+
+
+def test_what_vllm_cannot_do_is_said_before_anything_is_loaded(load):
+    assert load("rollout.backend=vllm", "rollout.temperature=0.7").rollout.backend == "vllm"
+    with pytest.raises(
+        RecipeError, match="rollout.prompt_pass=once lets the rollout go on from the training model's"
+    ):
+        load("rollout.backend=vllm", "rollout.prompt_pass=once")
+    for temperature in ("0.001", "2.5"):
+        with pytest.raises(RecipeError, match=f"rollout.temperature={temperature} is not possible with"):
+            load("rollout.backend=vllm", f"rollout.temperature={temperature}")

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from rge.checkpoint import export, settings_of
 from rge.config import RecipeError, load_recipe, to_dict
@@ -213,6 +214,29 @@ def test_invariance_sees_an_embedding_that_depends_on_the_batch(checkpoint, reco
     assert not written["variants"]["direct, batches of 32"]["agrees"]
 
 
+@pytest.mark.parametrize("stale", [False, True])
+def test_invariance_compares_the_rationales_of_vllm(checkpoint, records, monkeypatch, stale):
+    """What vLLM itself writes is in test_vllm_rollout.py; here, another model's rationales are the wrong ones."""
+
+    class Double:
+        def __init__(self, embedder, accelerator, *, max_new_tokens, batch_size, **settings):
+            self.embedder = load_encoder(checkpoint).embedder
+            self.cap, self.batch_size = max_new_tokens, batch_size
+            if stale:
+                with torch.no_grad():
+                    self.embedder.model.get_input_embeddings().weight.mul_(1.3)
+
+        def generate(self, prompts):
+            return generate(self.embedder, prompts, max_new_tokens=self.cap, batch_size=self.batch_size)
+
+    monkeypatch.setattr("rge.diagnose.invariance.VllmRollout", Double)
+    found = invariance(load_encoder(checkpoint), read_pairs(records, 6), batch_sizes=(5,), backend="vllm")
+    row = found["variants"]["reasoning, vLLM's rationale"]
+    assert row["agrees"] == (not stale)
+    assert (row["rationales"] == 1.0) == (not stale)
+    assert found["agrees"] == (not stale)
+
+
 # ------------------------------------------------------------------------------------------------------------- leakage
 
 
@@ -301,6 +325,7 @@ def test_an_oracle_rationale_leaks_and_an_own_one_does_not(checkpoint, records):
         (["leakage", "checkpoint=x", "data=y", "step=3"], "unknown option step; did you mean steps"),
         (["leakage", "checkpoint=x", "data=y", "steps=many"], "steps must be a number, got 'many'"),
         (["sensitivity", "checkpoint=x", "data=y", "limit=0"], "limit must be > 0, got 0"),
+        (["invariance", "checkpoint=x", "data=y", "backend=hf"], "backend must be own or vllm, got 'hf'"),
     ],
 )
 def test_wrong_commands(arguments, message):

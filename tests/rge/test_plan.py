@@ -213,6 +213,18 @@ def test_more_queries_cost_memory_only_by_the_micro_batch():
     assert large["tokens"]["own rationales"] == 4096 * 129
 
 
+def test_an_engine_of_vllm_takes_its_share():
+    totals = {}
+    for stage in ("joint", "cold_start"):
+        for backend in ("own", "vllm"):
+            arguments = [f"rollout.backend={backend}", "rollout.vllm_memory=0.25"]
+            recipe = load_recipe(["recipe=qwen25vl_3b", *arguments])
+            options, _ = plan.read_options(["gpu_gib=40", f"for={stage}"])
+            totals[stage, backend] = plan.plan(recipe, outline(recipe.model)[0], options)["memory_total"]
+    assert totals["joint", "vllm"] == totals["joint", "own"] + 10 * 2**30
+    assert totals["cold_start", "vllm"] == totals["cold_start", "own"]
+
+
 def test_a_plan_that_does_not_fit_says_what_would(capsys):
     code = plan.main(
         ["recipe=qwen25vl_3b", "num_gpus=1", "gpu_gib=80", "back_end=zero2", "train.micro_batch_size=64"]

@@ -216,7 +216,7 @@ def test_a_frozen_tower_sees_each_picture_once_a_step(lively, batch, monkeypatch
     vision.register_forward_pre_hook(
         lambda module, args, kwargs: patches.append(sum(map(len, args[:1]))), with_kwargs=True
     )
-    sizes = {"batch_size": 5, "micro_batch_size": 2}
+    sizes = {"batch_size": 5, "micro_batch_size": 2, "max_prompt_tokens": 512}
     accelerator = launch.make_accelerator(TrainConfig(), LogConfig())
     writer = make_writer(lively, lively, SETTINGS, accelerator, **sizes)
     assert lively.pictures is not None
@@ -233,5 +233,6 @@ def test_a_frozen_tower_sees_each_picture_once_a_step(lively, batch, monkeypatch
 
 def test_a_tower_that_trains_is_run_in_every_pass(lively):
     accelerator = launch.make_accelerator(TrainConfig(), LogConfig())
-    make_writer(lively, lively, SETTINGS, accelerator, batch_size=5, micro_batch_size=2)
+    sizes = {"batch_size": 5, "micro_batch_size": 2, "max_prompt_tokens": 512}
+    make_writer(lively, lively, SETTINGS, accelerator, **sizes)
     assert lively.pictures is None

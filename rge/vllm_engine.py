@@ -4,8 +4,8 @@ From `trl.generation.vllm_generation.VLLMGeneration` come the colocated set-up a
 are done here in another way:
 
 * Pictures. TRL passes them as files, which vLLM processes and runs through a vision tower of its own. Here features of the
-  training model's tower are passed. They are computed by the present weights, the engine builds no tower, and nothing that
-  vLLM remembers about a picture can be older than the weights.
+  training model's tower are passed: they are computed by the present weights, and nothing that vLLM remembers about a picture
+  can be older than these.
 * Weights. TRL writes them into the engine's tensors one by one. Layers that repack theirs, which all linear layers do on a
   CPU, would not notice; vLLM's own reload lets every layer prepare what it was given. Adapters are not a PeftModel here.
 * Sampling. Every request has its own seed; TRL's `generate` takes one set of parameters for all.
@@ -70,6 +70,8 @@ class Engine(VLLMGeneration):
         from vllm import LLM
 
         words = self.model.get_input_embeddings().weight
+        # A tower that is never run need not be built. But vLLM takes its absence for that of DeepStack.
+        self.has_tower = hasattr(self.model.config.vision_config, "deepstack_visual_indexes")
 
         def with_emb(config: Any) -> Any:
             # The checkpoint on the disk may be a plain model, and adding <emb> may have added rows.
@@ -97,9 +99,10 @@ class Engine(VLLMGeneration):
                 max_model_len=self.max_model_length,
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=max(8192, self.max_model_length),
-                # Features are passed, so no tower is built, and they change with the weights: nothing to remember.
+                # Features are passed. They change with the weights: nothing to remember.
                 enable_mm_embeds=True,
-                limit_mm_per_prompt={"image": 0, "video": 0},
+                limit_mm_per_prompt={"video": 0} if self.has_tower else {"image": 0, "video": 0},
+                skip_mm_profiling=True,
                 mm_processor_cache_gb=0,
                 # Compiling for a CPU takes minutes.
                 enforce_eager=words.device.type == "cpu",
@@ -110,15 +113,16 @@ class Engine(VLLMGeneration):
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
         weights = merge(self.model) if has_adapters(self.model) else super()._iter_named_params()
-        tower = vision_prefixes(self.model)
+        without = () if self.has_tower else vision_prefixes(self.model)
         for name, weight in weights:
-            if not name.startswith(tower):
+            if not name.startswith(without):
                 yield name, weight
 
     @torch.no_grad()
     def sync_weights(self) -> None:
         """Give the engine the language model's present weights, and let it forget all keys and values of older ones."""
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._iter_named_params()})
+        self.llm.collective_rpc(_prepare_head)
         self.llm.reset_prefix_cache()
 
     def write(self, requests: Sequence[dict[str, Any]], parameters: Sequence[dict[str, Any]]) -> list[Any]:
@@ -135,3 +139,12 @@ class Engine(VLLMGeneration):
 
         sampling = [SamplingParams(**each) for each in parameters]
         return self.llm.generate(list(requests), sampling_params=sampling, use_tqdm=False)
+
+
+def _prepare_head(worker: Any) -> None:
+    """Let the output matrix prepare its weights: where it is the embedding matrix too, nobody told it that they are new."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in worker.model_runner.get_model().modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)

@@ -120,10 +120,12 @@ class Engine(VLLMGeneration):
 
     @torch.no_grad()
     def sync_weights(self) -> None:
-        """Give the engine the language model's present weights, and let it forget all keys and values of older ones."""
+        """Give the engine the model's present weights, and let it forget what it computed with older ones."""
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._iter_named_params()})
         self.llm.collective_rpc(_prepare_head)
         self.llm.reset_prefix_cache()
+        # The reload empties the worker's store of features alone; the scheduler would count on those that come again.
+        self.llm.llm_engine.reset_encoder_cache()
 
     def write(self, requests: Sequence[dict[str, Any]], parameters: Sequence[dict[str, Any]]) -> list[Any]:
         """Continue prompts.

@@ -325,6 +325,7 @@ def test_vllm_writes_our_greedy_tokens_with_the_present_weights(vllm, its_prompt
     first = assert_same_as_ours(vllm, its_prompts)
     assert {forced for _, forced in first} == {True, False}
     assert len({token for ids, _ in first for token in ids}) > 20
+    assert assert_same_as_ours(vllm, its_prompts) == first  # features that come again
     move(vllm.embedder)  # the tower included: features come from it anew
     second = assert_same_as_ours(vllm, its_prompts)
     assert sum(one != other for one, other in zip(first, second, strict=True)) > 6

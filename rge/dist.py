@@ -158,6 +158,18 @@ def is_broken_exchange(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "gloo" in str(error)
 
 
+def ensure_group() -> None:
+    """Where there is no process group, make one of this process alone, which some libraries ask for.
+
+    It needs no port: one from the environment may be another run's.
+    """
+    if not _initialized():
+        back_end = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
+        torch.distributed.init_process_group(
+            back_end, store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+
+
 def close() -> None:
     """Leave the process group, if there is one."""
     if _initialized():

@@ -22,8 +22,8 @@ from accelerate import Accelerator
 from accelerate.utils import patch_environment
 from torch import Tensor
 from trl.generation.vllm_generation import VLLMGeneration
-from trl.trainer.utils import ensure_master_addr_port
 
+from rge import dist
 from rge.adapters import has_adapters, merge
 from rge.backbone import vision_prefixes
 from rge.embedder import Embedder
@@ -78,7 +78,7 @@ class Engine(VLLMGeneration):
             config.get_text_config().vocab_size = words.shape[0]
             return config
 
-        ensure_master_addr_port()
+        dist.ensure_group()
         # vLLM reads who it is from the environment; a single process was started without.
         process = self.accelerator
         with patch_environment(
@@ -121,8 +121,9 @@ class Engine(VLLMGeneration):
     @torch.no_grad()
     def sync_weights(self) -> None:
         """Give the engine the model's present weights, and let it forget what it computed with older ones."""
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._iter_named_params()})
-        self.llm.collective_rpc(_prepare_head)
+        with self._without_autocast():
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._iter_named_params()})
+            self.llm.collective_rpc(_prepare_head)
         self.llm.reset_prefix_cache()
         # The reload empties the worker's store of features alone; the scheduler would count on those that come again.
         self.llm.llm_engine.reset_encoder_cache()
@@ -140,7 +141,12 @@ class Engine(VLLMGeneration):
         from vllm import SamplingParams
 
         sampling = [SamplingParams(**each) for each in parameters]
-        return self.llm.generate(list(requests), sampling_params=sampling, use_tqdm=False)
+        with self._without_autocast():
+            return self.llm.generate(list(requests), sampling_params=sampling, use_tqdm=False)
+
+    def _without_autocast(self) -> torch.autocast:
+        # A rollout happens in the context of the run's mixed precision; merging and vLLM's layers are no part of it.
+        return torch.autocast(self.accelerator.device.type, enabled=False)
 
 
 def _prepare_head(worker: Any) -> None:

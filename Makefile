@@ -12,6 +12,8 @@ ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
 OFFLINE += DS_ACCELERATOR=cpu
 endif
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# Whole files go to one of two processes, so that what a file's tests share is made once.
+TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -30,7 +32,7 @@ demo-baseline: setup ## the same, and its fair rival: a model that was trained w
 	@$(OFFLINE) $(PY) scripts/demo.py baseline=true
 
 test: setup lint ## what CI runs: lint, types, all tests that need neither a GPU nor the network
-	@$(OFFLINE) $(ONE_THREAD) $(PY) -m pytest -m "not gpu and not net"
+	@$(OFFLINE) $(ONE_THREAD) $(PY) -m pytest $(TWO_PROCESSES) -m "not gpu and not net"
 
 lint: setup ## ruff (rules and format) and mypy on the pure modules
 	@$(PY) -m ruff check .

@@ -50,7 +50,7 @@ TEXTS = [
 TILE = 40
 MIN_PIXELS, MAX_PIXELS = 28 * 28, 84 * 84
 LIVELY_SEED = {"qwen2_5_vl": 0}
-"""Seeds, 1 for the rest, with which a model writes rationales of many lengths; see `enliven` of conftest.py."""
+"""Seeds, 1 for the rest, with which a model writes rationales of many lengths; see `enliven` of shared.py."""
 
 every_family = pytest.mark.parametrize("lively_path", sorted(FAMILIES), indirect=True)
 """Runs a test that uses `lively`, `lively64` or `lively_path` once for each family instead of with Qwen2.5-VL."""

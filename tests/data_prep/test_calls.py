@@ -4,16 +4,15 @@ import asyncio
 import hashlib
 import io
 import re
-import signal
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
-from pathlib import Path
+from contextlib import ExitStack
 
+import forked
 import pytest
+from forked import Program
 from PIL import Image
 
 from data_prep.calls import client
@@ -36,8 +35,6 @@ from data_prep.calls.replies import (
 )
 from data_prep.calls.request import Picture, Request, sendable
 from data_prep.options import UserError
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def ask(text: str, **settings) -> Request:
@@ -357,16 +354,17 @@ def test_a_file_that_another_process_is_making_is_waited_for(tmp_path):
 
 
 def test_processes_share_the_file(tmp_path):
-    write = (
+    (tmp_path / "write.py").write_text(
         "import sys\n"
         "from data_prep.calls.cache import Kept, ReplyCache\n"
         "cache = ReplyCache(sys.argv[1])\n"
         "for n in range(50): cache.put(f'{sys.argv[2]}-{n}', 'm', Kept('{}', 1, 1, 1.0, 0.0))\n"
     )
-    running = [
-        subprocess.Popen([sys.executable, "-c", write, str(tmp_path / "c"), name], cwd=ROOT) for name in "abc"
-    ]
-    assert [process.wait() for process in running] == [0, 0, 0]
+    with ExitStack() as stack:
+        running = [
+            stack.enter_context(Program(tmp_path / "write.py", tmp_path / "c", name)) for name in "abc"
+        ]
+        assert [program.finished().returncode for program in running] == [0, 0, 0]
     shared = ReplyCache(tmp_path / "c")
     assert shared.num_replies() == 150
     assert shared.spent("m") == 150.0
@@ -376,7 +374,7 @@ def test_processes_share_the_file(tmp_path):
 def test_killed_and_resumed_no_kept_call_is_repeated(tmp_path):
     """SIGKILL in the middle; answers that were under way may come twice, kept ones never."""
     echo = Echo(delay_s=0.02, hold_from=23)
-    program = (
+    (tmp_path / "ask.py").write_text(
         "import sys\n"
         "from data_prep.calls.cache import ReplyCache\n"
         "from data_prep.calls.client import Caller, ModelConfig\n"
@@ -385,19 +383,16 @@ def test_killed_and_resumed_no_kept_call_is_repeated(tmp_path):
         "Caller(models, ReplyCache(sys.argv[2])).run([Request('m', (str(n),)) for n in range(60)])\n"
     )
     with LocalServer(echo) as server:
-        command = [sys.executable, "-c", program, server.url, str(tmp_path / "c")]
-        process = subprocess.Popen(command, cwd=ROOT)
-        while not echo.holds():
-            assert process.poll() is None, "the run ended before it could be killed"
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        command = [tmp_path / "ask.py", server.url, tmp_path / "c"]
+        with Program(*command) as program:
+            program.wait_until(echo.holds)
+            program.kill()
         cache = ReplyCache(tmp_path / "c")
         done = {str(n) for n in range(60) if cache.get(ask(str(n)).key())}
         before = dict(echo.seen)
         assert 23 - 4 <= len(done) < 23
         echo.hold_from = None
-        subprocess.run(command, cwd=ROOT, check=True)
+        assert forked.run(*command).returncode == 0
     assert cache.num_replies() == 60
     assert all(echo.seen[text] == before[text] for text in done)
     assert sum(echo.seen.values()) <= 60 + 4, "at most the calls under way come twice"

@@ -5,21 +5,19 @@ import hashlib
 import io
 import json
 import resource
-import signal
 import sqlite3
-import subprocess
-import sys
-import time
 from collections import Counter
 from contextlib import closing, contextmanager
 from fractions import Fraction
 from pathlib import Path
 
+import forked
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from forked import Program
 from PIL import Image
 
 from data_prep.__main__ import main
@@ -730,22 +728,20 @@ def test_killed_no_kept_call_is_repeated_and_no_row_is_lost(tmp_path):
         assert calls_kept(tmp_path / "whole") == counted.asked.keys()
         config.out = str(tmp_path / "killed")
         (tmp_path / "killed.yaml").write_text(yaml.safe_dump(to_dict(config)))
-        command = [sys.executable, "-m", "data_prep", "rmir", f"config={tmp_path / 'killed.yaml'}"]
+        command = ["-m", "data_prep", "rmir", f"config={tmp_path / 'killed.yaml'}"]
         counted.asked.clear()
         kills = []
         for number in calls:
             counted.hold_from, after = after + (number + 1) // 2, after + number
-            process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-            while not counted.holds():
-                assert process.poll() is None, "the run ended before it could be killed"
-                time.sleep(0.002)
-            process.send_signal(signal.SIGKILL)
-            process.wait()
+            with Program(*command) as program:
+                program.wait_until(counted.holds)
+                program.kill()
             kept = calls_kept(tmp_path / "killed")
             assert len(kept) < len(counted.asked)
             kills.append({call: counted.asked[call] for call in kept})
         counted.hold_from = None
-        subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+        done = forked.run(*command)
+        assert done.returncode == 0, done.stderr
     assert calls_kept(tmp_path / "killed") == counted.asked.keys()
     assert len(counted.asked) == needed
     for kept in kills:

@@ -1,15 +1,11 @@
 """The shard store: complete or absent shards, resumption after SIGKILL, no stale cache, no unusable embeddings."""
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from eval_fakes import DIM, FakeEncoder
+from forked import Program
 
 from eval.encode import SHARD_BATCHES, check_collapse, check_embeddings, encode_side, mean_cosine
 from eval.options import UserError
@@ -112,7 +108,6 @@ def test_overlapping_shards_of_two_runs_at_once(tmp_path):
 SLOW = """
 import sys, time
 from pathlib import Path
-sys.path.insert(0, {tests!r})
 from eval_fakes import FakeEncoder
 from test_encode import encode
 
@@ -122,22 +117,15 @@ class Slow(FakeEncoder):
             time.sleep(600)  # for ever, as far as the test is concerned: it kills this process
         return super().encode(items, **options)
 
-encode(Path({root!r}), Slow())
+encode(Path(sys.argv[1]), Slow())
 """
 
 
 def test_a_killed_run_resumes_without_redoing_a_finished_shard(tmp_path):
-    script = SLOW.format(tests=str(Path(__file__).parent), root=str(tmp_path / "cache"))
-    process = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"OMP_NUM_THREADS": "1"})
-    try:
-        deadline = time.monotonic() + 600
-        while len(list((tmp_path / "cache").glob("*/*.parquet"))) < 2:
-            assert process.poll() is None, "the run ended before it could be killed"
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    (tmp_path / "slow.py").write_text(SLOW)
+    with Program(tmp_path / "slow.py", tmp_path / "cache") as program:
+        program.wait_until(lambda: len(list((tmp_path / "cache").glob("*/*.parquet"))) == 2)
+        program.kill()
     assert sorted(path.stem for path in (tmp_path / "cache").glob("*/*.parquet")) == [
         "000000000-000000016", "000000016-000000032",
     ]  # fmt: skip

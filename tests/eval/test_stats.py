@@ -195,12 +195,26 @@ def test_minimum_detectable_difference_is_found_four_times_in_five():
     assert 0.73 <= (sign_flip_p(data, np.arange(80), num_resamples=500) <= 0.05).mean() <= 0.87
 
 
-def test_ten_thousand_resamples_of_1634_queries_take_less_than_a_second():
+def test_ten_thousand_resamples_of_1634_queries_cost_a_few_times_their_random_numbers():
+    """No resampling can do without drawing, for each resample and query, a number: timed here and now, on this machine."""
     value, group = np.random.default_rng(11).random((1634, 3)), np.arange(1634)
-    start = time.process_time()
-    interval(cluster_bootstrap(value, group))
-    sign_flip_p(value, group)
-    assert time.process_time() - start < 2.0  # both together, on a machine with other things to do
+
+    def draw():
+        rng = np.random.default_rng(0)
+        for _ in range(20):
+            rng.integers(0, 1634, (500, 1634))
+
+    def resample():
+        interval(cluster_bootstrap(value, group))
+        sign_flip_p(value, group)
+
+    def seconds(work):
+        start = time.process_time()
+        work()
+        return time.process_time() - start
+
+    ratios = [seconds(resample) / seconds(draw) for _ in range(3)]
+    assert min(ratios) < 15
 
 
 @pytest.mark.parametrize(

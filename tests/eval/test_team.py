@@ -11,6 +11,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 from eval_fakes import FakeEncoder, write_set
+from ports import free_port
 
 from eval.encode import fill
 from eval.rerank import RerankOptions, rerank_command
@@ -26,15 +27,14 @@ LAUNCH = [
     "--multi_gpu",
     "--num_processes",
     "2",
-    "--main_process_port",
-    "0",
 ]
 TIMES = ["generate_ms", "embed_ms"]
 
 
 def start(*words: str, launch: bool, name: str = "run") -> subprocess.CompletedProcess[str]:
     more = ["report=false"] if name == "run" else []
-    command = [sys.executable, *(LAUNCH if launch else ()), "-m", "eval", name, *more, *words]
+    launcher = [*LAUNCH, "--main_process_port", str(free_port())] if launch else []
+    command = [sys.executable, *launcher, "-m", "eval", name, *more, *words]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "ACCELERATE_USE_CPU": "true",

@@ -175,7 +175,7 @@ def found(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
          str(WORKERS / "back_ends.py"), str(lively_path), str(folder)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True, text=True, timeout=570,
+        capture_output=True, text=True, timeout=1800,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     shared["one"] = one_process(lively_path, steps, merge, folder / "one")

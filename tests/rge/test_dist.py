@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ports import free_port
 
 from rge import dist, launch
 from rge.backbone import load_backbone
@@ -17,7 +18,7 @@ from rge.prompts import PromptBuilder
 from rge.step import Objective, training_step
 
 WORKERS = Path(__file__).parent / "workers"
-ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--main_process_port", "0"]
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
@@ -114,7 +115,8 @@ def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_r
         }
     torch.save(cases, paired["folder"] / "cases.pt")
     arguments = [str(WORKERS / "step.py"), str(lively_path), str(paired["folder"])]
-    start_workers([*ACCELERATE, "--num_processes", "2", *arguments], ACCELERATE_USE_CPU="true")
+    port = ["--main_process_port", str(free_port())]
+    start_workers([*ACCELERATE, "--num_processes", "2", *port, *arguments], ACCELERATE_USE_CPU="true")
     paired["cases"] = cases
     paired["found"] = [torch.load(paired["folder"] / f"found_{rank}.pt") for rank in range(2)]
     return paired

@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 import yaml
+from forked import LIMIT_S, Program
+from ports import free_port
 from safetensors.torch import load_file
 
 from rge.checkpoint import read_settings
@@ -25,8 +26,6 @@ TRAIN = str(ROOT / "rge" / "train.py")
 WORDS = ["what", "egg", "key", "opens", "this", "turns", "into", "a", "locked", "chick", "over", "time"]
 STEPS = {"cold_start": 8, "joint": 10}
 HELD = str(Path(__file__).parent / "workers" / "held_train.py")
-LIMIT_S = 1800
-"""Against hanging; never against being slow."""
 
 
 @pytest.fixture(scope="module")
@@ -103,20 +102,26 @@ def picture_module():
     return draw
 
 
-def command(home: Path, out: Path, *overrides: str, launcher: tuple[str, ...] = ()) -> dict:
-    return {
-        "args": [sys.executable, *launcher, TRAIN, f"recipe={home / 'tiny.yaml'}", f"out={out}", *overrides],
-        "env": {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        "text": True,
-    }
+def command(home: Path, out: Path, *overrides: str) -> list[str]:
+    return [TRAIN, f"recipe={home / 'tiny.yaml'}", f"out={out}", *overrides]
 
 
-def run(
+def start(
     home: Path, out: Path, *overrides: str, launcher: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess:
+    """As users start it: Python, or a launcher, from nothing."""
     return subprocess.run(
-        **command(home, out, *overrides, launcher=launcher), capture_output=True, timeout=LIMIT_S
+        [sys.executable, *launcher, *command(home, out, *overrides)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        text=True,
+        capture_output=True,
+        timeout=LIMIT_S,
     )
+
+
+def run(home: Path, out: Path, *overrides: str) -> subprocess.CompletedProcess:
+    """The same without the imports."""
+    return forked.run(*command(home, out, *overrides))
 
 
 def trained(done: subprocess.CompletedProcess) -> None:
@@ -137,7 +142,7 @@ def assert_same_weights(one: Path, other: Path) -> None:
 @pytest.fixture(scope="module")
 def whole(home):
     """An uninterrupted run of both stages, measured at every third step."""
-    trained(run(home, home / "whole", *validated(home)))
+    trained(start(home, home / "whole", *validated(home)))
     return home / "whole"
 
 
@@ -189,42 +194,19 @@ def test_a_finished_run_is_left_alone(whole, home):
     assert "Traceback" not in refused.stderr
 
 
-@contextmanager
-def held(home: Path, out: Path, stage: str, step: int, *overrides: str):
+def held(home: Path, out: Path, stage: str, step: int, *overrides: str) -> Program:
     """A run that waits after a step of a stage until ``<out>/go_on`` is there."""
-    launcher = HELD, stage, str(step), str(out / "go_on")
-    process = subprocess.Popen(
-        **command(home, out, *overrides, launcher=launcher),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # its data worker too, which holds the pipe
-        process.communicate()
-
-
-def wait_until(process: subprocess.Popen, condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    return Program(HELD, stage, str(step), out / "go_on", *command(home, out, *overrides))
 
 
 def start_and_kill(home: Path, out: Path, stage: str, after_step: int) -> None:
     """Start training, and kill it without warning at a random moment between a step of a stage and the stage's last."""
-    with held(home, out, stage, STEPS[stage] - 1) as process:
-        wait_until(process, lambda: len(metrics_or_partial(out / stage)) >= after_step)
+    with held(home, out, stage, STEPS[stage] - 1) as program:
+        program.wait_until(lambda: len(metrics_or_partial(out / stage)) >= after_step)
         # Written beside the training, so perhaps later.
-        wait_until(process, lambda: list((out / stage / "state").glob("step_*")))
+        program.wait_until(lambda: list((out / stage / "state").glob("step_*")))
         time.sleep(random.random() * 0.15)
-        assert process.poll() is None
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        program.kill()
     assert not (out / stage / "final").exists()
 
 
@@ -277,15 +259,15 @@ def test_the_best_checkpoints_by_validation_are_kept(whole):
 def test_sigterm_saves_and_exits_with_143_and_validation_changes_nothing(whole, home):
     """Stopped between two saves, started again, and never validated: the weights are those of `whole`."""
     out, keep, step = home / "stopped", ["train.save_every=1000"], 3
-    with held(home, out, "joint", step, *keep) as process:
-        wait_until(process, lambda: len(metrics_or_partial(out / "joint")) >= step)
-        os.killpg(process.pid, signal.SIGTERM)  # the whole group, as Slurm does
+    with held(home, out, "joint", step, *keep) as program:
+        program.wait_until(lambda: len(metrics_or_partial(out / "joint")) >= step)
+        program.send(signal.SIGTERM, group=True)  # as Slurm does
         (out / "go_on").touch()
-        _, said = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 143
-    assert "Traceback" not in said
+        done = program.finished()
+    assert done.returncode == 143
+    assert "Traceback" not in done.stderr
     assert [state.name for state in (out / "joint/state").iterdir()] == [f"step_{step:08d}"]
-    assert f"joint: stopped by SIGTERM after step {step} of 10" in said
+    assert f"joint: stopped by SIGTERM after step {step} of 10" in done.stderr
     again = run(home, out, *keep)
     trained(again)
     assert f"joint: resuming after step {step} from" in again.stdout
@@ -335,16 +317,17 @@ def test_the_stages_one_by_one_equal_the_run_of_both(whole, home):
     assert_same_weights(home / "joint/joint/final", whole / "joint/final")
 
 
-ACCELERATE = ("-m", "accelerate.commands.launch", "--main_process_port", "0")
+def accelerate(*words: str) -> tuple[str, ...]:
+    return "-m", "accelerate.commands.launch", "--main_process_port", str(free_port()), *words
 
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(whole, home):
     # AdamW and Muon turn rounding into a step's worth of difference where a gradient is nearly zero, so the losses of
     # the first steps are compared and not the weights.
-    launcher = (*ACCELERATE, "--multi_gpu", "--num_processes", "2")
+    launcher = accelerate("--multi_gpu", "--num_processes", "2")
     trained(
-        run(
+        start(
             home,
             home / "two",
             "train.num_processes=2",
@@ -369,15 +352,15 @@ def test_two_processes_train_as_one_does(whole, home):
     [
         (
             ["train.num_processes=2"],
-            (*ACCELERATE, "--cpu", "--num_processes", "2"),
+            {"launcher": accelerate("--cpu", "--num_processes", "2")},
             "train.num_processes=2, but 1 run",
         ),
-        (["loss.alfa=1"], (), "unknown key loss.alfa; did you mean loss.alpha_"),
-        (["joint.sources=[{path: gone.jsonl}]"], (), "training records gone.jsonl do not exist"),
+        (["loss.alfa=1"], {}, "unknown key loss.alfa; did you mean loss.alpha_"),
+        (["joint.sources=[{path: gone.jsonl}]"], {}, "training records gone.jsonl do not exist"),
     ],
 )
 def test_a_mistake_is_one_line_and_not_a_traceback(home, tmp_path, overrides, launcher, message):
-    done = run(home, tmp_path / "out", *overrides, launcher=launcher)
+    done = (start if launcher else run)(home, tmp_path / "out", *overrides, **launcher)
     assert done.returncode != 0
     assert message in done.stderr
     if not launcher:

@@ -24,8 +24,8 @@ from accelerate.utils import InitProcessGroupKwargs
 from rge import dist
 from rge.watch import fellow_ranks
 
-PATIENCE_S = 60
-"""A minute after the other one went wrong, a process must have ended."""
+PATIENCE_S = 600
+"""Long for the slowest machine, and far below the limit of an exchange, which would end a process as well."""
 
 
 def exchange(what: str) -> None:

@@ -1,0 +1,105 @@
+"""Programs as processes of their own, without the time that importing torch, transformers and PEFT takes.
+
+`python rge/train.py` begins with some twelve seconds of imports. Here one server process (multiprocessing's fork server)
+does them once, and each program is a fork of it: it has a process id, arguments, an environment, output and an exit code
+of its own, and may be killed. Tests of starting itself start Python anew.
+"""
+
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+LIMIT_S = 1800.0
+"""Against hanging; never against being slow."""
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+# What the programs import, slowest first; nothing here may start threads that a fork would have to share.
+_CONTEXT.set_forkserver_preload(
+    ["peft", "rge.step", "rge.validation", "rge.keeper", "rge.start", "rge.encode", "data_prep.rmir.main"]
+)
+
+
+class Program:
+    """A program under way, as a context manager that leaves nothing of it running.
+
+    Args:
+        words: a script and its arguments, or ``-m``, a module and its arguments.
+        environment: variables to be set.
+    """
+
+    def __init__(self, *words: str | Path, **environment: str):
+        self.words = [str(word) for word in words]
+        self._folder = tempfile.TemporaryDirectory()
+        self._process = _CONTEXT.Process(
+            target=_become, args=(self.words, environment, *map(str, self._files())), name=self.words[0]
+        )
+
+    def _files(self) -> tuple[Path, Path]:
+        return Path(self._folder.name) / "stdout", Path(self._folder.name) / "stderr"
+
+    def __enter__(self) -> "Program":
+        self._process.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.send(signal.SIGKILL, group=True)
+        self._process.join()
+        self._folder.cleanup()
+
+    def send(self, number: int, *, group: bool = False) -> None:
+        """Send a signal to the process, or to its group: what it has started too."""
+        with suppress(ProcessLookupError):
+            (os.killpg if group else os.kill)(self._process.pid, number)
+
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        """Wait until something is true; that the program ends before is an error."""
+        deadline = time.monotonic() + LIMIT_S
+        while not condition():
+            assert self._process.is_alive(), f"ended too early\n{self._said()}"
+            assert time.monotonic() < deadline, f"waited for {LIMIT_S} s\n{self._said()}"
+            time.sleep(0.002)
+
+    def kill(self) -> None:
+        """Kill it without warning."""
+        assert self._process.is_alive(), f"ended before it could be killed\n{self._said()}"
+        self._process.kill()
+        self._process.join()
+
+    def finished(self) -> subprocess.CompletedProcess[str]:
+        """Wait for the end."""
+        self._process.join(LIMIT_S)
+        assert self._process.exitcode is not None, f"not over after {LIMIT_S} s\n{self._said()}"
+        out, err = (path.read_text(errors="replace") for path in self._files())
+        return subprocess.CompletedProcess(self.words, self._process.exitcode, out, err)
+
+    def _said(self) -> str:
+        return self._files()[1].read_text(errors="replace")[-4000:]
+
+
+def run(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end; see `Program`."""
+    with Program(*words, **environment) as program:
+        return program.finished()
+
+
+def _become(words: list[str], environment: dict[str, str], out: str, err: str) -> None:
+    os.setsid()
+    for number, path in ((1, out), (2, err)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.update(environment)
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")

@@ -29,6 +29,12 @@ def starting_point(recipe: Recipe, accelerator: Accelerator) -> str:
 
 
 def _build(recipe: Recipe, config: ScratchConfig, folder: Path, accelerator: Accelerator) -> None:
+    if back_end(accelerator).name == "ZeRO-3":
+        # transformers would share it out while it is made, which takes all processes.
+        raise LaunchError(
+            f"model.scratch is built by one process, which ZeRO-3 does not let it; start with one process or DDP until "
+            f"{folder} is written, or begin from one that is there (init=...)"
+        )
     if config.naming is not None and not back_end(accelerator).is_ddp:
         raise LaunchError(
             f"model.scratch.naming teaches the vision tower with Muon, which {back_end(accelerator).name} cannot run; start "

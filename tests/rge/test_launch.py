@@ -10,6 +10,8 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import DistributedType
 
 from rge import launch
+from rge.config import load_recipe
+from rge.start import starting_point
 
 CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "accelerate"
 
@@ -24,6 +26,9 @@ class Running:
         self.state = self
         self.deepspeed_plugin = self
         self.zero_stage = zero_stage
+
+    def wait_for_everyone(self):
+        """Nobody else is here."""
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +112,25 @@ def test_a_launch_as_asked(monkeypatch, environment, running, asked):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     launch.check_launch(running, *asked)
+
+
+@pytest.mark.parametrize(
+    ("running", "naming", "message"),
+    [
+        (
+            Running(2, "DEEPSPEED", 3),
+            "null",
+            "model.scratch is built by one process, which ZeRO-3 does not let it",
+        ),
+        (Running(2, "DEEPSPEED", 2), "names.jsonl", "vision tower with Muon, which ZeRO-2 cannot run"),
+        (Running(2, "FSDP"), "names.jsonl", "vision tower with Muon, which FSDP2 cannot run"),
+    ],
+)
+def test_a_backbone_that_this_launch_cannot_build(tmp_path, running, naming, message):
+    recipe = load_recipe(["recipe=demo", f"out={tmp_path}", f"model.scratch.naming={naming}"])
+    with pytest.raises(launch.LaunchError, match=message):
+        starting_point(recipe, running)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

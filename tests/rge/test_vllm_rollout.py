@@ -295,7 +295,9 @@ def fitting_path(request, tmp_path_factory, enliven):
 
 @pytest.fixture(scope="module")
 def engine(fitting_path):
-    """Twenty seconds to start, so one a family; it takes the weights of whatever model is put into it."""
+    """Some ten seconds to start, so one a family; it takes the weights of whatever model is put into it."""
+    # On a CPU, the share of the memory is of all that the process has, other tests' and other engines' included.
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
     return VllmRollout(Embedder(load_backbone(fitting_path)).eval(), Accelerator(cpu=True), **SETTINGS)
 
 
@@ -392,7 +394,12 @@ def test_training_with_vllm_takes_the_steps_of_our_own_rollout(tmp_path, picture
         out = tmp_path / backend
         settings = [f"recipe={tmp_path / 'tiny.yaml'}", f"out={out}", f"rollout.backend={backend}"]
         train = Path(vllm_rollout.__file__).with_name("train.py")
-        environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(train.parents[1])}
+        environment = {
+            **os.environ,
+            "PYTHONSAFEPATH": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "PYTHONPATH": str(train.parents[1]),
+        }
         done = subprocess.run(
             [sys.executable, train, *settings], env=environment, capture_output=True, text=True, timeout=300
         )

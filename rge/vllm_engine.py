@@ -67,7 +67,7 @@ class Engine(VLLMGeneration):
         )
 
     def _init_vllm(self) -> None:
-        from vllm import LLM
+        from vllm import LLM, ModelRegistry
 
         words = self.model.get_input_embeddings().weight
         # A tower that is never run need not be built. But vLLM takes its absence for that of DeepStack.
@@ -78,6 +78,11 @@ class Engine(VLLMGeneration):
             config.get_text_config().vocab_size = words.shape[0]
             return config
 
+        # vLLM would look at the model's class in a process of its own, lest CUDA starts in this one, where it has long
+        # started. That takes ten seconds, and the process would not know of rge.torchvision_cpu.
+        for architecture in self.model.config.architectures:
+            if (known := ModelRegistry.models.get(architecture)) is not None:
+                ModelRegistry.register_model(architecture, known.load_model_cls())
         dist.ensure_group()
         # vLLM reads who it is from the environment; a single process was started without.
         process = self.accelerator

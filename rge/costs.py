@@ -17,7 +17,6 @@ from torch import nn
 from rge.families import family_of
 
 GIB = 2**30
-BACK_ENDS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 RESERVED_GIB = 4.0
 """Set aside a GPU: context, communication buffers, fragments."""
 

@@ -14,9 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from rge.config import Recipe, RecipeError, StageConfig, load_recipe, nearest, split_override
+from rge.config import BACK_ENDS, Recipe, RecipeError, StageConfig, load_recipe, nearest, split_override
 from rge.costs import (
-    BACK_ENDS,
     GIB,
     RESERVED_GIB,
     Load,

@@ -45,10 +45,7 @@ from rge.writer import make_writer
 def main(arguments: list[str]) -> None:
     """Run the stages of a recipe, one after the other."""
     recipe = load_recipe(arguments)
-    accelerator = launch.make_accelerator(recipe.train, recipe.log)
-    launch.check_launch(
-        accelerator, recipe.train.num_processes, recipe.train.distributed_type, recipe.optim.name
-    )
+    accelerator = launch.make_accelerator(recipe.train, recipe.log, recipe.model.dtype, recipe.optim.name)
     with fellow_ranks():
         start_trackers(accelerator, recipe.log.project, to_dict(recipe))
         start = starting_point(recipe, accelerator)

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from rge.muon import Muon, orthogonal
-from rge.optim import learning_rate, make_optimizer, set_learning_rate
+from rge.optim.muon import Muon, orthogonal
+from rge.optim.optimizers import learning_rate, make_optimizer, set_learning_rate
 
 SHAPE = {"num_steps": 10, "lr": 2.0, "warmup_steps": 4, "min_lr_ratio": 0.1}
 

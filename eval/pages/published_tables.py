@@ -1,4 +1,4 @@
-"""Published figures of known benchmarks: one JSON file a table in ``eval/published``, each with its source.
+"""Published figures of known benchmarks: one JSON file a table in ``eval/pages/published``, each with its source.
 
 A file lists columns (their name, and where an evaluation of ours has the same figure) and rows in per cent, as printed.
 """

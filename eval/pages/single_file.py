@@ -25,7 +25,7 @@ def write_page(
 
     Args:
         out: the HTML file; its directory is created.
-        template: in ``eval/templates``; it gets ``style``, ``script`` and ``script_hash`` for its security policy.
+        template: in ``eval/pages/templates``; it gets ``style``, ``script`` and ``script_hash`` for its security policy.
         styles: style sheets there, later ones override earlier ones.
         filters: of the template.
         content: what it shows.

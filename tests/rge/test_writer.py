@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from rge.config import LogConfig, RecipeError, RolloutConfig, TrainConfig
+from rge.config import LogConfig, Recipe, RecipeError, RolloutConfig, StageConfig, TrainConfig
 from rge.distributed import launch
 from rge.model.backbone import empty_picture
 from rge.model.dropout import drops_out
@@ -25,6 +25,7 @@ from rge.step import Objective, training_step
 
 OBJECTIVE = Objective(0.4, 0.6, 0.07)
 SETTINGS = RolloutConfig(max_new_tokens=9, batch_size=4)
+RECIPE = Recipe(rollout=SETTINGS, joint=StageConfig(batch_size=5), train=TrainConfig(micro_batch_size=2))
 
 
 @pytest.fixture
@@ -224,9 +225,8 @@ def test_a_frozen_tower_sees_each_picture_once_a_step(lively, batch, monkeypatch
     vision.register_forward_pre_hook(
         lambda module, args, kwargs: patches.append(sum(map(len, args[:1]))), with_kwargs=True
     )
-    sizes = {"batch_size": 5, "micro_batch_size": 2, "max_prompt_tokens": 512}
     accelerator = launch.make_accelerator(TrainConfig(), LogConfig())
-    writer = make_writer(lively, lively, SETTINGS, accelerator, **sizes)
+    writer = make_writer(lively, lively, RECIPE, RECIPE.joint, accelerator)
     assert lively.pictures is not None
     for _ in range(2):  # a step leaves nothing behind
         patches.clear()
@@ -241,6 +241,5 @@ def test_a_frozen_tower_sees_each_picture_once_a_step(lively, batch, monkeypatch
 
 def test_a_tower_that_trains_is_run_in_every_pass(lively):
     accelerator = launch.make_accelerator(TrainConfig(), LogConfig())
-    sizes = {"batch_size": 5, "micro_batch_size": 2, "max_prompt_tokens": 512}
-    make_writer(lively, lively, SETTINGS, accelerator, **sizes)
+    make_writer(lively, lively, RECIPE, RECIPE.joint, accelerator)
     assert lively.pictures is None

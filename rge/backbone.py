@@ -222,7 +222,7 @@ def picture_features(model: nn.Module, pixel_values: Tensor, image_grid: Tensor)
 
     Args:
         model: the backbone's model.
-        pixel_values: patches or tiles of all pictures, see `rge.families.pictures_of`.
+        pixel_values: patches or tiles of all pictures, see `rge.families.normalised`.
         image_grid: their grid.
 
     Returns:
@@ -244,7 +244,7 @@ def hidden_states(model: nn.Module, *, features: Tensor | None, **inputs) -> Ten
 
 
 def empty_picture(model: nn.Module) -> tuple[Tensor, Tensor]:
-    """The smallest picture there is, without content: pixel values and grid.
+    """The smallest picture there is, without content: pixels and grid, see `rge.families.pictures_of`.
 
     A batch without pictures gets it behind a mask, so that every rank runs the vision tower in every step. Otherwise
     DDP waits for gradients that never come and ZeRO-2 averages different parameters with one another.

@@ -22,6 +22,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from eval.models.common import VLM2VEC, DirectEncoder, no_rationales, place
 from eval.models.registry import Facts, facts_of
 from eval.options import UserError
+from rge.families import normalised
 from rge.prompts import PROFILES, Profile, Prompt, PromptBuilder
 from rge.schema import Item
 
@@ -83,10 +84,11 @@ class LastToken(DirectEncoder[Prompt]):
         mask_BT = torch.arange(ids_BT.shape[1])[None] < lengths[:, None]
         inputs: dict[str, Any] = {"input_ids": ids_BT, "attention_mask": mask_BT.long()}
         inputs["mm_token_type_ids"] = _padded([prompt.type_ids for prompt in batch], 0)
-        shown = [prompt for prompt in batch if prompt.pixel_values is not None]
+        shown = [prompt for prompt in batch if prompt.pixels is not None]
         if shown:
-            dtype = self.model.dtype
-            inputs["pixel_values"] = torch.cat([prompt.pixel_values for prompt in shown]).to(dtype)  # type: ignore[misc]
+            pixels = torch.cat([prompt.pixels for prompt in shown])  # type: ignore[misc]
+            image_processor = self.builder.processor.image_processor
+            inputs["pixel_values"] = normalised(image_processor, pixels.to(device)).to(self.model.dtype)
             inputs["image_grid_thw"] = torch.cat([prompt.image_grid for prompt in shown])  # type: ignore[misc]
         if self.flat:
             inputs["position_ids"] = torch.arange(ids_BT.shape[1]).expand(3, *ids_BT.shape)

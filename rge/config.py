@@ -1,8 +1,8 @@
 """Recipes: one YAML per run, typed, overridable from the command line, saved with every checkpoint.
 
 ``load_recipe(["recipe=demo", "joint.lr=1e-4"])`` reads ``recipes/demo.yaml`` over the defaults below and applies the
-overrides. A key that does not exist is an error that names the nearest one. Configs stop at the builders in
-``rge/train.py``; below them, plain keyword arguments are passed.
+overrides. A key that does not exist is an error that names the nearest one. Who consumes a section is handed it whole
+(``recipe.optim``, a stage, ``recipe.data``), never a copy of its keys: what is copied by hand is forgotten by hand.
 """
 
 import difflib

@@ -7,16 +7,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rge.adapters import add_adapters
 from rge.attention import EncodedPrompts, Pass, install
 from rge.backbone import (
     Backbone,
     decoder,
     empty_picture,
     hidden_states,
+    load_backbone,
     picture_features,
     picture_ids,
     prompt_positions,
+    vision_parameters,
 )
+from rge.config import ModelConfig
 from rge.families import normalised
 from rge.losses import rationale_nll
 from rge.packing import Branch, PromptPart, TailPart, pack_prompts, pack_tails
@@ -221,6 +225,36 @@ class Embedder(nn.Module):
             if self.pictures is not None:
                 self.pictures.keep(owners, features)
         return features
+
+
+def embedder_to_train(start: str, config: ModelConfig) -> Embedder:
+    """Backbone, processor and ``<emb>`` as a recipe holds them in memory, with what it trains and what it does not.
+
+    Args:
+        start: hub id or directory; `ModelConfig.path`, or a checkpoint that stands in for it.
+        config: the recipe's.
+
+    Raises:
+        BackboneError: nothing usable is there.
+        AdapterError: the adapters fit nowhere.
+    """
+    backbone = load_backbone(
+        start,
+        revision=config.revision if start == config.path else None,
+        dtype=config.dtype,
+        attn_implementation=config.attn_implementation,
+        min_pixels=config.min_pixels,
+        max_pixels=config.max_pixels,
+        add_emb=True,
+    )
+    if config.gradient_checkpointing:
+        backbone.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if config.lora is not None:
+        add_adapters(backbone.model, backbone.emb_id, **vars(config.lora))
+    elif config.freeze_vision:
+        for parameter in vision_parameters(backbone.model):
+            parameter.requires_grad_(False)
+    return Embedder(backbone).train()
 
 
 def normalise(state: Tensor) -> Tensor:

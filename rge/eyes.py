@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from rge import dist
 from rge.backbone import hidden_states, picture_features
+from rge.config import OptimConfig, StageConfig
 from rge.images import load_image
 from rge.optim import learning_rate, make_optimizer, set_learning_rate
 from rge.sources import RecordFile
@@ -175,9 +176,9 @@ def teach(
     name_ids = [tokenizer(name, add_special_tokens=False).input_ids for name in names]
     side = pictures.shape[-1] // image_processor.patch_size
     namer = _Namer(model, name_ids, tokenizer.pad_token_id, torch.tensor([[1, side, side]]))
-    optimizer: torch.optim.Optimizer = make_optimizer(
-        namer, name="muon", lr=lr, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.05
-    )
+    settings = OptimConfig(name="muon", betas=(0.9, 0.98), weight_decay=0.05)
+    optimizer: torch.optim.Optimizer = make_optimizer(namer, settings, lr)
+    schedule = StageConfig(lr=lr, warmup_steps=50)
     wrapped, optimizer = accelerator.prepare(namer.train(), optimizer)
     share = batch_size // dist.world_size()
     grid = torch.tensor([[1, side, side]] * share, device=accelerator.device)
@@ -186,10 +187,7 @@ def teach(
         range(steps), desc="eyes", unit="step", dynamic_ncols=True, disable=not accelerator.is_main_process
     )
     for step in bar:
-        rate = learning_rate(
-            step, num_steps=steps, lr=lr, warmup_steps=50, schedule="cosine", min_lr_ratio=0.0
-        )
-        set_learning_rate(optimizer, rate)
+        set_learning_rate(optimizer, learning_rate(step, steps, schedule))
         rows = torch.randint(len(pictures), (share,), generator=generator)
         values = patches(
             augment(pictures[rows], generator),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from rge.config import OptimConfig, StageConfig
 from rge.muon import Muon
 
 
@@ -56,31 +57,20 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def make_optimizer(
-    model: nn.Module,
-    *,
-    name: str,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    slow: Sequence[nn.Parameter] = (),
-    slow_ratio: float = 1.0,
+    model: nn.Module, config: OptimConfig, lr: float, slow: Sequence[nn.Parameter] = ()
 ) -> torch.optim.Optimizer:
     """Optimizer over the trainable parameters; norms, biases and other vectors are not decayed.
 
     Args:
         model: what is trained.
-        name: ``adamw`` or ``muon`` (see `MuonAdamW`).
+        config: the recipe's; weight decay is decoupled and multiplied by the rate. For ``muon`` see `MuonAdamW`.
         lr: learning rate.
-        betas: of AdamW.
-        eps: of AdamW.
-        weight_decay: decoupled, multiplied by the rate.
-        slow: parameters with a learning rate of their own, such as the vision tower's.
-        slow_ratio: that rate as a share of `lr`.
+        slow: parameters whose rate is `OptimConfig.vision_lr_ratio` times `lr`: the vision tower's.
 
     Raises:
         ValueError: unknown name.
     """
+    name, betas, eps = config.name, config.betas, config.eps
     if name not in ("adamw", "muon"):
         raise ValueError(f"optimizer must be adamw or muon, got {name!r}")
     is_slow = set(map(id, slow))
@@ -97,8 +87,8 @@ def make_optimizer(
             by_muon,
             {
                 "params": parameters,
-                "weight_decay": weight_decay if decayed else 0.0,
-                "lr_ratio": slow_ratio if slowed else 1.0,
+                "weight_decay": config.weight_decay if decayed else 0.0,
+                "lr_ratio": config.vision_lr_ratio if slowed else 1.0,
             },
         )
         for (by_muon, slowed, decayed), parameters in groups.items()
@@ -109,26 +99,21 @@ def make_optimizer(
     return MuonAdamW([group for by_muon, group in found if by_muon], others, lr=lr, betas=betas, eps=eps)
 
 
-def learning_rate(
-    step: int, *, num_steps: int, lr: float, warmup_steps: int, schedule: str, min_lr_ratio: float
-) -> float:
-    """Learning rate of a step.
+def learning_rate(step: int, num_steps: int, stage: StageConfig) -> float:
+    """Learning rate of a step: linear warm-up to `StageConfig.lr`, then the stage's schedule.
 
     Args:
         step: counts from zero.
         num_steps: of the stage.
-        lr: peak.
-        warmup_steps: steps over which the rate rises linearly to the peak.
-        schedule: ``cosine``, ``linear`` or ``constant`` after that.
-        min_lr_ratio: share of the peak that the schedule ends at.
+        stage: gives peak, warm-up, schedule, and the share of the peak that the schedule ends at.
     """
-    if step < warmup_steps:
-        return lr * (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(1, num_steps - warmup_steps)
-    if schedule == "constant":
-        return lr
-    falling = 0.5 * (1 + math.cos(math.pi * progress)) if schedule == "cosine" else 1 - progress
-    return lr * (min_lr_ratio + (1 - min_lr_ratio) * falling)
+    if step < stage.warmup_steps:
+        return stage.lr * (step + 1) / stage.warmup_steps
+    progress = (step - stage.warmup_steps) / max(1, num_steps - stage.warmup_steps)
+    if stage.schedule == "constant":
+        return stage.lr
+    falling = 0.5 * (1 + math.cos(math.pi * progress)) if stage.schedule == "cosine" else 1 - progress
+    return stage.lr * (stage.min_lr_ratio + (1 - stage.min_lr_ratio) * falling)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

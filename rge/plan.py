@@ -157,13 +157,7 @@ def load_of(recipe: Recipe, model: nn.Module, options: dict[str, Any]) -> Load:
             f"{name}.batch_size {stage.batch_size} must be a multiple of the {gpus} GPUs, e.g. "
             f"{stage.batch_size // gpus * gpus or gpus}"
         )
-    loss = recipe.loss
-    if name == "cold_start":
-        objective = Objective(1.0, 0.0, lm_on_candidates=loss.lm_on_candidates)
-    else:
-        objective = Objective(
-            loss.alpha_lm, loss.alpha_con, loss.temperature, loss.anchor, loss.lm_on_candidates
-        )  # type: ignore[arg-type]
+    objective = Objective.of(recipe.loss, name)
     family, config = family_of(model), model.config
     placeholders = family.num_placeholders(config, recipe.model.max_pixels)  # type: ignore[arg-type]
     around = len(family.picture_ids(config, _NoTokenizer())) - family.num_placeholders(config, 0)  # type: ignore[arg-type]

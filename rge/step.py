@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from rge import dist
 from rge.attention import EncodedPrompts
 from rge.collate import Batch
+from rge.config import LossConfig
 from rge.dropout import RandomState, drops_out
 from rge.embedder import Embedder, Readout
 from rge.losses import hit_at_1, nested_info_nce
@@ -48,6 +49,20 @@ class Objective:
     anchor: str = "self"
     lm_on_candidates: bool = True
     matryoshka_dims: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, loss: LossConfig, stage: str) -> "Objective":
+        """What a stage of a checked recipe minimises; the cold start knows the LM loss only."""
+        if stage == "cold_start":
+            return cls(alpha_lm=1.0, alpha_con=0.0, lm_on_candidates=loss.lm_on_candidates)
+        return cls(
+            loss.alpha_lm,  # type: ignore[arg-type]  # `load_recipe` has filled both in
+            loss.alpha_con,  # type: ignore[arg-type]
+            loss.temperature,
+            loss.anchor,
+            loss.lm_on_candidates,
+            tuple(loss.matryoshka_dims),
+        )
 
     @property
     def needs_rollout(self) -> bool:

@@ -15,7 +15,7 @@ from rge import dist
 from rge.attention import EncodedPrompts
 from rge.backbone import vision_parameters
 from rge.collate import Batch
-from rge.config import RecipeError, RolloutConfig
+from rge.config import Recipe, RecipeError, RolloutConfig, StageConfig
 from rge.dropout import drops_out
 from rge.embedder import Embedder, PictureMemory
 from rge.rollout import Rationale, generate
@@ -172,30 +172,22 @@ class Writer:
 
 
 def make_writer(
-    model: nn.Module,
-    embedder: Embedder,
-    settings: RolloutConfig,
-    accelerator: Accelerator,
-    *,
-    batch_size: int,
-    micro_batch_size: int,
-    max_prompt_tokens: int,
+    model: nn.Module, embedder: Embedder, recipe: Recipe, stage: StageConfig, accelerator: Accelerator
 ) -> Writer:
     """A stage's writer; what it remembers is saved and loaded with the accelerator's state.
 
     Args:
         model: the wrapped embedder.
         embedder: the same, unwrapped.
-        settings: of the rollout.
+        recipe: of the run.
+        stage: that of its stages which is trained.
         accelerator: knows the back end.
-        batch_size: queries a step over all ranks.
-        micro_batch_size: queries per forward.
-        max_prompt_tokens: longest prompt.
 
     Raises:
         RecipeError: `rollout.prompt_pass=once` or `rollout.backend=vllm` was asked for and cannot be.
         BackboneError: `rollout.backend=vllm` was asked for and does not know the model's family.
     """
+    settings = recipe.rollout
     sharded = dist.shards_parameters(accelerator)
     if not sharded and not any(parameter.requires_grad for parameter in vision_parameters(embedder.model)):
         # Where parameters are sharded, every process has to run the tower as often as the others.
@@ -205,15 +197,15 @@ def make_writer(
         vllm = VllmRollout(
             embedder,
             accelerator,
-            max_prompt_tokens=max_prompt_tokens,
+            max_prompt_tokens=recipe.data.max_prompt_tokens,
             max_new_tokens=settings.max_new_tokens,
             batch_size=settings.batch_size,
             memory=settings.vllm_memory,
         )
     once = vllm is None and encodes_once(
         settings.prompt_pass,
-        queries_a_rank=-(-batch_size // dist.world_size()),
-        micro_batch_size=micro_batch_size,
+        queries_a_rank=-(-stage.batch_size // dist.world_size()),
+        micro_batch_size=recipe.train.micro_batch_size,
         sharded=sharded,
         drops_out=drops_out(embedder),
     )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rge.collate import Collator
+from rge.config import Recipe, RolloutConfig, TrainConfig, ValidationConfig
 from rge.packing import Branch
 from rge.prompts import PromptBuilder
 from rge.rollout import generate
@@ -50,13 +51,12 @@ def records(tmp_path, picture):
 
 def make(records, embedder, objective, micro_batch_size=3, max_records=100, **settings):
     collator = Collator([records], PromptBuilder(embedder.processor), **settings)
-    return Validation(
-        collator,
-        objective,
-        max_records=max_records,
-        micro_batch_size=micro_batch_size,
-        max_new_tokens=6,
+    recipe = Recipe(
+        rollout=RolloutConfig(max_new_tokens=6),
+        train=TrainConfig(micro_batch_size=micro_batch_size),
+        validation=ValidationConfig(max_records=max_records),
     )
+    return Validation(collator, objective, recipe)
 
 
 def by_hand(embedder, records, objective):

@@ -7,7 +7,7 @@ import torch
 
 from rge import dist, launch
 from rge.backbone import empty_picture
-from rge.config import LogConfig, RecipeError, RolloutConfig, TrainConfig
+from rge.config import LogConfig, Recipe, RecipeError, RolloutConfig, StageConfig, TrainConfig
 from rge.dropout import drops_out
 from rge.packing import Branch
 from rge.prompts import PromptBuilder
@@ -17,6 +17,7 @@ from rge.writer import Store, Writer, encodes_once, is_direct, make_writer, samp
 
 OBJECTIVE = Objective(0.4, 0.6, 0.07)
 SETTINGS = RolloutConfig(max_new_tokens=9, batch_size=4)
+RECIPE = Recipe(rollout=SETTINGS, joint=StageConfig(batch_size=5), train=TrainConfig(micro_batch_size=2))
 
 
 @pytest.fixture
@@ -216,9 +217,8 @@ def test_a_frozen_tower_sees_each_picture_once_a_step(lively, batch, monkeypatch
     vision.register_forward_pre_hook(
         lambda module, args, kwargs: patches.append(sum(map(len, args[:1]))), with_kwargs=True
     )
-    sizes = {"batch_size": 5, "micro_batch_size": 2, "max_prompt_tokens": 512}
     accelerator = launch.make_accelerator(TrainConfig(), LogConfig())
-    writer = make_writer(lively, lively, SETTINGS, accelerator, **sizes)
+    writer = make_writer(lively, lively, RECIPE, RECIPE.joint, accelerator)
     assert lively.pictures is not None
     for _ in range(2):  # a step leaves nothing behind
         patches.clear()
@@ -233,6 +233,5 @@ def test_a_frozen_tower_sees_each_picture_once_a_step(lively, batch, monkeypatch
 
 def test_a_tower_that_trains_is_run_in_every_pass(lively):
     accelerator = launch.make_accelerator(TrainConfig(), LogConfig())
-    sizes = {"batch_size": 5, "micro_batch_size": 2, "max_prompt_tokens": 512}
-    make_writer(lively, lively, SETTINGS, accelerator, **sizes)
+    make_writer(lively, lively, RECIPE, RECIPE.joint, accelerator)
     assert lively.pictures is None

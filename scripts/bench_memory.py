@@ -61,7 +61,7 @@ def make_batch(builder: PromptBuilder, size: int) -> tuple[Batch, int]:
         batch.negatives.append([])
         batch.right_answers.append([number])
         batch.seeds.append(number)
-    pixels = sum(one.pixel_values.nbytes for one in (*batch.queries, *batch.candidates))
+    pixels = sum(one.pixels.nbytes for one in (*batch.queries, *batch.candidates))
     return batch, pixels
 
 

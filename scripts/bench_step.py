@@ -59,6 +59,7 @@ from rge.losses import info_nce, rationale_nll
 from rge.model.attention import EncodedPrompts
 from rge.model.backbone import load_backbone, text_model
 from rge.model.embedder import Embedder, encode_prompts, normalise
+from rge.model.families import normalised
 from rge.model.packing import Branch
 from rge.model.prompts import Prompt, PromptBuilder
 from rge.rollout.generate import Rationale, generate
@@ -313,9 +314,10 @@ def stock_inputs(
         "attention_mask": padded([torch.ones_like(row) for row in ids], 0),
         "mm_token_type_ids": padded(types, 0),
     }
-    pictures = [prompt for prompt in prompts if prompt.pixel_values is not None]
+    pictures = [prompt for prompt in prompts if prompt.pixels is not None]
     if pictures:
-        inputs["pixel_values"] = torch.cat([prompt.pixel_values for prompt in pictures])  # type: ignore[misc]
+        pixels = torch.cat([prompt.pixels for prompt in pictures])  # type: ignore[misc]
+        inputs["pixel_values"] = normalised(embedder.processor.image_processor, pixels)
         inputs["image_grid_thw"] = torch.cat([prompt.image_grid for prompt in pictures])  # type: ignore[misc]
     return inputs
 

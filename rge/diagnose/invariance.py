@@ -18,7 +18,7 @@ from rge.diagnose.pairs import Pairs
 from rge.diagnose.sensitivity import after
 from rge.encoder import Encoded, Encoder, load_encoder
 from rge.model.backbone import load_plain
-from rge.model.families import family_of
+from rge.model.families import family_of, normalised
 from rge.model.prompts import Prompt
 from rge.rollout.vllm_writer import VllmRollout
 
@@ -143,7 +143,9 @@ def _plain_states(model: Any, encoder: Encoder, prompts: list[Prompt], side: str
             attention_mask[number, begin : begin + len(row)] = 1
             last.append(begin + len(row) - 1)
         pictures = [
-            None if prompt.pixel_values is None else (prompt.pixel_values, prompt.image_grid)
+            None
+            if prompt.pixels is None
+            else (normalised(embedder.processor.image_processor, prompt.pixels), prompt.image_grid)
             for prompt in prompts[start : start + 8]
         ]
         inputs = family_of(model).plain_inputs(model.config, pictures, input_ids, attention_mask)

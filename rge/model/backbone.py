@@ -224,7 +224,11 @@ def picture_features(model: nn.Module, pixel_values: Tensor, image_grid: Tensor)
 
     Args:
         model: the backbone's model.
+    <<<<<<< HEAD:rge/model/backbone.py
         pixel_values: patches or tiles of all pictures, see `rge.model.families.pictures_of`.
+    =======
+        pixel_values: patches or tiles of all pictures, see `rge.model.families.normalised`.
+    >>>>>>> main:rge/model/backbone.py
         image_grid: their grid.
 
     Returns:
@@ -246,7 +250,7 @@ def hidden_states(model: nn.Module, *, features: Tensor | None, **inputs) -> Ten
 
 
 def empty_picture(model: nn.Module) -> tuple[Tensor, Tensor]:
-    """The smallest picture there is, without content: pixel values and grid.
+    """The smallest picture there is, without content: pixels and grid, see `rge.model.families.pictures_of`.
 
     A batch without pictures gets it behind a mask, so that every rank runs the vision tower in every step. Otherwise
     DDP waits for gradients that never come and ZeRO-2 averages different parameters with one another.

@@ -22,6 +22,7 @@ from rge.model.backbone import (
     prompt_positions,
     vision_parameters,
 )
+from rge.model.families import normalised
 from rge.model.packing import Branch, PromptPart, TailPart, pack_prompts, pack_tails
 from rge.model.prompts import Prompt
 
@@ -57,14 +58,14 @@ class PictureMemory:
 
     def recall(self, prompts: Sequence[Prompt]) -> Tensor | None:
         """Features of all pictures of these prompts, or None if one of them is new."""
-        pictured = [id(prompt) for prompt in prompts if prompt.pixel_values is not None]
+        pictured = [id(prompt) for prompt in prompts if prompt.pixels is not None]
         if not pictured or any(key not in self._known for key in pictured):
             return None
         return torch.cat([self._known[key][1] for key in pictured])
 
     def keep(self, prompts: Sequence[Prompt], features: Tensor) -> None:
         """Remember features, in the order of the prompts' placeholders."""
-        pictured = [prompt for prompt in prompts if prompt.pixel_values is not None]
+        pictured = [prompt for prompt in prompts if prompt.pixels is not None]
         if not pictured or not self._is_open:
             return
         parts = features.detach().split([int(prompt.type_ids.sum()) for prompt in pictured])
@@ -207,19 +208,20 @@ class Embedder(nn.Module):
     @torch.no_grad()
     def picture_features(self, prompts: Sequence[Prompt]) -> list[Tensor | None]:
         """Features (placeholders, feature size) of each prompt's pictures, without gradient; None without pictures."""
-        pictured = [prompt for prompt in prompts if prompt.pixel_values is not None]
+        pictured = [prompt for prompt in prompts if prompt.pixels is not None]
         if not pictured:
             return [None] * len(prompts)
         part = self.pack_prompts(pictured).prompts
         assert part is not None
         features = self._features(part, pictured)
         parts = iter(features.split([int(prompt.type_ids.sum()) for prompt in pictured]))
-        return [None if prompt.pixel_values is None else next(parts) for prompt in prompts]
+        return [None if prompt.pixels is None else next(parts) for prompt in prompts]
 
     def _features(self, part: PromptPart, owners: Sequence[Prompt]) -> Tensor:
         features = None if self.pictures is None else self.pictures.recall(owners)
         if features is None:
-            features = picture_features(self.model, part.pixel_values, part.image_grid)
+            values = normalised(self.processor.image_processor, part.pixels)
+            features = picture_features(self.model, values, part.image_grid)
             if self.pictures is not None:
                 self.pictures.keep(owners, features)
         return features

@@ -89,12 +89,12 @@ class Family:
         return [config.vision_start_token_id, config.image_token_id, config.vision_end_token_id]
 
     def empty_picture(self, config: Any) -> tuple[Tensor, Tensor]:
-        """The smallest picture, without content: pixel values and grid."""
+        """The smallest picture, without content: pixels and grid."""
         vision = config.vision_config
         channels = vision.in_channels if hasattr(vision, "in_channels") else vision.in_chans
-        merge = vision.spatial_merge_size
-        values = torch.zeros(merge * merge, channels * vision.temporal_patch_size * vision.patch_size**2)
-        return values, torch.tensor([[1, merge, merge]])
+        merge, side = vision.spatial_merge_size, vision.patch_size
+        pixels = torch.zeros(merge * merge, channels, side, side, dtype=torch.uint8)
+        return pixels, torch.tensor([[1, merge, merge]])
 
     def collapsed(self, config: Any, ids: Sequence[int]) -> list[int] | None:
         """A prompt's ids with one placeholder a picture, as vLLM takes them; None where that is not known.
@@ -209,9 +209,9 @@ class Idefics3(Family):
         return [around, *[config.image_token_id] * _tile_tokens(config), around]
 
     def empty_picture(self, config: Any) -> tuple[Tensor, Tensor]:
-        """A tile of equal pixels; not zero, since the model takes all-zero tiles for padding and drops them."""
+        """A black tile. The model takes tiles that are zero once normalised for padding; no pixel of 8 bits is."""
         side = config.vision_config.image_size
-        tile = torch.ones(1, config.vision_config.num_channels, side, side)
+        tile = torch.zeros(1, config.vision_config.num_channels, side, side, dtype=torch.uint8)
         return tile, grid_of_tiles(tile)
 
     def collapsed(self, config: Any, ids: Sequence[int]) -> list[int] | None:
@@ -247,16 +247,61 @@ def family_of(model: nn.Module) -> Family:
     return FAMILIES[model.config.model_type]
 
 
-def pictures_of(fields: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None]:
-    """Pixel values and grid of one prompt from its processor's output; both None without pictures.
+def eight_bit_options(image_processor: Any) -> dict[str, Any]:
+    """Arguments with which an image processor scales and cuts pictures, and leaves their pixels as they are.
 
-    Rows of the pixel values are patches or tiles. The grid has a row a picture (Qwen, in patches) or a tile (in pixels).
+    Scaled pictures have 8 bits a channel. Normalising makes four bytes of each, and Qwen's patches hold every pixel once
+    a frame: eight times the bytes to hand from process to process and on to a device, see `normalised`.
     """
-    pixel_values, grid = fields.get("pixel_values"), fields.get("image_grid_thw")
-    if pixel_values is not None and grid is None:
-        pixel_values = pixel_values[0]
-        grid = grid_of_tiles(pixel_values)
-    return pixel_values, grid
+    options: dict[str, Any] = {"do_rescale": False, "do_normalize": False}
+    if hasattr(image_processor, "temporal_patch_size"):
+        options["temporal_patch_size"] = 1
+    if hasattr(image_processor, "do_pad"):
+        options["do_pad"] = False  # the tiles of one prompt are equally large
+    return options
+
+
+def pictures_of(fields: Mapping[str, Any], image_processor: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Pixels and grid of one prompt from its processor's output; both None without pictures.
+
+    Args:
+        fields: made with `eight_bit_options`.
+        image_processor: that made them.
+
+    Returns:
+        (P, channels, height, width) uint8: patches or tiles. (pictures, 3) int64: a row a picture, one and its height and
+        width in patches (Qwen), or a row a tile, one and its height and width in pixels.
+    """
+    pixels, grid = fields.get("pixel_values"), fields.get("image_grid_thw")
+    if pixels is None:
+        return None, None
+    if grid is None:
+        pixels = pixels[0]
+        return pixels, grid_of_tiles(pixels)
+    return pixels.unflatten(1, (-1, image_processor.patch_size, image_processor.patch_size)), grid
+
+
+def normalised(image_processor: Any, pixels_PCHW: Tensor) -> Tensor:
+    """What the model takes: pixels (see `pictures_of`) in float32, rescaled, normalised, repeated for every frame.
+
+    The processor's own arithmetic, on the device where the pixels are; bit-equal to its whole output, since both steps
+    look at one pixel at a time.
+
+    Returns:
+        (P, channels * frames * height * width) patches, or (P, channels, height, width) tiles.
+    """
+    values_PCHW = image_processor.rescale_and_normalize(
+        pixels_PCHW,
+        image_processor.do_rescale,
+        image_processor.rescale_factor,
+        image_processor.do_normalize,
+        tuple(image_processor.image_mean),
+        tuple(image_processor.image_std),
+    ).float()
+    frames = getattr(image_processor, "temporal_patch_size", None)
+    if frames is None:
+        return values_PCHW
+    return values_PCHW[:, :, None].expand(-1, -1, frames, -1, -1).flatten(1)
 
 
 def grid_of_tiles(tiles_PCHW: Tensor) -> Tensor:

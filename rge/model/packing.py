@@ -58,7 +58,7 @@ class PromptPart:
         last_id_B: id of each prompt's last token.
         last_position_3B: its positions.
         after_B: position of the first token after the prompt, the same on all axes.
-        pixel_values: patches of all pictures, rows in order.
+        pixels: patches or tiles of all pictures, rows in order, uint8.
         image_grid: (number of pictures, 3).
     """
 
@@ -69,7 +69,7 @@ class PromptPart:
     last_id_B: Tensor
     last_position_3B: Tensor
     after_B: Tensor
-    pixel_values: Tensor
+    pixels: Tensor
     image_grid: Tensor
 
     def to(self, device: torch.device | str) -> "PromptPart":
@@ -124,7 +124,7 @@ def pack_prompts(
         prompts: one a row.
         positions: (3, tokens) rotary positions of each prompt.
         picture_ids: ids of the smallest picture's tokens (start, one placeholder, end), see `empty_picture`.
-        empty_picture: pixel values and grid put before the first row where no prompt has a picture. Its tokens belong
+        empty_picture: pixels and grid put before the first row where no prompt has a picture. Its tokens belong
             to no row, so no row sees them.
 
     Raises:
@@ -132,7 +132,7 @@ def pack_prompts(
     """
     if not prompts:
         raise ValueError("cannot pack a batch without rows")
-    pixels = [prompt.pixel_values for prompt in prompts if prompt.pixel_values is not None]
+    pixels = [prompt.pixels for prompt in prompts if prompt.pixels is not None]
     grids = [prompt.image_grid for prompt in prompts if prompt.image_grid is not None]
     ids, places, lengths, start = [], [], [], 0
     if not pixels:
@@ -155,7 +155,7 @@ def pack_prompts(
         last_position_3B=torch.stack([position[:, -1] for position in positions], dim=1),
         # The prompt's last position is not its greatest: a wide picture's columns may reach further than its rows.
         after_B=torch.stack([position.max() + 1 for position in positions]),
-        pixel_values=torch.cat(pixels),
+        pixels=torch.cat(pixels),
         image_grid=torch.cat(grids),
     )
 

@@ -12,10 +12,18 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+<<<<<<< HEAD:rge/model/prompts.py
 from rge.common.images import ImageError, load_image
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES, Profile
 from rge.common.schema import Item
 from rge.model.families import pictures_of
+=======
+from rge.model.families import eight_bit_options, pictures_of
+from rge.common.images import ImageError, load_image
+from rge.common.schema import Item
+
+EMB_TOKEN = "<emb>"
+>>>>>>> main:rge/model/prompts.py
 
 KNOWN_PROMPTS = 16_384
 """Texts whose token ids a builder remembers; some 10 MB."""
@@ -29,15 +37,21 @@ class Prompt:
         id: of the item, for error messages.
         input_ids: (T,) int64, ending with the assistant header: generation or ``<emb>`` comes next.
         type_ids: (T,) int64, 1 on picture placeholders, else 0.
+<<<<<<< HEAD:rge/model/prompts.py
         pixel_values: (P, ...) float, patches or tiles of all pictures, or None without pictures.
         image_grid: (number of pictures or tiles, 3) int64, see `rge.model.families.pictures_of`; or None.
+=======
+        pixels: (P, channels, height, width) uint8, patches or tiles of all pictures as `rge.model.families.normalised` takes
+            them; None without pictures.
+        image_grid: (number of pictures or tiles, 3) int64, see `rge.model.families.pictures_of`; or None.
+>>>>>>> main:rge/model/prompts.py
         num_cut_tokens: tokens of the user's text that were cut to fit.
     """
 
     id: str
     input_ids: Tensor
     type_ids: Tensor
-    pixel_values: Tensor | None
+    pixels: Tensor | None
     image_grid: Tensor | None
     num_cut_tokens: int = 0
 
@@ -104,6 +118,7 @@ class PromptBuilder:
         added = self.tokenizer.added_tokens_decoder.values()
         self._control_tokens = sorted({token.content for token in added if token.special})
         self._image_id = self.tokenizer.convert_tokens_to_ids(processor.image_token)
+        self._options = eight_bit_options(processor.image_processor)
         self._known: dict[tuple, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def build(self, item: Item, side: str, images: Sequence[Image.Image] | None = None) -> Prompt:
@@ -182,7 +197,9 @@ class PromptBuilder:
                 return self._prompt(name, input_ids, pictures, num_cut)
         rendered = self._render(text, len(images))
         try:
-            fields = self.processor(text=[rendered], images=list(images) or None, return_tensors="pt")
+            fields = self.processor(
+                text=[rendered], images=list(images) or None, return_tensors="pt", **self._options
+            )
         except ValueError as error:  # e.g. a side 200 times as long as the other
             raise ImageError(f"pictures of item {name!r} cannot be processed: {error}") from error
         input_ids = fields["input_ids"][0]
@@ -194,17 +211,17 @@ class PromptBuilder:
 
     def _pictures(self, name: str, images: Sequence[Image.Image]) -> Mapping[str, Tensor]:
         try:
-            return self.processor.image_processor(images=list(images), return_tensors="pt")
+            return self.processor.image_processor(images=list(images), return_tensors="pt", **self._options)
         except ValueError as error:  # e.g. a side 200 times as long as the other
             raise ImageError(f"pictures of item {name!r} cannot be processed: {error}") from error
 
     def _prompt(self, name: str, input_ids: Tensor, fields: Mapping[str, Tensor], num_cut: int) -> Prompt:
-        pixel_values, image_grid = pictures_of(fields)
+        pixels, image_grid = pictures_of(fields, self.processor.image_processor)
         return Prompt(
             id=name,
             input_ids=input_ids,
             type_ids=(input_ids == self._image_id).long(),
-            pixel_values=pixel_values,
+            pixels=pixels,
             image_grid=image_grid,
             num_cut_tokens=num_cut,
         )

@@ -30,6 +30,7 @@ from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import load_set
 from rge.common.options import UserError
 from rge.common.schema import Item
+from rge.model.families import normalised
 from rge.model.prompts import PromptBuilder
 
 RANKING = Ranking(
@@ -207,8 +208,9 @@ def test_logits_are_those_of_a_plain_forward_whatever_the_batch(lively, picture)
     found = next_token_logits(lively, prompts, ids, batch_size=4)
     np.testing.assert_allclose(found, next_token_logits(lively, prompts, ids, batch_size=1), atol=1e-4)
     for prompt, row in zip(prompts, found, strict=True):
-        pictures = {} if prompt.pixel_values is None else {
-            "pixel_values": prompt.pixel_values, "image_grid_thw": prompt.image_grid,
+        pictures = {} if prompt.pixels is None else {
+            "pixel_values": normalised(lively.processor.image_processor, prompt.pixels),
+            "image_grid_thw": prompt.image_grid,
         }  # fmt: skip
         with torch.no_grad():
             logits = lively.model(

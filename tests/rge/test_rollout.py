@@ -32,7 +32,7 @@ def stock_generate(embedder, prompts, max_new_tokens):
         input_ids[row, longest - len(prompt) :] = prompt.input_ids
         attention_mask[row, longest - len(prompt) :] = 1
     sequences = embedder.model.generate(
-        **stock_inputs(embedder.model, prompts, input_ids, attention_mask),
+        **stock_inputs(embedder, prompts, input_ids, attention_mask),
         do_sample=False,
         max_new_tokens=max_new_tokens,
         eos_token_id=embedder.emb_id,

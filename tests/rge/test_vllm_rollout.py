@@ -258,7 +258,7 @@ def test_features_are_those_of_each_prompt(lively, prompts):
     alone = [lively.picture_features([prompt])[0] for prompt in prompts]
     for prompt, one, among in zip(prompts, alone, lively.picture_features(prompts), strict=True):
         asked = request(lively, prompt, one)
-        if prompt.pixel_values is None:
+        if prompt.pixels is None:
             assert one is among is None
             assert asked == {"prompt_token_ids": prompt.input_ids.tolist()}
         else:

@@ -233,7 +233,7 @@ def test_a_frozen_tower_sees_each_picture_once_a_step(lively, batch, monkeypatch
         rationales, _ = writer(0, batch)
         assert_same_step(do_step(lively, batch, rationales, micro_batch_size=2), expected)
         prompts = [*batch.queries, *batch.candidates]
-        once = sum(len(prompt.pixel_values) for prompt in prompts if prompt.pixel_values is not None)
+        once = sum(len(prompt.pixels) for prompt in prompts if prompt.pixels is not None)
         masked = len(empty_picture(lively.model)[0])
         # Micro batches without any picture run the masked one.
         assert sum(patches) in range(once, once + 8 * masked + 1, masked)

@@ -1,8 +1,8 @@
 """Recipes: one YAML per run, typed, overridable from the command line, saved with every checkpoint.
 
 ``load_recipe(["recipe=demo", "joint.lr=1e-4"])`` reads ``recipes/demo.yaml`` over the defaults below and applies the
-overrides. A key that does not exist is an error that names the nearest one. Configs stop at the builders in
-``rge/train.py``; below them, plain keyword arguments are passed.
+overrides. A key that does not exist is an error that names the nearest one. Who consumes a section is handed it whole
+(``recipe.optim``, a stage, ``recipe.data``), never a copy of its keys: what is copied by hand is forgotten by hand.
 """
 
 import difflib
@@ -17,7 +17,7 @@ import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from rge.prompts import PROFILES
+from rge.common.prompt_profiles import PROFILES
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
@@ -108,7 +108,7 @@ class DataConfig:
     """How records become prompts."""
 
     profile: str = "rge"
-    """Instruction profile, see `rge.prompts.PROFILES`."""
+    """Instruction profile, see `rge.common.prompt_profiles.PROFILES`."""
     max_prompt_tokens: int = 2048
     """Longer prompts lose the end of the user's text, never image tokens or the template. Tokens."""
     max_negatives: int = 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rge.prompts import PromptBuilder
+from rge.model.prompts import PromptBuilder
 from rge.step import Objective
 
 WORKER = Path(__file__).parent / "workers" / "precision.py"

@@ -25,7 +25,7 @@ from rge.common.options import UserError
 from rge.common.prompt_profiles import PROFILES, Profile
 from rge.common.schema import Item
 from rge.model.families import normalised
-from rge.model.prompts import PROFILES, Profile, Prompt, PromptBuilder
+from rge.model.prompts import Prompt, PromptBuilder
 
 MAX_PROMPT_TOKENS = 8192
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")

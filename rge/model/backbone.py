@@ -224,11 +224,7 @@ def picture_features(model: nn.Module, pixel_values: Tensor, image_grid: Tensor)
 
     Args:
         model: the backbone's model.
-    <<<<<<< HEAD:rge/model/backbone.py
-        pixel_values: patches or tiles of all pictures, see `rge.model.families.pictures_of`.
-    =======
         pixel_values: patches or tiles of all pictures, see `rge.model.families.normalised`.
-    >>>>>>> main:rge/model/backbone.py
         image_grid: their grid.
 
     Returns:

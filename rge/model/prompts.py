@@ -12,18 +12,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-<<<<<<< HEAD:rge/model/prompts.py
 from rge.common.images import ImageError, load_image
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES, Profile
 from rge.common.schema import Item
-from rge.model.families import pictures_of
-=======
 from rge.model.families import eight_bit_options, pictures_of
-from rge.common.images import ImageError, load_image
-from rge.common.schema import Item
-
-EMB_TOKEN = "<emb>"
->>>>>>> main:rge/model/prompts.py
 
 KNOWN_PROMPTS = 16_384
 """Texts whose token ids a builder remembers; some 10 MB."""
@@ -37,14 +29,9 @@ class Prompt:
         id: of the item, for error messages.
         input_ids: (T,) int64, ending with the assistant header: generation or ``<emb>`` comes next.
         type_ids: (T,) int64, 1 on picture placeholders, else 0.
-<<<<<<< HEAD:rge/model/prompts.py
-        pixel_values: (P, ...) float, patches or tiles of all pictures, or None without pictures.
-        image_grid: (number of pictures or tiles, 3) int64, see `rge.model.families.pictures_of`; or None.
-=======
         pixels: (P, channels, height, width) uint8, patches or tiles of all pictures as `rge.model.families.normalised` takes
             them; None without pictures.
         image_grid: (number of pictures or tiles, 3) int64, see `rge.model.families.pictures_of`; or None.
->>>>>>> main:rge/model/prompts.py
         num_cut_tokens: tokens of the user's text that were cut to fit.
     """
 

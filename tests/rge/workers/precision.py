@@ -17,11 +17,11 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
 
+from rge.checkpoints.export import export
+from rge.config import LogConfig, TrainConfig
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.model.backbone import load_backbone
-from rge.checkpoints.export import export
-from rge.config import LogConfig, TrainConfig
 from rge.model.embedder import Embedder
 from rge.rollout.generate import generate
 from rge.step import training_step

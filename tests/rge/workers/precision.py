@@ -52,6 +52,18 @@ def trained_weights(accelerator: Accelerator, embedder: Embedder) -> dict[str, T
     return found
 
 
+def accumulated_in(accelerator: Accelerator, model, embedder: Embedder) -> str:
+    """Dtype in which the gradients of several backwards are added up."""
+    if accelerator.state.deepspeed_plugin is None:
+        return str(next(embedder.parameters()).dtype)
+    optimizer = model.optimizer
+    return str(
+        optimizer.grad_acc_dtype
+        if hasattr(optimizer, "grad_acc_dtype")
+        else optimizer.gradient_accumulation_dtype
+    )
+
+
 def run(checkpoint: str, task: dict, back_end: str, dtype: str, kind: str, folder: Path | None) -> dict:
     """Some steps of one optimizer; with a folder the model is exported at the end."""
     as_launched()
@@ -65,10 +77,10 @@ def run(checkpoint: str, task: dict, back_end: str, dtype: str, kind: str, folde
     before = trained_weights(accelerator, embedder)
     rank, losses, lengths = dist.rank(), [], []
     for _ in range(steps):
-        if kind != "gradient":
+        if kind != "gradient" and not lengths:
             with dist.whole_model(accelerator, model):
                 written = generate(embedder, task["batches"][rank].queries, max_new_tokens=5, batch_size=3)
-            lengths.append([len(rationale.ids) for rationale in written])
+            lengths = [len(rationale.ids) for rationale in written]
         report = training_step(
             model,
             embedder,
@@ -91,6 +103,7 @@ def run(checkpoint: str, task: dict, back_end: str, dtype: str, kind: str, folde
     return {
         "back_end": str(launch.back_end(accelerator)),
         "dtypes": {str(weight.dtype) for weight in before.values()},
+        "accumulated_in": accumulated_in(accelerator, model, embedder),
         "losses": losses,
         "lengths": lengths,
         "change": {name: after[name] - before[name] for name in before},

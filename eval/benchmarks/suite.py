@@ -32,7 +32,7 @@ from eval.scoring.output_files import (
     write_tables,
 )
 from eval.scoring.stats import NUM_RESAMPLES, Bootstrap, cluster_bootstrap, index_of, interval
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 SUITE = "suite.json"
 SHARED = (

@@ -24,8 +24,8 @@ from eval.embedding.fill_cache import write_atomically
 from eval.scoring.output_files import RESULTS, read_results
 from eval.scoring.rationale_quality import rationale_quality, shortcut_rates
 from eval.sets.retrieval_set import RetrievalSet, further_names, load_set, picture_ids
+from rge.common.errors import UserError
 from rge.common.images import ImageError, picture_bytes
-from rge.common.options import UserError
 from rge.common.schema import ImageRef, Item
 
 WARN = "TRAINED ON THE TEST"

@@ -32,7 +32,7 @@ from eval.scoring.stats import (
     minimum_detectable,
     sign_flip_p,
 )
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 COMPARE, PLOT = "compare.json", "compare.svg"
 DEFAULT_METRICS = ("recall@1", "recall@5", "recall@10", "mrr", "ndcg@10")

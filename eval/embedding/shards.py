@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rge.common.options import UserError
+from rge.common.errors import UserError
 from rge.common.schema import Encoded
 
 FORMAT = 2

@@ -36,7 +36,7 @@ from eval.scoring.metrics import (
 from eval.scoring.search import Ranking
 from eval.scoring.stats import LEVEL, NUM_RESAMPLES, cluster_bootstrap, index_of, interval
 from eval.sets.retrieval_set import RetrievalSet
-from rge.common.options import UserError
+from rge.common.errors import UserError
 from rge.common.schema import Encoded
 
 RESULTS, PER_QUERY, RUN = "results.json", "per_query.parquet", "run.trec"

@@ -18,7 +18,7 @@ import pyarrow.csv
 from eval.embedding.fill_cache import write_atomically
 from eval.scoring.search import Ranking, from_ordered_integers, ordered_integers
 from eval.sets.retrieval_set import RetrievalSet
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 COLUMNS = ("query", "Q0", "candidate", "rank", "score", "tag")
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 from transformers.utils import logging as transformers_logging
 
+from rge.common.errors import UserError
 from rge.common.prompt_profiles import EMB_TOKEN
 from rge.distributed import collectives as dist
 from rge.model import vision_tower as vision
@@ -22,7 +23,7 @@ from rge.model.families import FAMILIES, family_of
 from rge.model.prompts import Prompt
 
 
-class BackboneError(ValueError):
+class BackboneError(UserError):
     """A backbone cannot be used; the message says which and why."""
 
 

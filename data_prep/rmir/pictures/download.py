@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 from tqdm import tqdm
 
-from data_prep.options import UserError
 from data_prep.rmir.config import DownloadConfig
+from rge.common.errors import UserError
 
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 

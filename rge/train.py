@@ -171,6 +171,7 @@ def build_embedder(recipe: Recipe, start: str) -> Embedder:
         revision=recipe.model.revision if start == recipe.model.path else None,
         dtype=recipe.model.dtype,
         attn_implementation=recipe.model.attn_implementation,
+        vision_attn_implementation=recipe.model.vision_attn_implementation,
         min_pixels=recipe.model.min_pixels,
         max_pixels=recipe.model.max_pixels,
         add_emb=True,
@@ -183,7 +184,7 @@ def build_embedder(recipe: Recipe, start: str) -> Embedder:
         for parameter in vision_parameters(backbone.model):
             parameter.requires_grad_(False)
     check_sizes(recipe.loss.matryoshka_dims, backbone.model)
-    return Embedder(backbone).train()
+    return Embedder(backbone, recipe.rollout.cuda_graphs).train()
 
 
 def build_validation(recipe: Recipe, objective: Objective, embedder: Embedder) -> Validation:

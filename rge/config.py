@@ -1,8 +1,8 @@
 """Recipes: one YAML per run, typed, overridable from the command line, saved with every checkpoint.
 
 ``load_recipe(["recipe=demo", "joint.lr=1e-4"])`` reads ``recipes/demo.yaml`` over the defaults below and applies the
-overrides. A key that does not exist is an error that names the nearest one. Configs stop at the builders in
-``rge/train.py``; below them, plain keyword arguments are passed.
+overrides. A key that does not exist is an error that names the nearest one. Who consumes a section is handed it whole
+(``recipe.optim``, a stage, ``recipe.data``), never a copy of its keys: what is copied by hand is forgotten by hand.
 """
 
 import difflib
@@ -17,7 +17,7 @@ import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from rge.prompts import PROFILES
+from rge.common.prompt_profiles import PROFILES
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
@@ -82,6 +82,9 @@ class ModelConfig:
     where it can, else sdpa."""
     vision_attn_implementation: str = "auto"
     """Of the vision tower, likewise: varlen, sdpa (all pictures or windows of a size at once), eager, or auto."""
+    cuda_graphs: bool = True
+    """Capture a GPU's steps of writing rationales as CUDA graphs, where attention is varlen; false launches every kernel
+    by itself. The first captured step of a run is checked against the plain one."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: about a third more compute, memory per layer instead of per op."""
     freeze_vision: bool = False
@@ -107,7 +110,7 @@ class DataConfig:
     """How records become prompts."""
 
     profile: str = "rge"
-    """Instruction profile, see `rge.prompts.PROFILES`."""
+    """Instruction profile, see `rge.common.prompt_profiles.PROFILES`."""
     max_prompt_tokens: int = 2048
     """Longer prompts lose the end of the user's text, never image tokens or the template. Tokens."""
     max_negatives: int = 1
@@ -157,9 +160,6 @@ class RolloutConfig:
     """Sampling temperature in training; 0 is greedy. Evaluation is greedy unless asked otherwise."""
     batch_size: int = 64
     """Rationales written at once per rank."""
-    cuda_graphs: bool = True
-    """Capture a GPU's steps of writing as CUDA graphs, which needs `model.attn_implementation=varlen` (or auto's choice of
-    it); false launches every kernel by itself. The first captured step of a run is checked against the plain one."""
     backend: str = "own"
     """own: the training model writes; vllm: an engine beside it, which is given its weights before each rollout. The
     states that are trained on are the training model's either way."""

@@ -5,7 +5,7 @@ into memory as a whole, gradients are computed exactly by gradient caching: firs
 dL/dstate of the InfoNCE over all ranks, then one forward a chunk with the surrogate <state, dL/dstate>. Here the
 query side's first pass is free, since the rollout already ends in the state at ``<emb>``.
 
-If it does fit, the prompts are encoded once in all: `encode_queries` runs them with gradient, the rollout goes on from
+If it does fit, the prompts are encoded once in all: `encode_prompts` runs them with gradient, the rollout goes on from
 their keys and values without, and the branches go on from the same ones with gradient. Otherwise a prompt is encoded
 once for the rollout and once in its chunk.
 
@@ -19,14 +19,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rge import dist
-from rge.attention import EncodedPrompts
-from rge.collate import Batch
-from rge.dropout import RandomState, drops_out
-from rge.embedder import Embedder, Readout
+from rge.config import LossConfig
+from rge.data.collate import Batch
+from rge.distributed import collectives as dist
 from rge.losses import hit_at_1, nested_info_nce
-from rge.packing import Branch
-from rge.rollout import Rationale
+from rge.model.attention import EncodedPrompts
+from rge.model.dropout import RandomState, drops_out
+from rge.model.embedder import Embedder, Readout
+from rge.model.packing import Branch
+from rge.rollout.generate import Rationale
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,20 @@ class Objective:
     lm_on_candidates: bool = True
     matryoshka_dims: tuple[int, ...] = ()
 
+    @classmethod
+    def of(cls, loss: LossConfig, stage: str) -> "Objective":
+        """What a stage of a checked recipe minimises; the cold start knows the LM loss only."""
+        if stage == "cold_start":
+            return cls(alpha_lm=1.0, alpha_con=0.0, lm_on_candidates=loss.lm_on_candidates)
+        return cls(
+            loss.alpha_lm,  # type: ignore[arg-type]  # `load_recipe` has filled both in
+            loss.alpha_con,  # type: ignore[arg-type]
+            loss.temperature,
+            loss.anchor,
+            loss.lm_on_candidates,
+            tuple(loss.matryoshka_dims),
+        )
+
     @property
     def needs_rollout(self) -> bool:
         """Whether the model has to write rationales first."""
@@ -67,18 +82,6 @@ class Objective:
 
 Backward = Callable[[Tensor], None]
 NoSync = Callable[[], AbstractContextManager]
-
-
-def encode_queries(model: nn.Module, embedder: Embedder, batch: Batch) -> EncodedPrompts:
-    """Keys and values of the queries' prompts, with gradient, for the rollout and then `training_step`.
-
-    Args:
-        model: the wrapped embedder; its next forward is `training_step`'s, and both belong to one backward.
-        embedder: the same, unwrapped.
-        batch: this rank's share of the step.
-    """
-    (readout,) = model(embedder.pack_prompts(batch.queries))
-    return readout.encoded
 
 
 def training_step(
@@ -105,7 +108,7 @@ def training_step(
         micro_batch_size: queries per forward.
         backward: `Accelerator.backward` or `Tensor.backward`.
         no_sync: context in which gradients of other ranks are not waited for, used for all chunks but the last.
-        encoded: of `encode_queries`, where the step is one chunk.
+        encoded: of `encode_prompts`, where the step is one chunk.
 
     Returns:
         Report, equal on all ranks: loss, loss_lm, loss_contrastive and hit_at_1 where they exist; with them how many

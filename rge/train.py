@@ -22,24 +22,24 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from rge import dist, launch
-from rge.adapters import add_adapters
-from rge.backbone import check_sizes, load_backbone, vision_parameters
-from rge.collate import Collator, StepBatches, make_loader
+from rge.checkpoints.checkpoint_manager import Keeper
+from rge.checkpoints.resume import finished
 from rge.config import Recipe, StageConfig, load_recipe, to_dict
-from rge.embedder import Embedder
+from rge.data.collate import Collator, StepBatches, make_loader
+from rge.data.sources import Mixture, RecordFile
+from rge.distributed import collectives as dist
+from rge.distributed import launch
+from rge.distributed.failure_detection import fellow_ranks
 from rge.errors import USER_ERRORS, explain
-from rge.keeper import Keeper
 from rge.logs import Logs, start_trackers
-from rge.optim import learning_rate, make_optimizer, set_learning_rate
-from rge.prompts import PromptBuilder
-from rge.resume import finished
-from rge.sources import Mixture, RecordFile
-from rge.start import starting_point
+from rge.model.backbone import check_sizes, vision_parameters
+from rge.model.embedder import Embedder, embedder_to_train
+from rge.model.prompts import PromptBuilder
+from rge.optim.optimizers import learning_rate, make_optimizer, set_learning_rate
+from rge.rollout.writer import make_writer, rollout_report
+from rge.scratch.starting_point import starting_point
 from rge.step import Objective, training_step
 from rge.validation import Validation
-from rge.watch import fellow_ranks
-from rge.writer import make_writer
 
 
 def main(arguments: list[str]) -> None:
@@ -65,29 +65,17 @@ def train_stage(recipe: Recipe, name: str, folder: Path, start: str, accelerator
     """Train one stage from `start`, or from its own last state, and export it to ``folder/final``."""
     set_seed(recipe.train.seed)
     stage: StageConfig = getattr(recipe, name)
-    objective = build_objective(recipe, name)
-    embedder = build_embedder(recipe, start)
+    objective = Objective.of(recipe.loss, name)
+    embedder = embedder_to_train(start, recipe.model)
+    check_sizes(recipe.loss.matryoshka_dims, embedder.model)
     batches = build_batches(recipe, stage, objective, embedder, accelerator)
-    optimizer = make_optimizer(
-        embedder,
-        name=recipe.optim.name,
-        lr=stage.lr,
-        betas=recipe.optim.betas,
-        eps=recipe.optim.eps,
-        weight_decay=recipe.optim.weight_decay,
-        slow=vision_parameters(embedder.model),
-        slow_ratio=recipe.optim.vision_lr_ratio,
-    )
+    slow = vision_parameters(embedder.model)
+    optimizer = make_optimizer(embedder, recipe.optim, stage.lr, slow)
     model, optimizer = dist.prepare(accelerator, embedder, optimizer, recipe.optim.max_grad_norm)
 
     writer = None
     if objective.needs_rollout:
-        sizes = {
-            "batch_size": stage.batch_size,
-            "micro_batch_size": recipe.train.micro_batch_size,
-            "max_prompt_tokens": recipe.data.max_prompt_tokens,
-        }
-        writer = make_writer(model, embedder, recipe.rollout, accelerator, **sizes)
+        writer = make_writer(model, embedder, recipe, stage, accelerator)
 
     num_steps = stage.steps or round(stage.epochs * batches.mixture.steps_per_epoch())
     validation = build_validation(recipe, objective, embedder) if recipe.validation.path else None
@@ -99,14 +87,7 @@ def train_stage(recipe: Recipe, name: str, folder: Path, start: str, accelerator
     waited = time.perf_counter()
     for step, batch in enumerate(loader, start=first_step):
         began = time.perf_counter()
-        lr = learning_rate(
-            step,
-            num_steps=num_steps,
-            lr=stage.lr,
-            warmup_steps=stage.warmup_steps,
-            schedule=stage.schedule,
-            min_lr_ratio=stage.min_lr_ratio,
-        )
+        lr = learning_rate(step, num_steps, stage)
         set_learning_rate(optimizer, lr)
 
         # 1. The model writes its own rationales, without gradient, continuing the prompts that step 2 will need.
@@ -139,7 +120,7 @@ def train_stage(recipe: Recipe, name: str, folder: Path, start: str, accelerator
             "rollout_s": rolled_out - began,
             "step_s": ended - began,
         }
-        report |= dist.rollout_report(rationales, rolled_out - began, embedder.device)
+        report |= rollout_report(rationales, rolled_out - began, embedder.device)
         # 4. Every so many steps: measure held-out records, keep the best, save a state to resume from.
         report |= keeper.validate(step + 1)
         logs.step(step + 1, report)
@@ -147,44 +128,6 @@ def train_stage(recipe: Recipe, name: str, folder: Path, start: str, accelerator
         waited = time.perf_counter()
     logs.close()
     keeper.finish()
-
-
-def build_objective(recipe: Recipe, name: str) -> Objective:
-    """What a stage minimises: the cold start knows the LM loss only."""
-    loss = recipe.loss
-    if name == "cold_start":
-        return Objective(alpha_lm=1.0, alpha_con=0.0, lm_on_candidates=loss.lm_on_candidates)
-    return Objective(
-        loss.alpha_lm,  # type: ignore[arg-type]
-        loss.alpha_con,  # type: ignore[arg-type]
-        loss.temperature,
-        loss.anchor,
-        loss.lm_on_candidates,
-        tuple(loss.matryoshka_dims),
-    )
-
-
-def build_embedder(recipe: Recipe, start: str) -> Embedder:
-    """Backbone, processor and ``<emb>``, ready to train."""
-    backbone = load_backbone(
-        start,
-        revision=recipe.model.revision if start == recipe.model.path else None,
-        dtype=recipe.model.dtype,
-        attn_implementation=recipe.model.attn_implementation,
-        vision_attn_implementation=recipe.model.vision_attn_implementation,
-        min_pixels=recipe.model.min_pixels,
-        max_pixels=recipe.model.max_pixels,
-        add_emb=True,
-    )
-    if recipe.model.gradient_checkpointing:
-        backbone.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if recipe.model.lora is not None:
-        add_adapters(backbone.model, backbone.emb_id, **vars(recipe.model.lora))
-    elif recipe.model.freeze_vision:
-        for parameter in vision_parameters(backbone.model):
-            parameter.requires_grad_(False)
-    check_sizes(recipe.loss.matryoshka_dims, backbone.model)
-    return Embedder(backbone, recipe.rollout.cuda_graphs).train()
 
 
 def build_validation(recipe: Recipe, objective: Objective, embedder: Embedder) -> Validation:
@@ -198,13 +141,7 @@ def build_validation(recipe: Recipe, objective: Objective, embedder: Embedder) -
         max_negatives=recipe.data.max_negatives,
         positives=recipe.data.positives,
     )
-    return Validation(
-        collator,
-        objective,
-        max_records=recipe.validation.max_records,
-        micro_batch_size=recipe.train.micro_batch_size,
-        max_new_tokens=recipe.rollout.max_new_tokens,
-    )
+    return Validation(collator, objective, recipe)
 
 
 def build_batches(

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rge import dist
-from rge.collate import Batch, Collator
-from rge.embedder import Embedder
+from rge.config import Recipe
+from rge.data.collate import Batch, Collator
+from rge.data.sources import Draw, RecordError
+from rge.distributed import collectives as dist
 from rge.losses import hit_at_1, info_nce
-from rge.packing import Branch
-from rge.rollout import generate
-from rge.sources import Draw, RecordError
+from rge.model.embedder import Embedder
+from rge.model.packing import Branch
+from rge.rollout.generate import generate
 from rge.step import Objective, candidate_masks, query_branches
 
 
@@ -26,26 +27,18 @@ class Validation:
     Args:
         collator: makes batches of the held-out file, its only source, without augmentation.
         objective: what the stage minimises.
-        max_records: the first so many records are used.
-        micro_batch_size: queries per forward.
-        max_new_tokens: cap of a rationale.
+        recipe: of the run.
 
     Raises:
         RecordError: fewer records than processes.
     """
 
-    def __init__(
-        self,
-        collator: Collator,
-        objective: Objective,
-        *,
-        max_records: int,
-        micro_batch_size: int,
-        max_new_tokens: int,
-    ):
+    def __init__(self, collator: Collator, objective: Objective, recipe: Recipe):
         self.collator, self.objective = collator, objective
-        self.micro_batch_size, self.max_new_tokens = micro_batch_size, max_new_tokens
-        count, world_size = min(max_records, len(collator.files[0])), dist.world_size()
+        self.micro_batch_size = micro_batch_size = recipe.train.micro_batch_size
+        self.max_new_tokens = recipe.rollout.max_new_tokens
+        count = min(recipe.validation.max_records, len(collator.files[0]))
+        world_size = dist.world_size()
         if count < world_size:
             raise RecordError(
                 f"validation.path {collator.files[0].path} has {count} records for {world_size} processes; add some"

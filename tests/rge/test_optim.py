@@ -5,10 +5,11 @@ import copy
 import pytest
 import torch
 
-from rge.muon import Muon, orthogonal
-from rge.optim import learning_rate, make_optimizer, set_learning_rate
+from rge.config import OptimConfig, StageConfig
+from rge.optim.muon import Muon, orthogonal
+from rge.optim.optimizers import learning_rate, make_optimizer, set_learning_rate
 
-SHAPE = {"num_steps": 10, "lr": 2.0, "warmup_steps": 4, "min_lr_ratio": 0.1}
+SHAPE = {"lr": 2.0, "warmup_steps": 4, "min_lr_ratio": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -19,12 +20,12 @@ SHAPE = {"num_steps": 10, "lr": 2.0, "warmup_steps": 4, "min_lr_ratio": 0.1}
     ],
 )
 def test_rates_by_hand(schedule, expected):
-    found = [learning_rate(step, schedule=schedule, **SHAPE) for step in range(10)]
+    found = [learning_rate(step, 10, StageConfig(schedule=schedule, **SHAPE)) for step in range(10)]
     assert found == pytest.approx(expected)
 
 
 def test_cosine_falls_from_the_peak_to_the_floor():
-    rates = [learning_rate(step, schedule="cosine", **SHAPE) for step in range(11)]
+    rates = [learning_rate(step, 10, StageConfig(**SHAPE)) for step in range(11)]
     assert rates[4] == 2.0
     assert rates[7] == pytest.approx(2.0 * 0.55)  # half way between the peak and the floor
     assert rates[10] == pytest.approx(0.2)
@@ -32,9 +33,9 @@ def test_cosine_falls_from_the_peak_to_the_floor():
 
 
 def test_a_schedule_without_warmup_starts_at_the_peak():
-    assert learning_rate(0, num_steps=1, lr=3.0, warmup_steps=0, schedule="cosine", min_lr_ratio=0.0) == 3.0
+    assert learning_rate(0, 1, StageConfig(lr=3.0)) == 3.0
     # A warm-up as long as the run never divides by zero.
-    assert learning_rate(4, num_steps=5, lr=3.0, warmup_steps=5, schedule="linear", min_lr_ratio=0.0) == 3.0
+    assert learning_rate(4, 5, StageConfig(lr=3.0, warmup_steps=5, schedule="linear")) == 3.0
 
 
 class Net(torch.nn.Module):
@@ -55,7 +56,7 @@ class Net(torch.nn.Module):
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_vectors_are_not_decayed_and_frozen_weights_do_not_move(name):
     net = Net()
-    optimizer = make_optimizer(net, name=name, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.5)
+    optimizer = make_optimizer(net, OptimConfig(name=name, betas=(0.9, 0.99), weight_decay=0.5), 0.1)
     for parameter in net.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
@@ -78,7 +79,7 @@ def test_a_reloaded_optimizer_goes_on_bit_for_bit(name, tmp_path):
 
     def fresh():
         net = Net()
-        return net, make_optimizer(net, name=name, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.5)
+        return net, make_optimizer(net, OptimConfig(name=name, betas=(0.9, 0.99), weight_decay=0.5), 0.1)
 
     whole, optimizer = fresh()
     take(whole, optimizer, 0, 6)
@@ -97,7 +98,7 @@ def test_a_reloaded_optimizer_goes_on_bit_for_bit(name, tmp_path):
 def test_every_trained_weight_is_in_exactly_one_group():
     net = Net()
     for name in ("adamw", "muon"):
-        optimizer = make_optimizer(net, name=name, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.5)
+        optimizer = make_optimizer(net, OptimConfig(name=name, betas=(0.9, 0.99), weight_decay=0.5), 0.1)
         grouped = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         assert sorted(grouped) == sorted(
             id(parameter) for parameter in net.parameters() if parameter.requires_grad
@@ -112,7 +113,7 @@ def test_slow_parameters_take_their_share_of_the_rate(name):
         before = copy.deepcopy(net.state_dict())
         slow = list(net.linear.parameters())
         optimizer = make_optimizer(
-            net, name=name, lr=1.0, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, slow=slow, slow_ratio=ratio
+            net, OptimConfig(name=name, betas=(0.9, 0.99), vision_lr_ratio=ratio), 1.0, slow
         )
         set_learning_rate(optimizer, 0.1)
         net.loss().backward()
@@ -163,7 +164,7 @@ def test_muon_moves_matrices_along_an_orthogonal_update_and_the_rest_as_adamw_do
     for name in ("adamw", "muon"):
         net = Net()
         before = copy.deepcopy(net.state_dict())
-        optimizer = make_optimizer(net, name=name, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
+        optimizer = make_optimizer(net, OptimConfig(name=name, betas=(0.9, 0.99)), 0.1)
         net.loss().backward()
         optimizer.step()
         updates[name] = {key: net.state_dict()[key] - before[key] for key in before}
@@ -176,4 +177,4 @@ def test_muon_moves_matrices_along_an_orthogonal_update_and_the_rest_as_adamw_do
 
 def test_an_unknown_optimizer_is_named():
     with pytest.raises(ValueError, match="optimizer must be adamw or muon, got 'sgd'"):
-        make_optimizer(Net(), name="sgd", lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
+        make_optimizer(Net(), OptimConfig(name="sgd"), 0.1)

@@ -5,16 +5,16 @@ import copy
 import pytest
 import torch
 from family_models import every_family
+from rge.varlen import KernelError, attend_runs, make_runs, one_by_one, verify, wanted
 
 from rge import varlen
-from rge.attention import _Kernel
-from rge.backbone import decoder
-from rge.embedder import Embedder
-from rge.packing import Branch
-from rge.prompts import PromptBuilder
-from rge.rollout import generate
+from rge.model.attention import _Kernel
+from rge.model.backbone import decoder
+from rge.model.embedder import Embedder
+from rge.model.packing import Branch
+from rge.model.prompts import PromptBuilder
+from rge.rollout.generate import generate
 from rge.step import Objective, encode_queries, training_step
-from rge.varlen import KernelError, attend_runs, make_runs, one_by_one, verify, wanted
 
 CPU = torch.device("cpu")
 
@@ -57,7 +57,9 @@ def test_a_kernel_that_aligns_its_mask_at_the_other_end_is_refused():
     assert verify(one_by_one, states, runs, settings, "model.x") < 0.02
 
     def top_left(q, k, v, runs, **settings):
-        parts = zip(*(x.split(list(n)) for x, n in ((q, lengths[0]), (k, lengths[1]), (v, lengths[1]))), strict=True)
+        parts = zip(
+            *(x.split(list(n)) for x, n in ((q, lengths[0]), (k, lengths[1]), (v, lengths[1]))), strict=True
+        )
         return torch.cat(
             [
                 torch.nn.functional.scaled_dot_product_attention(
@@ -67,7 +69,9 @@ def test_a_kernel_that_aligns_its_mask_at_the_other_end_is_refused():
             ]
         )  # fmt: skip
 
-    with pytest.raises(KernelError, match=r"is not ordinary attention \(.*output [0-9.]+e[+-]0[01].*set model.x=sdpa"):
+    with pytest.raises(
+        KernelError, match=r"is not ordinary attention \(.*output [0-9.]+e[+-]0[01].*set model.x=sdpa"
+    ):
         verify(top_left, states, runs, settings, "model.x")
 
     class WrongBackward(torch.autograd.Function):
@@ -127,7 +131,9 @@ def test_a_step_and_its_gradients_equal_those_of_rows(lively64, make_batch, roll
     (tokens, report, expected), (tokens_too, report_too, found) = results
     assert tokens == tokens_too
     assert report_too == pytest.approx(report, rel=1e-9)
-    whole = sum(float(parameter.grad.square().sum()) for parameter in expected.values() if parameter.grad is not None)
+    whole = sum(
+        float(parameter.grad.square().sum()) for parameter in expected.values() if parameter.grad is not None
+    )
     apart = sum(
         float((found[name].grad - parameter.grad).square().sum())
         for name, parameter in expected.items()
@@ -198,9 +204,7 @@ def test_on_a_gpu_the_first_call_of_a_kind_is_checked(monkeypatch, caplog):
 
     calls = []
     monkeypatch.setattr(varlen, "_verified", set())
-    monkeypatch.setattr(
-        varlen, "_flash", lambda *a, **k: (calls.append(k["causal"]), one_by_one(*a, **k))[1]
-    )
+    monkeypatch.setattr(varlen, "_flash", lambda *a, **k: (calls.append(k["causal"]), one_by_one(*a, **k))[1])
     states = random_states([4, 2], [4, 2], dtype=torch.bfloat16)
     states[0] = states[0].as_subclass(OnGpu)
     settings = {"scale": 0.3, "key": "model.x"}

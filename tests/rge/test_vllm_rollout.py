@@ -19,20 +19,31 @@ import yaml
 from accelerate import Accelerator
 from family_models import build
 
-from rge import dist, vllm_rollout
-from rge.adapters import add_adapters, has_adapters, merge, merged_weights
-from rge.backbone import BackboneError, load_backbone, vision_parameters, vision_prefixes
-from rge.config import RecipeError, RolloutConfig
-from rge.embedder import Embedder
-from rge.prompts import Prompt, PromptBuilder
-from rge.rollout import generate
+from rge.config import DataConfig, Recipe, RecipeError, RolloutConfig, StageConfig, TrainConfig
+from rge.distributed import collectives as dist
+from rge.model.adapters import add_adapters, has_adapters, merge, merged_weights
+from rge.model.backbone import BackboneError, load_backbone, vision_parameters, vision_prefixes
+from rge.model.embedder import Embedder
+from rge.model.prompts import Prompt, PromptBuilder
+from rge.rollout import vllm_writer as vllm_rollout
+from rge.rollout.generate import generate
+from rge.rollout.vllm_writer import VllmRollout, request
+from rge.rollout.writer import Writer, make_writer, sample_seeds
 from rge.step import Objective, training_step
-from rge.vllm_rollout import VllmRollout, request
-from rge.writer import Writer, make_writer, sample_seeds
 
 CAP = 12
 OBJECTIVE = Objective(0.4, 0.6, 0.07)
 SETTINGS = {"max_prompt_tokens": 512, "max_new_tokens": CAP, "batch_size": 3, "memory": 0.15}
+
+
+def recipe_of(rollout: RolloutConfig, micro_batch_size: int = 2) -> Recipe:
+    """Five queries a step, in micro batches."""
+    return Recipe(
+        rollout=rollout,
+        data=DataConfig(max_prompt_tokens=512),
+        joint=StageConfig(batch_size=5),
+        train=TrainConfig(micro_batch_size=micro_batch_size),
+    )
 
 
 def written(rationales):
@@ -162,14 +173,12 @@ def test_a_frozen_tower_runs_once_for_vllm_and_the_step(lively, make_batch, behi
         parameter.requires_grad_(False)
     behind(lively, batch.queries)
     settings = RolloutConfig(max_new_tokens=CAP, batch_size=3)
-    sizes = {"batch_size": 5, "micro_batch_size": 2, "max_prompt_tokens": 512}
     accelerator = Accelerator(cpu=True)
     steps = []
     for backend in ("own", "vllm"):
         lively.pictures = None
-        writer = make_writer(
-            lively, lively, dataclasses.replace(settings, backend=backend), accelerator, **sizes
-        )
+        recipe = recipe_of(dataclasses.replace(settings, backend=backend))
+        writer = make_writer(lively, lively, recipe, recipe.joint, accelerator)
         rationales, encoded = writer(0, batch)
         assert encoded is None
         seen = []
@@ -192,10 +201,9 @@ def test_a_frozen_tower_runs_once_for_vllm_and_the_step(lively, make_batch, behi
 def test_a_batch_that_fits_one_chunk_is_not_encoded_by_us_first(lively, make_batch, behind):
     batch = make_batch(PromptBuilder(lively.processor))
     behind(lively, batch.queries)
-    sizes = {"batch_size": 5, "micro_batch_size": 5, "max_prompt_tokens": 512}
     for backend, once in (("own", True), ("vllm", False)):
-        settings = RolloutConfig(max_new_tokens=CAP, backend=backend)
-        assert make_writer(lively, lively, settings, Accelerator(cpu=True), **sizes).once == once
+        recipe = recipe_of(RolloutConfig(max_new_tokens=CAP, backend=backend), micro_batch_size=5)
+        assert make_writer(lively, lively, recipe, recipe.joint, Accelerator(cpu=True)).once == once
 
 
 def test_reused_and_direct_queries_are_not_asked_for(lively, make_batch, behind):
@@ -210,21 +218,20 @@ def test_reused_and_direct_queries_are_not_asked_for(lively, make_batch, behind)
 
 def test_errors_come_before_an_engine_is_made(lively, monkeypatch):
     accelerator = Accelerator(cpu=True)
-    sizes = {"batch_size": 5, "micro_batch_size": 2, "max_prompt_tokens": 512}
-    settings = RolloutConfig(backend="vllm")
+    recipe = recipe_of(RolloutConfig(backend="vllm"))
     monkeypatch.setattr(vllm_rollout, "find_spec", lambda name: None)
     with pytest.raises(RecipeError, match=r"needs vLLM, which is not installed: pip install 'rge\[vllm\]'"):
-        make_writer(lively, lively, settings, accelerator, **sizes)
+        make_writer(lively, lively, recipe, recipe.joint, accelerator)
     monkeypatch.setattr(vllm_rollout, "find_spec", lambda name: name)
     monkeypatch.setattr(vllm_rollout, "make_engine", lambda *args, **settings: pytest.fail("made an engine"))
     lively.suppressed_ids = list(range(1025))
     with pytest.raises(
         BackboneError, match="can keep 1024 tokens out of rationales, and this tokenizer has 1025"
     ):
-        make_writer(lively, lively, settings, accelerator, **sizes)
+        make_writer(lively, lively, recipe, recipe.joint, accelerator)
     monkeypatch.setattr(dist, "shards_parameters", lambda accelerator: True)
     with pytest.raises(RecipeError, match=r"takes whole weights, and here they are sharded \(ZeRO-3, FSDP\)"):
-        make_writer(lively, lively, settings, accelerator, **sizes)
+        make_writer(lively, lively, recipe, recipe.joint, accelerator)
 
 
 def test_why_vllm_does_not_start_is_said(lively, monkeypatch):
@@ -232,7 +239,7 @@ def test_why_vllm_does_not_start_is_said(lively, monkeypatch):
         raise ValueError("Free memory is less than desired")
 
     monkeypatch.setattr(vllm_rollout, "find_spec", lambda name: name)
-    monkeypatch.setitem(sys.modules, "rge.vllm_engine", SimpleNamespace(Engine=fail))
+    monkeypatch.setitem(sys.modules, "rge.rollout.vllm_engine", SimpleNamespace(Engine=fail))
     with pytest.raises(
         BackboneError, match=r"does not start with rollout.vllm_memory=0.15: Free memory is less"
     ):
@@ -251,7 +258,7 @@ def test_features_are_those_of_each_prompt(lively, prompts):
     alone = [lively.picture_features([prompt])[0] for prompt in prompts]
     for prompt, one, among in zip(prompts, alone, lively.picture_features(prompts), strict=True):
         asked = request(lively, prompt, one)
-        if prompt.pixel_values is None:
+        if prompt.pixels is None:
             assert one is among is None
             assert asked == {"prompt_token_ids": prompt.input_ids.tolist()}
         else:

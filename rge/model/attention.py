@@ -4,7 +4,7 @@ The backbone's own layers compute everything but attention, on tokens without pa
 `attend`, registered with transformers under `NAMES`; it is given a plan in place of a mask. Any other mask goes to
 transformers' own kernel, so a model behaves as before to everybody else.
 
-There are two forms. As `rge.varlen`, which is what a GPU computes: the prompts, then one sequence a branch, which looks
+There are two forms. As `rge.model.varlen`, which is what a GPU computes: the prompts, then one sequence a branch, which looks
 at its prompt, the prompt's last token and itself; no padding, no mask. As rows side by side, which is faster on a CPU:
 the prompts causally, then each row's whole tail under a mask.
 
@@ -71,7 +71,7 @@ class Pass:
         tails: their continuations; None to encode prompts alone.
         encoded: prompts' keys and values from an earlier pass.
         num_layers: of the text model.
-        form: ``auto``, ``varlen``, or anything else for rows side by side; see `rge.varlen.wanted`.
+        form: ``auto``, ``varlen``, or anything else for rows side by side; see `rge.model.varlen.wanted`.
     """
 
     def __init__(
@@ -445,7 +445,7 @@ def install(text: nn.Module, form: str = "auto") -> str:
 
     Args:
         text: a decoder of transformers with ``config`` and ``layers``, each with ``self_attn`` and ``mlp``.
-        form: see `rge.varlen.wanted`.
+        form: see `rge.model.varlen.wanted`.
 
     Returns:
         The form to plan with: ``varlen`` in place of ``auto`` where layers see a window, which rows cannot.

@@ -40,7 +40,7 @@ class Backbone:
         emb_id: id of ``<emb>``.
         suppressed_ids: ids that a rationale never contains: every special token but ``<emb>``, and the padding rows
             of the embedding matrix, which no token has.
-        attention: form of the text model's attention, see `rge.varlen.wanted`.
+        attention: form of the text model's attention, see `rge.model.varlen.wanted`.
     """
 
     model: nn.Module

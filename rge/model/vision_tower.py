@@ -22,7 +22,7 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from rge.varlen import Runs, attend_runs, make_runs, wanted
+from rge.model.varlen import Runs, attend_runs, make_runs, wanted
 
 KEY = "model.vision_attn_implementation"
 
@@ -47,7 +47,7 @@ class Spans:
         sizes: of the runs, each once.
         places: (G, S) places of the patches of the runs of each size; none where all are of one size.
         back_P: where each patch is once runs of a size stand together.
-        runs: the same for `rge.varlen`.
+        runs: the same for `rge.model.varlen`.
     """
 
     sizes: list[int]
@@ -175,7 +175,7 @@ def speed_up(model: nn.Module, attention: str = "auto") -> None:
 
     Args:
         model: with a vision tower.
-        attention: ``auto``, ``varlen`` or ``sdpa``, see `rge.varlen.wanted`.
+        attention: ``auto``, ``varlen`` or ``sdpa``, see `rge.model.varlen.wanted`.
     """
     for module in model.modules():
         if type(module) is nn.Conv3d and module.kernel_size == module.stride:

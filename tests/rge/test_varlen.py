@@ -5,16 +5,16 @@ import copy
 import pytest
 import torch
 from family_models import every_family
-from rge.varlen import KernelError, attend_runs, make_runs, one_by_one, verify, wanted
 
-from rge import varlen
+from rge.model import varlen
 from rge.model.attention import _Kernel
 from rge.model.backbone import decoder
-from rge.model.embedder import Embedder
+from rge.model.embedder import Embedder, encode_prompts
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
+from rge.model.varlen import KernelError, attend_runs, make_runs, one_by_one, verify, wanted
 from rge.rollout.generate import generate
-from rge.step import Objective, encode_queries, training_step
+from rge.step import Objective, training_step
 
 CPU = torch.device("cpu")
 
@@ -125,7 +125,7 @@ def test_a_step_and_its_gradients_equal_those_of_rows(lively64, make_batch, roll
             rationales=rationales,
             micro_batch_size=100 if once else 2,
             backward=lambda loss: loss.backward(),
-            encoded=encode_queries(form, form, batch) if once else None,
+            encoded=encode_prompts(form, form, batch.queries) if once else None,
         )
         results.append(([(r.ids, r.forced) for r in rationales], report, dict(form.named_parameters())))
     (tokens, report, expected), (tokens_too, report_too, found) = results

@@ -6,6 +6,7 @@ from rge.checkpoint import CheckpointError
 from rge.config import RecipeError
 from rge.images import ImageError
 from rge.launch import LaunchError
+from rge.run_lock import InUseError
 from rge.sources import RecordError
 from rge.watch import RankError
 
@@ -18,6 +19,7 @@ USER_ERRORS = (
     CheckpointError,
     LaunchError,
     RankError,
+    InUseError,
 )
 
 

@@ -7,7 +7,7 @@ import torch
 
 from rge import dist, launch
 from rge.backbone import empty_picture
-from rge.config import LogConfig, Recipe, RecipeError, RolloutConfig, StageConfig, TrainConfig
+from rge.config import Recipe, RecipeError, RolloutConfig, StageConfig, TrainConfig
 from rge.dropout import drops_out
 from rge.packing import Branch
 from rge.prompts import PromptBuilder
@@ -217,7 +217,7 @@ def test_a_frozen_tower_sees_each_picture_once_a_step(lively, batch, monkeypatch
     vision.register_forward_pre_hook(
         lambda module, args, kwargs: patches.append(sum(map(len, args[:1]))), with_kwargs=True
     )
-    accelerator = launch.make_accelerator(TrainConfig(), LogConfig())
+    accelerator = launch.make_accelerator(TrainConfig())
     writer = make_writer(lively, lively, RECIPE, RECIPE.joint, accelerator)
     assert lively.pictures is not None
     for _ in range(2):  # a step leaves nothing behind
@@ -232,6 +232,6 @@ def test_a_frozen_tower_sees_each_picture_once_a_step(lively, batch, monkeypatch
 
 
 def test_a_tower_that_trains_is_run_in_every_pass(lively):
-    accelerator = launch.make_accelerator(TrainConfig(), LogConfig())
+    accelerator = launch.make_accelerator(TrainConfig())
     make_writer(lively, lively, RECIPE, RECIPE.joint, accelerator)
     assert lively.pictures is None

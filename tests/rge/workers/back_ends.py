@@ -21,7 +21,7 @@ from accelerate.state import AcceleratorState, GradientState
 from rge import dist, launch, train
 from rge.backbone import load_backbone
 from rge.checkpoint import export
-from rge.config import LogConfig, TrainConfig
+from rge.config import TrainConfig
 from rge.embedder import Embedder
 from rge.rollout import generate
 from rge.step import encode_queries, training_step
@@ -109,7 +109,7 @@ def held(model) -> int:
 def run(name: str, environment: dict[str, str], checkpoint: str, folder: Path, task: dict) -> None:
     began = time.perf_counter()
     pretend(environment)
-    accelerator = launch.make_accelerator(TrainConfig(), LogConfig())
+    accelerator = launch.make_accelerator(TrainConfig())
     launch.check_launch(accelerator, 2, task["types"][name])
     back_end = launch.back_end(accelerator)
     assert (back_end.name, back_end.num_processes) == (name, 2)

@@ -14,13 +14,13 @@ import torch
 
 from rge import dist, launch
 from rge.backbone import load_backbone
-from rge.config import LogConfig, TrainConfig
+from rge.config import TrainConfig
 from rge.embedder import Embedder
 from rge.step import encode_queries, training_step
 
 checkpoint, folder = sys.argv[1], Path(sys.argv[2])
 torch.set_num_threads(1)
-accelerator = launch.make_accelerator(TrainConfig(), LogConfig())
+accelerator = launch.make_accelerator(TrainConfig())
 launch.check_launch(accelerator, 2, "MULTI_CPU")
 embedder = Embedder(load_backbone(checkpoint)).eval()
 optimizer = torch.optim.SGD(embedder.parameters(), lr=0.0)

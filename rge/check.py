@@ -84,9 +84,12 @@ def main(arguments: list[str]) -> int:
         if not problems and found.stages:
             with ExitStack() as kept:
                 _attempt(problems, kept.enter_context, held(Path(recipe.out)))
+        if problems:
+            print(_report(problems), file=sys.stderr)  # noqa: T201
+        else:
+            print("\n".join([*found.summary, "nothing is wrong"]))  # noqa: T201
         if not launched:
             print("launch: not looked at; put `accelerate launch` in the place of `python` for that")  # noqa: T201
-        print(_report(problems) if problems else "\n".join([*found.summary, "nothing is wrong"]))  # noqa: T201
     return int(bool(dist.from_main(problems)))
 
 
@@ -305,7 +308,10 @@ def _outline(recipe: Recipe) -> nn.Module:
         read_config(recipe.init)
     elif recipe.model.path is not None:
         read_config(recipe.model.path, recipe.model.revision)
-    return outline(recipe.model, recipe.init)[0]
+    try:
+        return outline(recipe.model, recipe.init)[0]
+    except KeyError as error:
+        raise RecipeError(f"model.scratch lacks {error}") from None
 
 
 def _check_machine(problems: list[str], recipe: Recipe) -> None:
@@ -399,7 +405,7 @@ def _banner(recipe: Recipe, found: Checked, model: nn.Module, accelerator: Accel
         room = f" of {gib:,.1f}" if gib is not None else ""
         lines.append(
             f"  {figures['trained_parameters']:,} of {figures['parameters']:,} parameters trained; at most "
-            f"{sum(figures['tokens'].values()):,} tokens and {figures['flops'] / 1e12:,.1f} TFLOP a step; "
+            f"{sum(figures['tokens'].values()):,} tokens and {figures['flops'] / 1e12:,.3g} TFLOP a step; "
             f"{figures['memory_total'] / GIB:,.1f}{room} GiB a process (rge.plan)"
         )
         if gib is not None and not figures["fits"]:

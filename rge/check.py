@@ -26,22 +26,23 @@ from accelerate import Accelerator
 from torch import nn
 from tqdm import tqdm
 
-from rge import dist, launch
-from rge.backbone import check_sizes, read_config
+from rge.checkpoints.resume import check_state, finished
+from rge.checkpoints.run_lock import held
+from rge.common.images import ImageError, PictureIndex, load_image
 from rge.config import Recipe, RecipeError, StageConfig, load_recipe, split_override
-from rge.costs import GIB, shapes_of, trained_parameters
+from rge.data.sources import MAX_REPORTED, Mixture, RecordFile
+from rge.distributed import collectives as dist
+from rge.distributed import launch
 from rge.errors import USER_ERRORS, explain
-from rge.images import ImageError, PictureIndex, load_image
 from rge.logs import tracker_problems
-from rge.outlines import outline
-from rge.plan import OPTIMIZER_STATES, OWN, plan
-from rge.resume import check_state, finished
-from rge.run_lock import held
-from rge.sources import MAX_REPORTED, Mixture, RecordFile
+from rge.model.backbone import check_sizes, read_config
+from rge.plan.costs import GIB, shapes_of, trained_parameters
+from rge.plan.known_models import outline
+from rge.plan.report import OPTIMIZER_STATES, OWN, plan
+from rge.rollout.vllm_writer import check_possible
+from rge.rollout.writer import encodes_once
 from rge.step import Objective
 from rge.validation import num_records
-from rge.vllm_rollout import check_possible
-from rge.writer import encodes_once
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from rge.prompts import PROFILES
+from rge.common.prompt_profiles import PROFILES
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
@@ -103,7 +103,7 @@ class DataConfig:
     """How records become prompts."""
 
     profile: str = "rge"
-    """Instruction profile, see `rge.prompts.PROFILES`."""
+    """Instruction profile, see `rge.common.prompt_profiles.PROFILES`."""
     max_prompt_tokens: int = 2048
     """Longer prompts lose the end of the user's text, never image tokens or the template. Tokens."""
     max_negatives: int = 1

@@ -23,23 +23,24 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from rge import dist, launch
-from rge.backbone import check_sizes, vision_parameters
 from rge.check import Checked, checked
-from rge.collate import Collator, StepBatches, make_loader
+from rge.checkpoints.checkpoint_manager import Keeper
 from rge.config import Recipe, StageConfig, load_recipe
-from rge.embedder import Embedder, embedder_to_train
+from rge.data.collate import Collator, StepBatches, make_loader
+from rge.data.sources import Mixture, RecordFile
+from rge.distributed import collectives as dist
+from rge.distributed import launch
+from rge.distributed.failure_detection import fellow_ranks
 from rge.errors import USER_ERRORS, explain
-from rge.keeper import Keeper
 from rge.logs import Logs, start_trackers
-from rge.optim import learning_rate, make_optimizer, set_learning_rate
-from rge.prompts import PromptBuilder
-from rge.sources import Mixture, RecordFile
-from rge.start import starting_point
+from rge.model.backbone import check_sizes, vision_parameters
+from rge.model.embedder import Embedder, embedder_to_train
+from rge.model.prompts import PromptBuilder
+from rge.optim.optimizers import learning_rate, make_optimizer, set_learning_rate
+from rge.rollout.writer import make_writer, rollout_report
+from rge.scratch.starting_point import starting_point
 from rge.step import Objective, training_step
 from rge.validation import Validation
-from rge.watch import fellow_ranks
-from rge.writer import make_writer
 
 
 def main(arguments: list[str]) -> None:
@@ -130,7 +131,7 @@ def train_stage(
             "rollout_s": rolled_out - began,
             "step_s": ended - began,
         }
-        report |= dist.rollout_report(rationales, rolled_out - began, embedder.device)
+        report |= rollout_report(rationales, rolled_out - began, embedder.device)
         # 4. Every so many steps: measure held-out records, keep the best, save a state to resume from.
         report |= keeper.validate(step + 1)
         logs.step(step + 1, report)

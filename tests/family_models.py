@@ -21,8 +21,8 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from rge import scratch
-from rge.families import FAMILIES
+from rge.model.families import FAMILIES, normalised
+from rge.scratch import build as scratch
 
 TEXT = {
     "hidden_size": 32,
@@ -208,23 +208,28 @@ def _rows(tokenizer) -> int:
     return -(-(len(tokenizer) + 1) // 64) * 64
 
 
-def stock_inputs(model, prompts, input_ids, attention_mask) -> dict:
+def stock_inputs(embedder, prompts, input_ids, attention_mask) -> dict:
     """Inputs of an ordinary forward or `generate` for padded rows, pictures included."""
+    model, image_processor = embedder.model, embedder.processor.image_processor
     found = {"input_ids": input_ids, "attention_mask": attention_mask}
-    seen = [prompt for prompt in prompts if prompt.pixel_values is not None]
+    values = [
+        None if prompt.pixels is None else normalised(image_processor, prompt.pixels) for prompt in prompts
+    ]
+    seen = [value for value in values if value is not None]
     if model.config.model_type == "idefics3":
         if seen:
             # Rows of as many tiles as the longest has; what is missing is zero, and dropped by the model.
-            most = max(len(prompt.pixel_values) for prompt in seen)
-            shape = seen[0].pixel_values.shape[1:]
-            found["pixel_values"] = torch.zeros(len(prompts), most, *shape, dtype=model.dtype)
-            for row, prompt in enumerate(prompts):
-                if prompt.pixel_values is not None:
-                    found["pixel_values"][row, : len(prompt.pixel_values)] = prompt.pixel_values
+            most = max(map(len, seen))
+            found["pixel_values"] = torch.zeros(len(prompts), most, *seen[0].shape[1:], dtype=model.dtype)
+            for row, value in enumerate(values):
+                if value is not None:
+                    found["pixel_values"][row, : len(value)] = value
         return found
     if seen:
-        found["pixel_values"] = torch.cat([prompt.pixel_values for prompt in seen])
-        found["image_grid_thw"] = torch.cat([prompt.image_grid for prompt in seen])
+        found["pixel_values"] = torch.cat(seen)
+        found["image_grid_thw"] = torch.cat(
+            [prompt.image_grid for prompt in prompts if prompt.image_grid is not None]
+        )
         found["mm_token_type_ids"] = (input_ids == model.config.image_token_id).long()
     return found
 

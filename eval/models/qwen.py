@@ -21,9 +21,11 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from eval.models.common import VLM2VEC, DirectEncoder, no_rationales, place
 from eval.models.registry import Facts, facts_of
-from eval.options import UserError
-from rge.prompts import PROFILES, Profile, Prompt, PromptBuilder
-from rge.schema import Item
+from rge.common.options import UserError
+from rge.common.prompt_profiles import PROFILES, Profile
+from rge.common.schema import Item
+from rge.model.families import normalised
+from rge.model.prompts import Prompt, PromptBuilder
 
 MAX_PROMPT_TOKENS = 8192
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
@@ -66,7 +68,7 @@ class LastToken(DirectEncoder[Prompt]):
         self.pad_id = processor.tokenizer.pad_token_id
 
     def reword(self, profile: str) -> None:
-        """Take the wording of a profile of `rge.prompts`."""
+        """Take the wording of a profile of `rge.model.prompts`."""
         super().reword(profile)
         self.builder.profile = self.wording
 
@@ -83,10 +85,11 @@ class LastToken(DirectEncoder[Prompt]):
         mask_BT = torch.arange(ids_BT.shape[1])[None] < lengths[:, None]
         inputs: dict[str, Any] = {"input_ids": ids_BT, "attention_mask": mask_BT.long()}
         inputs["mm_token_type_ids"] = _padded([prompt.type_ids for prompt in batch], 0)
-        shown = [prompt for prompt in batch if prompt.pixel_values is not None]
+        shown = [prompt for prompt in batch if prompt.pixels is not None]
         if shown:
-            dtype = self.model.dtype
-            inputs["pixel_values"] = torch.cat([prompt.pixel_values for prompt in shown]).to(dtype)  # type: ignore[misc]
+            pixels = torch.cat([prompt.pixels for prompt in shown])  # type: ignore[misc]
+            image_processor = self.builder.processor.image_processor
+            inputs["pixel_values"] = normalised(image_processor, pixels.to(device)).to(self.model.dtype)
             inputs["image_grid_thw"] = torch.cat([prompt.image_grid for prompt in shown])  # type: ignore[misc]
         if self.flat:
             inputs["position_ids"] = torch.arange(ids_BT.shape[1]).expand(3, *ids_BT.shape)

@@ -12,9 +12,11 @@ from transformers import (
     AutoProcessor,
 )
 
-from rge.backbone import BackboneError, add_emb_token, empty_picture, load_backbone
-from rge.prompts import EMB_TOKEN, PromptBuilder
-from rge.schema import Item
+from rge.common.prompt_profiles import EMB_TOKEN
+from rge.common.schema import Item
+from rge.model.backbone import BackboneError, add_emb_token, empty_picture, load_backbone
+from rge.model.families import normalised
+from rge.model.prompts import PromptBuilder
 from rge.step import Objective, training_step
 
 
@@ -178,7 +180,8 @@ def test_no_processor(damaged):
 
 
 def test_the_empty_picture_is_one_placeholder(lively):
-    values, grid = empty_picture(lively.model)
+    pixels, grid = empty_picture(lively.model)
+    values = normalised(lively.processor.image_processor, pixels)
     vision = lively.model.config.vision_config
     assert grid.tolist() == [[1, 2, 2]]
     assert values.shape == (4, 3 * vision.temporal_patch_size * vision.patch_size**2)

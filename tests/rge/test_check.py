@@ -13,9 +13,9 @@ import yaml
 from accelerate import Accelerator
 
 from rge import check
-from rge.checkpoint import RGE_JSON, settings_of
+from rge.checkpoints.export import RGE_JSON, settings_of
+from rge.checkpoints.training_state import DONE
 from rge.config import load_recipe, to_dict
-from rge.states import DONE
 
 SIZES = (
     "text: {hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1},"

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from rge.checkpoint import export, settings_of
-from rge.collate import StepBatches, make_loader, query_item, sorted_by_length, target_item
+from rge.checkpoints.export import export, settings_of
 from rge.config import RecipeError
-from rge.encode import load_encoder
-from rge.packing import Branch
-from rge.prompts import PromptBuilder
-from rge.sources import Mixture, RecordFile, identity
+from rge.data.collate import StepBatches, make_loader, query_item, sorted_by_length, target_item
+from rge.data.sources import Mixture, RecordFile, identity
+from rge.encoder import load_encoder
+from rge.model.packing import Branch
+from rge.model.prompts import PromptBuilder
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def content(batch):
     """Everything in a batch as comparable values."""
 
     def prompt(value):
-        pixels = None if value.pixel_values is None else value.pixel_values.numpy().tobytes()
+        pixels = None if value.pixels is None else value.pixels.numpy().tobytes()
         return value.id, value.input_ids.tolist(), pixels
 
     queries = [
@@ -161,8 +161,8 @@ def test_augmented_pictures_keep_their_tokens_and_change_with_the_step(batches):
     changed = 0
     for name, prompt in zip(drawn[0].record_ids, drawn[0].queries, strict=True):
         assert torch.equal(prompt.input_ids, shown[name].input_ids)
-        if prompt.pixel_values is not None:
-            assert not torch.equal(prompt.pixel_values, shown[name].pixel_values)
+        if prompt.pixels is not None:
+            assert not torch.equal(prompt.pixels, shown[name].pixels)
             changed += 1
     assert changed > 1
 
@@ -209,8 +209,8 @@ def test_training_and_evaluation_see_the_same_tokens_and_states(lively, records,
         for item, trained in zip(items, prompts, strict=True):
             evaluated = encoder.builder.build(item, side)
             assert torch.equal(evaluated.input_ids, trained.input_ids)
-            if trained.pixel_values is not None:
-                assert torch.equal(evaluated.pixel_values, trained.pixel_values)
+            if trained.pixels is not None:
+                assert torch.equal(evaluated.pixels, trained.pixels)
         with torch.no_grad():
             packed = lively.pack(prompts, [[Branch([lively.emb_id], read_state=True)]] * len(prompts))
             states = lively(packed)[0].state_ND.numpy()

@@ -4,12 +4,12 @@ import pytest
 import torch
 from family_models import every_family
 
-from rge.adapters import add_adapters
-from rge.backbone import load_backbone, vision_parameters
-from rge.embedder import Embedder
-from rge.families import FAMILIES, Idefics3, family_of
-from rge.prompts import PromptBuilder
-from rge.schema import Item
+from rge.common.schema import Item
+from rge.model.adapters import add_adapters
+from rge.model.backbone import load_backbone, vision_parameters
+from rge.model.embedder import Embedder
+from rge.model.families import FAMILIES, Idefics3, family_of, normalised
+from rge.model.prompts import PromptBuilder
 from rge.step import Objective, training_step
 
 
@@ -80,16 +80,36 @@ def test_the_number_of_placeholders_of_a_square_picture(lively_path, picture, si
 
 
 @every_family
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_eight_bit_pixels_become_what_the_processor_makes(lively_path, picture, dtype):
+    """Bit for bit: pixels travel as bytes, and nothing of what is trained changes."""
+    processor = load_backbone(lively_path).processor
+    prompt_builder = PromptBuilder(processor)
+    images = [picture(40 + 33 * number, 90 - 12 * number, number) for number in range(3)]
+    prompt = prompt_builder.build(Item("p", "egg"), "query", images)
+    text = prompt_builder._render("egg", len(images))
+    expected = processor(text=[text], images=images, return_tensors="pt")
+    assert prompt.pixels.dtype == torch.uint8
+    values = normalised(processor.image_processor, prompt.pixels).to(getattr(torch, dtype))
+    wanted = expected["pixel_values"].to(getattr(torch, dtype))
+    assert torch.equal(values, wanted if "image_grid_thw" in expected else wanted[0])
+    assert prompt.input_ids.tolist() == expected["input_ids"][0].tolist()
+
+
+@every_family
 def test_the_empty_picture_is_the_smallest(lively, picture):
     family, config = family_of(lively.model), lively.model.config
-    values, grid = family.empty_picture(config)
+    pixels, grid = family.empty_picture(config)
+    values = normalised(lively.processor.image_processor, pixels)
     ids = family.picture_ids(config, lively.processor.tokenizer)
     features = family.features(lively.model, values, grid)
     assert len(features) == ids.count(config.image_token_id) == family.num_placeholders(config, 1)
     # Beside another it stays one picture of its own.
     prompt = PromptBuilder(lively.processor).build(Item("p", "egg"), "query", [picture(84, 84)])
     both = family.features(
-        lively.model, torch.cat([prompt.pixel_values, values]), torch.cat([prompt.image_grid, grid])
+        lively.model,
+        normalised(lively.processor.image_processor, torch.cat([prompt.pixels, pixels])),
+        torch.cat([prompt.image_grid, grid]),
     )
     torch.testing.assert_close(both[-len(features) :], features, atol=1e-5, rtol=1e-5)
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from family_models import every_family
 
-from rge.backbone import vision_parameters
-from rge.packing import PADDING, Branch, pack_prompts, pack_tails, tail_mask
-from rge.prompts import Prompt, PromptBuilder
-from rge.schema import Item
+from rge.common.schema import Item
+from rge.model.backbone import vision_parameters
+from rge.model.packing import PADDING, Branch, pack_prompts, pack_tails, tail_mask
+from rge.model.prompts import Prompt, PromptBuilder
 
 START, PLACEHOLDER, END, EMB = 90, 91, 92, 99
 EMPTY = (torch.zeros(4, 6), torch.tensor([[1, 2, 2]]))
@@ -48,7 +48,7 @@ def test_prompts_by_hand():
     assert part.last_id_B.tolist() == [6, 8]
     assert part.last_position_3B.tolist() == [[4, 1]] * 3
     assert part.after_B.tolist() == [5, 2]
-    assert part.pixel_values.shape == (12, 6)
+    assert part.pixels.shape == (12, 6)
 
 
 def test_tails_by_hand():
@@ -100,7 +100,7 @@ def test_a_batch_without_pictures_gets_one_that_belongs_to_no_row():
     assert part.input_ids_T.tolist() == [START, PLACEHOLDER, END, 7, 9, 10]
     assert part.index_BP.tolist() == [[3, 0], [4, 5]]
     assert part.length_B.tolist() == [1, 2]
-    assert part.pixel_values.shape == (4, 6)
+    assert part.pixels.shape == (4, 6)
     assert part.image_grid.tolist() == [[1, 2, 2]]
 
 

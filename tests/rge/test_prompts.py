@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from rge.images import ImageError
-from rge.prompts import EMB_TOKEN, PROFILES, Profile, PromptBuilder, user_text
-from rge.schema import Item
+from rge.common.images import ImageError
+from rge.common.prompt_profiles import EMB_TOKEN, PROFILES, Profile
+from rge.common.schema import Item
+from rge.model.prompts import PromptBuilder, user_text
 
 # The format of the released checkpoint, with {pad} standing for one placeholder a 28 x 28 square.
 RELEASED = (
@@ -32,7 +33,7 @@ def test_query_with_a_picture_is_the_released_format(builder, picture, encoded):
     assert builder.tokenizer.decode(prompt.input_ids) == text
     assert prompt.input_ids.tolist() == encoded(text)
     assert prompt.image_grid.tolist() == [[1, 6, 4]]
-    assert prompt.pixel_values.shape[0] == 24
+    assert prompt.pixels.shape[0] == 24
     assert prompt.type_ids.sum() == 6
     assert (prompt.input_ids[prompt.type_ids.bool()] == encoded(PAD)[0]).all()
 
@@ -40,7 +41,7 @@ def test_query_with_a_picture_is_the_released_format(builder, picture, encoded):
 def test_text_only_query(builder, encoded):
     prompt = builder.build(Item("q", "What opens this?"), "query")
     assert prompt.input_ids.tolist() == encoded(RELEASED_TEXT.format(text="What opens this?"))
-    assert prompt.pixel_values is None
+    assert prompt.pixels is None
     assert prompt.image_grid is None
     assert not prompt.type_ids.any()
 
@@ -50,7 +51,7 @@ def test_several_pictures_stand_before_the_text_in_order(builder, picture, encod
     pads = f"{PAD}<|vision_end|><|vision_start|>{3 * PAD}"
     assert prompt.input_ids.tolist() == encoded(RELEASED.format(pad=pads, text="egg"))
     assert prompt.image_grid.tolist() == [[1, 2, 2], [1, 2, 6]]
-    assert prompt.pixel_values.shape[0] == 4 + 12
+    assert prompt.pixels.shape[0] == 4 + 12
 
 
 def test_a_known_text_costs_its_pictures_only_and_gives_the_same_prompt(embedder, picture, monkeypatch):
@@ -65,7 +66,7 @@ def test_a_known_text_costs_its_pictures_only_and_gives_the_same_prompt(embedder
         again = builder.build(Item(f"q{number}", "egg"), "query", pictures)
         fresh = PromptBuilder(embedder.processor).build(Item(f"q{number}", "egg"), "query", pictures)
         assert (again.id, again.input_ids.tolist()) == (fresh.id, fresh.input_ids.tolist())
-        for name in ("type_ids", "pixel_values", "image_grid"):
+        for name in ("type_ids", "pixels", "image_grid"):
             mine, theirs = getattr(again, name), getattr(fresh, name)
             assert (mine is None) == (theirs is None)
             assert mine is None or torch.equal(mine, theirs)
@@ -77,7 +78,7 @@ def test_pictures_are_loaded_by_reference(builder, picture, tmp_path):
     picture(60, 60).save(tmp_path / "egg.png")
     by_reference = builder.build(Item("q", "egg", (str(tmp_path / "egg.png"),)), "query")
     given = builder.build(Item("q", "egg"), "query", [picture(60, 60)])
-    assert torch.equal(by_reference.pixel_values, given.pixel_values)
+    assert torch.equal(by_reference.pixels, given.pixels)
     assert torch.equal(by_reference.input_ids, given.input_ids)
 
 
@@ -211,6 +212,6 @@ def test_builder_errors(builder, tiny_path, embedder):
     from transformers import AutoProcessor
 
     with pytest.raises(
-        ValueError, match="the tokenizer has no <emb> token; add it with rge.backbone.add_emb_token"
+        ValueError, match="the tokenizer has no <emb> token; add it with rge.model.backbone.add_emb_token"
     ):
         PromptBuilder(AutoProcessor.from_pretrained(tiny_path))

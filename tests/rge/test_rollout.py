@@ -6,10 +6,10 @@ import torch
 from family_models import every_family, stock_inputs
 from scipy import stats
 
-from rge.packing import Branch
-from rge.prompts import PromptBuilder
-from rge.rollout import _choose, generate
-from rge.schema import Item
+from rge.common.schema import Item
+from rge.model.packing import Branch
+from rge.model.prompts import PromptBuilder
+from rge.rollout.generate import _choose, generate
 
 CAP = 24
 
@@ -32,7 +32,7 @@ def stock_generate(embedder, prompts, max_new_tokens):
         input_ids[row, longest - len(prompt) :] = prompt.input_ids
         attention_mask[row, longest - len(prompt) :] = 1
     sequences = embedder.model.generate(
-        **stock_inputs(embedder.model, prompts, input_ids, attention_mask),
+        **stock_inputs(embedder, prompts, input_ids, attention_mask),
         do_sample=False,
         max_new_tokens=max_new_tokens,
         eos_token_id=embedder.emb_id,

@@ -8,24 +8,25 @@ import torch
 import torch.nn.functional as F
 from family_models import counted_positions, every_family, stock_inputs
 
-from rge.backbone import load_backbone
-from rge.collate import sorted_by_length
-from rge.embedder import Embedder
-from rge.families import FAMILIES
-from rge.packing import Branch
-from rge.prompts import PromptBuilder
-from rge.rollout import Rationale
-from rge.step import Objective, candidate_masks, encode_queries, training_step
+from rge.data.collate import sorted_by_length
+from rge.model.backbone import load_backbone
+from rge.model.embedder import Embedder, encode_prompts
+from rge.model.families import FAMILIES
+from rge.model.packing import Branch
+from rge.model.prompts import PromptBuilder
+from rge.rollout.generate import Rationale
+from rge.step import Objective, candidate_masks, training_step
 
 TEMPERATURE = 0.07
 
 
-def stock_forward(model, prompts, continuations, padding_side):
+def stock_forward(embedder, prompts, continuations, padding_side):
     """One ordinary pass over prompt + continuation, as a user of plain transformers would run it.
 
     Returns:
         Last-layer states, logits, and each row's first column.
     """
+    model = embedder.model
     rows = [
         torch.cat([prompt.input_ids, torch.tensor(ids)])
         for prompt, ids in zip(prompts, continuations, strict=True)
@@ -39,7 +40,7 @@ def stock_forward(model, prompts, continuations, padding_side):
         starts.append(start)
         input_ids[number, start : start + len(row)] = row
         attention_mask[number, start : start + len(row)] = 1
-    inputs = stock_inputs(model, prompts, input_ids, attention_mask)
+    inputs = stock_inputs(embedder, prompts, input_ids, attention_mask)
     if "mm_token_type_ids" not in inputs:
         # Without a picture transformers counts positions from the first padding token; rounding would differ.
         inputs["position_ids"] = counted_positions(model, attention_mask)
@@ -83,9 +84,9 @@ def naive_info_nce(q, c, batch):
     return total / len(q)
 
 
-def three_passes(model, batch, self_ids, emb_id, objective, padding_side):
+def three_passes(embedder, batch, self_ids, emb_id, objective, padding_side):
     """The two losses and the total, from one pass each over (query, own rationale), (query, oracle), candidate."""
-    pass_over = partial(stock_forward, model, padding_side=padding_side)
+    pass_over = partial(stock_forward, embedder, padding_side=padding_side)
     direct = [[emb_id]] * len(batch.candidates)
     anchors = {
         "self": [[*ids, emb_id] for ids in self_ids],
@@ -148,7 +149,7 @@ def run_step(embedder, batch, objective, rationales, micro_batch_size=100, encod
 
 def run_once(embedder, batch, objective, roll_out):
     """The step with its prompts encoded once: for the rollout and for the gradient."""
-    encoded = encode_queries(embedder, embedder, batch)
+    encoded = encode_prompts(embedder, embedder, batch.queries)
     rationales = roll_out(embedder, batch, encoded=encoded)
     return rationales, *run_step(embedder, batch, objective, rationales, encoded=encoded)
 
@@ -201,7 +202,7 @@ def test_one_forward_equals_three_passes(
     else:
         report, found = run_step(embedder, batch, objective, rationales)
     lm, contrastive, total = three_passes(
-        embedder.model,
+        embedder,
         batch,
         [rationale.ids for rationale in rationales],
         embedder.emb_id,
@@ -228,9 +229,7 @@ def test_a_separate_weight_for_the_output_matrix(tiny_path, make_batch, roll_out
     rationales = roll_out(untied, batch)
     report, found = run_step(untied, batch, Objective(0.5, 0.5, TEMPERATURE), rationales)
     ids = [rationale.ids for rationale in rationales]
-    *_, total = three_passes(
-        untied.model, batch, ids, untied.emb_id, Objective(0.5, 0.5, TEMPERATURE), "right"
-    )
+    *_, total = three_passes(untied, batch, ids, untied.emb_id, Objective(0.5, 0.5, TEMPERATURE), "right")
     total.backward()
     error, name = worst_gradient_error(found, gradients(untied))
     assert report["loss"] == pytest.approx(float(total.detach()), rel=1e-6)
@@ -321,10 +320,10 @@ def test_cold_start_is_the_token_mean_over_the_global_batch(lively, make_batch, 
         batch.candidates.clear()
     whole, expected = run_step(lively, batch, objective, None)
     direct = [[lively.emb_id]] * len(batch.candidates)
-    _, logits, starts = stock_forward(lively.model, batch.queries, batch.oracle_ids, "right")
+    _, logits, starts = stock_forward(lively, batch.queries, batch.oracle_ids, "right")
     nll, count = nll_of(logits, starts, batch.queries, batch.oracle_ids)
     if direct:
-        _, logits, starts = stock_forward(lively.model, batch.candidates, direct, "right")
+        _, logits, starts = stock_forward(lively, batch.candidates, direct, "right")
         more, more_count = nll_of(logits, starts, batch.candidates, direct)
         nll, count = nll + more, count + more_count
     assert whole["loss"] == whole["loss_lm"] == pytest.approx(float(nll.detach()) / count, rel=1e-6)

@@ -1,0 +1,66 @@
+"""Whether a stage is finished already, and whether what is on disk belongs to the recipe at hand."""
+
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from rge.checkpoints.export import RGE_JSON, CheckpointError, read_settings
+from rge.checkpoints.training_state import complete_states, read_done
+from rge.config import Recipe, flat, to_dict
+from rge.distributed import launch
+
+MAY_DIFFER = ("out", "stage", "recipe", "log.", "train.save_every", "train.keep_last", "train.log_every", "data.num_workers",
+              "train.num_processes", "train.distributed_type", "train.background_save", "validation.")  # fmt: skip
+"""Keys that do not change the result, so that a run may be resumed with other values."""
+
+
+def finished(folder: Path, recipe: Recipe, name: str) -> bool:
+    """Whether the stage's checkpoint is there, made with this recipe.
+
+    Raises:
+        CheckpointError: it was made with another recipe; the differing keys are named.
+    """
+    if not (folder / "final" / RGE_JSON).is_file():
+        return False
+    settings = read_settings(folder / "final")
+    check_same_recipe(settings["recipe"], recipe, name, folder / "final")
+    return True
+
+
+def check_state(folder: Path, recipe: Recipe, name: str, accelerator: Accelerator) -> None:
+    """Whether the stage's newest state, if there is one, can be resumed from by this recipe and launch.
+
+    Raises:
+        CheckpointError: another recipe made it.
+        LaunchError: see `rge.distributed.launch.check_resume`.
+    """
+    for path in complete_states(folder / "state")[-1:]:
+        if (done := read_done(path)) is not None:
+            check_same_recipe(done["recipe"], recipe, name, path)
+            launch.check_resume(done.get("launch"), accelerator, path)
+
+
+def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Path) -> None:
+    """Refuse to continue or reuse what another recipe made.
+
+    Only keys that matter to the stage are compared: the cold start does not depend on the joint stage's settings.
+
+    Raises:
+        CheckpointError: names the differing keys.
+    """
+    ignored = MAY_DIFFER + (("joint.", "loss.", "rollout.") if name == "cold_start" else ())
+    ours, theirs = flat(to_dict(recipe)), flat(found)
+    if name == "cold_start":
+        # The one loss setting that the cold start uses.
+        ours["cold_start loss.lm_on_candidates"] = ours["loss.lm_on_candidates"]
+        theirs["cold_start loss.lm_on_candidates"] = theirs.get("loss.lm_on_candidates")
+    different = [
+        f"{key} (there {theirs.get(key)!r}, now {ours.get(key)!r})"
+        for key in sorted(ours.keys() | theirs.keys())
+        if ours.get(key) != theirs.get(key) and not key.startswith(ignored)
+    ]
+    if different:
+        raise CheckpointError(
+            f"{path} was made with another recipe: {'; '.join(different)}. Use another out=, or delete {path.parent}"
+        )

@@ -1,0 +1,153 @@
+"""Open pictures by reference, and refuse clearly what cannot be opened. Nothing is replaced by a blank image."""
+
+import io
+import os
+import warnings
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+from PIL import Image, ImageOps
+
+from rge.common.schema import ImageRef
+
+
+class ImageError(ValueError):
+    """A picture is missing, unreadable or of a kind that cannot be embedded; the message names it and the mend."""
+
+
+@lru_cache(maxsize=64)
+def _library(path: str) -> dict[str, bytes]:
+    try:
+        table = pq.read_table(path, columns=["id", "image"])
+    except FileNotFoundError:
+        raise ImageError(f"picture library {path} does not exist") from None
+    except (OSError, ValueError, KeyError) as error:
+        raise ImageError(
+            f"picture library {path} is not a Parquet file with columns id and image: {error}"
+        ) from None
+    rows = zip(table["id"].to_pylist(), table["image"].to_pylist(), strict=True)
+    return {name: image["bytes"] if isinstance(image, dict) else image for name, image in rows}
+
+
+def picture_bytes(ref: ImageRef) -> bytes:
+    """Encoded bytes of a picture.
+
+    Args:
+        ref: bytes, the path of a picture file, or ``library.parquet#row-id``.
+
+    Raises:
+        ImageError: the file, the library or the row does not exist.
+    """
+    if isinstance(ref, bytes):
+        return ref
+    path, mark, row = ref.partition(".parquet#")
+    if mark:
+        library = _library(path + ".parquet")
+        if row not in library:
+            raise ImageError(f"picture {row!r} is not in {path}.parquet ({len(library)} rows)")
+        return library[row]
+    try:
+        return Path(ref).read_bytes()
+    except OSError as error:
+        raise ImageError(f"picture {ref} cannot be read: {error.strerror or error}") from None
+
+
+class PictureIndex:
+    """Which pictures there are, without opening them: a folder or library is listed once, whatever the number asked for.
+
+    One look a folder instead of one a picture: on a network disk that is minutes instead of hours.
+    """
+
+    def __init__(self) -> None:
+        self._listed: dict[str, frozenset[str] | str] = {}
+
+    def fault(self, ref: str) -> str | None:
+        """Why a picture cannot be there, or None.
+
+        Args:
+            ref: the path of a picture file, or ``library.parquet#row-id``.
+        """
+        path, mark, row = ref.partition(".parquet#")
+        folder, name = (path + ".parquet", row) if mark else os.path.split(ref)
+        if folder not in self._listed:
+            self._listed[folder] = _rows_of(folder) if mark else _files_in(folder)
+        names = self._listed[folder]
+        if isinstance(names, str):
+            return names
+        if name in names:
+            return None
+        return f"picture {row!r} is not in {folder}" if mark else f"picture {ref} does not exist"
+
+
+def _rows_of(library: str) -> frozenset[str] | str:
+    try:
+        missing = {"id", "image"} - set(pq.read_schema(library).names)
+        if not missing:
+            return frozenset(pq.read_table(library, columns=["id"])["id"].to_pylist())
+        reason = f"no column {sorted(missing)[0]}"
+    except FileNotFoundError:
+        return f"picture library {library} does not exist"
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    return f"picture library {library} is not a Parquet file with columns id and image: {reason}"
+
+
+def _files_in(folder: str) -> frozenset[str] | str:
+    try:
+        with os.scandir(folder or ".") as entries:
+            return frozenset(entry.name for entry in entries if entry.is_file())
+    except OSError as error:
+        return f"picture folder {folder} cannot be read: {error.strerror}"
+
+
+def load_image(ref: ImageRef) -> Image.Image:
+    """Decode a picture to RGB; transparency is laid on white, EXIF rotation is applied.
+
+    Args:
+        ref: see `picture_bytes`.
+
+    Returns:
+        An RGB image, fully decoded.
+
+    Raises:
+        ImageError: missing, not an image, truncated, animated, of pixels without a known range, or so large that
+            Pillow suspects an attack.
+    """
+    name = f"<{len(ref)} bytes>" if isinstance(ref, bytes) else ref
+    data = picture_bytes(ref)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(data))
+            # A phone's MPO is a JPEG with previews after it: its first frame is the picture.
+            if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
+                raise ImageError(f"picture {name} has {image.n_frames} frames: extract the one that is meant")
+            image.load()
+            image = _eight_bits(ImageOps.exif_transpose(image), name)
+            if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+                image = image.convert("RGBA")
+                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+            return image.convert("RGB")
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        Image.DecompressionBombError,
+        Image.DecompressionBombWarning,
+    ) as error:
+        if isinstance(error, ImageError):
+            raise
+        raise ImageError(f"picture {name} cannot be decoded: {error}") from error
+
+
+def _eight_bits(image: Image.Image, name: str) -> Image.Image:
+    # Pillow's own conversion clips instead of scaling: a 16-bit scan would come out white.
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ImageError(
+            f"picture {name} has 32-bit pixels of no known range: convert it to 8 bits a channel"
+        )
+    return image

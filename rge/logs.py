@@ -10,6 +10,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType
 from tqdm import tqdm
 
+from rge.common.files import write_text
 from rge.config import LogConfig, Recipe, RecipeError, flat, nearest, to_dict
 
 
@@ -103,9 +104,7 @@ class Logs:
             path = folder / "metrics.jsonl"
             kept = [line for line in _lines(path) if line["step"] <= first_step] if first_step else []
             self._offset_s = kept[-1]["elapsed_s"] if kept else 0.0
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            temporary.replace(path)
+            write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
             self._file = path.open("a")
 
     def wait_share(self) -> float:

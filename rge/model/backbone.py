@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from tokenizers import AddedToken
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from rge.common.errors import UserError
@@ -51,6 +51,23 @@ class Backbone:
     attention: str = "auto"
 
 
+def read_config(path: str | Path, revision: str | None = None) -> PretrainedConfig:
+    """Config of a model of a supported family, from a hub id or a directory.
+
+    Raises:
+        BackboneError: nothing to load there, or an unsupported family.
+    """
+    if not Path(path).exists() and (str(path).startswith((".", "/", "~")) or str(path).count("/") != 1):
+        raise BackboneError(f"no model can be loaded from {path}: there is no such directory")
+    try:
+        config = AutoConfig.from_pretrained(path, revision=revision)
+    except (OSError, ValueError) as error:
+        raise BackboneError(f"no model can be loaded from {path}: {error}") from error
+    if config.model_type not in FAMILIES:
+        raise BackboneError(f"{path} is a {config.model_type}; supported families: {', '.join(FAMILIES)}")
+    return config
+
+
 def load_backbone(
     path: str | Path,
     *,
@@ -80,14 +97,7 @@ def load_backbone(
         BackboneError: nothing to load there, an unsupported family, or no ``<emb>``.
     """
     transformers_logging.disable_progress_bar()  # ours are the bars to watch
-    if not Path(path).exists() and (str(path).startswith((".", "/", "~")) or str(path).count("/") != 1):
-        raise BackboneError(f"no model can be loaded from {path}: there is no such directory")
-    try:
-        config = AutoConfig.from_pretrained(path, revision=revision)
-    except (OSError, ValueError) as error:
-        raise BackboneError(f"no model can be loaded from {path}: {error}") from error
-    if config.model_type not in FAMILIES:
-        raise BackboneError(f"{path} is a {config.model_type}; supported families: {', '.join(FAMILIES)}")
+    read_config(path, revision)
     try:
         processor = AutoProcessor.from_pretrained(path, revision=revision)
         model, report = AutoModelForImageTextToText.from_pretrained(

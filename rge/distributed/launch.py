@@ -28,7 +28,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
 )
 
-from rge.config import BACK_ENDS, RECIPES, LogConfig, TrainConfig
+from rge.config import BACK_ENDS, RECIPES, TrainConfig
 from rge.distributed.collectives import LaunchError, let_deepspeed_build
 
 PATIENCE = timedelta(minutes=30)
@@ -55,23 +55,25 @@ class BackEnd:
         """Whether every process holds weights, gradients and optimizer state whole."""
         return self.name in ("one process", "DDP")
 
+    @property
+    def key(self) -> str:
+        """The recipe's word for it."""
+        return next((key for key, name in NAMES.items() if name == self.name), "ddp")
+
     def __str__(self) -> str:
         return self.name if self.num_processes == 1 else f"{self.name} on {self.num_processes} processes"
 
 
-def make_accelerator(
-    train: TrainConfig, log: LogConfig, dtype: str = "float32", optimizer: str = "adamw"
-) -> Accelerator:
+def make_accelerator(train: TrainConfig, dtype: str = "float32") -> Accelerator:
     """The process group, the back end and its precision.
 
     Args:
         train: the recipe's.
-        log: the recipe's.
         dtype: what is computed in (``model.dtype``).
-        optimizer: the recipe's (``optim.name``).
 
     Raises:
-        LaunchError: the launch cannot give what the recipe needs; names both and a launch that can.
+        LaunchError: the launch asks for another precision; names both and a launch that has the recipe's. `check_launch`
+            looks at the rest.
     """
     _check_precision(dtype)
     plugin: DeepSpeedPlugin | FullyShardedDataParallelPlugin | None = None
@@ -100,12 +102,11 @@ def make_accelerator(
         torch.use_deterministic_algorithms(True)
     # Several processes without a GPU: unless told so, accelerate leaves each of them alone, in silence.
     on_cpu = not use_deepspeed and not torch.accelerator.is_available()
-    accelerator = Accelerator(
+    return Accelerator(
         cpu=on_cpu,
         mixed_precision="bf16" if dtype == "bfloat16" else "no",
         deepspeed_plugin=plugin if use_deepspeed else None,
         fsdp_plugin=plugin if isinstance(plugin, FullyShardedDataParallelPlugin) else None,
-        log_with=log.trackers or None,
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=PATIENCE, **library),
             # Gradients lie in DDP's buckets, which would hold them a second time: 4 bytes a parameter.
@@ -113,8 +114,6 @@ def make_accelerator(
         ],
         step_scheduler_with_optimizer=False,
     )
-    check_launch(accelerator, train, optimizer)
-    return accelerator
 
 
 def check_launch(accelerator: Accelerator, train: TrainConfig, optimizer: str = "adamw") -> None:
@@ -161,11 +160,11 @@ def check_launch(accelerator: Accelerator, train: TrainConfig, optimizer: str = 
             f"optim.name=muon needs whole gradients, which {found.name} does not have; set optim.name=adamw, or "
             f"train.back_end=ddp and this launch: {_command('ddp')}"
         )
-    if running > 1 and _shared_out(found.name) < _shared_out(NAMES[train.back_end]):
+    if running > 1 and _shared_out(found.key) < _shared_out(train.back_end):
         raise LaunchError(
             f"train.back_end={train.back_end}, but the launch config runs {found.name}, which shares out less: leave the "
             f"config away, or use one that shares out as much: {_command(train.back_end)}. If the GPUs have room for "
-            f"{found.name} (python -m rge.plan says), set train.back_end={_key(found.name)}"
+            f"{found.name} (python -m rge.plan says), set train.back_end={found.key}"
         )
 
 
@@ -288,14 +287,9 @@ def _launched() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _shared_out(name: str) -> int:
-    """How much a back end shares out, to be compared: ZeRO-3 and FSDP2 everything, one process and DDP nothing."""
-    return min(BACK_ENDS.index(_key(name)), BACK_ENDS.index("zero3"))
-
-
-def _key(name: str) -> str:
-    """The recipe's word for a back end."""
-    return next((key for key, value in NAMES.items() if value == name), "ddp")
+def _shared_out(key: str) -> int:
+    """How much a back end shares out, to be compared: ZeRO-3 and FSDP2 everything, DDP and one process nothing."""
+    return min(BACK_ENDS.index(key), BACK_ENDS.index("zero3"))
 
 
 def _script() -> str:

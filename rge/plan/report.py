@@ -83,7 +83,9 @@ def read_options(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
             raise RecipeError(f"{name} is too small: {value}")
     for name, allowed in (("back_end", ("", *BACK_ENDS)), ("for", ("joint", "cold_start"))):
         if options[name] not in allowed:
-            raise RecipeError(f"{name} must be one of {', '.join(filter(None, allowed))}; got {options[name]!r}")
+            raise RecipeError(
+                f"{name} must be one of {', '.join(filter(None, allowed))}; got {options[name]!r}"
+            )
     return options, overrides
 
 

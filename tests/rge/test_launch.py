@@ -9,7 +9,7 @@ import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType
 
-from rge.config import LogConfig, TrainConfig, load_recipe
+from rge.config import TrainConfig, load_recipe
 from rge.distributed import launch
 from rge.scratch.starting_point import starting_point
 
@@ -158,7 +158,7 @@ def test_a_launch_as_asked(monkeypatch, environment, running, train, optimizer):
 def test_a_launcher_with_another_precision_than_the_recipe(monkeypatch, asked, dtype, message):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", asked)
     with pytest.raises(launch.LaunchError, match=message):
-        launch.make_accelerator(TrainConfig(), LogConfig(), dtype)
+        launch.make_accelerator(TrainConfig(), dtype)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_settings_of_deepspeed_with_another_precision_than_the_recipe(
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(path))
     with pytest.raises(launch.LaunchError, match=message):
-        launch.make_accelerator(TrainConfig(back_end="zero2"), LogConfig(), dtype)
+        launch.make_accelerator(TrainConfig(back_end="zero2"), dtype)
 
 
 @pytest.mark.parametrize(

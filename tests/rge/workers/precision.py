@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
 
 from rge.checkpoints.export import export
-from rge.config import LogConfig, TrainConfig
+from rge.config import TrainConfig
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.model.backbone import load_backbone
@@ -67,7 +67,9 @@ def accumulated_in(accelerator: Accelerator, model, embedder: Embedder) -> str:
 def run(checkpoint: str, task: dict, back_end: str, dtype: str, kind: str, folder: Path | None) -> dict:
     """Some steps of one optimizer; with a folder the model is exported at the end."""
     as_launched()
-    accelerator = launch.make_accelerator(TrainConfig(back_end=back_end), LogConfig(), dtype)
+    train = TrainConfig(back_end=back_end)
+    accelerator = launch.make_accelerator(train, dtype)
+    launch.check_launch(accelerator, train)
     embedder = Embedder(load_backbone(checkpoint, dtype=dtype)).eval()
     if kind == "gradient":
         optimizer, steps = torch.optim.SGD(embedder.parameters(), lr=1.0), 1

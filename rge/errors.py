@@ -6,12 +6,14 @@ from rge.checkpoint import CheckpointError
 from rge.config import RecipeError
 from rge.images import ImageError
 from rge.launch import LaunchError
+from rge.loader import WorkerError
 from rge.sources import RecordError
 from rge.watch import RankError
 
 USER_ERRORS = (
     RecipeError,
     RecordError,
+    WorkerError,
     ImageError,
     AdapterError,
     BackboneError,
@@ -19,11 +21,3 @@ USER_ERRORS = (
     LaunchError,
     RankError,
 )
-
-
-def explain(error: Exception) -> str:
-    """The message alone, also where a data worker has wrapped it in its own traceback."""
-    message = str(error).strip()
-    if message.startswith("Caught "):
-        message = message.rpartition(f"{type(error).__name__}: ")[2]
-    return message

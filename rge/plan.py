@@ -27,7 +27,7 @@ from rge.costs import (
     shapes_of,
     trained_parameters,
 )
-from rge.errors import USER_ERRORS, explain
+from rge.errors import USER_ERRORS
 from rge.families import family_of
 from rge.outlines import outline
 from rge.step import Objective
@@ -351,4 +351,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except USER_ERRORS as problem:
-        sys.exit(f"error: {explain(problem)}")
+        sys.exit(f"error: {problem}")

@@ -16,6 +16,7 @@ same command started again resumes; a finished stage is left alone. Benchmarks a
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,11 +25,13 @@ from accelerate.utils import set_seed
 
 from rge import dist, launch
 from rge.backbone import check_sizes, vision_parameters
-from rge.collate import Collator, StepBatches, make_loader
+from rge.bad_records import BadRecords
+from rge.collate import Collator, StepBatches
 from rge.config import Recipe, StageConfig, load_recipe, to_dict
 from rge.embedder import Embedder, embedder_to_train
-from rge.errors import USER_ERRORS, explain
+from rge.errors import USER_ERRORS
 from rge.keeper import Keeper
+from rge.loader import Loader
 from rge.logs import Logs, start_trackers
 from rge.optim import learning_rate, make_optimizer, set_learning_rate
 from rge.prompts import PromptBuilder
@@ -81,7 +84,8 @@ def train_stage(recipe: Recipe, name: str, folder: Path, start: str, accelerator
     keeper = Keeper(recipe, name, folder, num_steps, validation, embedder, model, optimizer, accelerator)
     first_step = keeper.resume()
 
-    loader = make_loader(batches, range(first_step, num_steps), recipe.data.num_workers)
+    bad_records = BadRecords(recipe.data, batches.files, folder, first_step)
+    loader = Loader(batches, range(first_step, num_steps), recipe.data, embedder.device)
     logs = Logs(accelerator, folder, name, first_step, num_steps, recipe.train.log_every)
     waited = time.perf_counter()
     for step, batch in enumerate(loader, start=first_step):
@@ -121,6 +125,7 @@ def train_stage(recipe: Recipe, name: str, folder: Path, start: str, accelerator
         }
         report |= dist.rollout_report(rationales, rolled_out - began, embedder.device)
         # 4. Every so many steps: measure held-out records, keep the best, save a state to resume from.
+        report |= bad_records.after_step(step + 1, batch)
         report |= keeper.validate(step + 1)
         logs.step(step + 1, report)
         keeper.after_step(step + 1)
@@ -130,15 +135,14 @@ def train_stage(recipe: Recipe, name: str, folder: Path, start: str, accelerator
 
 
 def build_validation(recipe: Recipe, objective: Objective, embedder: Embedder) -> Validation:
-    """The held-out records, collated as in training but without augmentation."""
+    """The held-out records, collated as in training but without augmentation; none of them may be bad."""
     file = RecordFile(str(recipe.validation.path), need_rationale=objective.needs_oracle)
     collator = Collator(
         [file],
         PromptBuilder(embedder.processor, recipe.data.profile, recipe.data.max_prompt_tokens),
+        replace(recipe.data, augment="none", sort_by_length=False, on_bad="stop"),
         need_oracle=objective.needs_oracle,
         need_candidates=objective.needs_candidates,
-        max_negatives=recipe.data.max_negatives,
-        positives=recipe.data.positives,
     )
     return Validation(collator, objective, recipe)
 
@@ -148,7 +152,12 @@ def build_batches(
 ) -> StepBatches:
     """Sources, their mixture and this rank's share of every step."""
     files = [
-        RecordFile(source.path, need_rationale=objective.needs_oracle, progress=accelerator.is_main_process)
+        RecordFile(
+            source.path,
+            need_rationale=objective.needs_oracle,
+            progress=accelerator.is_main_process,
+            on_bad=recipe.data.on_bad,
+        )
         for source in stage.sources
     ]
     mixture = Mixture(
@@ -162,12 +171,11 @@ def build_batches(
         files,
         mixture,
         PromptBuilder(embedder.processor, recipe.data.profile, recipe.data.max_prompt_tokens),
+        recipe.data,
         rank=dist.rank(),
         world_size=dist.world_size(),
-        augment=recipe.data.augment,
         need_oracle=objective.needs_oracle,
         need_candidates=objective.needs_candidates,
-        max_negatives=recipe.data.max_negatives,
     )
 
 
@@ -176,4 +184,4 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except USER_ERRORS as problem:
-        sys.exit(f"error: {explain(problem)}")
+        sys.exit(f"error: {problem}")

@@ -20,7 +20,7 @@ from rge.config import RecipeError, nearest, split_override
 from rge.diagnose import invariance, leakage, sensitivity
 from rge.diagnose.pairs import read_pairs
 from rge.encode import load_encoder
-from rge.errors import USER_ERRORS, explain
+from rge.errors import USER_ERRORS
 
 NAMES = ("leakage", "sensitivity", "invariance")
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -107,4 +107,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except USER_ERRORS as problem:
-        sys.exit(f"error: {explain(problem)}")
+        sys.exit(f"error: {problem}")

@@ -23,6 +23,7 @@ import torch
 
 from rge.checkpoint import read_settings
 from rge.collate import Batch, StepBatches
+from rge.config import DataConfig
 from rge.encode import load_encoder
 from rge.rollout import generate
 from rge.sources import Mixture, RecordFile
@@ -77,9 +78,9 @@ def leakage(
             [records],
             Mixture([len(records)], [1.0], batch_size, seed),
             encoder.builder,
+            DataConfig(max_negatives=0, sort_by_length=False),
             rank=0,
             world_size=1,
-            max_negatives=0,
         )
         optimizer = torch.optim.AdamW(embedder.parameters(), lr=lr, weight_decay=0.0)
         curve: dict[str, list[float]] = {"loss_lm": [], "loss_contrastive": []}

@@ -2,8 +2,8 @@
 
 ``demo``        rebuild the shipped picture set (`data_prep.demo.build`)
 ``rmir``        reasoning-intensive retrieval data from any pictures (`data_prep.rmir.main`); ``config=demo`` needs nothing
-``review``      a page on which a person accepts or rejects a sample of the result (`data_prep.rmir.review`)
-``agreement``   how far these verdicts agree with the judges, with a 95 % interval (`data_prep.rmir.review`)
+``review``      a page on which a person accepts or rejects a sample of the result (`data_prep.rmir.results.review`)
+``agreement``   how far these verdicts agree with the judges, with a 95 % interval (`data_prep.rmir.results.review`)
 ``rationales``  oracle rationales for training records (`data_prep.rationales.main`)
 ``mmeb``        MMEB's files as training records or retrieval sets (`data_prep.mmeb`)
 """
@@ -13,13 +13,13 @@ import sys
 from collections.abc import Sequence
 
 from data_prep.options import UserError, nearest
-from rge.images import ImageError
+from rge.common.images import ImageError
 
 COMMANDS = {
     "demo": "data_prep.demo.build:main",
     "rmir": "data_prep.rmir.main:main",
-    "review": "data_prep.rmir.review:review",
-    "agreement": "data_prep.rmir.review:agreement",
+    "review": "data_prep.rmir.results.review:review",
+    "agreement": "data_prep.rmir.results.review:agreement",
     "rationales": "data_prep.rationales.main:main",
     "mmeb": "data_prep.mmeb:main",
 }

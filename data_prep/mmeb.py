@@ -27,9 +27,9 @@ from tqdm import tqdm
 
 from data_prep.options import UserError, nearest, read_options
 from data_prep.rmir.run import write_text
-from rge.images import ImageError, load_image
-from rge.mmeb import INSTRUCTIONS, SETS, canonical, plain, reword, split_instruction
-from rge.schema import Positive, QueryPart, Record, Target
+from rge.common.images import ImageError, load_image
+from rge.common.mmeb_prompts import INSTRUCTIONS, SETS, canonical, plain, reword, split_instruction
+from rge.common.schema import Positive, QueryPart, Record, Target
 
 COLUMNS = ("qry", "qry_image_path", "pos_text", "pos_image_path")
 NEGATIVES = ("neg_text", "neg_image_path")

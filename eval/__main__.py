@@ -12,29 +12,29 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from eval.options import UserError, explain, parse_options
-from eval.team import leave
+from eval.embedding.processes import leave
+from rge.common.options import UserError, explain, parse_options
 
 if TYPE_CHECKING:
-    from eval.sets import RetrievalSet
+    from eval.sets.retrieval_set import RetrievalSet
 
 # Module, options and function by name: a command imports what it needs, so that a comparison of two tables does not
 # wait for the libraries of models.
 IMPORTS = {
-    "rmir": ("eval.benchmarks.rmir", "RmirOptions", "import_rmir"),
-    "pinpoint": ("eval.benchmarks.pinpoint", "PinpointOptions", "import_pinpoint"),
-    "mmeb": ("eval.benchmarks.mmeb", "MmebOptions", "import_mmeb"),
-    "mmbright": ("eval.benchmarks.mmbright", "MmbrightOptions", "import_mmbright"),
+    "rmir": ("eval.benchmarks.rmir.importer", "RmirOptions", "import_rmir"),
+    "pinpoint": ("eval.benchmarks.pinpoint.importer", "PinpointOptions", "import_pinpoint"),
+    "mmeb": ("eval.benchmarks.mmeb.importer", "MmebOptions", "import_mmeb"),
+    "mmbright": ("eval.benchmarks.mmbright.importer", "MmbrightOptions", "import_mmbright"),
 }
 COMMANDS = {
-    "run": ("eval.run", "RunOptions", "run"),
-    "score": ("eval.score", "ScoreOptions", "score"),
-    "compare": ("eval.compare", "CompareOptions", "compare"),
-    "budget": ("eval.budget", "BudgetOptions", "budget"),
-    "rerank": ("eval.rerank", "RerankOptions", "rerank_command"),
-    "bm25": ("eval.bm25", "Bm25Options", "bm25"),
-    "audit": ("eval.audit", "AuditOptions", "audit_command"),
-    "export": ("eval.export", "ExportOptions", "export"),
+    "run": ("eval.commands.run", "RunOptions", "run"),
+    "score": ("eval.commands.score", "ScoreOptions", "score"),
+    "compare": ("eval.commands.compare", "CompareOptions", "compare"),
+    "budget": ("eval.commands.budget", "BudgetOptions", "budget"),
+    "rerank": ("eval.commands.rerank", "RerankOptions", "rerank_command"),
+    "bm25": ("eval.commands.bm25", "Bm25Options", "bm25"),
+    "audit": ("eval.commands.audit", "AuditOptions", "audit_command"),
+    "export": ("eval.commands.export", "ExportOptions", "export"),
 }
 
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     try:
         if name == "report":
-            from eval.report import report_command
+            from eval.commands.report import report_command
 
             print(report_command(words))
         else:
@@ -81,7 +81,11 @@ def _entry(name: str) -> tuple[type, Callable[..., Any]] | None:
 
 def _loaded_errors() -> list[type[Exception]]:
     """The trainer's errors that are the user's to mend, of modules that are loaded: others cannot have raised any."""
-    names = {"rge.backbone": "BackboneError", "rge.checkpoint": "CheckpointError", "rge.images": "ImageError"}
+    names = {
+        "rge.model.backbone": "BackboneError",
+        "rge.checkpoints.export": "CheckpointError",
+        "rge.common.images": "ImageError",
+    }
     return [getattr(sys.modules[module], name) for module, name in names.items() if module in sys.modules]
 
 
@@ -97,7 +101,7 @@ def _imported(done: "RetrievalSet | list[str]") -> str:
 def usage(name: str) -> str:
     """Keys of a command with their defaults and meanings; those with ``...`` have to be given."""
     if name == "report":
-        from eval.report import ReportOptions
+        from eval.commands.report import ReportOptions
 
         return f"python -m eval report key=value ...\n{explain(ReportOptions)}"
     if name == "import":

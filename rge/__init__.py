@@ -1,6 +1,6 @@
 """Train reasoning-guided multimodal embedders (RGE, arXiv:2511.16150)."""
 
-from rge import torchvision_cpu
+from rge.common import torchvision_cpu
 
 __version__ = "0.1.0"
 

@@ -5,7 +5,7 @@ into memory as a whole, gradients are computed exactly by gradient caching: firs
 dL/dstate of the InfoNCE over all ranks, then one forward a chunk with the surrogate <state, dL/dstate>. Here the
 query side's first pass is free, since the rollout already ends in the state at ``<emb>``.
 
-If it does fit, the prompts are encoded once in all: `encode_queries` runs them with gradient, the rollout goes on from
+If it does fit, the prompts are encoded once in all: `encode_prompts` runs them with gradient, the rollout goes on from
 their keys and values without, and the branches go on from the same ones with gradient. Otherwise a prompt is encoded
 once for the rollout and once in its chunk.
 
@@ -19,15 +19,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rge import dist
-from rge.attention import EncodedPrompts
-from rge.collate import Batch
 from rge.config import LossConfig
-from rge.dropout import RandomState, drops_out
-from rge.embedder import Embedder, Readout
+from rge.data.collate import Batch
+from rge.distributed import collectives as dist
 from rge.losses import hit_at_1, nested_info_nce
-from rge.packing import Branch
-from rge.rollout import Rationale
+from rge.model.attention import EncodedPrompts
+from rge.model.dropout import RandomState, drops_out
+from rge.model.embedder import Embedder, Readout
+from rge.model.packing import Branch
+from rge.rollout.generate import Rationale
 
 
 @dataclass(frozen=True)
@@ -84,18 +84,6 @@ Backward = Callable[[Tensor], None]
 NoSync = Callable[[], AbstractContextManager]
 
 
-def encode_queries(model: nn.Module, embedder: Embedder, batch: Batch) -> EncodedPrompts:
-    """Keys and values of the queries' prompts, with gradient, for the rollout and then `training_step`.
-
-    Args:
-        model: the wrapped embedder; its next forward is `training_step`'s, and both belong to one backward.
-        embedder: the same, unwrapped.
-        batch: this rank's share of the step.
-    """
-    (readout,) = model(embedder.pack_prompts(batch.queries))
-    return readout.encoded
-
-
 def training_step(
     model: nn.Module,
     embedder: Embedder,
@@ -120,7 +108,7 @@ def training_step(
         micro_batch_size: queries per forward.
         backward: `Accelerator.backward` or `Tensor.backward`.
         no_sync: context in which gradients of other ranks are not waited for, used for all chunks but the last.
-        encoded: of `encode_queries`, where the step is one chunk.
+        encoded: of `encode_prompts`, where the step is one chunk.
 
     Returns:
         Report, equal on all ranks: loss, loss_lm, loss_contrastive and hit_at_1 where they exist; with them how many

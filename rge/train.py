@@ -23,25 +23,26 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from rge import dist, launch
-from rge.backbone import check_sizes, vision_parameters
-from rge.bad_records import BadRecords
-from rge.collate import Collator, StepBatches
+from rge.checkpoints.checkpoint_manager import Keeper
+from rge.checkpoints.resume import finished
 from rge.config import Recipe, StageConfig, load_recipe, to_dict
-from rge.embedder import Embedder, embedder_to_train
+from rge.data.bad_records import BadRecords
+from rge.data.collate import Collator, StepBatches
+from rge.data.loader import Loader
+from rge.data.sources import Mixture, RecordFile
+from rge.distributed import collectives as dist
+from rge.distributed import launch
+from rge.distributed.failure_detection import fellow_ranks
 from rge.errors import USER_ERRORS
-from rge.keeper import Keeper
-from rge.loader import Loader
 from rge.logs import Logs, start_trackers
-from rge.optim import learning_rate, make_optimizer, set_learning_rate
-from rge.prompts import PromptBuilder
-from rge.resume import finished
-from rge.sources import Mixture, RecordFile
-from rge.start import starting_point
+from rge.model.backbone import check_sizes, vision_parameters
+from rge.model.embedder import Embedder, embedder_to_train
+from rge.model.prompts import PromptBuilder
+from rge.optim.optimizers import learning_rate, make_optimizer, set_learning_rate
+from rge.rollout.writer import make_writer, rollout_report
+from rge.scratch.starting_point import starting_point
 from rge.step import Objective, training_step
 from rge.validation import Validation
-from rge.watch import fellow_ranks
-from rge.writer import make_writer
 
 
 def main(arguments: list[str]) -> None:
@@ -123,7 +124,7 @@ def train_stage(recipe: Recipe, name: str, folder: Path, start: str, accelerator
             "rollout_s": rolled_out - began,
             "step_s": ended - began,
         }
-        report |= dist.rollout_report(rationales, rolled_out - began, embedder.device)
+        report |= rollout_report(rationales, rolled_out - began, embedder.device)
         # 4. Every so many steps: measure held-out records, keep the best, save a state to resume from.
         report |= bad_records.after_step(step + 1, batch)
         report |= keeper.validate(step + 1)

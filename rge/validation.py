@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rge import dist
-from rge.collate import Batch, Collator
 from rge.config import Recipe
-from rge.embedder import Embedder
+from rge.data.collate import Batch, Collator
+from rge.data.sources import Draw, RecordError
+from rge.distributed import collectives as dist
 from rge.losses import hit_at_1, info_nce
-from rge.packing import Branch
-from rge.rollout import generate
-from rge.sources import Draw, RecordError
+from rge.model.embedder import Embedder
+from rge.model.packing import Branch
+from rge.rollout.generate import generate
 from rge.step import Objective, candidate_masks, query_branches
 
 

@@ -34,8 +34,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval import stats
-from eval.interval_plot import Mark, interval_chart
+from eval.pages.interval_plot import Mark, interval_chart
+from eval.scoring import stats
 from rge.config import RecipeError, load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent

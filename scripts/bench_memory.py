@@ -24,13 +24,13 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from bench_step import peak_growth  # noqa: E402
 
-from rge import scratch  # noqa: E402
-from rge.backbone import load_backbone  # noqa: E402
-from rge.collate import Batch  # noqa: E402
-from rge.embedder import Embedder  # noqa: E402
-from rge.prompts import PromptBuilder  # noqa: E402
-from rge.rollout import generate  # noqa: E402
-from rge.schema import Item  # noqa: E402
+from rge.common.schema import Item  # noqa: E402
+from rge.data.collate import Batch  # noqa: E402
+from rge.model.backbone import load_backbone  # noqa: E402
+from rge.model.embedder import Embedder  # noqa: E402
+from rge.model.prompts import PromptBuilder  # noqa: E402
+from rge.rollout.generate import generate  # noqa: E402
+from rge.scratch import build as scratch  # noqa: E402
 from rge.step import Objective, training_step  # noqa: E402
 
 TEXT = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip

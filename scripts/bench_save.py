@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 
-from rge.states import States  # noqa: E402
+from rge.checkpoints.training_state import States  # noqa: E402
 
 WIDTH = 1000
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import faiss
 import numpy as np
 
-from eval.metrics import NAMES, compute, cut, judge, tied_order
-from eval.options import parse_options
-from eval.search import Ranking, rows_within, search
+from eval.scoring.metrics import NAMES, compute, cut, judge, tied_order
+from eval.scoring.search import Ranking, rows_within, search
+from rge.common.options import parse_options
 
 
 @dataclass
@@ -66,7 +66,7 @@ def with_torch(query_QD: np.ndarray, candidate_CD: np.ndarray, depth: int) -> No
 
 
 def score(ranking: Ranking, positives: list[tuple[np.ndarray, np.ndarray]], candidates: int) -> None:
-    """Every metric of every set, as `eval.outputs.score_ranking` computes them."""
+    """Every metric of every set, as `eval.scoring.output_files.score_ranking` computes them."""
     wide = judge(ranking.rows_QW, positives, None, num_candidates=candidates)
     for order in (wide, *(tied_order(wide, ranking.score_QW, best=best) for best in (True, False))):
         for name in NAMES:

@@ -5,7 +5,7 @@
 Both forms compute the same step on the same weights, prompts, own rationales and candidates:
 
     three passes  transformers' `generate`; LM forward on [prompt][oracle]; contrastive forward on [prompt][own, <emb>]
-    ours          `rge.step.encode_queries` runs the prompts, with gradient; `rge.rollout.generate` goes on from their
+    ours          `rge.model.embedder.encode_prompts` runs the prompts, with gradient; `rge.rollout.generate` goes on from their
                   keys and values; so do [own, <emb>] and [oracle, <emb>] in `rge.step.training_step`
 
 ``demo`` is the demo recipe's model and one of its real batches; ``long`` is a random Qwen2.5-VL with a picture and text
@@ -50,21 +50,21 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils import flop_counter
 from transformers import GenerationConfig
 
-from eval.options import UserError, one_of, parse_options
-from rge import scratch
-from rge.attention import EncodedPrompts
-from rge.backbone import load_backbone, text_model
-from rge.collate import Batch, StepBatches
+from rge.common.options import UserError, one_of, parse_options
+from rge.common.schema import Item
 from rge.config import load_recipe
-from rge.embedder import Embedder, normalise
-from rge.families import normalised
+from rge.data.collate import Batch, StepBatches
+from rge.data.sources import Mixture, RecordFile, read_texts
 from rge.losses import info_nce, rationale_nll
-from rge.packing import Branch
-from rge.prompts import Prompt, PromptBuilder
-from rge.rollout import Rationale, generate
-from rge.schema import Item
-from rge.sources import Mixture, RecordFile, read_texts
-from rge.step import Objective, candidate_masks, encode_queries, training_step
+from rge.model.attention import EncodedPrompts
+from rge.model.backbone import load_backbone, text_model
+from rge.model.embedder import Embedder, encode_prompts, normalise
+from rge.model.families import normalised
+from rge.model.packing import Branch
+from rge.model.prompts import Prompt, PromptBuilder
+from rge.rollout.generate import Rationale, generate
+from rge.scratch import build as scratch
+from rge.step import Objective, candidate_masks, training_step
 
 FORMS = ("ours", "three_pass", "three_pass_two_backwards")
 TOLERANCE = 1e-6
@@ -322,7 +322,7 @@ def stock_inputs(
 
 def our_full_step(setting: Setting) -> dict[str, float]:
     """Own rationales and gradients of one step, prompts encoded once, by rge."""
-    encoded = encode_queries(setting.embedder, setting.embedder, setting.batch)
+    encoded = encode_prompts(setting.embedder, setting.embedder, setting.batch)
     return our_step(setting, our_rollout(setting, encoded), encoded)
 
 
@@ -473,7 +473,7 @@ def measure(setting: Setting, options: Options) -> dict[str, float]:
     rationales = our_rollout(setting)
     own_ids = [rationale.ids for rationale in rationales]
     with torch.no_grad():
-        encoded = encode_queries(embedder, embedder, setting.batch)
+        encoded = encode_prompts(embedder, embedder, setting.batch.queries)
     work: dict[str, Callable[[], object]] = {
         "ours writing": lambda: our_rollout(setting, encoded),
         "ours rollout": lambda: our_rollout(setting),

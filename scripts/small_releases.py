@@ -18,8 +18,8 @@ from typing import Any
 import pandas as pd
 from PIL import Image
 
-from eval.sets import load_set
-from rge.images import picture_bytes
+from eval.sets.retrieval_set import load_set
+from rge.common.images import picture_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "data_prep" / "demo" / "data" / "test"

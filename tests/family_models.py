@@ -21,8 +21,8 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from rge import scratch
-from rge.families import FAMILIES, normalised
+from rge.model.families import FAMILIES, normalised
+from rge.scratch import build as scratch
 
 TEXT = {
     "hidden_size": 32,

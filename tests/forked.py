@@ -23,7 +23,15 @@ LIMIT_S = 1800.0
 _CONTEXT = multiprocessing.get_context("forkserver")
 # What the programs import, slowest first; nothing here may start threads that a fork would have to share.
 _CONTEXT.set_forkserver_preload(
-    ["peft", "rge.step", "rge.validation", "rge.keeper", "rge.start", "rge.encode", "data_prep.rmir.main"]
+    [
+        "peft",
+        "rge.step",
+        "rge.validation",
+        "rge.checkpoints.checkpoint_manager",
+        "rge.scratch.starting_point",
+        "rge.encoder",
+        "data_prep.rmir.main",
+    ]
 )
 
 

@@ -10,10 +10,10 @@ import torch
 from family_models import LIVELY_SEED, TEXT, TEXTS, VISION, build
 from PIL import Image
 
-from rge import scratch
-from rge.backbone import load_backbone
-from rge.embedder import Embedder
-from rge.prompts import PromptBuilder
+from rge.model.backbone import load_backbone
+from rge.model.embedder import Embedder
+from rge.model.prompts import PromptBuilder
+from rge.scratch import build as scratch
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from eval.interval_plot import COLOURS, Mark, interval_chart
+from eval.pages.interval_plot import COLOURS, Mark, interval_chart
 from rge.config import Recipe, load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,31 +17,31 @@ FILES = sorted(
 MAY_IMPORT = {"rge": {"rge"}, "eval": {"eval", "rge"}, "data_prep": {"data_prep", "rge"}}
 
 ONLY_IN = {
-    "torch.distributed": {"rge/dist.py"},
-    "deepspeed": {"rge/dist.py"},
-    "peft": {"rge/adapters.py", "eval/models/qwen.py"},
+    "torch.distributed": {"rge/distributed/collectives.py"},
+    "deepspeed": {"rge/distributed/collectives.py"},
+    "peft": {"rge/model/adapters.py", "eval/models/qwen.py"},
     "sentence_transformers": {"eval/models/sentence.py"},
     "wandb": {"rge/logs.py"},
     "transformers": {
-        "rge/backbone.py",
-        "rge/families.py",
-        "rge/outlines.py",
-        "rge/scratch.py",
-        "rge/start.py",
-        "rge/attention.py",
-        "rge/vision.py",
-        "data_prep/rmir/hub.py",
+        "rge/model/backbone.py",
+        "rge/model/families.py",
+        "rge/plan/known_models.py",
+        "rge/scratch/build.py",
+        "rge/scratch/starting_point.py",
+        "rge/model/attention.py",
+        "rge/model/vision_tower.py",
+        "data_prep/rmir/pictures/hub_encoders.py",
         "eval/models/clip.py",
         "eval/models/qwen.py",
     },
 }
 WITHOUT_TORCH = (
-    "eval/metrics.py",
-    "eval/stats.py",
-    "eval/sets.py",
-    "eval/search.py",
-    "eval/trec.py",
-    "rge/schema.py",
+    "eval/scoring/metrics.py",
+    "eval/scoring/stats.py",
+    "eval/sets/retrieval_set.py",
+    "eval/scoring/search.py",
+    "eval/scoring/trec.py",
+    "rge/common/schema.py",
 )
 
 
@@ -62,7 +62,7 @@ def is_or_is_in(module: str, package: str) -> bool:
 
 
 def test_the_files_are_found():
-    assert {"rge/train.py", "eval/metrics.py", "data_prep/__main__.py"} <= set(FILES)
+    assert {"rge/train.py", "eval/scoring/metrics.py", "data_prep/__main__.py"} <= set(FILES)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -96,11 +96,55 @@ def test_pure_modules_do_without_torch(name):
     ]
 
 
+def rooms_between(name: str) -> set[str]:
+    """What a file imports of our own, as rooms: folders, or the file itself where it stands beside folders."""
+    modules = {file.removesuffix(".py").replace("/", "."): file for file in FILES}
+    return {room(modules[module]) for module in imports(name) if module in modules} - {room(name)}
+
+
+def room(name: str) -> str:
+    folder = name.rsplit("/", 1)[0]
+    holds_rooms = any(other.startswith(f"{folder}/") and "/" in other[len(folder) + 1 :] for other in FILES)
+    return name if holds_rooms else folder
+
+
+def test_no_arrow_runs_up_between_rooms():
+    """The rooms stand on floors: whatever a room imports, however far down, does not import it back."""
+    above: dict[str, set[str]] = {}
+    for name in FILES:
+        if not name.endswith("__init__.py"):
+            above.setdefault(room(name), set()).update(rooms_between(name))
+    left = dict(above)
+    while left:
+        ground = [one for one, others in left.items() if not others & left.keys()]
+        assert ground, f"these rooms import one another in a circle: {sorted(left)}"
+        for one in ground:
+            del left[one]
+
+
+def test_no_files_import_each_other_in_a_circle():
+    modules = {file.removesuffix(".py").replace("/", "."): file for file in FILES}
+    left = {
+        name: {modules[module] for module in imports(name) if module in modules} - {name} for name in FILES
+    }
+    while left:
+        ground = [one for one, others in left.items() if not others & left.keys()]
+        assert ground, f"these files import one another in a circle: {sorted(left)}"
+        for one in ground:
+            del left[one]
+
+
+@pytest.mark.parametrize("folder", sorted({name.rsplit("/", 1)[0] for name in FILES}))
+def test_a_room_can_be_taken_in_at_a_glance(folder):
+    files = [name for name in FILES if name.rsplit("/", 1)[0] == folder and not name.endswith("__init__.py")]
+    assert len(files) <= 12, f"{folder} holds {len(files)} files: {files}"
+
+
 def test_no_module_of_rge_shadows_another():
     """`accelerate launch rge/train.py` puts rge/ first on sys.path: rge/datasets.py would replace the real one."""
     installed = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
-    for path in (ROOT / "rge").glob("*.py"):
-        if path.stem != "__init__":
+    for path in (ROOT / "rge").iterdir():
+        if path.stem not in ("__init__", "__pycache__"):
             assert path.stem not in sys.stdlib_module_names
             assert importlib.machinery.PathFinder.find_spec(path.stem, installed) is None, path.stem
 

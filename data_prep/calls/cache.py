@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep.options import UserError
-from rge.wal import open_wal
+from rge.common.write_ahead_log import open_wal
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS replies (

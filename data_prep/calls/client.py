@@ -23,7 +23,7 @@ from data_prep.calls.cache import Kept, ReplyCache
 from data_prep.calls.replies import NotAChat, Reply, ReplyError, read_reply, usage
 from data_prep.calls.request import Picture, Request, encoded
 from data_prep.options import UserError
-from rge.images import ImageError
+from rge.common.images import ImageError
 
 APIS = ("openai", "anthropic")
 MAX_FAILURES_IN_A_ROW = 20

@@ -9,8 +9,8 @@ from functools import lru_cache
 
 from PIL import Image
 
-from rge.images import load_image, picture_bytes
-from rge.schema import ImageRef
+from rge.common.images import load_image, picture_bytes
+from rge.common.schema import ImageRef
 
 SENDABLE = {"JPEG": "image/jpeg", "PNG": "image/png", "WEBP": "image/webp"}
 """Formats that every server reads; a picture of another format, or too large, is sent as JPEG."""

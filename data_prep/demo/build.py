@@ -23,7 +23,7 @@ from data_prep.demo.records import naming_records, relation_records, text_record
 from data_prep.demo.splits import VALID_GALLERY, VALID_QUERIES, split
 from data_prep.demo.tables import HERE, read_tables
 from data_prep.options import read_options
-from rge.schema import Record
+from rge.common.schema import Record
 
 OUT = HERE / "data"
 

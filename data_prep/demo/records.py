@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from data_prep.demo.families import TRAINING, Family
 from data_prep.demo.splits import VALID_QUERIES, Splits, choose, stable_hash
 from data_prep.demo.tables import Concept, Fact, Tables
-from rge.schema import Positive, QueryPart, Record, Target
+from rge.common.schema import Positive, QueryPart, Record, Target
 
 INSTRUCTION = "Answer with a picture."
 NAMING_INSTRUCTION = "Find the same thing."

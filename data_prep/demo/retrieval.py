@@ -12,7 +12,7 @@ from data_prep.demo.pictures import IMAGE, write_table
 from data_prep.demo.records import INSTRUCTION, reference
 from data_prep.demo.splits import VALID_GALLERY, Splits, stable_hash
 from data_prep.demo.tables import Concept, Fact, Tables
-from rge.fingerprint import set_fingerprint
+from rge.common.fingerprint import set_fingerprint
 
 NUM_TEST_PHRASINGS = 2
 NUM_VALID_GALLERY = 128
@@ -69,9 +69,9 @@ def referred(family: Family, folder: str) -> Cell:
 def write_set(
     folder: Path, name: str, rows: SetRows, family: Family, query_cell: Cell, corpus_cell: Cell, licence: str
 ) -> None:
-    """Write a retrieval set (the layout is that of `eval.sets`: corpus, queries, qrels, negatives, meta).
+    """Write a retrieval set (the layout is that of `eval.sets.retrieval_set`: corpus, queries, qrels, negatives, meta).
 
-    The fingerprint is `rge.fingerprint.set_fingerprint` of ids, qrels and negatives: sha256 over sorted JSON rows.
+    The fingerprint is `rge.common.fingerprint.set_fingerprint` of ids, qrels and negatives: sha256 over sorted JSON rows.
 
     Args:
         folder: to be written.

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.options import UserError
-from rge.backbone import BackboneError
-from rge.checkpoint import CheckpointError
-from rge.encode import load_encoder
-from rge.packing import Branch
-from rge.schema import Item, Record, Target
+from rge.checkpoints.export import CheckpointError
+from rge.common.schema import Item, Record, Target
+from rge.encoder import load_encoder
+from rge.model.backbone import BackboneError
+from rge.model.packing import Branch
 
 
 def gains(

@@ -21,9 +21,9 @@ from data_prep.calls.request import Picture, Request
 from data_prep.options import UserError, read_options
 from data_prep.rationales import checks, prompts
 from data_prep.rmir.run import write_text
-from rge.images import ImageError, picture_bytes
-from rge.schema import Positive, Record
-from rge.sources import RecordError, RecordFile
+from rge.common.images import ImageError, picture_bytes
+from rge.common.schema import Positive, Record
+from rge.data.sources import RecordError, RecordFile
 
 DEFAULTS = {
     "records": "", "out": "", "model": "", "base_url": "", "api": "openai", "key_env": "", "concurrency": "32",

@@ -2,7 +2,7 @@
 
 from data_prep.calls.replies import Reply, check_complete, tag
 from data_prep.calls.request import Part
-from rge.schema import Positive, Record
+from rge.common.schema import Positive, Record
 
 TASK = "Task: explain an answer"
 

@@ -146,7 +146,7 @@ def cluster_size(resource: str) -> int:
 
 
 def absolute(refs: Iterable[str]) -> list[str]:
-    """Paths (``FILE`` or ``FILE#ID``, see `rge.images`) that mean the same in a worker's folder as in ours."""
+    """Paths (``FILE`` or ``FILE#ID``, see `rge.common.images`) that mean the same in a worker's folder as in ours."""
     return [os.path.join(os.getcwd(), ref) for ref in refs]
 
 

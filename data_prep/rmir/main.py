@@ -7,11 +7,12 @@ from pathlib import Path
 
 from data_prep.calls.client import CHARACTERS_A_TOKEN
 from data_prep.options import UserError, nearest
-from data_prep.rmir import prompts, report
+from data_prep.rmir import prompts
 from data_prep.rmir.config import RmirConfig, load_config, models_used
-from data_prep.rmir.download import is_address
-from data_prep.rmir.library import list_library
 from data_prep.rmir.oracle import OracleProcess, write_library
+from data_prep.rmir.pictures.download import is_address
+from data_prep.rmir.pictures.library import list_library
+from data_prep.rmir.results import report
 from data_prep.rmir.run import STAGES, Run, RunError, done, identities
 from data_prep.rmir.stages import WORK
 

@@ -16,7 +16,7 @@ from data_prep.calls.request import Part, Picture, Request
 from data_prep.options import UserError
 from data_prep.rmir import frames
 from data_prep.rmir.config import RmirConfig, to_dict
-from data_prep.rmir.encoders import identity
+from data_prep.rmir.pictures.encoders import identity
 
 STAGES = ("seed", "generate", "filter", "retrieve", "judge", "keep", "pool", "split", "audit")
 SETTINGS = {
@@ -38,7 +38,7 @@ class RunError(UserError):
 
 
 def identities(config: RmirConfig) -> list[dict[str, Any]]:
-    """`data_prep.rmir.encoders.identity` of all encoders: of pictures, of captions, and of the further indices.
+    """`data_prep.rmir.pictures.encoders.identity` of all encoders: of pictures, of captions, and of the further indices.
 
     A fallback's vectors, or those of yesterday's weights, do not fit the encoder that is there today.
     """

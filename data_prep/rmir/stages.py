@@ -14,14 +14,14 @@ import pyarrow as pa
 from data_prep.calls.replies import ReplyError
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames, prompts
-from data_prep.rmir.audit import audit
-from data_prep.rmir.cluster import embed_on_ray
 from data_prep.rmir.config import CATEGORIES, ConfigError, EncoderConfig
-from data_prep.rmir.download import resolve
-from data_prep.rmir.encoders import ImageEncoder, TextEncoder, bridged, image_encoder, text_encoder
-from data_prep.rmir.export import export
-from data_prep.rmir.library import DUPLICATE, NEAR_DUPLICATE, inspect, list_library
-from data_prep.rmir.neardup import near_duplicates
+from data_prep.rmir.pictures.cluster import embed_on_ray
+from data_prep.rmir.pictures.download import resolve
+from data_prep.rmir.pictures.encoders import ImageEncoder, TextEncoder, bridged, image_encoder, text_encoder
+from data_prep.rmir.pictures.library import DUPLICATE, NEAR_DUPLICATE, inspect, list_library
+from data_prep.rmir.pictures.near_duplicates import near_duplicates
+from data_prep.rmir.results.audit import audit
+from data_prep.rmir.results.export import export
 from data_prep.rmir.run import Run, reasons
 
 Rows = list[dict[str, Any]]

@@ -1,9 +1,4 @@
-"""What each benchmark's figures mean: one protocol for every benchmark and profile.
-
-``clean`` is the protocol that can be defended; ``official`` is what the benchmark's released code computes, so that
-published figures can be compared with. Both say in words what they do, and those words go into results.json. A protocol
-changes three things: which candidates are out of a ranking and which count as right (`Protocol.prepare`), the values of
-each query (`Protocol.score`), and figures that no single query has (`Protocol.figures`).
+"""The protocols of the known benchmarks, and which of them an evaluation uses; see `eval.scoring.protocol`.
 
 Shape suffixes: Q = queries, K = ranks, M = metrics, G = groups.
 """
@@ -14,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from eval.metrics import (
+from eval.scoring.metrics import (
     NAMES,
     Judged,
     average_precision_capped,
@@ -25,76 +20,17 @@ from eval.metrics import (
     random_floor,
     tied_order,
 )
-from eval.options import UserError, one_of
-from eval.outputs import Scored, figures, means, score_ranking
-from eval.search import Ranking
-from eval.sets import RetrievalSet, integer_column, string_column
-from eval.stats import LEVEL, cluster_bootstrap, index_of, interval
+from eval.scoring.output_files import Scored, means, score_ranking
+from eval.scoring.protocol import PROFILES, Protocol
+from eval.scoring.search import Ranking
+from eval.scoring.stats import LEVEL, cluster_bootstrap, index_of, interval
+from eval.sets.retrieval_set import RetrievalSet, integer_column, string_column
+from rge.common.options import UserError, one_of
 
 BENCHMARKS = ("generic", "rmir", "mmeb", "mmbright", "pinpoint")
-PROFILES = ("clean", "official")
 PINPOINT_DEPTH, PINPOINT_CUTS = 50, (1, 5, 10, 50)
 MMBRIGHT_CUTS = (1, 5, 10, 25, 50, 100)
 _TREC = {"NDCG": "ndcg", "MAP": "map", "Recall": "recall", "P": "precision"}
-
-
-@dataclass(frozen=True)
-class Protocol:
-    """Protocol of a set without a benchmark of its own; the others derive from it.
-
-    Attributes:
-        benchmark: one of `BENCHMARKS`.
-        profile: one of `PROFILES`.
-        headline: metrics that the benchmark is known by, the first of them first.
-        average: ``micro``, the mean over queries, or ``macro``.
-        statements: what is computed, in words.
-        skips_missing: whether a query without a line in a run file is left out instead of counting 0.
-    """
-
-    benchmark: str = "generic"
-    profile: str = "clean"
-    headline: tuple[str, ...] = ("recall@1", "recall@10", "mrr", "ndcg@10")
-    average: str = "micro"
-    statements: tuple[str, ...] = ()
-    skips_missing: bool = False
-
-    def prepare(self, wanted: RetrievalSet) -> RetrievalSet:
-        """The set with this protocol's exclusions and judgements."""
-        return wanted
-
-    def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
-        """Every metric of every query.
-
-        Args:
-            wanted: from `prepare`.
-            ranking: one row a query.
-            missing: queries without any line in the run file.
-        """
-        return self._skip(wanted, score_ranking(wanted, ranking), missing)
-
-    def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
-        """Figures of the whole set beside those of `eval.outputs.figures`; ``micro`` is merged into theirs."""
-        return {}
-
-    def suite_figures(self, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Figures of a suite from those of its members."""
-        return {}
-
-    def _skip(self, wanted: RetrievalSet, scored: Scored, missing: Sequence[str]) -> Scored:
-        if not self.skips_missing or not missing:
-            return scored
-        rows = np.isin(wanted.query_ids, list(missing))
-
-        def without(value_QM: np.ndarray) -> np.ndarray:
-            return np.where(rows[:, None], np.nan, value_QM)
-
-        return replace(
-            scored,
-            value_QM=without(scored.value_QM),
-            best_QM=without(scored.best_QM),
-            worst_QM=without(scored.worst_QM),
-            random_QM=without(scored.random_QM),
-        )
 
 
 @dataclass(frozen=True)
@@ -274,23 +210,6 @@ def protocol_for(benchmark: str, profile: str, wanted: RetrievalSet | None = Non
             f"{wanted.meta.get('benchmark')!r}): python -m eval import {benchmark} src=DIR out=DIR"
         )
     return PROTOCOLS[benchmark, profile]
-
-
-def all_figures(wanted: RetrievalSet, scored: Scored, protocol: Protocol, *, seed: int) -> dict[str, Any]:
-    """Figures of `eval.outputs.figures` and the protocol's own, with its headline."""
-    out = figures(wanted, scored, seed=seed)
-    more = protocol.figures(wanted, scored, seed=seed)
-    out["micro"] |= more.pop("micro", {})
-    if protocol.benchmark != "generic":
-        average = (
-            "micro" if protocol.average == "macro" else protocol.average
-        )  # one set is one member of a suite
-        out["headline"] = [
-            {"metric": name, "average": average, **out[average][name]}
-            for name in protocol.headline
-            if name in out[average]
-        ]
-    return out | more
 
 
 _RMIR = (

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from eval.models.registry import Facts
-from eval.options import UserError
-from rge.embedder import normalise
-from rge.prompts import PROFILES, Profile
-from rge.schema import Encoded, Item
+from rge.common.options import UserError
+from rge.common.prompt_profiles import PROFILES, Profile
+from rge.common.schema import Encoded, Item
+from rge.model.embedder import normalise
 
 WINDOW_BATCHES = 8
 """Batches prepared at a time, within which rows are sorted by length; the pictures of one window are in memory."""
@@ -69,7 +69,7 @@ class DirectEncoder(Generic[T]):
         } | settings
 
     def reword(self, profile: str) -> None:
-        """Take the wording of a profile of `rge.prompts`; ``plain`` is for sets whose texts carry their instructions."""
+        """Take the wording of a profile of `rge.model.prompts`; ``plain`` is for sets whose texts carry their instructions."""
         self.wording = PROFILES[profile]
         self.settings = self.settings | {"profile": profile, "wording": asdict(self.wording)}
 
@@ -92,7 +92,7 @@ class DirectEncoder(Generic[T]):
         seeds: Sequence[int] | None = None,
         on_progress: Callable[[int], object] | None = None,
     ) -> Encoded:
-        """Embed items; see `rge.encode.Encoder.encode`.
+        """Embed items; see `rge.encoder.Encoder.encode`.
 
         Raises:
             UserError: asked for rationales.

@@ -21,10 +21,11 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from eval.models.common import VLM2VEC, DirectEncoder, no_rationales, place
 from eval.models.registry import Facts, facts_of
-from eval.options import UserError
-from rge.families import normalised
-from rge.prompts import PROFILES, Profile, Prompt, PromptBuilder
-from rge.schema import Item
+from rge.common.options import UserError
+from rge.common.prompt_profiles import PROFILES, Profile
+from rge.common.schema import Item
+from rge.model.families import normalised
+from rge.model.prompts import Prompt, PromptBuilder
 
 MAX_PROMPT_TOKENS = 8192
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
@@ -67,7 +68,7 @@ class LastToken(DirectEncoder[Prompt]):
         self.pad_id = processor.tokenizer.pad_token_id
 
     def reword(self, profile: str) -> None:
-        """Take the wording of a profile of `rge.prompts`."""
+        """Take the wording of a profile of `rge.model.prompts`."""
         super().reword(profile)
         self.builder.profile = self.wording
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.encode import Embeds
-from eval.options import UserError
+from eval.embedding.fill_cache import Embeds
+from rge.common.options import UserError
 
 QWEN = ("qwen2_vl", "qwen2_5_vl")
 ON_THE_HUB = {"MCG-NJU/RGE": "lcxrocks/RGE"}

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from eval.models.registry import Facts
-from rge.backbone import load_backbone
-from rge.embedder import Embedder
-from rge.encode import Encoder, load_encoder
-from rge.prompts import PromptBuilder
+from rge.encoder import Encoder, load_encoder
+from rge.model.backbone import load_backbone
+from rge.model.embedder import Embedder
+from rge.model.prompts import PromptBuilder
 
 RELEASE = {"min": 256 * 28 * 28, "max": 1024 * 28 * 28}
 """Pixel limits of the released evaluation."""
@@ -19,7 +19,7 @@ MAX_PROMPT_TOKENS = 32_768
 
 
 def load_own(facts: Facts, **options: Any) -> Encoder:
-    """A finished checkpoint of rge; see `rge.encode.load_encoder` for the options."""
+    """A finished checkpoint of rge; see `rge.encoder.load_encoder` for the options."""
     return load_encoder(facts.path, **options)
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from eval.models.common import BARE, DirectEncoder, no_rationales, place
 from eval.models.registry import Facts
-from eval.options import UserError
-from rge.images import load_image
-from rge.prompts import user_text
-from rge.schema import Item
+from rge.common.images import load_image
+from rge.common.options import UserError
+from rge.common.schema import Item
+from rge.model.prompts import user_text
 
 TEXT, IMAGE, BOTH = "text", "image", "both"
 

@@ -1,7 +1,7 @@
 """UME-R1 (github.com/XMUDeepLIT/UME-R1): generative embeddings at ``<gen_emb>``, discriminative ones at ``<disc_emb>``.
 
 ``reasoning`` is its generative mode and ``direct`` its discriminative one; RMIR's published rows embed queries in the
-first and candidates in the second, which is what `eval.run` does. Both prompts end a user turn with ``<disc_emb>``;
+first and candidates in the second, which is what `eval.commands.run` does. Both prompts end a user turn with ``<disc_emb>``;
 the generative one goes on with an instruction to think, to answer and to write ``<gen_emb>``, whose state is read. The
 discriminative embedding is the state at ``<disc_emb>``, and a causal model does not see what comes after it.
 """
@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 from eval.models.common import VLM2VEC, place
 from eval.models.registry import Facts
-from rge.backbone import load_backbone
-from rge.embedder import Embedder
-from rge.encode import Encoder
-from rge.prompts import PROFILES, Profile, PromptBuilder
-from rge.schema import Encoded, Item
+from rge.common.prompt_profiles import PROFILES, Profile
+from rge.common.schema import Encoded, Item
+from rge.encoder import Encoder
+from rge.model.backbone import load_backbone
+from rge.model.embedder import Embedder
+from rge.model.prompts import PromptBuilder
 
 GEN, DISC = "<gen_emb>", "<disc_emb>"
 INSTRUCTION = (
@@ -59,7 +60,7 @@ class UmeEncoder:
         )
 
     def reword(self, profile: str) -> None:
-        """Take the wording of a profile of `rge.prompts`; ``plain`` is for sets whose texts carry their instructions."""
+        """Take the wording of a profile of `rge.model.prompts`; ``plain`` is for sets whose texts carry their instructions."""
         self._say(profile, PROFILES[profile])
 
     def _say(self, profile: str, wording: Profile) -> None:
@@ -77,7 +78,7 @@ class UmeEncoder:
         seeds: Sequence[int] | None = None,
         on_progress: Callable[[int], object] | None = None,
     ) -> Encoded:
-        """Embed items; see `rge.encode.Encoder.encode`."""
+        """Embed items; see `rge.encoder.Encoder.encode`."""
         encoder = self.by_mode.get(mode)
         if encoder is None:
             raise ValueError(f"mode must be reasoning or direct, got {mode!r}")

@@ -19,7 +19,7 @@ import torch
 from rge.config import RecipeError, nearest, split_override
 from rge.diagnose import invariance, leakage, sensitivity
 from rge.diagnose.pairs import read_pairs
-from rge.encode import load_encoder
+from rge.encoder import load_encoder
 from rge.errors import USER_ERRORS
 
 NAMES = ("leakage", "sensitivity", "invariance")

@@ -12,15 +12,15 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from rge.backbone import load_plain
+from rge.common.schema import Item
 from rge.config import RolloutConfig
 from rge.diagnose.pairs import Pairs
 from rge.diagnose.sensitivity import after
-from rge.encode import Encoded, Encoder, load_encoder
-from rge.families import family_of, normalised
-from rge.prompts import Prompt
-from rge.schema import Item
-from rge.vllm_rollout import VllmRollout
+from rge.encoder import Encoded, Encoder, load_encoder
+from rge.model.backbone import load_plain
+from rge.model.families import family_of, normalised
+from rge.model.prompts import Prompt
+from rge.rollout.vllm_writer import VllmRollout
 
 TOLERANCE = 1e-4
 """Greatest difference of an embedding's component that rounding explains, float32."""

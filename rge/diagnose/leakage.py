@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from rge.checkpoint import read_settings
-from rge.collate import Batch, StepBatches
+from rge.checkpoints.export import read_settings
 from rge.config import DataConfig
-from rge.encode import load_encoder
-from rge.rollout import generate
-from rge.sources import Mixture, RecordFile
+from rge.data.collate import Batch, StepBatches
+from rge.data.sources import Mixture, RecordFile
+from rge.encoder import load_encoder
+from rge.rollout.generate import generate
 from rge.step import Objective, candidate_masks, training_step
 
 TRIPLETS = ("right", "wrong target", "wrong query", "own rationale")

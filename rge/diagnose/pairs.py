@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from rge.collate import query_item, target_item
-from rge.schema import ImageRef, Item
-from rge.sources import RecordError, RecordFile, identity
+from rge.common.schema import ImageRef, Item
+from rge.data.collate import query_item, target_item
+from rge.data.sources import RecordError, RecordFile, identity
 
 
 @dataclass(frozen=True)

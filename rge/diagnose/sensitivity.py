@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from rge.diagnose.pairs import Pairs, elsewhere, hits, interval
-from rge.encode import Encoder
-from rge.packing import Branch
-from rge.prompts import Prompt
-from rge.rollout import generate
+from rge.encoder import Encoder
+from rge.model.packing import Branch
+from rge.model.prompts import Prompt
+from rge.rollout.generate import generate
 
 
 @torch.no_grad()

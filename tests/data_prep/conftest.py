@@ -2,7 +2,7 @@
 
 import pytest
 
-from rge.checkpoint import export, settings_of
+from rge.checkpoints.export import export, settings_of
 
 
 @pytest.fixture

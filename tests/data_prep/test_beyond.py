@@ -11,12 +11,13 @@ from data_prep.__main__ import main
 from data_prep.calls.client import ModelConfig
 from data_prep.options import UserError
 from data_prep.rmir import arithmetic as maths
-from data_prep.rmir import audit, frames, review, stages
-from data_prep.rmir.agreement import fleiss_kappa, panel_statistics, wilson
+from data_prep.rmir import frames, stages
 from data_prep.rmir.config import ConfigError, IndexSpec, load_config
-from data_prep.rmir.encoders import HashingEncoder, PixelEncoder
-from data_prep.rmir.library import look
-from data_prep.rmir.neardup import near_duplicates, phash
+from data_prep.rmir.pictures.encoders import HashingEncoder, PixelEncoder
+from data_prep.rmir.pictures.library import look
+from data_prep.rmir.pictures.near_duplicates import near_duplicates, phash
+from data_prep.rmir.results import audit, review
+from data_prep.rmir.results.agreement import fleiss_kappa, panel_statistics, wilson
 from data_prep.rmir.run import Run, write_text
 
 T, F, A, E = maths.VERDICTS

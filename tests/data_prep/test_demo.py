@@ -15,9 +15,9 @@ from data_prep.demo.families import FAMILIES, GALLERY, QUERIES, TRAINING
 from data_prep.demo.pictures import SIZE_PX
 from data_prep.demo.splits import NUM_VALID, VALID_GALLERY, VALID_QUERIES, split
 from data_prep.demo.tables import CATEGORIES, HERE, TableError, read_tables
-from eval.sets import load_set
-from rge.images import load_image, picture_bytes
-from rge.sources import RecordFile
+from eval.sets.retrieval_set import load_set
+from rge.common.images import load_image, picture_bytes
+from rge.data.sources import RecordFile
 
 DATA = demo.OUT
 RECORDS = ("relations", "text", "naming")

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_prep.rmir import download, stages
+from data_prep.rmir import stages
 from data_prep.rmir.config import DownloadConfig, LibraryConfig, load_config
-from data_prep.rmir.download import DownloadError, fetch, local_path, without_secrets
-from data_prep.rmir.library import LibraryError, list_library
+from data_prep.rmir.pictures import download
+from data_prep.rmir.pictures.download import DownloadError, fetch, local_path, without_secrets
+from data_prep.rmir.pictures.library import LibraryError, list_library
 from data_prep.rmir.run import Run
 
 PATIENT = DownloadConfig(backoff_s=0.01, timeout_s=60.0, max_retries=2, max_bytes=20_000)

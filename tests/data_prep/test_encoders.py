@@ -18,12 +18,14 @@ from transformers import (
     SiglipProcessor,
 )
 
-from data_prep.rmir import encoders, hub, stages
+from data_prep.rmir import stages
 from data_prep.rmir.config import EncoderConfig, load_config
-from data_prep.rmir.encoders import NotThere, image_encoder, text_encoder
 from data_prep.rmir.frames import SCHEMAS, write_rows
+from data_prep.rmir.pictures import encoders
+from data_prep.rmir.pictures import hub_encoders as hub
+from data_prep.rmir.pictures.encoders import NotThere, image_encoder, text_encoder
 from data_prep.rmir.run import Run, fingerprint
-from rge.checkpoint import export, read_settings
+from rge.checkpoints.export import export, read_settings
 
 WORDS = "[PAD] [UNK] a an apple the red on instruct given description of picture find captions query".split()
 TEXTS = ["a red apple", "an apple", "a red apple on the apple on the apple", "the picture"]

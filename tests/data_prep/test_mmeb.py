@@ -10,11 +10,12 @@ from PIL import Image
 from data_prep.__main__ import main
 from data_prep.mmeb import TRAINED, convert
 from data_prep.options import UserError
-from eval.sets import load_set
-from rge.mmeb import RGE_QUERY, SETS, canonical, split_instruction
-from rge.prompts import PROFILES, user_text
-from rge.schema import Item
-from rge.sources import RecordFile
+from eval.sets.retrieval_set import load_set
+from rge.common.mmeb_prompts import RGE_QUERY, SETS, canonical, split_instruction
+from rge.common.prompt_profiles import PROFILES
+from rge.common.schema import Item
+from rge.data.sources import RecordFile
+from rge.model.prompts import user_text
 
 PLACE = "<|image_1|>\n"
 

@@ -11,9 +11,9 @@ from data_prep.calls.local_server import LocalServer, chat
 from data_prep.options import UserError
 from data_prep.rationales import checks, prompts
 from data_prep.rationales.gain import GainJudge, gains
-from rge.packing import Branch
-from rge.schema import Item, Positive, QueryPart, Record
-from rge.sources import RecordFile
+from rge.common.schema import Item, Positive, QueryPart, Record
+from rge.data.sources import RecordFile
+from rge.model.packing import Branch
 
 
 @pytest.mark.parametrize(

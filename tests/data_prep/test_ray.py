@@ -12,7 +12,7 @@ import pytest
 
 from data_prep.options import UserError
 from data_prep.rmir import frames, oracle
-from rge.images import picture_bytes
+from rge.common.images import picture_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 

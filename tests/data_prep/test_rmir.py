@@ -25,7 +25,7 @@ from data_prep.calls.client import BudgetReached, KeyRejected, ModelConfig
 from data_prep.calls.local_server import Answer, LocalServer
 from data_prep.calls.replies import Abstained, BadValue, MissingTag, Refused, Reply, Truncated
 from data_prep.rmir import arithmetic as maths
-from data_prep.rmir import frames, oracle, prompts, report, stages
+from data_prep.rmir import frames, oracle, prompts, stages
 from data_prep.rmir.config import (
     CONFIGS,
     ConfigError,
@@ -39,16 +39,17 @@ from data_prep.rmir.config import (
     load_config,
     to_dict,
 )
-from data_prep.rmir.encoders import HashingEncoder, PixelEncoder
-from data_prep.rmir.export import export
-from data_prep.rmir.library import LibraryError, inspect, list_library, look
 from data_prep.rmir.main import estimate, run_stages
+from data_prep.rmir.pictures.encoders import HashingEncoder, PixelEncoder
+from data_prep.rmir.pictures.library import LibraryError, inspect, list_library, look
+from data_prep.rmir.results import report
+from data_prep.rmir.results.export import export
 from data_prep.rmir.run import STAGES, Run, RunError, write_text
-from eval.sets import load_set
-from rge.fingerprint import set_fingerprint
-from rge.images import load_image
-from rge.schema import Record
-from rge.sources import RecordFile
+from eval.sets.retrieval_set import load_set
+from rge.common.fingerprint import set_fingerprint
+from rge.common.images import load_image
+from rge.common.schema import Record
+from rge.data.sources import RecordFile
 
 ROOT = Path(__file__).resolve().parents[2]
 T, F, A, E = maths.VERDICTS

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from rge.fingerprint import set_fingerprint
-from rge.images import picture_bytes
-from rge.schema import Encoded
+from rge.common.fingerprint import set_fingerprint
+from rge.common.images import picture_bytes
+from rge.common.schema import Encoded
 
 DIM = 16
 NUM_QUERIES, NUM_CANDIDATES = 24, 60
@@ -142,7 +142,7 @@ class FakeEncoder:
 
 
 def loader(encoder: FakeEncoder):
-    """Stands for `rge.encode.load_encoder`."""
+    """Stands for `rge.encoder.load_encoder`."""
 
     def load(checkpoint, *, device=None, dtype=None, max_new_tokens=None, temperature=None):
         if max_new_tokens is not None:

@@ -6,11 +6,11 @@ import pytest
 from eval_fakes import FakeEncoder, loader, picture, write_set
 
 from eval.__main__ import main
-from eval.audit import WARN, audit_training, training_files
-from eval.options import UserError
-from eval.run import RunOptions, run
-from eval.sets import load_set
-from eval.suite import write_suite
+from eval.benchmarks.suite import write_suite
+from eval.commands.audit import WARN, audit_training, training_files
+from eval.commands.run import RunOptions, run
+from eval.sets.retrieval_set import load_set
+from rge.common.options import UserError
 
 
 @pytest.fixture

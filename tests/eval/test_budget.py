@@ -7,11 +7,11 @@ import pandas as pd
 import pytest
 from eval_fakes import NUM_QUERIES, FakeEncoder, loader, write_set
 
-from eval import budget as module
 from eval.__main__ import main, usage
-from eval.budget import GATED, BudgetOptions, budget
-from eval.compare import CompareOptions, compare
-from eval.options import UserError
+from eval.commands import budget as module
+from eval.commands.budget import GATED, BudgetOptions, budget
+from eval.commands.compare import CompareOptions, compare
+from rge.common.options import UserError
 
 
 class Judge:

@@ -11,10 +11,10 @@ import scipy.stats
 from eval_fakes import FakeEncoder, loader, write_set
 
 from eval.__main__ import main
-from eval.compare import CompareOptions, compare, paired_tests
-from eval.options import UserError
-from eval.run import RunOptions, run
-from eval.stats import holm
+from eval.commands.compare import CompareOptions, compare, paired_tests
+from eval.commands.run import RunOptions, run
+from eval.scoring.stats import holm
+from rge.common.options import UserError
 
 
 @pytest.fixture(scope="module")

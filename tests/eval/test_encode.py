@@ -7,10 +7,16 @@ import pytest
 from eval_fakes import DIM, FakeEncoder
 from forked import Program
 
-from eval.encode import SHARD_BATCHES, check_collapse, check_embeddings, encode_side, mean_cosine
-from eval.options import UserError
-from eval.shards import cache_key, open_cache, write_atomically
-from rge.schema import Encoded, Item
+from eval.embedding.fill_cache import (
+    SHARD_BATCHES,
+    check_collapse,
+    check_embeddings,
+    encode_side,
+    mean_cosine,
+)
+from eval.embedding.shards import cache_key, open_cache, write_atomically
+from rge.common.options import UserError
+from rge.common.schema import Encoded, Item
 
 ITEMS = [Item(f"i{number:03d}", f"text {number}") for number in range(50)]
 DESCRIBE = {"side": "query", "mode": "reasoning", "modality": "both"}

@@ -6,10 +6,10 @@ import pytest
 from eval_fakes import FakeEncoder, loader, write_set
 
 from eval.__main__ import main
-from eval.export import ExportOptions, export
-from eval.options import UserError
-from eval.run import RunOptions, run
-from rge.mmeb import SETS
+from eval.commands.export import ExportOptions, export
+from eval.commands.run import RunOptions, run
+from rge.common.mmeb_prompts import SETS
+from rge.common.options import UserError
 
 
 @pytest.fixture(scope="module")

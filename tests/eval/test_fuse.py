@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from eval.fuse import choose, gated, margin, max_score, mean_embedding, together
-from eval.search import Ranking, search
-from rge.schema import Encoded
+from eval.scoring.fuse import choose, gated, margin, max_score, mean_embedding, together
+from eval.scoring.search import Ranking, search
+from rge.common.schema import Encoded
 
 
 def integers(rng, rows, dim=5):

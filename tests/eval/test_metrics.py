@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from ir_measures import AP, RR, P, R, Success, nDCG
 
-from eval.metrics import (
+from eval.scoring.metrics import (
     NAMES,
     NEGATIVE_NAMES,
     compute,

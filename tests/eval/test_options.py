@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.options import UserError, one_of, parse_options
+from rge.common.options import UserError, one_of, parse_options
 
 
 @dataclass

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from eval.benchmarks.protocols import BENCHMARKS
-from eval.published import FOLDER, published, table_of
-from rge.mmeb import SETS
+from eval.pages.published_tables import FOLDER, published, table_of
+from rge.common.mmeb_prompts import SETS
 
 NUM_ROWS = {
     "mmbright1": 11,
@@ -65,7 +65,7 @@ def test_an_evaluation_finds_its_table():
 
 
 def test_a_row_of_another_length_is_refused(tmp_path):
-    from eval.published import _read
+    from eval.pages.published_tables import _read
 
     content = json.loads((FOLDER / "rmir.json").read_text())
     content["rows"][0]["values"].pop()

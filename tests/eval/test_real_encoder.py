@@ -1,4 +1,4 @@
-"""`eval.run` on the real encoder: what it asks of `rge.encode` is what `rge.encode` gives."""
+"""`eval.commands.run` on the real encoder: what it asks of `rge.encoder` is what `rge.encoder` gives."""
 
 import inspect
 import json
@@ -8,10 +8,10 @@ import pandas as pd
 import pytest
 from eval_fakes import FakeEncoder, loader, write_set
 
-from eval.encode import Embeds
-from eval.run import RunOptions, run
-from rge.checkpoint import export, settings_of
-from rge.encode import Encoder, load_encoder
+from eval.commands.run import RunOptions, run
+from eval.embedding.fill_cache import Embeds
+from rge.checkpoints.export import export, settings_of
+from rge.encoder import Encoder, load_encoder
 
 
 @pytest.fixture

@@ -13,13 +13,14 @@ import pytest
 from chromium import Chromium
 from PIL import Image
 
-from eval import examples, plots, report
-from eval.examples import RANK_COLUMN, choose_examples
-from eval.options import UserError
-from eval.plots import read_training_logs
-from eval.report import report_command, write_report
-from eval.stats import cluster_bootstrap, index_of, interval
-from rge.fingerprint import set_fingerprint
+from eval.commands.report import report_command
+from eval.pages import examples, plots, report
+from eval.pages.examples import RANK_COLUMN, choose_examples
+from eval.pages.plots import read_training_logs
+from eval.pages.report import write_report
+from eval.scoring.stats import cluster_bootstrap, index_of, interval
+from rge.common.fingerprint import set_fingerprint
+from rge.common.options import UserError
 
 METRICS = ("recall@1", "recall@5", "mrr")
 NASTY = 'It ends in <emb>; <script>alert("x")</script> & more.'

@@ -12,10 +12,7 @@ import torch
 from eval_fakes import FakeEncoder, loader, tables, write_set, write_tables
 
 from data_prep.calls.local_server import Answer, LocalServer
-from eval.answers import Answers, key_of
-from eval.endpoint import Endpoint, sendable
-from eval.options import UserError
-from eval.rerank import (
+from eval.commands.rerank import (
     LocalJudge,
     RemoteJudge,
     RerankOptions,
@@ -25,13 +22,16 @@ from eval.rerank import (
     rerank,
     rerank_command,
 )
-from eval.run import RunOptions, run
-from eval.search import Ranking
-from eval.sets import load_set
-from rge.families import normalised
-from rge.prompts import PromptBuilder
-from rge.schema import Item
-from rge.yes_no import next_token_logits, word_id
+from eval.commands.run import RunOptions, run
+from eval.judging.answer_store import Answers, key_of
+from eval.judging.endpoint import Endpoint, sendable
+from eval.judging.yes_no import next_token_logits, word_id
+from eval.scoring.search import Ranking
+from eval.sets.retrieval_set import load_set
+from rge.common.options import UserError
+from rge.common.schema import Item
+from rge.model.families import normalised
+from rge.model.prompts import PromptBuilder
 
 RANKING = Ranking(
     np.array([[4, 2, 0, 1, 3], [1, 0, 2, -1, -1]], np.int32),
@@ -171,7 +171,7 @@ def test_pairs_without_an_answer_go_last_or_stop_the_run(wanted, tmp_path):
         UserError, match="2 of 16 pairs were answered with neither yes nor no: name the words"
     ):
         rerank(wanted, ranking, Fixed({"c003": None}), Answers(tmp_path / "a.sqlite"), top_n=8, chunk=99)
-    from eval import rerank as module
+    from eval.commands import rerank as module
 
     assert module.MAX_UNANSWERED == 0.01
     with pytest.MonkeyPatch.context() as patch:
@@ -333,7 +333,7 @@ def test_the_command_reranks_a_finished_evaluation(tmp_path, monkeypatch):
         def score(self, pairs):
             return [0.9 if (query.id, candidate.id) in right else 0.1 for query, candidate in pairs]
 
-    from eval import rerank as module
+    from eval.commands import rerank as module
 
     monkeypatch.setattr(module, "load_judge", lambda *_, **__: Knows({}))
     options = {"of": done, "out": tmp_path / "judged", "judge": "x"}

@@ -6,11 +6,11 @@ import pytest
 from eval_fakes import FakeEncoder, loader, tables, write_tables
 
 from data_prep.calls.local_server import LocalServer, chat
-from eval.bm25 import Bm25Options, bm25, rank
-from eval.options import UserError
-from eval.rewrite import PROMPTS, load_rewriter, rewritten
-from eval.run import RunOptions, run
-from eval.sets import load_set
+from eval.commands.bm25 import Bm25Options, bm25, rank
+from eval.commands.run import RunOptions, run
+from eval.embedding.rewrite import PROMPTS, load_rewriter, rewritten
+from eval.sets.retrieval_set import load_set
+from rge.common.options import UserError
 
 
 @pytest.fixture

@@ -20,16 +20,16 @@ from eval_fakes import (
     write_tables,
 )
 
-from eval import evaluation
 from eval.__main__ import main, usage
-from eval.metrics import NAMES, NEGATIVE_NAMES
-from eval.options import UserError
-from eval.outputs import means
-from eval.run import RunOptions, run
-from eval.score import ScoreOptions, score
-from eval.sets import load_set
-from eval.stats import NUM_RESAMPLES
-from rge.images import ImageError
+from eval.commands.run import RunOptions, run
+from eval.commands.score import ScoreOptions, score
+from eval.scoring import evaluation
+from eval.scoring.metrics import NAMES, NEGATIVE_NAMES
+from eval.scoring.output_files import means
+from eval.scoring.stats import NUM_RESAMPLES
+from eval.sets.retrieval_set import load_set
+from rge.common.images import ImageError
+from rge.common.options import UserError
 
 METRICS = (*NAMES, *NEGATIVE_NAMES)
 
@@ -495,7 +495,7 @@ def test_the_command_line_prints_user_errors_and_usage(set_dir, tmp_path, capsys
 
 
 def test_the_report_is_written_last(set_dir, tmp_path, monkeypatch, capsys):
-    report = pytest.importorskip("eval.report")
+    report = pytest.importorskip("eval.pages.report")
     asked = []
     monkeypatch.setattr(report, "write_report", lambda dirs, out: asked.append((dirs, out)) or out)
     run(options(set_dir, tmp_path, report=True, query_mode=("reasoning", "direct")), loader(FakeEncoder()))

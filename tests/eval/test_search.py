@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from eval import search as search_module
-from eval.options import UserError
-from eval.search import from_ordered_integers, ordered_integers, search
+from eval.scoring import search as search_module
+from eval.scoring.search import from_ordered_integers, ordered_integers, search
+from rge.common.options import UserError
 
 
 def integers(rng, rows, dim=6, high=2):

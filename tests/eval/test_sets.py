@@ -5,9 +5,9 @@ import pyarrow.parquet as pq
 import pytest
 from eval_fakes import NUM_CANDIDATES, NUM_QUERIES, picture, tables, write_set, write_tables
 
-from eval.sets import SetError, content_digest, load_set
-from rge.images import ImageError, picture_bytes
-from rge.schema import Item
+from eval.sets.retrieval_set import SetError, content_digest, load_set
+from rge.common.images import ImageError, picture_bytes
+from rge.common.schema import Item
 
 
 def small():

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from eval_fakes import DIM, FakeEncoder, loader, tables, write_tables
 
-from eval.encode import check_collapse, encode_side, mean_cosine
-from eval.options import UserError
-from eval.run import RunOptions, run
-from eval.search import search
-from eval.shards import covered, open_cache, read, read_embeddings
-from rge.schema import Item
+from eval.commands.run import RunOptions, run
+from eval.embedding.fill_cache import check_collapse, encode_side, mean_cosine
+from eval.embedding.shards import covered, open_cache, read, read_embeddings
+from eval.scoring.search import search
+from rge.common.options import UserError
+from rge.common.schema import Item
 
 ABOUT = {"side": "candidate", "mode": "direct", "modality": "both"}
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from eval.stats import (
+from eval.scoring.stats import (
     cluster_bootstrap,
     effect_size,
     holm,

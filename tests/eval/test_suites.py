@@ -7,16 +7,16 @@ import pandas as pd
 import pytest
 from eval_fakes import FakeEncoder, loader, tables, write_tables
 
-from eval import budget as budget_module
-from eval import rerank as rerank_module
-from eval.bm25 import Bm25Options, bm25
-from eval.budget import BudgetOptions, budget
-from eval.compare import CompareOptions, compare
-from eval.leaderboard import write_leaderboard
-from eval.options import UserError
-from eval.rerank import RerankOptions, rerank_command
-from eval.run import RunOptions, run
-from eval.suite import write_suite
+from eval.benchmarks.suite import write_suite
+from eval.commands import budget as budget_module
+from eval.commands import rerank as rerank_module
+from eval.commands.bm25 import Bm25Options, bm25
+from eval.commands.budget import BudgetOptions, budget
+from eval.commands.compare import CompareOptions, compare
+from eval.commands.rerank import RerankOptions, rerank_command
+from eval.commands.run import RunOptions, run
+from eval.pages.leaderboard import write_leaderboard
+from rge.common.options import UserError
 
 SIZES = {"north": (8, 30), "south": (12, 24)}
 

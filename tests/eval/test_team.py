@@ -13,12 +13,12 @@ import pytest
 from eval_fakes import FakeEncoder, write_set
 from ports import free_port
 
-from eval.encode import fill
-from eval.rerank import RerankOptions, rerank_command
-from eval.shards import covered, open_cache, read
-from eval.team import ALONE, Team
-from rge.checkpoint import export, settings_of
-from rge.schema import Item
+from eval.commands.rerank import RerankOptions, rerank_command
+from eval.embedding.fill_cache import fill
+from eval.embedding.processes import ALONE, Team
+from eval.embedding.shards import covered, open_cache, read
+from rge.checkpoints.export import export, settings_of
+from rge.common.schema import Item
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LAUNCH = [

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 from eval_fakes import tables, write_set, write_tables
 
-from eval.metrics import NAMES
-from eval.outputs import score_ranking
-from eval.search import search
-from eval.sets import load_set
-from eval.trec import RunError, read_run, strictly_decreasing, write_run
+from eval.scoring.metrics import NAMES
+from eval.scoring.output_files import score_ranking
+from eval.scoring.search import search
+from eval.scoring.trec import RunError, read_run, strictly_decreasing, write_run
+from eval.sets.retrieval_set import load_set
 
 
 @pytest.fixture(scope="module")

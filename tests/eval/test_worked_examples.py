@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from eval.__main__ import main
-from rge.checkpoint import export, settings_of
+from rge.checkpoints.export import export, settings_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = "runs/demo/joint/final"

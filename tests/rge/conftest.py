@@ -7,11 +7,11 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from rge.collate import Batch
-from rge.prompts import PromptBuilder
-from rge.rollout import Rationale, generate
-from rge.schema import Item, Target
-from rge.sources import identity
+from rge.common.schema import Item, Target
+from rge.data.collate import Batch
+from rge.data.sources import identity
+from rge.model.prompts import PromptBuilder
+from rge.rollout.generate import Rationale, generate
 
 WORDS = ["what", "egg", "key", "open", "this", "turn", "picture", "of", "a", "locked", "chick"]
 

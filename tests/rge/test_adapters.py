@@ -6,16 +6,16 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from rge.adapters import AdapterError, add_adapters, has_adapters, merged_weights
-from rge.backbone import load_backbone
-from rge.checkpoint import export, settings_of
-from rge.dropout import drops_out
-from rge.embedder import Embedder
-from rge.encode import load_encoder
-from rge.prompts import PromptBuilder
-from rge.rollout import generate
-from rge.schema import Item
-from rge.states import States
+from rge.checkpoints.export import export, settings_of
+from rge.checkpoints.training_state import States
+from rge.common.schema import Item
+from rge.encoder import load_encoder
+from rge.model.adapters import AdapterError, add_adapters, has_adapters, merged_weights
+from rge.model.backbone import load_backbone
+from rge.model.dropout import drops_out
+from rge.model.embedder import Embedder
+from rge.model.prompts import PromptBuilder
+from rge.rollout.generate import generate
 from rge.step import Objective, _chunks, _contrastive, _forward, training_step
 
 OBJECTIVE = Objective(0.3, 0.7, 0.07)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from rge.attention import NAMES, Pass, _Kernel, install
-from rge.backbone import decoder, load_backbone
-from rge.embedder import Embedder, Packed
-from rge.packing import Branch
-from rge.prompts import PromptBuilder
+from rge.model.attention import NAMES, Pass, _Kernel, install
+from rge.model.backbone import decoder, load_backbone
+from rge.model.embedder import Embedder, Packed
+from rge.model.packing import Branch
+from rge.model.prompts import PromptBuilder
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from rge.augment import AUGMENTATIONS, augment_drawing
+from rge.data.augment import AUGMENTATIONS, augment_drawing
 
 
 @pytest.fixture

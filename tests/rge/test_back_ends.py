@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rge import train
-from rge.backbone import load_backbone
-from rge.checkpoint import export
-from rge.collate import Batch
-from rge.embedder import Embedder
-from rge.launch import LaunchError
-from rge.prompts import PromptBuilder
-from rge.rollout import generate
+from rge.checkpoints.export import export
+from rge.data.collate import Batch
+from rge.distributed.launch import LaunchError
+from rge.model.backbone import load_backbone
+from rge.model.embedder import Embedder
+from rge.model.prompts import PromptBuilder
+from rge.rollout.generate import generate
 from rge.step import Objective, training_step
 
 ROOT = Path(__file__).resolve().parents[2]

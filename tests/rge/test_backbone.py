@@ -12,10 +12,11 @@ from transformers import (
     AutoProcessor,
 )
 
-from rge.backbone import BackboneError, add_emb_token, empty_picture, load_backbone
-from rge.families import normalised
-from rge.prompts import EMB_TOKEN, PromptBuilder
-from rge.schema import Item
+from rge.common.prompt_profiles import EMB_TOKEN
+from rge.common.schema import Item
+from rge.model.backbone import BackboneError, add_emb_token, empty_picture, load_backbone
+from rge.model.families import normalised
+from rge.model.prompts import PromptBuilder
 from rge.step import Objective, training_step
 
 

@@ -20,14 +20,14 @@ from ports import free_port
 from safetensors.torch import load_file
 from transformers import AutoProcessor
 
-from rge.backbone import load_backbone
-from rge.bad_records import NAME, BadRecords
-from rge.collate import MAX_REPLACEMENTS, StepBatches, stand_ins
+from rge.common.images import ImageError
 from rge.config import DataConfig
-from rge.images import ImageError
-from rge.loader import Loader
-from rge.prompts import PromptBuilder
-from rge.sources import BadRecord, Draw, Mixture, RecordError, RecordFile
+from rge.data.bad_records import NAME, BadRecords
+from rge.data.collate import MAX_REPLACEMENTS, StepBatches, stand_ins
+from rge.data.loader import Loader
+from rge.data.sources import BadRecord, Draw, Mixture, RecordError, RecordFile
+from rge.model.backbone import load_backbone
+from rge.model.prompts import PromptBuilder
 
 TRAIN = Path(__file__).resolve().parents[2] / "rge" / "train.py"
 GOOD, BATCH, STEPS = 11, 4, 6

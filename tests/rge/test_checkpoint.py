@@ -8,7 +8,7 @@ import torch
 from family_models import every_family
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
-from rge.checkpoint import (
+from rge.checkpoints.export import (
     CheckpointError,
     checkpoint_hash,
     export,
@@ -16,12 +16,12 @@ from rge.checkpoint import (
     read_settings,
     settings_of,
 )
+from rge.checkpoints.resume import check_same_recipe, finished
+from rge.common.schema import Item
 from rge.config import load_recipe, to_dict
-from rge.encode import load_encoder
-from rge.prompts import PromptBuilder
-from rge.resume import check_same_recipe, finished
-from rge.rollout import generate
-from rge.schema import Item
+from rge.encoder import load_encoder
+from rge.model.prompts import PromptBuilder
+from rge.rollout.generate import generate
 
 
 @pytest.fixture

@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from rge.checkpoint import export, settings_of
-from rge.collate import (
+from rge.checkpoints.export import export, settings_of
+from rge.config import DataConfig, RecipeError
+from rge.data.collate import (
     StepBatches,
     query_item,
     sorted_by_length,
     target_item,
 )
-from rge.config import DataConfig, RecipeError
-from rge.encode import load_encoder
-from rge.packing import Branch
-from rge.prompts import PromptBuilder
-from rge.sources import Mixture, RecordFile, identity
+from rge.data.sources import Mixture, RecordFile, identity
+from rge.encoder import load_encoder
+from rge.model.packing import Branch
+from rge.model.prompts import PromptBuilder
 
 
 @pytest.fixture

@@ -10,17 +10,17 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rge.checkpoint import export, settings_of
+from rge.checkpoints.export import export, settings_of
+from rge.common.schema import Item
 from rge.config import RecipeError, load_recipe, to_dict
+from rge.data.sources import RecordError
 from rge.diagnose import __main__ as command
 from rge.diagnose import leakage, sensitivity
 from rge.diagnose.invariance import invariance
 from rge.diagnose.pairs import Pairs, elsewhere, hits, interval, read_pairs
-from rge.encode import Encoder, load_encoder
-from rge.prompts import PromptBuilder
-from rge.rollout import generate
-from rge.schema import Item
-from rge.sources import RecordError
+from rge.encoder import Encoder, load_encoder
+from rge.model.prompts import PromptBuilder
+from rge.rollout.generate import generate
 
 WORDS = ["egg", "key", "padlock", "chick", "picture", "question"]
 

@@ -9,12 +9,14 @@ import pytest
 import torch
 from ports import free_port
 
-from rge import dist, launch
-from rge.backbone import load_backbone
 from rge.config import LogConfig, TrainConfig
-from rge.embedder import Embedder
-from rge.muon import orthogonal
-from rge.prompts import PromptBuilder
+from rge.distributed import collectives as dist
+from rge.distributed import launch
+from rge.model.backbone import load_backbone
+from rge.model.embedder import Embedder
+from rge.model.prompts import PromptBuilder
+from rge.optim.muon import orthogonal
+from rge.rollout.writer import rollout_report
 from rge.step import Objective, training_step
 
 WORKERS = Path(__file__).parent / "workers"
@@ -148,7 +150,7 @@ def test_a_step_on_two_processes_equals_one(cases, lively, name, merge):
         assert error <= 1e-5 * parameter.grad.norm(), key
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in lively.parameters()])
     assert first["norm"] == pytest.approx(float(norm), rel=1e-5)
-    expected = dist.rollout_report(rationales, 1.0, lively.device)
+    expected = rollout_report(rationales, 1.0, lively.device)
     assert first["rollout"] == second["rollout"] == pytest.approx(expected)
 
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from rge.checkpoint import export, settings_of
-from rge.encode import load_encoder
-from rge.images import ImageError
-from rge.packing import Branch
-from rge.schema import Item
+from rge.checkpoints.export import export, settings_of
+from rge.common.images import ImageError
+from rge.common.schema import Item
+from rge.encoder import load_encoder
+from rge.model.packing import Branch
 
 
 @pytest.fixture

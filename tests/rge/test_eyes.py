@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from rge.eyes import augment, patches
+from rge.scratch.pretrain_vision import augment, patches
 
 
 def test_patches_equal_the_processors(embedder, picture):

@@ -4,12 +4,12 @@ import pytest
 import torch
 from family_models import every_family
 
-from rge.adapters import add_adapters
-from rge.backbone import load_backbone, vision_parameters
-from rge.embedder import Embedder
-from rge.families import FAMILIES, Idefics3, family_of, normalised
-from rge.prompts import PromptBuilder
-from rge.schema import Item
+from rge.common.schema import Item
+from rge.model.adapters import add_adapters
+from rge.model.backbone import load_backbone, vision_parameters
+from rge.model.embedder import Embedder
+from rge.model.families import FAMILIES, Idefics3, family_of, normalised
+from rge.model.prompts import PromptBuilder
 from rge.step import Objective, training_step
 
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from rge.images import ImageError, load_image, picture_bytes
+from rge.common.images import ImageError, load_image, picture_bytes
 
 
 def encode(image: Image.Image, kind: str = "PNG", **options) -> bytes:

@@ -9,9 +9,9 @@ import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType
 
-from rge import launch
 from rge.config import load_recipe
-from rge.start import starting_point
+from rge.distributed import launch
+from rge.scratch.starting_point import starting_point
 
 CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "accelerate"
 

@@ -13,12 +13,12 @@ import psutil
 import pytest
 import torch
 
-from rge import loader
-from rge.collate import Batch, flatten, unflatten
+from rge.common.images import ImageError
 from rge.config import DataConfig
-from rge.images import ImageError
-from rge.loader import Loader, WorkerError
-from rge.prompts import Prompt
+from rge.data import loader
+from rge.data.collate import Batch, flatten, unflatten
+from rge.data.loader import Loader, WorkerError
+from rge.model.prompts import Prompt
 
 
 def batch_of(step: int, num_patches: int = 8) -> Batch:
@@ -251,7 +251,7 @@ import os, signal, sys, threading, time
 import psutil
 sys.path.insert(0, {tests!r})
 from test_loader import Made, batch_of, settings
-from rge.loader import Loader
+from rge.data.loader import Loader
 batches = iter(Loader(Made(lambda step: batch_of(step, 100_000)), range(100), settings(3, 1)))
 next(batches)
 print(*(child.pid for child in psutil.Process().children()), flush=True)

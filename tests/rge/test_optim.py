@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rge.config import OptimConfig, StageConfig
-from rge.muon import Muon, orthogonal
-from rge.optim import learning_rate, make_optimizer, set_learning_rate
+from rge.optim.muon import Muon, orthogonal
+from rge.optim.optimizers import learning_rate, make_optimizer, set_learning_rate
 
 SHAPE = {"lr": 2.0, "warmup_steps": 4, "min_lr_ratio": 0.1}
 

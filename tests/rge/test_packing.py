@@ -4,10 +4,10 @@ import pytest
 import torch
 from family_models import every_family
 
-from rge.backbone import vision_parameters
-from rge.packing import PADDING, Branch, pack_prompts, pack_tails, tail_mask
-from rge.prompts import Prompt, PromptBuilder
-from rge.schema import Item
+from rge.common.schema import Item
+from rge.model.backbone import vision_parameters
+from rge.model.packing import PADDING, Branch, pack_prompts, pack_tails, tail_mask
+from rge.model.prompts import Prompt, PromptBuilder
 
 START, PLACEHOLDER, END, EMB = 90, 91, 92, 99
 EMPTY = (torch.zeros(4, 6), torch.tensor([[1, 2, 2]]))

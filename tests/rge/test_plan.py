@@ -9,17 +9,18 @@ import torch
 from family_models import TEXT, TEXTS, VISION
 from PIL import Image
 
-from rge import plan, scratch
-from rge.backbone import BackboneError, load_backbone
+from rge.common.schema import Item
 from rge.config import RecipeError, load_recipe
-from rge.costs import BACK_ENDS, Load, Shapes, communication, flops, memory, shapes_of
-from rge.embedder import Embedder
-from rge.families import FAMILIES, family_of
-from rge.outlines import TABLE, outline
-from rge.packing import Branch
-from rge.prompts import PromptBuilder
-from rge.rollout import generate
-from rge.schema import Item
+from rge.model.backbone import BackboneError, load_backbone
+from rge.model.embedder import Embedder
+from rge.model.families import FAMILIES, family_of
+from rge.model.packing import Branch
+from rge.model.prompts import PromptBuilder
+from rge.plan import report as plan
+from rge.plan.costs import BACK_ENDS, Load, Shapes, communication, flops, memory, shapes_of
+from rge.plan.known_models import TABLE, outline
+from rge.rollout.generate import generate
+from rge.scratch import build as scratch
 from rge.step import Objective, training_step
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from rge.images import ImageError
-from rge.prompts import EMB_TOKEN, PROFILES, Profile, PromptBuilder, user_text
-from rge.schema import Item
+from rge.common.images import ImageError
+from rge.common.prompt_profiles import EMB_TOKEN, PROFILES, Profile
+from rge.common.schema import Item
+from rge.model.prompts import PromptBuilder, user_text
 
 # The format of the released checkpoint, with {pad} standing for one placeholder a 28 x 28 square.
 RELEASED = (
@@ -211,6 +212,6 @@ def test_builder_errors(builder, tiny_path, embedder):
     from transformers import AutoProcessor
 
     with pytest.raises(
-        ValueError, match="the tokenizer has no <emb> token; add it with rge.backbone.add_emb_token"
+        ValueError, match="the tokenizer has no <emb> token; add it with rge.model.backbone.add_emb_token"
     ):
         PromptBuilder(AutoProcessor.from_pretrained(tiny_path))

@@ -6,10 +6,10 @@ import torch
 from family_models import every_family, stock_inputs
 from scipy import stats
 
-from rge.packing import Branch
-from rge.prompts import PromptBuilder
-from rge.rollout import _choose, generate
-from rge.schema import Item
+from rge.common.schema import Item
+from rge.model.packing import Branch
+from rge.model.prompts import PromptBuilder
+from rge.rollout.generate import _choose, generate
 
 CAP = 24
 

@@ -8,9 +8,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from rge import sources
-from rge.schema import Record, Target
-from rge.sources import (
+from rge.common.schema import Record, Target
+from rge.data import sources
+from rge.data.sources import (
     Column,
     Mixture,
     RecordError,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from rge import states as module
-from rge.checkpoint import CheckpointError
-from rge.states import States, damage, trained_tensors
+from rge.checkpoints import training_state as module
+from rge.checkpoints.export import CheckpointError
+from rge.checkpoints.training_state import States, damage, trained_tensors
 
 
 class Trained:

@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from family_models import counted_positions, every_family, stock_inputs
 
-from rge.backbone import load_backbone
-from rge.collate import sorted_by_length
-from rge.embedder import Embedder
-from rge.families import FAMILIES
-from rge.packing import Branch
-from rge.prompts import PromptBuilder
-from rge.rollout import Rationale
-from rge.step import Objective, candidate_masks, encode_queries, training_step
+from rge.data.collate import sorted_by_length
+from rge.model.backbone import load_backbone
+from rge.model.embedder import Embedder, encode_prompts
+from rge.model.families import FAMILIES
+from rge.model.packing import Branch
+from rge.model.prompts import PromptBuilder
+from rge.rollout.generate import Rationale
+from rge.step import Objective, candidate_masks, training_step
 
 TEMPERATURE = 0.07
 
@@ -149,7 +149,7 @@ def run_step(embedder, batch, objective, rationales, micro_batch_size=100, encod
 
 def run_once(embedder, batch, objective, roll_out):
     """The step with its prompts encoded once: for the rollout and for the gradient."""
-    encoded = encode_queries(embedder, embedder, batch)
+    encoded = encode_prompts(embedder, embedder, batch.queries)
     rationales = roll_out(embedder, batch, encoded=encoded)
     return rationales, *run_step(embedder, batch, objective, rationales, encoded=encoded)
 

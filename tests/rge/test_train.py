@@ -17,9 +17,9 @@ from forked import LIMIT_S, Program
 from ports import free_port
 from safetensors.torch import load_file
 
-from rge.checkpoint import read_settings
-from rge.encode import load_encoder
-from rge.schema import Item
+from rge.checkpoints.export import read_settings
+from rge.common.schema import Item
+from rge.encoder import load_encoder
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = str(ROOT / "rge" / "train.py")

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from rge.collate import Collator
 from rge.config import DataConfig, Recipe, RolloutConfig, TrainConfig, ValidationConfig
-from rge.packing import Branch
-from rge.prompts import PromptBuilder
-from rge.rollout import generate
-from rge.sources import RecordError, RecordFile
+from rge.data.collate import Collator
+from rge.data.sources import RecordError, RecordFile
+from rge.model.packing import Branch
+from rge.model.prompts import PromptBuilder
+from rge.rollout.generate import generate
 from rge.step import Objective
 from rge.validation import Validation
 
@@ -65,7 +65,7 @@ def by_hand(embedder, records, objective):
     """Every query against the targets of all records, one forward a row."""
     builder = PromptBuilder(embedder.processor)
     collator = Collator([records], builder, PLAIN)
-    from rge.sources import Draw
+    from rge.data.sources import Draw
 
     rows = [collator.collate([Draw(0, index, index)]) for index in range(len(records))]
     q, t, owner, nll, count = [], [], [], 0.0, 0
@@ -140,6 +140,6 @@ def test_only_the_first_records_are_used_and_too_few_are_an_error(lively, record
     objective = Objective(0.5, 0.5, 0.1)
     few = make(records, lively, objective, max_records=2).measure(lively)
     assert few["val_hit_at_1"] in (0.0, 0.5, 1.0)
-    monkeypatch.setattr("rge.dist.world_size", lambda: 8)
+    monkeypatch.setattr("rge.distributed.collectives.world_size", lambda: 8)
     with pytest.raises(RecordError, match=r"held_out\.jsonl has 7 records for 8 processes"):
         make(records, lively, objective)

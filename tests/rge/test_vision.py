@@ -11,7 +11,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-from rge import vision
+from rge.model import vision_tower as vision
 
 TOWERS = {
     "qwen2_vl": lambda: Qwen2VisionTransformerPretrainedModel._from_config(

@@ -19,16 +19,17 @@ import yaml
 from accelerate import Accelerator
 from family_models import build
 
-from rge import dist, vllm_rollout
-from rge.adapters import add_adapters, has_adapters, merge, merged_weights
-from rge.backbone import BackboneError, load_backbone, vision_parameters, vision_prefixes
 from rge.config import DataConfig, Recipe, RecipeError, RolloutConfig, StageConfig, TrainConfig
-from rge.embedder import Embedder
-from rge.prompts import Prompt, PromptBuilder
-from rge.rollout import generate
+from rge.distributed import collectives as dist
+from rge.model.adapters import add_adapters, has_adapters, merge, merged_weights
+from rge.model.backbone import BackboneError, load_backbone, vision_parameters, vision_prefixes
+from rge.model.embedder import Embedder
+from rge.model.prompts import Prompt, PromptBuilder
+from rge.rollout import vllm_writer as vllm_rollout
+from rge.rollout.generate import generate
+from rge.rollout.vllm_writer import VllmRollout, request
+from rge.rollout.writer import Writer, make_writer, sample_seeds
 from rge.step import Objective, training_step
-from rge.vllm_rollout import VllmRollout, request
-from rge.writer import Writer, make_writer, sample_seeds
 
 CAP = 12
 OBJECTIVE = Objective(0.4, 0.6, 0.07)
@@ -238,7 +239,7 @@ def test_why_vllm_does_not_start_is_said(lively, monkeypatch):
         raise ValueError("Free memory is less than desired")
 
     monkeypatch.setattr(vllm_rollout, "find_spec", lambda name: name)
-    monkeypatch.setitem(sys.modules, "rge.vllm_engine", SimpleNamespace(Engine=fail))
+    monkeypatch.setitem(sys.modules, "rge.rollout.vllm_engine", SimpleNamespace(Engine=fail))
     with pytest.raises(
         BackboneError, match=r"does not start with rollout.vllm_memory=0.15: Free memory is less"
     ):

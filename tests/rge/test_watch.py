@@ -10,7 +10,8 @@ import pytest
 import torch
 from ports import free_port
 
-from rge import dist, watch
+from rge.distributed import collectives as dist
+from rge.distributed import failure_detection as watch
 
 WORKER = Path(__file__).parent / "workers" / "fellow.py"
 CASES = {

@@ -5,15 +5,23 @@ import dataclasses
 import pytest
 import torch
 
-from rge import dist, launch
-from rge.backbone import empty_picture
 from rge.config import LogConfig, Recipe, RecipeError, RolloutConfig, StageConfig, TrainConfig
-from rge.dropout import drops_out
-from rge.packing import Branch
-from rge.prompts import PromptBuilder
-from rge.rollout import Rationale, generate
+from rge.distributed import launch
+from rge.model.backbone import empty_picture
+from rge.model.dropout import drops_out
+from rge.model.packing import Branch
+from rge.model.prompts import PromptBuilder
+from rge.rollout.generate import Rationale, generate
+from rge.rollout.writer import (
+    Store,
+    Writer,
+    encodes_once,
+    is_direct,
+    make_writer,
+    rollout_report,
+    sample_seeds,
+)
 from rge.step import Objective, training_step
-from rge.writer import Store, Writer, encodes_once, is_direct, make_writer, sample_seeds
 
 OBJECTIVE = Objective(0.4, 0.6, 0.07)
 SETTINGS = RolloutConfig(max_new_tokens=9, batch_size=4)
@@ -134,14 +142,14 @@ def test_a_rationale_is_used_again_until_it_is_too_old(lively, batch, monkeypatc
     assert now != ids_of(first)
     counted = []
     monkeypatch.setattr(
-        "rge.writer.generate",
+        "rge.rollout.writer.generate",
         lambda *args, **kwargs: (counted.append(len(args[1])), generate(*args, **kwargs))[1],
     )
     for step, age in [(11, 1), (12, 2), (13, 0), (14, 1)]:
         rationales, _ = writer(step, batch)
         assert [rationale.age for rationale in rationales] == [age] * 5
         assert ids_of(rationales) == (ids_of(first) if step < 13 else now)
-        report = dist.rollout_report(rationales, 2.0, lively.device)
+        report = rollout_report(rationales, 2.0, lively.device)
         assert report["rationale_age_mean"] == age
         tokens = sum(map(len, ids_of(rationales)))
         assert report["tokens_per_s"] == (0 if age else tokens / 2.0)
@@ -199,7 +207,7 @@ def test_direct_queries_are_drawn_and_not_written(lively, batch):
     rationales, encoded = writer_of(lively, once=True, direct_share=share)(0, batch)
     assert [rationale.direct for rationale in rationales] == [True, False, False, False, True]
     assert ids_of(rationales) == [(), *ids_of(plain)[1:4], ()]
-    report = dist.rollout_report(rationales, 1.0, lively.device)
+    report = rollout_report(rationales, 1.0, lively.device)
     assert report["direct_rate"] == pytest.approx(0.4)
     assert report["rationale_tokens_mean"] == sum(map(len, ids_of(plain)[1:4])) / 3
     # Their anchor is the direct state.

@@ -9,14 +9,14 @@ import pytest
 from eval_fakes import FakeEncoder, loader, picture
 from PIL import Image
 
-from eval.benchmarks.mmbright import MmbrightOptions, document_key, image_key, import_mmbright
+from eval.benchmarks.mmbright.importer import MmbrightOptions, document_key, image_key, import_mmbright
 from eval.benchmarks.protocols import PROTOCOLS, trec_ties
-from eval.options import UserError
-from eval.published import published
-from eval.run import RunOptions, run
-from eval.score import ScoreOptions, score
-from eval.search import Ranking
-from eval.sets import load_set
+from eval.commands.run import RunOptions, run
+from eval.commands.score import ScoreOptions, score
+from eval.pages.published_tables import published
+from eval.scoring.search import Ranking
+from eval.sets.retrieval_set import load_set
+from rge.common.options import UserError
 
 DOCS = ["biology/aa11_1.txt", "biology/bb22_2_0.txt", "biology/bb22_2_1.txt", "biology/cc33_3.txt"]
 PAGES = {

@@ -8,14 +8,14 @@ import pytest
 from eval_fakes import FakeEncoder, loader, picture
 
 from eval.__main__ import main
-from eval.benchmarks.mmeb import MmebOptions, import_mmeb
+from eval.benchmarks.mmeb.importer import MmebOptions, import_mmeb
 from eval.benchmarks.protocols import PROTOCOLS
-from eval.options import UserError
-from eval.published import published
-from eval.run import RunOptions, run
-from eval.search import Ranking
-from eval.sets import load_set
-from rge.mmeb import RGE_CANDIDATE, RGE_PREFIX, RGE_QUERY, RGE_VALUES, SETS, reword
+from eval.commands.run import RunOptions, run
+from eval.pages.published_tables import published
+from eval.scoring.search import Ranking
+from eval.sets.retrieval_set import load_set
+from rge.common.mmeb_prompts import RGE_CANDIDATE, RGE_PREFIX, RGE_QUERY, RGE_VALUES, SETS, reword
+from rge.common.options import UserError
 
 NUM_ROWS = 6
 

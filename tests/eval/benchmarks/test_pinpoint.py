@@ -8,9 +8,9 @@ import pytest
 from eval_fakes import picture
 
 from eval.__main__ import main
-from eval.benchmarks.pinpoint import PinpointOptions, import_pinpoint
-from eval.options import UserError
-from eval.score import ScoreOptions, score
+from eval.benchmarks.pinpoint.importer import PinpointOptions, import_pinpoint
+from eval.commands.score import ScoreOptions, score
+from rge.common.options import UserError
 
 INDEX = [f"sig{letter}" for letter in "abcdefghij"]
 ROWS = [
@@ -235,7 +235,7 @@ def test_queries_without_a_ranking(release, wanted, tmp_path):
 
 def test_official_looks_at_fifty(release, wanted):
     from eval.benchmarks.protocols import PROTOCOLS
-    from eval.search import Ranking
+    from eval.scoring.search import Ranking
 
     rows = np.full((4, 60), -1, np.int32)
     rows[:, 55] = wanted.corpus_ids.index("siga")

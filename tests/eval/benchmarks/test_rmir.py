@@ -7,12 +7,19 @@ import pytest
 from eval_fakes import FakeEncoder, loader, picture
 
 from eval.__main__ import main
-from eval.audit import audit_training
-from eval.benchmarks.rmir import CATEGORY_COUNTS, SWAPPED, RmirOptions, _check_counts, _Row, import_rmir
-from eval.options import UserError
-from eval.published import published
-from eval.run import RunOptions, run
-from eval.sets import load_set
+from eval.benchmarks.rmir.importer import (
+    CATEGORY_COUNTS,
+    SWAPPED,
+    RmirOptions,
+    _check_counts,
+    _Row,
+    import_rmir,
+)
+from eval.commands.audit import audit_training
+from eval.commands.run import RunOptions, run
+from eval.pages.published_tables import published
+from eval.sets.retrieval_set import load_set
+from rge.common.options import UserError
 
 POOL = [f"{number:016x}" for number in range(1, 9)]  # Open Images ids
 OWN = ["2412112", "2412113"]  # Visual Genome ids

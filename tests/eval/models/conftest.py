@@ -26,7 +26,7 @@ from transformers import (
     SiglipModel,
 )
 
-from rge import scratch
+from rge.scratch import build as scratch
 
 TEXTS = [
     "Find the picture that answers the question.",

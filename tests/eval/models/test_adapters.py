@@ -18,12 +18,12 @@ from transformers import (
     AutoTokenizer,
 )
 
+from eval.commands.run import RunOptions, run
 from eval.models.registry import ADAPTERS, facts_of, load_model
 from eval.models.ume import INSTRUCTION
-from eval.options import UserError
-from eval.run import RunOptions, run
-from rge.images import load_image
-from rge.schema import Item
+from rge.common.images import load_image
+from rge.common.options import UserError
+from rge.common.schema import Item
 
 
 def large(number, width, height):

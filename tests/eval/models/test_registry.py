@@ -7,10 +7,10 @@ import pytest
 
 from eval.__main__ import main
 from eval.models.registry import ADAPTERS, facts_of, load_model
-from eval.options import UserError
-from rge.checkpoint import export, settings_of
-from rge.encode import load_encoder
-from rge.schema import Item
+from rge.checkpoints.export import export, settings_of
+from rge.common.options import UserError
+from rge.common.schema import Item
+from rge.encoder import load_encoder
 
 
 @pytest.fixture

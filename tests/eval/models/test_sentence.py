@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, PreTrainedTokenizerFast
 
+from eval.commands.run import RunOptions, run
 from eval.models.registry import ADAPTERS, Facts, facts_of, load_model
 from eval.models.sentence import Sentences
-from eval.options import UserError
-from eval.run import RunOptions, run
-from rge.schema import Item
+from rge.common.options import UserError
+from rge.common.schema import Item
 
 WORDS = ["[PAD]", "[UNK]", "a", "key", "opens", "the", "padlock", "egg", "query", "document", ":"]
 TEXTS = [Item("1", "a key opens the padlock"), Item("2", "egg", instruction="Find it."), Item("3", "the key")]

@@ -18,13 +18,15 @@ import on_cpu
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from rge import dist, launch, train
-from rge.backbone import load_backbone
-from rge.checkpoint import export
+from rge import train
+from rge.checkpoints.export import export
 from rge.config import LogConfig, TrainConfig
-from rge.embedder import Embedder
-from rge.rollout import generate
-from rge.step import encode_queries, training_step
+from rge.distributed import collectives as dist
+from rge.distributed import launch
+from rge.model.backbone import load_backbone
+from rge.model.embedder import Embedder, encode_prompts
+from rge.rollout.generate import generate
+from rge.step import training_step
 
 LR = 0.2
 STATE_AFTER = 2
@@ -66,7 +68,7 @@ def take_step(accelerator, embedder, model, optimizer, step: dict) -> dict:
 
     with dist.whole_model(accelerator, model):
         if step.get("once") and not dist.shards_parameters(accelerator):
-            encoded = encode_queries(model, embedder, batch)
+            encoded = encode_prompts(model, embedder, batch.queries)
         rationales, num_messages = messages(roll_out)
 
     def train_on():

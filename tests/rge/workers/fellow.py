@@ -21,8 +21,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
-from rge import dist
-from rge.watch import fellow_ranks
+from rge.distributed import collectives as dist
+from rge.distributed.failure_detection import fellow_ranks
 
 PATIENCE_S = 600
 """Long for the slowest machine, and far below the limit of an exchange, which would end a process as well."""

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from rge import dist
-from rge.muon import orthogonal_on_all_ranks
+from rge.distributed import collectives as dist
+from rge.optim.muon import orthogonal_on_all_ranks
 
 folder = Path(sys.argv[1])
 torch.set_num_threads(1)

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import torch
 
-from rge import dist, launch
-from rge.backbone import load_backbone
 from rge.config import LogConfig, TrainConfig
-from rge.embedder import Embedder
-from rge.step import encode_queries, training_step
+from rge.distributed import collectives as dist
+from rge.distributed import launch
+from rge.model.backbone import load_backbone
+from rge.model.embedder import Embedder, encode_prompts
+from rge.rollout.writer import rollout_report
+from rge.step import training_step
 
 checkpoint, folder = sys.argv[1], Path(sys.argv[2])
 torch.set_num_threads(1)
@@ -29,7 +31,7 @@ rank = dist.rank()
 found = {}
 for name, case in torch.load(folder / "cases.pt", weights_only=False).items():
     batch = case["batches"][rank]
-    encoded = encode_queries(model, embedder, batch) if case["once"] else None
+    encoded = encode_prompts(model, embedder, batch.queries) if case["once"] else None
     report = training_step(
         model,
         embedder,
@@ -42,7 +44,7 @@ for name, case in torch.load(folder / "cases.pt", weights_only=False).items():
         encoded=encoded,
     )
     gradients = {key: parameter.grad.clone() for key, parameter in embedder.named_parameters()}
-    rollout = dist.rollout_report(case["rationales"][rank], 1.0, embedder.device)
+    rollout = rollout_report(case["rationales"][rank], 1.0, embedder.device)
     norm = dist.optimizer_step(accelerator, model, optimizer, max_grad_norm=0.0)
     assert all(parameter.grad is None for parameter in embedder.parameters())
     found[name] = {"report": report, "gradients": gradients, "rollout": rollout, "norm": norm}

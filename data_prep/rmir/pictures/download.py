@@ -1,0 +1,171 @@
+"""Fetch the pictures of a table of addresses: retried, limited, each file whole or not there, every loss with a reason."""
+
+import asyncio
+import hashlib
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+from tqdm import tqdm
+
+from data_prep.options import UserError
+from data_prep.rmir.config import DownloadConfig
+
+TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
+
+
+class DownloadError(UserError):
+    """The downloaded pictures cannot be kept; the message says why."""
+
+
+class _Lost(Exception):
+    def __init__(self, reason: str, *, again: bool = False):
+        super().__init__(reason)
+        self.again = again
+
+
+def is_address(ref: str) -> bool:
+    """Whether a picture is at a web address."""
+    return ref.startswith(("http://", "https://"))
+
+
+def local_path(url: str, folder: Path) -> Path:
+    """Where the picture of an address is kept: under a name that its address alone decides."""
+    name = hashlib.sha256(url.encode()).hexdigest()[:32]
+    return folder / name[:2] / name
+
+
+def without_secrets(url: str) -> str:
+    """An address without user, password and query, which may hold a signature."""
+    return str(httpx.URL(url).copy_with(userinfo=b"", query=None, fragment=None))
+
+
+def fetch(
+    urls: Sequence[str], folder: Path, config: DownloadConfig, *, progress: bool = False
+) -> dict[str, str]:
+    """Download what is not there yet.
+
+    Args:
+        urls: http or https.
+        folder: where files are kept; a file that is there is not asked for again.
+        config: limits.
+        progress: show a progress bar.
+
+    Returns:
+        Why an address could not be fetched, by address; empty where all is well.
+
+    Raises:
+        DownloadError: the disk is full, or the folder cannot be written.
+    """
+    todo = [url for url in dict.fromkeys(urls) if not local_path(url, folder).is_file()]
+    if not todo:
+        return {}
+    return asyncio.run(_fetch_all(todo, folder, config, progress))
+
+
+async def _fetch_all(todo: list[str], folder: Path, config: DownloadConfig, progress: bool) -> dict[str, str]:
+    limits = httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency)
+    lost: dict[str, str] = {}
+    queue = iter(todo)
+    # disable=None: no bar where standard error is a file
+    bar = tqdm(total=len(todo), desc="download", disable=None if progress else True)
+    client = httpx.AsyncClient(limits=limits, follow_redirects=True, timeout=config.timeout_s)
+
+    async def worker() -> None:
+        for url in queue:
+            try:
+                await _fetch_one(client, url, local_path(url, folder), config)
+            except _Lost as error:
+                lost[url] = str(error)
+            bar.update()
+
+    try:
+        with bar:
+            async with client, asyncio.TaskGroup() as group:
+                for _ in range(min(config.concurrency, len(todo))):
+                    group.create_task(worker())
+    except ExceptionGroup as errors:
+        stop = errors.subgroup(DownloadError)
+        if stop is None:
+            raise
+        raise stop.exceptions[0] from None
+    return lost
+
+
+async def _fetch_one(client: httpx.AsyncClient, url: str, path: Path, config: DownloadConfig) -> None:
+    for attempt in range(config.max_retries + 1):
+        try:
+            data = await _get(client, url, config)
+            _keep(path, data)
+            return
+        except _Lost as error:
+            if not error.again or attempt == config.max_retries:
+                raise
+        await asyncio.sleep(config.backoff_s * 2**attempt * random.random())
+
+
+async def _get(client: httpx.AsyncClient, url: str, config: DownloadConfig) -> bytes:
+    try:
+        async with asyncio.timeout(config.timeout_s), client.stream("GET", url) as answer:
+            if answer.status_code in TRANSIENT:
+                raise _Lost(f"HTTP {answer.status_code}", again=True)
+            if answer.status_code != 200:
+                raise _Lost(f"HTTP {answer.status_code}")
+            if answer.headers.get("content-type", "").startswith("text/"):
+                raise _Lost("a text, not a picture")
+            data = bytearray()
+            async for piece in answer.aiter_bytes():
+                data += piece
+                if len(data) > config.max_bytes:
+                    raise _Lost(f"over {config.max_bytes:,} bytes")
+            return bytes(data)
+    except (TimeoutError, httpx.TimeoutException):
+        raise _Lost("no answer in time", again=True) from None
+    except httpx.TransportError:
+        raise _Lost("no connection", again=True) from None
+    except (httpx.HTTPError, httpx.InvalidURL):
+        raise _Lost("not a working address") from None
+
+
+def _keep(path: Path, data: bytes) -> None:
+    waiting = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        waiting.write_bytes(data)
+        waiting.replace(path)
+    except OSError as error:
+        waiting.unlink(missing_ok=True)
+        raise DownloadError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def resolve(
+    rows: list[dict[str, Any]], folder: Path, config: DownloadConfig, *, progress: bool = False
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Download the pictures of library rows that are at addresses.
+
+    Args:
+        rows: of `data_prep.rmir.pictures.library.list_library`.
+        folder: where files are kept.
+        config: limits.
+        progress: show a progress bar.
+
+    Returns:
+        The rows with files in place of addresses, and why a picture is not there, by row id.
+
+    Raises:
+        DownloadError: see `fetch`.
+    """
+    lost = fetch([row["ref"] for row in rows if is_address(row["ref"])], folder, config, progress=progress)
+    found, failed = [], {}
+    for row in rows:
+        if is_address(row["ref"]):
+            if row["ref"] in lost:
+                failed[row["id"]] = f"download: {lost[row['ref']]}"
+                row = {**row, "ref": without_secrets(row["ref"])}
+            else:
+                row = {**row, "ref": str(local_path(row["ref"], folder))}
+        found.append(row)
+    return found, failed

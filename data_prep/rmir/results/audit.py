@@ -1,0 +1,239 @@
+"""The audit of a finished run: do judges agree, what does each index add, is a query solved without half of its input,
+and what do the two sets share? It asks no model and changes nothing.
+
+Source: what the RMIR paper names as future work (section 5): model diversity, and shortcut rates by unimodal retrieval.
+"""  # noqa: D205
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from data_prep.rmir import arithmetic as maths
+from data_prep.rmir import frames
+from data_prep.rmir.pictures.encoders import bridged, text_encoder
+from data_prep.rmir.pictures.near_duplicates import near_duplicates
+from data_prep.rmir.results.agreement import defined, panel_statistics
+from data_prep.rmir.run import Run
+
+TEXT, TEXT_TO_CAPTIONS, IMAGE, DESCRIPTION = (
+    "text alone",
+    "text alone, by captions",
+    "picture alone",
+    "the answer described",
+)
+PROBES = (TEXT, TEXT_TO_CAPTIONS, IMAGE, DESCRIPTION)
+"""What is searched with. The last is no shortcut but the yardstick: what the same encoder finds when told the answer."""
+SHORTCUTS = (TEXT, TEXT_TO_CAPTIONS, IMAGE)
+SUSPECT_BITS = 4
+"""Hash distance up to which two pictures of the two sets are reported as near-duplicates."""
+
+
+def audit(run: Run) -> dict[str, Any]:
+    """Write ``audit/shortcuts.parquet`` and return everything the report shows."""
+    rows = shortcuts(run)
+    frames.write_rows(run.path("audit", "shortcuts.parquet"), "shortcuts", rows)
+    return defined(
+        {
+            "judges": judges(run),
+            "indices": indices(run),
+            "shortcuts": solved(rows, run.config.audit.ks),
+            "overlap": overlap(run),
+        }
+    )
+
+
+def judges(run: Run) -> dict[str, Any]:
+    """`panel_statistics` of all triplets."""
+    votes: dict[str, list[str]] = {}
+    families: dict[str, str] = {}
+    table = frames.read_table(run.path("judge", "judgements"), "judgements")
+    table = table.sort_by([("query_id", "ascending"), ("candidate_id", "ascending")])
+    columns = [table[name].to_pylist() for name in ("judge", "sample", "verdict")]
+    for judge, sample, verdict in zip(*columns, strict=True):
+        name = f"{judge} {sample + 1}"
+        votes.setdefault(name, []).append(verdict)
+        families[name] = run.config.models[judge].family or judge
+    return panel_statistics(dict(sorted(votes.items())), families)
+
+
+def indices(run: Run) -> dict[str, dict[str, float]]:
+    """What each retrieval index found: how much of it was right, and how much of what is right it alone found."""
+    state = {(row["query_id"], row["candidate_id"]): row["state"] for row in run.rows("keep", "decided")}
+    found: dict[str, Counter[str]] = {}
+    total = 0
+    for row in run.rows("retrieve", "triplets"):
+        right = state[row["query_id"], row["candidate_id"]] == maths.KEPT
+        total += right
+        for name in row["found_by"]:
+            counts = found.setdefault(name, Counter())
+            counts["candidates"] += 1
+            counts["right"] += right
+            counts["right_alone"] += right and len(row["found_by"]) == 1
+    return {
+        name: {
+            **{key: counts[key] for key in ("candidates", "right", "right_alone")},
+            "precision": counts["right"] / counts["candidates"],
+            "share_of_right": counts["right"] / total if total else math.nan,
+        }
+        for name, counts in found.items()
+    }
+
+
+def shortcuts(run: Run) -> list[dict[str, Any]]:
+    """Rank of the first right answer of each query in the pool, by probe; the query's own picture is never ranked."""
+    images = run.rows("seed", "images")
+    places = {image["id"]: place for place, image in enumerate(images)}
+    pool = [row["id"] for row in run.rows("pool", "pool")]
+    in_pool = set(pool)
+    splits = {row["query_id"]: row["split"] for row in run.rows("split", "splits")}
+    queries = [row for row in run.rows("generate", "queries", "generated") if row["query_id"] in splits]
+    positives: dict[str, set[str]] = {}
+    for row in run.rows("keep", "decided"):
+        if row["state"] == maths.KEPT and row["candidate_id"] in in_pool:
+            positives.setdefault(row["query_id"], set()).add(row["candidate_id"])
+    if not queries:
+        return []
+    image_ND = np.load(run.path("seed", "images.npy"))
+    pool_PD = image_ND[[places[name] for name in pool]]
+    encoder = bridged(run.config.image_encoder, [image["caption"] for image in images], image_ND)
+    captioned = [image["id"] for image in images if image["caption"]]
+    caption_of = {name: place for place, name in enumerate(captioned)}
+    with_caption = [name for name in pool if name in caption_of]
+    texts = [query["query"] for query in queries]
+    scores = {
+        TEXT: (pool, encoder.texts(texts) @ pool_PD.T),
+        IMAGE: (pool, image_ND[[places[query["image_id"]] for query in queries]] @ pool_PD.T),
+        DESCRIPTION: (pool, encoder.texts([query["target_desc"] for query in queries]) @ pool_PD.T),
+    }
+    if with_caption:
+        caption_PD = np.load(run.path("seed", "captions.npy"))[[caption_of[name] for name in with_caption]]
+        captioner = text_encoder(run.config.caption_encoder)
+        scores[TEXT_TO_CAPTIONS] = (with_caption, captioner.texts(texts, query=True) @ caption_PD.T)
+    rows = []
+    for probe in PROBES:
+        if probe not in scores:
+            continue
+        names, score_QP = scores[probe]
+        for query, score_P in zip(queries, score_QP, strict=True):
+            right = positives[query["query_id"]]
+            rank, ranked = first_rank(names, score_P, right, query["image_id"])
+            rows.append(
+                {
+                    "query_id": query["query_id"],
+                    "category": query["category"],
+                    "split": splits[query["query_id"]],
+                    "probe": probe,
+                    "rank": rank,
+                    "num_right": len(right & set(names)),
+                    "num_ranked": ranked,
+                }
+            )
+    return rows
+
+
+def first_rank(
+    names: Sequence[str], score_P: np.ndarray, right: set[str], without: str
+) -> tuple[int | None, int]:
+    """Rank (from 1) of the best right candidate, ties against it, and how many candidates were ranked.
+
+    Args:
+        names: of the candidates.
+        score_P: of each.
+        right: the right ones; None is returned where none of them is ranked.
+        without: a candidate that is left out.
+    """
+    ranked = np.array([name != without for name in names])
+    good = np.array([name in right for name in names]) & ranked
+    if not good.any():
+        return None, int(ranked.sum())
+    best = score_P[good].max()
+    return int((ranked & ~good & (score_P >= best)).sum()) + 1, int(ranked.sum())
+
+
+def chance(num_right: int, num_ranked: int, k: int) -> float:
+    """Probability that a random ranking has a right one among the first k."""
+    if num_right == 0 or num_ranked == 0:
+        return 0.0
+    if k > num_ranked - num_right:
+        return 1.0
+    return 1 - math.comb(num_ranked - num_right, k) / math.comb(num_ranked, k)
+
+
+def solved(rows: Sequence[Mapping[str, Any]], ks: Sequence[int]) -> dict[str, Any]:
+    """Share of queries with a right answer among the first k, by probe, and what chance would give.
+
+    Args:
+        rows: of `shortcuts`; a query without a ranked right answer counts as not solved.
+        ks: cut-offs.
+
+    Returns:
+        By probe: number of queries and, for each k, ``solved@k`` and ``chance@k``. Under ``any shortcut``: the share
+        that text alone or picture alone solves, also by split and by category.
+    """
+
+    def share(found: Sequence[Mapping[str, Any]], k: int) -> float:
+        hits = {row["query_id"] for row in found if row["rank"] is not None and row["rank"] <= k}
+        return len(hits) / len({row["query_id"] for row in found}) if found else math.nan
+
+    report: dict[str, Any] = {}
+    for probe in PROBES:
+        found = [row for row in rows if row["probe"] == probe]
+        if found:
+            report[probe] = {"queries": len(found)} | {
+                f"{what}@{k}": value
+                for k in ks
+                for what, value in (
+                    ("solved", share(found, k)),
+                    (
+                        "chance",
+                        float(np.mean([chance(row["num_right"], row["num_ranked"], k) for row in found])),
+                    ),
+                )
+            }
+    short = [row for row in rows if row["probe"] in SHORTCUTS]
+    parts = {"all": short}
+    for column in ("split", "category"):
+        for value in sorted({row[column] for row in short}):
+            parts[value] = [row for row in short if row[column] == value]
+    report["any shortcut"] = {
+        name: {"queries": len({row["query_id"] for row in found})}
+        | {f"solved@{k}": share(found, k) for k in ks}
+        for name, found in parts.items()
+    }
+    return report
+
+
+def overlap(run: Run) -> dict[str, int]:
+    """Pictures and queries that training and test share, by the parts they play in each."""
+    images = {image["id"]: image for image in run.rows("seed", "images")}
+    inputs = {row["query_id"]: row["image_id"] for row in run.rows("generate", "queries", "generated")}
+    splits = {row["query_id"]: row["split"] for row in run.rows("split", "splits")}
+    pool = {row["id"] for row in run.rows("pool", "pool")}
+    roles: dict[tuple[str, str], set[str]] = {
+        (part, role): set() for part in ("train", "test") for role in ("inputs", "answers", "negatives")
+    }
+    for name, part in splits.items():
+        if part in ("train", "test"):
+            roles[part, "inputs"].add(inputs[name])
+    for row in run.rows("keep", "decided"):
+        part = splits.get(row["query_id"])
+        if part in ("train", "test"):
+            if row["state"] == maths.KEPT and row["candidate_id"] in pool:
+                roles[part, "answers"].add(row["candidate_id"])
+            elif row["state"] == maths.REJECTED:
+                roles[part, "negatives"].add(row["candidate_id"])
+    report = {
+        f"train {a} that are test {b}": len(roles["train", a] & roles["test", b])
+        for a in ("inputs", "answers", "negatives")
+        for b in ("inputs", "answers")
+    }
+    seen = sorted(roles["test", "inputs"] | roles["test", "answers"])
+    trained = sorted((roles["train", "inputs"] | roles["train", "answers"]) - set(seen))
+    repeats = near_duplicates([images[name]["phash"] for name in [*seen, *trained]], SUSPECT_BITS)
+    report["train inputs or answers that nearly repeat a test picture"] = sum(
+        of is not None and of < len(seen) for of in repeats[len(seen) :]
+    )
+    return report

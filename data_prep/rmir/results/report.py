@@ -1,0 +1,197 @@
+"""What a run did, what it cost and what it threw away: a table, a picture, and the paper's ratios beside ours."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from data_prep.rmir.run import STAGES, Run, write_text
+
+PAPER: dict[str, float | None] = {
+    "thrown away by the filter": 0.40,
+    "pool share of the seed set": 35803 / 500000,
+    "queries with an answer, of the seed set": 8321 / 500000,
+    "test share of the queries": 1634 / 8321,
+    "pool images a query": 35803 / 8321,
+    "unanimous panels": None,
+}
+"""From the paper: about 40 % filtered; a seed set of 500,000 images; 1,634 test and 6,687 training queries; a pool of 35,803
+images. How many of the seed pictures were asked about, and how many triplets were unanimous, it does not say."""
+
+
+def collect(run: Run) -> dict[str, Any]:
+    """Everything the finished stages reported, as one dict."""
+    stages = {stage: found for stage in STAGES if (found := run.done(stage))}
+    return {
+        "stages": stages,
+        "funnel": funnel(stages),
+        "ratios": ratios(stages),
+        "models": run.cache.ledger(),
+    }
+
+
+def funnel(stages: dict[str, dict[str, Any]]) -> list[tuple[str, int, str]]:
+    """(what, how many, unit) from the library to the two sets."""
+    counts = {stage: found["counts"] for stage, found in stages.items()}
+    steps = [
+        ("seed", "listed", "pictures listed", "images"),
+        ("seed", "usable", "usable", "images"),
+        ("seed", "seed", "seed set", "images"),
+        ("generate", "inputs", "asked about", "images"),
+        ("generate", "queries", "queries generated", "queries"),
+        ("filter", "valid", "queries valid", "queries"),
+        ("retrieve", "triplets", "candidates retrieved", "triplets"),
+        ("judge", "judgements", "judgements", "calls"),
+        ("keep", "kept", "kept (true, confident)", "triplets"),
+        ("keep", "rejected", "rejected (false, confident)", "triplets"),
+        ("keep", "doubted", "doubted", "triplets"),
+        ("keep", "doubted_images", "images removed by doubt", "images"),
+        ("pool", "triplets", "triplets left", "triplets"),
+        ("pool", "images", "retrieval pool", "images"),
+        ("split", "test", "test queries", "queries"),
+        ("split", "train", "training queries", "queries"),
+    ]
+    return [(title, counts[stage][key], unit) for stage, key, title, unit in steps if stage in counts]
+
+
+def ratios(stages: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """The ratios of `PAPER` for this run, as far as it got."""
+    counts = {stage: found["counts"] for stage, found in stages.items()}
+    found = {}
+    if "filter" in counts and counts["filter"]["queries"]:
+        found["thrown away by the filter"] = 1 - counts["filter"]["valid"] / counts["filter"]["queries"]
+    if "keep" in counts and counts["keep"]["triplets"]:
+        found["unanimous panels"] = 1 - counts["keep"]["doubted"] / counts["keep"]["triplets"]
+    if "pool" in counts:
+        found["pool share of the seed set"] = counts["pool"]["images"] / counts["seed"]["seed"]
+    if "split" in counts and (total := counts["split"]["test"] + counts["split"]["train"]):
+        found["queries with an answer, of the seed set"] = (
+            counts["split"]["queries_with_an_answer"] / counts["seed"]["seed"]
+        )
+        found["test share of the queries"] = counts["split"]["test"] / total
+        found["pool images a query"] = counts["pool"]["images"] / total
+    return {name: found[name] for name in PAPER if name in found}
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report as Markdown tables."""
+    lines = ["| what | number | unit |", "|---|---:|---|"]
+    lines += [f"| {what} | {number:,} | {unit} |" for what, number, unit in report["funnel"]]
+    lines += ["", "| stage | seconds | calls | cost |", "|---|---:|---:|---:|"]
+    lines += [
+        f"| {stage} | {found['seconds']:.1f} | {found['calls']:,} | {found['cost']:.4f} |"
+        for stage, found in report["stages"].items()
+    ]
+    seconds, calls, cost = (
+        sum(found[key] for found in report["stages"].values()) for key in ("seconds", "calls", "cost")
+    )
+    lines.append(f"| all | {seconds:.1f} | {calls:,} | {cost:.4f} |")
+    lines += ["", "| ratio | this run | paper |", "|---|---:|---:|"]
+    lines += [
+        f"| {name} | {value:.3f} | {'not said' if PAPER[name] is None else format(PAPER[name], '.3f')} |"
+        for name, value in report["ratios"].items()
+    ]
+    lines += ["", "| thrown away in | reason | number |", "|---|---|---:|"]
+    for stage, found in report["stages"].items():
+        rejected = found["counts"].get("rejected")
+        if isinstance(rejected, dict):
+            lines += [f"| {stage} | {reason} | {number:,} |" for reason, number in rejected.items()]
+    lines += ["", "| model | calls | input tokens | output tokens | cost |", "|---|---:|---:|---:|---:|"]
+    for model, figures in report["models"].items():
+        lines.append(
+            f"| {model} | {figures['calls']:,} | {figures['input_tokens']:,} | {figures['output_tokens']:,} "
+            f"| {figures['cost']:.4f} |"
+        )
+    if "seed" in report["stages"]:
+        encoders = report["stages"]["seed"]["counts"]["encoders"]
+        lines += [
+            "",
+            f"Pictures were embedded by: {encoders['images']}. Captions by: {encoders['captions']}.",
+        ]
+        more = report["stages"].get("retrieve", {}).get("counts", {}).get("more_encoders", {})
+        lines += [f"Index {name}: {encoder}." for name, encoder in more.items()]
+    if "audit" in report["stages"]:
+        lines += ["", *audit_tables(report["stages"]["audit"]["counts"])]
+    return "\n".join(lines) + "\n"
+
+
+def audit_tables(found: dict[str, Any]) -> list[str]:
+    """What `data_prep.rmir.results.audit` found, as Markdown."""
+    panel, indices, shortcuts = found["judges"], found["indices"], found["shortcuts"]
+    lines = [
+        f"Agreement of the panel: Fleiss' kappa {_figure(panel['kappa'])}.",
+        "",
+        "| judge | family | true | false | abstain | unreadable | bias to true | agrees with the others |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, judge in panel["judges"].items():
+        shares = " | ".join(_figure(judge[key]) for key in ("true", "false", "abstain", "error"))
+        lines.append(
+            f"| {name} | {judge['family']} | {shares} | {_figure(judge['bias'], '+.3f')} | {_figure(judge['agrees'])} |"
+        )
+    lines += ["", *(f"Within {name}: kappa {_figure(value)}." for name, value in panel["families"].items())]
+    lines += [
+        f"Between {name}: the same majority on {_figure(pair['same'])} of {pair['triplets']:,} triplets, kappa "
+        f"{_figure(pair['kappa'])}."
+        for name, pair in panel["between"].items()
+    ]
+    lines += [
+        "", "| index | candidates | right | precision | share of all right | right and found by no other |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]  # fmt: skip
+    lines += [
+        f"| {name} | {index['candidates']:,} | {index['right']:,} | {_figure(index['precision'])} "
+        f"| {_figure(index['share_of_right'])} | {index['right_alone']:,} |"
+        for name, index in indices.items()
+    ]
+    ks = [key.partition("@")[2] for key in shortcuts["any shortcut"]["all"] if key.startswith("solved@")]
+    head = " | ".join(f"among the first {k} (chance)" for k in ks)
+    lines += ["", f"| searched with | queries | {head} |", f"|---|---:|{'---:|' * len(ks)}"]
+    for probe, figures in shortcuts.items():
+        if probe != "any shortcut":
+            cells = " | ".join(
+                f"{_figure(figures[f'solved@{k}'])} ({_figure(figures[f'chance@{k}'])})" for k in ks
+            )
+            lines.append(f"| {probe} | {figures['queries']:,} | {cells} |")
+    for name, figures in shortcuts["any shortcut"].items():
+        cells = " | ".join(_figure(figures[f"solved@{k}"]) for k in ks)
+        lines.append(f"| any of the first three: {name} | {figures['queries']:,} | {cells} |")
+    lines += ["", "| shared by the sets | pictures |", "|---|---:|"]
+    lines += [f"| {what} | {number:,} |" for what, number in found["overlap"].items()]
+    return lines
+
+
+def _figure(value: float | None, form: str = ".3f") -> str:
+    return "undefined" if value is None else format(value, form)
+
+
+def svg(rows: list[tuple[str, int, str]]) -> str:
+    """The funnel as bars, as wide as the share of the largest number of their unit."""
+    most = {unit: max(number for _, number, found in rows if found == unit) for _, _, unit in rows}
+    colours = {"images": "#4c78a8", "queries": "#f58518", "triplets": "#54a24b", "calls": "#9d9d9d"}
+    height = 24 * len(rows) + 8
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="720" height="{height}" font-family="sans-serif" font-size="13">',
+        '<rect width="100%" height="100%" fill="white"/>',
+    ]
+    for place, (what, number, unit) in enumerate(rows):
+        width = 300 * number / most[unit] if most[unit] else 0
+        y = 24 * place + 6
+        lines.append(f'<text x="210" y="{y + 13}" text-anchor="end">{what}</text>')
+        lines.append(
+            f'<rect x="220" y="{y}" width="{max(width, 1):.1f}" height="18" fill="{colours[unit]}"/>'
+        )
+        lines.append(f'<text x="{226 + width:.1f}" y="{y + 13}">{number:,} {unit}</text>')
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def write(run: Run) -> Path:
+    """Write ``report.json``, ``report.md`` and ``funnel.svg``.
+
+    Returns:
+        The Markdown file.
+    """
+    report = collect(run)
+    write_text(run.out / "report.json", json.dumps(report, indent=1) + "\n")
+    write_text(run.out / "funnel.svg", svg(report["funnel"]))
+    write_text(run.out / "report.md", f"![funnel](funnel.svg)\n\n{markdown(report)}")
+    return run.out / "report.md"

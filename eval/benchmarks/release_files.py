@@ -1,0 +1,526 @@
+"""What the importers share: reading whatever files a release has, finding pictures, and writing a retrieval set.
+
+A set is written beside its place, loaded once with every check of `eval.sets.retrieval_set`, and renamed when it passes: a directory
+that carries the name is complete and right.
+"""
+
+import csv
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from eval.sets.retrieval_set import NAMES, RetrievalSet, load_set
+from rge.common.fingerprint import set_fingerprint
+from rge.common.images import ImageError, load_image, picture_bytes
+from rge.common.options import UserError
+
+WRITE_ROWS = 64
+"""Candidates written at once; pictures of a pool do not fit into memory together."""
+TABLES = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
+PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+
+
+class ReleaseError(UserError):
+    """A release cannot be imported; the message names file, field and mend."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One row of the pool. ``image``: encoded bytes, or the path of a picture file."""
+
+    id: str
+    text: str | None = None
+    image: bytes | Path | None = None
+
+
+@dataclass(frozen=True)
+class Query:
+    """One query.
+
+    Attributes:
+        id: unique, without white space.
+        text: the user's text.
+        images: encoded bytes or paths, in the order of the prompt.
+        category: slice of the macro mean; None where the benchmark has none.
+        group: queries that share it are resampled together.
+        instruction: task instruction.
+        columns: further columns of ``queries.parquet``, strings or integers, the same for every query.
+    """
+
+    id: str
+    text: str | None
+    images: tuple[bytes | Path, ...]
+    category: str | None
+    group: str
+    instruction: str | None = None
+    columns: Mapping[str, str | int] = field(default_factory=dict)
+
+
+def write_set(
+    out: Path,
+    *,
+    meta: dict[str, Any],
+    queries: Sequence[Query],
+    corpus: Iterable[Candidate],
+    qrels: Sequence[tuple[str, str, int]],
+    negatives: Sequence[tuple[str, str]] | None = None,
+    excluded: Sequence[tuple[str, str]] | None = None,
+    candidates: Sequence[tuple[str, str]] | None = None,
+    names: Sequence[tuple[str, str]] = (),
+    embed: bool = True,
+    decode: bool = True,
+    overwrite: bool = False,
+) -> RetrievalSet:
+    """Write a retrieval set and load it again.
+
+    Args:
+        out: the directory; must not exist, or be a retrieval set if ``overwrite``.
+        meta: content of ``meta.json`` besides fingerprint and counts; ``name`` is needed.
+        queries: in the order of the file.
+        corpus: read once, in the order of the file.
+        qrels: (query id, candidate id, gain).
+        negatives: explicit negatives.
+        excluded: pairs removed from a query's ranking.
+        candidates: per-query candidates.
+        names: (picture id, another name that it goes by in training files), see `eval.commands.audit`.
+        embed: copy pictures into the Parquet files; else their absolute paths are written.
+        decode: open every picture, so that a broken one shows now.
+        overwrite: replace a set that is already there.
+
+    Raises:
+        UserError: ``out`` is taken, a picture cannot be opened, or the set breaks the format.
+    """
+    if out.exists() and not (overwrite and (out / "meta.json").exists()):
+        raise ReleaseError(
+            f"out {out} already exists: give another, or overwrite=true if it is a retrieval set"
+        )
+    work = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    try:
+        corpus_ids = _write_corpus(work / "corpus.parquet", corpus, embed=embed, decode=decode)
+        _write_queries(work / "queries.parquet", queries, embed=embed, decode=decode)
+        pairs = {"negatives": negatives, "excluded": excluded, "candidates": candidates}
+        _write_pairs(work / "qrels.parquet", qrels)
+        for name, rows in pairs.items():
+            if rows is not None:
+                _write_pairs(work / f"{name}.parquet", rows)
+        if names:
+            columns = {"picture-id": [one for one, _ in names], "name": [name for _, name in names]}
+            pq.write_table(pa.table(columns), work / NAMES, compression="zstd")
+        fingerprint = set_fingerprint(
+            [query.id for query in queries],
+            corpus_ids,
+            qrels,
+            **{name: rows or () for name, rows in pairs.items()},
+        )
+        counts = {"queries": len(queries), "corpus": len(corpus_ids), "qrels": len(qrels)}
+        counts |= {name: len(rows) for name, rows in pairs.items() if rows is not None}
+        content = {"split": "test"} | meta | {"counts": counts, "fingerprint": fingerprint}
+        (work / "meta.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        (work / "README.md").write_text(_CARD.format(name=content["name"]), "utf-8")
+        load_set(work)
+        shutil.rmtree(out, ignore_errors=True)
+        work.rename(out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return load_set(out)
+
+
+_CARD = """---
+configs:
+- config_name: corpus
+  data_files: [{{split: test, path: corpus.parquet}}]
+- config_name: queries
+  data_files: [{{split: test, path: queries.parquet}}]
+- config_name: qrels
+  data_files: [{{split: test, path: qrels.parquet}}]
+---
+{name}, written by `python -m eval import`; see meta.json for its source and counts.
+"""
+
+
+def content_id(*parts: str) -> str:
+    """An id made of content: 20 hexadecimal digits. Its order says nothing about where the content stood."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+
+
+def iter_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Rows of a Parquet, JSON lines, JSON (a list, or an object of lists or objects), CSV or TSV file.
+
+    Args:
+        path: the file.
+        columns: only these, where the file has them and its format can skip others.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    try:
+        if path.suffix == ".parquet":
+            file = pq.ParquetFile(path)
+            names = file.schema_arrow.names
+            chosen = None if columns is None else [name for name in names if name in columns]
+            for batch in file.iter_batches(
+                batch_size=WRITE_ROWS if columns is None else 8192, columns=chosen
+            ):
+                yield from batch.to_pylist()
+        elif path.suffix == ".jsonl":
+            with path.open(encoding="utf-8") as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        row = json.loads(line)
+                        if not isinstance(row, dict):
+                            raise ReleaseError(f"{path}, line {number}: an object is expected")
+                        yield row
+        elif path.suffix == ".json":
+            yield from _json_rows(path)
+        else:
+            with path.open(encoding="utf-8", newline="") as lines:
+                yield from csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ",")
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise ReleaseError(f"{path} cannot be read: {error}") from None
+
+
+def column_names(path: Path) -> list[str]:
+    """Every field that a file has, in order of appearance."""
+    if path.suffix == ".parquet":
+        return list(pq.ParquetFile(path).schema_arrow.names)
+    names: dict[str, None] = {}
+    for row in iter_rows(path):
+        names.update(dict.fromkeys(row))
+    return list(names)
+
+
+def as_list(value: Any) -> list[Any]:
+    """A cell as a list: None and "" are empty, JSON text of a list is read, anything else stands alone."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return []
+    if isinstance(value, str) and value.lstrip()[:1] == "[":
+        try:
+            read = json.loads(value)
+        except ValueError:
+            return [value]
+        return read if isinstance(read, list) else [value]
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+class Fields:
+    """Columns of a release under whatever names it gives them.
+
+    Args:
+        aliases: our name -> names that are understood.
+        field_map: the user's own ``theirs=ours`` words; ``theirs=ignore`` drops a column.
+        prefer: fields of ours whose names run from the likeliest to the least likely one, which is then passed over.
+
+    Raises:
+        UserError: a word of ``field_map`` is no pair or names no field of ours.
+    """
+
+    def __init__(
+        self,
+        aliases: Mapping[str, Sequence[str]],
+        field_map: Sequence[str] = (),
+        *,
+        prefer: Sequence[str] = (),
+    ):
+        self.aliases, self.prefer = aliases, prefer
+        self.given: dict[str, str] = {}
+        for word in field_map:
+            theirs, mark, ours = (part.strip() for part in word.partition("="))
+            if not word:
+                continue
+            if not mark or ours not in (*aliases, "ignore"):
+                raise ReleaseError(
+                    f"field_map must be theirs=ours with ours one of {', '.join(aliases)} or ignore, got {word!r}"
+                )
+            self.given[theirs] = ours
+
+    def columns(self, path: Path, names: Sequence[str], ignored: Sequence[str] = ()) -> dict[str, str]:
+        """Our name -> the file's name, for every column of a file.
+
+        Raises:
+            UserError: a column has no known meaning, or two mean the same.
+        """
+        found: dict[str, str] = {}
+        unknown = []
+        for name in names:
+            ours = self.given.get(name) or next(
+                (ours for ours, known in self.aliases.items() if name.lower() in known), None
+            )
+            if ours == "ignore" or (ours is None and name.lower() in ignored):
+                continue
+            if ours is None:
+                unknown.append(name)
+            elif ours in found and name not in self.given:
+                known = list(self.aliases[ours])
+                if found[ours] in self.given:
+                    continue
+                if ours in self.prefer:
+                    found[ours] = min(found[ours], name, key=lambda one: known.index(one.lower()))
+                    continue
+                raise ReleaseError(
+                    f"{path}: columns {found[ours]!r} and {name!r} could both be {ours!r}: say which, "
+                    f"field_map={name}=ignore"
+                )
+            else:
+                found[ours] = name
+        if unknown:
+            raise ReleaseError(
+                f"{path}: unknown columns {', '.join(unknown)}. Known fields are {', '.join(self.aliases)}; give "
+                f"field_map={unknown[0]}=FIELD, or field_map={unknown[0]}=ignore"
+            )
+        return found
+
+
+class Pictures:
+    """Finds the pictures that a release names.
+
+    Args:
+        roots: folders in which a path may stand, the first that has it wins.
+        manifest: a table with ``id`` and ``path`` (or ``image`` bytes); Visual Genome's ``image_data.json`` will do.
+
+    Attributes:
+        coco: id -> number in COCO, for the half of Visual Genome that is of COCO.
+
+    Raises:
+        UserError: the manifest lacks a column or names an id twice.
+    """
+
+    def __init__(self, roots: Sequence[Path], manifest: Path | None = None):
+        self.roots = [root for root in roots if root.is_dir()]
+        self.manifest: dict[str, str | bytes] = {}
+        self.coco: dict[str, int] = {}
+        self._stems: dict[str, list[Path]] | None = None
+        if manifest is not None:
+            self._read_manifest(manifest)
+
+    def find(self, ref: Any, *, by_stem: bool) -> bytes | Path | None:
+        """The picture of a reference, None if it is nowhere.
+
+        Args:
+            ref: bytes, ``{bytes, path}``, a path, or an id.
+            by_stem: whether a file ``REF.jpg`` anywhere below the roots is certainly it.
+
+        Raises:
+            UserError: two files could be it.
+        """
+        if isinstance(ref, Mapping):
+            return self.find(ref.get("bytes") or ref.get("path"), by_stem=by_stem)
+        if isinstance(ref, bytes):
+            return ref
+        if ref is None or ref == "":
+            return None
+        name = str(ref)
+        entry = self.manifest.get(name)
+        if isinstance(entry, bytes):
+            return entry
+        if entry is not None:
+            found = self._file(entry)
+            if found is None:
+                raise ReleaseError(
+                    f"the manifest says that {name!r} is {entry!r}, which is in none of "
+                    f"{', '.join(map(str, self.roots)) or 'no folder (images=DIR)'}"
+                )
+            return found
+        found = self._file(name)
+        if found is not None or not by_stem:
+            return found
+        stem = Path(name).stem if Path(name).suffix.lower() in PICTURES else Path(name).name
+        files = self._by_stem().get(stem, [])
+        if len(files) > 1:
+            raise ReleaseError(
+                f"picture {name!r} could be {files[0]} or {files[1]}: give manifest=FILE with id and path"
+            )
+        return files[0] if files else None
+
+    def _file(self, name: str) -> Path | None:
+        for root in self.roots:
+            if (root / name).is_file():
+                return (root / name).resolve()
+        return None
+
+    def _by_stem(self) -> dict[str, list[Path]]:
+        if self._stems is None:
+            self._stems = {}
+            seen = set()
+            for root in self.roots:
+                for path in sorted(root.rglob("*")):
+                    if path.suffix.lower() in PICTURES and path.resolve() not in seen:
+                        seen.add(path.resolve())
+                        self._stems.setdefault(path.stem, []).append(path.resolve())
+        return self._stems
+
+    def _read_manifest(self, path: Path) -> None:
+        self.roots.append(path.parent)
+        for number, row in enumerate(iter_rows(path), 1):
+            name = next((row[key] for key in ("id", "image_id", "ImageID") if row.get(key) is not None), None)
+            where = next((row[key] for key in ("path", "file", "image", "url") if row.get(key)), None)
+            if isinstance(where, Mapping):
+                where = where.get("bytes") or where.get("path")
+            if name is None or where is None:
+                raise ReleaseError(
+                    f"{path}, row {number}: a manifest needs id and path; there are {', '.join(row)}"
+                )
+            if isinstance(where, str) and "://" in where:
+                where = "/".join(where.split("/")[-2:])  # Visual Genome: .../VG_100K_2/1.jpg
+            if str(name) in self.manifest:
+                raise ReleaseError(f"{path}, row {number}: id {name!r} is listed twice")
+            self.manifest[str(name)] = where
+            if row.get("coco_id") not in (None, ""):
+                self.coco[str(name)] = int(float(row["coco_id"]))
+
+
+def still(data: bytes) -> bytes:
+    """A picture that can be embedded: animations become their first frame, everything else stays as it is.
+
+    Raises:
+        ImageError: it cannot be opened.
+    """
+    try:
+        load_image(data)
+    except ImageError:
+        try:
+            with Image.open(io.BytesIO(data)) as image:
+                if getattr(image, "n_frames", 1) < 2:
+                    raise
+                image.seek(0)
+                sink = io.BytesIO()
+                image.convert("RGB").save(sink, "PNG")
+                return sink.getvalue()
+        except (OSError, ValueError) as error:
+            raise ImageError(f"picture of {len(data)} bytes cannot be opened: {error}") from None
+    return data
+
+
+def stack(pictures: Sequence[bytes]) -> bytes:
+    """Pictures one below the other on white, as PNG, each in its own size.
+
+    Raises:
+        ImageError: one cannot be opened.
+    """
+    images = [load_image(data) for data in pictures]
+    whole = Image.new(
+        "RGB", (max(image.width for image in images), sum(image.height for image in images)), "white"
+    )
+    top = 0
+    for image in images:
+        whole.paste(image, (0, top))
+        top += image.height
+    sink = io.BytesIO()
+    whole.save(sink, "PNG")
+    return sink.getvalue()
+
+
+def safe_id(name: str) -> str:
+    """An id without white space, which would break a TREC run; ``%20`` stands for a blank."""
+    return re.sub(r"\s", lambda found: f"%{ord(found[0]):02X}", name)
+
+
+def some(names: Sequence[str], most: int = 5) -> str:
+    """The first few names for a message."""
+    return ", ".join(map(repr, names[:most])) + (", ..." if len(names) > most else "")
+
+
+def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(content, dict):
+        lists = [value for value in content.values() if isinstance(value, list)]
+        if content and all(isinstance(value, dict) for value in content.values()):
+            content = [{"id": key} | value for key, value in content.items()]
+        elif content and all(isinstance(value, str) for value in content.values()):
+            content = [{"id": key, "path": value} for key, value in content.items()]
+        elif len(lists) == 1:
+            content = lists[0]
+    if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
+        raise ReleaseError(f"{path}: a list of objects is expected")
+    yield from content
+
+
+def _picture(image: bytes | Path | None, name: str, *, embed: bool, decode: bool) -> bytes | str | None:
+    if image is None:
+        return None
+    ref = image if isinstance(image, bytes) else str(image)
+    if decode:
+        try:
+            load_image(ref)
+        except ImageError as error:
+            raise ReleaseError(f"picture of {name!r}: {error}") from None
+    if isinstance(image, bytes) or not embed:
+        return ref
+    return picture_bytes(ref)
+
+
+def _write_corpus(path: Path, corpus: Iterable[Candidate], *, embed: bool, decode: bool) -> list[str]:
+    schema = pa.schema(
+        [("id", pa.string()), ("image", pa.binary() if embed else pa.string()), ("text", pa.string())]
+    )
+    ids: list[str] = []
+    rows: list[dict[str, Any]] = []
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+
+        def flush() -> None:
+            if rows:
+                writer.write_table(pa.Table.from_pylist(rows, schema))
+                rows.clear()
+
+        for one in corpus:
+            ids.append(one.id)
+            image = _picture(one.image, one.id, embed=embed, decode=decode)
+            if isinstance(image, bytes) and not embed:
+                raise ReleaseError(
+                    f"picture of {one.id!r} comes as bytes, so there is no file to link to: pictures=embed"
+                )
+            rows.append({"id": one.id, "image": image, "text": one.text or None})
+            if len(rows) == (WRITE_ROWS if image is not None else 8192):
+                flush()
+        flush()
+    return ids
+
+
+def _write_queries(path: Path, queries: Sequence[Query], *, embed: bool, decode: bool) -> None:
+    cell = (
+        pa.binary() if embed or any(isinstance(i, bytes) for q in queries for i in q.images) else pa.string()
+    )
+    columns: dict[str, Any] = {
+        "id": pa.array([query.id for query in queries], pa.string()),
+        "text": pa.array([query.text or None for query in queries], pa.string()),
+        "image": pa.array(
+            [
+                [
+                    _picture(one, query.id, embed=pa.types.is_binary(cell), decode=decode)
+                    for one in query.images
+                ]
+                for query in queries
+            ],
+            pa.list_(cell),
+        ),
+        "category": pa.array([query.category for query in queries], pa.string()),
+        "group": pa.array([query.group for query in queries], pa.string()),
+        "instruction": pa.array([query.instruction for query in queries], pa.string()),
+    }
+    for name in queries[0].columns if queries else ():
+        columns[name] = pa.array([query.columns[name] for query in queries])
+    pq.write_table(pa.table(columns), path, compression="zstd")
+
+
+def _write_pairs(path: Path, pairs: Sequence[tuple[Any, ...]]) -> None:
+    columns: dict[str, Any] = {
+        "query-id": pa.array([pair[0] for pair in pairs], pa.string()),
+        "corpus-id": pa.array([pair[1] for pair in pairs], pa.string()),
+    }
+    if path.stem.startswith("qrels"):
+        columns["score"] = pa.array([pair[2] for pair in pairs], pa.int64())
+    pq.write_table(pa.table(columns), path, compression="zstd")

@@ -1,0 +1,538 @@
+"""RMIR (reasoning-intensive multimodal image retrieval): a picture and a question in, pictures out of one pool.
+
+The release's own schema could not be seen when this was written, so four layouts are accepted, with aliases:
+
+``set``       ``corpus``, ``queries`` and ``qrels`` as Parquet, as the retrieval-set format and MTEB have them
+``list``      one row a query with a list of positives (JSON, JSON lines, Parquet, CSV), and a file with the pool
+``triplets``  one row a query-target pair, with or without a label or judges' votes, and a file with the pool
+``beir``      ``queries.jsonl``, ``corpus.jsonl`` and ``qrels/*.tsv``
+
+Pictures are bytes, paths, or ids of Open Images (16 hexadecimal digits, looked up by file name in any split's folder)
+and Visual Genome (integers, which are not file names: only a manifest resolves them).
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eval.benchmarks.release_files import (
+    TABLES,
+    Candidate,
+    Fields,
+    Pictures,
+    Query,
+    ReleaseError,
+    as_list,
+    column_names,
+    content_id,
+    iter_rows,
+    safe_id,
+    some,
+    write_set,
+)
+from eval.sets.retrieval_set import RetrievalSet
+from rge.common.options import one_of
+
+NUM_QUERIES, NUM_CANDIDATES, MAX_POSITIVES = 1634, 35_803, 20
+CATEGORY_COUNTS = {"functional": 546, "temporal": 656, "causal": 432}
+"""As in the text of the paper, section 3.3; its Table 2 averages as if temporal and causal were swapped."""
+LAYOUTS = ("auto", "set", "list", "triplets", "beir")
+INSTRUCTION = "Given an image and a question about it, find the image that answers the question."
+SWAPPED = (
+    "temporal has 656 queries, as in the paper's text; the Average column of its Table 2 holds only if 432 queries are "
+    "in the column headed Temporal and 656 in Causal: read those two columns swapped when comparing"
+)
+CODES = {
+    "func": "functional",
+    "functional": "functional",
+    "affordance": "functional",
+    "temp": "temporal",
+    "temporal": "temporal",
+    "caus": "causal",
+    "causal": "causal",
+}
+ALIASES: dict[str, tuple[str, ...]] = {
+    "id": ("query_id", "qid", "query-id", "_id", "id"),
+    "text": ("query", "query_text", "question", "text", "instruction"),
+    "image": (
+        "input_image",
+        "query_image",
+        "image",
+        "image_id",
+        "reference_img_id",
+        "query_image_signature",
+        "images",
+        "query_images",
+        "input_image_id",
+        "query_image_id",
+    ),
+    "positives": (
+        "positives",
+        "target_images",
+        "positive_candidates",
+        "gt_img_ids",
+        "gold_ids",
+        "targets",
+        "positive_images",
+        "target_image_ids",
+    ),
+    "target": (
+        "target_image",
+        "target",
+        "target_id",
+        "positive",
+        "target_image_id",
+        "candidate",
+        "candidate_id",
+    ),
+    "label": ("label", "relevance", "score", "judges", "votes", "judgements", "judgments"),
+    "negatives": ("negatives", "negative_candidates", "negative_images", "negative_ids", "hard_negatives"),
+    "category": ("category", "reasoning_type", "type", "reasoning_category"),
+    "group": ("group",),
+    "split": ("split",),
+}
+IGNORED = (
+    "source", "target_desc", "target_description", "reasoning", "tsr", "confidence", "title", "metadata", "language",
+    "modality", "num_positives", "licence", "license",
+)  # fmt: skip
+POOL_ALIASES: dict[str, tuple[str, ...]] = {
+    "id": ("id", "_id", "image_id", "corpus-id", "corpus_id", "candidate_id", "imageid"),
+    "image": ("image", "path", "image_path", "file_name", "url"),
+}
+POOL = ("corpus", "pool", "candidates", "candidate_pool", "image_pool", "index")
+
+
+@dataclass
+class RmirOptions:
+    """Options of ``python -m eval import rmir``."""
+
+    src: Path
+    """Directory of the release."""
+    out: Path
+    """Retrieval set to write."""
+    layout: str = "auto"
+    """set, list, triplets or beir, see `eval.benchmarks.rmir.importer`; auto looks at the files."""
+    split: str = "test"
+    """Which split: a column, or part of a file's name."""
+    pool: Path | None = None
+    """File that lists the pool; null: corpus, pool or candidates in src."""
+    images: Path | None = None
+    """Folder of pictures; null: src and src/images."""
+    manifest: Path | None = None
+    """Table of id and path; Visual Genome's image_data.json will do."""
+    field_map: tuple[str, ...] = ()
+    """Columns with other names: theirs=ours, theirs=ignore."""
+    instruction: str = INSTRUCTION
+    """Task instruction of every query; the paper publishes none."""
+    counts: bool = True
+    """Insist on the published counts: 1,634 queries (546 / 656 / 432), 35,803 pictures, at most 20 positives."""
+    allow_missing: bool = False
+    """Accept positives that are not in the pool; they stay in every denominator."""
+    exclude_query_image: bool = False
+    """Take a query's own picture out of its ranking; the paper does not say so."""
+    pictures: str = "embed"
+    """embed copies pictures into the set, link writes their paths."""
+    decode: bool = True
+    """Open every picture once."""
+    overwrite: bool = False
+    """Replace a set that is already at out."""
+
+
+@dataclass
+class _Row:
+    """A query before its pictures are looked up."""
+
+    id: str
+    text: str
+    images: list[Any]
+    category: str
+    positives: dict[str, int]
+    negatives: set[str]
+    group: str | None = None
+
+
+def import_rmir(options: RmirOptions) -> RetrievalSet:
+    """Read a release of RMIR in any of the layouts and write a retrieval set.
+
+    Raises:
+        UserError: files, columns, counts or pictures that do not fit; the message says what to give.
+    """
+    one_of("layout", [options.layout], LAYOUTS)
+    one_of("pictures", [options.pictures], ("embed", "link"))
+    if not options.src.is_dir():
+        raise ReleaseError(f"src {options.src} is not a directory")
+    fields = Fields(ALIASES, options.field_map, prefer=("id", "text"))
+    layout = _layout(options) if options.layout == "auto" else options.layout
+    reader = {"set": _read_set, "beir": _read_set, "list": _read_rows, "triplets": _read_rows}[layout]
+    rows, pool_file = reader(options, fields)
+    pictures = Pictures(
+        [root for root in (options.images, options.src / "images", options.src) if root], options.manifest
+    )
+    pool_column = _pool_columns(pool_file)
+    pool = {name: None for name in _pool_ids(pool_file, pool_column)}
+
+    missing = {row.id: [name for name in row.positives if name not in pool] for row in rows}
+    lost = [f"{query}: {name}" for query, names in missing.items() for name in names]
+    if lost and not options.allow_missing:
+        raise ReleaseError(
+            f"{len(lost)} positives are not among the {len(pool)} pictures of the pool {pool_file}: {some(lost)}. A pool "
+            "without them would make the task easier; allow_missing=true keeps them in every denominator"
+        )
+    notes = _check_counts(rows, len(pool), options)
+    own_of: dict[str, list[str]] = {}
+    queries = []
+    for row in rows:
+        found = tuple(_picture(pictures, ref) for ref in row.images)
+        own_of[row.id] = [name for name in map(_name, row.images) if name in pool]
+        queries.append(
+            Query(
+                id=row.id,
+                text=row.text,
+                images=found,
+                category=row.category,
+                group=row.group or "+".join(_name(ref) for ref in row.images),
+                instruction=options.instruction,
+                columns={
+                    "num_missing_positives": len(missing[row.id]),
+                    "picture_ids": "+".join(_name(ref) for ref in row.images),
+                },
+            )
+        )
+    qrels = [(row.id, name, gain) for row in rows for name, gain in row.positives.items() if name in pool]
+    negatives = [(row.id, name) for row in rows for name in sorted(row.negatives) if name in pool]
+    excluded = [
+        (row.id, name) for row in rows for name in dict.fromkeys(own_of[row.id]) if name not in row.positives
+    ]
+
+    def corpus() -> Iterator[Candidate]:
+        for record in iter_rows(pool_file):
+            name = _pool_name(record, pool_column)
+            ref = record.get(pool_column["image"]) if "image" in pool_column else None
+            yield Candidate(id=name, image=_picture(pictures, ref if ref not in (None, "") else name))
+
+    return write_set(
+        options.out,
+        meta={
+            "name": "RMIR" if options.split == "test" else f"RMIR {options.split}",
+            "benchmark": "rmir",
+            "split": options.split,
+            "source": "RMIR release, imported by eval.benchmarks.rmir.importer",
+            "layout": layout,
+            "notes": notes,
+            "num_missing_positives": len(lost),
+            "exclude_query_image": options.exclude_query_image,
+        },
+        queries=queries,
+        corpus=corpus(),
+        qrels=qrels,
+        negatives=negatives or None,
+        excluded=excluded if options.exclude_query_image else None,
+        names=_coco_names([*pool, *(_name(ref) for row in rows for ref in row.images)], pictures.coco),
+        embed=options.pictures == "embed",
+        decode=options.decode,
+        overwrite=options.overwrite,
+    )
+
+
+def _coco_names(ids: Sequence[str], coco: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Half of Visual Genome is of COCO, whose pictures other training sets have under COCO's own numbers."""
+    found = []
+    for one in dict.fromkeys(ids):
+        number = coco.get(re.sub(r"^(vg|visual_?genome)[_:/-]", "", one, flags=re.IGNORECASE))
+        if number is not None:
+            found.append((one, f"coco:{number}"))
+    return found
+
+
+def _layout(options: RmirOptions) -> str:
+    if _one_file(options.src, ("queries",), (".parquet",), options.split, need=False):
+        return "set"
+    if (options.src / "queries.jsonl").exists() and (options.src / "qrels").is_dir():
+        return "beir"
+    files = _query_files(options)
+    fields = Fields(ALIASES, options.field_map, prefer=("id", "text"))
+    columns = fields.columns(files[0], column_names(files[0]), IGNORED)
+    if "positives" in columns:
+        return "list"
+    if "target" in columns:
+        return "triplets"
+    raise ReleaseError(
+        f"{files[0]} has neither a list of positives ({', '.join(ALIASES['positives'])}) nor a target a row "
+        f"({', '.join(ALIASES['target'])}); it has {', '.join(columns.values())}: give field_map=THEIRS=positives"
+    )
+
+
+def _one_file(
+    src: Path, stems: Sequence[str], suffixes: Sequence[str], split: str, *, need: bool = True
+) -> Path | None:
+    """``queries.parquet``, ``queries/test-00000-of-00001.parquet`` or ``queries/test.parquet``, and the like."""
+    for stem in stems:
+        for suffix in suffixes:
+            found = [src / f"{stem}{suffix}", *sorted((src / stem).glob(f"*{suffix}"))]
+            found = [path for path in found if path.is_file()]
+            named = [path for path in found if split in path.stem]
+            if len(named or found) > 1:
+                raise ReleaseError(f"{src}: {named or found} could all be {stem}: join them into one file")
+            if found:
+                return (named or found)[0]
+    if need:
+        raise ReleaseError(f"{src} has no {' or '.join(stems)} with {', '.join(suffixes)}")
+    return None
+
+
+def _query_files(options: RmirOptions) -> list[Path]:
+    pool = options.pool or _one_file(options.src, POOL, TABLES, options.split, need=False)
+    files = [
+        path
+        for path in sorted(options.src.iterdir())
+        if path.suffix in TABLES and path != pool and path != options.manifest and path.name != "meta.json"
+    ]
+    named = [path for path in files if options.split in path.stem]
+    if not files:
+        raise ReleaseError(f"{options.src} has no table ({', '.join(TABLES)}) with queries")
+    if not named and len(files) > 1:
+        raise ReleaseError(
+            f"{options.src}: which of {', '.join(path.name for path in files)} has the {options.split} queries? Name it "
+            f"{options.split}{files[0].suffix}, or give a folder with that file alone"
+        )
+    return named or files
+
+
+def _read_rows(options: RmirOptions, fields: Fields) -> tuple[list[_Row], Path]:
+    """Layouts ``list`` and ``triplets``."""
+    pool_file = options.pool or _one_file(options.src, POOL, TABLES, options.split, need=False)
+    if pool_file is None:
+        raise ReleaseError(
+            f"{options.src} has no file that lists the pool ({', '.join(POOL)}): the positives alone are no pool, they "
+            "would be far too easy to find; give pool=FILE with an id a row"
+        )
+    rows: dict[str, _Row] = {}
+    for path in _query_files(options):
+        columns = fields.columns(path, column_names(path), IGNORED)
+        for ours in ("text", "image", "category"):
+            if ours not in columns:
+                raise ReleaseError(
+                    f"{path}: no column is the query's {ours} ({', '.join(ALIASES[ours])}); there are "
+                    f"{', '.join(columns.values())}: give field_map=THEIRS={ours}"
+                )
+        for number, record in enumerate(iter_rows(path), 1):
+            _add(rows, record, columns, options.split, f"{path}, row {number}")
+    return list(rows.values()), pool_file
+
+
+def _add(
+    rows: dict[str, _Row], record: Mapping[str, Any], columns: dict[str, str], split: str, where: str
+) -> None:
+    def get(ours: str) -> Any:
+        return record.get(columns[ours]) if ours in columns else None
+
+    if get("split") not in (None, "", split):
+        return
+    images = as_list(get("image"))
+    if not images or not get("text"):
+        raise ReleaseError(f"{where}: a query needs a picture and a text")
+    category = _category(get("category"), where)
+    own = "+".join(_name(ref) for ref in images)
+    if "positives" in columns:
+        name = str(get("id")) if get("id") is not None else f"{own}-{content_id(get('text'), category)[:8]}"
+        if name in rows:
+            raise ReleaseError(f"{where}: query {name!r} occurs twice")
+        group = get("group")
+        row = _Row(name, get("text"), images, category, {}, set(), str(group) if group else None)
+        targets: list[tuple[Any, int | None]] = [(ref, 1) for ref in as_list(get("positives"))]
+    else:
+        # rows of one query are those of one picture, text and category: an id may name the row instead
+        name = f"{own}-{content_id(get('text'), category)[:8]}"
+        row = rows.get(name) or _Row(name, get("text"), images, category, {}, set())
+        targets = [(get("target"), _gain(get("label"), where) if "label" in columns else 1)]
+    for ref, gain in targets:
+        target = _name(ref)
+        if gain is not None and gain > 0:
+            row.positives[target] = max(gain, row.positives.get(target, 0))
+        elif gain == 0:
+            row.negatives.add(target)
+    row.negatives |= {_name(ref) for ref in as_list(get("negatives"))}
+    rows[name] = row
+
+
+def _gain(label: Any, where: str) -> int | None:
+    """Gain of a label: a number, a word, or the judges' votes, of which only unanimous ones count; None: undecided."""
+    votes = as_list(label)
+    words = {
+        "true": 1,
+        "yes": 1,
+        "positive": 1,
+        "relevant": 1,
+        "false": 0,
+        "no": 0,
+        "negative": 0,
+        "irrelevant": 0,
+    }
+    gains = set()
+    for vote in votes:
+        if isinstance(vote, Mapping):
+            vote = vote.get("label", vote.get("vote", vote.get("relevant")))
+        if isinstance(vote, str) and vote.strip().lower() in words:
+            vote = words[vote.strip().lower()]
+        try:
+            gains.add(int(vote))
+        except (TypeError, ValueError):
+            raise ReleaseError(
+                f"{where}: label {vote!r} is neither a number nor one of {', '.join(words)}"
+            ) from None
+    if not gains:
+        raise ReleaseError(f"{where}: the label is empty")
+    return gains.pop() if len(gains) == 1 else None
+
+
+def _read_set(options: RmirOptions, fields: Fields) -> tuple[list[_Row], Path]:
+    """Layouts ``set`` and ``beir``."""
+    suffixes = (".parquet", ".jsonl")
+    pool_file = options.pool or _one_file(options.src, POOL, suffixes, options.split)
+    path = _one_file(options.src, ("queries",), suffixes, options.split)
+    judged = _one_file(options.src, ("qrels",), (".parquet", ".tsv"), options.split)
+    assert pool_file is not None
+    assert path is not None
+    assert judged is not None
+    ignored = (*IGNORED, "num_missing_positives")
+    columns = fields.columns(path, column_names(path), ignored)
+    rows: dict[str, _Row] = {}
+    for number, record in enumerate(iter_rows(path), 1):
+        where = f"{path}, row {number}"
+        record = (
+            dict(record.get("metadata") or {}) | record
+            if isinstance(record.get("metadata"), dict)
+            else record
+        )
+        found = columns | fields.columns(path, list(record), ignored)
+        get = {ours: record.get(theirs) for ours, theirs in found.items()}
+        images = as_list(get.get("image"))
+        if get.get("id") is None or not get.get("text") or not images:
+            raise ReleaseError(
+                f"{where}: a query needs an id, a text and a picture; there are {', '.join(record)}"
+            )
+        name = str(get["id"])
+        if name in rows:
+            raise ReleaseError(f"{where}: query {name!r} occurs twice")
+        rows[name] = _Row(
+            name, str(get["text"]), images, _category(get.get("category"), where), {}, set(), get.get("group")
+        )
+    for record in iter_rows(judged):
+        query, target = str(record["query-id"]), str(record["corpus-id"])
+        if query not in rows:
+            continue  # BEIR's files hold every split's queries, its qrels one split's, or the reverse
+        gain = int(record.get("score", 1))
+        if gain > 0:
+            rows[query].positives[target] = gain
+        else:
+            rows[query].negatives.add(target)
+    hard = _one_file(options.src, ("negatives",), (".parquet", ".tsv"), options.split, need=False)
+    for record in iter_rows(hard) if hard else ():
+        if str(record["query-id"]) in rows:
+            rows[str(record["query-id"])].negatives.add(str(record["corpus-id"]))
+    return [row for row in rows.values() if row.positives or row.negatives], pool_file
+
+
+def _check_counts(rows: Sequence[_Row], num_candidates: int, options: RmirOptions) -> list[str]:
+    """Compare with what is published; what differs is an error, or a note with ``counts=false``."""
+    found = {name: sum(row.category == name for row in rows) for name in CATEGORY_COUNTS}
+    wrong = []
+    if options.split == "test":
+        if len(rows) != NUM_QUERIES:
+            wrong.append(f"{len(rows):,} queries instead of {NUM_QUERIES:,}")
+        if num_candidates != NUM_CANDIDATES:
+            wrong.append(f"{num_candidates:,} pictures in the pool instead of {NUM_CANDIDATES:,}")
+        swapped = {"functional": 546, "temporal": 432, "causal": 656}
+        if found not in (CATEGORY_COUNTS, swapped):
+            wrong.append(
+                f"categories {found} instead of {CATEGORY_COUNTS}, or with temporal and causal swapped"
+            )
+    many = [row.id for row in rows if len(row.positives) > MAX_POSITIVES]
+    if many:
+        wrong.append(f"more than {MAX_POSITIVES} positives in {len(many)} queries ({some(many)})")
+    without = [row.id for row in rows if not row.positives]
+    if without:
+        raise ReleaseError(f"{len(without)} of {len(rows)} queries have no positive: {some(without)}")
+    if wrong and options.counts:
+        raise ReleaseError(
+            f"{options.src} is not RMIR as published: {'; '.join(wrong)}. A subset or a new version is imported with "
+            "counts=false, which notes the differences in meta.json"
+        )
+    notes = [f"not as published: {one}" for one in wrong]
+    if found["temporal"] == CATEGORY_COUNTS["temporal"]:
+        notes.append(SWAPPED)
+    return notes
+
+
+def _category(value: Any, where: str) -> str:
+    found = CODES.get(str(value).strip().lower())
+    if found is None:
+        raise ReleaseError(f"{where}: category {value!r} is none of {', '.join(sorted(CODES))}")
+    return found
+
+
+def _pool_columns(path: Path) -> dict[str, str]:
+    names = column_names(path)
+    fields = Fields(POOL_ALIASES, prefer=("id", "image"))
+    columns = fields.columns(path, names, [name.lower() for name in names])
+    if "id" not in columns and "image" not in columns:
+        raise ReleaseError(f"{path}: the pool needs a column id or image; there are {', '.join(names)}")
+    return columns
+
+
+def _pool_ids(path: Path, columns: dict[str, str]) -> Iterator[str]:
+    wanted = [columns["id"]] if "id" in columns else [columns["image"]]
+    seen: set[str] = set()
+    for number, record in enumerate(iter_rows(path, wanted), 1):
+        name = _pool_name(record, columns)
+        if name in seen:
+            raise ReleaseError(f"{path}, row {number}: picture {name!r} is in the pool twice")
+        seen.add(name)
+        yield name
+
+
+def _pool_name(record: Mapping[str, Any], columns: dict[str, str]) -> str:
+    return safe_id(str(record[columns["id"]])) if "id" in columns else _name(record[columns["image"]])
+
+
+def _name(ref: Any) -> str:
+    """A picture's id, as the release writes it; bytes are named by their content."""
+    if isinstance(ref, Mapping):
+        return _name(ref.get("path") or ref.get("id") or ref.get("bytes"))
+    if isinstance(ref, bytes):
+        return content_id(ref.hex())
+    if ref is None or ref == "":
+        raise ReleaseError("a picture's reference is empty")
+    return safe_id(str(ref))
+
+
+def _picture(pictures: Pictures, ref: Any) -> bytes | Path:
+    """Bytes or file of a reference.
+
+    A name with 16 hexadecimal digits is an Open Images id, which is also its file's name in whatever split's folder.
+    An integer is a Visual Genome id, which is not (image 2412112 is the file 2370463.jpg): never guessed.
+    """
+    name = "" if isinstance(ref, bytes | Mapping) else str(ref)
+    if "://" in name and name not in pictures.manifest:
+        raise ReleaseError(f"picture {name!r} is a URL: download it and give manifest=FILE with id and path")
+    stem = re.sub(r"^(vg|oi|open_?images|visual_?genome)[_:/-]", "", name, flags=re.IGNORECASE)
+    last = Path(stem).stem if Path(stem).suffix else Path(stem).name
+    tries = [ref] if stem == name else [ref, stem]
+    for one in tries:
+        found = pictures.find(one, by_stem=bool(re.fullmatch(r"[0-9a-f]{16}", last)))
+        if found is not None:
+            return found
+    if stem != name or "/" in stem:  # the manifest may list the bare id
+        found = pictures.find(last, by_stem=False)
+        if found is not None:
+            return found
+    hint = (
+        "an integer is a Visual Genome id, and those are not file names: give manifest=image_data.json"
+        if last.isdigit()
+        else "give images=DIR, or manifest=FILE with id and path"
+    )
+    raise ReleaseError(
+        f"picture {name!r} is neither in the manifest nor below {', '.join(map(str, pictures.roots))}: {hint}"
+    )

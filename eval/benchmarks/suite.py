@@ -1,0 +1,415 @@
+"""Several retrieval sets that make one benchmark: MMEB's 36, MM-BRIGHT's 29 domains.
+
+A suite is a directory with ``suite.json`` and a retrieval set in each member's folder. Every member is evaluated like any
+set; the output directory of the whole holds the members' queries in one ``per_query.parquet``, with the member as their
+category, so that `compare` pairs suites as it pairs sets. The macro mean is the mean over members of their means; groups
+are resampled within members.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+from eval.benchmarks.protocols import protocol_for
+from eval.embedding.fill_cache import write_atomically
+from eval.embedding.processes import join
+from eval.scoring.output_files import (
+    FORMAT,
+    PER_QUERY,
+    check_out,
+    invalidate,
+    read_results,
+    statistics_settings,
+    versions,
+    write_tables,
+)
+from eval.scoring.stats import NUM_RESAMPLES, Bootstrap, cluster_bootstrap, index_of, interval
+from rge.common.options import UserError
+
+SUITE = "suite.json"
+SHARED = (
+    "benchmark", "profile", "protocol", "query_mode", "query_modality", "candidate_mode", "model", "checkpoint",
+    "checkpoint_hash", "prompts", "rewrite", "settings", "decoding", "dtype", "batch_size", "embedding_dims", "depth",
+    "seed", "tag",
+)  # fmt: skip
+"""Keys of a member's results that hold for all members."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A checked ``suite.json``.
+
+    Attributes:
+        path: its directory.
+        name: of the benchmark.
+        benchmark: protocol of every member.
+        column: what a member is, such as ``domain`` or ``set``.
+        members: name -> further columns, such as ``{"meta_task": "VQA", "distribution": "OOD"}``.
+    """
+
+    path: Path
+    name: str
+    benchmark: str
+    column: str
+    members: dict[str, dict[str, str]]
+
+
+def is_suite(path: Path) -> bool:
+    """Whether a directory is a suite."""
+    return (path / SUITE).is_file()
+
+
+def write_suite(path: Path, *, name: str, benchmark: str, column: str, members: Mapping[str, Mapping[str, str]], **meta: Any) -> None:  # fmt: skip
+    """Write ``suite.json`` beside the members' folders, last of all."""
+    content = {"name": name, "benchmark": benchmark, "column": column, "members": members} | meta
+    write_atomically(path / SUITE, json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
+
+
+def load_suite(path: Path) -> Suite:
+    """Read a suite and see that every member is there.
+
+    Raises:
+        UserError: the file is broken, or a member's folder is missing.
+    """
+    file = path / SUITE
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        suite = Suite(
+            path, content["name"], content["benchmark"], content["column"], dict(content["members"])
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from None
+    if not suite.members:
+        raise UserError(f"{file} has no members")
+    for name in suite.members:
+        if not (path / name / "meta.json").is_file():
+            raise UserError(f"{file} lists {name!r}, but {path / name} is no retrieval set: import it again")
+    return suite
+
+
+def each_member(suite: Suite, out: Path, evaluate: Callable[[str, Path, Path], object]) -> dict[str, Path]:
+    """Evaluate every member by itself.
+
+    Args:
+        suite: the benchmark.
+        out: output directory of the whole.
+        evaluate: called with a member's name, its retrieval set and its output directory.
+
+    Returns:
+        Member -> its output directory.
+    """
+    dirs = {name: out / "members" / name for name in suite.members}
+    for name, path in dirs.items():
+        evaluate(name, suite.path / name, path)
+    return dirs
+
+
+def join_members(
+    suite: Suite,
+    dirs: Mapping[str, Path],
+    out: Path,
+    said: str,
+    *,
+    seed: int,
+    overwrite: bool = False,
+    more: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """`aggregate`, and print the table of the whole; ``said`` is what was evaluated, in a word."""
+    content = aggregate(suite, dirs, out, seed=seed, overwrite=overwrite, more=more)
+    metrics = protocol_for(suite.benchmark, content["profile"]).headline
+    print(f"\n{suite.name}: {said} -> {out}\n{summary(content, metrics)}", flush=True)
+    return content
+
+
+def member_dirs(directory: Path, results: Mapping[str, Any]) -> dict[str, Path]:
+    """Evaluation directories of a suite's members.
+
+    Args:
+        directory: of the whole.
+        results: its results.json.
+
+    Raises:
+        UserError: it does not say where they are, or one is not there.
+    """
+    dirs = {name: directory / where for name, where in results.get("member_dirs", {}).items()}
+    if not dirs:
+        raise UserError(f"{directory} does not say where its members' evaluations are: evaluate it again")
+    for name, path in dirs.items():
+        if not path.is_dir():
+            raise UserError(f"{path}, the evaluation of {name}, is not there; {directory} needs all of them")
+    return dirs
+
+
+def aggregate(
+    suite: Suite,
+    dirs: Mapping[str, Path],
+    out: Path,
+    *,
+    seed: int,
+    overwrite: bool = False,
+    more: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Join the evaluations of all members and write the joint output directory.
+
+    Args:
+        suite: the benchmark.
+        dirs: member -> its evaluation directory.
+        out: where per_query.parquet and results.json go.
+        seed: of the resampling.
+        overwrite: replace another evaluation.
+        more: further keys of results.json.
+
+    Returns:
+        Content of results.json.
+
+    Raises:
+        UserError: a member was measured otherwise than the rest, or ``out`` holds something else.
+    """
+    results = {name: read_results(path) for name, path in dirs.items()}
+    first = next(iter(results.values()))
+    for name, one in results.items():
+        for key in ("benchmark", "profile", "query_mode", "query_modality", "checkpoint_hash"):
+            if one.get(key) != first.get(key):
+                raise UserError(f"{dirs[name]} has {key} = {one.get(key)!r}, others {first.get(key)!r}")
+    fingerprint = hashlib.sha256(
+        json.dumps(sorted((name, one["set"]["fingerprint"]) for name, one in results.items())).encode()
+    ).hexdigest()
+    identity = {"set.fingerprint": fingerprint, "checkpoint_hash": first.get("checkpoint_hash")}
+    identity |= {"query_mode": first.get("query_mode"), "query_modality": first.get("query_modality")}
+    check_out(out, identity, overwrite=overwrite)
+
+    frames = []
+    for name, path in dirs.items():
+        frame = pd.read_parquet(path / PER_QUERY)
+        frame["query_id"] = [f"{name}/{query}" for query in frame["query_id"]]
+        frame["group"] = [f"{name}/{group}" for group in frame["group"]]
+        frame["category"] = name
+        for column, value in suite.members[name].items():
+            frame[column] = value
+        frames.append(frame)
+    table = pd.concat(frames, ignore_index=True)
+    columns = list(dict.fromkeys(column for more in suite.members.values() for column in more))
+    # a metric that one member lacks has no mean over members
+    names = [name for name in first["micro"] if all(name in one["micro"] for one in results.values())]
+    names = [name for name in names if name in table]
+    protocol = protocol_for(suite.benchmark, first["profile"])
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "set": {
+            "name": suite.name,
+            "fingerprint": fingerprint,
+            "num_queries": len(table),
+            "num_candidates": sum(one["set"]["num_candidates"] for one in results.values()),
+            "num_groups": int(table["group"].nunique()),
+            "num_members": len(dirs),
+            "members": {name: one["set"]["fingerprint"] for name, one in results.items()},
+            "path": str(suite.path.resolve()),
+            "limit": first["set"].get("limit"),
+        },
+        **{key: first[key] for key in SHARED if key in first},
+        "suite": suite.column,
+        "member_dirs": {name: os.path.relpath(path, out) for name, path in dirs.items()},
+        **suite_figures(table, names, columns, seed=seed),
+        **_by_query(table, names, _reported(results, columns), seed=seed),
+        "by_category": {name: one["micro"] for name, one in results.items()},
+        "ties": _member_means(results, "ties", ("best", "worst")),
+        "random": {name: v["value"] for name, v in _member_means(results, "random", ("value",)).items()},
+        "rationale": _rationales(table),
+        "coverage": float(np.mean([one.get("coverage", 1.0) for one in results.values()])),
+        "warnings": sorted({warning for one in results.values() for warning in one.get("warnings", [])}),
+        "statistics": statistics_settings(seed, NUM_RESAMPLES) | {"resampled": "group within member"},
+        "versions": versions(),
+    }
+    content |= protocol.suite_figures(results) | dict(more or {})
+    content["headline"] = [
+        {"metric": metric, "average": "macro", **content["macro"][metric]}
+        for metric in protocol.headline
+        if metric in content["macro"]
+    ]
+    invalidate(out)
+    write_tables(out, pa.Table.from_pandas(table, preserve_index=False), content)
+    return content
+
+
+def suite_figures(
+    table: pd.DataFrame, names: Sequence[str], columns: Sequence[str], *, seed: int
+) -> dict[str, Any]:
+    """Micro and macro figures of all members, and the macro mean of every value of a member's column.
+
+    Args:
+        table: per-query values with ``category`` (the member), ``group`` and the columns.
+        names: metrics.
+        columns: further properties of members.
+        seed: of the resampling.
+    """
+    of_member = member_bootstraps(table, names, seed=seed)
+
+    def block(found: Bootstrap) -> dict[str, dict[str, float]]:
+        return _figures(names, found)
+
+    everything = index_of(table["group"].tolist())
+    micro = cluster_bootstrap(table[list(names)].to_numpy(np.float64), everything, seed=seed)
+    out: dict[str, Any] = {"micro": block(micro), "macro": block(mean_of(list(of_member.values())))}
+    for column in columns:
+        out[f"by_{column}"] = {
+            str(value): block(mean_of([of_member[name] for name in sorted(set(rows["category"]))]))
+            for value, rows in table.groupby(column)
+        }
+    return out
+
+
+def member_bootstraps(table: pd.DataFrame, names: Sequence[str], *, seed: int) -> dict[str, Bootstrap]:
+    """Each member's means, resampled within the member; `mean_of` them is the macro mean.
+
+    Args:
+        table: per-query values, or differences of two runs, with ``category`` (the member) and ``group``.
+        names: columns to take the means of.
+        seed: of the resampling.
+    """
+    found = {}
+    for number, (member, rows) in enumerate(table.groupby("category", sort=True)):
+        values, group_Q = rows[list(names)].to_numpy(np.float64), index_of(rows["group"].tolist())
+        # another seed each, or members of equal size would be resampled in step
+        found[str(member)] = cluster_bootstrap(values, group_Q, seed=seed + 1000 * number)
+    return found
+
+
+def _figures(names: Sequence[str], found: Bootstrap) -> dict[str, dict[str, float]]:
+    low_M, high_M = interval(found, bounds=(0.0, 1.0))
+    return {
+        name: {"value": float(v), "low": float(low), "high": float(high)}
+        for name, v, low, high in zip(names, found.estimate_M, low_M, high_M, strict=True)
+        if v == v
+    }
+
+
+def _reported(results: Mapping[str, Mapping[str, Any]], columns: Sequence[str]) -> list[str]:
+    """Columns of queries that members are reported by, such as how essential a picture is."""
+    blocks = dict.fromkeys(block for one in results.values() for block in one if block.startswith("by_"))
+    return [
+        name for name in (block.removeprefix("by_") for block in blocks) if name not in ("category", *columns)
+    ]
+
+
+def _by_query(
+    table: pd.DataFrame, names: Sequence[str], columns: Sequence[str], *, seed: int
+) -> dict[str, Any]:
+    """Figures by a column of queries: the unweighted mean over the members that have such queries."""
+    out: dict[str, Any] = {}
+    for column in columns:
+        if column not in table:
+            continue
+        out[f"by_{column}"] = {}
+        for value, rows in table.dropna(subset=[column]).groupby(column):
+            parts = member_bootstraps(rows, names, seed=seed)
+            out[f"by_{column}"][str(value)] = _figures(names, mean_of(list(parts.values())))
+    return out
+
+
+def mean_of(parts: Sequence[Bootstrap]) -> Bootstrap:
+    """The unweighted mean of independently resampled means, each resampled within itself."""
+    estimates = np.stack([part.estimate_M for part in parts])
+    jackknife = [
+        estimates.mean(axis=0) + (part.jackknife_GM - part.estimate_M) / len(parts) for part in parts
+    ]
+    return Bootstrap(
+        estimate_M=estimates.mean(axis=0),
+        draws_BM=np.mean([part.draws_BM for part in parts], axis=0),
+        jackknife_GM=np.concatenate(jackknife),
+        num_groups_M=np.sum([part.num_groups_M for part in parts], axis=0),
+    )
+
+
+def summary(content: Mapping[str, Any], metrics: Sequence[str]) -> str:
+    """A table for the terminal: the mean over members, every slice of members, each member; per cent."""
+    rows: list[tuple[str, Mapping[str, Any]]] = [
+        (f"mean of {content['set']['num_members']} members", content["macro"])
+    ]
+    for block in content:
+        if block.startswith("by_") and block != "by_category":
+            rows += [
+                (f"{block.removeprefix('by_')} {name}", values) for name, values in content[block].items()
+            ]
+    rows += list(content["by_category"].items())
+    frame = pd.DataFrame(
+        {m: [f"{100 * v[m]['value']:.2f}" if m in v else "" for _, v in rows] for m in metrics},
+        index=[label for label, _ in rows],
+    )
+    return frame.to_string()
+
+
+def loaded_once(load: Callable[..., Any]) -> Callable[..., Any]:
+    """A loader that loads at its first call and then gives the same again: one model for all members."""
+    held: list[Any] = []
+
+    def once(*args: Any, **keys: Any) -> Any:
+        if not held:
+            held.append(load(*args, **keys))
+        return held[0]
+
+    return once
+
+
+def run_members(options: Any, run: Callable[..., list[Path]], load: Callable[..., Any]) -> list[Path]:
+    """Evaluate every member with one loaded checkpoint, then join them, condition by condition.
+
+    Args:
+        options: `eval.commands.run.RunOptions` whose ``set`` is a suite.
+        run: `eval.commands.run.run`.
+        load: makes the encoder.
+    """
+    suite = load_suite(options.set)
+    once = loaded_once(load)
+    found: dict[str, dict[str, Path]] = {}
+
+    def one(name: str, path: Path, out: Path) -> None:
+        for done in run(member_options(options, path, out), once):
+            found.setdefault("" if done == out else done.name, {})[name] = done
+
+    each_member(suite, options.out, one)
+    if join().is_first:
+        for condition, dirs in found.items():
+            said = condition or options.query_mode[0]
+            out = options.out / condition
+            join_members(suite, dirs, out, said, seed=options.seed, overwrite=options.overwrite)
+    return [options.out / condition for condition in found]
+
+
+def member_options(options: Any, path: Path, out: Path) -> Any:
+    """A suite's options, made those of one member; all members share a cache, and the page is the suite's."""
+    return replace(options, set=path, out=out, cache=options.cache or options.out / ".cache", report=False)
+
+
+def _member_means(
+    results: Mapping[str, Mapping[str, Any]], block: str, keys: Sequence[str]
+) -> dict[str, dict[str, float]]:
+    """Mean over members of ``results[block][metric]``, a number or a dictionary with these keys."""
+    blocks = [one[block] for one in results.values()]
+    out = {}
+    for metric in blocks[0]:
+        if all(metric in one for one in blocks):
+            cells = [
+                one[metric] if isinstance(one[metric], dict) else {"value": one[metric]} for one in blocks
+            ]
+            out[metric] = {key: float(np.mean([cell[key] for cell in cells])) for key in keys}
+    return out
+
+
+def _rationales(table: pd.DataFrame) -> dict[str, float | None]:
+    keys = ("forced_rate", "tokens_mean", "tokens_p50", "tokens_p95")
+    written = table[table["stop_reason"].isin(["emb", "forced"])]
+    if not len(written):
+        return dict.fromkeys(keys)
+    tokens = written["rationale_tokens"].to_numpy(np.float64)
+    forced = float((written["stop_reason"] == "forced").mean())
+    return dict(
+        zip(keys, (forced, float(tokens.mean()), *np.quantile(tokens, [0.5, 0.95]).tolist()), strict=True)
+    )

@@ -1,0 +1,300 @@
+"""Did training see what the test asks? Pictures and pairs that a retrieval set shares with training files.
+
+    python -m eval audit set=DIR train=FILE.jsonl[,FILE.jsonl]
+    python -m eval audit evals=DIR[,DIR]    # shortcuts and rationales, see `eval.scoring.rationale_quality`
+
+Two pictures are the same if their bytes are, or if they carry the same id: a re-encoded copy has other bytes. Half of
+Visual Genome's pictures are COCO's too; where the importer saw that (``names.parquet``), a training picture whose file name
+ends in COCO's twelve digits is known by them. `eval.commands.run` does this by itself with the training files that the checkpoint's
+``rge.json`` names. Of a suite every member is looked into.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from eval.benchmarks.suite import is_suite, load_suite
+from eval.embedding.fill_cache import write_atomically
+from eval.scoring.output_files import RESULTS, read_results
+from eval.scoring.rationale_quality import rationale_quality, shortcut_rates
+from eval.sets.retrieval_set import RetrievalSet, further_names, load_set, picture_ids
+from rge.common.images import ImageError, picture_bytes
+from rge.common.options import UserError
+from rge.common.schema import ImageRef, Item
+
+WARN = "TRAINED ON THE TEST"
+LEAST = 8
+"""Characters of an id that says something wherever it stands."""
+
+
+@dataclass
+class AuditOptions:
+    """Options of ``python -m eval audit``."""
+
+    set: Path | None = None
+    """Retrieval set directory or suite; with evals= only where it was moved."""
+    train: tuple[str, ...] = ()
+    """Training files, JSON lines, to look for the set's pictures in."""
+    evals: tuple[str, ...] = ()
+    """Evaluations: what their rationales have to do with results, and shortcuts where all three modalities are there."""
+    metric: str = "hit@1"
+    """evals: whose mean is broken down."""
+    out: Path | None = None
+    """evals: JSON file to write as well."""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What a set shares with training files.
+
+    Attributes:
+        content: for results.json.
+        warnings: loud sentences; none where nothing is shared.
+    """
+
+    content: dict[str, Any]
+    warnings: list[str]
+
+
+@dataclass
+class _Seen:
+    """What training files hold: pictures by hash or id, and (picture, text) and (picture, target) pairs."""
+
+    queries: set[str] = field(default_factory=set)
+    targets: set[str] = field(default_factory=set)
+    asked: set[tuple[str, str]] = field(default_factory=set)
+    answered: set[tuple[str, str]] = field(default_factory=set)
+    num_records: int = 0
+
+
+def audit_command(options: AuditOptions) -> Any:
+    """Audit a set or evaluations, and print what was found.
+
+    Raises:
+        UserError: neither or both were given, or something given cannot be read.
+    """
+    if bool(options.evals) == bool(options.train):
+        raise UserError("give set=DIR train=FILE,... or evals=DIR,...")
+    if options.evals:
+        return _evaluations(options)
+    if options.set is None:
+        raise UserError("train= needs set=DIR")
+    files = [Path(name) for name in options.train]
+    if not is_suite(options.set):
+        found = audit_training(load_set(options.set), files)
+        print(json.dumps(found.content, indent=1))
+        for warning in found.warnings or ["nothing is shared"]:
+            print(warning)
+        return found
+    of = {
+        name: audit_training(load_set(options.set / name), files) for name in load_suite(options.set).members
+    }
+    print(json.dumps({name: one.content for name, one in of.items()}, indent=1))
+    for warning in [f"{name}: {w}" for name, one in of.items() for w in one.warnings] or [
+        "nothing is shared"
+    ]:
+        print(warning)
+    return of
+
+
+def _evaluations(options: AuditOptions) -> dict[str, Any]:
+    dirs = [path for word in options.evals for path in _inner(Path(word))]
+    content: dict[str, Any] = {"rationales": {}, "shortcuts": {}}
+    by_mode: dict[str, list[Path]] = {}
+    for path in dirs:
+        results = read_results(path)
+        folder = options.set or Path(results["set"].get("path") or "")
+        content["rationales"][str(path)] = rationale_quality(path, _questions(folder), options.metric)
+        by_mode.setdefault(str(results.get("query_mode")), []).append(path)
+    for mode, paths in by_mode.items():
+        if len(paths) > 1:
+            content["shortcuts"][mode] = shortcut_rates(paths, options.metric)
+    text = json.dumps(content, indent=1, ensure_ascii=False)
+    print(text)
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(options.out, text.encode() + b"\n")
+    return content
+
+
+def _inner(path: Path) -> list[Path]:
+    if (path / RESULTS).is_file():
+        return [path]
+    inner = sorted(child.parent for child in path.glob(f"*/{RESULTS}"))
+    if not inner:
+        raise UserError(f"{path} holds no evaluation: give what `python -m eval run` wrote")
+    return inner
+
+
+def _questions(folder: Path) -> dict[str, str]:
+    """Texts of a set's queries; of a suite, with the member before the id."""
+    if is_suite(folder):
+        return {
+            f"{name}/{query}": text
+            for name in load_suite(folder).members
+            for query, text in _questions(folder / name).items()
+        }
+    file = folder / "queries.parquet"
+    if not file.is_file():
+        raise UserError(f"retrieval set {folder} is not there; if it was moved, give set=DIR")
+    table = pq.read_table(file, columns=["id", "text"]).to_pydict()
+    return {str(key): text or "" for key, text in zip(table["id"], table["text"], strict=True)}
+
+
+def training_files(recipe: Any) -> list[Path]:
+    """Every existing JSON-lines file that a recipe names."""
+    if isinstance(recipe, dict):
+        return list(dict.fromkeys(path for value in recipe.values() for path in training_files(value)))
+    if isinstance(recipe, list):
+        return list(dict.fromkeys(path for value in recipe for path in training_files(value)))
+    if isinstance(recipe, str) and recipe.endswith(".jsonl") and Path(recipe).is_file():
+        return [Path(recipe)]
+    return []
+
+
+def audit_training(wanted: RetrievalSet, files: Sequence[Path]) -> Audit:
+    """Count pictures and pairs of a set that training files hold too.
+
+    Args:
+        wanted: the retrieval set; its pictures are read.
+        files: training records, see `rge.common.schema.Record`; other JSON lines (plain texts) have no pictures and count none.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    seen = _Seen()
+    for path in files:
+        _read(path, seen)
+    rows_of_positive = {row for rows, _ in wanted.positives for row in rows.tolist()}
+    file_row_of = {int(file_row): row for row, file_row in enumerate(wanted.file_rows_C.tolist())}
+    names_of: dict[int, set[str]] = {}
+    num = dict.fromkeys(
+        ("query_images", "candidate_images", "positive_images", "query_pairs", "answer_pairs"), 0
+    )
+    of = dict.fromkeys(num, 0)
+    everywhere = seen.queries | seen.targets
+    further = further_names(wanted)
+    for file_row, item in enumerate(wanted.corpus_items()):
+        if not item.images:
+            continue
+        row = file_row_of[file_row]
+        names = _names(item) | further.get(item.id, set())
+        of["candidate_images"] += 1
+        num["candidate_images"] += bool(names & everywhere)
+        if row in rows_of_positive:
+            of["positive_images"] += 1
+            num["positive_images"] += bool(names & seen.targets)
+            names_of[row] = names
+    for query, ids, (rows, _) in zip(wanted.queries, picture_ids(wanted), wanted.positives, strict=True):
+        names = _names(query, own_id=False)
+        if not names:
+            continue
+        names |= {f"id:{one}" for one in ids if len(one) >= LEAST}.union(
+            *(further.get(one, ()) for one in ids)
+        )
+        of["query_images"] += 1
+        num["query_images"] += bool(names & everywhere)
+        of["query_pairs"] += 1
+        num["query_pairs"] += any((name, _text(query.text)) in seen.asked for name in names)
+        targets = {name for row in rows.tolist() for name in names_of.get(row, set())}
+        of["answer_pairs"] += 1
+        num["answer_pairs"] += any((one, target) in seen.answered for one in names for target in targets)
+    content = {
+        "train": [str(path) for path in files],
+        "num_records": seen.num_records,
+        **{key: {"shared": num[key], "of": of[key]} for key in num},
+    }
+    words = {
+        "query_images": "query pictures are in the training files",
+        "positive_images": "right answers' pictures are targets in the training files",
+        "query_pairs": "queries (picture and text) are training queries",
+        "answer_pairs": "queries have a picture and a right answer that training paired",
+    }
+    warnings = [
+        f"{WARN}: {num[key]} of {of[key]} {text}; figures on them measure memory"
+        for key, text in words.items()
+        if num[key]
+    ]
+    return Audit(content, warnings)
+
+
+def _read(path: Path, seen: _Seen) -> None:
+    digests: dict[str, str | None] = {}
+
+    def names(image: Any, own: Any = None) -> set[str]:
+        if not isinstance(image, str) or not image:
+            return set()
+        if image not in digests:
+            digests[image] = _digest(_beside(path.parent, image))
+        found = {digests[image], _name(image), _coco(image), f"id:{own}" if own else None}
+        return {name for name in found if name}
+
+    for record in _records(path):
+        query, positives = record.get("query"), record.get("positives")
+        if not isinstance(query, dict) or not isinstance(positives, list):
+            continue
+        seen.num_records += 1
+        shown = set().union(*(names(image) for image in query.get("images") or []))
+        seen.queries |= shown
+        seen.asked |= {(name, _text(query.get("text"))) for name in shown}
+        for one in positives:
+            target = names(one.get("image"), one.get("id"))
+            seen.targets |= target
+            seen.answered |= {(name, other) for name in shown for other in target}
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    number = 0
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):  # noqa: B007  # for the message below
+                record = json.loads(line) if line.strip() else None
+                if isinstance(record, dict):
+                    yield record
+    except OSError as error:
+        raise UserError(f"training file {path} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise UserError(f"training file {path}, line {number}: {error}") from None
+
+
+def _names(item: Item, *, own_id: bool = True) -> set[str]:
+    """Everything that an item's pictures may be known by."""
+    if not item.images:
+        return set()
+    found = {_digest(ref) for ref in item.images} | {
+        _name(ref) for ref in item.images if isinstance(ref, str)
+    }
+    return {name for name in found if name} | ({f"id:{item.id}"} if own_id else set())
+
+
+def _name(ref: str) -> str | None:
+    """File name or library row; short ones say nothing ("1.jpg" is a different picture in every folder)."""
+    name = ref.rsplit("#", 1)[-1] if ".parquet#" in ref else Path(ref).stem
+    return f"id:{name}" if len(name) >= LEAST else None
+
+
+def _coco(ref: str) -> str | None:
+    """COCO's number: its files are named ``000000391895.jpg`` or ``COCO_train2014_000000391895.jpg``."""
+    found = re.search(r"(?:^|_)(\d{12})$", Path(ref).stem)
+    return f"coco:{int(found[1])}" if found else None
+
+
+def _digest(ref: ImageRef) -> str | None:
+    try:
+        return hashlib.sha256(picture_bytes(ref)).hexdigest()
+    except ImageError:
+        return None  # a training picture that was moved away can still be recognised by its id
+
+
+def _beside(folder: Path, image: str) -> str:
+    return str(folder / image)
+
+
+def _text(text: str | None) -> str:
+    return " ".join((text or "").lower().split())

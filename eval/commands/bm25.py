@@ -1,0 +1,158 @@
+"""BM25 on the texts of a set: the row that every table of text retrieval has.
+
+    python -m eval bm25 set=DIR out=DIR [rewrite=caption rewriter=ADDRESS rewriter_model=NAME]
+
+Needs the extra ``baselines`` (bm25s). A candidate without text is never found; one that shares no word with the query is
+not ranked.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eval.benchmarks.protocols import protocol_for
+from eval.benchmarks.suite import each_member, is_suite, join_members, load_suite
+from eval.embedding.rewrite import load_rewriter, rewritten
+from eval.scoring.evaluation import write_evaluation
+from eval.scoring.output_files import check_out, summary, versions
+from eval.scoring.search import DEPTH, Ranking, stack_rankings
+from eval.sets.retrieval_set import RetrievalSet, load_set
+from rge.common.options import UserError, one_of
+
+METHODS = ("lucene", "robertson", "atire", "bm25l", "bm25+")
+
+
+@dataclass
+class Bm25Options:
+    """Options of ``python -m eval bm25``."""
+
+    set: Path
+    """Retrieval set directory, see `eval.sets.retrieval_set`, or a suite of them, see `eval.benchmarks.suite`."""
+    out: Path
+    """Output directory."""
+    method: str = "lucene"
+    """Variant: lucene, robertson, atire, bm25l or bm25+."""
+    k1: float = 0.9
+    """Saturation of a term's count."""
+    b: float = 0.4
+    """How much a document's length counts."""
+    stopwords: str = "en"
+    """Language whose frequent words are dropped; null: none."""
+    rewrite: str | None = None
+    """caption or reformulate: words that a vision-language model adds to each query, see `eval.embedding.rewrite`."""
+    rewriter: str | None = None
+    """Address of its OpenAI-compatible endpoint."""
+    rewriter_model: str | None = None
+    """Its name there."""
+    rewriter_key_env: str | None = None
+    """Environment variable with the key; null: it needs none."""
+    cache: Path | None = None
+    """Where what was written is kept; null: ``out/.cache``."""
+    depth: int = DEPTH
+    """Length of a ranking."""
+    by: tuple[str, ...] = ()
+    """Further query columns to report by, besides the set's ``report_by``."""
+    benchmark: str = "generic"
+    """Protocol of a known benchmark: generic, rmir, mmeb, mmbright or pinpoint."""
+    profile: str = "clean"
+    """clean is the defensible protocol, official what the benchmark's released code computes."""
+    seed: int = 0
+    """Of the resampling."""
+    overwrite: bool = False
+    """Replace the output of another run or set."""
+
+
+def bm25(options: Bm25Options) -> Path:
+    """Rank, score and write, as `eval.commands.run` does for an embedder.
+
+    Raises:
+        UserError: bm25s is not installed, no candidate has text, or an option is wrong.
+    """
+    one_of("method", [options.method], METHODS)
+    if options.depth < 1:
+        raise UserError(f"depth must be at least 1, got {options.depth}")
+    if is_suite(options.set):
+        protocol_for(options.benchmark, options.profile)
+        return _members(options)
+    wanted = load_set(options.set, by=options.by)
+    protocol = protocol_for(options.benchmark, options.profile, wanted)
+    wanted = protocol.prepare(wanted)
+    tag = f"bm25-{options.method}" + (f"-{options.rewrite}" if options.rewrite else "")
+    check_out(options.out, {"set.fingerprint": wanted.fingerprint, "tag": tag}, overwrite=options.overwrite)
+    cache = options.cache or options.out / ".cache"
+    rewriter = load_rewriter(
+        options.rewrite, options.rewriter, options.rewriter_model, options.rewriter_key_env, cache
+    )
+    if rewriter is not None:
+        wanted = rewritten(wanted, rewriter)
+    ranking = rank(wanted, options)
+    about = {
+        "query_modality": "text",
+        "model": {"name": "bm25", "adapter": "bm25s", "revision": None},
+        "settings": {key: getattr(options, key) for key in ("method", "k1", "b", "stopwords")},
+        "rewrite": rewriter.about() if rewriter is not None else None,
+        "tag": tag,
+        "versions": versions() | {"bm25s": _library().__version__},
+    }
+    results = write_evaluation(options.out, wanted, ranking, protocol, about, tag=tag, seed=options.seed)
+    print(f"{wanted.name}: {tag} -> {options.out}\n{summary(results, protocol.headline)}")
+    return options.out
+
+
+def _members(options: Bm25Options) -> Path:
+    """Every member of a suite by itself, then all of them together."""
+    suite = load_suite(options.set)
+    cache = options.cache or options.out / ".cache"
+
+    def one(name: str, path: Path, out: Path) -> None:
+        bm25(replace(options, set=path, out=out, cache=cache))
+
+    dirs = each_member(suite, options.out, one)
+    join_members(suite, dirs, options.out, "bm25", seed=options.seed, overwrite=options.overwrite)
+    return options.out
+
+
+def rank(wanted: RetrievalSet, options: Bm25Options) -> Ranking:
+    """Candidates that share a word with each query, best first, equal ones by id, with all ties of the last rank.
+
+    Raises:
+        UserError: see `bm25`.
+    """
+    library = _library()
+    texts = [""] * len(wanted.corpus_ids)
+    row_of = {int(file_row): row for row, file_row in enumerate(wanted.file_rows_C.tolist())}
+    for file_row, item in enumerate(wanted.corpus_items()):
+        texts[row_of[file_row]] = item.text or ""
+    if not any(texts):
+        raise UserError(f"{wanted.path}: no candidate has text, and BM25 sees nothing else")
+    stopwords = None if options.stopwords == "null" else options.stopwords
+
+    def words(parts: list[str]) -> list[list[str]]:
+        return library.tokenize(parts, stopwords=stopwords, return_ids=False, show_progress=False)
+
+    index = library.BM25(k1=options.k1, b=options.b, method=options.method)
+    index.index(words(texts), show_progress=False)
+    found = []
+    asked = words([query.text or "" for query in wanted.queries])
+    for query, tokens in enumerate(asked):
+        score_C = index.get_scores(tokens) if tokens else np.zeros(len(texts), np.float32)
+        rows = np.flatnonzero(score_C > 0)
+        if wanted.candidates is not None:
+            rows = np.intersect1d(rows, wanted.candidates[query])
+        if wanted.excluded is not None:
+            rows = np.setdiff1d(rows, wanted.excluded[query])
+        rows = rows[np.argsort(-score_C[rows], kind="stable")]
+        last = score_C[rows[min(options.depth, len(rows)) - 1]] if len(rows) else 0.0
+        rows = rows[score_C[rows] >= last]
+        found.append((np.array([query]), rows[None].astype(np.int32), score_C[rows][None]))
+    return Ranking(*stack_rankings(len(asked), found), options.depth)
+
+
+def _library() -> Any:
+    try:
+        import bm25s
+    except ImportError:
+        raise UserError("BM25 needs bm25s: pip install 'rge[baselines]', or pip install bm25s") from None
+    return bm25s

@@ -1,0 +1,536 @@
+"""What accuracy costs at test time: rationales or none, several of them, only where needed, and a judge on top.
+
+    python -m eval budget checkpoint=DIR set=DIR out=DIR [k=8] [gate=0.25,0.5] [judge=DIR_OR_ADDRESS]
+
+Every way of asking gets an evaluation directory of its own under ``out``, like those of ``run``, so that `compare` and
+`report` take them; ``budget.json``, ``budget.svg`` and the page put accuracy against generated tokens and against
+milliseconds.
+
+``direct``, ``reasoning``    no rationale, one greedy rationale
+``mean-K``, ``max-K``        K drawn rationales: mean of the embeddings, or each candidate's best score
+``gate-P``                   the P per cent of queries with the smallest margin between their first and second candidate
+                             in direct mode reason; the others do not
+``*-both``                   candidates reason too
+``judge-N-of-*``             a vision-language model reorders the first N (`eval.commands.rerank`)
+
+The embeddings of every rationale are cached under its seed, so a larger k draws only what is new. On a suite every member
+is asked in every way, and each way is joined as `eval.benchmarks.suite` joins evaluations: accuracy, gains and costs are means over
+members, and a gate takes its share of every member's queries.
+"""
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from eval.benchmarks.protocols import protocol_for
+from eval.benchmarks.suite import (
+    aggregate,
+    each_member,
+    is_suite,
+    load_suite,
+    loaded_once,
+    mean_of,
+    member_bootstraps,
+    member_options,
+)
+from eval.commands.rerank import Judge, load_judge, rerank
+from eval.commands.run import Condition, RunOptions, Session, default_loader, start
+from eval.embedding.fill_cache import Embeds, write_atomically
+from eval.embedding.processes import join
+from eval.judging.answer_store import Answers
+from eval.pages.budget_plot import BASES, BUDGET, curves_of, standalone
+from eval.scoring.fuse import choose, gated, margin, max_score, mean_embedding, together
+from eval.scoring.output_files import FORMAT, PER_QUERY, check_out, versions
+from eval.scoring.search import Ranking
+from eval.scoring.stats import Bootstrap, cluster_bootstrap, index_of, interval
+from rge.common.options import UserError, one_of
+from rge.common.schema import Encoded
+
+PLOT, PAGE = "budget.svg", "report.html"
+FUSIONS = ("mean", "max")
+GATED = "direct to reasoning, gated"
+CHUNK = 512
+"""Pairs that a judge scores before they are kept."""
+
+
+@dataclass(kw_only=True)
+class BudgetOptions(RunOptions):
+    """Options of ``python -m eval budget``; those of ``run``, and these."""
+
+    k: int = 8
+    """Rationales drawn for a query; 0: none, so neither fusion."""
+    draw_temperature: float = 0.7
+    """Of these draws."""
+    fuse: tuple[str, ...] = FUSIONS
+    """mean of embeddings and/or max of scores."""
+    gate: tuple[str, ...] = ("0.1", "0.25", "0.5", "0.75")
+    """Shares of the queries that reason, those with the smallest margins."""
+    margin: tuple[str, ...] = ()
+    """Margins below which a query reasons, where a threshold is known, as from another set."""
+    both_sides: bool = False
+    """Also with candidates that reason."""
+    judge: str | None = None
+    """Vision-language model that reorders the top: a directory, or the address of an OpenAI-compatible endpoint."""
+    judge_model: str | None = None
+    """Its name at that address."""
+    judge_key_env: str | None = None
+    """Environment variable with the key of that address."""
+    top_n: tuple[str, ...] = ("5", "10", "20")
+    """Candidates that it sees."""
+    yes: str = "yes"
+    """Its word for a match; one token."""
+    no: str = "no"
+    """Its word for none; one token."""
+    metric: str | None = None
+    """Metric of table and plot; null: the benchmark's first."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One way of asking.
+
+    Attributes:
+        name: its directory.
+        curve: what it is a point of.
+        at: k, share or n; where it stands on its curve.
+        ranking: of all queries.
+        encoded: rationales and costs of the embedder.
+        judge_ms_Q: milliseconds of the judge, or None.
+        about: for results.json.
+    """
+
+    name: str
+    curve: str
+    at: float
+    ranking: Ranking
+    encoded: Encoded
+    judge_ms_Q: np.ndarray | None = None
+    about: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What `BudgetOptions` list, as numbers."""
+
+    shares: list[float]
+    margins: list[float]
+    depths: list[int]
+    metric: str
+
+
+def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) -> Path:
+    """Evaluate every way of asking, print the table, write curves and page.
+
+    Args:
+        options: see `BudgetOptions`.
+        load: makes the encoder; as in `eval.commands.run.run`.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        UserError: something given is wrong.
+    """
+    plan = _check(options)
+
+    @cache
+    def judge() -> Judge:  # one for all members of a suite
+        return load_judge(options)
+
+    measure = _of_suite if is_suite(options.set) else _of_set
+    found = measure(options, plan, loaded_once(load or default_loader(options)), judge)
+    if found is None:
+        return options.out
+    about, rows = found
+    for row in rows:
+        row["curve"] = _curve(row)
+    content = about | _content(options, plan.metric, rows)
+    print(f"\n{table(content)}")
+    curves = curves_of(content)
+    text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str)
+    write_atomically(options.out / BUDGET, text.encode() + b"\n")
+    write_atomically(options.out / PLOT, standalone(curves, plan.metric).encode())
+    if options.report:
+        print(f"\n{_page(options, content)}")
+    return options.out
+
+
+def _page(options: BudgetOptions, content: Mapping[str, Any]) -> Path:
+    page = options.out / PAGE
+    if is_suite(options.set):
+        from eval.pages.leaderboard import write_leaderboard
+
+        return write_leaderboard([str(options.out)], page)
+    from eval.pages.report import write_report
+
+    dirs = [options.out / name for name in BASES]
+    return write_report(dirs, page, metric=content["metric"], budget=content)
+
+
+def _of_set(
+    options: BudgetOptions, plan: _Plan, load: Callable[..., Embeds], judge: Callable[[], Judge]
+) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+    """One set: what budget.json says of it, and the points; None in all processes but the first."""
+    found = _measure(options, plan, load, judge)
+    if found is None:
+        return None
+    session, rows = found
+
+    def mean(frame: pd.DataFrame) -> Bootstrap:
+        return cluster_bootstrap(frame[["value"]].to_numpy(np.float64), _groups(frame), seed=options.seed)
+
+    _add_gains(rows, {row["name"]: _values(options.out / row["name"], plan.metric) for row in rows}, mean)
+    about = {
+        "set": {"name": session.wanted.name, "fingerprint": session.wanted.fingerprint},
+        "num_queries": len(session.wanted.queries),
+        "checkpoint_hash": session.encoder.checkpoint_hash,
+    }
+    return about, rows
+
+
+def _of_suite(
+    options: BudgetOptions, plan: _Plan, load: Callable[..., Embeds], judge: Callable[[], Judge]
+) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+    """The same for all members of a suite, joined point by point."""
+    suite = load_suite(options.set)
+    of_member: dict[str, list[dict[str, Any]]] = {}
+
+    def one(name: str, path: Path, out: Path) -> None:
+        found = _measure(member_options(options, path, out), plan, load, judge)
+        if found is not None:
+            of_member[name] = found[1]
+
+    dirs = each_member(suite, options.out, one)
+    if not join().is_first:
+        return None
+    rows, values, content = [], {}, dict[str, Any]()
+    for parts in zip(*of_member.values(), strict=True):  # the same way of asking in every member
+        row = _joined(dict(zip(of_member, parts, strict=True)))
+        name, out = row["name"], options.out / row["name"]
+        inner = {member: path / name for member, path in dirs.items()}
+        more = {"budget": row}
+        content = aggregate(suite, inner, out, seed=options.seed, overwrite=options.overwrite, more=more)
+        if plan.metric not in content["macro"]:
+            raise UserError(f"metric {plan.metric} has no mean over members: not every member has it")
+        rows.append(row | {"metric": plan.metric, **content["macro"][plan.metric]})
+        values[name] = _values(out, plan.metric)
+
+    def mean(frame: pd.DataFrame) -> Bootstrap:
+        return mean_of(list(member_bootstraps(frame, ["value"], seed=options.seed).values()))
+
+    _add_gains(rows, values, mean)
+    about = {
+        "set": {"name": suite.name, "fingerprint": content["set"]["fingerprint"]},
+        "num_queries": content["set"]["num_queries"],
+        "num_members": len(dirs),
+        "checkpoint_hash": content["checkpoint_hash"],
+    }
+    return about, rows
+
+
+def _measure(
+    options: BudgetOptions, plan: _Plan, load: Callable[..., Embeds], judge: Callable[[], Judge]
+) -> tuple[Session, list[dict[str, Any]]] | None:
+    """Ask one set in every way and write an evaluation for each; None in all processes but the first."""
+    condition = Condition("reasoning", "both", options.out / "reasoning")
+    session = start(options, [condition], load)
+    if session.seed is not None:
+        raise UserError(
+            "temperature= makes the one rationale a drawn one: draw_temperature= is for those of k="
+        )
+    drawn = _drawing(session, options.draw_temperature)
+    sides = [session.candidate_mode, *(["reasoning"] if options.both_sides else [])]
+    for side in dict.fromkeys(sides):
+        session.embeddings.fill_candidates(side)  # type: ignore[arg-type]
+    for mode in BASES:
+        session.embeddings.fill_queries(mode, "both")  # type: ignore[arg-type]
+    for number in range(options.k):
+        drawn.embeddings.fill_queries("reasoning", "both", options.seed + number)
+    base = _base(session) if session.team.is_first else None
+    asked = judge() if options.judge is not None else None
+    if asked is not None:
+        _fill_scores(session, base, asked, max(plan.depths))
+    if base is None:
+        return None
+    rows = []
+    for point in _points(options, session, drawn, plan, base, asked):
+        row = _write(options, session, point, plan.metric)
+        rows.append(row)
+        print(
+            f"{point.name:24} {plan.metric} {100 * row['value']:6.2f}  {row['tokens']:7.1f} tokens",
+            flush=True,
+        )
+    means = {row["name"]: row["value"] for row in rows}
+    for row in rows:
+        if "gate" in row:  # what as many queries chosen at random would give
+            share = row["gate"]["share"]
+            row["at_random"] = (1 - share) * means["direct"] + share * means["reasoning"]
+    return session, rows
+
+
+def table(content: Mapping[str, Any]) -> str:
+    """Accuracy, gain over direct mode and costs of every way of asking, for the terminal."""
+    metric = content["metric"]
+    frame = pd.DataFrame(
+        {
+            "": [row["name"] for row in content["points"]],
+            f"{metric}, %": [
+                f"{100 * row['value']:.1f} [{100 * row['low']:.1f}, {100 * row['high']:.1f}]"
+                for row in content["points"]
+            ],
+            "over direct": [
+                ""
+                if row["gain"] is None
+                else f"{100 * row['gain']['value']:+.1f} [{100 * row['gain']['low']:+.1f}, {100 * row['gain']['high']:+.1f}]"
+                for row in content["points"]
+            ],
+            "tokens": [f"{row['tokens']:.1f}" for row in content["points"]],
+            "ms": [f"{row['ms']:.1f}" for row in content["points"]],
+        }
+    )
+    return frame.to_string(index=False)
+
+
+def _check(options: BudgetOptions) -> _Plan:
+    if options.query_mode != ("reasoning",) or options.query_modality != ("both",):
+        raise UserError(
+            "budget asks with and without a rationale and shows everything: leave out query_mode=, query_modality="
+        )
+    if options.k < 0:
+        raise UserError(f"k must be at least 0, got {options.k}")
+    if options.k and options.draw_temperature <= 0:
+        raise UserError(
+            f"draw_temperature must be above 0, got {options.draw_temperature:g}: greedy rationales are all the same"
+        )
+    one_of("fuse", options.fuse, FUSIONS)
+    shares = _numbers("gate", options.gate, 0.0, 1.0)
+    margins = _numbers("margin", options.margin, 0.0, float("inf"))
+    depths = [int(n) for n in _numbers("top_n", options.top_n, 0.5, float("inf"), whole=True)]
+    if max(depths) > options.depth:
+        raise UserError(f"top_n={max(depths)} is deeper than depth={options.depth}")
+    headline = protocol_for(options.benchmark, options.profile).headline
+    return _Plan(shares, margins, depths, options.metric or headline[0])
+
+
+def _numbers(key: str, words: Sequence[str], low: float, high: float, *, whole: bool = False) -> list[float]:
+    found = []
+    for word in words:
+        try:
+            value = float(int(word) if whole else float(word))
+        except ValueError:
+            raise UserError(f"{key} must list {'whole ' if whole else ''}numbers, got {word!r}") from None
+        if not low < value < high:
+            raise UserError(f"{key}={word} must be between {low:g} and {high:g}")
+        found.append(value)
+    return sorted(set(found))
+
+
+def _drawing(session: Session, temperature: float) -> Session:
+    """The same session with an encoder that draws its rationales."""
+    encoder = copy.copy(session.encoder)
+    generation = encoder.settings["generation"] | {"temperature": temperature}
+    encoder.settings = encoder.settings | {"generation": generation}
+    return replace(
+        session, encoder=encoder, embeddings=replace(session.embeddings, encoder=encoder, _filled={})
+    )
+
+
+@dataclass(frozen=True)
+class _Base:
+    """The pool's embeddings (C, D), and what both modes gave, by mode."""
+
+    candidate_CD: np.ndarray
+    encoded: dict[str, Encoded]
+    ranked: dict[str, Ranking]
+
+
+def _base(session: Session) -> _Base:
+    embeddings = session.embeddings
+    candidate_CD = embeddings.candidates(session.candidate_mode)
+    encoded = {mode: embeddings.queries(mode, "both") for mode in BASES}  # type: ignore[arg-type]
+    ranked = {mode: session.rank(one.embeddings, candidate_CD) for mode, one in encoded.items()}
+    return _Base(candidate_CD, encoded, ranked)
+
+
+def _answers(session: Session) -> Answers:
+    return Answers(session.embeddings.root / "judge.sqlite")
+
+
+def _fill_scores(session: Session, base: _Base | None, judge: Judge, depth: int) -> None:
+    """Have all processes judge what the points will ask for: the first ``depth`` of both modes."""
+    team = session.team
+    heads = team.once(lambda: [_head(one, depth) for one in base.ranked.values()] if base is not None else [])
+    answers = _answers(session) if team.is_first else None
+    for head in heads:
+        rerank(session.wanted, head, judge, answers, top_n=depth, chunk=CHUNK, team=team)
+    if answers is not None:
+        answers.close()
+
+
+def _head(ranking: Ranking, depth: int) -> Ranking:
+    return Ranking(ranking.rows_QW[:, :depth], ranking.score_QW[:, :depth], min(depth, ranking.depth))
+
+
+def _points(
+    options: BudgetOptions, session: Session, drawn: Session, plan: _Plan, base: _Base, judge: Judge | None
+) -> Iterator[Point]:
+    embeddings = session.embeddings
+    candidate_CD, encoded, ranked = base.candidate_CD, base.encoded, base.ranked
+    for mode in BASES:
+        yield Point(mode, mode, 1, ranked[mode], encoded[mode])
+
+    about: dict[str, Any]
+    samples: list[Encoded] = []
+    rankings: list[Ranking] = []
+    for number in range(options.k):
+        samples.append(drawn.embeddings.queries("reasoning", "both", options.seed + number))
+        about = {"k": number + 1, "draw_temperature": options.draw_temperature}
+        if "mean" in options.fuse:
+            fused = together(samples, mean_embedding([one.embeddings for one in samples]))
+            ranking = session.rank(fused.embeddings, candidate_CD)
+            yield Point(f"mean-{number + 1}", "mean of k", number + 1, ranking, fused, about=about)
+        if "max" in options.fuse:
+            rankings.append(session.rank(samples[-1].embeddings, candidate_CD))
+            fused = together(samples, mean_embedding([one.embeddings for one in samples]))
+            yield Point(f"max-{number + 1}", "max of k", number + 1, max_score(rankings), fused, about=about)
+
+    margin_Q = margin(ranked["direct"])
+    thresholds = [(f"gate-{100 * share:g}", float(np.quantile(margin_Q, share))) for share in plan.shares]
+    thresholds += [(f"gate-below-{value:g}", value) for value in plan.margins]
+    for name, threshold in thresholds:
+        reason_Q = margin_Q < threshold
+        share = float(reason_Q.mean())
+        about = {"gate": {"margin_below": threshold, "share": share}}
+        ranking = choose(reason_Q, ranked["reasoning"], ranked["direct"])
+        chosen = gated(reason_Q, encoded["reasoning"], encoded["direct"])
+        yield Point(name, GATED, share, ranking, chosen, about=about)
+
+    if options.both_sides:
+        reasoned_CD = embeddings.candidates("reasoning")
+        costs = embeddings.candidate_costs("reasoning")
+        for mode in BASES:
+            about = {"candidate_mode": "reasoning", "a_candidate_costs": costs}
+            ranking = session.rank(encoded[mode].embeddings, reasoned_CD)
+            yield Point(f"{mode}-both", "candidates reason too", 1, ranking, encoded[mode], about=about)
+
+    if judge is not None:
+        answers = _answers(session)
+        for mode in BASES:
+            for n in plan.depths:
+                found = rerank(session.wanted, ranked[mode], judge, answers, top_n=n, chunk=CHUNK)
+                about = {"judge": judge.name, "top_n": n, "num_pairs": found.num_pairs}
+                about["num_unanswered"] = found.num_unanswered
+                name = f"judge-{n}-of-{mode}"
+                yield Point(name, f"judge over {mode}", n, found.ranking, encoded[mode], found.ms_Q, about)
+        answers.close()
+
+
+def _write(options: BudgetOptions, session: Session, point: Point, metric: str) -> dict[str, Any]:
+    """Write a point's evaluation; its row of budget.json without what needs other points."""
+    mode = "direct" if point.name.startswith("direct") or point.name.endswith("-of-direct") else "reasoning"
+    condition = Condition(mode, "both", options.out / point.name)  # type: ignore[arg-type]
+    known = point.about or {}
+    identity = {
+        "set.fingerprint": session.wanted.fingerprint,
+        "checkpoint_hash": session.encoder.checkpoint_hash,
+        "budget.draw_temperature": known.get("draw_temperature"),
+        "budget.judge": known.get("judge"),
+    }
+    check_out(condition.out, identity, overwrite=options.overwrite)
+    ms_Q = point.encoded.generate_ms + point.encoded.embed_ms
+    if point.judge_ms_Q is not None:
+        ms_Q = ms_Q + point.judge_ms_Q
+    costs = {"tokens": float(point.encoded.num_rationale_tokens.mean()), "ms": float(ms_Q.mean())}
+    about = {"name": point.name, "curve": point.curve, "at": point.at, **costs, **(point.about or {})}
+    results = session.write(condition, point.ranking, point.encoded, {"budget": about}, tag=point.name)
+    figure = results["micro"].get(metric)
+    if figure is None:
+        raise UserError(f"metric must be one of {', '.join(results['micro'])}, got {metric!r}")
+    return about | {"metric": metric, **figure}
+
+
+def _values(directory: Path, metric: str) -> pd.DataFrame:
+    """An evaluation's per-query ``value`` of a metric, with ``category`` and ``group``."""
+    frame = pd.read_parquet(directory / PER_QUERY, columns=["category", "group", metric])
+    return frame.rename(columns={metric: "value"})
+
+
+def _groups(frame: pd.DataFrame) -> np.ndarray:
+    return index_of(frame["group"].tolist())
+
+
+def _add_gains(
+    rows: Sequence[dict[str, Any]],
+    values: Mapping[str, pd.DataFrame],
+    mean: Callable[[pd.DataFrame], Bootstrap],
+) -> None:
+    """Add the paired gain over direct mode to each row; ``mean`` takes per-query differences."""
+    direct = values["direct"]
+    for row in rows:
+        row["gain"] = None
+        if row["name"] == "direct":
+            continue
+        found = mean(direct.assign(value=values[row["name"]]["value"] - direct["value"]))
+        low_M, high_M = interval(found)
+        row["gain"] = {
+            "value": float(found.estimate_M[0]),
+            "low": float(low_M[0]),
+            "high": float(high_M[0]),
+        }
+
+
+def _joined(of_member: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """One way of asking, of all members: costs are means over members, counts are sums."""
+    parts = list(of_member.values())
+    own = ("metric", "value", "low", "high")
+    row = {key: value for key, value in parts[0].items() if key not in own}
+    for key in ("at", "tokens", "ms", "at_random"):
+        if key in row:
+            row[key] = float(np.mean([part[key] for part in parts]))
+    for key in ("num_pairs", "num_unanswered"):
+        if key in row:
+            row[key] = sum(part[key] for part in parts)
+    if "gate" in row:
+        row["gate"] = {
+            "margin_below": {name: part["gate"]["margin_below"] for name, part in of_member.items()},
+            "share": float(np.mean([part["gate"]["share"] for part in parts])),
+        }
+    if "a_candidate_costs" in row:
+        costs = [part["a_candidate_costs"] for part in parts]
+        row["a_candidate_costs"] = {key: float(np.mean([one[key] for one in costs])) for key in costs[0]}
+    return row
+
+
+def _curve(row: Mapping[str, Any]) -> str:
+    """A gate leads from direct mode, where no query reasons, to reasoning, where all do."""
+    return GATED if row["name"] in ("direct", "reasoning") else row["curve"]
+
+
+def _content(options: BudgetOptions, metric: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    keys = (
+        "k",
+        "draw_temperature",
+        "fuse",
+        "gate",
+        "margin",
+        "both_sides",
+        "judge",
+        "top_n",
+        "batch_size",
+        "seed",
+    )
+    return {
+        "format": FORMAT,
+        "metric": metric,
+        "settings": {key: getattr(options, key) for key in keys},
+        "costs": f"means over {'members' if is_suite(options.set) else 'queries'}: tokens generated; milliseconds of a batch divided by its rows, search not counted",
+        "points": list(rows),
+        "versions": versions(),
+    }

@@ -1,0 +1,312 @@
+"""Compare two evaluations of one retrieval set, query by query.
+
+    python -m eval compare a=DIR b=DIR [metric=recall@1,mrr] [out=DIR]
+
+Differences are a - b. Each metric gets one test over all queries, one of the macro mean, and one for every category
+and every value of a ``report_by`` column; the tests of one column are a family, and their p values are also given
+adjusted by Holm's method. Beside p stands what it cannot say: the effect size, and the smallest difference that so many
+queries could have shown.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from eval.embedding.fill_cache import write_atomically
+from eval.scoring.metrics import parse_name
+from eval.scoring.output_files import FORMAT, PER_QUERY, read_results, statistics_settings, versions
+from eval.scoring.stats import (
+    NUM_RESAMPLES,
+    POWER,
+    cluster_bootstrap,
+    effect_size,
+    holm,
+    index_of,
+    interval,
+    minimum_detectable,
+    sign_flip_p,
+)
+from rge.common.options import UserError
+
+COMPARE, PLOT = "compare.json", "compare.svg"
+DEFAULT_METRICS = ("recall@1", "recall@5", "recall@10", "mrr", "ndcg@10")
+
+
+@dataclass
+class CompareOptions:
+    """Options of ``python -m eval compare``."""
+
+    a: Path
+    """Evaluation directory."""
+    b: Path
+    """Evaluation directory of the same set; differences are a - b."""
+    metric: tuple[str, ...] = DEFAULT_METRICS
+    """Metrics to test; `all` for every one that both have."""
+    out: Path | None = None
+    """Where compare.json and compare.svg go; null: print only."""
+    seed: int = 0
+    """Of the resampling."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One test: a slice of the queries and a metric. Differences are a - b, fractions of one.
+
+    ``p_holm`` is p adjusted within the slice's family (the values of one column), None for the whole set.
+    ``effect`` is None for the macro mean, and where all queries differ by the same amount.
+    """
+
+    slice: str
+    metric: str
+    num_queries: int
+    a: float
+    b: float
+    difference: float
+    low: float
+    high: float
+    p: float
+    p_holm: float | None
+    effect: float | None
+    minimum_detectable: float
+
+
+def compare(options: CompareOptions) -> list[Row]:
+    """Test every metric on every slice, print the table, and write it if asked to.
+
+    Raises:
+        UserError: the evaluations are of different sets or queries, or a metric is in neither.
+    """
+    results_a, frame_a = _read(options.a)
+    results_b, frame_b = _read(options.b)
+    _check_pair(options, results_a, results_b, frame_a, frame_b)
+    frame_b = frame_b.loc[frame_a.index]
+    names = _metrics(options, frame_a, frame_b)
+    columns = [key.removeprefix("by_") for key in results_a if key.startswith("by_") and key in results_b]
+    rows = paired_tests(frame_a, frame_b, names, columns, seed=options.seed)
+    print(_table(rows, options, results_a, results_b))
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        content = {
+            "format": FORMAT,
+            "set": results_a["set"],
+            "a": _about(options.a, results_a),
+            "b": _about(options.b, results_b),
+            "difference": "a - b",
+            "rows": [vars(row) for row in rows],
+            "statistics": statistics_settings(options.seed, NUM_RESAMPLES)
+            | {"test": "sign flips by group, two-sided", "adjusted": "Holm", "effect": "d_z", "power": POWER},
+            "versions": versions(),
+        }
+        write_atomically(
+            options.out / PLOT, plot([row for row in rows if row.metric == names[0]], names[0]).encode()
+        )
+        write_atomically(
+            options.out / COMPARE, json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"
+        )
+        print(f"\n{options.out / COMPARE}\n{options.out / PLOT}")
+    return rows
+
+
+def paired_tests(
+    frame_a: pd.DataFrame, frame_b: pd.DataFrame, names: list[str], columns: list[str], *, seed: int
+) -> list[Row]:
+    """Every metric over all queries, as macro mean and on every slice.
+
+    Args:
+        frame_a: per-query values, indexed by query id; ``group``, ``category`` and the columns.
+        frame_b: the same queries in the same order.
+        names: metrics.
+        columns: each a family of slices.
+        seed: of the resampling.
+    """
+    value_a, value_b = (frame[names].to_numpy(np.float64) for frame in (frame_a, frame_b))
+    group_Q = index_of(frame_a["group"].tolist())
+    category_Q = index_of(frame_a["category"].tolist())
+    everything = np.arange(len(frame_a))
+    rows = _slice("all queries", value_a, value_b, group_Q, names, everything, None, seed)
+    if len(set(category_Q.tolist())) > 1:
+        rows += _slice("macro", value_a, value_b, group_Q, names, everything, category_Q, seed)
+    for column in columns:
+        of_Q = frame_a[column].to_numpy(dtype=object)
+        values = sorted(
+            {value for value in of_Q if isinstance(value, str)}
+        )  # a suite's member may not have it
+        if len(values) < 2:
+            continue
+        family: list[Row] = []
+        for value in values:
+            chosen = np.flatnonzero(of_Q == value)
+            family += _slice(f"{column} {value}", value_a, value_b, group_Q, names, chosen, None, seed)
+        for name in names:
+            own = [row for row in family if row.metric == name]
+            adjusted = holm([row.p for row in own])
+            rows += [Row(**vars(row) | {"p_holm": float(p)}) for row, p in zip(own, adjusted, strict=True)]
+    return rows
+
+
+def _slice(
+    label: str,
+    value_a: np.ndarray,
+    value_b: np.ndarray,
+    group_Q: np.ndarray,
+    names: list[str],
+    chosen: np.ndarray,
+    stratum_Q: np.ndarray | None,
+    seed: int,
+) -> list[Row]:
+    group_Q = group_Q[chosen]
+    difference_QM = value_a[chosen] - value_b[chosen]
+    # a query counts for a metric only where both runs define it
+    both = np.isfinite(difference_QM)
+    mean_a, mean_b = (
+        cluster_bootstrap(
+            np.where(both, value[chosen], np.nan), group_Q, stratum_Q=stratum_Q, num_resamples=1, seed=seed
+        ).estimate_M
+        for value in (value_a, value_b)
+    )
+    found = cluster_bootstrap(difference_QM, group_Q, stratum_Q=stratum_Q, seed=seed)
+    low_M, high_M = interval(found)
+    p_M = sign_flip_p(difference_QM, group_Q, stratum_Q=stratum_Q, seed=seed)
+    # d_z is a property of queries; a mean of categories has none
+    effect_M = effect_size(difference_QM) if stratum_Q is None else np.full(len(names), np.nan)
+    least_M = minimum_detectable(found.standard_error_M)
+    return [
+        Row(
+            slice=label,
+            metric=name,
+            num_queries=int(both[:, m].sum()),
+            a=float(mean_a[m]),
+            b=float(mean_b[m]),
+            difference=float(found.estimate_M[m]),
+            low=float(low_M[m]),
+            high=float(high_M[m]),
+            p=float(p_M[m]),
+            p_holm=None,
+            effect=None if math.isnan(effect_M[m]) else float(effect_M[m]),
+            minimum_detectable=float(least_M[m]),
+        )
+        for m, name in enumerate(names)
+        if both[:, m].any()
+    ]
+
+
+def plot(rows: list[Row], metric: str) -> str:
+    """One metric's differences with their intervals as SVG, one line a slice."""
+    line, left, right = 26, 190, 60
+    width, height = 640, 58 + line * len(rows)
+    most = max([abs(x) for row in rows for x in (row.low, row.high)] + [1e-9])
+    middle, unit = (left + width - right) / 2, (width - right - left) / 2 / most
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+        f'font-size="13"><rect width="{width}" height="{height}" fill="#fff"/>',
+        f'<text x="{middle}" y="18" text-anchor="middle">{escape(metric)}, a - b, points of 100, 95 % interval</text>',
+        f'<line x1="{middle}" y1="28" x2="{middle}" y2="{height - 24}" stroke="#999" stroke-dasharray="3 3"/>',
+    ]
+    for index, row in enumerate(rows):
+        y = 42 + line * index
+        low, at, high = (middle + unit * x for x in (row.low, row.difference, row.high))
+        parts.append(
+            f'<text x="{left - 12}" y="{y + 4}" text-anchor="end">{escape(row.slice)} ({row.num_queries})</text>'
+            f'<line x1="{low:.1f}" y1="{y}" x2="{high:.1f}" y2="{y}" stroke="#1f5fa8" stroke-width="2"/>'
+            f'<circle cx="{at:.1f}" cy="{y}" r="4" fill="#1f5fa8"/>'
+            f'<text x="{width - right + 8}" y="{y + 4}">{100 * row.difference:+.1f}</text>'
+        )
+    for x in (-most, 0.0, most):
+        parts.append(
+            f'<text x="{middle + unit * x:.1f}" y="{height - 8}" text-anchor="middle">{100 * x:+.1f}</text>'
+        )
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def _read(directory: Path) -> tuple[dict[str, Any], pd.DataFrame]:
+    results = read_results(directory)
+    try:
+        frame = pd.read_parquet(directory / PER_QUERY)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{directory / PER_QUERY} cannot be read: {error}") from None
+    return results, frame.set_index("query_id")
+
+
+def _check_pair(
+    options: CompareOptions,
+    results_a: dict[str, Any],
+    results_b: dict[str, Any],
+    frame_a: pd.DataFrame,
+    frame_b: pd.DataFrame,
+) -> None:
+    set_a, set_b = results_a["set"], results_b["set"]
+    if set_a["fingerprint"] != set_b["fingerprint"]:
+        raise UserError(
+            f"{options.a} was measured on {set_a['name']} ({set_a['fingerprint'][:12]}), {options.b} on "
+            f"{set_b['name']} ({set_b['fingerprint'][:12]}): only evaluations of one set can be paired"
+        )
+    if results_a.get("profile") != results_b.get("profile"):
+        raise UserError(
+            f"{options.a} has profile {results_a.get('profile')!r}, {options.b} {results_b.get('profile')!r}: "
+            "their metrics mean different things"
+        )
+    only = frame_a.index.symmetric_difference(frame_b.index)
+    if len(only):
+        raise UserError(
+            f"{options.a} has {len(frame_a)} queries, {options.b} {len(frame_b)}; {only[0]!r} is in one only. "
+            "Was one of them run with limit=?"
+        )
+
+
+def _metrics(options: CompareOptions, frame_a: pd.DataFrame, frame_b: pd.DataFrame) -> list[str]:
+    known = [name for name in frame_a.columns if name in frame_b.columns and _is_metric(name)]
+    names = known if options.metric == ("all",) else list(dict.fromkeys(options.metric))
+    for name in names:
+        if name not in known:
+            raise UserError(f"metric {name!r} is not in both evaluations; they have {', '.join(known)}")
+    return names
+
+
+def _is_metric(name: str) -> bool:
+    try:
+        parse_name(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _about(directory: Path, results: dict[str, Any]) -> dict[str, Any]:
+    keys = ("checkpoint", "checkpoint_hash", "query_mode", "query_modality", "run", "tag")
+    return {"path": str(directory)} | {key: results[key] for key in keys if key in results}
+
+
+def _table(
+    rows: list[Row], options: CompareOptions, results_a: dict[str, Any], results_b: dict[str, Any]
+) -> str:
+    head = [
+        f"{results_a['set']['name']}: differences are a - b, in points of 100; 95 % intervals over groups"
+    ]
+    for letter, path, results in (("a", options.a, results_a), ("b", options.b, results_b)):
+        words = [
+            results.get("query_mode"),
+            results.get("query_modality"),
+            (results.get("checkpoint_hash") or "")[:12],
+        ]
+        head.append(f"{letter} = {path} ({', '.join(filter(None, words)) or results.get('tag')})")
+    frame = pd.DataFrame(
+        {
+            "slice": [row.slice for row in rows],
+            "n": [row.num_queries for row in rows],
+            "metric": [row.metric for row in rows],
+            "a": [f"{100 * row.a:.2f}" for row in rows],
+            "b": [f"{100 * row.b:.2f}" for row in rows],
+            "a - b": [f"{100 * row.difference:+.2f}" for row in rows],
+            "interval": [f"[{100 * row.low:+.2f}, {100 * row.high:+.2f}]" for row in rows],
+            "p": [f"{row.p:.4f}" for row in rows],
+            "p Holm": ["" if row.p_holm is None else f"{row.p_holm:.4f}" for row in rows],
+            "effect": ["" if row.effect is None else f"{row.effect:+.2f}" for row in rows],
+            "detectable": [f"{100 * row.minimum_detectable:.2f}" for row in rows],
+        }
+    )
+    return "\n".join([*head, frame.to_string(index=False)])

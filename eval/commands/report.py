@@ -1,0 +1,109 @@
+"""One HTML page from finished evaluations; see `eval.pages.report` and, for many models, `eval.pages.leaderboard`.
+
+python -m eval report runs=DIR[,DIR...] out=FILE [log=FILE,...] [baseline=LABEL:DIR,...]
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from eval.pages.budget_plot import BASES, read_budget
+from eval.pages.leaderboard import write_leaderboard
+from eval.pages.report import expand, read_evaluation, write_report
+from rge.common.options import UserError, one_of, parse_options
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Options of ``python -m eval report``.
+
+    Attributes:
+        runs: evaluation directories, or directories that hold them.
+        out: the HTML file to write.
+        log: ``metrics.jsonl`` files of training.
+        baseline: ``LABEL:DIR`` of evaluations of other checkpoints.
+        title: heading of the page; null for the default.
+        metric: metric of the main table.
+        examples: how many queries are shown with pictures.
+        set: where the retrieval set is now; null for where results.json says it was.
+        seed: draws other examples.
+        page: ``set`` for conditions of one set, ``leaderboard`` for many models; ``auto`` takes the second where
+            evaluations are of a suite or of several sets.
+        published: published tables of a leaderboard: ``auto`` those of the benchmarks at hand, ``all``, ``none``.
+    """
+
+    runs: tuple[str, ...]
+    out: Path
+    log: tuple[str, ...] = ()
+    baseline: tuple[str, ...] = ()
+    title: str | None = None
+    metric: str = "recall@1"
+    examples: int = 48
+    set: Path | None = None
+    seed: int = 0
+    page: str = "auto"
+    published: str = "auto"
+
+
+def _is_for_leaderboard(runs: Sequence[str]) -> bool:
+    """Whether runs are of a suite or of several sets, or carry labels."""
+    sets = set()
+    for word in filter(None, runs):
+        if not Path(word).is_dir():
+            return ":" in word
+        for directory in expand(Path(word)):
+            results = read_evaluation(directory).results
+            if results.get("suite"):
+                return True
+            sets.add(results["set"]["fingerprint"])
+    return len(sets) > 1
+
+
+def report_command(argv: Sequence[str]) -> Path:
+    """``python -m eval report``: write the page that the options describe.
+
+    Args:
+        argv: ``key=value`` words, see `ReportOptions`.
+
+    Returns:
+        The file written.
+
+    Raises:
+        UserError: an option is missing, unknown or malformed; see `write_report` for the rest.
+    """
+    options = parse_options(ReportOptions, argv)
+    one_of("page", [options.page], ("auto", "set", "leaderboard"))
+    if options.page == "leaderboard" or (options.page == "auto" and _is_for_leaderboard(options.runs)):
+        if options.log or options.baseline:
+            raise UserError(
+                "log= and baseline= are for page=set; a leaderboard takes all models by runs=LABEL:DIR,..."
+            )
+        return write_leaderboard(
+            [word for word in options.runs if word],
+            options.out,
+            title=options.title,
+            which=options.published,
+            num_examples=options.examples if options.examples != ReportOptions.examples else 24,
+            set_dir=options.set,
+            seed=options.seed,
+        )
+    baselines = {}
+    for entry in filter(None, options.baseline):
+        label, colon, directory = entry.partition(":")
+        if not (label and colon and directory):
+            raise UserError(f"baseline must be LABEL:DIR, got {entry!r}")
+        baselines[label] = Path(directory)
+    dirs = [Path(name) for name in options.runs if name]
+    curves = read_budget(dirs[0]) if len(dirs) == 1 else None  # the output of `budget`
+    return write_report(
+        dirs if curves is None else [dirs[0] / name for name in BASES],
+        options.out,
+        training_logs=[Path(name) for name in options.log if name],
+        title=options.title,
+        metric=options.metric,
+        num_examples=options.examples,
+        baselines=baselines,
+        set_dir=options.set,
+        seed=options.seed,
+        budget=curves,
+    )

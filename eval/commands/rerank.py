@@ -1,0 +1,533 @@
+"""Reorder the top of a ranking by a vision-language model that sees one query with one candidate at a time.
+
+    python -m eval rerank of=DIR out=DIR judge=DIR_OR_ADDRESS [top_n=20]
+
+The score of a pair is sigmoid(logit of "yes" - logit of "no") for the first token of the answer. Equal scores keep the
+order of the first ranking; what is below the top n stays as it is. The judge is a directory with a Qwen vision-language
+model, trained by us or not, or a model behind an OpenAI-compatible endpoint. Its scores are kept by content
+(`eval.judging.answer_store`), so a deeper or a repeated run asks for what is new.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from tqdm import tqdm
+
+from eval.benchmarks.protocols import protocol_for
+from eval.benchmarks.suite import each_member, is_suite, join_members, load_suite, member_dirs
+from eval.embedding.fill_cache import Silent
+from eval.embedding.processes import ALONE, Team, join
+from eval.judging.answer_store import Answers, key_of
+from eval.judging.endpoint import Endpoint, is_address, sendable
+from eval.scoring.evaluation import write_evaluation
+from eval.scoring.output_files import RUN, check_out, read_results, summary
+from eval.scoring.search import Ranking
+from eval.scoring.trec import read_run
+from eval.sets.retrieval_set import RetrievalSet, content_digest, load_set
+from rge.common.options import UserError
+from rge.common.schema import Item
+
+HELD_CANDIDATES = 4096
+"""Candidates whose pictures are in memory while their contents are hashed."""
+MAX_UNANSWERED = 0.01
+"""Share of pairs that an endpoint may answer with neither word before its scores are held to be worthless."""
+QUESTION = "Does the candidate answer the query? Answer with {yes} or {no} only."
+VERSION = 1
+"""Of the wording; part of every key."""
+
+
+@dataclass
+class RerankOptions:
+    """Options of ``python -m eval rerank``."""
+
+    of: Path
+    """Evaluation directory whose ranking is reordered, of `run`, `score`, `bm25` or `budget`; a set's or a suite's."""
+    out: Path
+    """Output directory."""
+    judge: str
+    """Vision-language model: a directory, an id on the hub, or the address of an OpenAI-compatible endpoint."""
+    judge_model: str | None = None
+    """Its name at that address."""
+    judge_key_env: str | None = None
+    """Environment variable with the key of that address; null: it needs none."""
+    top_n: int = 20
+    """Candidates of each query that it sees."""
+    yes: str = "yes"
+    """Its word for a match; one token."""
+    no: str = "no"
+    """Its word for none; one token."""
+    set: Path | None = None
+    """Where the retrieval set, or the suite, is now; null: where results.json says it was."""
+    cache: Path | None = None
+    """File of scores; null: ``out/judge.sqlite``. May be shared."""
+    batch_size: int = 16
+    """Pairs a forward, or calls under way at once."""
+    device: str | None = None
+    """Such as cuda:0; null: a GPU if there is one."""
+    dtype: str | None = None
+    """Of the judge's weights; null: float32 on CPU, bfloat16 on a GPU."""
+    seed: int = 0
+    """Of the resampling."""
+    overwrite: bool = False
+    """Replace the output of another ranking."""
+
+
+class Judge(Protocol):
+    """Scores pairs; ``name`` is part of the keys under which scores are kept."""
+
+    name: dict[str, Any]
+
+    def score(self, pairs: Sequence[tuple[Item, Item]]) -> list[float | None]:
+        """Probability of yes for (query, candidate) pairs; None where there is no answer."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A reranked ranking and what it cost.
+
+    Attributes:
+        ranking: the top reordered; scores float64, see `reorder`.
+        num_pairs: pairs scored in all.
+        num_unanswered: of these, how many got no answer and went below the others.
+        ms_Q: milliseconds a query: its pairs times the mean time of a pair, measured when it was scored.
+    """
+
+    ranking: Ranking
+    num_pairs: int
+    num_unanswered: int
+    ms_Q: np.ndarray
+
+
+def rerank_command(options: RerankOptions) -> Path:
+    """Rerank a finished evaluation, write the outputs, and return their directory.
+
+    Raises:
+        UserError: the evaluation or its set is not there, or see `rerank`.
+    """
+    old = read_results(options.of)
+    team = join()
+
+    @cache
+    def judge() -> Judge:  # loaded once for all members, and only after what is cheap has been checked
+        return load_judge(options)
+
+    answers = Answers(options.cache or options.out / "judge.sqlite") if team.is_first else None
+    if old.get("suite"):
+        _members(options, old, judge, answers, team)
+    else:
+        _one(options, judge, answers, team)
+    if answers is not None:
+        answers.close()
+    return options.out
+
+
+def _members(
+    options: RerankOptions,
+    old: dict[str, Any],
+    judge: Callable[[], "Judge"],
+    answers: Answers | None,
+    team: Team,
+) -> None:
+    """Every member of a suite by itself, then all of them together."""
+    path = options.set or Path(old["set"].get("path", ""))
+    if not is_suite(path):
+        raise UserError(f"{path} is not the suite that {options.of} was measured on: give set=DIR")
+    suite, of = load_suite(path), member_dirs(options.of, old)
+    if lacking := sorted(set(suite.members) ^ set(of)):
+        raise UserError(
+            f"{path} and {options.of} do not have the same members: {lacking[0]!r} is in one only"
+        )
+    found: list[dict[str, Any]] = []
+
+    def one(name: str, path: Path, out: Path) -> None:
+        found.append(_one(replace(options, of=of[name], set=path, out=out), judge, answers, team))
+
+    dirs = each_member(suite, options.out, one)
+    if not team.is_first:
+        return
+    pairs = sum(one["num_pairs"] for one in found)
+    about = found[0] | {
+        "of": str(options.of),
+        "num_pairs": pairs,
+        "num_unanswered": sum(one["num_unanswered"] for one in found),
+        "ms_mean": float(np.mean([one["ms_mean"] for one in found])),
+    }
+    said = f"top {options.top_n} of {options.of}"
+    more = {"rerank": about}
+    join_members(suite, dirs, options.out, said, seed=options.seed, overwrite=options.overwrite, more=more)
+
+
+def _one(
+    options: RerankOptions, judge: Callable[[], "Judge"], answers: Answers | None, team: Team
+) -> dict[str, Any]:
+    """Rerank the evaluation of one set; what results.json says of it."""
+    old = read_results(options.of)
+    path = options.set or Path(old["set"].get("path", ""))
+    wanted = load_set(path)
+    if wanted.fingerprint != old["set"]["fingerprint"]:
+        raise UserError(
+            f"{path} is not the set that {options.of} was measured on (fingerprints {wanted.fingerprint[:12]} and "
+            f"{old['set']['fingerprint'][:12]}): give set=DIR"
+        )
+    protocol = protocol_for(old.get("benchmark", "generic"), old["profile"], wanted)
+    wanted = protocol.prepare(wanted)
+    limit = old["set"].get("limit")
+    if limit is not None:
+        wanted = wanted.first(limit)
+    read = read_run(options.of / RUN, wanted)
+    identity = {
+        "set.fingerprint": wanted.fingerprint,
+        "rerank.of": str(options.of),
+        "rerank.top_n": options.top_n,
+    }
+    check_out(options.out, identity, overwrite=options.overwrite)
+    asked = judge()
+    chunk = 8 * options.batch_size
+    found = rerank(wanted, read.ranking, asked, answers, top_n=options.top_n, chunk=chunk, team=team)
+    about = {
+        "of": str(options.of),
+        "top_n": options.top_n,
+        "judge": asked.name,
+        "question": QUESTION,
+        "num_pairs": found.num_pairs,
+        "num_unanswered": found.num_unanswered,
+        "ms_mean": float(found.ms_Q.mean()),
+    }
+    if not team.is_first:
+        return about
+    kept = (
+        "query_mode",
+        "query_modality",
+        "candidate_mode",
+        "checkpoint",
+        "checkpoint_hash",
+        "model",
+        "rewrite",
+    )
+    tag = f"{read.tag}-judged"
+    made = {key: old[key] for key in (*kept, "warnings", "coverage") if key in old}
+    made |= {"rerank": about, "tag": tag}
+    results = write_evaluation(
+        options.out,
+        wanted,
+        found.ranking,
+        protocol,
+        made,
+        tag=tag,
+        seed=options.seed,
+        missing=read.missing,
+        limit=limit,
+    )
+    print(
+        f"{wanted.name}: top {options.top_n} of {options.of} -> {options.out}\n{summary(results, protocol.headline)}"
+    )
+    return about
+
+
+class LocalJudge:
+    """A Qwen vision-language model on this machine: ours, or any that `rge.model.backbone` loads.
+
+    All pictures of the query come first, then the candidate's, then the texts.
+
+    Args:
+        path: its directory, or id on the hub.
+        yes: word for a match; one token.
+        no: word for none; one token.
+        batch_size: pairs a forward.
+        device: such as ``cuda:0``; None takes a GPU if there is one.
+        dtype: of the weights; None: float32 on CPU, bfloat16 on a GPU.
+        max_tokens: longest prompt; a longer one loses the end of the candidate's text.
+
+    Raises:
+        UserError: a word is more than one token.
+        rge.model.backbone.BackboneError: it cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        yes: str,
+        no: str,
+        batch_size: int,
+        device: str | None = None,
+        dtype: str | None = None,
+        max_tokens: int = 8192,
+    ):
+        import torch
+
+        from eval.judging.yes_no import word_id
+        from rge.model.backbone import load_backbone
+        from rge.model.embedder import Embedder
+        from rge.model.prompts import PromptBuilder
+
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
+        own = Path(path) / "rge.json"
+        pixels = (
+            json.loads(own.read_text(encoding="utf-8"))["pixels"]
+            if own.is_file()
+            else {"min": None, "max": None}
+        )
+        # <emb> is only added because every prompt builder knows it; the judge's answer never is one.
+        backbone = load_backbone(
+            path, dtype=dtype, min_pixels=pixels["min"], max_pixels=pixels["max"], add_emb=True
+        )
+        self._embedder = Embedder(backbone).to(device).eval()
+        self._builder = PromptBuilder(backbone.processor, "plain", max_tokens)
+        self._batch_size, self._words = batch_size, (yes, no)
+        try:
+            self._ids = [word_id(self._embedder, word) for word in (yes, no)]
+        except ValueError as error:
+            raise UserError(f"judge {path}: {error} (yes=, no=)") from None
+        self.name = {"judge": _identity(path), "words": [yes, no], "dtype": dtype, "max_tokens": max_tokens}
+
+    def score(self, pairs: Sequence[tuple[Item, Item]]) -> list[float | None]:
+        """See `Judge`."""
+        from eval.judging.yes_no import next_token_logits
+
+        prompts = [self._builder.build(as_item(*pair, *self._words), "query") for pair in pairs]
+        logit_N2 = next_token_logits(self._embedder, prompts, self._ids, batch_size=self._batch_size)
+        difference_N = (logit_N2[:, 0] - logit_N2[:, 1]).astype(np.float64)
+        return [1 / (1 + float(np.exp(min(-one, 700.0)))) for one in difference_N]
+
+
+class RemoteJudge:
+    """A model behind an endpoint; pictures stand where their texts are.
+
+    Args:
+        endpoint: see `eval.judging.endpoint`.
+        yes: word for a match.
+        no: word for none.
+        concurrency: pairs under way at once.
+    """
+
+    def __init__(self, endpoint: Endpoint, *, yes: str, no: str, concurrency: int):
+        self._endpoint, self._words, self._concurrency = endpoint, (yes, no), concurrency
+        self.name = {"judge": endpoint.model, "words": [yes, no]}
+
+    def score(self, pairs: Sequence[tuple[Item, Item]]) -> list[float | None]:
+        """See `Judge`."""
+        yes, no = self._words
+
+        def ask(pair: tuple[Item, Item]) -> float | None:
+            query, candidate = pair
+            parts: list[str | bytes] = [QUESTION.format(yes=yes, no=no), "Query:"]
+            parts += [sendable(ref) for ref in query.images]
+            parts += [text for text in (query.instruction, query.text) if text]
+            parts += ["Candidate:", *(sendable(ref) for ref in candidate.images)]
+            parts += [candidate.text] if candidate.text else []
+            return self._endpoint.yes_or_no(parts, yes=yes, no=no).probability
+
+        with ThreadPoolExecutor(self._concurrency) as pool:
+            return list(pool.map(ask, pairs))
+
+
+def as_item(query: Item, candidate: Item, yes: str, no: str) -> Item:
+    """One prompt for a pair: all pictures, then question, query and candidate in this order.
+
+    What is too long is cut at the end, so the question is always whole.
+    """
+    texts = [QUESTION.format(yes=yes, no=no)]
+    shown = [("query", len(query.images)), ("candidate", len(candidate.images))]
+    counts = [f"{num} of the {owner}" for owner, num in shown if num]
+    if counts:
+        texts.append(f"Pictures in this order: {', then '.join(counts)}.")
+    asked = " ".join(text for text in (query.instruction, query.text) if text)
+    texts.append(f"Query: {asked}" if asked else "Query: the picture.")
+    texts.append(f"Candidate: {candidate.text}" if candidate.text else "Candidate: the picture.")
+    return Item(f"{query.id} with {candidate.id}", "\n".join(texts), query.images + candidate.images)
+
+
+class JudgeOptions(Protocol):
+    """What options of a command say about its judge."""
+
+    @property
+    def judge(self) -> str | None:
+        """A directory, an id on the hub, or an address; None: no judge."""
+
+    judge_model: str | None
+    judge_key_env: str | None
+    yes: str
+    no: str
+    batch_size: int
+    device: str | None
+    dtype: str | None
+
+
+def load_judge(options: JudgeOptions) -> Judge:
+    """A judge by its directory or address.
+
+    Args:
+        options: with ``judge``; the words for yes and no differ.
+
+    Raises:
+        UserError: no judge, an address without ``judge_model``, or see `LocalJudge`.
+    """
+    yes, no, judge = options.yes, options.no, options.judge
+    if yes.strip().lower() == no.strip().lower():
+        raise UserError(f"yes={yes} and no={no} must be different words")
+    if judge is None:
+        raise UserError("judge= names a vision-language model: a directory or an address")
+    if not is_address(judge):
+        return LocalJudge(
+            judge, yes=yes, no=no, batch_size=options.batch_size, device=options.device, dtype=options.dtype
+        )
+    if options.judge_model is None:
+        raise UserError(f"judge={judge} is an address: judge_model= names the model there")
+    endpoint = Endpoint(judge, options.judge_model, options.judge_key_env)
+    return RemoteJudge(endpoint, yes=yes, no=no, concurrency=options.batch_size)
+
+
+def rerank(
+    wanted: RetrievalSet,
+    ranking: Ranking,
+    judge: Judge,
+    answers: Answers | None,
+    *,
+    top_n: int,
+    chunk: int,
+    progress: Callable[..., Any] = tqdm,
+    team: Team = ALONE,
+) -> Judged:
+    """Score the best ``top_n`` candidates of every query and reorder them.
+
+    The pairs that have no score yet are shared out in chunks, in the order in which candidates lie in their file. After
+    every round of one chunk a process the first process keeps what all have scored, so a kill costs a round.
+
+    Args:
+        wanted: the retrieval set.
+        ranking: of its queries; the same in all processes.
+        judge: scores pairs.
+        answers: where scores are kept; only the first process needs it.
+        top_n: candidates of each query that are scored.
+        chunk: pairs scored before they are kept.
+        progress: like `tqdm.tqdm`; the first process counts what all have done.
+        team: the processes that share the work.
+
+    Returns:
+        The same in every process.
+
+    Raises:
+        UserError: the judge gives no answer, or too often neither word.
+    """
+    if top_n < 1:
+        raise UserError(f"top_n must be at least 1, got {top_n}")
+    head_QN = ranking.rows_QW[:, : min(top_n, ranking.depth)]
+    query_P, place_P = np.nonzero(head_QN >= 0)
+    row_P = head_QN[query_P, place_P].astype(np.int64)
+    about = {"version": VERSION, "question": QUESTION} | judge.name
+    keys = team.once(lambda: _keys(wanted, query_P, row_P, about))
+    unique = list(dict.fromkeys(keys))
+    known: dict[str, Any] = team.once(lambda: _opened(answers).get(unique))
+    todo = {
+        key: (int(q), int(row)) for key, q, row in zip(keys, query_P, row_P, strict=True) if key not in known
+    }
+    order = sorted(todo, key=lambda key: int(wanted.file_rows_C[todo[key][1]]))
+    chunk = max(min(chunk, -(-len(order) // team.size)), 1)  # nobody is idle where there are few pairs
+    parts = [order[start : start + chunk] for start in range(0, len(order), chunk)]
+    mine = parts[team.rank :: team.size]
+    shown = _candidates(wanted, [[todo[key][1] for key in part] for part in mine])
+    with (progress if team.is_first else Silent)(
+        total=len(unique), initial=len(known), desc="reranking", unit="pair"
+    ) as bar:
+        for number in range(-(-len(parts) // team.size)):  # every process takes part in every round
+            new = {}
+            if number < len(mine):
+                items = next(shown)
+                pairs = [(wanted.queries[todo[key][0]], items[todo[key][1]]) for key in mine[number]]
+                began = time.perf_counter()
+                scores = judge.score(pairs)
+                ms = (time.perf_counter() - began) * 1000 / len(pairs)
+                new = {key: [score, ms] for key, score in zip(mine[number], scores, strict=True)}
+            for found in team.gather(new):
+                if team.is_first and found:
+                    _opened(answers).put(found)
+                known |= found
+                bar.update(len(found))
+    unanswered = sum(known[key][0] is None for key in keys)
+    if unanswered > MAX_UNANSWERED * len(keys):
+        raise UserError(
+            f"{unanswered} of {len(keys)} pairs were answered with neither {' nor '.join(judge.name['words'])}: name the "
+            "words that the judge uses (yes=, no=), or take another judge"
+        )
+    score_QN = np.full(head_QN.shape, -np.inf)
+    ms_QN = np.zeros(head_QN.shape)
+    score_QN[query_P, place_P] = [-1.0 if known[key][0] is None else known[key][0] for key in keys]
+    ms_QN[query_P, place_P] = [known[key][1] for key in keys]
+    return Judged(reorder(ranking, score_QN), len(keys), unanswered, ms_QN.sum(axis=1))
+
+
+def reorder(ranking: Ranking, score_QN: np.ndarray) -> Ranking:
+    """The first N ranks by new scores, equal ones in their old order; the rest below them as it was.
+
+    Args:
+        ranking: as it was; cosines, or anything of which only the order counts.
+        score_QN: new scores of the first N candidates, in [-1, 1]; -inf where there is none.
+
+    Returns:
+        Scores are float64: the new ones, and below them the old ones, moved below -1 as a whole.
+    """
+    num = score_QN.shape[1]
+    order = np.argsort(-score_QN, axis=1, kind="stable")
+    old_QW = ranking.score_QW.astype(np.float64)
+    highest = np.max(old_QW, initial=-np.inf, where=np.isfinite(old_QW))
+    rows_QW = np.concatenate(
+        [np.take_along_axis(ranking.rows_QW[:, :num], order, axis=1), ranking.rows_QW[:, num:]], axis=1
+    )
+    moved_QW = old_QW[:, num:] - (highest + 2.0)  # at most -2
+    score_QW = np.concatenate([np.take_along_axis(score_QN, order, axis=1), moved_QW], axis=1)
+    return Ranking(rows_QW, score_QW, ranking.depth)
+
+
+def _opened(answers: Answers | None) -> Answers:
+    if answers is None:
+        raise ValueError("the first process needs a file of answers")
+    return answers
+
+
+def _keys(wanted: RetrievalSet, query_P: np.ndarray, row_P: np.ndarray, about: dict[str, Any]) -> list[str]:
+    """What each pair's score is kept under: a hash of what the judge is shown and how it is asked."""
+    rows = sorted(set(row_P.tolist()), key=lambda row: int(wanted.file_rows_C[row]))
+    digest_of: dict[int, str] = {}
+    parts = [rows[start : start + HELD_CANDIDATES] for start in range(0, len(rows), HELD_CANDIDATES)]
+    for items in _candidates(wanted, parts):
+        digest_of |= {row: content_digest(item)[0] for row, item in items.items()}
+    asked = [content_digest(item)[0] for item in wanted.queries]
+    return [
+        key_of(about, asked[query], digest_of[row])
+        for query, row in zip(query_P.tolist(), row_P.tolist(), strict=True)
+    ]
+
+
+def _candidates(wanted: RetrievalSet, parts: Sequence[Sequence[int]]) -> Iterator[dict[int, Item]]:
+    """The candidates of each part by row, read from the file once and held no longer than a part needs them.
+
+    Args:
+        wanted: the set.
+        parts: candidate rows, in the order of the file over all parts.
+    """
+    items = enumerate(wanted.corpus_items())
+    at, held = -1, dict[int, Item]()
+    for part in parts:
+        row_of = {int(wanted.file_rows_C[row]): row for row in part}
+        wanted_rows = set(part)
+        held = {row: item for row, item in held.items() if row in wanted_rows}
+        while at < max(row_of):
+            at, item = next(items)
+            if at in row_of:
+                held[row_of[at]] = item
+        yield held
+
+
+def _identity(path: str) -> str:
+    from rge.checkpoints.export import checkpoint_hash
+
+    return checkpoint_hash(Path(path)) if Path(path).is_dir() else path

@@ -1,0 +1,441 @@
+"""Evaluate a checkpoint on a retrieval set.
+
+    python -m eval run checkpoint=DIR set=DIR out=DIR [query_mode=reasoning,direct] [query_modality=both,text,image]
+
+set --sets--> items --encode--> embeddings (sharded, resumable) --search--> ranking --metrics, stats--> outputs --report-->
+
+Candidates are encoded once and serve every condition; a condition is a query mode with a query modality. One condition
+is written to ``out`` itself, several to ``out/<mode>-<modality>`` each. Under ``accelerate launch`` all processes encode
+into one cache, and the first one does the rest.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eval.benchmarks.protocols import protocol_for
+from eval.benchmarks.suite import is_suite, run_members
+from eval.commands.audit import Audit, audit_training, training_files
+from eval.embedding.fill_cache import Embeds, Mode, mean_cosine
+from eval.embedding.processes import Team, join
+from eval.embedding.rewrite import PROMPTS, load_rewriter, rewritten
+from eval.embedding.set_embeddings import Embeddings, contents_of, is_sampled
+from eval.scoring.evaluation import write_evaluation
+from eval.scoring.metrics import CUTOFFS
+from eval.scoring.output_files import RESULTS, check_out, self_retrieval, summary
+from eval.scoring.protocol import Protocol
+from eval.scoring.search import DEPTH, Ranking, rows_within, search
+from eval.sets.retrieval_set import MODALITIES, Modality, RetrievalSet, load_set
+from rge.common.options import UserError, one_of
+from rge.common.prompt_profiles import PROFILES
+from rge.common.schema import Encoded
+
+MODES: tuple[Mode, ...] = ("reasoning", "direct")
+MAX_INSTRUCTIONS = 20
+"""Instructions listed in results.json; a set may have one a query."""
+
+
+@dataclass(kw_only=True)
+class RunOptions:
+    """Options of ``python -m eval run``."""
+
+    checkpoint: Path | None = None
+    """Checkpoint directory with ``rge.json``; the same as model=DIR."""
+    model: str | None = None
+    """Any embedder of `eval.models.registry`: a directory, or an id on the Hugging Face hub."""
+    adapter: str | None = None
+    """How that embedder is asked; null: what its files say it is."""
+    revision: str | None = None
+    """Commit, tag or branch of an id on the hub."""
+    set: Path
+    """Retrieval set directory, see `eval.sets.retrieval_set`, or a suite of them, see `eval.benchmarks.suite`."""
+    out: Path
+    """Output directory."""
+    query_mode: tuple[str, ...] = ("reasoning",)
+    """reasoning and/or direct: whether a query writes a rationale before it is embedded."""
+    query_modality: tuple[str, ...] = ("both",)
+    """both, text and/or image: what a query keeps; the shortcut ablations."""
+    batch_size: int = 32
+    """Items embedded at once; changes speed and memory, not the embeddings."""
+    limit: int | None = None
+    """Only the first so many queries, for a quick look; the pool stays whole."""
+    cache: Path | None = None
+    """Where embeddings are kept; null: ``out/.cache``. May be shared by any number of runs."""
+    by: tuple[str, ...] = ()
+    """Further query columns to report by, besides the set's ``report_by``."""
+    embedding_dims: int | None = None
+    """Only the first so many components of every embedding, normalised again: for checkpoints trained with
+    loss.matryoshka_dims. null: all. The cache holds whole embeddings, so that another size costs nothing."""
+    candidate_mode: str = "direct"
+    """direct or reasoning: whether a candidate writes a rationale too."""
+    depth: int = DEPTH
+    """Length of a ranking."""
+    memory_mb: float = 2048.0
+    """For the pool's embeddings; a larger pool is searched in blocks of this size out of a file in the cache."""
+    search_on: str = "cpu"
+    """cpu or gpu (needs a faiss that was built for it)."""
+    device: str | None = None
+    """Such as cuda:0; null: a GPU if there is one."""
+    dtype: str | None = None
+    """Weights' dtype; null: float32 on CPU, the recipe's on GPU."""
+    max_new_tokens: int | None = None
+    """Cap on a rationale in tokens; null: the checkpoint's."""
+    temperature: float | None = None
+    """Sampling temperature of rationales; null: the checkpoint's, which is greedy."""
+    seed: int = 0
+    """Of the resampling, and of sampled rationales."""
+    benchmark: str = "generic"
+    """Protocol of a known benchmark: generic, rmir, mmeb, mmbright or pinpoint."""
+    profile: str = "clean"
+    """clean is the defensible protocol, official what the benchmark's released code computes."""
+    prompts: str | None = None
+    """Prompt profile instead of the checkpoint's; null: the set's where it says one, else the checkpoint's."""
+    rewrite: str | None = None
+    """caption or reformulate: words that a vision-language model adds to each query first, see `eval.embedding.rewrite`."""
+    rewriter: str | None = None
+    """Address of its OpenAI-compatible endpoint."""
+    rewriter_model: str | None = None
+    """Its name there."""
+    rewriter_key_env: str | None = None
+    """Environment variable with the key; null: it needs none."""
+    train: tuple[str, ...] = ("auto",)
+    """Training files (JSON lines) to look for the set's pictures in; auto: those that rge.json names; null: none."""
+    report: bool = True
+    """Whether to write report.html."""
+    overwrite: bool = False
+    """Replace the output of another checkpoint or set."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A way of asking: mode, modality, and the directory that its output goes to."""
+
+    mode: Mode
+    modality: Modality
+    out: Path
+
+
+def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[Path]:
+    """Evaluate, write the outputs, and return their directories.
+
+    Args:
+        options: see `RunOptions`.
+        load: makes the encoder; `eval.models.registry.load_model` by default.
+
+    Raises:
+        UserError: something given is wrong; see the modules named above.
+    """
+    if is_suite(options.set):
+        _conditions(options)
+        dirs = run_members(options, run, load or default_loader(options))
+        if options.report and join().is_first:
+            from eval.pages.leaderboard import write_leaderboard
+
+            print(f"\n{write_leaderboard([str(path) for path in dirs], options.out / 'report.html')}")
+        return dirs
+    conditions = _conditions(options)
+    session = start(options, conditions, load)
+    embeddings, seed = session.embeddings, session.seed
+    embeddings.fill_candidates(session.candidate_mode, seed)
+    if session.team.is_first:
+        candidate_CD = embeddings.candidates(session.candidate_mode, seed)  # refuses what cannot be ranked
+    for one in conditions:
+        embeddings.fill_queries(one.mode, one.modality, seed)
+    if not session.team.is_first:
+        return [one.out for one in conditions]
+    for one in conditions:
+        encoded = embeddings.queries(one.mode, one.modality, seed)
+        ranking = session.rank(encoded.embeddings, candidate_CD)
+        warnings = [w for w in session.warnings if one.mode == "reasoning" or not w.startswith("query_mode")]
+        figures = {
+            "warnings": warnings,
+            "mean_cosine": {"query": mean_cosine(encoded.embeddings), "candidate": mean_cosine(candidate_CD)},
+            "embedding_dim": candidate_CD.shape[1],
+        }
+        results = session.write(one, ranking, encoded, figures)
+        print(
+            f"\n{session.wanted.name}: {one.mode}, {one.modality} -> {one.out}\n"
+            f"{summary(results, session.protocol.headline)}",
+            flush=True,
+        )
+    dirs = [one.out for one in conditions]
+    if options.report:
+        from eval.pages.report import write_report
+
+        page = options.out / "report.html"
+        if options.benchmark == "generic":
+            print(f"\n{write_report(dirs, page)}")
+        else:
+            print(f"\n{write_report(dirs, page, metric=session.protocol.headline[0])}")
+    return dirs
+
+
+@dataclass(frozen=True)
+class Session:
+    """An encoder, loaded, in front of a checked set.
+
+    Attributes:
+        options: what was asked for.
+        wanted: the set, as the protocol wants it.
+        protocol: what figures mean.
+        encoder: see `eval.embedding.fill_cache.Embeds`.
+        embeddings: its embeddings of the set.
+        warnings: what a reader of the figures has to know.
+        audit: what training saw of the set; None if there is nothing to look into.
+        team: the processes that encode.
+        seed: of drawn rationales; None where the encoder decodes greedily.
+    """
+
+    options: RunOptions
+    wanted: RetrievalSet
+    protocol: Protocol
+    encoder: Embeds
+    embeddings: Embeddings
+    warnings: list[str]
+    audit: Audit | None
+    team: Team
+    seed: int | None
+
+    @property
+    def candidate_mode(self) -> Mode:
+        """Whether candidates write a rationale."""
+        return "reasoning" if self.options.candidate_mode == "reasoning" else "direct"
+
+    def rank(self, query_QD: np.ndarray, candidate_CD: np.ndarray) -> Ranking:
+        """Exact search with the set's exclusions and candidate lists."""
+        return search(
+            query_QD,
+            candidate_CD,
+            depth=self.options.depth,
+            excluded=self.wanted.excluded,
+            candidates=self.wanted.candidates,
+            block_rows=rows_within(self.options.memory_mb, candidate_CD.shape[1]),
+            on_gpu=self.options.search_on == "gpu",
+        )
+
+    def write(
+        self, condition: Condition, ranking: Ranking, encoded: Encoded, more: Mapping[str, Any], tag: str = ""
+    ) -> dict[str, Any]:
+        """Score a ranking and write its output directory.
+
+        Args:
+            condition: how it was asked, and where the output goes.
+            ranking: of all queries.
+            encoded: rationales and costs.
+            more: further keys of results.json.
+            tag: of the run file, after the checkpoint's hash; default: mode and modality.
+
+        Returns:
+            Content of results.json.
+        """
+        about = {
+            **_measured_with(self.options, self.wanted, self.encoder, condition),
+            "warnings": self.warnings,
+            "audit": self.audit.content if self.audit is not None else None,
+            "self_retrieval": self_retrieval(ranking, self.embeddings.contents.own),
+            **more,
+        }
+        return write_evaluation(
+            condition.out,
+            self.wanted,
+            ranking,
+            self.protocol,
+            about,
+            tag=f"{self.encoder.checkpoint_hash[:12]}-{tag or f'{condition.mode}-{condition.modality}'}",
+            seed=self.options.seed,
+            encoded=encoded,
+            limit=self.options.limit,
+        )
+
+
+def start(
+    options: RunOptions, conditions: Sequence[Condition], load: Callable[..., Embeds] | None = None
+) -> Session:
+    """Check the set, read its pictures once, load the encoder and say what has to be said.
+
+    Raises:
+        UserError: something given is wrong, or an output directory holds something else.
+    """
+    team = join()
+    wanted = load_set(options.set, by=options.by)
+    protocol = protocol_for(options.benchmark, options.profile, wanted)
+    wanted = protocol.prepare(wanted)
+    if options.limit is not None:
+        wanted = wanted.first(options.limit)
+    if options.depth < min(max(CUTOFFS), len(wanted.corpus_ids)):
+        raise UserError(f"depth must be at least {max(CUTOFFS)}, the deepest metric, got {options.depth}")
+    root = options.cache or options.out / ".cache"
+    rewriter = load_rewriter(
+        options.rewrite, options.rewriter, options.rewriter_model, options.rewriter_key_env, root
+    )
+    if rewriter is not None:
+        wanted = team.once(lambda: rewritten(wanted, rewriter))
+    # One pass over all pictures before the model is loaded: it names what the embeddings depend on, and a missing
+    # picture shows now instead of in the last shard.
+    modalities = list(dict.fromkeys(one.modality for one in conditions))
+    contents = team.once(lambda: contents_of(wanted, modalities))
+    encoder = _load(options, load, wanted.meta.get("prompts"))
+    audit = team.once(lambda: _audit(options, encoder, wanted))
+    warnings = _warnings(conditions, encoder, wanted, audit)
+    for warning in warnings if team.is_first else ():
+        print(f"WARNING: {warning}", file=sys.stderr, flush=True)
+    for one in conditions:
+        check_out(one.out, _identity(options, wanted, encoder, one), overwrite=options.overwrite)
+    embeddings = Embeddings(
+        encoder, wanted, contents, root, options.batch_size, options.memory_mb, team, options.embedding_dims
+    )
+    seed = options.seed if is_sampled(encoder) else None
+    return Session(options, wanted, protocol, encoder, embeddings, warnings, audit, team, seed)
+
+
+def _conditions(options: RunOptions) -> list[Condition]:
+    one_of("query_mode", options.query_mode, MODES)
+    one_of("query_modality", options.query_modality, MODALITIES)
+    one_of("candidate_mode", [options.candidate_mode], MODES)
+    one_of("search_on", [options.search_on], ("cpu", "gpu"))
+    if options.memory_mb <= 0:
+        raise UserError(f"memory_mb must be above 0, got {options.memory_mb:g}")
+    protocol_for(options.benchmark, options.profile)
+    if options.prompts is not None:
+        one_of("prompts", [options.prompts], tuple(PROFILES))
+    if options.batch_size < 1:
+        raise UserError(f"batch_size must be at least 1, got {options.batch_size}")
+    pairs = [(mode, modality) for mode in MODES for modality in MODALITIES]
+    pairs = [pair for pair in pairs if pair[0] in options.query_mode and pair[1] in options.query_modality]
+    if len(pairs) == 1:
+        return [Condition(*pairs[0], options.out)]
+    if (options.out / RESULTS).exists():
+        raise UserError(
+            f"{options.out} holds a single evaluation, these would be {len(pairs)}: give another out="
+        )
+    return [Condition(mode, modality, options.out / f"{mode}-{modality}") for mode, modality in pairs]
+
+
+def _audit(options: RunOptions, encoder: Embeds, wanted: RetrievalSet) -> Audit | None:
+    files = [Path(name) for name in options.train if name != "null"]
+    if options.train == ("auto",):
+        files = training_files(encoder.settings.get("recipe") or {})
+    return audit_training(wanted, files) if files else None
+
+
+def _warnings(
+    conditions: Sequence[Condition], encoder: Embeds, wanted: RetrievalSet, audit: Audit | None
+) -> list[str]:
+    """What a reader of the figures has to know first."""
+    out = list(wanted.meta.get("notes", []))
+    if encoder.settings.get("reasons") == "none" and any(one.mode == "reasoning" for one in conditions):
+        out.append(
+            "query_mode=reasoning, but rge.json says that this checkpoint was trained without rationales (reasons: none): "
+            "its embeddings after a rationale are not what it was trained for; query_mode=direct is"
+        )
+    return out + (audit.warnings if audit is not None else [])
+
+
+def _load(options: RunOptions, load: Callable[..., Embeds] | None, of_set: str | None = None) -> Embeds:
+    name = _model(options)
+    if load is None and options.checkpoint is not None and not options.checkpoint.is_dir():
+        raise UserError(
+            f"checkpoint {name} does not exist; model=NAME also takes an id on the Hugging Face hub"
+        )
+    encoder = (load or default_loader(options))(
+        name,
+        device=options.device,
+        dtype=options.dtype,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+    )
+    if "reasoning" in options.query_mode and "reasoning" not in encoder.settings.get("modes", MODES):
+        raise UserError(f"{name} writes no rationale: give query_mode=direct")
+    profile = options.prompts or of_set
+    if profile is not None and profile != encoder.settings["profile"]:
+        builder, reword = (getattr(encoder, name, None) for name in ("builder", "reword"))
+        if reword is not None:  # an adapter's own
+            reword(profile)
+            return encoder
+        if builder is None:
+            raise UserError(f"prompts={profile}: this encoder words its prompts itself")
+        from rge.model.prompts import PromptBuilder
+
+        encoder.builder = PromptBuilder(builder.processor, profile, builder.max_tokens)  # type: ignore[attr-defined]
+        encoder.settings = encoder.settings | {"profile": profile}  # also part of the cache's name
+    return encoder
+
+
+def default_loader(options: RunOptions) -> Callable[..., Embeds]:
+    """What loads the embedder that the options name."""
+    from eval.models.registry import load_model
+
+    return partial(load_model, adapter=options.adapter, revision=options.revision)
+
+
+def _model(options: RunOptions) -> str:
+    given = [str(one) for one in (options.checkpoint, options.model) if one is not None]
+    if len(given) != 1:
+        raise UserError(f"give checkpoint=DIR or model=NAME, got {' and '.join(given) or 'neither'}")
+    return given[0]
+
+
+def _identity(
+    options: RunOptions, wanted: RetrievalSet, encoder: Embeds, condition: Condition
+) -> dict[str, Any]:
+    return {
+        "set.fingerprint": wanted.fingerprint,
+        "checkpoint_hash": encoder.checkpoint_hash,
+        "query_mode": condition.mode,
+        "query_modality": condition.modality,
+        "embedding_dims": options.embedding_dims,
+        "candidate_mode": options.candidate_mode,
+        "rewrite.kind": options.rewrite,
+        "rewrite.model": options.rewriter_model,
+    }
+
+
+def _measured_with(
+    options: RunOptions, wanted: RetrievalSet, encoder: Embeds, condition: Condition
+) -> dict[str, Any]:
+    """What results.json says of how it was measured."""
+    return {
+        "query_mode": condition.mode,
+        "query_modality": condition.modality,
+        "embedding_dims": options.embedding_dims,
+        "candidate_mode": options.candidate_mode,
+        "model": _named(options, encoder),
+        "checkpoint": str(encoder.checkpoint),
+        "checkpoint_hash": encoder.checkpoint_hash,
+        "prompts": _prompts(wanted, encoder),
+        "rewrite": None
+        if options.rewrite is None
+        else {"kind": options.rewrite, "model": options.rewriter_model, "prompts": PROMPTS[options.rewrite]},
+        "settings": {key: value for key, value in encoder.settings.items() if key != "recipe"},
+        "decoding": encoder.settings["generation"],
+        "dtype": encoder.settings["dtype"],
+        "batch_size": options.batch_size,
+        "depth": options.depth,
+    }
+
+
+def _named(options: RunOptions, encoder: Embeds) -> dict[str, Any]:
+    """Which embedder it was, for tables of several."""
+    known = encoder.settings
+    return {
+        "name": known.get("model") or _model(options),
+        "adapter": known.get("adapter", "rge"),
+        "revision": known.get("revision"),
+    }
+
+
+def _prompts(wanted: RetrievalSet, encoder: Embeds) -> dict[str, Any]:
+    """How queries and candidates were worded: the profile's templates and the set's instructions."""
+    profile = encoder.settings["profile"]
+    instructions = sorted({item.instruction or "" for item in wanted.queries})
+    return {
+        "profile": profile,
+        "templates": asdict(PROFILES[profile]) if profile in PROFILES else None,
+        "instructions": instructions[:MAX_INSTRUCTIONS],
+        "num_instructions": len(instructions),
+    }

@@ -1,0 +1,1 @@
+"""Embeddings of a set: filled by one process or many, kept in shards that cannot be stale."""

@@ -1,0 +1,119 @@
+"""Let a vision-language model add words to queries before anything is embedded or matched.
+
+Two baselines of MM-BRIGHT (section 5): a **caption** of the query's pictures, or a **reformulation** that spells out what
+is asked. Either is appended to the query's text. What follows, any embedder or BM25, sees a set with longer queries;
+together with ``query_modality=text`` a text model thus hears of pictures. The paper prints a template for
+reformulations; the words here are ours, and they stand in results.json.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from eval.judging.answer_store import Answers, key_of
+from eval.judging.endpoint import Endpoint, sendable
+from eval.sets.retrieval_set import RetrievalSet, content_digest
+from rge.common.options import UserError, one_of
+from rge.common.schema import Item
+
+PROMPTS = {
+    "caption": (
+        "You describe pictures for people who cannot see them.",
+        "Describe what can be seen, with every label, number and relation that a search for an answer might need. "
+        "Give the description only.",
+    ),
+    "reformulate": (
+        "You turn questions with pictures into search queries.",
+        "Rewrite the question above so that a search finds the documents that answer it. Name the need behind it, what "
+        "the pictures show and how that bears on it, the full forms of abbreviations and the technical terms, and what "
+        "kind of document would help. Give the rewritten query only.",
+    ),
+}
+"""Kind -> (system prompt, request after question and pictures)."""
+MAX_TOKENS = 512
+CONCURRENCY = 8
+
+
+@dataclass(frozen=True)
+class Rewriter:
+    """How queries are rewritten.
+
+    Attributes:
+        kind: key of `PROMPTS`.
+        endpoint: writes.
+        answers: where texts are kept.
+    """
+
+    kind: str
+    endpoint: Endpoint
+    answers: Answers
+
+    def about(self) -> dict[str, Any]:
+        """For results.json."""
+        system, request = PROMPTS[self.kind]
+        return {"kind": self.kind, "model": self.endpoint.model, "system": system, "request": request}
+
+
+def load_rewriter(
+    kind: str | None, url: str | None, model: str | None, key_env: str | None, cache: Path
+) -> Rewriter | None:
+    """A rewriter as options name it; None where they name none.
+
+    Raises:
+        UserError: an unknown kind, or only half of what is needed.
+    """
+    if kind is None:
+        if url is not None or model is not None:
+            raise UserError(f"rewriter= and rewriter_model= need rewrite={' or rewrite='.join(PROMPTS)}")
+        return None
+    one_of("rewrite", [kind], tuple(PROMPTS))
+    if url is None or model is None:
+        raise UserError(
+            f"rewrite={kind} needs rewriter=ADDRESS of an OpenAI-compatible endpoint and rewriter_model=NAME"
+        )
+    return Rewriter(kind, Endpoint(url, model, key_env), Answers(cache / "rewrites.sqlite"))
+
+
+def rewritten(wanted: RetrievalSet, rewriter: Rewriter) -> RetrievalSet:
+    """The same set with longer queries; a query without pictures gets no caption.
+
+    Raises:
+        UserError: the endpoint gives no answer.
+    """
+    added = additions(wanted.queries, rewriter)
+    queries = [
+        replace(query, text="\n".join(part for part in (query.text, more) if part))
+        for query, more in zip(wanted.queries, added, strict=True)
+    ]
+    return replace(wanted, queries=queries)
+
+
+def additions(queries: Sequence[Item], rewriter: Rewriter) -> list[str | None]:
+    """What is appended to each query, asked for once and then kept; None for nothing."""
+    system, request = PROMPTS[rewriter.kind]
+    about = rewriter.about()
+    keys = {
+        row: key_of("rewrite", MAX_TOKENS, about, content_digest(query)[0])
+        for row, query in enumerate(queries)
+        if query.images or rewriter.kind != "caption"
+    }
+    known = rewriter.answers.get(list(dict.fromkeys(keys.values())))
+    todo = {key: queries[row] for row, key in keys.items() if key not in known}
+
+    def ask(one: tuple[str, Item]) -> tuple[str, str]:
+        key, query = one
+        pictures = [sendable(ref) for ref in query.images]
+        # A caption is of the pictures alone: it must not repeat or answer the question.
+        asked = [] if rewriter.kind == "caption" or not query.text else [query.text]
+        text = rewriter.endpoint.write([*asked, *pictures, request], system=system, max_tokens=MAX_TOKENS)
+        rewriter.answers.put({key: text})
+        return key, text
+
+    with ThreadPoolExecutor(CONCURRENCY) as pool:
+        done = tqdm(pool.map(ask, todo.items()), total=len(todo), desc=rewriter.kind, disable=not todo)
+        known |= dict(done)
+    return [known[keys[row]] if row in keys else None for row in range(len(queries))]

@@ -1,0 +1,207 @@
+"""One encoder on one retrieval set: which embeddings there are, what they are named by, and where they are kept.
+
+Filling a cache and reading it are two steps: with several processes all of them fill, and only the first one reads.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from eval.embedding.fill_cache import Embeds, Mode, Side, check_collapse, cut, fill
+from eval.embedding.processes import ALONE, Team
+from eval.embedding.shards import (
+    Cache,
+    cache_at,
+    cache_key,
+    encoder_key,
+    open_cache,
+    read,
+    read_costs,
+    read_embeddings,
+)
+from eval.sets.retrieval_set import Modality, RetrievalSet, content_digest
+from rge.common.prompt_profiles import PROFILES
+from rge.common.schema import Encoded, Item
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a set shows, as hashes; made before a model is loaded, so that a missing picture shows at once.
+
+    Attributes:
+        candidates: content digest of each candidate in the order of the file.
+        queries: per modality the content digest of each query.
+        own: per query the candidate rows (in the order of ids) that show one of its pictures, byte for byte.
+    """
+
+    candidates: list[str]
+    queries: dict[Modality, list[str]]
+    own: list[np.ndarray]
+
+
+def contents_of(wanted: RetrievalSet, modalities: Sequence[Modality]) -> Contents:
+    """Read every picture of a set once.
+
+    Raises:
+        rge.common.images.ImageError: one cannot be read.
+    """
+    row_of_C = np.empty(len(wanted.file_rows_C), np.int64)
+    row_of_C[wanted.file_rows_C] = np.arange(len(row_of_C))
+    candidates: list[str] = []
+    rows_of_picture: dict[str, list[int]] = {}
+    items = tqdm(
+        wanted.corpus_items(), desc=f"{'reading the pool':>17}", total=len(row_of_C), unit="item", delay=2
+    )
+    for file_row, item in enumerate(items):
+        content, pictures = content_digest(item)
+        candidates.append(content)
+        for picture in pictures:
+            rows_of_picture.setdefault(picture, []).append(int(row_of_C[file_row]))
+    queries = {
+        modality: [content_digest(item)[0] for item in wanted.query_items(modality)]
+        for modality in modalities
+    }
+
+    def own(query: Item) -> np.ndarray:
+        pictures = content_digest(query)[1]
+        return np.array(sorted({row for one in pictures for row in rows_of_picture.get(one, [])}), np.int64)
+
+    return Contents(candidates, queries, [own(query) for query in wanted.queries])
+
+
+@dataclass
+class Embeddings:
+    """The embeddings of one encoder on one set.
+
+    Attributes:
+        encoder: see `eval.embedding.fill_cache.Embeds`.
+        wanted: the set.
+        contents: see `contents_of`.
+        root: directory of all caches.
+        batch_size: items embedded at once.
+        memory_mb: of a pool's embeddings; a larger one is a memory map.
+        team: the processes that share the work.
+        dims: components of an embedding that are used; None: all. Caches hold them whole.
+    """
+
+    encoder: Embeds
+    wanted: RetrievalSet
+    contents: Contents
+    root: Path
+    batch_size: int
+    memory_mb: float
+    team: Team = ALONE
+    dims: int | None = None
+    _filled: dict[tuple[Any, ...], Cache] = field(default_factory=dict)
+
+    def fill_queries(self, mode: Mode, modality: Modality, seed: int | None = None) -> Cache:
+        """Complete the cache of the queries in a condition."""
+        items = self.wanted.query_items(modality)
+        return self._fill("query", mode, modality, items, self.contents.queries[modality], seed)
+
+    def fill_candidates(self, mode: Mode, seed: int | None = None) -> Cache:
+        """Complete the cache of the pool."""
+        return self._fill(
+            "candidate", mode, "both", self.wanted.corpus_items(), self.contents.candidates, seed
+        )
+
+    def queries(self, mode: Mode, modality: Modality, seed: int | None = None) -> Encoded:
+        """Embeddings and rationales of the queries in file order.
+
+        Raises:
+            UserError: they are all the same.
+        """
+        found = read(self.fill_queries(mode, modality, seed))
+        found = replace(found, embeddings=cut(found.embeddings, self.dims))
+        check_collapse(found.embeddings, self.contents.queries[modality], "query")
+        return found
+
+    def candidates(self, mode: Mode, seed: int | None = None) -> np.ndarray:
+        """Embeddings of the pool in the order of ids, (C, D) float32.
+
+        Raises:
+            UserError: they are all the same.
+        """
+        cache = self.fill_candidates(mode, seed)
+        place = np.empty(cache.num_items, np.int64)
+        place[self.wanted.file_rows_C] = np.arange(
+            cache.num_items
+        )  # from the order of the file to that of ids
+        found = cut(read_embeddings(cache, place, self.memory_mb), self.dims)
+        contents = [self.contents.candidates[row] for row in self.wanted.file_rows_C.tolist()]
+        check_collapse(found, contents, "candidate")
+        return found
+
+    def candidate_costs(self, mode: Mode, seed: int | None = None) -> dict[str, float]:
+        """Mean tokens and milliseconds of a candidate, see `eval.embedding.shards.read_costs`."""
+        return read_costs(self.fill_candidates(mode, seed))
+
+    def _fill(
+        self,
+        side: Side,
+        mode: Mode,
+        modality: str,
+        items: Iterable[Item],
+        contents: Sequence[str],
+        seed: int | None,
+    ) -> Cache:
+        seed = seed if mode == "reasoning" else None
+        done = self._filled.get((side, mode, modality, seed))
+        if done is not None:
+            return done
+        settings = keyed_settings(self.encoder, mode) | {"seed": seed}
+        named = {
+            "checkpoint_hash": self.encoder.checkpoint_hash,
+            "settings": settings,
+            "side": side,
+            "mode": mode,
+        }
+        key = cache_key(**named, modality=modality, fingerprint=self.wanted.fingerprint, contents=contents)
+        about = {"side": side, "mode": mode, "modality": modality, "set": self.wanted.name}
+        about["checkpoint_hash"] = self.encoder.checkpoint_hash
+        names = contents
+        if seed is not None:  # a drawn rationale is the item's own
+            items = list(items) if side == "query" else items
+            ids = [item.id for item in items] if side == "query" else self._file_ids()
+            names = [f"{content} {name}" for content, name in zip(contents, ids, strict=True)]
+        opened = (self.root, key, len(contents), about)
+        self.team.once(lambda: open_cache(*opened, encoder=encoder_key(**named), names=names) and None)
+        cache = cache_at(*opened, names=names)
+        fill(
+            self.encoder,
+            items,
+            cache,
+            side=side,
+            mode=mode,
+            batch_size=self.batch_size,
+            seed=seed,
+            team=self.team,
+        )
+        self._filled[side, mode, modality, seed] = cache
+        return cache
+
+    def _file_ids(self) -> list[str]:
+        ids = [""] * len(self.wanted.corpus_ids)
+        for name, file_row in zip(self.wanted.corpus_ids, self.wanted.file_rows_C.tolist(), strict=True):
+            ids[file_row] = name
+        return ids
+
+
+def keyed_settings(encoder: Embeds, mode: Mode) -> dict[str, Any]:
+    """What of an encoder's settings decides its embeddings, with the prompts' wording itself."""
+    settings = dict(encoder.settings)
+    profile = settings.get("profile")
+    if profile in PROFILES:
+        settings["templates"] = asdict(PROFILES[profile])
+    if mode == "direct":  # nothing is generated, so another cap on rationales changes nothing
+        settings.pop("generation", None)
+    return settings
+
+
+def is_sampled(encoder: Embeds) -> bool:
+    """Whether its rationales are drawn, so that a seed changes them."""
+    return encoder.settings["generation"]["temperature"] > 0

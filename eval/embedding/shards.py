@@ -1,0 +1,322 @@
+"""Embeddings and rationales on disk: shards that survive a kill, in caches that cannot be stale.
+
+A cache is a directory of Parquet shards, each renamed into place when complete. Its name is a hash of everything that
+determines the embeddings (`cache_key`): checkpoint, prompts, pixels, generation settings, side, mode, modality,
+retrieval set and the bytes of every text and picture. A cache of anything else has another name, so a stale one is
+never even opened. Which rows a shard holds stands in its name, so a resumed run may use another batch size.
+
+Every row also carries the hash of what it shows. An embedding depends on nothing else of a set, so a changed or another
+set takes over the rows that the same encoder has already made (`adopt`): no rationale is written twice.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rge.common.options import UserError
+from rge.common.schema import Encoded
+
+FORMAT = 2
+"""Of the shards; part of the key, so that a new format never meets an old shard."""
+ABOUT = "about.json"
+ADOPTED_ROWS = 4096
+"""Rows of a shard that is put together from another cache."""
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Where the shards of one side in one condition are kept.
+
+    Attributes:
+        path: the directory; it exists.
+        num_items: rows that all shards together hold.
+        names: hash of what each row shows, or None where nothing is to be taken over.
+    """
+
+    path: Path
+    num_items: int
+    names: Sequence[str] | None = None
+
+
+def encoder_key(*, checkpoint_hash: str, settings: dict[str, Any], side: str, mode: str) -> str:
+    """Name of everything that determines an item's embedding but the item, 64 hexadecimal digits.
+
+    Args:
+        checkpoint_hash: of the weights, tokenizer and configuration.
+        settings: prompts, pixel limits, generation settings, dtype.
+        side: query or candidate.
+        mode: reasoning or direct.
+    """
+    return _hash(
+        [str(FORMAT), checkpoint_hash, json.dumps(settings, sort_keys=True, default=str), side, mode]
+    )
+
+
+def cache_key(
+    *, checkpoint_hash: str, settings: dict[str, Any], side: str, mode: str, modality: str, fingerprint: str, contents: Iterable[str]
+) -> str:  # fmt: skip
+    """Name of everything that determines a side's embeddings, 64 hexadecimal digits.
+
+    Args:
+        checkpoint_hash: see `encoder_key`.
+        settings: likewise.
+        side: likewise.
+        mode: likewise.
+        modality: both, text or image.
+        fingerprint: of the retrieval set.
+        contents: content digest of every item, in order.
+    """
+    encoder = encoder_key(checkpoint_hash=checkpoint_hash, settings=settings, side=side, mode=mode)
+    return _hash([encoder, modality, fingerprint, *contents])
+
+
+def open_cache(
+    root: Path,
+    key: str,
+    num_items: int,
+    describe: dict[str, Any],
+    *,
+    encoder: str | None = None,
+    names: Sequence[str] | None = None,
+) -> Cache:
+    """Create or reopen the cache of a key; to be done by one process.
+
+    Args:
+        root: directory of all caches.
+        key: see `cache_key`.
+        num_items: rows of the side.
+        describe: written beside the shards for people who wonder what they are.
+        encoder: see `encoder_key`; a new cache takes over the rows of others with the same.
+        names: hash of what each row shows; needed for that.
+    """
+    cache = cache_at(root, key, num_items, describe, names)
+    cache.path.mkdir(parents=True, exist_ok=True)
+    for left_over in cache.path.glob("*.tmp"):  # of a killed run
+        left_over.unlink(missing_ok=True)
+    if encoder is not None and names is not None and not shards_of(cache):
+        adopt(cache, root, encoder)
+    about = describe | {"key": key, "encoder": encoder}
+    write_atomically(cache.path / ABOUT, json.dumps(about, indent=2, default=str).encode())
+    return cache
+
+
+def cache_at(
+    root: Path, key: str, num_items: int, describe: dict[str, Any], names: Sequence[str] | None = None
+) -> Cache:
+    """The cache that `open_cache` has opened, in another process."""
+    name = f"{describe['side']}-{describe['mode']}-{describe['modality']}-{key[:20]}"
+    return Cache(root / name, num_items, names)
+
+
+def adopt(cache: Cache, root: Path, encoder: str) -> int:
+    """Take over rows that show the same from other caches of the same encoder.
+
+    Args:
+        cache: without shards.
+        root: directory of all caches.
+        encoder: see `encoder_key`.
+
+    Returns:
+        How many rows.
+
+    Raises:
+        UserError: a shard of another cache cannot be read.
+    """
+    assert cache.names is not None
+    rows_of: dict[str, list[int]] = {}
+    for row, name in enumerate(cache.names):
+        rows_of.setdefault(name, []).append(row)
+    source: dict[int, tuple[Path, int]] = {}
+    for folder in sorted(path.parent for path in root.glob(f"*/{ABOUT}")):
+        if folder == cache.path or _about(folder).get("encoder") != encoder:
+            continue
+        for path in sorted(folder.glob("*.parquet")):
+            for index, name in enumerate(_read(path, ("content",))["content"].to_pylist()):
+                for row in rows_of.get(name, ()):
+                    source.setdefault(row, (path, index))
+    table_of = lru_cache(maxsize=8)(_read)
+    rows = np.array(sorted(source), np.int64)
+    for stretch in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1) if len(rows) else ():
+        for start in range(0, len(stretch), ADOPTED_ROWS):
+            part = stretch[start : start + ADOPTED_ROWS].tolist()
+            tables = [table_of(source[row][0]).slice(source[row][1], 1) for row in part]
+            _write_table(cache, part[0], pa.concat_tables(tables).combine_chunks())
+    return len(rows)
+
+
+def shards_of(cache: Cache) -> list[tuple[int, int]]:
+    """First row and row after the last of every complete shard, ascending."""
+    found = []
+    for path in cache.path.glob("*.parquet"):
+        start, stop = map(int, path.stem.split("-"))
+        found.append((start, stop))
+    return sorted(found)
+
+
+def covered(cache: Cache) -> np.ndarray:
+    """Which rows some shard holds, (num_items,) bool."""
+    done = np.zeros(cache.num_items, bool)
+    for start, stop in shards_of(cache):
+        done[start:stop] = True
+    return done
+
+
+def write_shard(cache: Cache, start: int, encoded: Encoded) -> None:
+    """Keep rows from ``start`` on; on return they survive a kill."""
+    num, dim = encoded.embeddings.shape
+    names = None if cache.names is None else list(cache.names[start : start + num])
+    columns = {
+        "embedding": pa.FixedSizeListArray.from_arrays(
+            pa.array(encoded.embeddings.ravel(), pa.float32()), dim
+        ),
+        "rationale": pa.array(encoded.rationales, pa.string()),
+        "num_rationale_tokens": pa.array(encoded.num_rationale_tokens, pa.int64()),
+        "stop_reason": pa.array(encoded.stop_reasons, pa.string()),
+        "generate_ms": pa.array(encoded.generate_ms, pa.float64()),
+        "embed_ms": pa.array(encoded.embed_ms, pa.float64()),
+        "content": pa.array([None] * num if names is None else names, pa.string()),
+    }
+    _write_table(cache, start, pa.table(columns))
+
+
+def read(cache: Cache) -> Encoded:
+    """Everything that a complete cache holds, rows in the order of the items.
+
+    Raises:
+        UserError: a shard is damaged, or rows are missing.
+    """
+    parts = [table for _, _, table in _parts(cache)]
+    table = pa.concat_tables(parts).combine_chunks()
+    return Encoded(
+        embeddings=np.ascontiguousarray(_embedding_rows(table)),
+        rationales=table["rationale"].to_pylist(),
+        num_rationale_tokens=table["num_rationale_tokens"].to_numpy(),
+        stop_reasons=table["stop_reason"].to_pylist(),
+        generate_ms=table["generate_ms"].to_numpy(),
+        embed_ms=table["embed_ms"].to_numpy(),
+    )
+
+
+def read_embeddings(cache: Cache, place: np.ndarray, memory_mb: float) -> np.ndarray:
+    """Embeddings of a complete cache, (num_items, D) float32, in another order.
+
+    Args:
+        cache: complete.
+        place: where each row goes, a permutation.
+        memory_mb: what is larger becomes a memory map of a file without a name in the cache's directory, which is gone
+            when this process ends, however it ends.
+
+    Raises:
+        UserError: a shard is damaged, rows are missing, or there is no room for the file.
+    """
+    out: np.ndarray | None = None
+    for start, stop, table in _parts(cache, ("embedding",)):
+        part = _embedding_rows(table)
+        if out is None:
+            out = _allocate(cache.path, (cache.num_items, part.shape[1]), memory_mb)
+        out[place[start:stop]] = part
+    assert out is not None
+    return out
+
+
+def read_costs(cache: Cache) -> dict[str, float]:
+    """Mean generated tokens and milliseconds of a row of a complete cache: ``tokens``, ``generate_ms``, ``embed_ms``."""
+    names = {"num_rationale_tokens": "tokens", "generate_ms": "generate_ms", "embed_ms": "embed_ms"}
+    total = dict.fromkeys(names.values(), 0.0)
+    for _, _, table in _parts(cache, tuple(names)):
+        for column, name in names.items():
+            total[name] += float(table[column].to_numpy().sum())
+    return {name: value / cache.num_items for name, value in total.items()}
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file under a temporary name, then rename it: whoever sees the name sees all of it."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _hash(parts: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(f"{len(part.encode())}:".encode() + part.encode())  # lengths keep the parts apart
+    return digest.hexdigest()
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}  # of a run that was killed while it opened the cache: there is nothing in it to take over
+
+
+def _allocate(folder: Path, shape: tuple[int, int], memory_mb: float) -> np.ndarray:
+    size = shape[0] * shape[1] * 4
+    if size <= memory_mb * 2**20:
+        return np.empty(shape, np.float32)
+    try:
+        file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # lives as long as the map does
+        os.posix_fallocate(file.fileno(), 0, size)  # a full disk shows here, not as SIGBUS in the middle
+    except OSError as error:
+        raise UserError(
+            f"embeddings of {shape[0]} items take {size / 2**30:.1f} GB, more than memory_mb={memory_mb:g}, and there is "
+            f"no room for them in {folder} ({error.strerror}): free some, give another cache=, or raise memory_mb"
+        ) from None
+    return np.memmap(file, np.float32, mode="r+", shape=shape)
+
+
+def _parts(cache: Cache, columns: tuple[str, ...] | None = None) -> Iterator[tuple[int, int, pa.Table]]:
+    """Tables of all rows in order, each row once, with first row and row after the last."""
+    row = 0
+    for start, stop in shards_of(cache):
+        path = cache.path / _name(start, stop)
+        table = _read(path, columns)
+        if len(table) != stop - start:
+            raise UserError(
+                f"shard {path} holds {len(table)} rows instead of {stop - start}: delete it and run again"
+            )
+        if start > row:
+            raise UserError(f"rows {row} to {start} are missing from {cache.path}: run again")
+        if stop > row:  # two runs at once may have written overlapping shards
+            yield row, stop, table.slice(row - start)
+            row = stop
+    if row != cache.num_items:
+        raise UserError(f"rows {row} to {cache.num_items} are missing from {cache.path}: run again")
+
+
+def _read(path: Path, columns: tuple[str, ...] | None = None) -> pa.Table:
+    try:
+        return pq.read_table(path, columns=None if columns is None else list(columns))
+    except (OSError, pa.ArrowInvalid, KeyError) as error:
+        raise UserError(f"shard {path} cannot be read ({error}): delete it and run again") from None
+
+
+def _name(start: int, stop: int) -> str:
+    return f"{start:09d}-{stop:09d}.parquet"
+
+
+def _write_table(cache: Cache, start: int, table: pa.Table) -> None:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd", use_dictionary=False)
+    write_atomically(cache.path / _name(start, start + len(table)), sink.getvalue().to_pybytes())
+
+
+def _embedding_rows(table: pa.Table) -> np.ndarray:
+    column = table["embedding"].combine_chunks()
+    return column.flatten().to_numpy().reshape(len(column), -1)

@@ -1,0 +1,48 @@
+"""How strongly a vision-language model would answer with one word rather than another: a judge without generation."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from rge.model.embedder import Embedder
+from rge.model.prompts import Prompt
+
+
+def word_id(embedder: Embedder, word: str) -> int:
+    """Id of a word that the tokenizer keeps whole.
+
+    Raises:
+        ValueError: it does not; the message shows the pieces.
+    """
+    ids = embedder.processor.tokenizer(word, add_special_tokens=False).input_ids
+    if len(ids) != 1:
+        pieces = embedder.processor.tokenizer.convert_ids_to_tokens(ids)
+        raise ValueError(
+            f"{word!r} is {len(ids)} tokens ({', '.join(pieces)}) and not one: choose another word"
+        )
+    return ids[0]
+
+
+@torch.no_grad()
+def next_token_logits(
+    embedder: Embedder, prompts: Sequence[Prompt], ids: Sequence[int], *, batch_size: int
+) -> np.ndarray:
+    """Logits of some tokens as the first of the answer, (prompts, ids) float32.
+
+    A row does not depend on the others.
+
+    Args:
+        embedder: the model, with its processor.
+        prompts: any lengths; sorted by length inside.
+        ids: token ids.
+        batch_size: prompts a forward.
+    """
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    out = np.empty((len(prompts), len(ids)), np.float32)
+    head = embedder.model.get_output_embeddings()
+    for start in range(0, len(order), batch_size):
+        rows = order[start : start + batch_size]
+        hidden_BD = embedder.states_before_answer([prompts[row] for row in rows])
+        out[rows] = head(hidden_BD).float()[:, list(ids)].cpu().numpy()
+    return out

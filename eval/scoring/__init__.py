@@ -1,0 +1,1 @@
+"""From embeddings to figures: search, metrics, statistics, the files of an evaluation."""

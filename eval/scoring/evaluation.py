@@ -1,0 +1,77 @@
+"""One evaluation directory from one ranking: what `run`, `score`, `bm25`, `rerank` and `budget` all end with."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.scoring.output_files import (
+    FORMAT,
+    RUN,
+    invalidate,
+    per_query_table,
+    rationale_figures,
+    set_figures,
+    statistics_settings,
+    versions,
+    write_tables,
+)
+from eval.scoring.protocol import Protocol, all_figures
+from eval.scoring.search import Ranking
+from eval.scoring.stats import NUM_RESAMPLES
+from eval.scoring.trec import write_run
+from eval.sets.retrieval_set import RetrievalSet
+from rge.common.schema import Encoded
+
+
+def write_evaluation(
+    out: Path,
+    wanted: RetrievalSet,
+    ranking: Ranking,
+    protocol: Protocol,
+    about: Mapping[str, Any],
+    *,
+    tag: str,
+    seed: int,
+    encoded: Encoded | None = None,
+    missing: Sequence[str] = (),
+    limit: int | None = None,
+) -> dict[str, Any]:
+    """Score a ranking and write run.trec, per_query.parquet and, last, results.json.
+
+    Args:
+        out: the directory; what it holds is replaced.
+        wanted: the set, from `Protocol.prepare`.
+        ranking: one row a query of the set.
+        protocol: what figures mean.
+        about: how the ranking was made; its keys replace those that every evaluation has.
+        tag: last column of the run file.
+        seed: of the resampling.
+        encoded: rationales and costs of the embedder; None where there was none.
+        missing: queries that the ranking has no line for.
+        limit: only the first so many queries of the set on disk were asked.
+
+    Returns:
+        Content of results.json.
+    """
+    scored = protocol.score(wanted, ranking, missing)
+    results: dict[str, Any] = {
+        "format": FORMAT,
+        "set": set_figures(wanted) | {"limit": limit},
+        "benchmark": protocol.benchmark,
+        "profile": protocol.profile,
+        "protocol": list(protocol.statements),
+        "query_mode": None,
+        "query_modality": None,
+        **all_figures(wanted, scored, protocol, seed=seed),
+        "warnings": list(wanted.meta.get("notes", [])),
+        "rationale": rationale_figures(encoded),
+        "coverage": 1.0 - len(missing) / len(wanted.queries),
+        "depth": ranking.depth,
+        "seed": seed,
+        "statistics": statistics_settings(seed, NUM_RESAMPLES),
+        "versions": versions(),
+    } | dict(about)
+    invalidate(out)
+    write_run(out / RUN, ranking, wanted.query_ids, wanted.corpus_ids, tag)
+    write_tables(out, per_query_table(wanted, ranking, scored, encoded), results)
+    return results

@@ -1,0 +1,351 @@
+"""From a ranking to the output directory: per-query values first, every other figure derived from them.
+
+``run.trec``           the ranking, scores strictly decreasing
+``per_query.parquet``  one row a query, see `per_query_table`
+``results.json``       figures with 95 % intervals and what they were measured with; written last, so that a directory
+                       that has it is complete
+"""
+
+import importlib.metadata
+import json
+import math
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import rge
+from eval.embedding.fill_cache import write_atomically
+from eval.scoring.metrics import (
+    NAMES,
+    NEGATIVE_NAMES,
+    Judged,
+    compute,
+    cut,
+    first_hit_rank,
+    judge,
+    random_floor,
+    tied_order,
+)
+from eval.scoring.search import Ranking
+from eval.scoring.stats import LEVEL, NUM_RESAMPLES, cluster_bootstrap, index_of, interval
+from eval.sets.retrieval_set import RetrievalSet
+from rge.common.options import UserError
+from rge.common.schema import Encoded
+
+RESULTS, PER_QUERY, RUN = "results.json", "per_query.parquet", "run.trec"
+FORMAT = 1
+NUM_TOP = 10
+SELF_RANKS = (1, 20)
+VERSIONED = ("numpy", "faiss-cpu", "torch", "transformers", "pyarrow")
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A judged ranking.
+
+    Attributes:
+        names: metrics.
+        value_QM: per-query values; NaN where a metric is not defined for a query.
+        best_QM: the same with ties in the ranking's favour.
+        worst_QM: with ties against it.
+        random_QM: expectation under a random ranking.
+        first_hit_Q: rank of the first positive, 0 if there is none.
+    """
+
+    names: tuple[str, ...]
+    value_QM: np.ndarray
+    best_QM: np.ndarray
+    worst_QM: np.ndarray
+    random_QM: np.ndarray
+    first_hit_Q: np.ndarray
+
+
+def score_ranking(wanted: RetrievalSet, ranking: Ranking, *, names: Sequence[str] | None = None) -> Scored:
+    """Every metric of every query.
+
+    Args:
+        wanted: the retrieval set.
+        ranking: one row a query of the set, deep enough for every metric.
+        names: metrics; None: those of every set, and those of explicit negatives where it has them.
+    """
+    if names is None:
+        names = NAMES if wanted.negatives is None else (*NAMES, *NEGATIVE_NAMES)
+    wide = judge(
+        ranking.rows_QW,
+        wanted.positives,
+        wanted.negatives,
+        num_candidates=len(wanted.corpus_ids),
+        num_missing_Q=wanted.num_missing_Q,
+    )
+    judged = cut(wide, ranking.depth)
+    best = cut(tied_order(wide, ranking.score_QW, best=True), ranking.depth)
+    worst = cut(tied_order(wide, ranking.score_QW, best=False), ranking.depth)
+    pool_Q = wanted.pool_sizes()
+
+    def table(one: Judged) -> np.ndarray:
+        return np.stack([compute(name, one) for name in names], axis=1)
+
+    return Scored(
+        names=tuple(names),
+        value_QM=table(judged),
+        best_QM=table(best),
+        worst_QM=table(worst),
+        random_QM=np.stack(
+            [random_floor(name, judged, pool_Q, depth=ranking.depth) for name in names], axis=1
+        ),
+        first_hit_Q=first_hit_rank(judged),
+    )
+
+
+def per_query_table(
+    wanted: RetrievalSet, ranking: Ranking, scored: Scored, encoded: Encoded | None
+) -> pa.Table:
+    """The primary artefact, one row a query.
+
+    Columns: ``query_id``, ``category``, ``group``, those of ``report_by``; ``num_positives``; ``first_hit_rank`` (null
+    where the ranking ends before a positive); one a metric; ``top10`` (candidate ids, best first), ``top10_scores``;
+    ``rationale``, ``rationale_tokens``, ``stop_reason``, ``generate_ms``, ``embed_ms`` (null for a foreign ranking).
+    """
+    first = pa.array(scored.first_hit_Q, pa.int64(), mask=scored.first_hit_Q == 0)
+    top = [[wanted.corpus_ids[row] for row in rows if row >= 0] for rows in _head(ranking.rows_QW, ranking)]
+    top_scores = [
+        [score for score in scores if np.isfinite(score)] for scores in _head(ranking.score_QW, ranking)
+    ]
+    columns: dict[str, Any] = {"query_id": wanted.query_ids} | wanted.columns
+    found_Q = np.array([len(rows) for rows, _ in wanted.positives], np.int64)
+    columns["num_positives"] = found_Q if wanted.num_missing_Q is None else found_Q + wanted.num_missing_Q
+    columns["first_hit_rank"] = first
+    for m, name in enumerate(scored.names):
+        columns[name] = pa.array(scored.value_QM[:, m], pa.float64(), from_pandas=True)  # NaN becomes null
+    columns["top10"] = pa.array(top, pa.list_(pa.string()))
+    columns["top10_scores"] = pa.array(top_scores, pa.list_(pa.float64()))
+    num = len(wanted.queries)
+    columns["rationale"] = pa.array([None] * num if encoded is None else encoded.rationales, pa.string())
+    columns["stop_reason"] = pa.array([None] * num if encoded is None else encoded.stop_reasons, pa.string())
+    for name, kind in (
+        ("rationale_tokens", pa.int64()),
+        ("generate_ms", pa.float64()),
+        ("embed_ms", pa.float64()),
+    ):
+        source = None if encoded is None else getattr(encoded, name.replace("rationale_", "num_rationale_"))
+        columns[name] = pa.array([None] * num if source is None else source, kind)
+    return pa.table(columns)
+
+
+def figures(
+    wanted: RetrievalSet, scored: Scored, *, seed: int, num_resamples: int = NUM_RESAMPLES
+) -> dict[str, Any]:
+    """Micro, macro, per category and per ``report_by`` column, each with a 95 % interval; ties and random floor.
+
+    Micro is the mean over queries, macro the mean over categories of their means. Groups are resampled, see
+    `eval.scoring.stats`. A metric that is defined for no query of a slice is left out of it.
+    """
+    group_Q = index_of(wanted.columns["group"])
+    category_Q = index_of(wanted.columns["category"])
+
+    def block(chosen: np.ndarray, stratum_Q: np.ndarray | None = None) -> dict[str, dict[str, float]]:
+        found = cluster_bootstrap(
+            scored.value_QM[chosen],
+            group_Q[chosen],
+            stratum_Q=stratum_Q,
+            num_resamples=num_resamples,
+            seed=seed,
+        )
+        low_M, high_M = interval(found, bounds=(0.0, 1.0))
+        columns = zip(scored.names, found.estimate_M.tolist(), low_M.tolist(), high_M.tolist(), strict=True)
+        return {
+            name: {"value": value, "low": low, "high": high}
+            for name, value, low, high in columns
+            if value == value
+        }
+
+    everything = np.arange(len(wanted.queries))
+    out: dict[str, Any] = {"micro": block(everything), "macro": block(everything, category_Q)}
+    for column in ("category", *wanted.report_by):
+        values = np.array(wanted.columns[column], dtype=object)
+        out[f"by_{column}"] = {name: block(np.flatnonzero(values == name)) for name in sorted(set(values))}
+    best, worst = means(scored.names, scored.best_QM), means(scored.names, scored.worst_QM)
+    out["ties"] = {name: {"best": best[name], "worst": worst[name]} for name in best}
+    out["random"] = means(scored.names, scored.random_QM)
+    return out
+
+
+def rationale_figures(encoded: Encoded | None) -> dict[str, float | None]:
+    """Share of rationales cut at the cap, and their length in tokens; null where no rationale was written."""
+    keys = ("forced_rate", "tokens_mean", "tokens_p50", "tokens_p95")
+    if encoded is None or all(reason == "prefilled" for reason in encoded.stop_reasons):
+        return dict.fromkeys(keys)
+    tokens = encoded.num_rationale_tokens
+    forced = sum(reason == "forced" for reason in encoded.stop_reasons) / len(tokens)
+    return dict(
+        zip(keys, (forced, float(tokens.mean()), *np.quantile(tokens, [0.5, 0.95]).tolist()), strict=True)
+    )
+
+
+def self_retrieval(
+    ranking: Ranking, own: Sequence[np.ndarray], *, ranks: Sequence[int] = SELF_RANKS
+) -> dict[str, Any]:
+    """How often a query finds its own picture instead of an answer.
+
+    Args:
+        ranking: of Q queries.
+        own: per query the candidate rows that show one of its pictures, byte for byte.
+        ranks: depths to look at.
+
+    Returns:
+        ``num_queries`` whose picture is in the pool, and of these ``rate@k`` that have it in the top k; null if none.
+    """
+    rows_QK = ranking.rows_QW[:, : ranking.depth]
+    in_pool = [query for query, rows in enumerate(own) if len(rows)]
+    out: dict[str, Any] = {"num_queries": len(in_pool)}
+    for k in ranks:
+        found = [bool(np.isin(rows_QK[query, :k], own[query]).any()) for query in in_pool]
+        out[f"rate@{k}"] = sum(found) / len(found) if found else None
+    return out
+
+
+def set_figures(wanted: RetrievalSet) -> dict[str, Any]:
+    """What results.json says of the retrieval set."""
+    return {
+        "name": wanted.name,
+        "fingerprint": wanted.fingerprint,
+        "num_queries": len(wanted.queries),
+        "num_candidates": len(wanted.corpus_ids),
+        "num_groups": len(set(wanted.columns["group"])),
+        "path": str(wanted.path.resolve()),
+    } | {key: wanted.meta[key] for key in ("split", "licence", "source") if key in wanted.meta}
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the figures depend on."""
+    return {"python": platform.python_version(), "rge": rge.__version__} | {
+        name: importlib.metadata.version(name) for name in VERSIONED
+    }
+
+
+def statistics_settings(seed: int, num_resamples: int) -> dict[str, Any]:
+    """How the intervals were made."""
+    return {
+        "interval": "BCa",
+        "level": LEVEL,
+        "resampled": "group",
+        "num_resamples": num_resamples,
+        "seed": seed,
+    }
+
+
+def means(names: Sequence[str], value_QM: np.ndarray) -> dict[str, float]:
+    """Mean over the queries for which a metric is defined; metrics without any are left out."""
+    return {
+        name: float(np.nanmean(column))
+        for name, column in zip(names, value_QM.T, strict=True)
+        if not np.isnan(column).all()
+    }
+
+
+def check_out(out: Path, identity: dict[str, Any], *, overwrite: bool) -> None:
+    """Refuse to replace the output of something else.
+
+    Args:
+        out: an output directory; need not exist.
+        identity: dotted keys of results.json and the values they will have.
+        overwrite: replace it anyway.
+
+    Raises:
+        UserError: naming the first key that differs.
+    """
+    if out.exists() and not out.is_dir():
+        raise UserError(f"out {out} is a file")
+    path = out / RESULTS
+    if overwrite or not path.exists():
+        return
+    old = read_results(out)
+    for key, new in identity.items():
+        value: Any = old
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value != new:
+            raise UserError(
+                f"{out} already holds an evaluation with {key} = {value!r}, this one has {new!r}: "
+                "give another out=, or overwrite=true"
+            )
+
+
+def read_results(directory: Path) -> dict[str, Any]:
+    """``results.json`` of a finished output directory.
+
+    Raises:
+        UserError: there is none, with what there is instead; or it is not JSON.
+    """
+    path = directory / RESULTS
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        inner = sorted(child.parent.name for child in directory.glob(f"*/{RESULTS}"))
+        if inner:
+            raise UserError(
+                f"{directory} holds {len(inner)} evaluations: name one of {', '.join(inner)}"
+            ) from None
+        raise UserError(
+            f"{directory} has no {RESULTS}: the evaluation did not finish, or is elsewhere"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+
+
+def invalidate(out: Path) -> None:
+    """Create an output directory, or take the mark of completeness off it before its files are replaced."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / RESULTS).unlink(missing_ok=True)
+
+
+def write_tables(out: Path, table: pa.Table, results: dict[str, Any]) -> None:
+    """Write the per-query table and then results.json.
+
+    Raises:
+        ValueError: a figure is not finite.
+    """
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    write_atomically(out / PER_QUERY, sink.getvalue().to_pybytes())
+    text = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False, default=str)
+    write_atomically(out / RESULTS, text.encode() + b"\n")
+
+
+def summary(
+    results: dict[str, Any], names: Sequence[str] = ("recall@1", "recall@10", "mrr", "ndcg@10")
+) -> str:
+    """A table for the terminal: micro, macro and each slice, in per cent with intervals."""
+    rows = [("all queries", results["micro"])]
+    if len(results["by_category"]) > 1:
+        rows.append(("mean of categories", results["macro"]))
+    for block, slices in results.items():
+        if block.startswith("by_") and len(slices) > 1:
+            rows += [(f"{block.removeprefix('by_')} {name}", values) for name, values in slices.items()]
+    frame = pd.DataFrame(
+        {name: [_percent(values.get(name)) for _, values in rows] for name in names},
+        index=[label for label, _ in rows],
+    )
+    frame.loc["random ranking"] = [
+        _percent({"value": results["random"][name]} if name in results["random"] else None) for name in names
+    ]
+    return frame.to_string()
+
+
+def _percent(figure: dict[str, float] | None) -> str:
+    if figure is None:
+        return ""
+    if figure.get("low") is None or math.isnan(figure["low"]):
+        return f"{100 * figure['value']:.2f}"
+    return f"{100 * figure['value']:.2f} [{100 * figure['low']:.2f}, {100 * figure['high']:.2f}]"
+
+
+def _head(x_QW: np.ndarray, ranking: Ranking) -> list[list[Any]]:
+    return x_QW[:, : min(NUM_TOP, ranking.depth)].tolist()

@@ -1,0 +1,97 @@
+"""What the figures of an evaluation mean: one protocol for every benchmark and profile.
+
+``clean`` is the protocol that can be defended; ``official`` is what the benchmark's released code computes, so that
+published figures can be compared with. Both say in words what they do, and those words go into results.json. A protocol
+changes three things: which candidates are out of a ranking and which count as right (`Protocol.prepare`), the values of
+each query (`Protocol.score`), and figures that no single query has (`Protocol.figures`).
+
+Shape suffixes: Q = queries, M = metrics.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from eval.scoring.output_files import Scored, figures, score_ranking
+from eval.scoring.search import Ranking
+from eval.sets.retrieval_set import RetrievalSet
+
+PROFILES = ("clean", "official")
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Protocol of a set without a benchmark of its own; the others derive from it.
+
+    Attributes:
+        benchmark: its name, ``generic`` for a set without one.
+        profile: one of `PROFILES`.
+        headline: metrics that the benchmark is known by, the first of them first.
+        average: ``micro``, the mean over queries, or ``macro``.
+        statements: what is computed, in words.
+        skips_missing: whether a query without a line in a run file is left out instead of counting 0.
+    """
+
+    benchmark: str = "generic"
+    profile: str = "clean"
+    headline: tuple[str, ...] = ("recall@1", "recall@10", "mrr", "ndcg@10")
+    average: str = "micro"
+    statements: tuple[str, ...] = ()
+    skips_missing: bool = False
+
+    def prepare(self, wanted: RetrievalSet) -> RetrievalSet:
+        """The set with this protocol's exclusions and judgements."""
+        return wanted
+
+    def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
+        """Every metric of every query.
+
+        Args:
+            wanted: from `prepare`.
+            ranking: one row a query.
+            missing: queries without any line in the run file.
+        """
+        return self._skip(wanted, score_ranking(wanted, ranking), missing)
+
+    def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
+        """Figures of the whole set beside those of `eval.scoring.output_files.figures`; ``micro`` is merged into theirs."""
+        return {}
+
+    def suite_figures(self, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Figures of a suite from those of its members."""
+        return {}
+
+    def _skip(self, wanted: RetrievalSet, scored: Scored, missing: Sequence[str]) -> Scored:
+        if not self.skips_missing or not missing:
+            return scored
+        rows = np.isin(wanted.query_ids, list(missing))
+
+        def without(value_QM: np.ndarray) -> np.ndarray:
+            return np.where(rows[:, None], np.nan, value_QM)
+
+        return replace(
+            scored,
+            value_QM=without(scored.value_QM),
+            best_QM=without(scored.best_QM),
+            worst_QM=without(scored.worst_QM),
+            random_QM=without(scored.random_QM),
+        )
+
+
+def all_figures(wanted: RetrievalSet, scored: Scored, protocol: Protocol, *, seed: int) -> dict[str, Any]:
+    """Figures of `eval.scoring.output_files.figures` and the protocol's own, with its headline."""
+    out = figures(wanted, scored, seed=seed)
+    more = protocol.figures(wanted, scored, seed=seed)
+    out["micro"] |= more.pop("micro", {})
+    if protocol.benchmark != "generic":
+        average = (
+            "micro" if protocol.average == "macro" else protocol.average
+        )  # one set is one member of a suite
+        out["headline"] = [
+            {"metric": name, "average": average, **out[average][name]}
+            for name in protocol.headline
+            if name in out[average]
+        ]
+    return out | more

@@ -1,0 +1,291 @@
+"""Exact fp32 inner-product search by faiss, with ties resolved by id.
+
+Shape suffixes: Q = queries, C = candidates, D = embedding dimension, K = candidates fetched, W = width of the result
+(depth plus ties).
+
+A score is the float32 number that faiss computes. Candidates of equal score are ordered by row, which is the order of
+ids (`eval.sets.retrieval_set`). Two things make that exact, where a bare top-k call is not:
+
+- A top-k call drops an arbitrary part of the candidates that tie with its last one. Here all of them are fetched.
+- A matrix product may round the same inner product differently in different places of the matrix. Identical
+  embeddings are therefore searched once and then stand for each other, so that they always tie.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import faiss
+import numpy as np
+
+from rge.common.options import UserError
+
+DEPTH = 1000
+BLOCK_ROWS = 1 << 18
+"""Candidates searched at once: 2 GB of float32 at D = 2048."""
+SPARE = 8
+"""Candidates fetched beyond the depth, to see whether the last one that counts is tied."""
+GPU_DEPTH = 2048
+"""Most candidates that faiss finds on a GPU."""
+
+Knn = Callable[[np.ndarray, np.ndarray, int], tuple[np.ndarray, np.ndarray]]
+"""(queries, block of candidates, k) -> best k scores and rows of the block, best first."""
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Ranked candidates of Q queries.
+
+    Attributes:
+        rows_QW: candidate rows, best first, int32; -1 after the end.
+        score_QW: float32 in the same order, non-increasing; -inf after the end.
+        depth: ranks that count. Columns beyond it only hold candidates tied with the last one that counts.
+    """
+
+    rows_QW: np.ndarray
+    score_QW: np.ndarray
+    depth: int
+
+
+def search(
+    query_QD: np.ndarray,
+    candidate_CD: np.ndarray,
+    *,
+    depth: int = DEPTH,
+    excluded: Sequence[np.ndarray] | None = None,
+    candidates: Sequence[np.ndarray] | None = None,
+    block_rows: int = BLOCK_ROWS,
+    on_gpu: bool = False,
+) -> Ranking:
+    """Rank candidates by inner product: highest score first, then lowest row.
+
+    Args:
+        query_QD: float32, unit norm.
+        candidate_CD: float32, unit norm, rows in the order of ids; may be a memory map.
+        depth: length of a ranking, at most; shorter where a query has fewer candidates.
+        excluded: per query rows that may not appear.
+        candidates: per query rows that may appear; None: all.
+        block_rows: candidates searched at once; bounds the memory.
+        on_gpu: let faiss use the GPU; per-query lists are short and stay on the CPU.
+
+    Raises:
+        ValueError: wrong dtype or shape, values that are not finite, or a depth below 1.
+        UserError: the installed faiss has no GPU, or it cannot rank as deep.
+    """
+    if depth < 1:
+        raise ValueError(f"depth must be >= 1, got {depth}")
+    for name, x in (("query_QD", query_QD), ("candidate_CD", candidate_CD)):
+        if x.dtype != np.float32 or x.ndim != 2:
+            raise ValueError(f"{name} must be a float32 matrix, got {x.dtype} with {x.ndim} axes")
+    if query_QD.shape[1] != candidate_CD.shape[1]:
+        raise ValueError(f"queries have {query_QD.shape[1]} dimensions, candidates {candidate_CD.shape[1]}")
+    if not len(query_QD) or not len(candidate_CD):
+        raise ValueError(f"nothing to search: {len(query_QD)} queries, {len(candidate_CD)} candidates")
+    query_QD = np.ascontiguousarray(query_QD)
+    _row_sums("query_QD", query_QD, block_rows)
+    same_C = _first_equal(candidate_CD, _row_sums("candidate_CD", candidate_CD, block_rows))
+    if candidates is None:
+        knn = _gpu_knn() if on_gpu else _cpu_knn
+        row_QW, score_QW = _search_pool(query_QD, candidate_CD, same_C, depth, excluded, block_rows, knn)
+    else:
+        row_QW, score_QW = _search_lists(query_QD, candidate_CD, same_C, candidates, excluded)
+    return cut_ranking(row_QW, score_QW, depth)
+
+
+def rows_within(memory_mb: float, dim: int) -> int:
+    """How many candidates of ``dim`` float32 dimensions fit into so much memory; at least one."""
+    return max(1, int(memory_mb * 2**20) // (4 * dim))
+
+
+def ordered_integers(score: np.ndarray) -> np.ndarray:
+    """Float32 numbers as int64 in the same order, neighbouring floats differing by one; 0.0 and -0.0 are both 0."""
+    bits = np.ascontiguousarray(score, np.float32).view(np.int32).astype(np.int64)
+    return np.where(bits >= 0, bits, -(bits & 0x7FFFFFFF))
+
+
+def from_ordered_integers(key: np.ndarray) -> np.ndarray:
+    """Inverse of `ordered_integers`, float32."""
+    bits = np.where(key >= 0, key, -key | 0x80000000)
+    return bits.astype(np.uint32).view(np.float32)
+
+
+def _row_sums(name: str, x: np.ndarray, block_rows: int) -> np.ndarray:
+    """Sum of each row, which is not finite if anything in the row is not, and equal for equal rows."""
+    sums = np.concatenate(
+        [x[start : start + block_rows].sum(axis=1) for start in range(0, len(x), block_rows)]
+    )
+    bad = np.flatnonzero(~np.isfinite(sums))
+    if len(bad):
+        raise ValueError(f"{name} holds NaN or infinity in {len(bad)} rows, first in row {bad[0]}")
+    return sums
+
+
+def _first_equal(candidate_CD: np.ndarray, sum_C: np.ndarray) -> np.ndarray | None:
+    """For each candidate the first row with the same embedding, (C,) int32; None where all differ."""
+    order = np.argsort(sum_C, kind="stable")
+    starts = np.flatnonzero(np.concatenate([[True], sum_C[order][1:] != sum_C[order][:-1]]))
+    sizes = np.diff(np.append(starts, len(order)))
+    same_C = np.arange(len(sum_C), dtype=np.int32)
+    for start, size in zip(starts[sizes > 1].tolist(), sizes[sizes > 1].tolist(), strict=True):
+        first: dict[bytes, int] = {}
+        for row in order[start : start + size].tolist():
+            same_C[row] = first.setdefault(candidate_CD[row].tobytes(), row)
+    return same_C if (same_C != np.arange(len(same_C))).any() else None
+
+
+def _search_pool(
+    query_QD: np.ndarray,
+    candidate_CD: np.ndarray,
+    same_C: np.ndarray | None,
+    depth: int,
+    excluded: Sequence[np.ndarray] | None,
+    block_rows: int,
+    knn: Knn,
+) -> tuple[np.ndarray, np.ndarray]:
+    """At least the best ``depth`` of a shared pool and all that tie with the last of them, in final order."""
+    kept = None if same_C is None else np.flatnonzero(same_C == np.arange(len(same_C)))
+    num_kept = len(candidate_CD) if kept is None else len(kept)
+    most_excluded = max((len(rows) for rows in excluded), default=0) if excluded is not None else 0
+    open_Q = np.arange(len(query_QD))
+    found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    fetch = depth + most_excluded + SPARE
+    while len(open_Q):
+        fetch = min(fetch, num_kept)
+        row_QW, score_QW, unseen_Q = _fetch(query_QD[open_Q], candidate_CD, kept, fetch, block_rows, knn)
+        if same_C is not None:
+            row_QW, score_QW = _expand(row_QW, score_QW, same_C)
+        if excluded is not None:
+            for index, query in enumerate(open_Q.tolist()):
+                gone = np.isin(row_QW[index], excluded[query])
+                row_QW[index, gone], score_QW[index, gone] = -1, -np.inf
+        row_QW, score_QW = in_final_order(row_QW, score_QW)
+        # What was not fetched scores at most unseen_Q. Where that reaches the last score that counts, ties may be
+        # missing: those queries, few as a rule, are searched again with twice the fetch.
+        last_Q = score_QW[:, min(depth, score_QW.shape[1]) - 1]
+        done_Q = (unseen_Q < last_Q) | (fetch == num_kept)
+        found.append((open_Q[done_Q], row_QW[done_Q], score_QW[done_Q]))
+        open_Q = open_Q[~done_Q]
+        fetch *= 2
+    return stack_rankings(len(query_QD), found)
+
+
+def _cpu_knn(query_QD: np.ndarray, block_ND: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    return faiss.knn(query_QD, block_ND, k, metric=faiss.METRIC_INNER_PRODUCT)
+
+
+def _gpu_knn() -> Knn:
+    if not hasattr(faiss, "StandardGpuResources") or not faiss.get_num_gpus():
+        raise UserError(
+            "search_on=gpu, but the installed faiss sees no GPU: install faiss-gpu-cu12 in the place of faiss-cpu, or "
+            "search_on=cpu"
+        )
+    resources = faiss.StandardGpuResources()
+
+    def knn(query_QD: np.ndarray, block_ND: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        if k > GPU_DEPTH:
+            raise UserError(
+                f"on a GPU faiss finds at most {GPU_DEPTH} candidates, {k} are needed (depth, what is excluded, ties): "
+                "lower depth=, or search_on=cpu"
+            )
+        return faiss.knn_gpu(resources, query_QD, block_ND, k, metric=faiss.METRIC_INNER_PRODUCT)
+
+    return knn
+
+
+def _fetch(
+    query_QD: np.ndarray,
+    candidate_CD: np.ndarray,
+    kept: np.ndarray | None,
+    k: int,
+    block_rows: int,
+    knn: Knn,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Best k by faiss: rows (Q, k), scores (Q, k), and the highest score that anything left out can have (Q,)."""
+    num_rows = len(candidate_CD) if kept is None else len(kept)
+    row_QK = np.empty((len(query_QD), 0), np.int32)
+    score_QK = np.empty((len(query_QD), 0), np.float32)
+    unseen_Q = np.full(len(query_QD), -np.inf, np.float32)
+    for start in range(0, num_rows, block_rows):
+        stop = min(start + block_rows, num_rows)
+        block = candidate_CD[start:stop] if kept is None else candidate_CD[kept[start:stop]]
+        take = min(k, len(block))
+        score, index = knn(query_QD, np.ascontiguousarray(block), take)
+        row = (index + start).astype(np.int32) if kept is None else kept[index + start].astype(np.int32)
+        if take < len(block):
+            unseen_Q = np.maximum(unseen_Q, score[:, -1])
+        if start:  # keep the best k of both; the best one dropped bounds all that were
+            row, score = np.concatenate([row_QK, row], axis=1), np.concatenate([score_QK, score], axis=1)
+            order = np.argsort(-score, axis=1, kind="stable")
+            row, score = np.take_along_axis(row, order, axis=1), np.take_along_axis(score, order, axis=1)
+            if score.shape[1] > k:
+                unseen_Q = np.maximum(unseen_Q, score[:, k])
+        row_QK, score_QK = row[:, :k], score[:, :k]
+    return row_QK, score_QK, unseen_Q
+
+
+def _expand(row_QW: np.ndarray, score_QW: np.ndarray, same_C: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Put every candidate with the same embedding beside the one that was searched in its place."""
+    members = np.argsort(same_C, kind="stable").astype(np.int32)  # by what stands for them, then by row
+    count_C = np.bincount(same_C, minlength=len(same_C))
+    start_C = np.cumsum(count_C) - count_C
+    found = []
+    for query, (rows, scores) in enumerate(zip(row_QW, score_QW, strict=True)):
+        count = count_C[rows]
+        offset = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+        expanded = members[np.repeat(start_C[rows], count) + offset]
+        found.append((np.array([query]), expanded[None], np.repeat(scores, count)[None]))
+    return stack_rankings(len(row_QW), found)
+
+
+def _search_lists(
+    query_QD: np.ndarray,
+    candidate_CD: np.ndarray,
+    same_C: np.ndarray | None,
+    candidates: Sequence[np.ndarray],
+    excluded: Sequence[np.ndarray] | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Each query's own list, whole, in final order."""
+    found = []
+    for query, rows in enumerate(candidates):
+        if excluded is not None:
+            rows = np.setdiff1d(rows, excluded[query])
+        # The lists are short and all differ, so this is one matrix-vector product per query instead of faiss.
+        searched, place = np.unique(rows if same_C is None else same_C[rows], return_inverse=True)
+        score = (candidate_CD[searched] @ query_QD[query])[place]
+        found.append((np.array([query]), *in_final_order(rows[None].astype(np.int32), score[None])))
+    return stack_rankings(len(query_QD), found)
+
+
+def in_final_order(row_QW: np.ndarray, score_QW: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Order by (score descending, row ascending); -1 with -inf goes last."""
+    # faiss already sorts by score, so as a rule only the few queries with a tie need sorting
+    todo = np.flatnonzero(~(score_QW[:, 1:] < score_QW[:, :-1]).all(axis=1))
+    if len(todo):
+        # one integer per pair: score descending in the upper half, row ascending in the lower; all differ
+        key = -ordered_integers(score_QW[todo]) << 32 | (row_QW[todo].astype(np.int64) & 0xFFFFFFFF)
+        order = np.argsort(key, axis=1)
+        row_QW[todo] = np.take_along_axis(row_QW[todo], order, axis=1)
+        score_QW[todo] = np.take_along_axis(score_QW[todo], order, axis=1)
+    return row_QW, score_QW
+
+
+def stack_rankings(
+    num_queries: int, found: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rankings of different widths as one array, padded with -1 and -inf."""
+    width = max(rows.shape[1] for _, rows, _ in found)
+    row_QW = np.full((num_queries, width), -1, np.int32)
+    score_QW = np.full((num_queries, width), -np.inf, np.float32)
+    for queries, rows, scores in found:
+        row_QW[queries, : rows.shape[1]] = rows
+        score_QW[queries, : rows.shape[1]] = scores
+    return row_QW, score_QW
+
+
+def cut_ranking(row_QW: np.ndarray, score_QW: np.ndarray, depth: int) -> Ranking:
+    """Drop what neither counts nor ties with the last one that does."""
+    if row_QW.shape[1] > depth:
+        beyond = score_QW[:, depth:] < score_QW[:, depth - 1 : depth]
+        row_QW[:, depth:][beyond], score_QW[:, depth:][beyond] = -1, -np.inf
+        width = depth + int((row_QW[:, depth:] >= 0).sum(axis=1).max())
+        row_QW, score_QW = row_QW[:, :width], score_QW[:, :width]
+    return Ranking(row_QW, score_QW, depth)

@@ -1,0 +1,228 @@
+"""Rankings as TREC run files: ``query Q0 candidate rank score tag``, one line a rank.
+
+trec_eval ignores the order of the lines and the rank column: it sorts by score, and reverses the order of ids where
+scores tie. A run whose scores fall strictly, even when read as float32 as trec_eval does, is therefore the only one
+that every tool ranks alike. `strictly_decreasing` makes real scores such: where one is not below its predecessor, it
+becomes the next smaller float32, one step of 6e-8 relative. Scores that do not tie are written unchanged.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+
+from eval.embedding.fill_cache import write_atomically
+from eval.scoring.search import Ranking, from_ordered_integers, ordered_integers
+from eval.sets.retrieval_set import RetrievalSet
+from rge.common.options import UserError
+
+COLUMNS = ("query", "Q0", "candidate", "rank", "score", "tag")
+
+
+class RunError(UserError):
+    """A run file is malformed or does not fit its retrieval set; the message names query, candidate and mend."""
+
+
+def strictly_decreasing(score_QK: np.ndarray) -> np.ndarray:
+    """Lower scores just enough that each is below the one before it, as float32.
+
+    Args:
+        score_QK: non-increasing along a row; -inf after the end of a ranking.
+    """
+    # On the integer line of floats: t[i] = min(s[i], t[i-1] - 1), so t[i] + i is a running minimum of s[i] + i.
+    step_K = np.arange(score_QK.shape[1])
+    lowered_QK = from_ordered_integers(
+        np.minimum.accumulate(ordered_integers(score_QK) + step_K, axis=1) - step_K
+    )
+    return np.where(np.isfinite(score_QK), lowered_QK, score_QK)
+
+
+def write_run(
+    path: Path, ranking: Ranking, query_ids: Sequence[str], corpus_ids: Sequence[str], tag: str
+) -> None:
+    """Write the ranks that count.
+
+    Args:
+        path: the file, replaced in one go.
+        ranking: rows of ``corpus_ids``.
+        query_ids: one a row of the ranking.
+        corpus_ids: candidate ids.
+        tag: last column; white space becomes a hyphen.
+    """
+    rows_QK = ranking.rows_QW[:, : ranking.depth]
+    score_QK = strictly_decreasing(ranking.score_QW[:, : ranking.depth])
+    tag = re.sub(r"\s+", "-", tag)
+    lines = []
+    for query, rows, scores in zip(query_ids, rows_QK.tolist(), score_QK.tolist(), strict=True):
+        lines += [
+            f"{query} Q0 {corpus_ids[row]} {rank} {score:.9g} {tag}\n"  # nine digits restore a float32
+            for rank, (row, score) in enumerate(zip(rows, scores, strict=True), 1)
+            if row >= 0
+        ]
+    write_atomically(path, "".join(lines).encode())
+
+
+@dataclass(frozen=True)
+class ReadRun:
+    """A run file fitted to a retrieval set.
+
+    Attributes:
+        ranking: one row a query of the set; the depth is the longest list.
+        missing: queries of the set without a line.
+        num_excluded: lines dropped because the set excludes the candidate from the query's ranking.
+        tag: last column of the first line.
+    """
+
+    ranking: Ranking
+    missing: list[str]
+    num_excluded: int
+    tag: str
+
+
+def read_run(path: str | Path, wanted: RetrievalSet, *, allow_ties: bool = False) -> ReadRun:
+    """Read and check a ranking made by anyone.
+
+    Args:
+        path: the run file; columns separated by blanks or tabs.
+        wanted: the retrieval set that it ranks.
+        allow_ties: accept equal scores within a query and order them by candidate id; else they are an error, because
+            other tools would order them otherwise.
+
+    Raises:
+        RunError: not a run; a query or candidate that the set does not have (or, with per-query candidates, that the
+            query does not have); a candidate ranked twice; scores that are NaN, infinite or out of order.
+    """
+    path = Path(path)
+    table = _read_table(path)
+    query_N = _codes(path, table, "query", wanted.query_ids, wanted)
+    row_N = _codes(path, table, "candidate", wanted.corpus_ids, wanted)
+    order = np.argsort(query_N, kind="stable")  # lines of a query may be scattered; their order is kept
+    query_N, row_N = query_N[order], row_N[order]
+    score_N = table["score"].to_numpy()[order]
+    rank_N = table["rank"].to_numpy()[order]
+
+    def name(line: int) -> str:
+        return f"query {wanted.query_ids[query_N[line]]!r}, candidate {wanted.corpus_ids[row_N[line]]!r}"
+
+    bad = np.flatnonzero(~np.isfinite(score_N))
+    if len(bad):
+        raise RunError(f"{path}: score of {name(bad[0])} is {score_N[bad[0]]}, which cannot be ranked")
+    same = query_N[1:] == query_N[:-1]
+    bad = np.flatnonzero(same & (score_N[1:] > score_N[:-1])) + 1
+    if len(bad):
+        raise RunError(
+            f"{path}: score of {name(bad[0])} is {score_N[bad[0]]:.9g}, above {score_N[bad[0] - 1]:.9g} on the line "
+            "before: lines of a query must run from best to worst"
+        )
+    bad = np.flatnonzero(same & (rank_N[1:] <= rank_N[:-1])) + 1
+    if len(bad):
+        raise RunError(
+            f"{path}: rank of {name(bad[0])} is {rank_N[bad[0]]}, not above {rank_N[bad[0] - 1]} on the line before"
+        )
+    bad = np.flatnonzero(same & (score_N[1:] == score_N[:-1])) + 1
+    if len(bad) and not allow_ties:
+        raise RunError(
+            f"{path}: score of {name(bad[0])} is {score_N[bad[0]]:.9g} like the line before it; {len(bad)} lines tie. "
+            "Tools disagree on the order of ties, so make scores strictly decreasing (1000 - rank will do), or give "
+            "allow_ties=true to order ties by id and see their best and worst case"
+        )
+    pair_N = query_N * len(wanted.corpus_ids) + row_N
+    sorted_N = np.argsort(pair_N, kind="stable")
+    bad = np.flatnonzero(pair_N[sorted_N][1:] == pair_N[sorted_N][:-1])
+    if len(bad):
+        raise RunError(f"{path}: {name(sorted_N[bad[0]])} is ranked twice")
+    _check_candidates(path, wanted, pair_N, name)
+
+    kept = np.ones(len(query_N), bool)
+    if wanted.excluded is not None:
+        kept = ~np.isin(pair_N, _pair_codes(wanted, wanted.excluded))
+    if len(bad := np.flatnonzero(same & (score_N[1:] == score_N[:-1]))):
+        by_id = np.lexsort((row_N, -score_N, query_N))
+        query_N, row_N, score_N, kept = query_N[by_id], row_N[by_id], score_N[by_id], kept[by_id]
+    missing = sorted(set(range(len(wanted.queries))) - set(np.unique(query_N).tolist()))
+    return ReadRun(
+        ranking=_pad(query_N[kept], row_N[kept], score_N[kept], len(wanted.queries)),
+        missing=[wanted.query_ids[query] for query in missing],
+        num_excluded=int((~kept).sum()),
+        tag=table["tag"][0].as_py(),
+    )
+
+
+def _read_table(path: Path) -> pa.Table:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RunError(f"run {path} cannot be read: {error.strerror or error}") from None
+    if b"\t" in data or b"  " in data or b" \n" in data or b"\r" in data or data[:1] == b" ":
+        lines = (line.strip() for line in re.sub(rb"[ \t]+", b" ", data).splitlines())
+        data = b"\n".join(line for line in lines if line)
+    if not data.strip():
+        raise RunError(f"{path} is empty")
+    strings = pa.dictionary(pa.int32(), pa.string())
+    try:
+        return pyarrow.csv.read_csv(
+            pa.py_buffer(data),
+            read_options=pyarrow.csv.ReadOptions(column_names=COLUMNS, use_threads=False),
+            parse_options=pyarrow.csv.ParseOptions(delimiter=" ", quote_char=False),
+            convert_options=pyarrow.csv.ConvertOptions(
+                column_types={
+                    "query": strings,
+                    "candidate": strings,
+                    "rank": pa.int64(),
+                    "score": pa.float64(),
+                    "tag": pa.string(),
+                    "Q0": pa.string(),
+                },
+                null_values=[],
+            ),
+        )
+    except pa.ArrowInvalid as error:
+        raise RunError(f"{path} is not a TREC run ({' '.join(COLUMNS)}): {error}") from None
+
+
+def _codes(
+    path: Path, table: pa.Table, column: str, known: Sequence[str], wanted: RetrievalSet
+) -> np.ndarray:
+    """Position of each line's id in ``known``, (N,) int64."""
+    position = {name: index for index, name in enumerate(known)}
+    values = table[column].unify_dictionaries().combine_chunks()
+    names = values.dictionary.to_pylist()
+    code = np.array([position.get(name, -1) for name in names], np.int64)
+    code_N = code[values.indices.to_numpy()]
+    bad = np.flatnonzero(code_N < 0)
+    if len(bad):
+        line = {name: table[name][int(bad[0])].as_py() for name in ("query", "candidate")}
+        raise RunError(
+            f"{path}: {column} {line[column]!r} (line {bad[0] + 1}: query {line['query']!r}, candidate "
+            f"{line['candidate']!r}) is not in the set {wanted.path}"
+        )
+    return code_N
+
+
+def _pair_codes(wanted: RetrievalSet, lists: Sequence[np.ndarray]) -> np.ndarray:
+    size = len(wanted.corpus_ids)
+    return np.concatenate([query * size + rows.astype(np.int64) for query, rows in enumerate(lists)])
+
+
+def _check_candidates(path: Path, wanted: RetrievalSet, pair_N: np.ndarray, name) -> None:
+    if wanted.candidates is None:
+        return
+    bad = np.flatnonzero(~np.isin(pair_N, _pair_codes(wanted, wanted.candidates)))
+    if len(bad):
+        raise RunError(f"{path}: {name(bad[0])} is not in the query's list in candidates.parquet")
+
+
+def _pad(query_N: np.ndarray, row_N: np.ndarray, score_N: np.ndarray, num_queries: int) -> Ranking:
+    """Lines sorted by query, best first, as one padded array."""
+    count_Q = np.bincount(query_N, minlength=num_queries)
+    start_Q = np.cumsum(count_Q) - count_Q
+    width = int(count_Q.max(initial=0))
+    rows_QW = np.full((num_queries, width), -1, np.int32)
+    score_QW = np.full((num_queries, width), -np.inf)
+    rank_N = np.arange(len(query_N)) - start_Q[query_N]
+    rows_QW[query_N, rank_N], score_QW[query_N, rank_N] = row_N, score_N
+    return Ranking(rows_QW, score_QW, width)

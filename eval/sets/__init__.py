@@ -1,0 +1,1 @@
+"""Retrieval sets, suites of them, and run files."""

@@ -1,0 +1,509 @@
+"""Load and check a retrieval set: queries, a pool of candidates, and which of them are right.
+
+A set is a directory of Parquet files, readable by MTEB unchanged:
+
+``corpus.parquet``      id, image, text
+``queries.parquet``     id, text, image, category, group, instruction; further columns are kept, among them
+                        num_missing_positives: positives that the pool lacks, which stay in every denominator, and
+                        picture_ids: of the pictures, joined by "+" (both optional)
+``qrels.parquet``       query-id, corpus-id, score (integer gain)
+``negatives.parquet``   query-id, corpus-id: explicit negatives (optional; an id may also be a positive)
+``excluded.parquet``    query-id, corpus-id: removed from that query's ranking (optional)
+``candidates.parquet``  query-id, corpus-id: each query's own candidates (optional)
+``names.parquet``       picture-id, name: what a picture also goes by in training files, see `eval.commands.audit` (optional)
+``meta.json``           name, fingerprint, ...; ``report_by`` lists further query columns to report figures by
+
+A picture is encoded bytes, ``{bytes, path}`` as Hugging Face stores it, a path relative to the directory, or
+``library.parquet#row-id``; a query's ``image`` is a list of those. ``text`` and ``image`` may be left out where every
+row lacks them.
+
+Ties are broken by id everywhere in `eval`. That is why candidates have two orders: the file's, in which pictures are
+read, and the order of ids (`RetrievalSet.corpus_ids`), which every array of rankings and judgements counts in. There,
+"lower row" and "smaller id" are the same thing.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rge.common.fingerprint import set_fingerprint
+from rge.common.images import picture_bytes
+from rge.common.options import UserError
+from rge.common.schema import ImageRef, Item
+
+Modality = Literal["both", "text", "image"]
+MODALITIES: tuple[Modality, ...] = ("both", "text", "image")
+NAMES = "names.parquet"
+UNCATEGORISED = "uncategorised"
+MAX_REPORT_VALUES = 50
+"""A column with more values than this is no grouping, and its table would be unreadable."""
+READ_ROWS = 64
+"""Rows decoded at once from a file of pictures; a Parquet row group can hold gigabytes of them."""
+
+
+class SetError(UserError):
+    """A retrieval set breaks the format; the message names file, row and mend."""
+
+
+@dataclass(frozen=True)
+class RetrievalSet:
+    """A checked retrieval set. Q queries in file order; C candidates, counted in the order of their ids.
+
+    Attributes:
+        path: the directory.
+        name: from ``meta.json``.
+        fingerprint: recomputed, equal to that of ``meta.json``.
+        meta: content of ``meta.json``.
+        queries: Q items with all modalities.
+        columns: per query column (``category``, ``group`` and those of ``report_by``) Q strings.
+        report_by: query columns, besides ``category``, by which figures are reported.
+        corpus_ids: C candidate ids, ascending.
+        file_rows_C: row of each candidate in ``corpus.parquet``.
+        positives: per query (rows, gains): int32 rows into ``corpus_ids`` ascending, float64 gains > 0.
+        negatives: per query rows, or None without the table.
+        excluded: likewise.
+        candidates: likewise.
+        num_missing_Q: positives that the pool lacks, int64, or None without such a column.
+    """
+
+    path: Path
+    name: str
+    fingerprint: str
+    meta: dict[str, Any]
+    queries: list[Item]
+    columns: dict[str, list[str]]
+    report_by: tuple[str, ...]
+    corpus_ids: list[str]
+    file_rows_C: np.ndarray
+    positives: list[tuple[np.ndarray, np.ndarray]]
+    negatives: list[np.ndarray] | None
+    excluded: list[np.ndarray] | None
+    candidates: list[np.ndarray] | None
+    num_missing_Q: np.ndarray | None = None
+
+    @property
+    def query_ids(self) -> list[str]:
+        """Q query ids in file order."""
+        return [item.id for item in self.queries]
+
+    def pool_sizes(self) -> np.ndarray:
+        """Number of candidates that can appear in each query's ranking, (Q,) int64."""
+        size_Q = np.full(len(self.queries), len(self.corpus_ids), np.int64)
+        if self.candidates is not None:
+            size_Q = np.array([len(rows) for rows in self.candidates], np.int64)
+        if self.excluded is not None:
+            for query, rows in enumerate(self.excluded):
+                size_Q[query] -= len(
+                    rows if self.candidates is None else np.intersect1d(rows, self.candidates[query])
+                )
+        return size_Q
+
+    def first(self, limit: int) -> "RetrievalSet":
+        """The same set with only its first ``limit`` queries; the pool and the fingerprint stay."""
+        if limit < 1:
+            raise UserError(f"limit must be at least 1, got {limit}")
+        return replace(
+            self,
+            queries=self.queries[:limit],
+            columns={name: values[:limit] for name, values in self.columns.items()},
+            positives=self.positives[:limit],
+            negatives=self.negatives and self.negatives[:limit],
+            excluded=self.excluded and self.excluded[:limit],
+            candidates=self.candidates and self.candidates[:limit],
+            num_missing_Q=None if self.num_missing_Q is None else self.num_missing_Q[:limit],
+        )
+
+    def corpus_items(self) -> Iterator[Item]:
+        """Candidates in the order of the file, pictures read as needed: a pool may be larger than memory.
+
+        Raises:
+            SetError: a candidate has neither text nor image.
+        """
+        yield from _items(self.path / "corpus.parquet", self.path)
+
+    def query_items(self, modality: Modality) -> list[Item]:
+        """Queries reduced to a modality.
+
+        Args:
+            modality: ``both``; ``text`` drops the pictures; ``image`` drops text and instruction.
+
+        Raises:
+            SetError: a query would be empty.
+        """
+        if modality == "both":
+            return self.queries
+        if modality == "text":
+            kept = [Item(id=q.id, text=q.text, instruction=q.instruction) for q in self.queries]
+        else:
+            kept = [Item(id=q.id, images=q.images) for q in self.queries]
+        empty = [item.id for item in kept if not item.text and not item.images]
+        if empty:
+            raise SetError(
+                f"{self.path / 'queries.parquet'}: {len(empty)} of {len(kept)} queries have no {modality}, so "
+                f"query_modality={modality} would leave them empty: {_some(empty)}"
+            )
+        return kept
+
+
+def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
+    """Load a retrieval set and check everything that does not need the candidates' pictures.
+
+    Args:
+        path: the directory, see the module.
+        by: query columns to report figures by, besides those that ``meta.json`` lists.
+
+    Raises:
+        SetError: see the messages; each names the file and the row.
+    """
+    root = Path(path)
+    if not root.is_dir():
+        raise SetError(f"set {root} is not a directory")
+    meta = _meta(root / "meta.json")
+    corpus_ids = _ids(root / "corpus.parquet")
+    queries, columns, report_by = _queries(root / "queries.parquet", meta, by)
+    order_C = np.array(sorted(range(len(corpus_ids)), key=corpus_ids.__getitem__), np.int64)
+    row_of = {corpus_ids[file_row]: row for row, file_row in enumerate(order_C.tolist())}
+    query_of = {item.id: row for row, item in enumerate(queries)}
+    qrels = _pairs(root / "qrels.parquet", query_of, row_of, with_gain=True)
+    tables = {
+        name: _pairs(root / f"{name}.parquet", query_of, row_of)
+        if (root / f"{name}.parquet").exists()
+        else None
+        for name in ("negatives", "excluded", "candidates")
+    }
+    rows = {
+        name: None if table is None else _by_query(table, query_of, row_of) for name, table in tables.items()
+    }
+    num_missing_Q = _num_missing(root / "queries.parquet")
+    positives = _positives(root / "qrels.parquet", qrels, query_of, row_of, num_missing_Q)
+    _check_reachable(root, [item.id for item in queries], corpus_ids, order_C, positives, rows)
+    # last, since a message about the fingerprint says less than any of the above
+    fingerprint = set_fingerprint(query_of, corpus_ids, qrels, **{k: v or () for k, v in tables.items()})
+    if meta["fingerprint"] != fingerprint:
+        raise SetError(
+            f"{root / 'meta.json'}: fingerprint is {meta['fingerprint']!r}, but the tables beside it have "
+            f"{fingerprint!r}: the set was changed after it was written, or only part of it was copied"
+        )
+    return RetrievalSet(
+        path=root,
+        name=meta["name"],
+        fingerprint=fingerprint,
+        meta=meta,
+        queries=queries,
+        columns=columns,
+        report_by=report_by,
+        corpus_ids=[corpus_ids[row] for row in order_C.tolist()],
+        file_rows_C=order_C,
+        positives=positives,
+        num_missing_Q=num_missing_Q,
+        **rows,
+    )
+
+
+def integer_column(wanted: RetrievalSet, name: str) -> np.ndarray:
+    """A column of whole numbers of ``queries.parquet``, (Q,) int64.
+
+    Raises:
+        SetError: it is not there, or holds something else.
+    """
+    path = wanted.path / "queries.parquet"
+    file = _open(path, [name])
+    if not pa.types.is_integer(file.schema_arrow.field(name).type):
+        raise SetError(f"{path}: column {name!r} must hold integers")
+    return file.read(columns=[name]).column(0).to_numpy().astype(np.int64)[: len(wanted.queries)]
+
+
+def string_column(wanted: RetrievalSet, name: str) -> list[str]:
+    """A column of strings of ``queries.parquet``, Q values.
+
+    Raises:
+        SetError: it is not there, holds something else, or has gaps.
+    """
+    path = wanted.path / "queries.parquet"
+    return _strings(path, _open(path, [name]), name)[: len(wanted.queries)]
+
+
+def picture_ids(wanted: RetrievalSet) -> list[list[str]]:
+    """Ids of each query's pictures as the release has them; empty lists where the set does not say."""
+    path = wanted.path / "queries.parquet"
+    if "picture_ids" not in _open(path, ["id"]).schema_arrow.names:
+        return [[] for _ in wanted.queries]
+    return [one.split("+") if one else [] for one in string_column(wanted, "picture_ids")]
+
+
+def further_names(wanted: RetrievalSet) -> dict[str, set[str]]:
+    """Picture id -> what it also goes by in training files; empty where the set does not say.
+
+    Raises:
+        SetError: the file is there, but not with two columns of strings.
+    """
+    path = wanted.path / NAMES
+    if not path.exists():
+        return {}
+    found: dict[str, set[str]] = {}
+    file = _open(path, ["picture-id", "name"])
+    for one, name in zip(_strings(path, file, "picture-id"), _strings(path, file, "name"), strict=True):
+        found.setdefault(one, set()).add(name)
+    return found
+
+
+def content_digest(item: Item) -> tuple[str, tuple[str, ...]]:
+    """What an item shows, as hashes: two items that differ only in their ids are equal.
+
+    Args:
+        item: its pictures are read, which also proves that they exist.
+
+    Returns:
+        (sha256 of text, instruction and pictures, sha256 of each picture's bytes), hexadecimal.
+
+    Raises:
+        rge.common.images.ImageError: a picture cannot be read.
+    """
+    pictures = tuple(hashlib.sha256(picture_bytes(ref)).hexdigest() for ref in item.images)
+    content = json.dumps([item.text, item.instruction, pictures], ensure_ascii=False)
+    return hashlib.sha256(content.encode()).hexdigest(), pictures
+
+
+def _meta(path: Path) -> dict[str, Any]:
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SetError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise SetError(f"{path} is not JSON: {error}") from None
+    for key in ("name", "fingerprint"):
+        if not isinstance(meta, dict) or not isinstance(meta.get(key), str):
+            raise SetError(f"{path}: {key!r} must be a string")
+    by = meta.get("report_by", [])
+    if not isinstance(by, list) or not all(isinstance(name, str) for name in by):
+        raise SetError(f"{path}: report_by must be a list of query columns, got {by!r}")
+    return meta
+
+
+def _open(path: Path, columns: Sequence[str]) -> pq.ParquetFile:
+    try:
+        file = pq.ParquetFile(path)
+    except OSError as error:
+        raise SetError(f"{path} cannot be read: {error}") from None
+    except pa.ArrowInvalid as error:
+        raise SetError(f"{path} is not a Parquet file: {error}") from None
+    names = file.schema_arrow.names
+    for column in columns:
+        if column not in names:
+            raise SetError(f"{path}: column {column!r} is missing; there are {', '.join(names)}")
+    if not {"id", "text", "image"}.isdisjoint(columns) and {"text", "image"}.isdisjoint(names):
+        raise SetError(f"{path}: neither column 'text' nor 'image' is there; there are {', '.join(names)}")
+    return file
+
+
+def _strings(path: Path, file: pq.ParquetFile, column: str, *, nulls: bool = False) -> list[Any]:
+    kind = file.schema_arrow.field(column).type
+    plain = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not (
+        pa.types.is_string(plain) or pa.types.is_large_string(plain) or (nulls and pa.types.is_null(plain))
+    ):
+        raise SetError(f"{path}: column {column!r} must hold strings, it holds {kind}")
+    values = file.read(columns=[column]).column(0).to_pylist()
+    if not nulls and None in values:
+        raise SetError(f"{path}: column {column!r} is null in row {values.index(None)}")
+    return values
+
+
+def _ids(path: Path) -> list[str]:
+    ids = _strings(path, _open(path, ["id"]), "id")
+    if not ids:
+        raise SetError(f"{path} has no rows")
+    seen: set[str] = set()
+    for row, name in enumerate(ids):
+        # a TREC run separates its columns by white space
+        if not name or name.split() != [name]:
+            raise SetError(f"{path}: id {name!r} in row {row} is empty or contains white space")
+        if name in seen:
+            raise SetError(f"{path}: id {name!r} occurs twice, again in row {row}")
+        seen.add(name)
+    return ids
+
+
+def _queries(
+    path: Path, meta: dict[str, Any], by: Sequence[str]
+) -> tuple[list[Item], dict[str, list[str]], tuple[str, ...]]:
+    _ids(path)  # for its checks; the ids themselves come with the items
+    file = _open(path, ["id", "category", "group"])
+    columns = {
+        "category": [value or UNCATEGORISED for value in _strings(path, file, "category", nulls=True)],
+        "group": _strings(path, file, "group"),
+    }
+    report_by = tuple(dict.fromkeys([*meta.get("report_by", []), *by]))
+    for name in report_by:
+        if name in ("id", "text", "image", "instruction", "category", "group"):
+            raise SetError(f"{path}: cannot report by {name!r}, which has a meaning of its own")
+        _open(path, [name])
+        columns[name] = _strings(path, file, name)
+        if len(set(columns[name])) > MAX_REPORT_VALUES:
+            raise SetError(
+                f"{path}: report_by column {name!r} has {len(set(columns[name]))} values, "
+                f"more than {MAX_REPORT_VALUES}: too many for a table"
+            )
+    queries = list(_items(path, path.parent))
+    for item, group in zip(queries, columns["group"], strict=True):
+        if not group:
+            raise SetError(f"{path}: query {item.id!r} has no group; where nothing is shared, repeat the id")
+    return queries, columns, report_by
+
+
+def _items(path: Path, root: Path) -> Iterator[Item]:
+    file = _open(path, ["id"])
+    wanted = [name for name in ("id", "text", "image", "instruction") if name in file.schema_arrow.names]
+    for name in ("text", "instruction"):
+        if name in wanted and not any(
+            test(file.schema_arrow.field(name).type)
+            for test in (
+                pa.types.is_string,
+                pa.types.is_large_string,
+                pa.types.is_null,
+                pa.types.is_dictionary,
+            )
+        ):
+            raise SetError(
+                f"{path}: column {name!r} must hold strings, it holds {file.schema_arrow.field(name).type}"
+            )
+    for batch in file.iter_batches(batch_size=READ_ROWS, columns=wanted):
+        for row in batch.to_pylist():
+            item = Item(
+                id=row["id"],
+                text=row.get("text") or None,
+                images=_pictures(path, root, row["id"], row.get("image")),
+                instruction=row.get("instruction") or None,
+            )
+            if not item.text and not item.images:
+                raise SetError(f"{path}: {item.id!r} has neither text nor image")
+            yield item
+
+
+def _pictures(path: Path, root: Path, name: str, cell: Any) -> tuple[ImageRef, ...]:
+    if cell is None or cell == "":
+        return ()
+    if isinstance(cell, list):
+        return tuple(ref for one in cell for ref in _pictures(path, root, name, one))
+    if isinstance(cell, dict):
+        return _pictures(path, root, name, cell.get("bytes") or cell.get("path"))
+    if isinstance(cell, bytes):
+        return (cell,)
+    if isinstance(cell, str):
+        return (str(root / cell),)
+    raise SetError(
+        f"{path}: image of {name!r} must be bytes, a path or {{bytes, path}}, got {type(cell).__name__}"
+    )
+
+
+def _pairs(
+    path: Path, query_of: dict[str, int], row_of: dict[str, int], *, with_gain: bool = False
+) -> list[tuple[Any, ...]]:
+    file = _open(path, ["query-id", "corpus-id", *(["score"] if with_gain else [])])
+    columns = [_strings(path, file, "query-id"), _strings(path, file, "corpus-id")]
+    if with_gain:
+        kind = file.schema_arrow.field("score").type
+        if not pa.types.is_integer(kind):
+            raise SetError(f"{path}: column 'score' must hold integers (gains), it holds {kind}")
+        columns.append(file.read(columns=["score"]).column(0).to_pylist())
+    pairs = list(zip(*columns, strict=True))
+    seen: set[tuple[str, str]] = set()
+    for query, name, *gain in pairs:
+        if query not in query_of:
+            raise SetError(f"{path}: query {query!r} is not in queries.parquet")
+        if name not in row_of:
+            raise SetError(f"{path}: {name!r}, listed for query {query!r}, is not in corpus.parquet")
+        if (query, name) in seen:
+            raise SetError(f"{path}: {name!r} is listed twice for query {query!r}")
+        if with_gain and (gain[0] is None or gain[0] < 0):
+            raise SetError(
+                f"{path}: score of {name!r} for query {query!r} must be a gain >= 0, got {gain[0]}"
+            )
+        seen.add((query, name))
+    return pairs
+
+
+def _by_query(
+    pairs: Sequence[tuple[Any, ...]], query_of: dict[str, int], row_of: dict[str, int]
+) -> list[np.ndarray]:
+    lists: list[list[int]] = [[] for _ in query_of]
+    for query, name in pairs:
+        lists[query_of[query]].append(row_of[name])
+    return [np.array(sorted(rows), np.int32) for rows in lists]
+
+
+def _positives(
+    path: Path,
+    qrels: Sequence[tuple[Any, ...]],
+    query_of: dict[str, int],
+    row_of: dict[str, int],
+    num_missing_Q: np.ndarray | None,
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    lists: list[list[tuple[int, int]]] = [[] for _ in query_of]
+    for query, name, gain in qrels:
+        if gain > 0:  # gain 0 is a judgement too: judged, and not right
+            lists[query_of[query]].append((row_of[name], gain))
+    without = [
+        query
+        for number, (query, found) in enumerate(zip(query_of, lists, strict=True))
+        if not found and (num_missing_Q is None or not num_missing_Q[number])
+    ]
+    if without:
+        raise SetError(f"{path}: {len(without)} of {len(lists)} queries have no positive: {_some(without)}")
+    positives = []
+    for found in lists:
+        found.sort()
+        positives.append(
+            (np.array([r for r, _ in found], np.int32), np.array([g for _, g in found], np.float64))
+        )
+    return positives
+
+
+def _num_missing(path: Path) -> np.ndarray | None:
+    file = _open(path, ["id"])
+    name = "num_missing_positives"
+    if name not in file.schema_arrow.names:
+        return None
+    if not pa.types.is_integer(file.schema_arrow.field(name).type):
+        raise SetError(f"{path}: column {name!r} must hold integers")
+    missing_Q = file.read(columns=[name]).column(0).to_numpy().astype(np.int64)
+    if missing_Q.min(initial=0) < 0:
+        raise SetError(f"{path}: column {name!r} must not be negative")
+    return missing_Q if missing_Q.any() else None
+
+
+def _check_reachable(
+    root: Path,
+    query_ids: Sequence[str],
+    corpus_ids: Sequence[str],
+    order_C: np.ndarray,
+    positives: Sequence[tuple[np.ndarray, np.ndarray]],
+    rows: dict[str, list[np.ndarray] | None],
+) -> None:
+    """No query may be impossible to answer because of the optional tables."""
+
+    def name(row: int) -> str:
+        return corpus_ids[order_C[row]]
+
+    for number, query in enumerate(query_ids):
+        right = positives[number][0]
+        if (lists := rows["candidates"]) is not None:
+            if not len(lists[number]):
+                raise SetError(f"{root / 'candidates.parquet'}: query {query!r} has no candidates")
+            if len(lost := np.setdiff1d(right, lists[number])):
+                raise SetError(
+                    f"{root / 'candidates.parquet'}: positive {name(lost[0])!r} of query {query!r} is not among them"
+                )
+        if (lists := rows["excluded"]) is not None and len(lost := np.intersect1d(right, lists[number])):
+            raise SetError(f"{root / 'excluded.parquet'}: {name(lost[0])!r} is a positive of query {query!r}")
+
+
+def _some(names: Sequence[str], most: int = 5) -> str:
+    return ", ".join(map(repr, names[:most])) + (", ..." if len(names) > most else "")

@@ -1,0 +1,206 @@
+"""What is kept of a stage while it trains: states to resume from, the best checkpoints so far, the final one.
+
+Also where a cluster's SIGTERM is heard. It asks for an end: the step is finished, a state is saved, and the process
+exits with 143.
+"""
+
+import json
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+
+from rge.checkpoints.export import RGE_JSON, export, settings_of
+from rge.checkpoints.resume import check_same_recipe
+from rge.checkpoints.training_state import States, discard
+from rge.config import Recipe, to_dict
+from rge.distributed import collectives as dist
+from rge.distributed import launch
+from rge.model.adapters import has_adapters, merged_weights
+from rge.model.embedder import Embedder
+from rge.validation import Validation
+
+STOPPED = 128 + signal.SIGTERM
+"""Exit code after SIGTERM: 143, what shells, Kubernetes and Slurm show for a process that this signal ended. Neither
+success, which would let a scheduler go on to the next job, nor 1, which would count as a crash of the program."""
+
+_asked_to_stop = threading.Event()
+
+
+def stop_after_this_step_at_sigterm() -> None:
+    """From now on SIGTERM is remembered instead of obeyed at once; `Keeper.after_step` acts on it."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: _asked_to_stop.set())
+
+
+class Keeper:
+    """Saves, validates and stops one stage's training; every process calls every method.
+
+    Args:
+        recipe: of the run.
+        name: the stage's.
+        folder: the stage's; holds ``state``, ``best`` and ``final``.
+        num_steps: of the stage.
+        validation: held-out records, or None.
+        embedder: unwrapped.
+        model: the wrapped embedder.
+        optimizer: as prepared.
+        accelerator: of the run.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        name: str,
+        folder: Path,
+        num_steps: int,
+        validation: Validation | None,
+        embedder: Embedder,
+        model: nn.Module,
+        optimizer,
+        accelerator: Accelerator,
+    ):
+        self.recipe, self.name, self.folder, self.num_steps = recipe, name, folder, num_steps
+        self.validation = validation
+        self.embedder, self.model, self.accelerator = embedder, model, accelerator
+        self.states = States(
+            accelerator,
+            embedder,
+            optimizer,
+            folder / "state",
+            keep_last=recipe.train.keep_last,
+            background=recipe.train.background_save,
+        )
+        metric = recipe.validation.metric
+        self.metric = "val_" + (metric if validation and validation.objective.alpha_con > 0 else "loss_lm")
+        stop_after_this_step_at_sigterm()
+
+    def resume(self) -> int:
+        """Load the newest intact state, if there is one.
+
+        Returns:
+            The number of finished steps.
+
+        Raises:
+            CheckpointError: all states are damaged, or another recipe made them.
+            LaunchError: the state was saved by a launch whose files this one cannot read.
+        """
+        found = self.states.latest()
+        if found is None:
+            return 0
+        path, done = found
+        check_same_recipe(done["recipe"], self.recipe, self.name, path)
+        launch.check_resume(done.get("launch"), self.accelerator, path)
+        self.states.load(path)
+        self.accelerator.print(f"{self.name}: resuming after step {done['step']} from {path}")
+        return done["step"]
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Measure the held-out records after `step` steps, if it is time to, and keep the checkpoint if it is good.
+
+        Returns:
+            The figures, see `Validation.measure`, and ``val_s``, the seconds that this took; else nothing.
+        """
+        if self.validation is None or (step % self.recipe.validation.every and step != self.num_steps):
+            return {}
+        began = time.perf_counter()
+        with dist.whole_model(self.accelerator, self.model):
+            figures = self.validation.measure(self.embedder)
+        self._keep_if_best(step, figures)
+        return {**figures, "val_s": time.perf_counter() - began}
+
+    def after_step(self, step: int) -> None:
+        """Save after `step` steps, if it is time to or a SIGTERM has come.
+
+        Raises:
+            CheckpointError: this or an earlier state could not be written.
+            SystemExit: with `STOPPED`, after a SIGTERM to any process.
+        """
+        self.states.check()
+        stop = dist.sum_over_ranks([float(_asked_to_stop.is_set())], self.embedder.device)[0] > 0
+        if step < self.num_steps and (stop or step % self.recipe.train.save_every == 0):
+            meta = {"recipe": to_dict(self.recipe), "launch": launch.describe(self.accelerator)}
+            self.states.save(step, meta)
+        if not stop or step == self.num_steps:  # a stage that is over is exported first
+            return
+        self.states.wait()
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            print(  # noqa: T201
+                f"{self.name}: stopped by SIGTERM after step {step} of {self.num_steps}; the state is in "
+                f"{self.folder / 'state'}, the same command goes on from there",
+                file=sys.stderr,
+            )
+        dist.close()
+        raise SystemExit(STOPPED)
+
+    def finish(self) -> None:
+        """Export the trained model as a checkpoint that evaluation and plain transformers load."""
+        self.states.wait()
+        self._export(self.folder / "final", self.num_steps, None)
+        self.accelerator.free_memory()
+        self.accelerator.print(f"{self.name}: wrote {self.folder / 'final'}")
+
+    def _keep_if_best(self, step: int, figures: dict[str, float]) -> None:
+        keep = self.recipe.validation.keep_best
+        if keep == 0:
+            return
+        others = self._kept() if self.accelerator.is_main_process else None
+        others = [entry for entry in dist.from_main(others) if entry[1] != step]
+        ranked = sorted([*others, (figures[self.metric], step)], key=self._rank)
+        if (figures[self.metric], step) not in ranked[:keep]:
+            return
+        validation = {
+            "metric": self.metric.removeprefix("val_"),
+            "path": self.recipe.validation.path,
+            **figures,
+        }
+        self._export(self.folder / "best" / _name(step), step, validation)
+        if self.accelerator.is_main_process:
+            for _, old in ranked[keep:]:
+                discard(self.folder / "best" / _name(old))
+
+    def _kept(self) -> list[tuple[float, int]]:
+        """Value and step of every checkpoint in ``best``."""
+        found = []
+        for path in (self.folder / "best").glob(f"step_*/{RGE_JSON}"):
+            settings = json.loads(path.read_text())
+            found.append((settings["validation"][self.metric], settings["step"]))
+        return found
+
+    def _rank(self, entry: tuple[float, int]) -> tuple[float, int]:
+        """Best first; of equals the earlier."""
+        value, step = entry
+        return (-value if self.metric == "val_hit_at_1" else value), step
+
+    def _export(self, path: Path, step: int, validation: dict[str, Any] | None) -> None:
+        recipe = self.recipe
+        settings = settings_of(
+            emb_id=self.embedder.emb_id,
+            profile=recipe.data.profile,
+            max_prompt_tokens=recipe.data.max_prompt_tokens,
+            min_pixels=recipe.model.min_pixels,
+            max_pixels=recipe.model.max_pixels,
+            max_new_tokens=recipe.rollout.max_new_tokens,
+            reasons="none" if self.name == "joint" and recipe.loss.anchor == "none" else "query",
+            recipe=to_dict(recipe),
+            stage=self.name,
+            step=step,
+        )
+        if validation is not None:
+            settings["validation"] = validation
+        weights = dist.full_weights(self.accelerator, self.model, self.embedder)
+        if self.accelerator.is_main_process:
+            if has_adapters(self.embedder.model):
+                weights = merged_weights(self.embedder.model, weights)
+            export(self.embedder, path, settings, weights)
+        self.accelerator.wait_for_everyone()
+
+
+def _name(step: int) -> str:
+    return f"step_{step:08d}"

@@ -1,0 +1,158 @@
+"""Export and identify finished checkpoints; states to resume from are `rge.checkpoints.training_state`' business.
+
+A finished stage is exported to ``<stage>/final``: a plain Hugging Face directory plus ``rge.json``.
+"""
+
+import hashlib
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+import rge
+from rge.model.embedder import Embedder
+
+RGE_JSON = "rge.json"
+
+WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
+"""What a full disk looks like: to Python, to torch's serialiser, to safetensors."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read or written; the message names it and the mend."""
+
+
+def export(
+    embedder: Embedder, folder: Path, settings: dict[str, Any], state_dict: dict | None = None
+) -> None:
+    """Write a finished checkpoint: weights, config, processor, chat template, ``rge.json``.
+
+    Args:
+        embedder: unwrapped.
+        folder: the checkpoint; written under a temporary name and renamed.
+        settings: content of ``rge.json``, see `settings_of`.
+        state_dict: weights of ``embedder.model`` that are not its own: gathered, merged. They are written in the dtype
+            that the model was loaded in; under mixed precision a float32 copy is trained.
+
+    Raises:
+        CheckpointError: writing failed; nothing partial is left.
+    """
+    temporary = folder.with_name(f"tmp_{folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    if state_dict is not None:
+        state_dict = _as_loaded(state_dict, embedder.model)
+    try:
+        temporary.mkdir(parents=True)
+        embedder.model.save_pretrained(temporary, state_dict=state_dict)
+        embedder.processor.save_pretrained(temporary)
+        (temporary / RGE_JSON).write_text(json.dumps(settings, indent=2) + "\n")
+    except WRITE_ERRORS as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(
+            f"checkpoint {folder} could not be written: {error}; free some space and start again"
+        ) from error
+    if folder.exists():
+        shutil.rmtree(folder)
+    temporary.rename(folder)
+
+
+def _as_loaded(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    if model.config.dtype is None:
+        return weights
+    # Saving a model once turns its config's dtype into a name.
+    dtype = getattr(torch, str(model.config.dtype).removeprefix("torch."))
+    # By tensor, not by name: tied ones stay one.
+    cast = {id(value): value.to(dtype) if value.is_floating_point() else value for value in weights.values()}
+    return {name: cast[id(value)] for name, value in weights.items()}
+
+
+def settings_of(
+    *, emb_id: int, profile: str, max_prompt_tokens: int, min_pixels: int, max_pixels: int, max_new_tokens: int,
+    reasons: str, recipe: dict[str, Any], stage: str, step: int,
+) -> dict[str, Any]:  # fmt: skip
+    """What an embedder needs and a model config does not hold.
+
+    Args:
+        emb_id: id of ``<emb>``.
+        profile: instruction profile.
+        max_prompt_tokens: longest prompt.
+        min_pixels: smallest picture.
+        max_pixels: largest picture.
+        max_new_tokens: cap of a rationale.
+        reasons: which side writes a rationale: ``query``, or ``none`` for a model trained without.
+        recipe: the resolved recipe.
+        stage: stage that wrote the checkpoint.
+        step: its steps.
+    """
+    return {
+        "format": 1,
+        "emb_id": emb_id,
+        "profile": profile,
+        "max_prompt_tokens": max_prompt_tokens,
+        "pixels": {"min": min_pixels, "max": max_pixels},
+        "generation": {"max_new_tokens": max_new_tokens, "temperature": 0.0, "stop": "<emb>"},
+        "reasons": reasons,
+        "stage": stage,
+        "step": step,
+        "recipe": recipe,
+        "rge_version": rge.__version__,
+        "git_commit": git_commit(),
+    }
+
+
+def read_settings(checkpoint: Path) -> dict[str, Any]:
+    """Content of a checkpoint's ``rge.json``.
+
+    Raises:
+        CheckpointError: not a directory, not an rge checkpoint, damaged, or written by a newer format.
+    """
+    path = checkpoint / RGE_JSON
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"checkpoint {checkpoint} does not exist")
+    if not path.is_file():
+        raise CheckpointError(
+            f"{checkpoint} has no {RGE_JSON}, so it is not a checkpoint of rge; finished ones are in <out>/<stage>/final"
+        )
+    try:
+        settings = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    if settings.get("format") != 1:
+        raise CheckpointError(f"{path} has format {settings.get('format')}, this version reads format 1")
+    return settings
+
+
+def checkpoint_hash(checkpoint: Path) -> str:
+    """Sha256 over names and contents of weights, configs, tokenizer and ``rge.json``: equal only for equal checkpoints."""
+    digest = hashlib.sha256()
+    for path in sorted(checkpoint.iterdir()):
+        if path.suffix in (".safetensors", ".json", ".jinja", ".txt"):
+            digest.update(path.name.encode() + b"\0")
+            with path.open("rb") as content:
+                digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()
+
+
+def git_commit() -> str | None:
+    """Commit of the working tree that this package stands in, with ``+`` appended if it was changed; None outside git."""
+    root = Path(rge.__file__).resolve().parent.parent
+    try:
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + ("+" if changed else "")

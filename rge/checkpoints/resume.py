@@ -1,0 +1,60 @@
+"""Whether a stage is finished already, and whether what is on disk belongs to the recipe at hand."""
+
+from pathlib import Path
+from typing import Any
+
+from rge.checkpoints.export import RGE_JSON, CheckpointError, read_settings
+from rge.config import Recipe, to_dict
+
+MAY_DIFFER = ("out", "stage", "recipe", "log.", "train.save_every", "train.keep_last", "train.log_every", "data.num_workers",
+              "data.prefetch_mb", "data.on_bad", "data.max_bad_share",
+              "train.num_processes", "train.distributed_type", "train.background_save", "validation.")  # fmt: skip
+"""Keys that do not change the result, so that a run may be resumed with other values."""
+
+
+def finished(folder: Path, recipe: Recipe, name: str) -> bool:
+    """Whether the stage's checkpoint is there, made with this recipe.
+
+    Raises:
+        CheckpointError: it was made with another recipe; the differing keys are named.
+    """
+    if not (folder / "final" / RGE_JSON).is_file():
+        return False
+    settings = read_settings(folder / "final")
+    check_same_recipe(settings["recipe"], recipe, name, folder / "final")
+    return True
+
+
+def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Path) -> None:
+    """Refuse to continue or reuse what another recipe made.
+
+    Only keys that matter to the stage are compared: the cold start does not depend on the joint stage's settings.
+
+    Raises:
+        CheckpointError: names the differing keys.
+    """
+    ignored = MAY_DIFFER + (("joint.", "loss.", "rollout.") if name == "cold_start" else ())
+    ours, theirs = _flat(to_dict(recipe)), _flat(found)
+    if name == "cold_start":
+        # The one loss setting that the cold start uses.
+        ours["cold_start loss.lm_on_candidates"] = ours["loss.lm_on_candidates"]
+        theirs["cold_start loss.lm_on_candidates"] = theirs.get("loss.lm_on_candidates")
+    different = [
+        f"{key} (there {theirs.get(key)!r}, now {ours.get(key)!r})"
+        for key in sorted(ours.keys() | theirs.keys())
+        if ours.get(key) != theirs.get(key) and not key.startswith(ignored)
+    ]
+    if different:
+        raise CheckpointError(
+            f"{path} was made with another recipe: {'; '.join(different)}. Use another out=, or delete {path.parent}"
+        )
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            leaves |= _flat(value, f"{prefix}{key}.")
+        else:
+            leaves[prefix + key] = value
+    return leaves

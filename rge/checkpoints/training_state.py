@@ -1,0 +1,349 @@
+"""Resumable training states: written beside the training, complete or not there, checked before they are used.
+
+A state is ``<stage>/state/step_00000100``: weights, optimizer, random states and ``done.json``, which lists every file
+with its size and checksum. It is written under a temporary name, flushed to the disk and renamed when complete, so a
+kill or a full disk leaves the last good one; a file torn later (a lost disk cache, a half-copied folder) is found by
+its checksum, and the state before is taken.
+
+On one process and under DDP, weights, optimizer and random states are copied into main memory, and a thread writes
+the copy while training goes on: the gap is the copy. Weights that are not trained are left out; they come from where
+the stage started. Sharded back ends write their own files and training waits for them.
+"""
+
+import json
+import os
+import random
+import re
+import shutil
+import threading
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from rge.checkpoints.export import WRITE_ERRORS, CheckpointError
+from rge.distributed import collectives as dist
+
+DONE = "done.json"
+WEIGHTS, OPTIMIZER, RANDOM = "model.safetensors", "optimizer.bin", "random_states.bin"
+REGISTERED = "registered.bin"
+"""States of what was registered with the accelerator, such as the rationales kept for reuse; equal on all processes."""
+
+
+class States:
+    """The training states of one stage.
+
+    Args:
+        accelerator: of the run.
+        embedder: unwrapped; its trained parameters and buffers are saved.
+        optimizer: as `Accelerator.prepare` returned it.
+        folder: the stage's ``state`` folder.
+        keep_last: states kept.
+        background: write while training goes on. Sharded back ends never do.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        embedder: nn.Module,
+        optimizer,
+        folder: Path,
+        *,
+        keep_last: int,
+        background: bool = True,
+    ):
+        self.accelerator, self.embedder, self.optimizer = accelerator, embedder, optimizer
+        self.folder, self.keep_last = folder, keep_last
+        self.background = background
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    # ------------------------------------------------------------------------------------------------------ saving
+
+    def save(self, step: int, meta: dict[str, Any]) -> None:
+        """Save the state after `step` steps, then delete all but the newest `keep_last`. All processes call it.
+
+        Returns once training may go on; `wait` returns once everything is on the disk.
+
+        Raises:
+            CheckpointError: this or the previous state could not be written, e.g. a full disk; earlier states are
+                untouched and nothing partial is left.
+        """
+        self.wait()
+        temporary, final = self.folder / f"tmp_{_name(step)}", self.folder / _name(step)
+        if dist.is_sharded(self.accelerator):
+            self._save_sharded(step, temporary, final, meta)
+            return
+        snapshot = self._snapshot()
+        if not self.accelerator.is_main_process:
+            return
+        self._thread = threading.Thread(
+            target=self._write, args=(snapshot, step, temporary, final, meta), name="save_state", daemon=True
+        )
+        self._thread.start()
+        if not self.background:
+            self.wait()
+
+    def check(self) -> None:
+        """Raise what went wrong in the background, if anything did.
+
+        Raises:
+            CheckpointError: a state could not be written.
+        """
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def wait(self) -> None:
+        """Wait for the state that is being written.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def _snapshot(self) -> dict[str, Any]:
+        rngs = dist.gather_objects(_random_states())
+        if not self.accelerator.is_main_process:
+            return {}
+        return {
+            WEIGHTS: {name: _copied(value) for name, value in trained_tensors(self.embedder).items()},
+            OPTIMIZER: _copied(self.optimizer.state_dict()),
+            RANDOM: rngs,
+            REGISTERED: [_copied(kept.state_dict()) for kept in self._registered()],
+        }
+
+    def _registered(self) -> list[Any]:
+        return self.accelerator._custom_objects
+
+    def _write(
+        self, snapshot: dict[str, Any], step: int, temporary: Path, final: Path, meta: dict[str, Any]
+    ) -> None:
+        try:
+            _fresh(temporary)
+            save_file(snapshot[WEIGHTS], temporary / WEIGHTS)
+            torch.save(snapshot[OPTIMIZER], temporary / OPTIMIZER)
+            torch.save(snapshot[RANDOM], temporary / RANDOM)
+            torch.save(snapshot[REGISTERED], temporary / REGISTERED)
+            self._complete(step, temporary, final, meta)
+        except WRITE_ERRORS as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            self._failure = _unwritten(step, self.folder, error)
+
+    def _save_sharded(self, step: int, temporary: Path, final: Path, meta: dict[str, Any]) -> None:
+        main = self.accelerator.is_main_process
+        if main:
+            _fresh(temporary)
+        self.accelerator.wait_for_everyone()
+        try:
+            self.accelerator.save_state(str(temporary), safe_serialization=True)
+            self.accelerator.wait_for_everyone()
+            if main:
+                # Training waits here, and other nodes wrote most of it: sizes are checked, contents are not read again.
+                self._complete(step, temporary, final, meta, checksums=False)
+        except WRITE_ERRORS as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise _unwritten(step, self.folder, error) from error
+        self.accelerator.wait_for_everyone()
+
+    def _complete(
+        self, step: int, temporary: Path, final: Path, meta: dict[str, Any], checksums: bool = True
+    ) -> None:
+        files = {}
+        for path in sorted(path for path in temporary.rglob("*") if path.is_file()):
+            flush(path)
+            name = path.relative_to(temporary).as_posix()
+            files[name] = {"bytes": path.stat().st_size, "crc32": _checksum(path) if checksums else None}
+        (temporary / DONE).write_text(json.dumps({"step": step, "files": files, **meta}))
+        flush(temporary / DONE)
+        flush(temporary)
+        discard(final)
+        temporary.rename(final)
+        flush(self.folder)
+        for old in _complete_states(self.folder)[: -self.keep_last]:
+            discard(old)
+
+    # ----------------------------------------------------------------------------------------------------- resuming
+
+    def latest(self) -> tuple[Path, dict[str, Any]] | None:
+        """The newest intact state and its ``done.json``, or None where there is no state at all.
+
+        All processes call it; the main process looks and tells the others. A damaged state is named and passed over.
+
+        Raises:
+            CheckpointError: there are states, and every one of them is damaged.
+        """
+        found: tuple[str, dict[str, Any]] | str | None = None
+        if self.accelerator.is_main_process:
+            for leftover in self.folder.glob("tmp_step_*"):  # of a run that was killed while it wrote
+                shutil.rmtree(leftover, ignore_errors=True)
+            damaged = []
+            for path in reversed(_complete_states(self.folder)):
+                if problem := damage(path):
+                    damaged.append(f"{path} is damaged: {problem}")
+                    continue
+                found = str(path), json.loads((path / DONE).read_text())
+                break
+            for message in damaged:
+                self.accelerator.print(message)
+            if damaged and found is None:
+                found = "; ".join(damaged)
+        found = dist.from_main(found)
+        if isinstance(found, str):
+            raise CheckpointError(
+                f"no intact state to resume from: {found}. Delete {self.folder} to start again"
+            )
+        return None if found is None else (Path(found[0]), found[1])
+
+    def load(self, path: Path) -> None:
+        """Bring weights, optimizer and random states back.
+
+        Raises:
+            CheckpointError: the state holds other parameters than are trained now.
+        """
+        if dist.is_sharded(self.accelerator):
+            self.accelerator.load_state(str(path))
+            return
+        weights = load_file(path / WEIGHTS)
+        ours = trained_tensors(self.embedder)
+        if different := sorted(weights.keys() ^ ours.keys()):
+            raise CheckpointError(
+                f"{path} holds other parameters than are trained now, e.g. {different[0]}; "
+                "use another out=, or the settings it was made with"
+            )
+        with torch.no_grad():
+            for name, tensor in ours.items():
+                tensor.copy_(weights[name])
+        self.optimizer.load_state_dict(torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True))
+        for kept, state in zip(
+            self._registered(), torch.load(path / REGISTERED, weights_only=True), strict=True
+        ):
+            kept.load_state_dict(state)
+        states = torch.load(path / RANDOM, weights_only=True)
+        if len(states) == dist.world_size():
+            _set_random_states(states[dist.rank()])
+        else:
+            self.accelerator.print(
+                f"{path} was saved by {len(states)} processes, {dist.world_size()} resume it: batches are the same, "
+                "dropout draws new numbers"
+            )
+
+
+def trained_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters that are trained and buffers that belong to a state, by name; shared ones once."""
+    found = {name: value for name, value in module.named_parameters() if value.requires_grad}
+    kept = module.state_dict(keep_vars=True)
+    return found | {name: value for name, value in module.named_buffers() if name in kept}
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a state on the disk, or None: files that are missing, cut short or changed."""
+    try:
+        files = json.loads((path / DONE).read_text())["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{DONE} cannot be read ({type(error).__name__})"
+    for name, expected in files.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if (size := file.stat().st_size) != expected["bytes"]:
+            return f"{name} has {size} bytes, {expected['bytes']} were written"
+        if expected["crc32"] is not None and _checksum(file) != expected["crc32"]:
+            return f"{name} has another checksum than was written"
+    return None
+
+
+def flush(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def _unwritten(step: int, folder: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"state after step {step} could not be written to {folder}: {error}; earlier states are unharmed, "
+        "free some space and start the same command again"
+    )
+
+
+def _fresh(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def discard(folder: Path) -> None:
+    """Delete a state or checkpoint, if it is there.
+
+    It is renamed first: a kill in the middle of deleting must not leave half of it under its name.
+    """
+    if folder.exists():
+        gone = folder.with_name(f"tmp_{folder.name}_old")
+        shutil.rmtree(gone, ignore_errors=True)
+        folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def _complete_states(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if re.fullmatch(r"step_\d{8}", path.name) and (path / DONE).is_file()
+    )
+
+
+def _checksum(path: Path) -> int:
+    total = 0
+    with path.open("rb") as content:
+        while block := content.read(1 << 22):
+            total = zlib.crc32(block, total)
+    return total
+
+
+def _copied(tree: Any) -> Any:
+    """The same structure with every tensor copied into main memory."""
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().to("cpu", copy=True).contiguous()
+    if isinstance(tree, dict):
+        return {key: _copied(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_copied(value) for value in tree)
+    return tree
+
+
+def _random_states() -> dict[str, Any]:
+    name, keys, *rest = np.random.get_state()
+    states = {
+        "python": random.getstate(),
+        "numpy": [name, keys.tolist(), *rest],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    version, keys, gauss = states["python"]
+    random.setstate((version, tuple(keys), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

@@ -1,0 +1,1 @@
+"""What all three parts share: records and pictures, fingerprints, command lines, files."""

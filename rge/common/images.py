@@ -1,0 +1,109 @@
+"""Open pictures by reference, and refuse clearly what cannot be opened. Nothing is replaced by a blank image."""
+
+import io
+import warnings
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from rge.common.schema import ImageRef
+
+
+class ImageError(ValueError):
+    """A picture is missing, unreadable or of a kind that cannot be embedded; the message names it and the mend."""
+
+
+@lru_cache(maxsize=64)
+def _library(path: str) -> dict[str, bytes]:
+    try:
+        table = pq.read_table(path, columns=["id", "image"])
+    except FileNotFoundError:
+        raise ImageError(f"picture library {path} does not exist") from None
+    except (OSError, ValueError, KeyError) as error:
+        raise ImageError(
+            f"picture library {path} is not a Parquet file with columns id and image: {error}"
+        ) from None
+    rows = zip(table["id"].to_pylist(), table["image"].to_pylist(), strict=True)
+    return {name: image.get("bytes") if isinstance(image, dict) else image for name, image in rows}
+
+
+def picture_bytes(ref: ImageRef) -> bytes:
+    """Encoded bytes of a picture.
+
+    Args:
+        ref: bytes, the path of a picture file, or ``library.parquet#row-id``.
+
+    Raises:
+        ImageError: the file, the library or the row does not exist.
+    """
+    if isinstance(ref, bytes):
+        return ref
+    path, mark, row = ref.partition(".parquet#")
+    if mark:
+        library = _library(path + ".parquet")
+        if row not in library:
+            raise ImageError(f"picture {row!r} is not in {path}.parquet ({len(library)} rows)")
+        if not isinstance(data := library[row], bytes):
+            raise ImageError(f"picture {row!r} of {path}.parquet has no bytes")
+        return data
+    file = Path(ref)
+    try:
+        # A pipe or a device would be waited for, or read without end.
+        waits = file.exists() and not file.is_file() and not file.is_dir()
+        data = None if waits else file.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
+        reason = getattr(error, "strerror", None) or error
+        raise ImageError(f"picture {ref} cannot be read: {reason}") from None
+    if data is None:
+        raise ImageError(f"picture {ref} cannot be read: it is a pipe or a device, not a file")
+    return data
+
+
+def load_image(ref: ImageRef) -> Image.Image:
+    """Decode a picture to RGB; transparency is laid on white, EXIF rotation is applied.
+
+    Args:
+        ref: see `picture_bytes`.
+
+    Returns:
+        An RGB image, fully decoded.
+
+    Raises:
+        ImageError: missing, not an image, truncated, animated, of pixels without a known range, or so large that
+            Pillow suspects an attack.
+    """
+    name = f"<{len(ref)} bytes>" if isinstance(ref, bytes) else ref
+    data = picture_bytes(ref)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(data))
+            # A phone's MPO is a JPEG with previews after it: its first frame is the picture.
+            if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
+                raise ImageError(f"picture {name} has {image.n_frames} frames: extract the one that is meant")
+            image.load()
+            image = _eight_bits(ImageOps.exif_transpose(image), name)
+            if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+                image = image.convert("RGBA")
+                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+            return image.convert("RGB")
+    except ImageError:
+        raise
+    except UnidentifiedImageError:  # its message holds an address in memory
+        raise ImageError(f"picture {name} cannot be decoded: it is no picture that Pillow knows") from None
+    except Exception as error:  # noqa: BLE001 - on damaged files Pillow's readers raise whatever they run into
+        raise ImageError(f"picture {name} cannot be decoded: {error}") from error
+
+
+def _eight_bits(image: Image.Image, name: str) -> Image.Image:
+    # Pillow's own conversion clips instead of scaling: a 16-bit scan would come out white.
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ImageError(
+            f"picture {name} has 32-bit pixels of no known range: convert it to 8 bits a channel"
+        )
+    return image

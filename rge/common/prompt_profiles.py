@@ -1,0 +1,39 @@
+"""How the text part of a prompt is worded, by the name that a recipe gives it, and the name of the embedding token."""
+
+from dataclasses import dataclass
+
+EMB_TOKEN = "<emb>"
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """How the text part of a prompt is worded. ``{text}`` and ``{instruction}`` are filled in.
+
+    Candidates of a training record or a benchmark carry no instruction of their own, so each kind has its wording.
+    """
+
+    query: str
+    query_without_instruction: str
+    candidate_text: str
+    candidate_image: str
+    candidate_both: str
+
+
+PROFILES = {
+    # Candidate wordings as in the released RGE evaluation, which wraps candidates in "summarize ... in one word".
+    "rge": Profile(
+        query="{instruction} {text}",
+        query_without_instruction="{text}",
+        candidate_text="Summarize the following text in one word: {text}",
+        candidate_image="Summarize the given image in one word.",
+        candidate_both="Summarize the given image and text in one word: {text}",
+    ),
+    # Nothing added: for sets whose texts already carry their instruction (MMEB) and for models trained from scratch.
+    "plain": Profile(
+        query="{instruction} {text}",
+        query_without_instruction="{text}",
+        candidate_text="{text}",
+        candidate_image="",
+        candidate_both="{text}",
+    ),
+}

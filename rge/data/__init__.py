@@ -1,0 +1,1 @@
+"""From record files to batches: sources and their mixture, prompts, pictures, collation."""

@@ -1,0 +1,427 @@
+"""Read training records, and decide which of them make up step s: a pure function of seed and step.
+
+Because the batch of a step depends on nothing but the seed, a run resumes exactly by knowing its step, on any number
+of processes.
+"""
+
+import hashlib
+import json
+import math
+import tempfile
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from pydantic import ValidationError
+from tqdm import tqdm
+
+from rge.common.prompt_profiles import EMB_TOKEN
+from rge.common.schema import Record, Target
+
+
+class RecordError(ValueError):
+    """Training records break the format; the message lists file, line, field and reason."""
+
+
+MAX_REPORTED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class BadRecord:
+    """A record that cannot be trained on, with ``data.on_bad=skip``.
+
+    Attributes:
+        source: path of its file.
+        byte: where in the file it starts; with the path, its name.
+        id: its id, or None where it cannot be read.
+        reason: what is wrong with it.
+    """
+
+    source: str
+    byte: int
+    id: str | None
+    reason: str
+
+
+class RecordFile:
+    """The records of one JSON-lines file, read by position so that a file may be larger than memory.
+
+    Every record is checked once when the file is opened. What stays is where each record starts, eight bytes, on the
+    disk and memory-mapped from a million records on; checking takes as much again for a moment.
+
+    Args:
+        path: the file.
+        need_rationale: every positive must have an oracle rationale.
+        progress: show a progress bar while checking.
+        on_bad: ``stop`` raises if records break the format; ``skip`` leaves them out.
+
+    Attributes:
+        bad: records that were left out.
+
+    Raises:
+        RecordError: no such file, one that cannot be read, an empty file, or records that break the format (all of them
+            are listed, at most `MAX_REPORTED` in full); with ``skip``, a file without any that does not.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        need_rationale: bool = False,
+        progress: bool = False,
+        on_bad: str = "stop",
+    ):
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise RecordError(f"training records {self.path} do not exist")
+        offsets, ids = Column(), Column()
+        faults: list[_Fault] = []
+        offset = 0
+        size = self.path.stat().st_size
+        quick = size < 100_000_000  # a second or two
+        bar = tqdm(
+            total=size,
+            unit="B",
+            unit_scale=True,
+            desc=f"checking {self.path.name}",
+            disable=quick or not progress,
+        )
+        with _open(self.path) as lines, bar:
+            for number, line in enumerate(lines, start=1):
+                bar.update(len(line))
+                start, offset = offset, offset + len(line)
+                if not line.strip():
+                    continue
+                name, found = _check(line, need_rationale)
+                faults += [_Fault(number, start, name, problem) for problem in found]
+                offsets.append(start)
+                if name is not None:
+                    ids.append(_number_of(name))
+        faults = sorted([*faults, *_repeated(self.path, ids.read())], key=lambda fault: fault.line)
+        if faults and on_bad == "stop":
+            raise RecordError("training records break the format:\n" + self._listed(faults))
+        self._offsets = offsets.read()
+        if not len(self._offsets):
+            raise RecordError(f"training records {self.path}: the file is empty")
+        self.bad = self._without(faults)
+        if not len(self._offsets):
+            raise RecordError(
+                "training records break the format, and data.on_bad=skip leaves none:\n"
+                + self._listed(faults)
+            )
+
+    def _without(self, faults: "Sequence[_Fault]") -> list[BadRecord]:
+        """Leave out the records that have a fault."""
+        reasons: dict[int, list[_Fault]] = {}
+        for fault in faults:
+            reasons.setdefault(fault.byte, []).append(fault)
+        if reasons:
+            self._offsets = self._offsets[~np.isin(self._offsets, list(reasons))]
+        return [
+            BadRecord(
+                str(self.path),
+                byte,
+                found[0].name,
+                f"line {found[0].line}: {'; '.join(fault.problem for fault in found)}",
+            )
+            for byte, found in reasons.items()
+        ]
+
+    def _listed(self, faults: "Sequence[_Fault]") -> str:
+        problems = [f"{self.path}:{fault.line}: {fault.problem}" for fault in faults]
+        more = f"\n... and {len(problems) - MAX_REPORTED} more" if len(problems) > MAX_REPORTED else ""
+        return "\n".join(problems[:MAX_REPORTED]) + more
+
+    def __len__(self) -> int:
+        """Number of records."""
+        return len(self._offsets)
+
+    def __getitem__(self, index: int) -> Record:
+        """The record at `index`, its picture references made absolute.
+
+        Raises:
+            RecordError: the file has changed since it was opened, or is gone.
+        """
+        with _open(self.path) as lines:
+            lines.seek(self._offsets[index])
+            line = lines.readline()
+        try:
+            return _absolute(Record.model_validate_json(line), self.path.parent)
+        except ValidationError as error:
+            raise RecordError(
+                f"{self.path} has changed since this run opened it: at byte {self._offsets[index]} there is no record any more"
+            ) from error
+
+    def bad_record(self, index: int, name: str, reason: str) -> BadRecord:
+        """The record at `index` as one that cannot be used."""
+        return BadRecord(str(self.path), int(self._offsets[index]), name, reason)
+
+    def texts(self) -> list[str]:
+        """Every text of every record: what a tokenizer is trained on."""
+        found: list[str] = []
+        for index in range(len(self)):
+            record = self[index]
+            found += [record.instruction or "", record.query.text or ""]
+            for target in (*record.positives, *record.negatives):
+                found.append(target.text or "")
+                found.append(getattr(target, "rationale", None) or "")
+        return [text for text in dict.fromkeys(found) if text]
+
+
+class Column:
+    """64-bit numbers written one after the other and read as an array; beyond `SPILL` of them they are on the disk."""
+
+    SPILL = 1 << 20
+
+    def __init__(self) -> None:
+        self._tail, self._file = array("q"), None
+
+    def append(self, number: int) -> None:
+        """Add a number."""
+        self._tail.append(number)
+        if len(self._tail) == self.SPILL:
+            self._flush()
+
+    def read(self) -> np.ndarray:
+        """All numbers so far, memory-mapped if there are many."""
+        if self._file is None:
+            return np.array(self._tail, dtype=np.int64)
+        self._flush()
+        return np.memmap(self._file, dtype=np.int64, mode="r")
+
+    def _flush(self) -> None:
+        if self._file is None:
+            self._file = (
+                tempfile.TemporaryFile()
+            )  # without a name: it is gone with the last process that maps it
+        self._tail.tofile(self._file)
+        self._file.flush()
+        self._tail = array("q")
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """What breaks the format: line (from 1) and byte where its record starts, the record's id if it has one."""
+
+    line: int
+    byte: int
+    name: str | None
+    problem: str
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise RecordError(f"training records {path} cannot be read: {error.strerror or error}") from error
+
+
+def _check(line: bytes, need_rationale: bool) -> tuple[str | None, list[str]]:
+    """A record's id, or None if it is not a record, and what is wrong with it."""
+    try:
+        record = Record.model_validate_json(line)
+    except ValidationError as error:
+        return None, [
+            f"{'.'.join(str(part) for part in issue['loc']) or 'record'}: {issue['msg']}"
+            for issue in error.errors(include_url=False, include_input=False)
+        ]
+    if need_rationale:
+        return record.id, [
+            f"positives.{index}.rationale: {fault} (record {record.id!r})"
+            for index, positive in enumerate(record.positives)
+            if (fault := _rationale_fault(positive.rationale or ""))
+        ]
+    return record.id, []
+
+
+def _repeated(path: Path, ids_N: np.ndarray) -> list[_Fault]:
+    """Every record whose id an earlier line has.
+
+    Ids are compared as 64-bit numbers first; only if two of those are equal is the file read again for the texts.
+    """
+    ordered = np.sort(ids_N)
+    suspects = set(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
+    if not suspects:
+        return []
+    found: list[_Fault] = []
+    seen: dict[str, int] = {}
+    offset = 0
+    with _open(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            start, offset = offset, offset + len(line)
+            name = _check(line, need_rationale=False)[0] if line.strip() else None
+            if name is None or _number_of(name) not in suspects:
+                continue
+            if name in seen:
+                found.append(_Fault(number, start, name, f"id: {name!r} stands already in line {seen[name]}"))
+            seen.setdefault(name, number)
+    return found
+
+
+def _rationale_fault(rationale: str) -> str | None:
+    if not rationale.strip():
+        return "missing or blank, and the LM loss needs it"
+    if EMB_TOKEN in rationale:
+        return f"contains {EMB_TOKEN}, which the trainer appends itself"
+    return None
+
+
+def _absolute(record: Record, folder: Path) -> Record:
+    def target(item: Target) -> Target:
+        return item if item.image is None else item.model_copy(update={"image": str(folder / item.image)})
+
+    return record.model_copy(
+        update={
+            "query": record.query.model_copy(
+                update={"images": [str(folder / image) for image in record.query.images]}
+            ),
+            "positives": [target(positive) for positive in record.positives],
+            "negatives": [target(negative) for negative in record.negatives],
+        }
+    )
+
+
+def identity(target: Target) -> int:
+    """What a target stands for, as a signed 64-bit number: equal for equal identities, on every machine."""
+    return _number_of(target.identity or target.id)
+
+
+def _number_of(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One record of a batch.
+
+    Attributes:
+        source: number of the source.
+        index: number of the record in it.
+        seed: for everything random about this record in this step (drawn positive, augmentation, sampling).
+    """
+
+    source: int
+    index: int
+    seed: int
+
+
+class Mixture:
+    """Which records make up each step's global batch.
+
+    Every source is gone through in a new random order each epoch; its share of the batches follows its weight, exact
+    over time: of n records drawn so far, a source with share s has s * n, give or take the rounding of one record a
+    source (with share 0.3 of 8 it gets 2 or 3 records a step, seldom one more or less, 2.4 on average).
+
+    Args:
+        sizes: number of records of each source.
+        weights: share of each source, relative.
+        batch_size: records of a step, all processes together.
+        seed: of everything.
+        homogeneous: each step's records come from one source, and weights are shares of the steps: then a query's
+            in-batch negatives are targets of its own kind.
+
+    Raises:
+        ValueError: an empty source.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        weights: Sequence[float],
+        batch_size: int,
+        seed: int,
+        *,
+        homogeneous: bool = False,
+    ):
+        if min(sizes) < 1:
+            raise ValueError("every source needs at least one record")
+        self.sizes, self.batch_size, self.seed = list(sizes), batch_size, seed
+        self.homogeneous = homogeneous
+        share = np.array(weights, dtype=np.float64)
+        self.share = share / share.sum()
+        self._orders: dict[tuple[int, int], np.ndarray] = {}
+
+    def steps_per_epoch(self) -> int:
+        """Steps after which as many records were drawn as the sources hold together."""
+        return max(1, -(-sum(self.sizes) // self.batch_size))
+
+    def batch(self, step: int) -> list[Draw]:
+        """The global batch of a step, `batch_size` draws, sources interleaved at random."""
+        before, after = self._counts(step), self._counts(step + 1)
+        draws: list[tuple[int, int]] = []
+        for source, size in enumerate(self.sizes):
+            for count in range(before[source], after[source]):
+                index = self._index(source, count // size, count % size)
+                draws.append((source, index))
+        generator = np.random.default_rng([self.seed, 1, step])
+        seeds = generator.integers(0, 2**63, size=len(draws))
+        mixed = generator.permutation(len(draws))
+        return [Draw(draws[place][0], draws[place][1], int(seeds[place])) for place in mixed]
+
+    def _counts(self, step: int) -> list[int]:
+        """Records drawn from each source before a step."""
+        if self.homogeneous:
+            return [steps * self.batch_size for steps in self._shared_out(step)]
+        return self._shared_out(step * self.batch_size)
+
+    def _shared_out(self, total: int) -> list[int]:
+        # Whole numbers that sum to the total. A source takes its share of what the sources before it leave. Every
+        # count then only ever grows with the total, which differences of rounded cumulative shares do not: they would
+        # draw a negative number from a small source now and then.
+        counts, left, share_left = [], total, 1.0
+        for share in self.share[:-1]:
+            counts.append(math.floor(left * share / share_left + 1e-6))
+            left, share_left = left - counts[-1], share_left - share
+        return [*counts, left]
+
+    def _index(self, source: int, epoch: int, place: int) -> int:
+        """Which record stands at a place of an epoch's order."""
+        size = self.sizes[source]
+        if size > LARGE:
+            return permuted(place, size, f"{self.seed} {source} {epoch}")
+        key = (source, epoch)
+        if key not in self._orders:
+            if len(self._orders) > 4 * len(self.sizes):
+                self._orders.clear()
+            self._orders[key] = np.random.default_rng([self.seed, 0, source, epoch]).permutation(size)
+        return int(self._orders[key][place])
+
+
+LARGE = 1 << 22
+"""Records from which an epoch's order is computed place by place instead of held in memory, 8 bytes a record."""
+
+
+def permuted(place: int, size: int, key: str) -> int:
+    """Where a place goes in a random order of `size` places, without making the order.
+
+    A Feistel network of four rounds permutes the numbers of 2k bits; results beyond the size are sent through again,
+    which ends since it is a permutation, after fewer than four turns on average.
+    """
+    half = ((size - 1).bit_length() + 1) // 2
+    mask = (1 << half) - 1
+    while True:
+        left, right = place >> half, place & mask
+        for turn in range(4):
+            digest = hashlib.blake2b(f"{key} {turn} {right}".encode(), digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(digest, "big") & mask)
+        place = left << half | right
+        if place < size:
+            return place
+
+
+def read_texts(paths: Sequence[str | Path], on_bad: str = "stop") -> list[str]:
+    """All texts of several record files, without repeats, in order; `on_bad` as of `RecordFile`."""
+    files = (RecordFile(path, on_bad=on_bad) for path in paths)
+    return list(dict.fromkeys(text for file in files for text in file.texts()))
+
+
+def write_records(path: Path, records: Sequence[Record]) -> None:
+    """Write records as JSON lines, complete or not at all."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w") as out:
+        for record in records:
+            out.write(json.dumps(record.model_dump(exclude_none=True), ensure_ascii=False) + "\n")
+    temporary.replace(path)

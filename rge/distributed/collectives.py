@@ -1,0 +1,340 @@
+"""Everything that talks to other processes; the only file that imports torch.distributed.
+
+Shape suffixes: N = rows of this rank, C = rows of all ranks, D = embedding size.
+"""
+
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed
+import torch.distributed.nn.functional as differentiable
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+T = TypeVar("T")
+
+
+class LaunchError(RuntimeError):
+    """The launcher started something else than was asked for."""
+
+
+def gather_sizes(num_rows: int, device: torch.device) -> list[int]:
+    """Number of rows of every rank."""
+    if not _initialized():
+        return [num_rows]
+    sizes = [
+        torch.zeros(1, dtype=torch.long, device=device) for _ in range(torch.distributed.get_world_size())
+    ]
+    torch.distributed.all_gather(sizes, torch.tensor([num_rows], device=device))
+    return [int(size) for size in sizes]
+
+
+def gather_rows(rows_ND: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Rows of all ranks, in rank order, with gradient: (C, D).
+
+    A rank's gradient is the sum of what all ranks' losses send back to its rows. Together with a loss over *local*
+    queries divided by the global count and multiplied by the world size, the mean that DDP takes is exactly the
+    single-process gradient.
+
+    Args:
+        rows_ND: this rank's rows; ranks may differ in number.
+        sizes: from `gather_sizes`.
+    """
+    if not _initialized():
+        return rows_ND
+    longest = max(sizes)
+    padded = torch.cat([rows_ND, rows_ND.new_zeros(longest - rows_ND.shape[0], *rows_ND.shape[1:])])
+    if rows_ND.requires_grad:
+        with warnings.catch_warnings():
+            # Deprecated in favour of a function that is still private; the gradient is what a test here pins.
+            warnings.simplefilter("ignore", FutureWarning)
+            parts = differentiable.all_gather(padded.contiguous())
+    else:
+        parts = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(parts, padded.contiguous())
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
+    """Sums over all ranks, in float64."""
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    if _initialized():
+        torch.distributed.all_reduce(total)
+    return total.tolist()
+
+
+def from_main(value: Any) -> Any:
+    """The main process's value on every process, anything that can be pickled; the others' argument is ignored."""
+    if not _initialized():
+        return value
+    box = [value]
+    torch.distributed.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Every process's value, in rank order; for small things."""
+    if not _initialized():
+        return [value]
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def shards_parameters(accelerator: Accelerator) -> bool:
+    """Whether a process holds a part of each parameter only: ZeRO-3 and FSDP."""
+    plugin = accelerator.state.deepspeed_plugin
+    return accelerator.distributed_type == DistributedType.FSDP or (
+        plugin is not None and plugin.zero_stage == 3
+    )
+
+
+def world_size() -> int:
+    """Number of processes."""
+    return torch.distributed.get_world_size() if _initialized() else 1
+
+
+def rank() -> int:
+    """Number of this process."""
+    return torch.distributed.get_rank() if _initialized() else 0
+
+
+def join_workers() -> tuple[int, int]:
+    """Join the processes that a launcher started, for work that shares nothing but files and short messages.
+
+    The group is gloo's whatever the devices, and waits as long as it takes: one process may be hours ahead of another.
+
+    Returns:
+        (rank, number of processes). The current GPU, where there is one, is that of the local rank.
+
+    Raises:
+        LaunchError: the launcher did not say how they find each other, or they do not.
+    """
+    if not _initialized():
+        try:
+            torch.distributed.init_process_group("gloo", timeout=timedelta(days=30))
+        except (ValueError, RuntimeError) as error:
+            raise LaunchError(
+                f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')}, but the processes do not find each other ({error}): "
+                "start them with accelerate launch or torchrun"
+            ) from error
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return rank(), world_size()
+
+
+def from_first(value: T | None) -> T:
+    """Rank 0's value on every rank; the others' is ignored. It must pickle."""
+    box = [value]
+    if _initialized():
+        torch.distributed.broadcast_object_list(box)
+    return box[0]  # type: ignore[return-value]
+
+
+def connect_to_store() -> torch.distributed.Store:
+    """A connection of its own to the key-value store that the processes found each other with.
+
+    Keys are those of this attempt: torchrun can start processes that died again, on the same store.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = torch.distributed.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return torch.distributed.PrefixStore(f"rge/attempt_{attempt}", store)
+
+
+def is_broken_exchange(error: BaseException) -> bool:
+    """Whether an error says no more than that another process could not be reached."""
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    return isinstance(error, RuntimeError) and "gloo" in str(error)
+
+
+def ensure_group() -> None:
+    """Where there is no process group, make one of this process alone, which some libraries ask for.
+
+    It needs no port: one from the environment may be another run's.
+    """
+    if not _initialized():
+        back_end = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
+        torch.distributed.init_process_group(
+            back_end, store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+
+
+def close() -> None:
+    """Leave the process group, if there is one."""
+    if _initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _initialized() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def prepare(
+    accelerator: Accelerator, embedder: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Wrap model and optimizer for the back end.
+
+    Warns where weights are trained in bfloat16 alone: ZeRO and FSDP2 keep float32 copies, DDP and one process do not.
+    """
+    kind = accelerator.distributed_type
+    kept = kind == DistributedType.DEEPSPEED or (
+        kind == DistributedType.FSDP and accelerator.mixed_precision != "no"
+    )
+    if not kept and any(p.dtype == torch.bfloat16 for p in embedder.parameters() if p.requires_grad):
+        warnings.warn(
+            "the weights are bfloat16 without a float32 copy: updates smaller than about 0.2 % of a weight are lost in "
+            "rounding. Set model.dtype=float32 (with mixed_precision: bf16 in the launch config), or use ZeRO or FSDP2",
+            stacklevel=2,
+        )
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin is not None:
+        # No data loader is prepared, so DeepSpeed cannot infer this; nothing depends on the number.
+        plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
+        # Unset, accelerate clips at 1.0 here and not at all elsewhere.
+        plugin.deepspeed_config["gradient_clipping"] = max_grad_norm
+        # Else there is nothing to export under ZeRO-3. Asked for here, since a run that cannot be exported is of no use.
+        plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    return accelerator.prepare(embedder, optimizer)
+
+
+@contextmanager
+def whole(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Parameters in full, to be read or changed on all processes alike, where ZeRO-3 has shared them out on loading."""
+    # A tied matrix is one parameter, however often it is named.
+    shared = list(
+        {id(parameter): parameter for parameter in parameters if hasattr(parameter, "ds_id")}.values()
+    )
+    if not shared:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(shared, modifier_rank=0):
+        yield
+
+
+@contextmanager
+def whole_model(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
+    """Everything in full on every process, for forwards without gradient that do not go through `model` itself.
+
+    ZeRO-3 and FSDP2 gather a layer's parameters in hooks around its forward and drop them again. Writing a rationale
+    that way gathers the model once a token, and hangs as soon as one process writes a token more than another. Here
+    all of it is gathered once, in the same order everywhere; inside, the hooks are off, so nothing is sent at all and
+    processes may differ in the number, length and kind of their forwards. A process holds the whole model meanwhile.
+
+    Args:
+        accelerator: knows the back end.
+        model: as `prepare` returned it.
+    """
+    import torch.distributed.fsdp
+
+    sharded = [module for module in model.modules() if isinstance(module, torch.distributed.fsdp.FSDPModule)]
+    parameters = list(model.parameters())
+    if sharded:
+        for module in sharded:
+            module.unshard()
+        try:
+            with _without_hooks(model):
+                yield
+        finally:
+            for module in sharded:
+                module.reshard()
+    elif any(hasattr(parameter, "ds_id") for parameter in parameters):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(parameters), _without_hooks(model):
+            yield
+    else:
+        # What mixed precision does to the wrapped forward.
+        with accelerator.autocast():
+            yield
+
+
+@contextmanager
+def _without_hooks(model: nn.Module) -> Iterator[None]:
+    """Takes the back end's hooks off and puts them back; hooks of others, such as the ``<emb>`` row's, stay."""
+    names = ("_forward_pre_hooks", "_forward_hooks")
+    kept = [(module, name, getattr(module, name)) for module in model.modules() for name in names]
+    try:
+        for module, name, hooks in kept:
+            others = [(key, hook) for key, hook in hooks.items() if not _of_back_end(hook)]
+            setattr(module, name, type(hooks)(others))
+        yield
+    finally:
+        for module, name, hooks in kept:
+            setattr(module, name, hooks)
+
+
+def _of_back_end(hook: object) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith(("deepspeed.", "torch.distributed.fsdp."))
+
+
+@contextmanager
+def no_sync(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
+    """Backward passes inside add to the gradients and nothing else: more of the same step is to come.
+
+    DDP exchanges gradients once, with the last. The back ends that share gradients out exchange them every time, so
+    that no process ever holds them whole.
+    """
+    if accelerator.distributed_type == DistributedType.FSDP:
+        yield
+        return
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        with accelerator.no_sync(model):
+            yield
+        return
+    # Under DeepSpeed accelerate's no_sync does nothing, and each backward would clip, step and clear.
+    accelerator.gradient_state._set_sync_gradients(False)
+    try:
+        yield
+    finally:
+        accelerator.gradient_state._set_sync_gradients(True)
+
+
+def optimizer_step(accelerator: Accelerator, model: nn.Module, optimizer, max_grad_norm: float) -> float:
+    """Clip, step, and clear the gradients.
+
+    Returns:
+        The gradient's global norm before clipping.
+    """
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        # Clipping and step happened inside backward.
+        norm = float(model.get_global_grad_norm())
+        optimizer.zero_grad()
+        return norm
+    norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Whether no process holds weights and optimizer state whole, so that saving is the back end's own business."""
+    return accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
+
+
+def full_weights(accelerator: Accelerator, model: nn.Module, embedder: nn.Module) -> dict[str, Tensor] | None:
+    """Unsharded weights of ``embedder.model`` on the main process, in the dtype that is trained.
+
+    Every process must call it. None where nothing is sharded because there is one process, and, under ZeRO-3 and
+    FSDP2, on all processes but the main one.
+    """
+    if accelerator.num_processes == 1 and accelerator.distributed_type == DistributedType.NO:
+        return None
+    weights = accelerator.get_state_dict(model)
+    if not weights:
+        return None
+    found = {name.removeprefix("model."): value for name, value in weights.items()}
+    # FSDP2 gathers a tied matrix twice; as one tensor again, it is written once.
+    for name, source in getattr(embedder.model, "all_tied_weights_keys", {}).items():
+        if name in found and source in found:
+            found[name] = found[source]
+    return found

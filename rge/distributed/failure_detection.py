@@ -1,0 +1,146 @@
+"""A process that dies takes the others with it, with its reason, instead of leaving them to wait for it.
+
+A launcher ends the processes of its own machine. Those of other machines would wait in their next exchange until its
+time limit, which must be long, since writing a checkpoint is an exchange too. So every process tells the others, over
+the key-value store that started them, that it lives, and why it ends.
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rge.distributed import collectives as dist
+
+POLL_S = 1.0
+"""Between two looks at the store."""
+
+SILENCE_S = 45.0
+"""A process that has not said for so long that it lives counts as dead: killed, out of memory, or its machine is gone."""
+
+GRACE_S = 5.0
+"""What a process gets to end by itself, with a message of its own, once another one has failed."""
+
+
+class RankError(RuntimeError):
+    """Another process failed first; the message is its reason."""
+
+
+@contextmanager
+def fellow_ranks(silence_s: float = SILENCE_S) -> Iterator[None]:
+    """While inside, end with the others: whoever fails tells why, and nobody waits for a process that is gone.
+
+    Args:
+        silence_s: after how many seconds without a sign of life a process counts as dead.
+
+    Raises:
+        RankError: another process failed, and this one only noticed, e.g. because a connection broke.
+    """
+    if dist.world_size() == 1:
+        yield
+        return
+    watch = _Watch(silence_s)
+    watch.start()
+    try:
+        yield
+    except Exception as error:
+        if dist.is_broken_exchange(error):
+            # Another process's end, seen from here. Its reason comes, or silence in its place; both end this process.
+            watch.join(silence_s + 2 * GRACE_S)
+        first = watch.failed(_reason(error))
+        if first["rank"] != watch.rank and first["reason"] != _reason(error):
+            raise RankError(_message(first)) from error
+        # The store may go with this process, and the others look once in a while.
+        watch.join(2 * POLL_S)
+        raise
+    finally:
+        watch.stop()
+
+
+class _Watch(threading.Thread):
+    """Says that this process lives, looks whether the next one does, and whether any has failed."""
+
+    def __init__(self, silence_s: float):
+        super().__init__(name="fellow ranks", daemon=True)
+        self.rank, self.silence_s = dist.rank(), silence_s
+        # In a ring, so that a thousand processes ask the store a thousand times a second, not a million.
+        self.next_rank = (self.rank + 1) % dist.world_size()
+        self.store = dist.connect_to_store()
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._say("0")
+
+    def failed(self, reason: str) -> dict:
+        """Tell the others why this process ends; returns who failed first, this one or another."""
+        mine = {"rank": self.rank, "host": socket.gethostname(), "reason": reason}
+        try:
+            with self._lock:
+                # Sets the value only where there is none.
+                return json.loads(self.store.compare_set("failed", "", json.dumps(mine)))
+        except RuntimeError:
+            return mine  # the store is gone, and with it the process that held it
+
+    def stop(self) -> None:
+        """Nothing is watched any more, and nobody need worry about this process."""
+        self._ended.set()
+        self.join()
+        try:
+            self._say("left")
+        except RuntimeError:
+            pass  # the store went first
+
+    def run(self) -> None:
+        """Watch until this process stops, or end it."""
+        count, seen, silent_s = 0, "", 0.0
+        while not self._ended.wait(POLL_S):
+            count += 1
+            try:
+                self._say(str(count))
+                said, failure = self._look()
+            except RuntimeError as error:
+                self._end(
+                    f"the store on the main process cannot be reached, so that process or its machine is gone: {error}"
+                )
+                return
+            if failure:
+                self._end(_message(json.loads(failure)))
+                return
+            # Polls are counted, not seconds: a suspended machine has silenced itself along with the others.
+            silent_s = 0.0 if said != seen or said == "left" else silent_s + POLL_S
+            seen = said
+            if silent_s >= self.silence_s:
+                with self._lock:
+                    failure = {
+                        "rank": self.next_rank,
+                        "host": "unknown host",
+                        "reason": f"no sign of life for {silent_s:.0f} s: killed (out of memory?), stopped, or its machine is gone",
+                    }
+                    self.store.compare_set("failed", "", json.dumps(failure))
+
+    def _say(self, text: str) -> None:
+        with self._lock:
+            self.store.set(f"alive/{self.rank}", text)
+
+    def _look(self) -> tuple[str, str]:
+        with self._lock:
+            key = f"alive/{self.next_rank}"
+            said = self.store.get(key).decode() if self.store.check([key]) else ""
+            failure = self.store.get("failed").decode() if self.store.check(["failed"]) else ""
+        return said, failure
+
+    def _end(self, message: str) -> None:
+        # The main thread may be about to say more than this; where it hangs in an exchange, it never will.
+        if not self._ended.wait(GRACE_S):
+            print(f"error: {message}", file=sys.stderr, flush=True)  # noqa: T201
+            os._exit(1)
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _message(failure: dict) -> str:
+    return f"rank {failure['rank']} ({failure['host']}) failed: {failure['reason']}"

@@ -1,0 +1,171 @@
+"""Low-rank adapters (LoRA, DoRA) from PEFT, the ``<emb>`` row beside them, and both merged into plain weights.
+
+Adapters are injected into the model, which stays the model it was: rollout, packing and step do not know about them.
+The embedding matrix is frozen, but ``<emb>`` is a new token: its row must learn. PEFT can train single rows, at the
+price of a copy of the whole matrix in every forward, twice a generated token where the matrices are tied; here the
+row is a vector that takes the place of one row of the lookup and of one column of the logits.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from rge.distributed import collectives as dist
+from rge.model.families import family_of
+
+ADAPTER = "default"
+
+
+class AdapterError(ValueError):
+    """Adapters cannot be put where they were asked for; the message says what there is."""
+
+
+class EmbRow(nn.Module):
+    """The row of one token in the embedding matrix or, transposed, in the output matrix, trained alone.
+
+    Args:
+        row: (D,) where it starts.
+        token_id: the token's.
+    """
+
+    def __init__(self, row: Tensor, token_id: int):
+        super().__init__()
+        self.token_id = token_id
+        self.weight = nn.Parameter(row.detach().to(torch.promote_types(row.dtype, torch.float32)).clone())
+
+    def forward(self, inputs: Tensor, outputs: Tensor, *, lookup: bool) -> Tensor:
+        """What the frozen module would give if the row were in its matrix.
+
+        Args:
+            inputs: token ids for a lookup, states (..., D) for logits.
+            outputs: what the frozen module gave: embeddings (..., D) or logits (..., V).
+            lookup: whether that was a lookup.
+        """
+        row = self.weight.to(outputs.dtype)
+        if lookup:
+            return torch.where((inputs == self.token_id)[..., None], row, outputs)
+        outputs[..., self.token_id] = inputs.to(row.dtype) @ row
+        return outputs
+
+
+def add_adapters(
+    model: nn.Module,
+    emb_id: int,
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    targets: Sequence[str],
+    dora: bool,
+    rslora: bool,
+    vision: bool,
+) -> None:
+    """Freeze a model and put adapters and trainable ``<emb>`` rows into it.
+
+    Args:
+        model: the Hugging Face model; changed in place.
+        emb_id: id of ``<emb>``.
+        rank: inner size of the adapters.
+        alpha: adapters are scaled by alpha / rank (by alpha / sqrt(rank) with `rslora`).
+        dropout: share of an adapter's inputs that is dropped while training.
+        targets: last parts of the names of the linear layers that get one, e.g. ``q_proj``; empty: all of them.
+        dora: learn magnitude and direction apart (DoRA).
+        rslora: the other scaling, for large ranks.
+        vision: whether layers of the vision tower get one too; otherwise it stays as it is.
+
+    Raises:
+        AdapterError: no layer has such a name.
+    """
+    from peft import LoraConfig, inject_adapter_in_model  # here, since few runs need it and it takes seconds
+    from peft.tuners.tuners_utils import cast_adapter_dtype
+
+    tower = {module for part in family_of(model).vision(model) for module in part.modules()}
+    head = model.get_output_embeddings()
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and (vision or module not in tower)
+    }
+    chosen = [name for name in linear if not targets or name.rsplit(".", 1)[-1] in targets]
+    known = sorted({name.rsplit(".", 1)[-1] for name in linear})
+    if unknown := sorted(set(targets) - set(known)):
+        raise AdapterError(
+            f"model.lora.targets: no linear layer is named {', '.join(unknown)}; there are: {', '.join(known)}"
+        )
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]  # PEFT says int and takes any number
+        lora_dropout=dropout,
+        target_modules=chosen,
+        use_dora=dora,
+        use_rslora=rslora,
+    )
+    tied = model.get_input_embeddings().weight is head.weight
+    model.requires_grad_(False)
+    inject_adapter_in_model(config, model, ADAPTER)
+    cast_adapter_dtype(model, ADAPTER)
+    with dist.whole([model.get_input_embeddings().weight, head.weight]):
+        lookup = EmbRow(model.get_input_embeddings().weight[emb_id], emb_id)
+        column = lookup if tied else EmbRow(head.weight[emb_id], emb_id)
+    model.emb_row = lookup
+    model.get_input_embeddings().register_forward_hook(
+        lambda _, inputs, outputs: lookup(inputs[0], outputs, lookup=True)
+    )
+    if not tied:
+        model.emb_column = column
+    head.register_forward_hook(lambda _, inputs, outputs: column(inputs[0], outputs, lookup=False))
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether `add_adapters` has been here."""
+    return hasattr(model, "emb_row")
+
+
+def merged_weights(model: nn.Module, weights: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """All of `merge` at once: a state dict that the plain model loads."""
+    return dict(merge(model, weights))
+
+
+@torch.no_grad()
+def merge(model: nn.Module, weights: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The model's weights with adapters and rows merged in, under the names that it had without them, one by one.
+
+    The model itself is left as it is: merging in place and taking it back would change its last bits.
+
+    Args:
+        model: with adapters.
+        weights: its state dict where the back end had to gather it; None takes the model's own.
+
+    Yields:
+        Names and weights; what was not adapted is the model's own tensor.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    found = dict(model.state_dict() if weights is None else weights)
+    for name, module in model.named_modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        parts = [key for key in found if key.startswith(f"{name}.")]
+        part = {key.removeprefix(f"{name}."): found.pop(key) for key in parts}
+        base = part["base_layer.weight"]
+        wide = torch.promote_types(base.dtype, torch.float32)
+        a_RI, b_OR = part[f"lora_A.{ADAPTER}.weight"].to(wide), part[f"lora_B.{ADAPTER}.weight"].to(wide)
+        weight_OI = base.to(wide) + module.scaling[ADAPTER] * (b_OR @ a_RI)
+        if (magnitude := part.get(f"lora_magnitude_vector.{ADAPTER}.weight")) is not None:
+            weight_OI *= (magnitude.to(wide) / weight_OI.norm(dim=1))[:, None]
+        yield f"{name}.weight", weight_OI.to(base.dtype)
+        if "base_layer.bias" in part:
+            yield f"{name}.bias", part["base_layer.bias"]
+    names = {id(module): name for name, module in model.named_modules()}
+    embedding = f"{names[id(model.get_input_embeddings())]}.weight"
+    head = f"{names[id(model.get_output_embeddings())]}.weight"
+    row = found.pop("emb_row.weight")
+    column = found.pop("emb_column.weight", None)
+    for name, vector in ((embedding, row), (head, column)):
+        if vector is not None:
+            found[name] = found[name].clone()
+            found[name][model.emb_row.token_id] = vector.to(found[name].dtype)
+    if column is None and head in found:
+        found[head] = found[embedding]
+    yield from found.items()

@@ -1,0 +1,277 @@
+"""Load a vision-language model and its processor, and hide what differs between families.
+
+Loading, the ``<emb>`` row, positions of a prompt, picture features and states are here, and what differs between families
+in `rge.model.families`. The rest of rge sees token ids, positions and hidden states.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from tokenizers import AddedToken
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+from transformers.utils import logging as transformers_logging
+
+from rge.common.prompt_profiles import EMB_TOKEN
+from rge.distributed import collectives as dist
+from rge.model import vision_tower as vision
+from rge.model.families import FAMILIES, family_of
+from rge.model.prompts import Prompt
+
+_STOCK = {"auto": "sdpa", "varlen": "sdpa"}
+"""What transformers is asked for where the attention is ours."""
+
+
+class BackboneError(ValueError):
+    """A backbone cannot be used; the message says which and why."""
+
+
+@dataclass
+class Backbone:
+    """A model with its processor.
+
+    Attributes:
+        model: the Hugging Face model, ``...ForConditionalGeneration``.
+        processor: its processor; the tokenizer knows ``<emb>``.
+        emb_id: id of ``<emb>``.
+        suppressed_ids: ids that a rationale never contains: every special token but ``<emb>``, and the padding rows
+            of the embedding matrix, which no token has.
+        attention: form of the text model's attention, see `rge.model.varlen.wanted`.
+    """
+
+    model: nn.Module
+    processor: object
+    emb_id: int
+    suppressed_ids: list[int]
+    attention: str = "auto"
+
+
+def load_backbone(
+    path: str | Path,
+    *,
+    revision: str | None = None,
+    dtype: str = "float32",
+    attn_implementation: str = "auto",
+    vision_attn_implementation: str = "auto",
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+    add_emb: bool = False,
+    emb_token: str = EMB_TOKEN,
+) -> Backbone:
+    """Load a model and its processor from a hub id or a directory.
+
+    Args:
+        path: hub id or directory.
+        revision: commit or tag on the hub.
+        dtype: weights' dtype.
+        attn_implementation: the text model's attention: ``auto``, ``varlen``, ``sdpa`` or ``eager``.
+        vision_attn_implementation: the vision tower's, likewise.
+        min_pixels: smallest picture; None keeps the processor's.
+        max_pixels: largest picture; None keeps the processor's.
+        add_emb: add ``<emb>`` where it is missing (training from a plain model). Without it, its absence is an error.
+        emb_token: its name in another project's checkpoint.
+
+    Raises:
+        BackboneError: nothing to load there, an unsupported family, or no ``<emb>``.
+    """
+    transformers_logging.disable_progress_bar()  # ours are the bars to watch
+    if not Path(path).exists() and (str(path).startswith((".", "/", "~")) or str(path).count("/") != 1):
+        raise BackboneError(f"no model can be loaded from {path}: there is no such directory")
+    try:
+        config = AutoConfig.from_pretrained(path, revision=revision)
+    except (OSError, ValueError) as error:
+        raise BackboneError(f"no model can be loaded from {path}: {error}") from error
+    if config.model_type not in FAMILIES:
+        raise BackboneError(f"{path} is a {config.model_type}; supported families: {', '.join(FAMILIES)}")
+    try:
+        processor = AutoProcessor.from_pretrained(path, revision=revision)
+        model, report = AutoModelForImageTextToText.from_pretrained(
+            path,
+            revision=revision,
+            dtype=getattr(torch, dtype),
+            attn_implementation={
+                part: _STOCK.get(asked, asked)
+                for part, asked in (
+                    ("", attn_implementation),
+                    ("text_config", attn_implementation),
+                    ("vision_config", vision_attn_implementation),
+                )
+            },
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise BackboneError(f"{path} cannot be loaded: {error}") from error
+    if missing := sorted(report["missing_keys"]):
+        # transformers fills them with random numbers and a warning.
+        raise BackboneError(
+            f"{path} lacks {len(missing)} weights, e.g. {missing[0]}: the checkpoint is incomplete"
+        )
+    if hasattr(model.get_input_embeddings().weight, "ds_id"):
+        _drop_unused_renamings(model)
+    vision.speed_up(model, vision_attn_implementation)
+    family_of(model).limit_pixels(processor, min_pixels, max_pixels)
+    tokenizer = processor.tokenizer
+    if add_emb:
+        emb_id = add_emb_token(model, tokenizer)
+    elif emb_token in tokenizer.get_vocab():
+        emb_id = tokenizer.convert_tokens_to_ids(emb_token)
+    else:
+        raise BackboneError(
+            f"{path} has no {emb_token} token, so it is not a reasoning-guided embedder; train one from it with rge/train.py"
+        )
+    num_rows = model.get_input_embeddings().num_embeddings  # a weight that ZeRO-3 has shared out has no shape
+    special = set(tokenizer.all_special_ids) | set(range(len(tokenizer), num_rows))
+    special |= {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return Backbone(model, processor, emb_id, sorted(special - {emb_id}), attn_implementation)
+
+
+def _drop_unused_renamings(model: nn.Module) -> None:
+    """Under ZeRO-3 transformers also keeps renamings that loading did not use; saving would apply them backwards."""
+    kept = getattr(model, "_weight_conversions", None) or []
+    model._weight_conversions = [change for change in kept if change.was_used()]
+
+
+def load_plain(path: str | Path) -> nn.Module:
+    """The model as transformers alone loads it, float32, to compare with."""
+    return AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def add_emb_token(model: nn.Module, tokenizer) -> int:
+    """Give ``<emb>`` an id and a row to start from; a model that has it already is left alone.
+
+    The token takes the first free id (151665 on Qwen2.5-VL). Its row starts as a copy of the end of turn's
+    (``<|im_end|>`` on Qwen), a token that the model already writes where an answer is complete, in the input and, if
+    untied, in the output matrix. The
+    matrix is never shrunk to the tokenizer's length: Qwen's has padding rows, and it grows only when they are used up.
+
+    Returns:
+        The id of ``<emb>``.
+    """
+    if EMB_TOKEN in tokenizer.get_vocab():
+        return tokenizer.convert_tokens_to_ids(EMB_TOKEN)
+    tokenizer.add_tokens([AddedToken(EMB_TOKEN, special=True, normalized=False)], special_tokens=True)
+    emb_id = tokenizer.convert_tokens_to_ids(EMB_TOKEN)
+    if emb_id >= model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(emb_id + 1, pad_to_multiple_of=64, mean_resizing=False)
+    source = tokenizer.eos_token_id
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    with torch.no_grad(), dist.whole([module.weight for module in modules]):
+        for module in modules:
+            module.weight[emb_id] = module.weight[source]
+    return emb_id
+
+
+def check_sizes(sizes: Sequence[int], model: nn.Module) -> None:
+    """Refuse sizes to which the model's embeddings cannot be cut.
+
+    Raises:
+        BackboneError: names the sizes and the embedding's own.
+    """
+    full = model.config.get_text_config().hidden_size
+    if any(size >= full for size in sizes) or len(set(sizes)) < len(sizes):
+        raise BackboneError(
+            f"loss.matryoshka_dims={list(sizes)}: this model's embeddings have {full} components, which always count; "
+            "name smaller sizes, each once"
+        )
+
+
+def text_model(model: nn.Module) -> nn.Module:
+    """The part that maps ids or input embeddings to last-layer states (after the final norm), as transformers has it."""
+    return model.model
+
+
+def decoder(model: nn.Module) -> nn.Module:
+    """The text model: ``layers``, ``rotary_emb`` and ``norm``."""
+    return family_of(model).decoder(model)
+
+
+def vision_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters of everything that turns pixels into features."""
+    return [parameter for part in family_of(model).vision(model) for parameter in part.parameters()]
+
+
+def vision_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """What the names of everything that turns pixels into features begin with."""
+    names = {id(module): name for name, module in model.named_modules()}
+    return tuple(f"{names[id(part)]}." for part in family_of(model).vision(model))
+
+
+def collapsed_ids(model: nn.Module, ids: Sequence[int]) -> list[int]:
+    """A prompt's ids with one placeholder a picture, as vLLM takes them.
+
+    Raises:
+        BackboneError: the family's pictures are more than a run of placeholders.
+    """
+    collapsed = family_of(model).collapsed(model.config, ids)
+    if collapsed is None:
+        raise BackboneError(
+            f"rollout.backend=vllm does not know how vLLM takes the pictures of a {model.config.model_type}; "
+            "set rollout.backend=own"
+        )
+    return collapsed
+
+
+def prompt_positions(model: nn.Module, prompts: Sequence[Prompt]) -> list[Tensor]:
+    """Rotary positions of each prompt's tokens on the time, height and width axes.
+
+    Returns:
+        One (3, T) int64 tensor a prompt.
+    """
+    family = family_of(model)
+    return [
+        family.positions(model, prompt.input_ids, prompt.type_ids, prompt.image_grid) for prompt in prompts
+    ]
+
+
+def rotations(model: nn.Module, position_ids_3T: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (T, head size) of positions, as the layers take them in the weights' dtype."""
+    words = model.get_input_embeddings().weight
+    cos, sin = decoder(model).rotary_emb(words, family_of(model).rotary_positions(position_ids_3T[:, None]))
+    return cos[0], sin[0]
+
+
+def picture_features(model: nn.Module, pixel_values: Tensor, image_grid: Tensor) -> Tensor:
+    """Run the vision tower.
+
+    Args:
+        model: the backbone's model.
+        pixel_values: patches or tiles of all pictures, see `rge.model.families.normalised`.
+        image_grid: their grid, on the host.
+
+    Returns:
+        (placeholders, feature size): one row a placeholder token, in order, for `hidden_states`.
+    """
+    return family_of(model).features(model, pixel_values, image_grid)
+
+
+def hidden_states(
+    model: nn.Module, *, features: Tensor | None, picture_index_F: Tensor, **inputs: Any
+) -> Tensor:
+    """Last-layer states (B, T, hidden size).
+
+    Args:
+        model: the backbone's model.
+        features: from `picture_features`: what stands in for the picture placeholders' embeddings.
+        picture_index_F: where those are among the B * T tokens, in order.
+        inputs: ``input_ids`` (B, T), ``position_ids`` (3, B, T) and ``attention_mask`` (a plan of `rge.model.attention`, or None
+            for causal attention over rows without padding).
+    """
+    return family_of(model).states(model, features, picture_index_F, inputs)
+
+
+def empty_picture(model: nn.Module) -> tuple[Tensor, Tensor]:
+    """The smallest picture there is, without content: pixels and grid, see `rge.model.families.pictures_of`.
+
+    A batch without pictures gets it behind a mask, so that every rank runs the vision tower in every step. Otherwise
+    DDP waits for gradients that never come and ZeRO-2 averages different parameters with one another.
+    """
+    return family_of(model).empty_picture(model.config)
+
+
+def picture_ids(model: nn.Module, tokenizer) -> list[int]:
+    """Tokens that stand for `empty_picture` in a row."""
+    return family_of(model).picture_ids(model.config, tokenizer)

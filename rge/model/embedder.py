@@ -1,0 +1,276 @@
+"""The module that training wraps: packed rows in, embeddings and the LM loss's numerator out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rge.config import ModelConfig
+from rge.losses import rationale_nll
+from rge.model.adapters import add_adapters
+from rge.model.attention import EncodedPrompts, Pass, install
+from rge.model.backbone import (
+    Backbone,
+    decoder,
+    empty_picture,
+    hidden_states,
+    load_backbone,
+    picture_features,
+    picture_ids,
+    prompt_positions,
+    vision_parameters,
+)
+from rge.model.families import normalised
+from rge.model.packing import Branch, PromptPart, TailPart, pack_prompts, pack_tails
+from rge.model.prompts import Prompt
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One batch of rows for `Embedder.forward`.
+
+    Attributes:
+        prompts: to encode; None if `encoded` has them.
+        tails: to read states and predictions from; None to encode prompts alone.
+        encoded: what an earlier forward made of the prompts.
+        owners: the prompts themselves, for `Embedder.pictures`.
+    """
+
+    prompts: PromptPart | None
+    tails: TailPart | None
+    encoded: EncodedPrompts | None = None
+    owners: Sequence[Prompt] = ()
+
+
+class PictureMemory:
+    """Features of pictures that a frozen vision tower has seen in this step, so that it sees each once."""
+
+    def __init__(self) -> None:
+        # The prompt is kept as well: while it lives, no other has its id.
+        self._known: dict[int, tuple[Prompt, Tensor]] = {}
+        self._is_open = False
+
+    def open(self) -> None:
+        """A step begins: remember from now on."""
+        self._is_open = True
+
+    def recall(self, prompts: Sequence[Prompt]) -> Tensor | None:
+        """Features of all pictures of these prompts, or None if one of them is new."""
+        pictured = [id(prompt) for prompt in prompts if prompt.pixels is not None]
+        if not pictured or any(key not in self._known for key in pictured):
+            return None
+        return torch.cat([self._known[key][1] for key in pictured])
+
+    def keep(self, prompts: Sequence[Prompt], features: Tensor) -> None:
+        """Remember features, in the order of the prompts' placeholders."""
+        pictured = [prompt for prompt in prompts if prompt.pixels is not None]
+        if not pictured or not self._is_open:
+            return
+        parts = features.detach().split([int(prompt.type_ids.sum()) for prompt in pictured])
+        self._known |= {id(prompt): (prompt, part) for prompt, part in zip(pictured, parts, strict=True)}
+
+    def clear(self) -> None:
+        """The step is over: forget everything, and remember nothing until the next (validation comes between)."""
+        self._known.clear()
+        self._is_open = False
+
+
+@dataclass
+class Readout:
+    """What one packed batch gives.
+
+    Attributes:
+        state_ND: unit-norm states at the branches' ``<emb>``, float32 (float64 for a float64 model).
+        nll: summed negative log likelihood of the predicted tokens, in nats.
+        num_tokens: how many tokens that sum is over.
+        encoded: keys and values of the prompts, where there were no tails.
+    """
+
+    state_ND: Tensor
+    nll: Tensor
+    num_tokens: int
+    encoded: EncodedPrompts | None = None
+
+
+class Embedder(nn.Module):
+    """A backbone that embeds: the state at ``<emb>``, L2-normalised (RGE, arXiv:2511.16150, section 3.4).
+
+    Args:
+        backbone: model, processor and ids.
+        cuda_graphs: whether a GPU's steps of generation are captured, see `rge.rollout.generate`.
+
+    Attributes:
+        pictures: set where a frozen vision tower's features may serve a whole step; None computes them in every pass.
+    """
+
+    pictures: PictureMemory | None = None
+
+    def __init__(self, backbone: Backbone, cuda_graphs: bool = True):
+        super().__init__()
+        self.cuda_graphs = cuda_graphs
+        self.model = backbone.model
+        self.processor = backbone.processor
+        self.emb_id = backbone.emb_id
+        self.suppressed_ids = backbone.suppressed_ids
+        tokenizer = backbone.processor.tokenizer
+        self.pad_id = tokenizer.pad_token_id
+        self.picture_ids = picture_ids(backbone.model, tokenizer)
+        self.attention = install(decoder(self.model), backbone.attention)
+        # The layers that FSDP2 shards one by one; accelerate asks the module that it wraps.
+        present = {type(module).__name__ for module in backbone.model.modules()}
+        self._no_split_modules = sorted(present & set(backbone.model._no_split_modules or ()))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.model.get_input_embeddings().weight.device
+
+    def pack(self, prompts: Sequence[Prompt], branches: Sequence[Sequence[Branch]]) -> Packed:
+        """Lay prompts and their branches out for `forward`; see `rge.model.packing`."""
+        return Packed(self.pack_prompts(prompts).prompts, self._tails(prompts, branches), owners=prompts)
+
+    def pack_prompts(self, prompts: Sequence[Prompt]) -> Packed:
+        """Lay prompts alone out, to be continued later."""
+        part = pack_prompts(
+            prompts,
+            self._positions(prompts),
+            picture_ids=self.picture_ids,
+            empty_picture=empty_picture(self.model),
+        )
+        return Packed(part.to(self.device), None, owners=prompts)
+
+    def pack_branches(
+        self, prompts: Sequence[Prompt], branches: Sequence[Sequence[Branch]], encoded: EncodedPrompts
+    ) -> Packed:
+        """Lay branches of prompts out that have been encoded already, in this order."""
+        return Packed(None, self._tails(prompts, branches), encoded)
+
+    def _tails(self, prompts: Sequence[Prompt], branches: Sequence[Sequence[Branch]]) -> TailPart:
+        return pack_tails(prompts, self._positions(prompts), branches).to(self.device)
+
+    def _positions(self, prompts: Sequence[Prompt]) -> list[Tensor]:
+        return prompt_positions(self.model, prompts)
+
+    def forward(self, *packs: Packed) -> list[Readout]:
+        """Run every pack through the backbone, all in one call, so that a wrapper sees few forwards a step.
+
+        Args:
+            packs: e.g. the queries' rows and the candidates' rows, which have nothing to share.
+
+        Returns:
+            One readout a pack.
+        """
+        return [self._read(packed) for packed in packs]
+
+    def states_before_answer(self, prompts: Sequence[Prompt]) -> Tensor:
+        """The state (B, D), not normalised, that predicts the first token after each prompt."""
+        # Without branches a tail is the prompt's last token.
+        tails = pack_tails(prompts, self._positions(prompts), [[]] * len(prompts), read_prompts=True)
+        packed = Packed(self.pack_prompts(prompts).prompts, tails.to(self.device), owners=prompts)
+        hidden_TD, plan = self._run(packed)
+        return hidden_TD[plan.num_prompt_tokens :]
+
+    def _run(self, packed: Packed) -> tuple[Tensor, Pass]:
+        """Last-layer states of all tokens, those that are read; and the plan that says which."""
+        prompts, tails = packed.prompts, packed.tails
+        parts = [part for part in (prompts, tails) if part is not None]
+        features = None
+        if prompts is not None:
+            features = self._features(prompts, packed.owners)
+        plan = Pass(prompts, tails, packed.encoded, len(decoder(self.model).layers), self.attention)
+        hidden_TD = hidden_states(
+            self.model,
+            features=features,
+            picture_index_F=None if prompts is None else prompts.picture_index_F,
+            input_ids=torch.cat([part.input_ids_T for part in parts])[None],
+            position_ids=torch.cat([part.position_ids_3T for part in parts], dim=1)[:, None],
+            attention_mask=plan,
+        )[0]
+        return hidden_TD, plan
+
+    def _read(self, packed: Packed) -> Readout:
+        prompts, tails = packed.prompts, packed.tails
+        hidden_TD, plan = self._run(packed)
+        if tails is None:
+            layers = [plan.kept[layer] for layer in range(plan.num_layers)]
+            encoded = EncodedPrompts(prompts, [keys for keys, _ in layers], [values for _, values in layers])  # type: ignore[arg-type]
+            return Readout(hidden_TD[:0], hidden_TD.new_zeros(()), 0, encoded)
+        tail_TD = hidden_TD[plan.num_prompt_tokens :]
+        return Readout(
+            state_ND=normalise(tail_TD[tails.state_index_N]),
+            nll=rationale_nll(
+                tail_TD[tails.predict_index_M], self.model.get_output_embeddings(), tails.label_M
+            ),
+            num_tokens=tails.label_M.shape[0],
+        )
+
+    @torch.no_grad()
+    def picture_features(self, prompts: Sequence[Prompt]) -> list[Tensor | None]:
+        """Features (placeholders, feature size) of each prompt's pictures, without gradient; None without pictures."""
+        pictured = [prompt for prompt in prompts if prompt.pixels is not None]
+        if not pictured:
+            return [None] * len(prompts)
+        part = self.pack_prompts(pictured).prompts
+        assert part is not None
+        features = self._features(part, pictured)
+        parts = iter(features.split([int(prompt.type_ids.sum()) for prompt in pictured]))
+        return [None if prompt.pixels is None else next(parts) for prompt in prompts]
+
+    def _features(self, part: PromptPart, owners: Sequence[Prompt]) -> Tensor:
+        features = None if self.pictures is None else self.pictures.recall(owners)
+        if features is None:
+            values = normalised(self.processor.image_processor, part.pixels)
+            features = picture_features(self.model, values, part.image_grid)
+            if self.pictures is not None:
+                self.pictures.keep(owners, features)
+        return features
+
+
+def embedder_to_train(start: str, config: ModelConfig) -> Embedder:
+    """Backbone, processor and ``<emb>`` as a recipe holds them in memory, with what it trains and what it does not.
+
+    Args:
+        start: hub id or directory; `ModelConfig.path`, or a checkpoint that stands in for it.
+        config: the recipe's.
+
+    Raises:
+        BackboneError: nothing usable is there.
+        AdapterError: the adapters fit nowhere.
+    """
+    backbone = load_backbone(
+        start,
+        revision=config.revision if start == config.path else None,
+        dtype=config.dtype,
+        attn_implementation=config.attn_implementation,
+        vision_attn_implementation=config.vision_attn_implementation,
+        min_pixels=config.min_pixels,
+        max_pixels=config.max_pixels,
+        add_emb=True,
+    )
+    if config.gradient_checkpointing:
+        backbone.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if config.lora is not None:
+        add_adapters(backbone.model, backbone.emb_id, **vars(config.lora))
+    elif config.freeze_vision:
+        for parameter in vision_parameters(backbone.model):
+            parameter.requires_grad_(False)
+    return Embedder(backbone, config.cuda_graphs).train()
+
+
+def normalise(state: Tensor) -> Tensor:
+    """Unit norm in at least float32, whatever the backbone's dtype."""
+    return F.normalize(state.to(torch.promote_types(state.dtype, torch.float32)), dim=-1)
+
+
+def encode_prompts(model: nn.Module, embedder: Embedder, prompts: Sequence[Prompt]) -> EncodedPrompts:
+    """Keys and values of prompts, with gradient, for the rollout and then `rge.step.training_step`.
+
+    Args:
+        model: the wrapped embedder; its next forward is the training step's, and both belong to one backward.
+        embedder: the same, unwrapped.
+        prompts: of this rank's queries.
+    """
+    (readout,) = model(embedder.pack_prompts(prompts))
+    return readout.encoded

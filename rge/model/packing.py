@@ -1,0 +1,270 @@
+"""Lay prompts and their continuations out as one flat run of tokens, so that one forward serves them all.
+
+    [ prompt of row 0 ][ prompt of row 1 ] ... [ tail of row 0 ][ tail of row 1 ] ...
+    tail: [ the prompt's last token ][ branch: self rationale, <emb> ][ branch: oracle rationale, <emb> ][ ... ]
+
+Every branch continues from the end of its prompt: it starts at the position after the prompt's last on all three
+rotary axes, sees the prompt and itself, and never another branch. The mask is what makes it impossible for the
+contrastive state of one branch to see the oracle's tokens in the next. The result equals separate forwards of
+prompt + branch, at the price of one prompt.
+
+There is no padding: tokens stand one after the other, and only attention (`rge.model.attention`) sets rows side by side. A
+prompt's last token opens the tail because it is the first whose state is read, by the rollout and by the LM loss; of
+all tokens before it nothing but keys and values is ever used.
+
+Shape suffixes: B = rows, T = tokens of all rows, P = tokens of the longest prompt but its last, S = tokens of the
+longest tail, N = read-out states, M = predicted tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from rge.model.prompts import Prompt
+
+PROMPT, PADDING = 0, -1
+"""Segments of a tail; branches are 1, 2, ..."""
+
+_ON_HOST = ("lengths", "start", "image_grid", "branch_lengths")
+"""What no kernel reads, but what sizes are taken from: reading it back from a device would be a wait."""
+
+_Part = TypeVar("_Part", "PromptPart", "TailPart")
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A continuation of a prompt.
+
+    Attributes:
+        ids: token ids, ending with ``<emb>``.
+        read_state: whether the state at the last token, ``<emb>``, is read out as an embedding.
+        predict: whether the ids are labels of the LM loss (the prompt's last state predicts the first).
+    """
+
+    ids: Sequence[int]
+    read_state: bool = False
+    predict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """Prompts of a batch, each without its last token.
+
+    Attributes:
+        lengths: tokens of each row; with `start`, what lays attention out without asking the device.
+        start: tokens before the first row: those of the masked picture, where no row has one.
+        input_ids_T: token ids, row after row.
+        position_ids_3T: rotary positions.
+        picture_index_F: where in T the pictures' placeholders are.
+        index_BP: where in T each row's tokens are; the rows' ends are filled up with 0.
+        length_B: `lengths` on the device.
+        last_id_B: id of each prompt's last token.
+        last_position_3B: its positions.
+        after_B: position of the first token after the prompt, the same on all axes.
+        pixels: patches or tiles of all pictures, rows in order, uint8.
+        image_grid: (number of pictures, 3); stays on the host, where the vision tower's sizes are worked out.
+    """
+
+    lengths: tuple[int, ...]
+    start: int
+    input_ids_T: Tensor
+    position_ids_3T: Tensor
+    picture_index_F: Tensor
+    index_BP: Tensor
+    length_B: Tensor
+    last_id_B: Tensor
+    last_position_3B: Tensor
+    after_B: Tensor
+    pixels: Tensor
+    image_grid: Tensor
+
+    def to(self, device: torch.device | str) -> "PromptPart":
+        """The same on another device."""
+        return _moved(self, device)
+
+
+@dataclass(frozen=True, slots=True)
+class TailPart:
+    """Tails of a batch: each prompt's last token and the branches.
+
+    Attributes:
+        branch_lengths: tokens of each row's branches.
+        input_ids_T: token ids, row after row.
+        position_ids_3T: rotary positions.
+        index_BS: where in T each row's tokens are; the rows' ends are filled up with 0.
+        segment_BS: `PROMPT` for the prompt's last token, the branch's number, or `PADDING`.
+        state_index_N: places in T of the states to read, row by row, branch by branch.
+        predict_index_M: places in T of the states that predict `label_M`.
+        label_M: token ids.
+        read_index_R: all places in T whose state is read or predicts, in order.
+    """
+
+    branch_lengths: tuple[tuple[int, ...], ...]
+    input_ids_T: Tensor
+    position_ids_3T: Tensor
+    index_BS: Tensor
+    segment_BS: Tensor
+    state_index_N: Tensor
+    predict_index_M: Tensor
+    label_M: Tensor
+    read_index_R: Tensor
+
+    def to(self, device: torch.device | str) -> "TailPart":
+        """The same on another device."""
+        return _moved(self, device)
+
+
+def _moved(part: _Part, device: torch.device | str) -> _Part:
+    found = {item.name: getattr(part, item.name) for item in fields(part) if item.name not in _ON_HOST}
+    return replace(part, **{name: value.to(device, non_blocking=True) for name, value in found.items()})
+
+
+def pack_prompts(
+    prompts: Sequence[Prompt],
+    positions: Sequence[Tensor],
+    *,
+    picture_ids: Sequence[int],
+    empty_picture: tuple[Tensor, Tensor],
+) -> PromptPart:
+    """Lay prompts out, each without its last token.
+
+    Args:
+        prompts: one a row.
+        positions: (3, tokens) rotary positions of each prompt.
+        picture_ids: ids of the smallest picture's tokens (start, one placeholder, end), see `empty_picture`.
+        empty_picture: pixels and grid put before the first row where no prompt has a picture. Its tokens belong
+            to no row, so no row sees them.
+
+    Raises:
+        ValueError: no rows, or a prompt that ends in a picture.
+    """
+    if not prompts:
+        raise ValueError("cannot pack a batch without rows")
+    pixels = [prompt.pixels for prompt in prompts if prompt.pixels is not None]
+    grids = [prompt.image_grid for prompt in prompts if prompt.image_grid is not None]
+    ids, places, types, lengths, start = [], [], [], [], 0
+    if not pixels:
+        pixels, grids = [empty_picture[0]], [empty_picture[1]]
+        ids.append(torch.tensor(picture_ids))
+        places.append(torch.zeros(3, len(picture_ids), dtype=torch.long))
+        start = len(picture_ids)
+        types.append(torch.tensor([0, *[1] * (start - 2), 0]))
+    for prompt, position in zip(prompts, positions, strict=True):
+        if bool(prompt.type_ids[-1]):
+            raise ValueError(f"the prompt of {prompt.id} ends in a picture; a token must follow it")
+        ids.append(prompt.input_ids[:-1])
+        places.append(position[:, :-1])
+        types.append(prompt.type_ids[:-1])
+        lengths.append(len(prompt) - 1)
+    return PromptPart(
+        lengths=tuple(lengths),
+        start=start,
+        input_ids_T=torch.cat(ids),
+        position_ids_3T=torch.cat(places, dim=1),
+        picture_index_F=torch.cat(types).nonzero().flatten(),
+        index_BP=_index(lengths, start),
+        length_B=torch.tensor(lengths),
+        last_id_B=torch.stack([prompt.input_ids[-1] for prompt in prompts]),
+        last_position_3B=torch.stack([position[:, -1] for position in positions], dim=1),
+        # The prompt's last position is not its greatest: a wide picture's columns may reach further than its rows.
+        after_B=torch.stack([position.max() + 1 for position in positions]),
+        pixels=torch.cat(pixels),
+        image_grid=torch.cat(grids),
+    )
+
+
+def pack_tails(
+    prompts: Sequence[Prompt],
+    positions: Sequence[Tensor],
+    branches: Sequence[Sequence[Branch]],
+    *,
+    read_prompts: bool = False,
+) -> TailPart:
+    """Lay the continuations of prompts out.
+
+    Args:
+        prompts: one a row.
+        positions: (3, tokens) rotary positions of each prompt.
+        branches: continuations of each prompt, any number and any lengths.
+        read_prompts: also read the state at each prompt's last token, before those of its branches.
+
+    Raises:
+        ValueError: a branch without tokens.
+    """
+    ids, segments, places, states, predicts, labels, lengths = [], [], [], [], [], [], []
+    offset = 0
+    for row, (prompt, position, continuations) in enumerate(zip(prompts, positions, branches, strict=True)):
+        first = offset
+        ids.append(prompt.input_ids[-1:])
+        segments.append(torch.tensor([PROMPT]))
+        places.append(position[:, -1:])
+        after_prompt = int(position.max()) + 1
+        offset += 1
+        if read_prompts:
+            states.append(first)
+        for number, branch in enumerate(continuations, start=1):
+            length = len(branch.ids)
+            if length == 0:
+                raise ValueError(f"row {row} ({prompt.id}): a branch needs at least one token")
+            branch_ids = torch.as_tensor(branch.ids, dtype=torch.long)
+            ids.append(branch_ids)
+            segments.append(torch.full_like(branch_ids, number))
+            places.append((after_prompt + torch.arange(length)).expand(3, -1))
+            if branch.read_state:
+                states.append(offset + length - 1)
+            if branch.predict:
+                predicts += [first, *range(offset, offset + length - 1)]
+                labels.append(branch_ids)
+            offset += length
+        lengths.append(offset - first)
+    index_BS = _index(lengths, 0)
+    segment_T = torch.cat(segments)
+    segment_BS = segment_T[index_BS]
+    segment_BS[torch.arange(index_BS.shape[1]) >= torch.tensor(lengths)[:, None]] = PADDING
+    return TailPart(
+        branch_lengths=tuple(tuple(len(branch.ids) for branch in row) for row in branches),
+        input_ids_T=torch.cat(ids),
+        position_ids_3T=torch.cat(places, dim=1),
+        index_BS=index_BS,
+        segment_BS=segment_BS,
+        state_index_N=torch.tensor(states, dtype=torch.long),
+        predict_index_M=torch.tensor(predicts, dtype=torch.long),
+        label_M=torch.cat(labels) if labels else torch.empty(0, dtype=torch.long),
+        read_index_R=torch.tensor(sorted({*states, *predicts}), dtype=torch.long),
+    )
+
+
+def _index(lengths: Sequence[int], start: int) -> Tensor:
+    """Places of rows of these lengths that stand one after the other, as a rectangle; filled up with 0."""
+    index = torch.zeros(len(lengths), max(*lengths, 1), dtype=torch.long)
+    for row, length in enumerate(lengths):
+        index[row, :length] = torch.arange(start, start + length)
+        start += length
+    return index
+
+
+def tail_mask(length_B: Tensor, longest_prompt: int, segment_BS: Tensor) -> Tensor:
+    """What a tail's token may look at: (B, 1, S, P + S) bool, True where row looks at column.
+
+    The columns are the row's prompt without its last token, then the tail. A token sees the prompt, and of the tail
+    the earlier tokens of the prompt and of its own branch. Padding sees itself only, since a softmax over nothing is
+    NaN, and nobody sees padding.
+
+    Args:
+        length_B: tokens of each row's prompt, the last not counted.
+        longest_prompt: P.
+        segment_BS: of the tails.
+    """
+    S, device = segment_BS.shape[1], segment_BS.device
+    order = torch.arange(S, device=device)
+    look, seen = segment_BS[:, :, None], segment_BS[:, None, :]
+    within = (seen == look) | (seen == PROMPT)
+    within &= order[None, :, None] >= order[None, None, :]
+    within &= (seen != PADDING) & (look != PADDING)
+    within |= torch.eye(S, dtype=torch.bool, device=device)
+    before = torch.arange(longest_prompt, device=device) < length_B[:, None]
+    before_BSP = before[:, None, :] & (look != PADDING)
+    return torch.cat([before_BSP, within], dim=2)[:, None]

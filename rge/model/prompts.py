@@ -1,0 +1,222 @@
+"""The only place where an item becomes token ids: training, evaluation and any other use go through here.
+
+The default profile writes the prompts of the released RGE checkpoint (pictures first, then a newline, the text and a
+newline inside one user turn). The chat template, the expansion of picture placeholders and all token ids come from
+the backbone's own processor.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from rge.common.images import ImageError, load_image
+from rge.common.prompt_profiles import EMB_TOKEN, PROFILES, Profile
+from rge.common.schema import Item
+from rge.model.families import eight_bit_options, pictures_of
+
+KNOWN_PROMPTS = 16_384
+"""Texts whose token ids a builder remembers; some 10 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt as the backbone reads it, without padding.
+
+    Attributes:
+        id: of the item, for error messages.
+        input_ids: (T,) int64, ending with the assistant header: generation or ``<emb>`` comes next.
+        type_ids: (T,) int64, 1 on picture placeholders, else 0.
+        pixels: (P, channels, height, width) uint8, patches or tiles of all pictures as `rge.model.families.normalised` takes
+            them; None without pictures.
+        image_grid: (number of pictures or tiles, 3) int64, see `rge.model.families.pictures_of`; or None.
+        num_cut_tokens: tokens of the user's text that were cut to fit.
+    """
+
+    id: str
+    input_ids: Tensor
+    type_ids: Tensor
+    pixels: Tensor | None
+    image_grid: Tensor | None
+    num_cut_tokens: int = 0
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return self.input_ids.shape[0]
+
+
+def user_text(item: Item, side: str, profile: Profile) -> str:
+    """Wording of the text part: what the user turn says after the pictures, without the newlines around it.
+
+    Args:
+        item: what is to be embedded.
+        side: ``query`` or ``candidate``.
+        profile: one of `PROFILES`.
+    """
+    text = (item.text or "").strip()
+    if side == "query":
+        if item.instruction:
+            return profile.query.format(instruction=item.instruction.strip(), text=text).strip()
+        return profile.query_without_instruction.format(text=text).strip()
+    if side != "candidate":
+        raise ValueError(f"side must be query or candidate, got {side!r}")
+    if not item.images:
+        return profile.candidate_text.format(text=text).strip()
+    if not text:
+        return profile.candidate_image.strip()
+    return profile.candidate_both.format(text=text).strip()
+
+
+class PromptBuilder:
+    """Turns items into prompts with one processor and one profile.
+
+    Args:
+        processor: the backbone's processor: tokenizer, image processor and chat template.
+        profile: name of a profile in `PROFILES`, or another wording.
+        max_tokens: longest prompt; see `build`.
+        emb_token: the token whose state is the embedding; None for models that are read at their last token.
+
+    Raises:
+        ValueError: unknown profile, or a tokenizer without ``<emb>``.
+    """
+
+    def __init__(
+        self,
+        processor,
+        profile: str | Profile = "rge",
+        max_tokens: int = 2048,
+        emb_token: str | None = EMB_TOKEN,
+    ):
+        if isinstance(profile, str) and profile not in PROFILES:
+            raise ValueError(f"unknown profile {profile!r}; there are: {', '.join(PROFILES)}")
+        self.processor = processor
+        self.tokenizer = processor.tokenizer
+        self.profile = PROFILES[profile] if isinstance(profile, str) else profile
+        self.max_tokens = max_tokens
+        if emb_token is not None:
+            self.emb_id = self.tokenizer.convert_tokens_to_ids(emb_token)
+            if self.emb_id is None or self.emb_id == self.tokenizer.unk_token_id:
+                raise ValueError(
+                    f"the tokenizer has no {emb_token} token; add it with rge.model.backbone.add_emb_token"
+                )
+        # `all_special_tokens` knows the named ones only: neither <emb> nor, on some tokenizers, the placeholders.
+        added = self.tokenizer.added_tokens_decoder.values()
+        self._control_tokens = sorted({token.content for token in added if token.special})
+        self._image_id = self.tokenizer.convert_tokens_to_ids(processor.image_token)
+        self._options = eight_bit_options(processor.image_processor)
+        self._known: dict[tuple, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def build(self, item: Item, side: str, images: Sequence[Image.Image] | None = None) -> Prompt:
+        """Token ids and pictures of one prompt.
+
+        A prompt over `max_tokens` loses the end of the user's text and nothing else: cutting the ids themselves would
+        take the assistant header, or a picture's placeholders.
+
+        Args:
+            item: what is to be embedded.
+            side: ``query`` or ``candidate``.
+            images: decoded pictures to use instead of loading ``item.images``, e.g. augmented ones.
+
+        Raises:
+            ValueError: an empty item, or one that stays too long with its text cut entirely.
+            ImageError: a picture cannot be read.
+        """
+        if images is None:
+            images = [load_image(ref) for ref in item.images]
+        text = self._plain(user_text(item, side, self.profile))
+        if not images and not text:
+            raise ValueError(f"item {item.id!r} has neither text nor images")
+        prompt = self._encode(item.id, text, images)
+        if len(prompt) <= self.max_tokens:
+            return prompt
+        text_ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        kept = len(text_ids)
+        # Decoding a prefix of the ids and encoding it again may give other ids, a few more than before, hence a loop.
+        while (excess := len(prompt) - self.max_tokens) > 0:
+            if kept == 0:
+                raise ValueError(
+                    f"item {item.id!r}: pictures and template alone exceed max_prompt_tokens={self.max_tokens}; "
+                    "raise it or lower model.max_pixels"
+                )
+            kept = max(0, kept - excess)
+            # A cut inside a character of several tokens decodes to a replacement character.
+            shorter = self.tokenizer.decode(text_ids[:kept]).rstrip("\ufffd")
+            prompt = self._encode(item.id, shorter, images, len(text_ids) - kept)
+        return prompt
+
+    def rationale_ids(self, rationale: str, record_id: str) -> list[int]:
+        """Token ids of an oracle rationale and its ``<emb>``.
+
+        Raises:
+            ValueError: an empty rationale, or one that contains ``<emb>`` itself.
+        """
+        text = rationale.strip()
+        if not text:
+            raise ValueError(f"record {record_id!r} has an empty rationale")
+        if EMB_TOKEN in text:
+            raise ValueError(
+                f"record {record_id!r}: the rationale contains {EMB_TOKEN}, which the trainer appends itself"
+            )
+        return [*self.tokenizer(self._plain(text), add_special_tokens=False).input_ids, self.emb_id]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of generated ids, special tokens left out."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True).strip()
+
+    def _render(self, text: str, num_images: int) -> str:
+        """The prompt as a string with one placeholder a picture; other models' adapters word it otherwise."""
+        content = [{"type": "image"} for _ in range(num_images)]
+        content.append({"type": "text", "text": f"\n{text}\n" if num_images else f"{text}\n"})
+        return self.processor.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+
+    def _encode(self, name: str, text: str, images: Sequence[Image.Image], num_cut: int = 0) -> Prompt:
+        # Rendering and tokenising depend on the text and the pictures' sizes alone. Candidates without a text, and
+        # small sets, repeat them: a second time, only the pictures are processed.
+        key = (text, *(image.size for image in images))
+        if known := self._known.get(key):
+            input_ids, grid = known
+            pictures = self._pictures(name, images) if images else {}
+            if not images or torch.equal(pictures["image_grid_thw"], grid):
+                return self._prompt(name, input_ids, pictures, num_cut)
+        rendered = self._render(text, len(images))
+        try:
+            fields = self.processor(
+                text=[rendered], images=list(images) or None, return_tensors="pt", **self._options
+            )
+        except ValueError as error:  # e.g. a side 200 times as long as the other
+            raise ImageError(f"pictures of item {name!r} cannot be processed: {error}") from error
+        input_ids = fields["input_ids"][0]
+        if len(self._known) >= KNOWN_PROMPTS:
+            self._known.clear()
+        if not images or "image_grid_thw" in fields:
+            self._known[key] = (input_ids, fields.get("image_grid_thw"))
+        return self._prompt(name, input_ids, fields, num_cut)
+
+    def _pictures(self, name: str, images: Sequence[Image.Image]) -> Mapping[str, Tensor]:
+        try:
+            return self.processor.image_processor(images=list(images), return_tensors="pt", **self._options)
+        except ValueError as error:  # e.g. a side 200 times as long as the other
+            raise ImageError(f"pictures of item {name!r} cannot be processed: {error}") from error
+
+    def _prompt(self, name: str, input_ids: Tensor, fields: Mapping[str, Tensor], num_cut: int) -> Prompt:
+        pixels, image_grid = pictures_of(fields, self.processor.image_processor)
+        return Prompt(
+            id=name,
+            input_ids=input_ids,
+            type_ids=(input_ids == self._image_id).long(),
+            pixels=pixels,
+            image_grid=image_grid,
+            num_cut_tokens=num_cut,
+        )
+
+    def _plain(self, text: str) -> str:
+        # The text comes from data: a picture placeholder or a turn marker in it must not become a control token. A
+        # word joiner inside (of no width) keeps it readable.
+        for token in self._control_tokens:
+            if token in text:
+                text = text.replace(token, token[:1] + "\u2060" + token[1:])
+        return text

@@ -1,0 +1,1 @@
+"""What a run will take: FLOPs, memory, communication, time. ``python -m rge.plan recipe=NAME``."""

@@ -1,0 +1,318 @@
+"""What a training step takes: tokens, FLOPs, memory and communication, from a model's shapes and a recipe's numbers.
+
+Formulas, not measurements. FLOPs count matrix products (a multiplication and an addition are two) and attention densely,
+as `torch.utils.flop_counter` does; ``tests/rge/test_plan.py`` holds them against it. Memory is an estimate: what is kept is
+added up, what an allocator wastes is not.
+
+A step is (rge/step.py): the queries' prompts are encoded, the rollout continues from their keys and values, one forward
+takes each prompt with its own and its oracle rationale, one takes the candidates, and the backward. Where a rank's share of
+the batch takes several micro batches, candidates are encoded once more without gradient, and so are prompts.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from rge.model.families import family_of
+
+GIB = 2**30
+BACK_ENDS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
+RESERVED_GIB = 4.0
+"""Set aside a GPU: context, communication buffers, fragments."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes of a model, read off its modules.
+
+    Attributes:
+        parameters: all; `vision_parameters` of them in the vision tower.
+        layer: parameters of one text layer's matrices; `key_value` of them make keys and values.
+        layers: text layers. `hidden`, `inner`, `heads`, `key_heads` and `head_size` are theirs.
+        vocabulary: rows of the output matrix.
+        patch: parameters of the matrices that each patch goes through; `placeholder` of those for each placeholder.
+        vision_layers: blocks of the tower; `vision_hidden` and `vision_inner` are theirs.
+    """
+
+    parameters: int
+    vision_parameters: int
+    layer: int
+    key_value: int
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    key_heads: int
+    head_size: int
+    vocabulary: int
+    patch: int
+    placeholder: int
+    vision_layers: int
+    vision_hidden: int
+    vision_inner: int
+
+
+def shapes_of(model: nn.Module) -> Shapes:
+    """Read a model's sizes, also on `meta`."""
+    family, text = family_of(model), model.config.get_text_config()
+    layer = family.decoder(model).layers[0]
+    matrices = {
+        name: module.weight.numel() for name, module in layer.named_modules() if isinstance(module, nn.Linear)
+    }
+    vision = family.vision(model)
+    patch = placeholder = 0
+    for part in vision:
+        for name, module in part.named_modules():
+            if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d)):
+                # Mergers and connectors see a placeholder's patches as one row.
+                if "merger" in name or "modality_projection" in name:
+                    placeholder += module.weight.numel()
+                else:
+                    patch += module.weight.numel()
+    blocks = next(module for part in vision for module in part.modules() if isinstance(module, nn.ModuleList))
+    inner = [module for module in blocks[0].mlp.modules() if isinstance(module, nn.Linear)]
+    heads = text.num_attention_heads
+    return Shapes(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        vision_parameters=sum(parameter.numel() for part in vision for parameter in part.parameters()),
+        layer=sum(matrices.values()),
+        key_value=sum(size for name, size in matrices.items() if name.endswith(("k_proj", "v_proj"))),
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        inner=text.intermediate_size,
+        heads=heads,
+        key_heads=text.num_key_value_heads,
+        head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        vocabulary=model.get_output_embeddings().weight.shape[0],
+        patch=patch,
+        placeholder=placeholder,
+        vision_layers=len(blocks),
+        vision_hidden=min(module.weight.shape[1] for module in inner),
+        vision_inner=max(max(module.weight.shape) for module in inner),
+    )
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one rank works on in a step.
+
+    Attributes:
+        queries: of this rank.
+        candidates: of this rank.
+        chunks: micro batches.
+        prompt: tokens of a query's prompt, pictures included.
+        candidate: tokens of a candidate's prompt.
+        own: tokens of a rationale that the model writes, `<emb>` not counted; 0 where it writes none.
+        oracle: tokens of an oracle rationale; 0 where there is none.
+        read_own: whether InfoNCE reads a branch of its own (after the model's rationale, or directly after the prompt).
+        contrastive: whether there is an InfoNCE.
+        label_candidates: whether `<emb>` after a candidate's prompt is predicted.
+        query_patches: of a query's pictures, and placeholders; `candidate_patches` likewise.
+    """
+
+    queries: int
+    candidates: int
+    chunks: int
+    prompt: int
+    candidate: int
+    own: int
+    oracle: int
+    read_own: bool
+    contrastive: bool
+    label_candidates: bool
+    query_patches: int
+    query_placeholders: int
+    candidate_patches: int
+    candidate_placeholders: int
+    query_spans: list[int] = field(default_factory=list)
+    candidate_spans: list[int] = field(default_factory=list)
+
+    @property
+    def tail(self) -> int:
+        """Tokens of a query's row after the part that is attended to causally: its last prompt token and branches."""
+        return 1 + (self.own + 1 if self.read_own else 0) + (self.oracle + 1 if self.oracle else 0)
+
+
+def flops(
+    shapes: Shapes, load: Load, *, checkpointing: bool, trainable: float, train_vision: bool
+) -> dict[str, float]:
+    """FLOPs of one rank's step, by phase.
+
+    Args:
+        shapes: of the model.
+        load: of the rank.
+        checkpointing: whether layers are computed once more in the backward.
+        trainable: share of the text model's matrices that get a gradient of their own: 1, or 0 with adapters.
+        train_vision: whether the backward goes through the vision tower.
+    """
+    s, n = shapes, load
+    width = 4 * s.heads * s.head_size
+    no_grad_prompts = n.chunks > 1 or not n.own  # else the rollout continues from the pass with gradient
+
+    def vision(patches: int, placeholders: int, spans: list[int]) -> tuple[float, float]:
+        """Products and attention of one row's pictures."""
+        return 2.0 * (
+            s.patch * patches + s.placeholder * placeholders
+        ), 4.0 * s.vision_hidden * patches * sum(spans)
+
+    def text(prompt: int, tail: int, read: int) -> tuple[float, float]:
+        """Products and attention of one row; the last layer computes what is read, and keys and values."""
+        tokens = prompt - 1 + tail
+        products = 2.0 * (
+            (s.layers - 1) * s.layer * tokens + s.key_value * tokens + (s.layer - s.key_value) * read
+        )
+        tails = tail * (prompt - 1 + tail)
+        return products, width * ((s.layers - 1) * ((prompt - 1) ** 2 + tails) + tails)
+
+    def add(*parts: tuple[float, float]) -> tuple[float, float]:
+        return sum(part[0] for part in parts), sum(part[1] for part in parts)
+
+    query_pictures = vision(n.query_patches, n.query_placeholders, n.query_spans)
+    candidate_pictures = vision(n.candidate_patches, n.candidate_placeholders, n.candidate_spans)
+    found = {}
+    if n.own:
+        steps = n.own + 2
+        words = 2.0 * s.layers * s.layer * steps + 2.0 * s.hidden * s.vocabulary * (n.own + 1)
+        looks = width * s.layers * steps * (n.prompt + (steps - 1) / 2)
+        prompts = add(query_pictures, text(n.prompt, 0, 0)) if no_grad_prompts else (0.0, 0.0)
+        found["rollout"] = n.queries * (words + looks + sum(prompts))
+    if n.contrastive and n.chunks > 1:
+        found["candidates without gradient"] = n.candidates * sum(
+            add(candidate_pictures, text(n.candidate, 2, 1))
+        )
+    read = (1 if n.read_own else 0) + (n.oracle + 1 if n.oracle else 0)
+    query, candidate = text(n.prompt, n.tail, read), text(n.candidate, 2, 1 + n.label_candidates)
+    predicted = n.queries * (n.oracle + 1 if n.oracle else 0) + n.candidates * n.label_candidates
+    head = 2.0 * s.hidden * s.vocabulary * predicted
+    pictures = (
+        [part * n.queries for part in query_pictures],
+        [part * n.candidates for part in candidate_pictures],
+    )
+    rows = [part * n.queries for part in query], [part * n.candidates for part in candidate]
+    text_products, text_looks = rows[0][0] + rows[1][0], rows[0][1] + rows[1][1]
+    vision_products, vision_looks = pictures[0][0] + pictures[1][0], pictures[0][1] + pictures[1][1]
+    found["forward"] = text_products + text_looks + vision_products + vision_looks + head
+    # Attention's backward computes the scores once more: five products for the forward's two.
+    backward = (1 + trainable) * (text_products + head) + 2.5 * text_looks
+    recomputed = text_products + text_looks
+    if train_vision:
+        backward += 2 * vision_products + 2.5 * vision_looks
+        recomputed += vision_products + vision_looks
+    found["backward"] = backward + (recomputed if checkpointing else 0.0)
+    return found
+
+
+def memory(
+    shapes: Shapes,
+    load: Load,
+    *,
+    back_end: str,
+    num_gpus: int,
+    dtype_bytes: int,
+    checkpointing: bool,
+    trained: int,
+    optimizer_states: int,
+    rollout_rows: int,
+    micro_queries: int,
+) -> dict[str, float]:
+    """Bytes on one GPU at its fullest, by kind; estimates.
+
+    Args:
+        shapes: of the model.
+        load: of the rank.
+        back_end: one of `BACK_ENDS`.
+        num_gpus: over which ZeRO and FSDP2 share out.
+        dtype_bytes: of a weight.
+        checkpointing: whether only layers' inputs are kept.
+        trained: parameters with a gradient.
+        optimizer_states: numbers the optimizer keeps a parameter.
+        rollout_rows: rationales written at once.
+        micro_queries: queries of a forward.
+    """
+    s, n = shapes, load
+    sharded = back_end in ("zero3", "fsdp2")
+    if back_end == "fsdp2":  # float32 in shares; layers are gathered in the computing dtype
+        weights = 4.0 * s.parameters / num_gpus
+        gradients, states = 4.0 * trained / num_gpus, 4.0 * optimizer_states * trained / num_gpus
+    elif (
+        back_end == "ddp"
+    ):  # everything in the weights' own dtype, everywhere; DDP's buckets hold gradients once more
+        weights = float(dtype_bytes * s.parameters)
+        gradients, states = 2.0 * dtype_bytes * trained, float(dtype_bytes * optimizer_states * trained)
+    else:  # DeepSpeed: a float32 copy beside the weights (they are one if the weights are float32)
+        weights = dtype_bytes * s.parameters / (num_gpus if back_end == "zero3" else 1)
+        gradients = dtype_bytes * trained / (1 if back_end == "zero1" else num_gpus)
+        states = 4.0 * (optimizer_states + (dtype_bytes < 4)) * trained / num_gpus
+    rows_each = -(-n.candidates // n.chunks)
+    query_tokens = micro_queries * (n.prompt - 1 + n.tail)
+    tokens = query_tokens + rows_each * (n.candidate + 1)
+    patches = micro_queries * n.query_patches + rows_each * n.candidate_patches
+    # What autograd keeps of a layer, a token: norms and residuals; queries, keys and values before and after rotation, the
+    # output; gate, up, activation and product.
+    inside = tokens * (6 * s.hidden + 6 * s.heads * s.head_size + 4 * s.inner)
+    vision_inside = patches * (12 * s.vision_hidden + 4 * s.vision_inner)
+    if checkpointing:
+        kept = tokens * s.hidden * s.layers + patches * s.vision_hidden * s.vision_layers
+        kept += max(inside, vision_inside)
+    else:
+        kept = inside * s.layers + vision_inside * s.vision_layers
+    predicted = micro_queries * (n.oracle + 1 if n.oracle else 0) + rows_each * n.label_candidates
+    logits = 3.0 * 4 * predicted * s.vocabulary
+    cache = (
+        2.0
+        * s.key_heads
+        * s.head_size
+        * s.layers
+        * min(rollout_rows, n.queries)
+        * (n.prompt + n.own + 2)
+        * dtype_bytes
+    )
+    whole = (
+        2.0 * s.parameters if sharded else 0.0
+    )  # gathered, in the computing dtype, while rationales are written
+    training = kept * min(dtype_bytes, 4) + logits
+    writing = (cache + whole) if n.own else 0.0
+    return {
+        "weights": weights,
+        "gradients": gradients,
+        "optimizer": states,
+        "activations": training if training >= writing else 0.0,
+        "rollout": writing if writing > training else 0.0,
+    }
+
+
+def communication(
+    shapes: Shapes, load: Load, *, back_end: str, num_gpus: int, dtype_bytes: int, trained: int
+) -> float:
+    """Bytes that one GPU sends in a step, by rings: a gather or a scatter of x bytes sends x (N - 1) / N."""
+    share = (num_gpus - 1) / num_gpus
+    gradient, weight = trained * dtype_bytes * share, shapes.parameters * dtype_bytes * share
+    embeddings = 4.0 * shapes.hidden * load.candidates * (num_gpus - 1) * (2 if load.contrastive else 0)
+    if back_end == "ddp":
+        sent = 2 * gradient  # once a step, with the last micro batch
+    elif back_end in ("zero1", "zero2"):
+        # Gradients are shared out with every micro batch under ZeRO-2, once under ZeRO-1; then weights are gathered.
+        sent = gradient * (load.chunks if back_end == "zero2" else 1) + trained * dtype_bytes * share
+    else:
+        # Weights are gathered for every forward and backward, and once for the rollout and the passes without gradient.
+        gathers = 2 * load.chunks + (1 if load.own or load.chunks > 1 else 0)
+        sent = gradient * load.chunks + weight * gathers
+    return sent + embeddings
+
+
+def trained_parameters(shapes: Shapes, model: nn.Module, recipe_model: Any) -> int:
+    """Parameters that get a gradient: all, all but the vision tower's, or those of the adapters and the `<emb>` row."""
+    lora = getattr(recipe_model, "lora", None)
+    if lora is None:
+        return shapes.parameters - (shapes.vision_parameters if recipe_model.freeze_vision else 0)
+    family = family_of(model)
+    parts = [family.decoder(model), *(family.vision(model) if lora.vision else [])]
+    count = shapes.hidden
+    for part in parts:
+        for name, module in part.named_modules():
+            if isinstance(module, nn.Linear) and (
+                not lora.targets or name.rsplit(".", 1)[-1] in lora.targets
+            ):
+                count += lora.rank * sum(module.weight.shape) + (module.weight.shape[0] if lora.dora else 0)
+    return count

@@ -1,0 +1,124 @@
+"""A recipe's model without its weights: architecture on the `meta` device, from the hub, a directory or a table.
+
+The table holds the shapes of the models that recipes here name, as their published configs give them, so that
+``python -m rge.plan`` works where the hub cannot be reached.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
+
+from rge.config import ModelConfig
+from rge.model.backbone import BackboneError
+from rge.model.families import FAMILIES
+from rge.scratch import build as scratch
+
+_QWEN25_VISION = {
+    "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "patch_size": 14,
+    "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
+}  # fmt: skip
+
+TABLE: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen2.5-VL-3B-Instruct": {
+        "model_type": "qwen2_5_vl",
+        "tie_word_embeddings": True,
+        "text_config": {
+            "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
+            "num_key_value_heads": 2, "vocab_size": 151936,
+        },
+        "vision_config": {**_QWEN25_VISION, "out_hidden_size": 2048},
+    },
+    "Qwen/Qwen2.5-VL-7B-Instruct": {
+        "model_type": "qwen2_5_vl",
+        "tie_word_embeddings": False,
+        "text_config": {
+            "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+            "num_key_value_heads": 4, "vocab_size": 152064,
+        },
+        "vision_config": {**_QWEN25_VISION, "out_hidden_size": 3584},
+    },
+    "Qwen/Qwen2-VL-2B-Instruct": {
+        "model_type": "qwen2_vl",
+        "tie_word_embeddings": True,
+        "text_config": {
+            "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+            "num_key_value_heads": 2, "vocab_size": 151936,
+        },
+        "vision_config": {
+            "depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "patch_size": 14, "hidden_size": 1536,
+        },
+    },
+    "Qwen/Qwen3-VL-2B-Instruct": {
+        "model_type": "qwen3_vl",
+        "tie_word_embeddings": True,
+        "text_config": {
+            "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        },
+        "vision_config": {
+            "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "patch_size": 16,
+            "out_hidden_size": 2048, "num_position_embeddings": 2304, "deepstack_visual_indexes": [5, 11, 17],
+        },
+    },
+    "HuggingFaceTB/SmolVLM-Instruct": {
+        "model_type": "idefics3",
+        "tie_word_embeddings": False,
+        "scale_factor": 3,
+        "text_config": {
+            "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
+            "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 49155, "pad_token_id": 2,
+        },
+        "vision_config": {
+            "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
+            "image_size": 384, "patch_size": 14,
+        },
+    },
+}  # fmt: skip
+"""Arguments of the config class, by hub id."""
+
+
+def outline(model: ModelConfig, init: str | None = None) -> tuple[nn.Module, str]:
+    """The model that a recipe trains, on `meta`.
+
+    Args:
+        model: the recipe's.
+        init: checkpoint that replaces it, where the recipe has one.
+
+    Returns:
+        The model, and where its shapes come from.
+
+    Raises:
+        BackboneError: its shapes cannot be found, or its family is not supported.
+    """
+    config, origin = _config(model, init)
+    if config.model_type not in FAMILIES:
+        raise BackboneError(f"{origin} is a {config.model_type}; supported families: {', '.join(FAMILIES)}")
+    with torch.device("meta"):
+        return AutoModelForImageTextToText.from_config(config), origin
+
+
+def _config(model: ModelConfig, init: str | None) -> tuple[Any, str]:
+    if init is not None and (Path(init) / "config.json").is_file():
+        return AutoConfig.from_pretrained(init), init
+    if model.scratch is not None:
+        rows = scratch.num_rows(model.scratch.vocab_size + len(scratch.SPECIAL_TOKENS))
+        ids = dict.fromkeys(scratch.SPECIAL_TOKENS, 0)
+        return scratch.make_config(
+            rows, ids.__getitem__, model.scratch.text, model.scratch.vision
+        ), "model.scratch"
+    path = str(model.path)
+    try:
+        return AutoConfig.from_pretrained(path, revision=model.revision), path
+    except (OSError, ValueError) as error:
+        if path not in TABLE:
+            raise BackboneError(
+                f"the shapes of {path} are not known: {str(error).splitlines()[0]}. Give model.path a folder with its "
+                f"config.json; without the hub there are: {', '.join(TABLE)}"
+            ) from error
+    known = dict(TABLE[path])
+    return CONFIG_MAPPING[known.pop("model_type")](
+        **known
+    ), f"{path}, from the table in rge/plan/known_models.py"

@@ -1,0 +1,345 @@
+"""What a recipe takes before it is run: parameters, tokens, FLOPs of a step, memory, communication, and whether it fits.
+
+    python -m rge.plan recipe=qwen25vl_3b num_gpus=8 gpu_gib=80 back_end=zero2 [key=value of the recipe ...]
+
+Everything is computed from the model's shapes and the recipe (rge/plan/costs.py); no weights are loaded and nothing runs. A step
+is planned at its largest: every prompt with its pictures at model.max_pixels, every rationale at the cap. The last line
+is the plan as JSON. The exit code is 1 where it does not fit, and then the report says what would.
+"""
+
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+from torch import nn
+
+from rge.config import Recipe, RecipeError, StageConfig, load_recipe, nearest, split_override
+from rge.model.families import family_of
+from rge.plan.costs import (
+    BACK_ENDS,
+    GIB,
+    RESERVED_GIB,
+    Load,
+    Shapes,
+    communication,
+    flops,
+    memory,
+    shapes_of,
+    trained_parameters,
+)
+from rge.plan.known_models import outline
+from rge.step import Objective
+
+OWN: dict[str, tuple[Any, str]] = {
+    "num_gpus": (8, "GPUs, one process each"),
+    "gpu_gib": (80.0, "memory of a GPU, GiB"),
+    "back_end": ("zero2", "ddp, zero1, zero2, zero3 or fsdp2"),
+    "for": ("joint", "stage: joint or cold_start"),
+    "query_pictures": (1, "pictures a query"),
+    "candidate_pictures": (1, "pictures a candidate"),
+    "text_tokens": (64, "tokens of a prompt beside pictures and template"),
+    "template_tokens": (24, "tokens of the chat template"),
+    "rationale_tokens": (0, "tokens of a rationale; 0: rollout.max_new_tokens"),
+}
+"""Options of this command, their defaults and meanings."""
+
+OPTIMIZER_STATES = {"adamw": 2, "muon": 1}
+"""Numbers kept a parameter; Muon keeps one, except for what it leaves to AdamW."""
+
+
+def main(arguments: list[str]) -> int:
+    """Print the plan; 1 if it does not fit."""
+    options, overrides = read_options(arguments)
+    recipe = load_recipe(overrides)
+    model, origin = outline(recipe.model, recipe.init)
+    found = plan(recipe, model, options)
+    print(report(recipe, found, origin, options))  # noqa: T201 - this is a command
+    print(json.dumps(found))  # noqa: T201
+    return 0 if found["fits"] else 1
+
+
+def read_options(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """This command's options, complete and checked, and the recipe's overrides.
+
+    Raises:
+        RecipeError: an option has a value that it cannot have.
+    """
+    options = {name: default for name, (default, _) in OWN.items()}
+    overrides = []
+    for argument in arguments:
+        name, value = split_override(argument)
+        if name not in OWN:
+            if "." not in name and name not in Recipe.__dataclass_fields__:
+                known = [*OWN, *Recipe.__dataclass_fields__]
+                raise RecipeError(f"unknown option {name}{nearest(name, known)}")
+            overrides.append(argument)
+            continue
+        kind = type(OWN[name][0])
+        try:
+            options[name] = kind(value)
+        except ValueError:
+            raise RecipeError(f"{name} must be a number ({OWN[name][1]}), got {value!r}") from None
+        if kind is not str and options[name] < (1 if name in ("num_gpus", "gpu_gib") else 0):
+            raise RecipeError(f"{name} is too small: {value}")
+    for name, allowed in (("back_end", BACK_ENDS), ("for", ("joint", "cold_start"))):
+        if options[name] not in allowed:
+            raise RecipeError(f"{name} must be one of {', '.join(allowed)}; got {options[name]!r}")
+    return options, overrides
+
+
+def plan(recipe: Recipe, model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+    """All numbers of a plan.
+
+    Raises:
+        RecipeError: the batch cannot be shared out, a prompt is longer than allowed, or the stage is not the recipe's.
+    """
+    shapes = shapes_of(model)
+    load = load_of(recipe, model, options)
+    trained = trained_parameters(shapes, model, recipe.model)
+    settings = _settings(recipe, options, trained)
+    train_vision = _train_vision(recipe)
+    per_gpu = flops(
+        shapes,
+        load,
+        checkpointing=recipe.model.gradient_checkpointing,
+        trainable=0.0 if _lora(recipe) else 1.0,
+        train_vision=train_vision,
+    )
+    kinds = memory(shapes, load, **settings)
+    reserved = _reserved(recipe, options)
+    total = sum(kinds.values()) + reserved
+    sent = {
+        name: communication(
+            shapes,
+            load,
+            back_end=name,
+            num_gpus=options["num_gpus"],
+            dtype_bytes=settings["dtype_bytes"],
+            trained=trained,
+        )
+        for name in BACK_ENDS
+    }
+    fits = total <= options["gpu_gib"] * GIB
+    return {
+        "parameters": shapes.parameters,
+        "vision_parameters": shapes.vision_parameters,
+        "trained_parameters": trained,
+        "shapes": asdict(shapes),
+        "load": asdict(load),
+        "tokens": tokens_of(load, options["num_gpus"]),
+        "flops_per_gpu": per_gpu,
+        "flops": sum(per_gpu.values()) * options["num_gpus"],
+        "memory": {**kinds, "reserved": reserved},
+        "memory_total": total,
+        "bytes_sent": sent,
+        "fits": fits,
+        "advice": [] if fits else advice(recipe, model, options, shapes, trained),
+    }
+
+
+def load_of(recipe: Recipe, model: nn.Module, options: dict[str, Any]) -> Load:
+    """What one rank works on in a step of the stage.
+
+    Raises:
+        RecipeError: see `plan`.
+    """
+    name = options["for"]
+    if name not in recipe.stages():
+        raise RecipeError(
+            f"the recipe has stage={recipe.stage}, so there is no {name} to plan; give for={recipe.stage}"
+        )
+    stage: StageConfig = getattr(recipe, name)
+    gpus = options["num_gpus"]
+    if stage.batch_size % gpus:
+        raise RecipeError(
+            f"{name}.batch_size {stage.batch_size} must be a multiple of the {gpus} GPUs, e.g. "
+            f"{stage.batch_size // gpus * gpus or gpus}"
+        )
+    objective = Objective.of(recipe.loss, name)
+    family, config = family_of(model), model.config
+    placeholders = family.num_placeholders(config, recipe.model.max_pixels)  # type: ignore[arg-type]
+    around = len(family.picture_ids(config, _NoTokenizer())) - family.num_placeholders(config, 0)  # type: ignore[arg-type]
+    prompts = {}
+    for side in ("query", "candidate"):
+        pictures = options[f"{side}_pictures"]
+        prompts[side] = options["template_tokens"] + pictures * (placeholders + around)
+        if prompts[side] > recipe.data.max_prompt_tokens:
+            raise RecipeError(
+                f"{pictures} pictures of model.max_pixels={recipe.model.max_pixels} take {pictures * placeholders} tokens, "
+                f"which data.max_prompt_tokens={recipe.data.max_prompt_tokens} cannot hold; lower the one or raise the other"
+            )
+        prompts[side] = min(prompts[side] + options["text_tokens"], recipe.data.max_prompt_tokens)
+    patches = placeholders * family.patches_per_placeholder(config)  # type: ignore[arg-type]
+    spans = family.vision_spans(config, patches)  # type: ignore[arg-type]
+    rationale = options["rationale_tokens"] or recipe.rollout.max_new_tokens
+    queries = stage.batch_size // gpus
+    each = (1 + recipe.data.max_negatives) if objective.needs_candidates else 0
+    return Load(
+        queries=queries,
+        candidates=queries * each,
+        chunks=-(-queries // recipe.train.micro_batch_size),
+        prompt=prompts["query"],
+        candidate=prompts["candidate"],
+        own=rationale if objective.needs_rollout else 0,
+        oracle=rationale if objective.needs_oracle else 0,
+        read_own=objective.alpha_con > 0 and objective.anchor != "oracle",
+        contrastive=objective.alpha_con > 0,
+        label_candidates=objective.alpha_lm > 0 and objective.lm_on_candidates,
+        query_patches=patches * options["query_pictures"],
+        query_placeholders=placeholders * options["query_pictures"],
+        candidate_patches=patches * options["candidate_pictures"],
+        candidate_placeholders=placeholders * options["candidate_pictures"],
+        query_spans=spans,
+        candidate_spans=spans,
+    )
+
+
+def tokens_of(load: Load, num_gpus: int) -> dict[str, int]:
+    """Tokens of a step over all GPUs."""
+    queries, candidates = load.queries * num_gpus, load.candidates * num_gpus
+    return {
+        "query prompts": queries * load.prompt,
+        "own rationales": queries * (load.own + 1) if load.own else 0,
+        "oracle rationales": queries * (load.oracle + 1) if load.oracle else 0,
+        "candidates": candidates * (load.candidate + 1),
+    }
+
+
+def advice(
+    recipe: Recipe, model: nn.Module, options: dict[str, Any], shapes: Shapes, trained: int
+) -> list[str]:
+    """Changes that would make it fit, one alone each, the least intrusive first; none if nothing here does."""
+    found = []
+
+    def total(changed: Recipe, others: dict[str, Any], count: int) -> float:
+        return sum(
+            memory(shapes, load_of(changed, model, others), **_settings(changed, others, count)).values()
+        )
+
+    def fits(changed: Recipe, others: dict[str, Any], count: int = trained) -> bool:
+        return total(changed, others, count) + _reserved(recipe, options) <= options["gpu_gib"] * GIB
+
+    size = recipe.train.micro_batch_size
+    while size > 1:
+        size //= 2
+        changed = replace(recipe, train=replace(recipe.train, micro_batch_size=size))
+        if fits(changed, options):
+            found.append(f"train.micro_batch_size={size}: the result stays the same")
+            break
+    if not recipe.model.gradient_checkpointing:
+        changed = replace(recipe, model=replace(recipe.model, gradient_checkpointing=True))
+        if fits(changed, options):
+            found.append("model.gradient_checkpointing=true: the result stays the same, a third more compute")
+    rows = recipe.rollout.batch_size
+    while rows > 1:
+        rows //= 2
+        if fits(replace(recipe, rollout=replace(recipe.rollout, batch_size=rows)), options):
+            found.append(f"rollout.batch_size={rows}: slower rollouts, the same result")
+            break
+    for back_end in ("zero2", "zero3", "fsdp2"):
+        if back_end != options["back_end"] and fits(recipe, {**options, "back_end": back_end}):
+            found.append(f"back_end={back_end} (recipes/accelerate has launch configs)")
+            break
+    stage: StageConfig = getattr(recipe, options["for"])
+    gpus = options["num_gpus"] * 2
+    while gpus <= min(1024, stage.batch_size) and stage.batch_size % gpus == 0:
+        if fits(recipe, {**options, "num_gpus": gpus}):
+            found.append(f"num_gpus={gpus}")
+            break
+        gpus *= 2
+    if not recipe.model.freeze_vision and _lora(recipe) is None:
+        frozen = replace(recipe, model=replace(recipe.model, freeze_vision=True))
+        if fits(frozen, options, shapes.parameters - shapes.vision_parameters):
+            found.append("model.freeze_vision=true: the vision tower is not trained")
+    return found
+
+
+def _reserved(recipe: Recipe, options: dict[str, Any]) -> float:
+    """Bytes set aside, with the engine's share where vLLM writes the rationales."""
+    engine = recipe.rollout.backend == "vllm" and options["for"] == "joint"
+    return (RESERVED_GIB + engine * recipe.rollout.vllm_memory * options["gpu_gib"]) * GIB
+
+
+class _NoTokenizer:
+    def convert_tokens_to_ids(self, token: str) -> int:
+        return 0
+
+
+def _lora(recipe: Recipe) -> Any:
+    return getattr(recipe.model, "lora", None)
+
+
+def _train_vision(recipe: Recipe) -> bool:
+    lora = _lora(recipe)
+    return lora.vision if lora is not None else not recipe.model.freeze_vision
+
+
+def _settings(recipe: Recipe, options: dict[str, Any], trained: int) -> dict[str, Any]:
+    return {
+        "back_end": options["back_end"],
+        "num_gpus": options["num_gpus"],
+        "dtype_bytes": {"float32": 4, "bfloat16": 2}[recipe.model.dtype],
+        "checkpointing": recipe.model.gradient_checkpointing,
+        "trained": trained,
+        "optimizer_states": OPTIMIZER_STATES[recipe.optim.name],
+        "rollout_rows": recipe.rollout.batch_size,
+        "micro_queries": min(
+            recipe.train.micro_batch_size, getattr(recipe, options["for"]).batch_size // options["num_gpus"]
+        ),
+    }
+
+
+def report(recipe: Recipe, found: dict[str, Any], origin: str, options: dict[str, Any]) -> str:
+    """The plan for people."""
+    load, memory_of = found["load"], found["memory"]
+    stage: StageConfig = getattr(recipe, options["for"])
+    lines = [
+        f"{recipe.recipe}, {options['for']}: {origin}",
+        f"{options['num_gpus']} GPUs of {options['gpu_gib']:g} GiB, {options['back_end']}, {recipe.model.dtype}, "
+        f"batch {stage.batch_size}: {load['queries']} queries and {load['candidates']} candidates a GPU, "
+        f"{load['chunks']} micro batches of {recipe.train.micro_batch_size}",
+        "",
+        "parameters",
+        _row("all", f"{found['parameters'] / 1e9:.3f} G"),
+        _row("of the vision tower", f"{found['vision_parameters'] / 1e9:.3f} G"),
+        _row("trained", f"{found['trained_parameters'] / 1e9:.3f} G"),
+        "",
+        "tokens of a step, all GPUs",
+        *[_row(name, f"{count:,}") for name, count in found["tokens"].items()],
+        _row("a query's prompt", f"{load['prompt']:,}"),
+        "",
+        "FLOPs of a step, all GPUs",
+    ]
+    lines += [
+        _row(k, f"{v * options['num_gpus'] / 1e15:,.3f} PFLOP") for k, v in found["flops_per_gpu"].items()
+    ]
+    lines += [
+        _row("all", f"{found['flops'] / 1e15:,.3f} PFLOP"),
+        "",
+        "memory of a GPU at its fullest (estimate)",
+    ]
+    lines += [_row(name, f"{size / GIB:,.2f} GiB") for name, size in memory_of.items() if size]
+    lines += [
+        _row("all", f"{found['memory_total'] / GIB:,.2f} of {options['gpu_gib']:g} GiB"),
+        "",
+        "sent by a GPU in a step (estimate)",
+        *[
+            _row(name + (" (planned)" if name == options["back_end"] else ""), f"{size / GIB:,.2f} GiB")
+            for name, size in found["bytes_sent"].items()
+        ],
+        "",
+    ]
+    if found["fits"]:
+        lines.append("It fits.")
+    else:
+        lines.append(f"It does not fit: {found['memory_total'] / GIB:,.1f} GiB of {options['gpu_gib']:g}.")
+        lines += [f"  would do: {line}" for line in found["advice"]]
+        if not found["advice"]:
+            lines.append(
+                "  no single change here would do; adapters (model.lora) train a hundredth of the parameters"
+            )
+    return "\n".join(lines)
+
+
+def _row(name: str, value: str) -> str:
+    return f"  {name:<34}{value:>22}"

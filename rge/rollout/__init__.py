@@ -1,0 +1,1 @@
+"""The model's own rationales: generation, its settings in a step, and vLLM as another engine."""

@@ -1,0 +1,163 @@
+"""A vLLM engine inside the training process, with the training model's weights: TRL's generation class, fitted to rge.
+
+From `trl.generation.vllm_generation.VLLMGeneration` come the colocated set-up and the walk over the parameters. Three things
+are done here in another way:
+
+* Pictures. TRL passes them as files, which vLLM processes and runs through a vision tower of its own. Here features of the
+  training model's tower are passed: they are computed by the present weights, and nothing that vLLM remembers about a picture
+  can be older than these.
+* Weights. TRL writes them into the engine's tensors one by one. Layers that repack theirs, which all linear layers do on a
+  CPU, would not notice; vLLM's own reload lets every layer prepare what it was given. Adapters are not a PeftModel here.
+* Sampling. Every request has its own seed; TRL's `generate` takes one set of parameters for all.
+
+Importing this module needs vLLM; see `rge.rollout.vllm_writer`.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import patch_environment
+from torch import Tensor
+from trl.generation.vllm_generation import VLLMGeneration
+
+from rge.distributed import collectives as dist
+from rge.model.adapters import has_adapters, merge
+from rge.model.backbone import vision_prefixes
+from rge.model.embedder import Embedder
+
+# Read when vLLM is imported. It tells its makers about every start unless told not to.
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+class Engine(VLLMGeneration):
+    """vLLM beside the training model, on the same device.
+
+    Args:
+        embedder: the model in training, unwrapped.
+        accelerator: of the run.
+        max_model_tokens: longest prompt with its rationale, tokens.
+        batch_size: rationales written at once.
+        memory: share of the device's memory for the engine: its copy of the weights, and the cache.
+
+    Raises:
+        ValueError: vLLM cannot hold such a model, or not in that much memory.
+    """
+
+    def __init__(
+        self,
+        embedder: Embedder,
+        accelerator: Accelerator,
+        *,
+        max_model_tokens: int,
+        batch_size: int,
+        memory: float,
+    ):
+        super().__init__(
+            embedder.model,
+            accelerator,
+            embedder.processor,
+            mode="colocate",
+            gpu_memory_utilization=memory,
+            max_model_length=max_model_tokens,
+            max_num_seqs=batch_size,
+        )
+
+    def _init_vllm(self) -> None:
+        from vllm import LLM, ModelRegistry
+
+        words = self.model.get_input_embeddings().weight
+        # A tower that is never run need not be built. But vLLM takes its absence for that of DeepStack.
+        self.has_tower = hasattr(self.model.config.vision_config, "deepstack_visual_indexes")
+
+        def with_emb(config: Any) -> Any:
+            # The checkpoint on the disk may be a plain model, and adding <emb> may have added rows.
+            config.get_text_config().vocab_size = words.shape[0]
+            return config
+
+        # vLLM would look at the model's class in a process of its own, lest CUDA starts in this one, where it has long
+        # started. That takes ten seconds, and the process would not know of rge.common.torchvision_cpu.
+        for architecture in self.model.config.architectures:
+            if (known := ModelRegistry.models.get(architecture)) is not None:
+                ModelRegistry.register_model(architecture, known.load_model_cls())
+        dist.ensure_group()
+        # vLLM reads who it is from the environment; a single process was started without.
+        process = self.accelerator
+        with patch_environment(
+            rank=process.process_index,
+            local_rank=process.local_process_index,
+            world_size=process.num_processes,
+        ):
+            self.llm = LLM(
+                model=self.model.name_or_path,
+                revision=getattr(self.model.config, "_commit_hash", None),
+                hf_overrides=with_emb,
+                # Config and processor are read from there; weights come from the training model before each rollout.
+                load_format="dummy",
+                dtype=words.dtype,
+                generation_config="vllm",
+                distributed_executor_backend="external_launcher",
+                gpu_memory_utilization=self.gpu_memory_utilization,
+                max_model_len=self.max_model_length,
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=max(8192, self.max_model_length),
+                # Features are passed. They change with the weights: nothing to remember.
+                enable_mm_embeds=True,
+                limit_mm_per_prompt={"video": 0} if self.has_tower else {"image": 0, "video": 0},
+                skip_mm_profiling=True,
+                mm_processor_cache_gb=0,
+                # Compiling for a CPU takes minutes.
+                enforce_eager=words.device.type == "cpu",
+                # vLLM seeds the random numbers of the process, which training goes on drawing from.
+                seed=torch.initial_seed() % 2**31,
+            )
+        process.wait_for_everyone()
+
+    def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
+        weights = merge(self.model) if has_adapters(self.model) else super()._iter_named_params()
+        without = () if self.has_tower else vision_prefixes(self.model)
+        for name, weight in weights:
+            if not name.startswith(without):
+                yield name, weight
+
+    @torch.no_grad()
+    def sync_weights(self) -> None:
+        """Give the engine the model's present weights, and let it forget what it computed with older ones."""
+        with self._without_autocast():
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._iter_named_params()})
+            self.llm.collective_rpc(_prepare_head)
+        self.llm.reset_prefix_cache()
+        # The reload empties the worker's store of features alone; the scheduler would count on those that come again.
+        self.llm.llm_engine.reset_encoder_cache()
+
+    def write(self, requests: Sequence[dict[str, Any]], parameters: Sequence[dict[str, Any]]) -> list[Any]:
+        """Continue prompts.
+
+        Args:
+            requests: prompts as vLLM takes them.
+            parameters: arguments of vLLM's `SamplingParams`, one a request.
+
+        Returns:
+            vLLM's outputs, in the order of the requests.
+        """
+        from vllm import SamplingParams
+
+        sampling = [SamplingParams(**each) for each in parameters]
+        with self._without_autocast():
+            return self.llm.generate(list(requests), sampling_params=sampling, use_tqdm=False)
+
+    def _without_autocast(self) -> torch.autocast:
+        # A rollout happens in the context of the run's mixed precision; merging and vLLM's layers are no part of it.
+        return torch.autocast(self.accelerator.device.type, enabled=False)
+
+
+def _prepare_head(worker: Any) -> None:
+    """Let the output matrix prepare its weights: where it is the embedding matrix too, nobody told it that they are new."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in worker.model_runner.get_model().modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)

@@ -1,0 +1,260 @@
+"""How a step comes by its own rationales: written now, written some steps ago, or left out on purpose.
+
+Shape suffixes: B = queries of this rank.
+"""
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from rge.config import Recipe, RecipeError, RolloutConfig, StageConfig
+from rge.data.collate import Batch
+from rge.distributed import collectives as dist
+from rge.model.attention import EncodedPrompts
+from rge.model.backbone import vision_parameters
+from rge.model.dropout import drops_out
+from rge.model.embedder import Embedder, PictureMemory, encode_prompts
+from rge.rollout.generate import Rationale, generate
+from rge.rollout.vllm_writer import VllmRollout
+
+Written = list[tuple[tuple[int, ...], bool]]
+"""Ids and forcedness of a query's rationales."""
+
+_DIRECT = 0x0D12EC7
+"""Separates the draw of direct queries from whatever else a query's seed decides."""
+
+
+def encodes_once(
+    asked: str, *, queries_a_rank: int, micro_batch_size: int, sharded: bool, drops_out: bool
+) -> bool:
+    """Whether the prompts of a step are encoded once in all: `rollout.prompt_pass`, with ``auto`` decided.
+
+    Args:
+        asked: ``auto``, ``once`` or ``twice``.
+        queries_a_rank: greatest share of a step's batch.
+        micro_batch_size: queries per forward.
+        sharded: whether parameters are spread over processes (ZeRO-3, FSDP2).
+        drops_out: whether training draws dropout, which a rollout must not see.
+
+    Raises:
+        RecipeError: ``once`` was asked for and cannot be.
+    """
+    reasons = []
+    if queries_a_rank > micro_batch_size:
+        reasons.append(
+            f"a process has {queries_a_rank} queries a step and train.micro_batch_size is {micro_batch_size}"
+        )
+    if sharded:
+        reasons.append(
+            "parameters are sharded, and the rollout cannot stand between a forward and its backward"
+        )
+    if drops_out:
+        reasons.append("dropout is on, and the rollout must not see it")
+    if asked == "once" and reasons:
+        raise RecipeError(
+            f"rollout.prompt_pass=once is not possible: {'; '.join(reasons)}. Set rollout.prompt_pass=auto"
+        )
+    return asked != "twice" and not reasons
+
+
+class Store:
+    """Rationales of the last steps by query, the same on every process.
+
+    Args:
+        max_age: steps for which one may be used again.
+    """
+
+    def __init__(self, max_age: int):
+        self.max_age = max_age
+        self.entries: dict[str, tuple[int, Written]] = {}
+
+    def find(self, key: str, step: int) -> tuple[int, Written] | None:
+        """Age and rationales of a query, if they are young enough."""
+        if key not in self.entries or step - self.entries[key][0] > self.max_age:
+            return None
+        written_at, rationales = self.entries[key]
+        return step - written_at, rationales
+
+    def add(self, step: int, written: Sequence[tuple[str, Written]]) -> None:
+        """Keep what all processes wrote in this step, and forget what is too old for the next."""
+        for of_one_process in dist.gather_objects(list(written)):
+            self.entries |= {key: (step, rationales) for key, rationales in of_one_process}
+        self.entries = {
+            key: entry for key, entry in self.entries.items() if step + 1 - entry[0] <= self.max_age
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a resumable checkpoint."""
+        return {"entries": dict(self.entries)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From a resumable checkpoint."""
+        self.entries = dict(state["entries"])
+
+
+class Writer:
+    """Own rationales of every step.
+
+    Args:
+        model: the wrapped embedder.
+        embedder: the same, unwrapped.
+        settings: of the rollout.
+        once: see `encodes_once`.
+        vllm: writes in the model's place, for `rollout.backend=vllm`.
+
+    Attributes:
+        store: what a resumed run must get back, or None.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        embedder: Embedder,
+        settings: RolloutConfig,
+        once: bool,
+        vllm: VllmRollout | None = None,
+    ):
+        self.model, self.embedder, self.settings, self.once = model, embedder, settings, once
+        self.vllm = vllm
+        self.store = Store(settings.reuse_steps) if settings.reuse_steps else None
+
+    def __call__(self, step: int, batch: Batch) -> tuple[list[Rationale], EncodedPrompts | None]:
+        """Rationales of a batch, `num_rationales` a query, and the prompts' encoding where one serves the whole step.
+
+        Args:
+            step: number of the step; with the batch it decides everything that is random here.
+            batch: this rank's share of it.
+        """
+        num_each = self.settings.num_rationales
+        if self.embedder.pictures is not None:
+            self.embedder.pictures.open()
+        encoded = encode_prompts(self.model, self.embedder, batch.queries) if self.once else None
+        keys = [
+            f"{name}:{_checksum(prompt.input_ids)}"
+            for name, prompt in zip(batch.record_ids, batch.queries, strict=True)
+        ]
+        found: dict[int, list[Rationale]] = {}
+        for row, (key, seed) in enumerate(zip(keys, batch.seeds, strict=True)):
+            if is_direct(seed, self.settings.direct_share):
+                found[row] = [Rationale((), False, None, 0.0, direct=True)] * num_each
+            elif self.store is not None and (known := self.store.find(key, step)):
+                age, written = known
+                found[row] = [Rationale(ids, forced, None, 0.0, age) for ids, forced in written]
+        rows = [row for row in range(len(keys)) if row not in found]
+        prompts = [batch.queries[row] for row in rows]
+        draw: dict[str, Any] = {
+            "temperature": self.settings.temperature,
+            "seeds": [seed for row in rows for seed in sample_seeds(batch.seeds[row], num_each)],
+            "num_each": num_each,
+        }
+        if self.vllm is not None:
+            new = self.vllm.generate(prompts, **draw)
+        else:
+            new = generate(
+                self.embedder,
+                prompts,
+                max_new_tokens=self.settings.max_new_tokens,
+                batch_size=self.settings.batch_size,
+                encoded=encoded,
+                places=rows,
+                **draw,
+            )
+        for number, row in enumerate(rows):
+            found[row] = new[number * num_each : (number + 1) * num_each]
+        if self.store is not None:
+            self.store.add(step, [(keys[row], [(one.ids, one.forced) for one in found[row]]) for row in rows])
+        return [rationale for row in range(len(keys)) for rationale in found[row]], encoded
+
+
+def make_writer(
+    model: nn.Module, embedder: Embedder, recipe: Recipe, stage: StageConfig, accelerator: Accelerator
+) -> Writer:
+    """A stage's writer; what it remembers is saved and loaded with the accelerator's state.
+
+    Args:
+        model: the wrapped embedder.
+        embedder: the same, unwrapped.
+        recipe: of the run.
+        stage: that of its stages which is trained.
+        accelerator: knows the back end.
+
+    Raises:
+        RecipeError: `rollout.prompt_pass=once` or `rollout.backend=vllm` was asked for and cannot be.
+        BackboneError: `rollout.backend=vllm` was asked for and does not know the model's family.
+    """
+    settings = recipe.rollout
+    sharded = dist.shards_parameters(accelerator)
+    if not sharded and not any(parameter.requires_grad for parameter in vision_parameters(embedder.model)):
+        # Where parameters are sharded, every process has to run the tower as often as the others.
+        embedder.pictures = PictureMemory()
+    vllm = None
+    if settings.backend == "vllm":
+        vllm = VllmRollout(
+            embedder,
+            accelerator,
+            max_prompt_tokens=recipe.data.max_prompt_tokens,
+            max_new_tokens=settings.max_new_tokens,
+            batch_size=settings.batch_size,
+            memory=settings.vllm_memory,
+        )
+    once = vllm is None and encodes_once(
+        settings.prompt_pass,
+        queries_a_rank=-(-stage.batch_size // dist.world_size()),
+        micro_batch_size=recipe.train.micro_batch_size,
+        sharded=sharded,
+        drops_out=drops_out(embedder),
+    )
+    writer = Writer(model, embedder, settings, once, vllm)
+    if writer.store is not None:
+        accelerator.register_for_checkpointing(writer.store)
+    return writer
+
+
+def is_direct(seed: int, share: float) -> bool:
+    """Whether a query with this seed goes without a rationale."""
+    return share > 0 and float(np.random.default_rng([seed, _DIRECT]).random()) < share
+
+
+def sample_seeds(seed: int, count: int) -> list[int]:
+    """Seeds of a query's rationales: its own, and further ones drawn from it."""
+    more = np.random.SeedSequence([seed]).generate_state(count - 1, np.uint64) if count > 1 else []
+    return [seed, *map(int, more)]
+
+
+def _checksum(ids: Any) -> str:
+    """Tells queries of equal id apart, which different sources may have."""
+    return f"{zlib.crc32(ids.numpy().tobytes()):08x}"
+
+
+def rollout_report(
+    rationales: Sequence[Rationale] | None, seconds: float, device: torch.device
+) -> dict[str, float]:
+    """Share of forced stops, mean length and speed of a step's rationales over all ranks.
+
+    Lengths are of what the step was trained with, reused rationales included; speed is of what was written in it.
+    """
+    if rationales is None:
+        return {}
+    reasoned = [rationale for rationale in rationales if not rationale.direct]
+    new = [rationale for rationale in reasoned if not rationale.age]
+    local = [
+        len(rationales),
+        len(reasoned),
+        sum(len(rationale.ids) for rationale in reasoned),
+        sum(rationale.forced for rationale in reasoned),
+        sum(rationale.age for rationale in reasoned),
+        sum(len(rationale.ids) for rationale in new),
+    ]
+    count, num_reasoned, tokens, forced, age, new_tokens = dist.sum_over_ranks(local, device)
+    return {
+        "forced_rate": forced / max(num_reasoned, 1),
+        "rationale_tokens_mean": tokens / max(num_reasoned, 1),
+        "rationale_age_mean": age / max(num_reasoned, 1),
+        "direct_rate": 1 - num_reasoned / count,
+        "tokens_per_s": new_tokens / max(seconds, 1e-9),
+    }

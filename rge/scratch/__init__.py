@@ -1,0 +1,1 @@
+"""Small models from nothing, for CPUs, tests and the demo."""

@@ -1,0 +1,216 @@
+"""Teach a backbone that is built from nothing to see: to name the pictured thing, in its own words.
+
+A pretrained backbone sees, and its text model can read what its vision tower says. One built by `rge.scratch.build` does
+neither, and the joint objective is a slow teacher of both. This stage has two losses over augmented pictures:
+
+* choosing: the features, averaged over a picture's placeholders, must have their greatest inner product with the summed
+  token embeddings of the right name among all names.
+* saying: the text model writes the name after the picture, in a row of two dozen tokens without any chat template.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from PIL import Image
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from rge.common.images import load_image
+from rge.config import OptimConfig, StageConfig
+from rge.data.sources import RecordFile
+from rge.distributed import collectives as dist
+from rge.model.backbone import hidden_states, picture_features
+from rge.optim.optimizers import learning_rate, make_optimizer, set_learning_rate
+
+
+def naming_pictures(path: str | Path, side_px: int) -> tuple[Tensor, Tensor, list[str]]:
+    """Every distinct picture of the queries of a record file, labelled by what it shows.
+
+    Args:
+        path: records whose queries are one picture, and whose oracle rationale names it ("This is a padlock.").
+        side_px: pictures are resized to this square.
+
+    Returns:
+        (N, 3, side, side) float pictures in [0, 1], (N,) int64 labels, and the labels' names.
+    """
+    records = RecordFile(path, need_rationale=True)
+    pictures: dict[str, str] = {}
+    for index in range(len(records)):
+        record = records[index]
+        for image in record.query.images:
+            pictures.setdefault(image, record.positives[0].rationale or "")
+    names = sorted(set(pictures.values()))
+    label = {name: number for number, name in enumerate(names)}
+    arrays = [
+        np.asarray(load_image(image).resize((side_px, side_px), Image.Resampling.BICUBIC))
+        for image in pictures
+    ]
+    stacked = torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).float() / 255
+    return stacked, torch.tensor([label[name] for name in pictures.values()]), names
+
+
+def augment(picture_B3HW: Tensor, generator: torch.Generator) -> Tensor:
+    """Random affine map, mirror and colour mix of a batch of drawings on white, all rows at once."""
+    B = picture_B3HW.shape[0]
+
+    def uniform(low: float, high: float, *shape: int) -> Tensor:
+        return torch.rand(B, *shape, generator=generator) * (high - low) + low
+
+    zoom, angle, stretch = uniform(0.7, 1.15), uniform(-0.35, 0.35), uniform(0.85, 1.18)
+    mirror = torch.where(torch.rand(B, generator=generator) < 0.5, -1.0, 1.0)
+    theta = torch.zeros(B, 2, 3)
+    theta[:, 0, 0] = angle.cos() / zoom * mirror * stretch
+    theta[:, 0, 1] = -angle.sin() / zoom
+    theta[:, 1, 0] = angle.sin() / zoom * mirror
+    theta[:, 1, 1] = angle.cos() / zoom / stretch
+    theta[:, :, 2] = uniform(-0.2, 0.2, 2)
+    grid = F.affine_grid(theta, list(picture_B3HW.shape), align_corners=False)
+    moved = 1 - F.grid_sample(1 - picture_B3HW, grid, align_corners=False)  # zero padding becomes white
+    mix = torch.eye(3) + torch.randn(B, 3, 3, generator=generator) * 0.1
+    mixed = torch.einsum("bij,bjhw->bihw", mix, moved - 0.5)
+    contrast, brightness = uniform(0.7, 1.3, 1, 1, 1), uniform(-0.1, 0.1, 1, 1, 1)
+    return (mixed * contrast + 0.5 + brightness).clamp(0, 1)
+
+
+def patches(
+    picture_B3HW: Tensor, patch: int, merge: int, temporal: int, mean: Sequence[float], std: Sequence[float]
+) -> Tensor:
+    """Normalise and cut pictures into patches in the order of Qwen's image processor: (B * patches, patch dimension).
+
+    Done here for whole batches on tensors; a test holds it against the processor's own result.
+    """
+    B, channels, height, width = picture_B3HW.shape
+    normalised = (picture_B3HW - torch.tensor(mean).view(1, 3, 1, 1)) / torch.tensor(std).view(1, 3, 1, 1)
+    rows, columns = height // patch // merge, width // patch // merge
+    cut = normalised.reshape(B, channels, rows, merge, patch, columns, merge, patch).permute(
+        0, 2, 5, 3, 6, 1, 4, 7
+    )
+    flat = cut.reshape(B * rows * columns * merge * merge, channels, 1, patch, patch)
+    return flat.expand(-1, -1, temporal, -1, -1).reshape(flat.shape[0], -1)
+
+
+class _Namer(nn.Module):
+    """Both losses in one forward. K = names, B = pictures, P = tokens of a picture, T = tokens of the longest name."""
+
+    def __init__(self, model: nn.Module, name_ids: list[list[int]], pad_id: int, grid: Tensor):
+        super().__init__()
+        self.model, config = model, model.config
+        self.width = config.get_text_config().hidden_size
+        longest = max(map(len, name_ids))
+        rows = [ids + [pad_id] * (longest - len(ids)) for ids in name_ids]
+        lengths = torch.tensor([len(ids) for ids in name_ids])
+        self.register_buffer("name_KT", torch.tensor(rows), persistent=False)
+        self.register_buffer("real_KT", torch.arange(longest) < lengths[:, None], persistent=False)
+        placeholders = int(grid.prod()) // config.vision_config.spatial_merge_size**2
+        picture = [
+            config.vision_start_token_id,
+            *[config.image_token_id] * placeholders,
+            config.vision_end_token_id,
+        ]
+        self.register_buffer("picture_P", torch.tensor(picture), persistent=False)
+        ids = torch.cat([self.picture_P, self.name_KT[0]])[None]
+        types = (ids == config.image_token_id).long()
+        position_31T, _ = model.model.get_rope_index(ids, types, image_grid_thw=grid)
+        self.register_buffer("position_31T", position_31T, persistent=False)
+        # Token embeddings start small (0.02); without a scale the choice would start, and stay, flat.
+        self.log_scale = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, values: Tensor, grid: Tensor, label_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        B = len(label_B)
+        features = picture_features(self.model, values, grid)
+        words = self.model.get_input_embeddings().weight
+        name_KD = (words[self.name_KT] * self.real_KT[..., None]).sum(dim=1)
+        choice_BK = features.reshape(B, -1, self.width).mean(dim=1) @ name_KD.T * self.log_scale.exp()
+        choosing = F.cross_entropy(choice_BK, label_B, label_smoothing=0.1)
+
+        # Padding stands after the name, where a causal model's labels cannot see it: no mask is needed.
+        name_BT, real_BT = self.name_KT[label_B], self.real_KT[label_B]
+        input_ids = torch.cat([self.picture_P.expand(B, -1), name_BT], dim=1)
+        # A picture's placeholders stand between its first token and its last.
+        place = torch.arange(input_ids.numel(), device=input_ids.device).view_as(input_ids)
+        hidden = hidden_states(
+            self.model,
+            features=features,
+            picture_index_F=place[:, 1 : len(self.picture_P) - 1].flatten(),
+            input_ids=input_ids,
+            position_ids=self.position_31T.expand(-1, B, -1),
+            attention_mask=None,
+        )
+        before_name = hidden[:, len(self.picture_P) - 1 : -1][real_BT]
+        saying = F.cross_entropy(self.model.get_output_embeddings()(before_name), name_BT[real_BT])
+        return choosing, saying, (choice_BK.argmax(dim=1) == label_B).sum()
+
+
+def teach(
+    model: nn.Module,
+    accelerator: Accelerator,
+    processor,
+    pictures: Tensor,
+    labels: Tensor,
+    names: Sequence[str],
+    *,
+    steps: int,
+    batch_size: int,
+    lr: float,
+    seed: int,
+) -> float:
+    """Train a backbone to name pictures.
+
+    Args:
+        model: the backbone's model, changed in place, on every process alike.
+        accelerator: the processes that share each batch.
+        processor: gives patch sizes, mean, standard deviation and the names' tokens.
+        pictures: (N, 3, side, side) in [0, 1].
+        labels: (N,) int64.
+        names: text of each label, such as "This is a padlock.".
+        steps: optimizer steps.
+        batch_size: pictures a step, all processes together.
+        lr: peak learning rate, cosine schedule; Muon needs a third of AdamW's steps here.
+        seed: of batches and augmentation.
+
+    Returns:
+        Share of this process's augmented pictures whose name was chosen right, over the last tenth of the steps.
+    """
+    generator = torch.Generator().manual_seed(seed * 1000 + dist.rank())
+    tokenizer, image_processor = processor.tokenizer, processor.image_processor
+    name_ids = [tokenizer(name, add_special_tokens=False).input_ids for name in names]
+    side = pictures.shape[-1] // image_processor.patch_size
+    namer = _Namer(model, name_ids, tokenizer.pad_token_id, torch.tensor([[1, side, side]]))
+    settings = OptimConfig(name="muon", betas=(0.9, 0.98), weight_decay=0.05)
+    optimizer: torch.optim.Optimizer = make_optimizer(namer, settings, lr)
+    schedule = StageConfig(lr=lr, warmup_steps=50)
+    wrapped, optimizer = accelerator.prepare(namer.train(), optimizer)
+    share = batch_size // dist.world_size()
+    grid = torch.tensor([[1, side, side]] * share, device=accelerator.device)
+    correct = counted = 0
+    bar = tqdm(
+        range(steps), desc="eyes", unit="step", dynamic_ncols=True, disable=not accelerator.is_main_process
+    )
+    for step in bar:
+        set_learning_rate(optimizer, learning_rate(step, steps, schedule))
+        rows = torch.randint(len(pictures), (share,), generator=generator)
+        values = patches(
+            augment(pictures[rows], generator),
+            image_processor.patch_size,
+            image_processor.merge_size,
+            image_processor.temporal_patch_size,
+            image_processor.image_mean,
+            image_processor.image_std,
+        ).to(accelerator.device)
+        label = labels[rows].to(accelerator.device)
+        choosing, saying, right = wrapped(values, grid, label)
+        accelerator.backward(choosing + saying)
+        accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step >= steps - max(1, steps // 10):
+            correct += int(right)
+            counted += share
+        if step % 20 == 0:
+            bar.set_postfix(choosing=f"{choosing.item():.3g}", saying=f"{saying.item():.3g}")
+    accelerator.free_memory()
+    return correct / counted

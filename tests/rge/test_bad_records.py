@@ -182,10 +182,11 @@ def content(batch) -> dict:
 def test_what_only_a_draw_shows(folder, builder, kind, tmp_path):
     bad, message = AT_A_DRAW[kind]
     path = write(folder, "records", bad)
-    began = time.monotonic()
     for num_workers in (0, 1, 3):
+        began = time.monotonic()
         with pytest.raises((RecordError, ImageError), match=f"record 'bad' of .*records.jsonl: .*{message}"):
             loaded(batches_of(path, builder, "stop"), num_workers)
+        assert time.monotonic() - began < 10
     skipping = batches_of(path, builder, "skip")
     found = [content(batch) for batch in loaded(skipping, 0)]
     assert [content(batch) for batch in loaded(skipping, 3)] == found
@@ -198,14 +199,12 @@ def test_what_only_a_draw_shows(folder, builder, kind, tmp_path):
     with path.open("rb") as lines:
         lines.seek(line["byte"])
         assert json.loads(lines.readline()) == bad
-    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize("kind", AT_OPENING)
 def test_what_opening_shows(folder, builder, kind, tmp_path):
     bad, message = AT_OPENING[kind]
     path = write(folder, "records", bad)
-    began = time.monotonic()
     with pytest.raises(RecordError, match=rf"records.jsonl:7: .*{message}"):
         batches_of(path, builder, "stop")
     skipping = batches_of(path, builder, "skip")
@@ -217,7 +216,6 @@ def test_what_opening_shows(folder, builder, kind, tmp_path):
     [line] = [json.loads(line) for line in (tmp_path / NAME).read_text().splitlines()]
     assert (line["step"], line["source"]) == (0, str(path))
     assert line["reason"].startswith("line 7: ")
-    assert time.monotonic() - began < 10
 
 
 def odd_pictures(folder: Path) -> list[str]:
@@ -383,13 +381,16 @@ def two_processes(*words: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 def test_a_run_ends_with_the_records_name(home, tmp_path, num_workers):
-    began = time.monotonic()
-    done = forked.run(*train(home, tmp_path / "out", f"data.num_workers={num_workers}"))
+    metrics = tmp_path / "out" / "cold_start" / "metrics.jsonl"
+    with forked.Program(*train(home, tmp_path / "out", f"data.num_workers={num_workers}")) as program:
+        program.wait_until(metrics.exists)
+        began = time.monotonic()
+        done = program.finished()
+        assert time.monotonic() - began < 25  # a few steps, and ten seconds
     assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1].startswith("error: record 'bad' of ")
+    assert "error: record 'bad' of " in done.stderr
     assert "gone.png cannot be read" in done.stderr
     assert "Traceback" not in done.stderr
-    assert time.monotonic() - began < 60
 
 
 @pytest.mark.slow
@@ -440,7 +441,7 @@ def test_a_run_that_skips_is_the_same_killed_or_whole_and_on_two_processes(home,
 
 SMALL_MACHINE = """
 import ctypes, os, resource, runpy, sys
-resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
 libc = ctypes.CDLL(None, use_errno=True)
 own = libc.unshare(0x00020000) == 0 and libc.mount(b"none", b"/", None, 0x44000, None) == 0
 own = own and libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=64m") == 0
@@ -456,18 +457,18 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.slow
-def test_a_whole_run_with_1024_descriptors_and_64_mb_of_shared_memory(home, tmp_path):
+def test_a_whole_run_with_128_descriptors_and_64_mb_of_shared_memory(home, tmp_path):
     program = tmp_path / "small.py"
     program.write_text(SMALL_MACHINE)
     rng = np.random.default_rng(0)
     for number in range(8):
         pixels = rng.integers(0, 255, (900, 900, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(home / f"large{number}.jpg")
-    # 96 pictures a step, 600 tensors; as float32 they would take 220 MB.
+    # 48 pictures a step; normalised they would take 230 MB.
     large = [f"large{number}.jpg" for number in range(8)]
-    lines = [record(f"l{number}", query={"images": [large[number % 8]] * 4}) for number in range(24)]
+    lines = [record(f"l{number}", query={"images": [large[number % 8]] * 4}) for number in range(12)]
     path = write(home, "large", *lines, good=0)
-    words = train(home, tmp_path / "out", f"cold_start.sources=[{{path: '{path}'}}]", "cold_start.batch_size=24",
+    words = train(home, tmp_path / "out", f"cold_start.sources=[{{path: '{path}'}}]", "cold_start.batch_size=12",
                   "cold_start.steps=2", "data.num_workers=3", "model.max_pixels=200704", "model.min_pixels=200704",
                   "train.micro_batch_size=4")  # fmt: skip
     names = set(os.listdir("/dev/shm"))

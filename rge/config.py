@@ -17,12 +17,13 @@ import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from rge.common.errors import UserError
 from rge.common.prompt_profiles import PROFILES
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
 
-class RecipeError(ValueError):
+class RecipeError(UserError):
     """A recipe or an override is wrong; the message names the key and the mend."""
 
 
@@ -267,7 +268,7 @@ class LogConfig:
     """Where progress goes; JSON lines are always written."""
 
     trackers: list[str] = field(default_factory=list)
-    """Accelerate trackers: wandb."""
+    """Accelerate's trackers by name, e.g. wandb, tensorboard."""
     project: str = "rge"
 
 
@@ -346,6 +347,14 @@ def load_recipe(arguments: Sequence[str], recipes: Path = RECIPES) -> Recipe:
 def to_dict(recipe: Recipe) -> dict[str, Any]:
     """The resolved recipe as JSON's own containers, so that it equals what a checkpoint gives back."""
     return _lists(OmegaConf.to_container(OmegaConf.structured(recipe), resolve=True))
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``; lists stay whole."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return leaves
 
 
 def _lists(tree: Any) -> Any:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.embedding.fill_cache import Embeds
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 QWEN = ("qwen2_vl", "qwen2_5_vl")
 ON_THE_HUB = {"MCG-NJU/RGE": "lcxrocks/RGE"}

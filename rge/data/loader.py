@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rge.common.errors import UserError
 from rge.config import DataConfig
 from rge.data.collate import Batch, StepBatches, flatten, unflatten
 
@@ -45,7 +46,7 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG = 1
 
 
-class WorkerError(RuntimeError):
+class WorkerError(UserError):
     """A data worker died, or its batch does not come; the message says which and why."""
 
 

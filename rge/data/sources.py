@@ -7,6 +7,7 @@ of processes.
 import hashlib
 import json
 import math
+import os
 import tempfile
 from array import array
 from collections.abc import Sequence
@@ -18,11 +19,14 @@ import numpy as np
 from pydantic import ValidationError
 from tqdm import tqdm
 
+from rge.common.errors import UserError
+from rge.common.files import replacing
+from rge.common.images import PictureIndex
 from rge.common.prompt_profiles import EMB_TOKEN
 from rge.common.schema import Record, Target
 
 
-class RecordError(ValueError):
+class RecordError(UserError):
     """Training records break the format; the message lists file, line, field and reason."""
 
 
@@ -55,6 +59,7 @@ class RecordFile:
     Args:
         path: the file.
         need_rationale: every positive must have an oracle rationale.
+        pictures: looks whether each picture is there; None leaves that to whoever opens them.
         progress: show a progress bar while checking.
         on_bad: ``stop`` raises if records break the format; ``skip`` leaves them out.
 
@@ -71,6 +76,7 @@ class RecordFile:
         path: str | Path,
         *,
         need_rationale: bool = False,
+        pictures: PictureIndex | None = None,
         progress: bool = False,
         on_bad: str = "stop",
     ):
@@ -95,7 +101,10 @@ class RecordFile:
                 start, offset = offset, offset + len(line)
                 if not line.strip():
                     continue
-                name, found = _check(line, need_rationale)
+                record, found = _check(line, need_rationale)
+                if record is not None and pictures is not None:
+                    found += _picture_faults(record, self.path.parent, pictures)
+                name = None if record is None else record.id
                 faults += [_Fault(number, start, name, problem) for problem in found]
                 offsets.append(start)
                 if name is not None:
@@ -219,8 +228,8 @@ def _open(path: Path) -> BinaryIO:
         raise RecordError(f"training records {path} cannot be read: {error.strerror or error}") from error
 
 
-def _check(line: bytes, need_rationale: bool) -> tuple[str | None, list[str]]:
-    """A record's id, or None if it is not a record, and what is wrong with it."""
+def _check(line: bytes, need_rationale: bool) -> tuple[Record | None, list[str]]:
+    """A record, or None if it is none, and what is wrong with it."""
     try:
         record = Record.model_validate_json(line)
     except ValidationError as error:
@@ -229,12 +238,21 @@ def _check(line: bytes, need_rationale: bool) -> tuple[str | None, list[str]]:
             for issue in error.errors(include_url=False, include_input=False)
         ]
     if need_rationale:
-        return record.id, [
+        return record, [
             f"positives.{index}.rationale: {fault} (record {record.id!r})"
             for index, positive in enumerate(record.positives)
             if (fault := _rationale_fault(positive.rationale or ""))
         ]
-    return record.id, []
+    return record, []
+
+
+def _picture_faults(record: Record, folder: Path, pictures: PictureIndex) -> list[str]:
+    named = [(f"query.images.{place}", ref) for place, ref in enumerate(record.query.images)]
+    for side in ("positives", "negatives"):
+        targets: Sequence[Target] = getattr(record, side)
+        named += [(f"{side}.{place}.image", it.image) for place, it in enumerate(targets) if it.image]
+    found = [(field, pictures.fault(os.path.join(folder, ref))) for field, ref in named]
+    return [f"{field}: {fault} (record {record.id!r})" for field, fault in found if fault]
 
 
 def _repeated(path: Path, ids_N: np.ndarray) -> list[_Fault]:
@@ -252,7 +270,8 @@ def _repeated(path: Path, ids_N: np.ndarray) -> list[_Fault]:
     with _open(path) as lines:
         for number, line in enumerate(lines, start=1):
             start, offset = offset, offset + len(line)
-            name = _check(line, need_rationale=False)[0] if line.strip() else None
+            record = _check(line, need_rationale=False)[0] if line.strip() else None
+            name = None if record is None else record.id
             if name is None or _number_of(name) not in suspects:
                 continue
             if name in seen:
@@ -420,8 +439,6 @@ def read_texts(paths: Sequence[str | Path], on_bad: str = "stop") -> list[str]:
 
 def write_records(path: Path, records: Sequence[Record]) -> None:
     """Write records as JSON lines, complete or not at all."""
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w") as out:
+    with replacing(path) as waiting, waiting.open("w", encoding="utf-8") as out:
         for record in records:
             out.write(json.dumps(record.model_dump(exclude_none=True), ensure_ascii=False) + "\n")
-    temporary.replace(path)

@@ -350,8 +350,8 @@ def test_without_skipping_nothing_is_counted_or_written(tmp_path):
 
 @pytest.fixture(scope="module")
 def home(folder, tiny_path):
-    """Records of which one shows a missing picture, and a recipe of nothing but a cold start."""
-    path = write(folder, "train", shows("gone.png"))
+    """Records of which one shows half a picture, and a recipe of nothing but a cold start."""
+    path = write(folder, "train", shows("truncated.jpg"))
     recipe = {
         "model": {"path": str(tiny_path), "dtype": "float32", "gradient_checkpointing": False,
                   "min_pixels": 784, "max_pixels": 3136},
@@ -389,7 +389,7 @@ def test_a_run_ends_with_the_records_name(home, tmp_path, num_workers):
         assert time.monotonic() - began < 25  # a few steps, and ten seconds
     assert done.returncode == 1
     assert "error: record 'bad' of " in done.stderr
-    assert "gone.png cannot be read" in done.stderr
+    assert "truncated.jpg cannot be decoded" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -405,7 +405,7 @@ def test_both_of_two_processes_end_with_the_records_name(home, tmp_path, num_wor
     assert [each.returncode for each in done] == [1, 1]
     for each in done:
         assert "record 'bad' of" in each.stderr
-        assert "gone.png cannot be read" in each.stderr
+        assert "truncated.jpg cannot be decoded" in each.stderr
 
 
 @pytest.mark.slow

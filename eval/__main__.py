@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.registry import BENCHMARKS
 from eval.embedding.processes import leave
-from rge.common.options import UserError, explain, parse_options
+from rge.common.errors import UserError
+from rge.common.options import explain, parse_options
 from rge.common.registry import load_plugins
 
 if TYPE_CHECKING:
@@ -66,9 +67,7 @@ def main(argv: Sequence[str]) -> int:
             done = command(parse_options(schema, words))
             if name.startswith("import"):
                 print(_imported(done))
-    except ValueError as error:
-        if not isinstance(error, (UserError, *_loaded_errors())):
-            raise
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     leave()  # after an error the launcher ends the others
@@ -90,16 +89,6 @@ def _entry(name: str) -> tuple[type, Callable[..., Any]] | None:
 def _listed(word: str) -> list[str]:
     """Modules of ``plugins=a,b`` or ``plugins=[a, b]``."""
     return [one.strip() for one in word.removeprefix(PLUGINS).strip("[]").split(",") if one.strip()]
-
-
-def _loaded_errors() -> list[type[Exception]]:
-    """The trainer's errors that are the user's to mend, of modules that are loaded: others cannot have raised any."""
-    names = {
-        "rge.model.backbone": "BackboneError",
-        "rge.checkpoints.export": "CheckpointError",
-        "rge.common.images": "ImageError",
-    }
-    return [getattr(sys.modules[module], name) for module, name in names.items() if module in sys.modules]
 
 
 def _imported(done: "RetrievalSet | list[str]") -> str:

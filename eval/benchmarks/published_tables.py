@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.benchmarks.registry import BENCHMARKS
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 
 @dataclass(frozen=True)

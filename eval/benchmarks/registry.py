@@ -14,7 +14,8 @@ from typing import Any, get_type_hints
 
 from eval.scoring.protocol import PROFILES, Protocol
 from eval.sets.retrieval_set import RetrievalSet
-from rge.common.options import UserError, one_of
+from rge.common.errors import UserError
+from rge.common.options import one_of
 from rge.common.registry import Registry
 
 GENERIC = "generic"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from eval.embedding.fill_cache import Embeds
-from rge.common.options import UserError
+from rge.common.errors import UserError
 from rge.common.registry import Registry
 
 QWEN = ("qwen2_vl", "qwen2_5_vl")

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rge.common.options import UserError
+from rge.common.errors import UserError
 from rge.common.registry import Registry
 
 CUTOFFS = (1, 5, 10, 20, 50)

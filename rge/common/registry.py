@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from eval.scoring.metrics import (
     register_metric,
 )
 from eval.scoring.protocol import Protocol
-from rge.common.options import UserError
+from rge.common.errors import UserError
 from rge.common.registry import Registry, load_plugins
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from eval.benchmarks.published_tables import _read, published, table_of
 from eval.benchmarks.registry import BENCHMARKS
+from rge.common.errors import UserError
 from rge.common.mmeb_prompts import SETS
-from rge.common.options import UserError
 
 NUM_ROWS = {
     "mmbright1": 11,

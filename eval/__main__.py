@@ -3,6 +3,8 @@
 ``python -m eval budget checkpoint=DIR set=DIR out=DIR`` puts accuracy against tokens and time (several rationales, gate,
 judge), ``python -m eval rerank of=DIR out=DIR judge=MODEL`` lets a vision-language model reorder a finished ranking,
 ``python -m eval import rmir|pinpoint|mmeb|mmbright src=DIR out=DIR`` makes a retrieval set of a benchmark's release,
+``python -m eval import folder src=DIR out=DIR`` makes one of a folder of photos and a spreadsheet,
+``python -m eval check set=DIR`` looks any set over before a model is asked,
 ``python -m eval audit set=DIR train=FILE.jsonl`` looks for a set's pictures in training files,
 ``python -m eval export format=pinpoint|top50|mmeb|mteb eval=DIR out=FILE`` writes what others read.
 """
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 # Module, options and function by name: a command imports what it needs, so that a comparison of two tables does not
 # wait for the libraries of models.
 IMPORTS = {
+    "folder": ("eval.benchmarks.folder.importer", "FolderOptions", "import_folder"),
     "rmir": ("eval.benchmarks.rmir.importer", "RmirOptions", "import_rmir"),
     "pinpoint": ("eval.benchmarks.pinpoint.importer", "PinpointOptions", "import_pinpoint"),
     "mmeb": ("eval.benchmarks.mmeb.importer", "MmebOptions", "import_mmeb"),
@@ -33,6 +36,7 @@ COMMANDS = {
     "budget": ("eval.commands.budget", "BudgetOptions", "budget"),
     "rerank": ("eval.commands.rerank", "RerankOptions", "rerank_command"),
     "bm25": ("eval.commands.bm25", "Bm25Options", "bm25"),
+    "check": ("eval.commands.check", "CheckOptions", "check"),
     "audit": ("eval.commands.audit", "AuditOptions", "audit_command"),
     "export": ("eval.commands.export", "ExportOptions", "export"),
 }

@@ -10,12 +10,14 @@
 
 import datetime
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eval.embedding.fill_cache import write_atomically
+from eval.embedding.identity import OLD, old_results
 from eval.scoring.metrics import parse_name
 from eval.scoring.output_files import RUN, read_results
 from rge.common.mmeb_prompts import SETS
@@ -56,6 +58,11 @@ def export(options: ExportOptions) -> Path:
     """
     one_of("format", [options.format], FORMATS)
     results = read_results(options.eval)
+    for warning in [
+        *([f"{options.eval} {OLD}"] if old_results(results) else []),
+        *results.get("warnings", []),
+    ]:
+        print(f"WARNING: {warning}", file=sys.stderr, flush=True)
     if options.format in ("pinpoint", "top50"):
         content: Any = dict(_top(options.eval / RUN))
         if len(content) < results["set"]["num_queries"]:
@@ -114,6 +121,8 @@ def _mmeb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
             "url": None,
             "report_generated_date": _now(),
             "profile": results["profile"],
+            "identity": results.get("identity"),
+            "warnings": results.get("warnings", []),
         },
         "metrics": {
             "image": {
@@ -139,7 +148,7 @@ def _mteb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
         "languages": ["eng-Latn"],
     }
     return {
-        "dataset_revision": results["set"]["fingerprint"],
+        "dataset_revision": results["set"].get("content") or results["set"]["fingerprint"],
         "task_name": results["set"]["name"],
         "mteb_version": None,
         "scores": {results["set"].get("split", "test"): [scores]},

@@ -15,7 +15,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from eval.embedding.processes import leave
-from rge.common.options import UserError, explain, parse_options
+from rge.common.errors import UserError
+from rge.common.options import explain, parse_options
 
 if TYPE_CHECKING:
     from eval.sets.retrieval_set import RetrievalSet
@@ -64,9 +65,7 @@ def main(argv: Sequence[str]) -> int:
             done = command(parse_options(schema, words))
             if name.startswith("import"):
                 print(_imported(done))
-    except ValueError as error:
-        if not isinstance(error, (UserError, *_loaded_errors())):
-            raise
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     leave()  # after an error the launcher ends the others
@@ -81,16 +80,6 @@ def _entry(name: str) -> tuple[type, Callable[..., Any]] | None:
         return None
     module = import_module(found[0])
     return getattr(module, found[1]), getattr(module, found[2])
-
-
-def _loaded_errors() -> list[type[Exception]]:
-    """The trainer's errors that are the user's to mend, of modules that are loaded: others cannot have raised any."""
-    names = {
-        "rge.model.backbone": "BackboneError",
-        "rge.checkpoints.export": "CheckpointError",
-        "rge.common.images": "ImageError",
-    }
-    return [getattr(sys.modules[module], name) for module, name in names.items() if module in sys.modules]
 
 
 def _imported(done: "RetrievalSet | list[str]") -> str:

@@ -17,12 +17,13 @@ import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from rge.common.errors import UserError
 from rge.common.prompt_profiles import PROFILES
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
 
-class RecipeError(ValueError):
+class RecipeError(UserError):
     """A recipe or an override is wrong; the message names the key and the mend."""
 
 
@@ -76,8 +77,15 @@ class ModelConfig:
     scratch: ScratchConfig | None = None
     dtype: str = "bfloat16"
     """Weights' dtype: float32 or bfloat16. Embeddings and losses are float32 in any case."""
-    attn_implementation: str = "sdpa"
-    """The joint forward passes a 4-D mask, which flash_attention_2 cannot take."""
+    attn_implementation: str = "auto"
+    """Of the text model. varlen: sequences one after the other, without mask or padding, by torch's flash attention on
+    a GPU (bfloat16); sdpa: rows side by side under a mask; eager: the same in plain operations; auto: varlen on a GPU
+    where it can, else sdpa."""
+    vision_attn_implementation: str = "auto"
+    """Of the vision tower, likewise: varlen, sdpa (all pictures or windows of a size at once), eager, or auto."""
+    cuda_graphs: bool = True
+    """Capture a GPU's steps of writing rationales as CUDA graphs, where attention is varlen; false launches every kernel
+    by itself. The first captured step of a run is checked against the plain one."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: about a third more compute, memory per layer instead of per op."""
     freeze_vision: bool = False
@@ -252,7 +260,7 @@ class LogConfig:
     """Where progress goes; JSON lines are always written."""
 
     trackers: list[str] = field(default_factory=list)
-    """Accelerate trackers: wandb."""
+    """Accelerate's trackers by name, e.g. wandb, tensorboard."""
     project: str = "rge"
 
 
@@ -333,6 +341,14 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
     return _lists(OmegaConf.to_container(OmegaConf.structured(recipe), resolve=True))
 
 
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``; lists stay whole."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return leaves
+
+
 def _lists(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: _lists(value) for key, value in tree.items()}
@@ -348,8 +364,8 @@ def check(recipe: Recipe) -> None:
     _one_of("stage", recipe.stage, ["all", "cold_start", "joint"])
     _one_of("loss.anchor", recipe.loss.anchor, ["self", "oracle", "none"])
     _one_of("model.dtype", recipe.model.dtype, ["float32", "bfloat16"])
-    # The joint forward needs a 4-D mask; transformers would only complain deep inside the first step.
-    _one_of("model.attn_implementation", recipe.model.attn_implementation, ["sdpa", "eager"])
+    for key in ("attn_implementation", "vision_attn_implementation"):
+        _one_of(f"model.{key}", getattr(recipe.model, key), ["auto", "varlen", "sdpa", "eager"])
     _one_of("data.profile", recipe.data.profile, list(PROFILES))
     _one_of("optim.name", recipe.optim.name, ["adamw", "muon"])
     _one_of("data.augment", recipe.data.augment, ["none", "drawing"])

@@ -25,7 +25,8 @@ from eval.scoring.protocol import PROFILES, Protocol
 from eval.scoring.search import Ranking
 from eval.scoring.stats import LEVEL, cluster_bootstrap, index_of, interval
 from eval.sets.retrieval_set import RetrievalSet, integer_column, string_column
-from rge.common.options import UserError, one_of
+from rge.common.errors import UserError
+from rge.common.options import one_of
 
 BENCHMARKS = ("generic", "rmir", "mmeb", "mmbright", "pinpoint")
 PINPOINT_DEPTH, PINPOINT_CUTS = 50, (1, 5, 10, 50)

@@ -20,7 +20,8 @@ from eval.scoring.evaluation import write_evaluation
 from eval.scoring.output_files import check_out, summary
 from eval.scoring.search import DEPTH, Ranking, stack_rankings
 from eval.sets.retrieval_set import RetrievalSet, load_set, with_readable_content
-from rge.common.options import UserError, one_of
+from rge.common.errors import UserError
+from rge.common.options import one_of
 
 METHODS = ("lucene", "robertson", "atire", "bm25l", "bm25+")
 

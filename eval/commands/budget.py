@@ -42,7 +42,7 @@ from eval.benchmarks.suite import (
 )
 from eval.commands.rerank import Judge, load_judge, rerank
 from eval.commands.run import Condition, RunOptions, Session, default_loader, start
-from eval.embedding.fill_cache import Embeds, write_atomically
+from eval.embedding.fill_cache import Embeds
 from eval.embedding.identity import versions
 from eval.embedding.processes import join
 from eval.judging.answer_store import Answers
@@ -51,7 +51,9 @@ from eval.scoring.fuse import choose, gated, margin, max_score, mean_embedding, 
 from eval.scoring.output_files import FORMAT, PER_QUERY, check_out
 from eval.scoring.search import Ranking
 from eval.scoring.stats import Bootstrap, cluster_bootstrap, index_of, interval
-from rge.common.options import UserError, one_of
+from rge.common.errors import UserError
+from rge.common.files import write_bytes
+from rge.common.options import one_of
 from rge.common.schema import Encoded
 
 PLOT, PAGE = "budget.svg", "report.html"
@@ -156,8 +158,8 @@ def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) ->
     print(f"\n{table(content)}")
     curves = curves_of(content)
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str)
-    write_atomically(options.out / BUDGET, text.encode() + b"\n")
-    write_atomically(options.out / PLOT, standalone(curves, plan.metric).encode())
+    write_bytes(options.out / BUDGET, text.encode() + b"\n")
+    write_bytes(options.out / PLOT, standalone(curves, plan.metric).encode())
     if options.report:
         print(f"\n{_page(options, content)}")
     return options.out

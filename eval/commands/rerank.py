@@ -32,7 +32,7 @@ from eval.scoring.output_files import RUN, check_out, read_results, set_figures,
 from eval.scoring.search import Ranking
 from eval.scoring.trec import read_run
 from eval.sets.retrieval_set import RetrievalSet, content_digest, load_set, with_readable_content
-from rge.common.options import UserError
+from rge.common.errors import UserError
 from rge.common.schema import Item
 
 HELD_CANDIDATES = 4096

@@ -32,7 +32,8 @@ from eval.scoring.output_files import RESULTS, check_out, self_retrieval, summar
 from eval.scoring.protocol import Protocol
 from eval.scoring.search import DEPTH, Ranking, rows_within, search
 from eval.sets.retrieval_set import MODALITIES, Modality, RetrievalSet, load_set, with_content
-from rge.common.options import UserError, one_of
+from rge.common.errors import UserError
+from rge.common.options import one_of
 from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import Encoded
 

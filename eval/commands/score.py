@@ -17,7 +17,7 @@ from eval.scoring.metrics import CUTOFFS
 from eval.scoring.output_files import check_out, summary
 from eval.scoring.trec import read_run
 from eval.sets.retrieval_set import load_set, with_readable_content
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 
 @dataclass

@@ -64,6 +64,7 @@ def code_hash(module: str = ENCODER_CODE) -> str:
         tree = ast.parse(found)
         seen[name] = ast.dump(_without_docstrings(tree))
         left += [one for one in _imports(tree) if one.split(".")[0] == "rge" or one.startswith("eval.models")]
+    assert ENCODER_CODE in seen
     return hashlib.sha256("\0".join(f"{name}\0{seen[name]}" for name in sorted(seen)).encode()).hexdigest()
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.embedding.fill_cache import Embeds
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 RELEASED = "qwen2_5_vl"
 """Architecture of the released RGE checkpoint."""

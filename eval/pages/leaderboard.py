@@ -38,7 +38,7 @@ from eval.pages.report import (
 )
 from eval.pages.single_file import write_page
 from eval.sets.retrieval_set import RetrievalSet, load_set
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 MAX_COLUMNS = 8
 """Columns of a board's table; further ones are bars only."""

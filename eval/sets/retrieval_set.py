@@ -34,9 +34,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rge.common.errors import UserError
 from rge.common.fingerprint import set_fingerprint
 from rge.common.images import ImageError, picture_bytes
-from rge.common.options import UserError
 from rge.common.schema import ImageRef, Item
 
 Modality = Literal["both", "text", "image"]
@@ -195,6 +195,7 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
             f"{fingerprint!r}: the set was changed after it was written, or only part of it was copied"
         )
     return RetrievalSet(
+        content=None,
         path=root,
         name=meta["name"],
         fingerprint=fingerprint,

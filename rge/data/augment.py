@@ -43,11 +43,13 @@ AUGMENTATIONS = {"drawing": augment_drawing}
 
 
 def prepare_worker(_: int) -> None:
-    """Set a data worker up: one thread, and deaf to SIGTERM.
+    """Set a data worker up: one thread, and deaf to SIGTERM and SIGINT.
 
     Workers are processes already; threads inside them would fight for the training step's cores. Schedulers send
-    SIGTERM to every process of a job; the training process still needs its workers to finish the step and save.
+    SIGTERM to every process of a job, and terminals SIGINT; the training process still needs its workers to finish the
+    step and save.
     They end when it does.
     """
     torch.set_num_threads(1)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)

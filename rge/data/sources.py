@@ -7,6 +7,7 @@ of processes.
 import hashlib
 import json
 import math
+import os
 import tempfile
 from array import array
 from collections.abc import Sequence
@@ -17,11 +18,14 @@ import numpy as np
 from pydantic import ValidationError
 from tqdm import tqdm
 
+from rge.common.errors import UserError
+from rge.common.files import replacing
+from rge.common.images import PictureIndex
 from rge.common.prompt_profiles import EMB_TOKEN
 from rge.common.schema import Record, Target
 
 
-class RecordError(ValueError):
+class RecordError(UserError):
     """Training records break the format; the message lists file, line, field and reason."""
 
 
@@ -37,6 +41,7 @@ class RecordFile:
     Args:
         path: the file.
         need_rationale: every positive must have an oracle rationale.
+        pictures: looks whether each picture is there; None leaves that to whoever opens them.
         progress: show a progress bar while checking.
 
     Raises:
@@ -44,7 +49,14 @@ class RecordFile:
             `MAX_REPORTED` in full).
     """
 
-    def __init__(self, path: str | Path, *, need_rationale: bool = False, progress: bool = False):
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        need_rationale: bool = False,
+        pictures: PictureIndex | None = None,
+        progress: bool = False,
+    ):
         self.path = Path(path)
         if not self.path.is_file():
             raise RecordError(f"training records {self.path} do not exist")
@@ -66,11 +78,13 @@ class RecordFile:
                 start, offset = offset, offset + len(line)
                 if not line.strip():
                     continue
-                name, found = _check(line, need_rationale)
+                record, found = _check(line, need_rationale)
+                if record is not None and pictures is not None:
+                    found += _picture_faults(record, self.path.parent, pictures)
                 faults += [(number, problem) for problem in found]
                 offsets.append(start)
-                if name is not None:
-                    ids.append(_number_of(name))
+                if record is not None:
+                    ids.append(_number_of(record.id))
         faults += _repeated(self.path, ids.read())
         problems = [
             f"{self.path}:{number}: {problem}" for number, problem in sorted(faults, key=lambda it: it[0])
@@ -137,8 +151,8 @@ class Column:
         self._tail = array("q")
 
 
-def _check(line: bytes, need_rationale: bool) -> tuple[str | None, list[str]]:
-    """A record's id, or None if it is not a record, and what is wrong with it."""
+def _check(line: bytes, need_rationale: bool) -> tuple[Record | None, list[str]]:
+    """A record, or None if it is none, and what is wrong with it."""
     try:
         record = Record.model_validate_json(line)
     except ValidationError as error:
@@ -147,12 +161,21 @@ def _check(line: bytes, need_rationale: bool) -> tuple[str | None, list[str]]:
             for issue in error.errors(include_url=False, include_input=False)
         ]
     if need_rationale:
-        return record.id, [
+        return record, [
             f"positives.{index}.rationale: {fault} (record {record.id!r})"
             for index, positive in enumerate(record.positives)
             if (fault := _rationale_fault(positive.rationale or ""))
         ]
-    return record.id, []
+    return record, []
+
+
+def _picture_faults(record: Record, folder: Path, pictures: PictureIndex) -> list[str]:
+    named = [(f"query.images.{place}", ref) for place, ref in enumerate(record.query.images)]
+    for side in ("positives", "negatives"):
+        targets: Sequence[Target] = getattr(record, side)
+        named += [(f"{side}.{place}.image", it.image) for place, it in enumerate(targets) if it.image]
+    found = [(field, pictures.fault(os.path.join(folder, ref))) for field, ref in named]
+    return [f"{field}: {fault} (record {record.id!r})" for field, fault in found if fault]
 
 
 def _repeated(path: Path, ids_N: np.ndarray) -> list[tuple[int, str]]:
@@ -168,7 +191,8 @@ def _repeated(path: Path, ids_N: np.ndarray) -> list[tuple[int, str]]:
     seen: dict[str, int] = {}
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            name = _check(line, need_rationale=False)[0] if line.strip() else None
+            record = _check(line, need_rationale=False)[0] if line.strip() else None
+            name = None if record is None else record.id
             if name is None or _number_of(name) not in suspects:
                 continue
             if name in seen:
@@ -335,8 +359,6 @@ def read_texts(paths: Sequence[str | Path]) -> list[str]:
 
 def write_records(path: Path, records: Sequence[Record]) -> None:
     """Write records as JSON lines, complete or not at all."""
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w") as out:
+    with replacing(path) as waiting, waiting.open("w", encoding="utf-8") as out:
         for record in records:
             out.write(json.dumps(record.model_dump(exclude_none=True), ensure_ascii=False) + "\n")
-    temporary.replace(path)

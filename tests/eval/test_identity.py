@@ -17,7 +17,7 @@ from eval.commands.score import ScoreOptions, score
 from eval.embedding import identity
 from eval.embedding.identity import code_hash, differences, identity_of
 from eval.sets.retrieval_set import load_set, with_content
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 
 def results_of(path):
@@ -119,7 +119,7 @@ def test_the_code_s_hash_follows_what_the_encoder_imports(monkeypatch):
     monkeypatch.setattr(identity, "_source", lambda name: seen.append(name) or read(name))
     before = code_hash.__wrapped__("eval.models.qwen")
     assert {
-        "rge.encoder",
+        "rge.embedder",
         "rge.model.backbone",
         "rge.model.prompts",
         "rge.rollout.generate",

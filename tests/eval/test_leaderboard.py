@@ -17,7 +17,7 @@ from eval.pages.leaderboard import _winner, write_leaderboard
 from eval.pages.plots import Point, scatter
 from eval.pages.published_tables import published
 from eval.pages.report import percent
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 NAMES = ("ImageNet-1K", "ImageNet-A", "MSCOCO_t2i")
 

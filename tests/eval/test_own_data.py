@@ -14,7 +14,7 @@ from eval.benchmarks.folder.importer import FolderOptions, import_folder
 from eval.commands.check import check_set
 from eval.sets.retrieval_set import SetError, load_set
 from rge.checkpoints.export import export, settings_of
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "own_data.md"
 

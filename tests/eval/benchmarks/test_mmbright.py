@@ -16,7 +16,7 @@ from eval.commands.score import ScoreOptions, score
 from eval.pages.published_tables import published
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import load_set
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 DOCS = ["biology/aa11_1.txt", "biology/bb22_2_0.txt", "biology/bb22_2_1.txt", "biology/cc33_3.txt"]
 PAGES = {

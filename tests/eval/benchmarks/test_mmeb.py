@@ -14,8 +14,8 @@ from eval.commands.run import RunOptions, run
 from eval.pages.published_tables import published
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import load_set
+from rge.common.errors import UserError
 from rge.common.mmeb_prompts import RGE_CANDIDATE, RGE_PREFIX, RGE_QUERY, RGE_VALUES, SETS, reword
-from rge.common.options import UserError
 
 NUM_ROWS = 6
 

@@ -10,7 +10,7 @@ from eval_fakes import picture
 from eval.__main__ import main
 from eval.benchmarks.pinpoint.importer import PinpointOptions, import_pinpoint
 from eval.commands.score import ScoreOptions, score
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 INDEX = [f"sig{letter}" for letter in "abcdefghij"]
 ROWS = [

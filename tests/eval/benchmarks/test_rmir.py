@@ -19,7 +19,7 @@ from eval.commands.audit import audit_training
 from eval.commands.run import RunOptions, run
 from eval.pages.published_tables import published
 from eval.sets.retrieval_set import load_set
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 POOL = [f"{number:016x}" for number in range(1, 9)]  # Open Images ids
 OWN = ["2412112", "2412113"]  # Visual Genome ids

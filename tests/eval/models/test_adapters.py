@@ -22,8 +22,8 @@ from transformers import (
 from eval.commands.run import RunOptions, run
 from eval.models.registry import ADAPTERS, facts_of, load_model
 from eval.models.ume import INSTRUCTION
+from rge.common.errors import UserError
 from rge.common.images import load_image
-from rge.common.options import UserError
 from rge.common.schema import Item
 
 

@@ -9,7 +9,7 @@ import pytest
 from eval.__main__ import main
 from eval.models.registry import ADAPTERS, facts_of, load_model
 from rge.checkpoints.export import export, settings_of
-from rge.common.options import UserError
+from rge.common.errors import UserError
 from rge.common.schema import Item
 from rge.encoder import load_encoder
 

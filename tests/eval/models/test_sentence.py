@@ -16,7 +16,7 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, PreTra
 from eval.commands.run import RunOptions, run
 from eval.models.registry import ADAPTERS, Facts, facts_of, load_model
 from eval.models.sentence import Sentences
-from rge.common.options import UserError
+from rge.common.errors import UserError
 from rge.common.schema import Item
 
 WORDS = ["[PAD]", "[UNK]", "a", "key", "opens", "the", "padlock", "egg", "query", "document", ":"]

@@ -33,7 +33,7 @@ from rge.distributed.failure_detection import fellow_ranks
 from rge.errors import USER_ERRORS, explain
 from rge.logs import Logs, start_trackers
 from rge.model.backbone import check_sizes, vision_parameters
-from rge.model.embedder import Embedder, embedder_to_train
+from rge.model.embedding_model import EmbeddingModel, embedder_to_train
 from rge.model.prompts import PromptBuilder
 from rge.optim.optimizers import learning_rate, make_optimizer, set_learning_rate
 from rge.rollout.writer import make_writer, rollout_report
@@ -130,7 +130,7 @@ def train_stage(recipe: Recipe, name: str, folder: Path, start: str, accelerator
     keeper.finish()
 
 
-def build_validation(recipe: Recipe, objective: Objective, embedder: Embedder) -> Validation:
+def build_validation(recipe: Recipe, objective: Objective, embedder: EmbeddingModel) -> Validation:
     """The held-out records, collated as in training but without augmentation."""
     file = RecordFile(str(recipe.validation.path), need_rationale=objective.needs_oracle)
     collator = Collator(
@@ -145,7 +145,11 @@ def build_validation(recipe: Recipe, objective: Objective, embedder: Embedder) -
 
 
 def build_batches(
-    recipe: Recipe, stage: StageConfig, objective: Objective, embedder: Embedder, accelerator: Accelerator
+    recipe: Recipe,
+    stage: StageConfig,
+    objective: Objective,
+    embedder: EmbeddingModel,
+    accelerator: Accelerator,
 ) -> StepBatches:
     """Sources, their mixture and this rank's share of every step."""
     files = [

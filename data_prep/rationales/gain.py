@@ -13,7 +13,7 @@ import numpy as np
 from data_prep.options import UserError
 from rge.checkpoints.export import CheckpointError
 from rge.common.schema import Item, Record, Target
-from rge.encoder import load_encoder
+from rge.embedder import Embedder
 from rge.model.backbone import BackboneError
 from rge.model.packing import Branch
 
@@ -57,7 +57,7 @@ class GainJudge:
 
     def __init__(self, checkpoint: str, *, batch_size: int = 16, temperature: float = 0.05):
         try:
-            self.encoder = load_encoder(checkpoint)
+            self.encoder = Embedder.from_pretrained(checkpoint)
         except (CheckpointError, BackboneError) as error:
             raise UserError(str(error)) from None
         self.batch_size, self.temperature = batch_size, temperature
@@ -114,7 +114,7 @@ class GainJudge:
     ) -> list[np.ndarray]:
         import torch
 
-        builder, embedder = self.encoder.builder, self.encoder.embedder
+        builder, embedder = self.encoder.builder, self.encoder.model
         prompts, branches = [], []
         for record, texts in zip(records, candidates, strict=True):
             images = tuple(str(folder / image) for image in record.query.images)

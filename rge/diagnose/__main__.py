@@ -19,7 +19,7 @@ import torch
 from rge.config import RecipeError, nearest, split_override
 from rge.diagnose import invariance, leakage, sensitivity
 from rge.diagnose.pairs import read_pairs
-from rge.encoder import load_encoder
+from rge.embedder import Embedder
 from rge.errors import USER_ERRORS, explain
 
 NAMES = ("leakage", "sensitivity", "invariance")
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
         shown = leakage.table(found)
     else:
         limit = options.pop("limit")
-        encoder = load_encoder(checkpoint, dtype="float32")
+        encoder = Embedder.from_pretrained(checkpoint, dtype="float32")
         pairs = read_pairs(data, limit, options["seed"])
         if name == "sensitivity":
             found = sensitivity.sensitivity(encoder, pairs, **options)

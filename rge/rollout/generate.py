@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rge.model.attention import Cache, EncodedPrompts
 from rge.model.backbone import decoder, rotations
-from rge.model.embedder import Embedder, normalise
+from rge.model.embedding_model import EmbeddingModel, normalise
 from rge.model.prompts import Prompt
 
 
@@ -46,7 +46,7 @@ class Rationale:
 
 
 def generate(
-    embedder: Embedder,
+    embedder: EmbeddingModel,
     prompts: Sequence[Prompt],
     *,
     max_new_tokens: int,
@@ -119,7 +119,7 @@ def generate(
 
 
 @torch.no_grad()
-def _encode(embedder: Embedder, prompts: Sequence[Prompt]) -> EncodedPrompts:
+def _encode(embedder: EmbeddingModel, prompts: Sequence[Prompt]) -> EncodedPrompts:
     encoded = embedder(embedder.pack_prompts(prompts))[0].encoded
     assert encoded is not None
     return encoded
@@ -127,7 +127,7 @@ def _encode(embedder: Embedder, prompts: Sequence[Prompt]) -> EncodedPrompts:
 
 @torch.no_grad()
 def _generate_batch(
-    embedder: Embedder,
+    embedder: EmbeddingModel,
     encoded: EncodedPrompts,
     places: Sequence[int],
     max_new_tokens: int,

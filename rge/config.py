@@ -76,8 +76,15 @@ class ModelConfig:
     scratch: ScratchConfig | None = None
     dtype: str = "bfloat16"
     """Weights' dtype: float32 or bfloat16. Embeddings and losses are float32 in any case."""
-    attn_implementation: str = "sdpa"
-    """The joint forward passes a 4-D mask, which flash_attention_2 cannot take."""
+    attn_implementation: str = "auto"
+    """Of the text model. varlen: sequences one after the other, without mask or padding, by torch's flash attention on
+    a GPU (bfloat16); sdpa: rows side by side under a mask; eager: the same in plain operations; auto: varlen on a GPU
+    where it can, else sdpa."""
+    vision_attn_implementation: str = "auto"
+    """Of the vision tower, likewise: varlen, sdpa (all pictures or windows of a size at once), eager, or auto."""
+    cuda_graphs: bool = True
+    """Capture a GPU's steps of writing rationales as CUDA graphs, where attention is varlen; false launches every kernel
+    by itself. The first captured step of a run is checked against the plain one."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: about a third more compute, memory per layer instead of per op."""
     freeze_vision: bool = False
@@ -348,8 +355,8 @@ def check(recipe: Recipe) -> None:
     _one_of("stage", recipe.stage, ["all", "cold_start", "joint"])
     _one_of("loss.anchor", recipe.loss.anchor, ["self", "oracle", "none"])
     _one_of("model.dtype", recipe.model.dtype, ["float32", "bfloat16"])
-    # The joint forward needs a 4-D mask; transformers would only complain deep inside the first step.
-    _one_of("model.attn_implementation", recipe.model.attn_implementation, ["sdpa", "eager"])
+    for key in ("attn_implementation", "vision_attn_implementation"):
+        _one_of(f"model.{key}", getattr(recipe.model, key), ["auto", "varlen", "sdpa", "eager"])
     _one_of("data.profile", recipe.data.profile, list(PROFILES))
     _one_of("optim.name", recipe.optim.name, ["adamw", "muon"])
     _one_of("data.augment", recipe.data.augment, ["none", "drawing"])

@@ -8,6 +8,8 @@ from typing import Any
 from accelerate import Accelerator
 from tqdm import tqdm
 
+from rge.common.files import write_text
+
 
 def start_trackers(accelerator: Accelerator, project: str, recipe: dict[str, Any]) -> None:
     """Begin a run in every tracker that the recipe names; `log.trackers=[wandb]` with WANDB_MODE=offline needs no network."""
@@ -62,9 +64,7 @@ class Logs:
             path = folder / "metrics.jsonl"
             kept = [line for line in _lines(path) if line["step"] <= first_step] if first_step else []
             self._offset_s = kept[-1]["elapsed_s"] if kept else 0.0
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            temporary.replace(path)
+            write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
             self._file = path.open("a")
 
     def wait_share(self) -> float:

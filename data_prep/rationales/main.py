@@ -20,7 +20,7 @@ from data_prep.calls.replies import ReplyError
 from data_prep.calls.request import Picture, Request
 from data_prep.options import UserError, read_options
 from data_prep.rationales import checks, prompts
-from data_prep.rmir.run import write_text
+from rge.common.files import write_text
 from rge.common.images import ImageError, picture_bytes
 from rge.common.schema import Positive, Record
 from rge.data.sources import RecordError, RecordFile

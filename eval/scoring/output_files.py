@@ -21,7 +21,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import rge
-from eval.embedding.fill_cache import write_atomically
 from eval.scoring.metrics import (
     NAMES,
     NEGATIVE_NAMES,
@@ -36,6 +35,7 @@ from eval.scoring.metrics import (
 from eval.scoring.search import Ranking
 from eval.scoring.stats import LEVEL, NUM_RESAMPLES, cluster_bootstrap, index_of, interval
 from eval.sets.retrieval_set import RetrievalSet
+from rge.common.files import write_bytes
 from rge.common.options import UserError
 from rge.common.schema import Encoded
 
@@ -314,9 +314,9 @@ def write_tables(out: Path, table: pa.Table, results: dict[str, Any]) -> None:
     """
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
-    write_atomically(out / PER_QUERY, sink.getvalue().to_pybytes())
+    write_bytes(out / PER_QUERY, sink.getvalue().to_pybytes())
     text = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False, default=str)
-    write_atomically(out / RESULTS, text.encode() + b"\n")
+    write_bytes(out / RESULTS, text.encode() + b"\n")
 
 
 def summary(

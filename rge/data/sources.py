@@ -17,6 +17,7 @@ import numpy as np
 from pydantic import ValidationError
 from tqdm import tqdm
 
+from rge.common.files import replacing
 from rge.common.prompt_profiles import EMB_TOKEN
 from rge.common.schema import Record, Target
 
@@ -335,8 +336,6 @@ def read_texts(paths: Sequence[str | Path]) -> list[str]:
 
 def write_records(path: Path, records: Sequence[Record]) -> None:
     """Write records as JSON lines, complete or not at all."""
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w") as out:
+    with replacing(path) as waiting, waiting.open("w", encoding="utf-8") as out:
         for record in records:
             out.write(json.dumps(record.model_dump(exclude_none=True), ensure_ascii=False) + "\n")
-    temporary.replace(path)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from rge.common.files import write_text
 from rge.config import RecipeError, nearest, split_override
 from rge.diagnose import invariance, leakage, sensitivity
 from rge.diagnose.pairs import read_pairs
@@ -55,9 +56,9 @@ def main(arguments: list[str]) -> int:
             shown = invariance.table(found)
     found = {"diagnosis": name, "checkpoint": str(checkpoint), "data": str(data), "options": options, **found}
     out.mkdir(parents=True, exist_ok=True)
-    _write(out / f"{name}.json", json.dumps(found, indent=1))
+    write_text(out / f"{name}.json", json.dumps(found, indent=1))
     if name == "leakage":
-        _write(out / "leakage.svg", leakage.plot(found))
+        write_text(out / "leakage.svg", leakage.plot(found))
     print(shown)  # noqa: T201
     print(f"written: {out / name}.json")  # noqa: T201
     return 0 if found.get("agrees", True) else 1
@@ -94,12 +95,6 @@ def _progress(kind: str, step: int, report: dict[str, float]) -> None:
     if step % 10 == 0:
         losses = f"LM {report['loss_lm']:.3f}, contrastive {report['loss_contrastive']:.3f}"
         print(f"{kind}, step {step}: {losses}", file=sys.stderr, flush=True)  # noqa: T201
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".tmp_{path.name}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 if __name__ == "__main__":

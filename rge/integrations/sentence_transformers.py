@@ -61,7 +61,7 @@ class ReasoningEmbedder(InputModule):
         """Texts and pictures, as they came: prompts are made in `forward`, which knows the side."""
         texts, images = [], []
         for one in inputs:
-            both = one if isinstance(one, dict) else {"text": one} if isinstance(one, str) else {"image": one}
+            both = _text_and_image(one)
             if unknown := set(both) - {"text", "image"}:
                 raise ValueError(
                     f"an input has text and image, got {', '.join(sorted(map(str, unknown)))} too"

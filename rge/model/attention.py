@@ -4,6 +4,10 @@ The backbone's own layers compute everything but attention, on tokens without pa
 `attend`, registered with transformers under `NAMES`; it is given a plan in place of a mask. Any other mask goes to
 transformers' own kernel, so a model behaves as before to everybody else.
 
+There are two forms. As `rge.model.varlen`, which is what a GPU computes: the prompts, then one sequence a branch, which looks
+at its prompt, the prompt's last token and itself; no padding, no mask. As rows side by side, which is faster on a CPU:
+the prompts causally, then each row's whole tail under a mask.
+
 Two things are left out because nobody reads them. Prompts attend causally without a mask, so a kernel skips what lies
 ahead. And the last layer computes queries, outputs and its MLP only for tokens whose state is read; all others are
 needed there for their keys and values alone.
@@ -25,9 +29,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rge.model.packing import PromptPart, TailPart, tail_mask
+from rge.model.varlen import Runs, attend_last, attend_runs, make_runs, wanted
 
 NAMES = {"sdpa": "rge_sdpa", "eager": "rge_eager"}
-"""Names under which `attend` is registered, by the kernel asked for."""
+"""Names under which `attend` is registered, by the kernel that transformers was asked for."""
+
+KEY = "model.attn_implementation"
 
 
 @dataclass(frozen=True)
@@ -36,13 +43,24 @@ class EncodedPrompts:
 
     Attributes:
         part: their layout.
-        keys: (B, P, K, d) of each layer; with gradient where they were computed with it.
+        keys: of each layer, in the form that they were computed in: rows side by side (B, P, K, d), or flat (T, K, d);
+            with gradient where they were computed with it.
         values: the same.
     """
 
     part: PromptPart
     keys: list[Tensor]
     values: list[Tensor]
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether tokens stand one after the other."""
+        return self.keys[0].dim() == 3
+
+    def side_by_side(self, states: Tensor, rows: Tensor, longest: int) -> Tensor:
+        """Keys or values of some rows, filled up behind: (rows, longest, K, d), without gradient."""
+        known = states.detach()
+        return known[self.part.index_BP[rows, :longest]] if self.is_flat else known[rows, :longest]
 
 
 class Pass:
@@ -53,6 +71,7 @@ class Pass:
         tails: their continuations; None to encode prompts alone.
         encoded: prompts' keys and values from an earlier pass.
         num_layers: of the text model.
+        form: ``auto``, ``varlen``, or anything else for rows side by side; see `rge.model.varlen.wanted`.
     """
 
     def __init__(
@@ -61,67 +80,141 @@ class Pass:
         tails: TailPart | None,
         encoded: EncodedPrompts | None,
         num_layers: int,
+        form: str = "sdpa",
     ):
         self.prompts, self.tails, self.encoded, self.num_layers = prompts, tails, encoded, num_layers
+        self.form = form
         self.num_prompt_tokens = 0 if prompts is None else prompts.input_ids_T.shape[0]
         self.num_tokens = self.num_prompt_tokens + (0 if tails is None else tails.input_ids_T.shape[0])
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
-        self._mask: Tensor | None = None
-        if prompts is not None:
-            self._prompt_rows = _Rows(prompts.index_BP, prompts.length_B, self.num_prompt_tokens)
+        self._layout: _Flat | _SideBySide | None = None
         self.read_R = torch.empty(0, dtype=torch.long, device=(prompts or tails).input_ids_T.device)  # type: ignore[union-attr]
         if tails is not None:
-            length_B = (tails.segment_BS >= 0).sum(dim=1)
-            self._tail_rows = _Rows(tails.index_BS, length_B, tails.input_ids_T.shape[0])
-            read = torch.cat([tails.state_index_N, tails.predict_index_M]).unique()
-            self.read_R = read + self.num_prompt_tokens
+            self.read_R = tails.read_index_R + self.num_prompt_tokens
 
     def attend(self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, kernel: "_Kernel") -> Tensor:
         """Outputs (T, H, d)."""
-        outputs = []
-        split = self.num_prompt_tokens
-        if self.prompts is not None:
-            rows = self._prompt_rows
-            k_BPKd, v_BPKd = rows.side_by_side(k_TKd[:split]), rows.side_by_side(v_TKd[:split])
+        if self._layout is None:
+            # Here, since only the states say which dtype is computed in.
+            if self.encoded is None:
+                flat = wanted(self.form, v_TKd.device, v_TKd.dtype, KEY)
+            else:
+                flat = self.encoded.is_flat
+            part = self.prompts if self.encoded is None else self.encoded.part
+            self._layout = (_Flat if flat else _SideBySide)(part, self.tails, v_TKd.device)  # type: ignore[arg-type]
+        layout, split, outputs = self._layout, self.num_prompt_tokens, []
+        if self.encoded is None:
+            known = layout.known(k_TKd[:split]), layout.known(v_TKd[:split])
             if self.tails is None:
                 # Checkpointing computes a layer once more in the backward pass; the first result is the one in use.
-                self.kept.setdefault(layer, (k_BPKd, v_BPKd))
+                self.kept.setdefault(layer, known)
             if layer == self.num_layers - 1:
-                outputs.append(torch.zeros_like(q_THd[:split]))
+                outputs.append(torch.zeros_like(q_THd[:split], dtype=v_TKd.dtype))
             else:
-                q_BPHd = rows.side_by_side(q_THd[:split])
-                outputs.append(rows.one_after_the_other(kernel(q_BPHd, k_BPKd, v_BPKd, None)))
+                outputs.append(layout.prompts(q_THd[:split], *known, kernel))
         else:
-            k_BPKd, v_BPKd = self.encoded.keys[layer], self.encoded.values[layer]  # type: ignore[union-attr]
+            known = self.encoded.keys[layer], self.encoded.values[layer]
         if self.tails is not None:
-            rows = self._tail_rows
-            q_BSHd, k_BSKd, v_BSKd = (rows.side_by_side(part[split:]) for part in (q_THd, k_TKd, v_TKd))
-            k_BUKd = torch.cat([k_BPKd.to(k_BSKd.dtype), k_BSKd], dim=1)
-            v_BUKd = torch.cat([v_BPKd.to(v_BSKd.dtype), v_BSKd], dim=1)
-            outputs.append(rows.one_after_the_other(kernel(q_BSHd, k_BUKd, v_BUKd, self._bias(q_THd.dtype))))
+            outputs.append(layout.tails(q_THd[split:], k_TKd[split:], v_TKd[split:], *known, kernel))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+
+class _Flat:
+    """Sequences one after the other: the prompts, and for each branch its prompt, the prompt's last token and itself.
+
+    The prompt's last token looks once, with its row's first branch: since the causal mask is aligned at the sequences'
+    ends, other branches' queries can do without it, and queries stand in the tails' own order.
+    """
+
+    def __init__(self, part: PromptPart, tails: TailPart | None, device: torch.device):
+        # The masked picture before the first row is a sequence of its own.
+        self.prompt_runs = make_runs((part.start, *part.lengths), (part.start, *part.lengths), device)
+        if tails is None:
+            return
+        q_lengths, k_lengths, places = [], [], []
+        prompt, tail = part.start, part.start + sum(part.lengths)
+        for length, branches in zip(part.lengths, tails.branch_lengths, strict=True):
+            own = tail + 1
+            for number, branch in enumerate(branches or (0,)):
+                q_lengths.append(branch + (number == 0))
+                k_lengths.append(length + 1 + branch)
+                places += [
+                    torch.arange(prompt, prompt + length),
+                    torch.tensor([tail]),
+                    torch.arange(own, own + branch),
+                ]
+                own += branch
+            prompt, tail = prompt + length, own
+        self.tail_runs = make_runs(q_lengths, k_lengths, device)
+        self.index_U = torch.cat(places).to(device, non_blocking=True)
+
+    def known(self, states_TKd: Tensor) -> Tensor:
+        return states_TKd
+
+    def prompts(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, kernel: "_Kernel") -> Tensor:
+        return kernel.runs(q_THd, k_TKd, v_TKd, self.prompt_runs)
+
+    def tails(
+        self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, keys: Tensor, values: Tensor, kernel: "_Kernel"
+    ) -> Tensor:
+        k_UKd, v_UKd = (
+            torch.cat([before.to(v_TKd.dtype), own.to(v_TKd.dtype)]).index_select(0, self.index_U)
+            for before, own in ((keys, k_TKd), (values, v_TKd))
+        )
+        return kernel.runs(q_THd, k_UKd, v_UKd, self.tail_runs)
+
+
+class _SideBySide:
+    """Rows side by side, filled up behind: prompts causally, tails under a mask."""
+
+    def __init__(self, part: PromptPart, tails: TailPart | None, device: torch.device):
+        self.part, self.tail_part = part, tails
+        self.prompt_rows = _Rows(part.index_BP, part.lengths, part.start, part.input_ids_T.shape[0])
+        if tails is not None:
+            lengths = [1 + sum(branches) for branches in tails.branch_lengths]
+            self.tail_rows = _Rows(tails.index_BS, lengths, 0, tails.input_ids_T.shape[0])
+        self._mask: Tensor | None = None
+
+    def known(self, states_TKd: Tensor) -> Tensor:
+        return self.prompt_rows.side_by_side(states_TKd)
+
+    def prompts(self, q_THd: Tensor, k_BPKd: Tensor, v_BPKd: Tensor, kernel: "_Kernel") -> Tensor:
+        rows = self.prompt_rows
+        return rows.one_after_the_other(kernel(rows.side_by_side(q_THd), k_BPKd, v_BPKd, None))
+
+    def tails(
+        self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, keys: Tensor, values: Tensor, kernel: "_Kernel"
+    ) -> Tensor:
+        rows = self.tail_rows
+        q_BSHd, k_BSKd, v_BSKd = (rows.side_by_side(part) for part in (q_THd, k_TKd, v_TKd))
+        k_BUKd = torch.cat([keys.to(k_BSKd.dtype), k_BSKd], dim=1)
+        v_BUKd = torch.cat([values.to(v_BSKd.dtype), v_BSKd], dim=1)
+        return rows.one_after_the_other(kernel(q_BSHd, k_BUKd, v_BUKd, self._bias(q_THd.dtype)))
 
     def _bias(self, dtype: torch.dtype) -> Tensor:
         """The tails' mask as a sum: made once, where a boolean one would be converted, and kept, in every layer."""
         if self._mask is None or self._mask.dtype != dtype:
-            part = self.prompts if self.prompts is not None else self.encoded.part  # type: ignore[union-attr]
-            seen = tail_mask(part.length_B, part.index_BP.shape[1], self.tails.segment_BS)  # type: ignore[union-attr]
+            longest = self.part.index_BP.shape[1]
+            seen = tail_mask(self.part.length_B, longest, self.tail_part.segment_BS)  # type: ignore[union-attr]
             self._mask = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))
         return self._mask
 
 
 class _Rows:
-    """Moves tokens between a flat run and rows side by side."""
+    """Moves tokens between a flat run, whose first row begins at `start`, and rows side by side."""
 
-    def __init__(self, index_BT: Tensor, length_B: Tensor, num_tokens: int):
-        self.shape, self.num_tokens = index_BT.shape, num_tokens
-        self.exact = index_BT.numel() == num_tokens and bool((length_B == index_BT.shape[1]).all())
+    def __init__(self, index_BT: Tensor, lengths: Sequence[int], start: int, num_tokens: int):
+        self.shape = index_BT.shape
+        longest = index_BT.shape[1]
+        self.exact = index_BT.numel() == num_tokens and min(lengths) == longest
         if not self.exact:
             self.index = index_BT.flatten()
-            real = (torch.arange(index_BT.shape[1], device=index_BT.device) < length_B[:, None]).flatten()
             # Tokens of no row (the masked picture) read some row's output; nothing depends on theirs.
-            self.back = torch.zeros(num_tokens, dtype=torch.long, device=index_BT.device)
-            self.back[self.index[real]] = real.nonzero().flatten()
+            back = [torch.zeros(start, dtype=torch.long)]
+            back += [
+                torch.arange(row * longest, row * longest + length) for row, length in enumerate(lengths)
+            ]
+            self.back = torch.cat(back).to(index_BT.device, non_blocking=True)
 
     def side_by_side(self, flat: Tensor) -> Tensor:
         """(T, heads, d) as (B, longest, heads, d)."""
@@ -136,36 +229,44 @@ class _Rows:
 class Cache:
     """Plan of generation: keys and values of rows being written, in buffers made once; one new token a row and step.
 
+    Rows begin side by side, and new tokens stand behind the longest prompt.
+
     Args:
         encoded: of the prompts, read without gradient.
-        rows: which of them, each as often as it is continued.
+        places: which of them, each as often as it is continued.
         num_new_tokens: greatest number of tokens put after a prompt.
-        dtype: of the weights.
     """
 
-    def __init__(self, encoded: EncodedPrompts, rows: Tensor, num_new_tokens: int, dtype: torch.dtype):
-        length_B = encoded.part.length_B[rows]
-        longest = int(length_B.max())
-        self.length, self.read_R = longest, None
+    read_R = None
+
+    def __init__(self, encoded: EncodedPrompts, places: Sequence[int], num_new_tokens: int):
+        lengths = [encoded.part.lengths[place] for place in places]
+        self.length = longest = max(lengths)
+        rows = torch.tensor(places, device=encoded.values[0].device)
+        # Under autocast keys are rotated in float32 and used in the dtype that values have: once, not in every step.
+        dtype = encoded.values[0].dtype
         self.buffers: list[tuple[Tensor, Tensor]] = []
         for pair in zip(encoded.keys, encoded.values, strict=True):
             buffers = []
-            for states_BPKd in pair:
-                known = states_BPKd.detach()[rows, :longest].transpose(1, 2)
+            for states in pair:
+                known = encoded.side_by_side(states, rows, longest).transpose(1, 2)
                 B, K, _, d = known.shape
                 buffer = known.new_empty(B, K, longest + num_new_tokens, d, dtype=dtype)
                 buffer[:, :, :longest] = known
                 buffers.append(buffer)
             self.buffers.append((buffers[0], buffers[1]))
         self.bias: Tensor | None = None
-        if bool((length_B < longest).any()):
-            seen = torch.arange(longest + num_new_tokens, device=rows.device)[None] < length_B[:, None]
+        if min(lengths) < longest:
+            seen = torch.arange(longest + num_new_tokens) < torch.tensor(lengths)[:, None]
             seen[:, longest:] = True
-            self.bias = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))[:, None, None]
+            bias = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))
+            self.bias = bias[:, None, None].to(rows.device)
 
     def attend(self, layer: int, q_BHd: Tensor, k_BKd: Tensor, v_BKd: Tensor, kernel: "_Kernel") -> Tensor:
         """Outputs (B, H, d) of one new token a row, whose key and value are kept."""
+        kernel.refuse_window()
         k_BKCd, v_BKCd = self.buffers[layer]
+        q_BHd = q_BHd.to(k_BKCd.dtype)
         end = self.length + 1
         k_BKCd[:, :, self.length], v_BKCd[:, :, self.length] = k_BKd, v_BKd
         bias = None if self.bias is None else self.bias[..., :end]
@@ -193,6 +294,78 @@ class Cache:
             self.bias = self.bias[rows]
 
 
+class RunningCache:
+    """Plan of generation in which nothing depends on the host: every step is the same kernels on the same memory.
+
+    So a step can be captured once as a CUDA graph and replayed. Each row's tokens stand one after the other from the
+    beginning of its own buffer, and the kernel is told on the device how many there are.
+
+    Args:
+        encoded: of the prompts, read without gradient.
+        places: which of them, each as often as it is continued.
+        num_new_tokens: greatest number of tokens put after a prompt.
+
+    Attributes:
+        length_B: int32 tokens of each row.
+    """
+
+    read_R = None
+
+    def __init__(self, encoded: EncodedPrompts, places: Sequence[int], num_new_tokens: int):
+        lengths = [encoded.part.lengths[place] for place in places]
+        longest, capacity = max(lengths), max(lengths) + num_new_tokens
+        self.whole: list[tuple[Tensor, Tensor]] = []
+        device, dtype = encoded.values[0].device, encoded.values[0].dtype
+        rows = torch.tensor(places, device=device)
+        for pair in zip(encoded.keys, encoded.values, strict=True):
+            buffers = []
+            for states in pair:
+                known = encoded.side_by_side(states, rows, longest)
+                # Zeros, since what stands behind a row is multiplied by a weight of zero where the plain kernel runs.
+                buffer = known.new_zeros(len(places), capacity, *known.shape[2:], dtype=dtype)
+                buffer[:, :longest] = known
+                buffers.append(buffer)
+            self.whole.append((buffers[0], buffers[1]))
+        self.whole_length = torch.tensor(lengths, dtype=torch.int32, device=device)
+        self._take(len(places))
+
+    def _take(self, num_rows: int) -> None:
+        self.buffers = [(keys[:num_rows], values[:num_rows]) for keys, values in self.whole]
+        self.length_B = self.whole_length[:num_rows]
+        device = self.length_B.device
+        self.row_B = torch.arange(num_rows, device=device)
+        self.q_start_N = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+        self.k_start_N = self.q_start_N * self.whole[0][0].shape[1]
+
+    def attend(self, layer: int, q_BHd: Tensor, k_BKd: Tensor, v_BKd: Tensor, kernel: "_Kernel") -> Tensor:
+        """Outputs (B, H, d) of one new token a row, whose key and value are kept."""
+        k_BCKd, v_BCKd = self.buffers[layer]
+        dtype, at = k_BCKd.dtype, (self.row_B, self.length_B)
+        k_BCKd.index_put_(at, k_BKd.to(dtype))
+        v_BCKd.index_put_(at, v_BKd.to(dtype))
+        if layer == 0:
+            self.seen_B = self.length_B + 1
+        out = attend_last(
+            q_BHd.to(dtype),
+            k_BCKd,
+            v_BCKd,
+            self.seen_B,
+            starts=(self.q_start_N, self.k_start_N),
+            scale=kernel.scale,
+            window=kernel.window,
+            key=KEY,
+        )
+        if layer == len(self.buffers) - 1:
+            self.length_B += 1
+        return out
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Drop all rows but these, in place."""
+        for buffer in (*(buffer for pair in self.buffers for buffer in pair), self.length_B):
+            buffer[: len(rows)] = buffer[rows]
+        self._take(len(rows))
+
+
 @dataclass(frozen=True)
 class _Kernel:
     """Scaled dot-product attention of several tokens a row, without repeating keys for the heads that share them."""
@@ -200,9 +373,24 @@ class _Kernel:
     scale: float
     dropout: float
     plain: bool
+    window: int | None = None
+
+    def refuse_window(self) -> None:
+        """Raise ValueError in a layer whose tokens see a window only."""
+        if self.window is not None:
+            raise ValueError(f"this model's layers see {self.window} tokens only; set {KEY}=varlen")
+
+    def runs(self, q_THd: Tensor, k_UKd: Tensor, v_UKd: Tensor, runs: Runs) -> Tensor:
+        """Causal attention of sequences one after the other: (T, H, d)."""
+        if self.dropout:
+            raise ValueError(f"{KEY}=varlen has no attention dropout; set {KEY}=sdpa")
+        return attend_runs(
+            q_THd, k_UKd, v_UKd, runs, scale=self.scale, causal=True, window=self.window, key=KEY
+        )
 
     def __call__(self, q_BTHd: Tensor, k_BUKd: Tensor, v_BUKd: Tensor, bias: Tensor | None) -> Tensor:
         """(B, T, H, d); causal without a bias."""
+        self.refuse_window()
         k, v = k_BUKd.transpose(1, 2), v_BUKd.transpose(1, 2)
         settings = {"dropout_p": self.dropout, "scale": self.scale, "is_causal": bias is None}
         groups = q_BTHd.shape[2] // k_BUKd.shape[2]
@@ -228,18 +416,21 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: "Pass | Cache | Tensor | None",
+    attention_mask: "Pass | Cache | RunningCache | Tensor | None",
     *,
     plain: bool,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attention as transformers' layers call it: (1, heads, T, d) in, (1, T, heads, d) out."""
-    if not isinstance(attention_mask, (Pass, Cache)):
-        settings = {"scaling": scaling, "dropout": dropout, **kwargs}
+    if not isinstance(attention_mask, (Pass, Cache, RunningCache)):
+        settings = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, **kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)  # type: ignore[arg-type]
-    kernel = _Kernel(scaling if scaling is not None else query.shape[-1] ** -0.5, dropout, plain)
+    kernel = _Kernel(
+        scaling if scaling is not None else query.shape[-1] ** -0.5, dropout, plain, sliding_window
+    )
     flat = [states[0].transpose(0, 1) for states in (query, key, value)]
     return attention_mask.attend(module.layer_idx, *flat, kernel)[None], None  # type: ignore[arg-type]
 
@@ -249,21 +440,28 @@ for _asked, _name in NAMES.items():
     ALL_MASK_ATTENTION_FUNCTIONS.register(_name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
-def install(text: nn.Module) -> None:
+def install(text: nn.Module, form: str = "auto") -> str:
     """Let a text model's layers call `attend`, and its last layer compute only what is read. Twice is once.
 
     Args:
         text: a decoder of transformers with ``config`` and ``layers``, each with ``self_attn`` and ``mlp``.
+        form: see `rge.model.varlen.wanted`.
+
+    Returns:
+        The form to plan with: ``varlen`` in place of ``auto`` where layers see a window, which rows cannot.
     """
+    if form == "auto" and "sliding_attention" in (getattr(text.config, "layer_types", None) or ()):
+        form = "varlen"
     asked = text.config._attn_implementation
     if asked in NAMES.values():
-        return
+        return form
     text.config._attn_implementation = NAMES[asked]
     last, noted = text.layers[-1], _Noted()
     last.self_attn.register_forward_pre_hook(noted.note, with_kwargs=True)
     for module in (last.self_attn.q_proj, last.self_attn.o_proj, last.mlp):
         module.register_forward_pre_hook(noted.select)
         module.register_forward_hook(noted.spread)
+    return form
 
 
 class _Noted:
@@ -280,7 +478,7 @@ class _Noted:
     def note(self, module: nn.Module, args: Sequence, kwargs: dict) -> None:
         """Before attention: learn which tokens are read."""
         plan = kwargs.get("attention_mask")
-        self.read_R = plan.read_R if isinstance(plan, (Pass, Cache)) else None
+        self.read_R = plan.read_R if isinstance(plan, Pass) else None
         self.num_tokens = plan.num_tokens if isinstance(plan, Pass) else 0
 
     def select(self, module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor] | None:

@@ -7,6 +7,7 @@ in `rge.model.families`. The rest of rge sees token ids, positions and hidden st
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -20,6 +21,9 @@ from rge.distributed import collectives as dist
 from rge.model import vision_tower as vision
 from rge.model.families import FAMILIES, family_of
 from rge.model.prompts import Prompt
+
+_STOCK = {"auto": "sdpa", "varlen": "sdpa"}
+"""What transformers is asked for where the attention is ours."""
 
 
 class BackboneError(ValueError):
@@ -36,12 +40,14 @@ class Backbone:
         emb_id: id of ``<emb>``.
         suppressed_ids: ids that a rationale never contains: every special token but ``<emb>``, and the padding rows
             of the embedding matrix, which no token has.
+        attention: form of the text model's attention, see `rge.model.varlen.wanted`.
     """
 
     model: nn.Module
     processor: object
     emb_id: int
     suppressed_ids: list[int]
+    attention: str = "auto"
 
 
 def load_backbone(
@@ -49,7 +55,8 @@ def load_backbone(
     *,
     revision: str | None = None,
     dtype: str = "float32",
-    attn_implementation: str = "sdpa",
+    attn_implementation: str = "auto",
+    vision_attn_implementation: str = "auto",
     min_pixels: int | None = None,
     max_pixels: int | None = None,
     add_emb: bool = False,
@@ -61,7 +68,8 @@ def load_backbone(
         path: hub id or directory.
         revision: commit or tag on the hub.
         dtype: weights' dtype.
-        attn_implementation: attention kernel.
+        attn_implementation: the text model's attention: ``auto``, ``varlen``, ``sdpa`` or ``eager``.
+        vision_attn_implementation: the vision tower's, likewise.
         min_pixels: smallest picture; None keeps the processor's.
         max_pixels: largest picture; None keeps the processor's.
         add_emb: add ``<emb>`` where it is missing (training from a plain model). Without it, its absence is an error.
@@ -85,7 +93,14 @@ def load_backbone(
             path,
             revision=revision,
             dtype=getattr(torch, dtype),
-            attn_implementation=attn_implementation,
+            attn_implementation={
+                part: _STOCK.get(asked, asked)
+                for part, asked in (
+                    ("", attn_implementation),
+                    ("text_config", attn_implementation),
+                    ("vision_config", vision_attn_implementation),
+                )
+            },
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -97,7 +112,7 @@ def load_backbone(
         )
     if hasattr(model.get_input_embeddings().weight, "ds_id"):
         _drop_unused_renamings(model)
-    vision.speed_up(model)
+    vision.speed_up(model, vision_attn_implementation)
     family_of(model).limit_pixels(processor, min_pixels, max_pixels)
     tokenizer = processor.tokenizer
     if add_emb:
@@ -111,7 +126,7 @@ def load_backbone(
     num_rows = model.get_input_embeddings().num_embeddings  # a weight that ZeRO-3 has shared out has no shape
     special = set(tokenizer.all_special_ids) | set(range(len(tokenizer), num_rows))
     special |= {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return Backbone(model, processor, emb_id, sorted(special - {emb_id}))
+    return Backbone(model, processor, emb_id, sorted(special - {emb_id}), attn_implementation)
 
 
 def _drop_unused_renamings(model: nn.Module) -> None:
@@ -225,7 +240,7 @@ def picture_features(model: nn.Module, pixel_values: Tensor, image_grid: Tensor)
     Args:
         model: the backbone's model.
         pixel_values: patches or tiles of all pictures, see `rge.model.families.normalised`.
-        image_grid: their grid.
+        image_grid: their grid, on the host.
 
     Returns:
         (placeholders, feature size): one row a placeholder token, in order, for `hidden_states`.
@@ -233,16 +248,19 @@ def picture_features(model: nn.Module, pixel_values: Tensor, image_grid: Tensor)
     return family_of(model).features(model, pixel_values, image_grid)
 
 
-def hidden_states(model: nn.Module, *, features: Tensor | None, **inputs) -> Tensor:
+def hidden_states(
+    model: nn.Module, *, features: Tensor | None, picture_index_F: Tensor, **inputs: Any
+) -> Tensor:
     """Last-layer states (B, T, hidden size).
 
     Args:
         model: the backbone's model.
         features: from `picture_features`: what stands in for the picture placeholders' embeddings.
-        inputs: ``input_ids`` (B, T), ``position_ids`` (3, B, T), ``attention_mask`` (a dict with ``full_attention``), and
-            where states are to be continued ``past_key_values`` and ``use_cache``.
+        picture_index_F: where those are among the B * T tokens, in order.
+        inputs: ``input_ids`` (B, T), ``position_ids`` (3, B, T) and ``attention_mask`` (a plan of `rge.model.attention`, or None
+            for causal attention over rows without padding).
     """
-    return family_of(model).states(model, features, inputs)
+    return family_of(model).states(model, features, picture_index_F, inputs)
 
 
 def empty_picture(model: nn.Module) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """The module that training wraps: packed rows in, embeddings and the LM loss's numerator out."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -99,6 +99,7 @@ class EmbeddingModel(nn.Module):
 
     Args:
         backbone: model, processor and ids.
+        cuda_graphs: whether a GPU's steps of generation are captured, see `rge.rollout.generate`.
 
     Attributes:
         pictures: set where a frozen vision tower's features may serve a whole step; None computes them in every pass.
@@ -106,8 +107,9 @@ class EmbeddingModel(nn.Module):
 
     pictures: PictureMemory | None = None
 
-    def __init__(self, backbone: Backbone):
+    def __init__(self, backbone: Backbone, cuda_graphs: bool = True):
         super().__init__()
+        self.cuda_graphs = cuda_graphs
         self.model = backbone.model
         self.processor = backbone.processor
         self.emb_id = backbone.emb_id
@@ -115,7 +117,7 @@ class EmbeddingModel(nn.Module):
         tokenizer = backbone.processor.tokenizer
         self.pad_id = tokenizer.pad_token_id
         self.picture_ids = picture_ids(backbone.model, tokenizer)
-        install(decoder(self.model))
+        self.attention = install(decoder(self.model), backbone.attention)
         # The layers that FSDP2 shards one by one; accelerate asks the module that it wraps.
         present = {type(module).__name__ for module in backbone.model.modules()}
         self._no_split_modules = sorted(present & set(backbone.model._no_split_modules or ()))
@@ -164,11 +166,10 @@ class EmbeddingModel(nn.Module):
 
     def states_before_answer(self, prompts: Sequence[Prompt]) -> Tensor:
         """The state (B, D), not normalised, that predicts the first token after each prompt."""
-        packed = self.pack(prompts, [[]] * len(prompts))
-        assert packed.tails is not None
         # Without branches a tail is the prompt's last token.
-        last = torch.arange(len(prompts), device=self.device)
-        hidden_TD, plan = self._run(replace(packed, tails=replace(packed.tails, state_index_N=last)))
+        tails = pack_tails(prompts, self._positions(prompts), [[]] * len(prompts), read_prompts=True)
+        packed = Packed(self.pack_prompts(prompts).prompts, tails.to(self.device), owners=prompts)
+        hidden_TD, plan = self._run(packed)
         return hidden_TD[plan.num_prompt_tokens :]
 
     def _run(self, packed: Packed) -> tuple[Tensor, Pass]:
@@ -178,14 +179,14 @@ class EmbeddingModel(nn.Module):
         features = None
         if prompts is not None:
             features = self._features(prompts, packed.owners)
-        plan = Pass(prompts, tails, packed.encoded, len(decoder(self.model).layers))
+        plan = Pass(prompts, tails, packed.encoded, len(decoder(self.model).layers), self.attention)
         hidden_TD = hidden_states(
             self.model,
             features=features,
+            picture_index_F=None if prompts is None else prompts.picture_index_F,
             input_ids=torch.cat([part.input_ids_T for part in parts])[None],
             position_ids=torch.cat([part.position_ids_3T for part in parts], dim=1)[:, None],
-            attention_mask={"full_attention": plan},
-            use_cache=False,
+            attention_mask=plan,
         )[0]
         return hidden_TD, plan
 
@@ -243,6 +244,7 @@ def embedder_to_train(start: str, config: ModelConfig) -> EmbeddingModel:
         revision=config.revision if start == config.path else None,
         dtype=config.dtype,
         attn_implementation=config.attn_implementation,
+        vision_attn_implementation=config.vision_attn_implementation,
         min_pixels=config.min_pixels,
         max_pixels=config.max_pixels,
         add_emb=True,
@@ -254,7 +256,7 @@ def embedder_to_train(start: str, config: ModelConfig) -> EmbeddingModel:
     elif config.freeze_vision:
         for parameter in vision_parameters(backbone.model):
             parameter.requires_grad_(False)
-    return EmbeddingModel(backbone).train()
+    return EmbeddingModel(backbone, config.cuda_graphs).train()
 
 
 def normalise(state: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from rge.model.vision_tower import sizes_of
 
 
 class Family:
@@ -52,15 +53,19 @@ class Family:
         return position_ids_3BT
 
     def features(self, model: nn.Module, pixel_values: Tensor, grid: Tensor) -> Tensor:
-        """One row a placeholder, (F, D)."""
-        return torch.cat(model.model.get_image_features(pixel_values, grid, return_dict=True).pooler_output)
+        """One row a placeholder, (F, D); `grid` is on the host."""
+        return self._tower(model, pixel_values, grid).pooler_output
 
-    def states(self, model: nn.Module, features: Tensor | None, inputs: dict[str, Any]) -> Tensor:
+    def _tower(self, model: nn.Module, pixel_values: Tensor, grid: Tensor) -> Any:
+        tower = model.model.visual
+        sizes = sizes_of(tower, grid, pixel_values.device)
+        return tower(pixel_values.to(tower.dtype), grid_thw=grid, **sizes)
+
+    def states(
+        self, model: nn.Module, features: Tensor | None, picture_index_F: Tensor, inputs: dict[str, Any]
+    ) -> Tensor:
         """Last-layer states (B, T, D) after the final norm; `inputs` as `rge.model.backbone.hidden_states` takes them."""
-        if features is not None:
-            # A tuple of one: the model concatenates a list of per-picture tensors.
-            inputs["mm_encoder_outputs"] = {"image": BaseModelOutputWithPooling(pooler_output=(features,))}
-        return model.model(**inputs).last_hidden_state
+        return _run_layers(self, model, features, picture_index_F, [], **inputs)
 
     def plain_inputs(
         self,
@@ -134,17 +139,17 @@ class Qwen3VL(Family):
 
     def features(self, model: nn.Module, pixel_values: Tensor, grid: Tensor) -> Tensor:
         """(F, (1 + L) * D): the main feature, then one for each of the first L text layers."""
-        found = model.model.get_image_features(pixel_values, grid, return_dict=True)
-        return torch.cat(
-            [torch.cat(part) for part in (found.pooler_output, *found.deepstack_features)], dim=-1
-        )
+        found = self._tower(model, pixel_values, grid)
+        return torch.cat([found.pooler_output, *found.deepstack_features], dim=-1)
 
-    def states(self, model: nn.Module, features: Tensor | None, inputs: dict[str, Any]) -> Tensor:
-        """Layer by layer, adding to the placeholders' states what belongs there."""
+    def states(
+        self, model: nn.Module, features: Tensor | None, picture_index_F: Tensor, inputs: dict[str, Any]
+    ) -> Tensor:
+        """Adding to the placeholders' states what belongs there, layer by layer."""
         added: list[Tensor] = []
         if features is not None:
             features, *added = features.split(model.config.text_config.hidden_size, dim=-1)
-        return _run_layers(self, model, features, added, **inputs)
+        return _run_layers(self, model, features, picture_index_F, added, **inputs)
 
 
 class Idefics3(Family):
@@ -181,10 +186,6 @@ class Idefics3(Family):
     def features(self, model: nn.Module, pixel_values: Tensor, grid: Tensor) -> Tensor:
         """(F, D); the tiles stand as pictures of one row."""
         return torch.cat(model.model.get_image_features(pixel_values[None], return_dict=True).pooler_output)
-
-    def states(self, model: nn.Module, features: Tensor | None, inputs: dict[str, Any]) -> Tensor:
-        """Layer by layer: Llama itself would make a mask of its own."""
-        return _run_layers(self, model, features, [], **inputs)
 
     def plain_inputs(
         self,
@@ -318,32 +319,30 @@ def _run_layers(
     family: Family,
     model: nn.Module,
     features: Tensor | None,
+    picture_index_F: Tensor,
     added: list[Tensor],
     *,
     input_ids: Tensor,
     position_ids: Tensor,
-    attention_mask: Mapping[str, Any],
-    past_key_values: Any = None,
-    use_cache: bool = False,
+    attention_mask: Any,
 ) -> Tensor:
-    """The text model's layers one after the other, with the mask as it is given."""
+    """The text model's layers one after the other, with the mask as it is given.
+
+    Not by the model's own forward, which counts placeholders on the device and waits for the sum, and may make a mask of
+    its own; features are put by place, since by mask the backward would wait as well.
+    """
     text = family.decoder(model)
     hidden_BTD = model.get_input_embeddings()(input_ids)
-    is_picture_BT1 = (input_ids == model.config.image_token_id)[..., None]
+    shape = hidden_BTD.shape
     if features is not None:
-        hidden_BTD = hidden_BTD.masked_scatter(is_picture_BT1, features.to(hidden_BTD.dtype))
+        flat_TD = hidden_BTD.flatten(0, 1).index_copy(0, picture_index_F, features.to(hidden_BTD.dtype))
+        hidden_BTD = flat_TD.view(shape)
     rotations = text.rotary_emb(hidden_BTD, family.rotary_positions(position_ids))
     for number, layer in enumerate(text.layers):
         hidden_BTD = layer(
-            hidden_BTD,
-            attention_mask=attention_mask["full_attention"],
-            position_embeddings=rotations,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
+            hidden_BTD, attention_mask=attention_mask, position_embeddings=rotations, use_cache=False
         )
         if number < len(added):
-            more_BTD = torch.zeros_like(hidden_BTD).masked_scatter(
-                is_picture_BT1, added[number].to(hidden_BTD.dtype)
-            )
-            hidden_BTD = hidden_BTD + more_BTD
+            more_FD = added[number].to(hidden_BTD.dtype)
+            hidden_BTD = hidden_BTD.flatten(0, 1).index_add(0, picture_index_F, more_FD).view(shape)
     return text.norm(hidden_BTD)

@@ -28,6 +28,9 @@ from rge.model.prompts import Prompt
 PROMPT, PADDING = 0, -1
 """Segments of a tail; branches are 1, 2, ..."""
 
+_ON_HOST = ("lengths", "start", "image_grid", "branch_lengths")
+"""What no kernel reads, but what sizes are taken from: reading it back from a device would be a wait."""
+
 _Part = TypeVar("_Part", "PromptPart", "TailPart")
 
 
@@ -51,19 +54,25 @@ class PromptPart:
     """Prompts of a batch, each without its last token.
 
     Attributes:
-        input_ids_T: token ids, row after row; before them, where no row has a picture, those of the masked one.
+        lengths: tokens of each row; with `start`, what lays attention out without asking the device.
+        start: tokens before the first row: those of the masked picture, where no row has one.
+        input_ids_T: token ids, row after row.
         position_ids_3T: rotary positions.
+        picture_index_F: where in T the pictures' placeholders are.
         index_BP: where in T each row's tokens are; the rows' ends are filled up with 0.
-        length_B: tokens of each row.
+        length_B: `lengths` on the device.
         last_id_B: id of each prompt's last token.
         last_position_3B: its positions.
         after_B: position of the first token after the prompt, the same on all axes.
         pixels: patches or tiles of all pictures, rows in order, uint8.
-        image_grid: (number of pictures, 3).
+        image_grid: (number of pictures, 3); stays on the host, where the vision tower's sizes are worked out.
     """
 
+    lengths: tuple[int, ...]
+    start: int
     input_ids_T: Tensor
     position_ids_3T: Tensor
+    picture_index_F: Tensor
     index_BP: Tensor
     length_B: Tensor
     last_id_B: Tensor
@@ -82,6 +91,7 @@ class TailPart:
     """Tails of a batch: each prompt's last token and the branches.
 
     Attributes:
+        branch_lengths: tokens of each row's branches.
         input_ids_T: token ids, row after row.
         position_ids_3T: rotary positions.
         index_BS: where in T each row's tokens are; the rows' ends are filled up with 0.
@@ -89,8 +99,10 @@ class TailPart:
         state_index_N: places in T of the states to read, row by row, branch by branch.
         predict_index_M: places in T of the states that predict `label_M`.
         label_M: token ids.
+        read_index_R: all places in T whose state is read or predicts, in order.
     """
 
+    branch_lengths: tuple[tuple[int, ...], ...]
     input_ids_T: Tensor
     position_ids_3T: Tensor
     index_BS: Tensor
@@ -98,6 +110,7 @@ class TailPart:
     state_index_N: Tensor
     predict_index_M: Tensor
     label_M: Tensor
+    read_index_R: Tensor
 
     def to(self, device: torch.device | str) -> "TailPart":
         """The same on another device."""
@@ -105,10 +118,8 @@ class TailPart:
 
 
 def _moved(part: _Part, device: torch.device | str) -> _Part:
-    return replace(
-        part,
-        **{item.name: getattr(part, item.name).to(device, non_blocking=True) for item in fields(part)},
-    )
+    found = {item.name: getattr(part, item.name) for item in fields(part) if item.name not in _ON_HOST}
+    return replace(part, **{name: value.to(device, non_blocking=True) for name, value in found.items()})
 
 
 def pack_prompts(
@@ -134,21 +145,26 @@ def pack_prompts(
         raise ValueError("cannot pack a batch without rows")
     pixels = [prompt.pixels for prompt in prompts if prompt.pixels is not None]
     grids = [prompt.image_grid for prompt in prompts if prompt.image_grid is not None]
-    ids, places, lengths, start = [], [], [], 0
+    ids, places, types, lengths, start = [], [], [], [], 0
     if not pixels:
         pixels, grids = [empty_picture[0]], [empty_picture[1]]
         ids.append(torch.tensor(picture_ids))
         places.append(torch.zeros(3, len(picture_ids), dtype=torch.long))
         start = len(picture_ids)
+        types.append(torch.tensor([0, *[1] * (start - 2), 0]))
     for prompt, position in zip(prompts, positions, strict=True):
         if bool(prompt.type_ids[-1]):
             raise ValueError(f"the prompt of {prompt.id} ends in a picture; a token must follow it")
         ids.append(prompt.input_ids[:-1])
         places.append(position[:, :-1])
+        types.append(prompt.type_ids[:-1])
         lengths.append(len(prompt) - 1)
     return PromptPart(
+        lengths=tuple(lengths),
+        start=start,
         input_ids_T=torch.cat(ids),
         position_ids_3T=torch.cat(places, dim=1),
+        picture_index_F=torch.cat(types).nonzero().flatten(),
         index_BP=_index(lengths, start),
         length_B=torch.tensor(lengths),
         last_id_B=torch.stack([prompt.input_ids[-1] for prompt in prompts]),
@@ -161,7 +177,11 @@ def pack_prompts(
 
 
 def pack_tails(
-    prompts: Sequence[Prompt], positions: Sequence[Tensor], branches: Sequence[Sequence[Branch]]
+    prompts: Sequence[Prompt],
+    positions: Sequence[Tensor],
+    branches: Sequence[Sequence[Branch]],
+    *,
+    read_prompts: bool = False,
 ) -> TailPart:
     """Lay the continuations of prompts out.
 
@@ -169,6 +189,7 @@ def pack_tails(
         prompts: one a row.
         positions: (3, tokens) rotary positions of each prompt.
         branches: continuations of each prompt, any number and any lengths.
+        read_prompts: also read the state at each prompt's last token, before those of its branches.
 
     Raises:
         ValueError: a branch without tokens.
@@ -182,6 +203,8 @@ def pack_tails(
         places.append(position[:, -1:])
         after_prompt = int(position.max()) + 1
         offset += 1
+        if read_prompts:
+            states.append(first)
         for number, branch in enumerate(continuations, start=1):
             length = len(branch.ids)
             if length == 0:
@@ -202,6 +225,7 @@ def pack_tails(
     segment_BS = segment_T[index_BS]
     segment_BS[torch.arange(index_BS.shape[1]) >= torch.tensor(lengths)[:, None]] = PADDING
     return TailPart(
+        branch_lengths=tuple(tuple(len(branch.ids) for branch in row) for row in branches),
         input_ids_T=torch.cat(ids),
         position_ids_3T=torch.cat(places, dim=1),
         index_BS=index_BS,
@@ -209,6 +233,7 @@ def pack_tails(
         state_index_N=torch.tensor(states, dtype=torch.long),
         predict_index_M=torch.tensor(predicts, dtype=torch.long),
         label_M=torch.cat(labels) if labels else torch.empty(0, dtype=torch.long),
+        read_index_R=torch.tensor(sorted({*states, *predicts}), dtype=torch.long),
     )
 
 

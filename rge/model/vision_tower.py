@@ -5,6 +5,9 @@ D = head size.
 """
 
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +15,16 @@ from torch import Tensor, nn
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionAttention
 from transformers.models.qwen2_vl.modeling_qwen2_vl import VisionAttention as Qwen2VLVisionAttention
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionAttention
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
+
+from rge.model.varlen import Runs, attend_runs, make_runs, wanted
+
+KEY = "model.vision_attn_implementation"
 
 
 class PatchProjection(nn.Conv3d):
@@ -26,37 +39,111 @@ class PatchProjection(nn.Conv3d):
         return F.linear(patch.flatten(1), self.weight.flatten(1), self.bias)
 
 
-class _InGroups:
-    """Attention within pictures (or windows), one call for all of a size.
+@dataclass(frozen=True)
+class Spans:
+    """Runs of patches that attend among themselves: pictures, or windows.
 
-    Without flash attention, transformers calls the kernel once a picture and layer, or once a window: hundreds of
-    calls, each with a few dozen patches.
+    Attributes:
+        sizes: of the runs, each once.
+        places: (G, S) places of the patches of the runs of each size; none where all are of one size.
+        back_P: where each patch is once runs of a size stand together.
+        runs: the same for `rge.model.varlen`.
     """
 
-    def forward(self, hidden_states, cu_seqlens, position_embeddings=None, **kwargs):  # noqa: D102
+    sizes: list[int]
+    places: list[Tensor]
+    back_P: Tensor | None
+    runs: Runs
+
+
+def make_spans(lengths: Sequence[int], device: torch.device) -> Spans:
+    """Spans of these lengths, one after the other."""
+    runs, sizes = make_runs(lengths, lengths, device), sorted(set(lengths))
+    if len(sizes) == 1:
+        return Spans(sizes, [], None, runs)
+    length = torch.tensor(lengths)
+    start = length.cumsum(dim=0) - length
+    places = [start[length == size][:, None] + torch.arange(size) for size in sizes]
+    back = torch.cat([place.flatten() for place in places]).argsort()
+    return Spans(
+        sizes,
+        [place.to(device, non_blocking=True) for place in places],
+        back.to(device, non_blocking=True),
+        runs,
+    )
+
+
+def sizes_of(tower: nn.Module, grid: Tensor, device: torch.device) -> dict[str, Any]:
+    """All that a Qwen tower's forward derives from the pictures' sizes, worked out on the host, once for all layers.
+
+    The tower itself would ask the device, several times a forward.
+
+    Args:
+        tower: of Qwen2-VL, Qwen2.5-VL or Qwen3-VL.
+        grid: (number of pictures, 3), on the host.
+        device: of the weights.
+
+    Returns:
+        Keyword arguments of the tower. ``spans`` has the spans by their number: windows are parts of pictures, so where
+        there are as many of the one as of the other they are the same.
+    """
+    config, merge, grid = tower.config, tower.spatial_merge_size, grid.cpu()
+    boundaries = [get_vision_cu_seqlens(grid)]
+    found: dict[str, Any] = {
+        "position_ids": get_vision_position_ids(grid, merge),
+        "cu_seqlens": boundaries[0],
+    }
+    if hasattr(tower, "fullatt_block_indexes"):
+        index, windows = get_vision_window_index(grid, merge, config.window_size, config.patch_size)
+        boundaries.append(windows)
+        found |= {"window_index": index, "cu_window_seqlens": windows}
+    if hasattr(tower, "num_grid_per_side"):
+        found["interp_indices"], found["interp_weights"] = get_vision_interpolation_indices_and_weights(
+            grid,
+            num_grid_per_side=tower.num_grid_per_side,
+            mode=tower.interpolation_mode,
+            align_corners=tower.interpolation_align_corners,
+            spatial_merge_size=merge,
+        )
+    found = {name: value.to(device, non_blocking=True) for name, value in found.items()}
+    return found | {"spans": {len(ends) - 1: make_spans(ends.diff().tolist(), device) for ends in boundaries}}
+
+
+class _InGroups:
+    """Attention within pictures (or windows), one call for all of a size, or on a GPU one call of flash attention.
+
+    Without the latter, transformers calls the kernel once a picture and layer, or once a window: hundreds of calls, each
+    with a few dozen patches.
+    """
+
+    asked = "auto"
+
+    def forward(self, hidden_states, cu_seqlens, position_embeddings=None, spans=None, **kwargs):  # noqa: D102
         if self.config._attn_implementation != "sdpa":
             return super().forward(
                 hidden_states, cu_seqlens, position_embeddings=position_embeddings, **kwargs
             )
         family = sys.modules[type(self).__mro__[2].__module__]
-        P = hidden_states.shape[0]
+        P, count = hidden_states.shape[0], len(cu_seqlens) - 1
+        found = (
+            spans[count] if spans is not None else make_spans(cu_seqlens.diff().tolist(), cu_seqlens.device)
+        )
         q_PHD, k_PHD, v_PHD = self.qkv(hidden_states).reshape(P, 3, self.num_heads, -1).unbind(1)
         q_PHD, k_PHD = family.apply_rotary_pos_emb_vision(q_PHD, k_PHD, *position_embeddings)
-        length = cu_seqlens.diff()
-        sizes = length.unique().tolist()
-        if len(sizes) == 1:
-            shape = (-1, sizes[0], *q_PHD.shape[1:])
+        if wanted(self.asked, v_PHD.device, v_PHD.dtype, KEY):
+            out = attend_runs(q_PHD, k_PHD, v_PHD, found.runs, scale=self.scaling, causal=False, key=KEY)
+            return self.proj(out.flatten(1))
+        if len(found.sizes) == 1:
+            shape = (-1, found.sizes[0], *q_PHD.shape[1:])
             return self.proj(
                 _attend(q_PHD.view(shape), k_PHD.view(shape), v_PHD.reshape(shape), self.scaling)
             )
-        parts, places = [], []
-        for size in sizes:
-            start_G = cu_seqlens[:-1][length == size]
-            place_GS = start_G[:, None] + torch.arange(size, device=start_G.device)
-            parts.append(_attend(q_PHD[place_GS], k_PHD[place_GS], v_PHD[place_GS], self.scaling))
-            places.append(place_GS.flatten())
+        parts = [
+            _attend(q_PHD[place_GS], k_PHD[place_GS], v_PHD[place_GS], self.scaling)
+            for place_GS in found.places
+        ]
         # Back to the order of the patches.
-        return self.proj(torch.cat(parts)[torch.cat(places).argsort()])
+        return self.proj(torch.cat(parts)[found.back_P])
 
 
 def _attend(q_GSHD: Tensor, k_GSHD: Tensor, v_GSHD: Tensor, scale: float) -> Tensor:
@@ -83,10 +170,16 @@ FASTER = {
 }
 
 
-def speed_up(model: nn.Module) -> None:
-    """Give the parts of `model` that have a faster form that form, in place; parts of other kinds stay."""
+def speed_up(model: nn.Module, attention: str = "auto") -> None:
+    """Give the parts of `model` that have a faster form that form, in place; parts of other kinds stay.
+
+    Args:
+        model: with a vision tower.
+        attention: ``auto``, ``varlen`` or ``sdpa``, see `rge.model.varlen.wanted`.
+    """
     for module in model.modules():
         if type(module) is nn.Conv3d and module.kernel_size == module.stride:
             module.__class__ = PatchProjection
         elif type(module) in FASTER:
             module.__class__ = FASTER[type(module)]
+            module.asked = attention

@@ -4,23 +4,42 @@ Nothing is inherited from the model's generation settings: what is not an argume
 are carried as token ids; decoding and tokenising them again may give other ids, and with them another state.
 
 A step of generation costs one call of every layer and, on a CPU, one look at who is done; positions, masks and buffers
-are made before the first. Rows that are done leave the batch.
+are made before the first. Rows that are done leave the batch. On a GPU a step is thousands of small kernels that take
+longer to launch than to run; they are captured as a CUDA graph for each number of rows, and then launched as one.
 
 Shape suffixes: B = rows still being written, R = all rows, L = steps, V = vocabulary, D = hidden size.
 """
 
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rge.model.attention import Cache, EncodedPrompts
+from rge.model.attention import Cache, EncodedPrompts, RunningCache
 from rge.model.backbone import decoder, rotations
 from rge.model.embedding_model import EmbeddingModel, normalise
 from rge.model.prompts import Prompt
+from rge.model.varlen import KernelError
+
+_log = logging.getLogger(__name__)
+
+
+def _cuda_graph(work: Callable[[], None]) -> Callable[[], None]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+CAPTURES: dict[str, Callable[[Callable[[], None]], Callable[[], None]]] = {"cuda": _cuda_graph}
+"""How work is captured, by kind of device: without running it, to be run as often as what comes back is called."""
+
+_checked: set[str] = set()
+"""Kinds of device on which a captured step has been compared with a plain one in this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,68 +154,179 @@ def _generate_batch(
     uniform_RL: Tensor | None,
 ) -> list[tuple[list[int], bool, Tensor]]:
     """Continue the prompts at `places` of what was encoded: ids, whether `<emb>` was forced, state at it."""
-    model, emb_id, device = embedder.model, embedder.emb_id, embedder.device
-    text, words, head = decoder(model), model.get_input_embeddings(), model.get_output_embeddings()
-    part, rows = encoded.part, torch.tensor(places, device=device)
-    R = len(places)
-    # Step 0 reads the prompt's last token, step n the n-th token of the rationale, and one more a forced `<emb>`.
-    num_steps = max_new_tokens + 2
-    cache = Cache(encoded, rows, num_steps, words.weight.dtype)
-    cos_LBd, sin_LBd = _rotations(model, part.last_position_3B[:, rows], part.after_B[rows], num_steps)
-    barred_V: Tensor | None = None
-    if uniform_RL is not None:
-        uniform_RL = uniform_RL.to(device)
-    # A look at the device costs a wait on a GPU, and running a row on that is done costs little: look rarely there.
-    look_every = 1 if device.type == "cpu" else 4
-    written_RL = torch.full((R, max_new_tokens + 1), emb_id, device=device)
-    state_RD: Tensor | None = None
-    row_B = torch.arange(R, device=device)
-    token_B = part.last_id_B[rows]
-    done_B = torch.zeros(R, dtype=torch.bool, device=device)
-    for step in range(num_steps):
-        hidden_BTD = words(token_B[None])
-        for layer in text.layers:
-            hidden_BTD = layer(
-                hidden_BTD,
-                attention_mask=cache,
-                position_embeddings=(cos_LBd[step, None], sin_LBd[step, None]),
-            )
-        hidden_BD = text.norm(hidden_BTD)[0]
-        ends_B = (token_B == emb_id) & ~done_B if step else done_B
-        if state_RD is None:
-            state_RD = torch.zeros_like(normalise(hidden_BD))
-        # Without a branch on what the device knows: rows that do not end write back what was there.
-        state_RD[row_B] = torch.where(ends_B[:, None], normalise(hidden_BD), state_RD[row_B])
-        done_B = done_B | ends_B
-        if step == num_steps - 1:
-            break
-        if step % look_every == 0 or step == max_new_tokens:
-            num_alive = len(row_B) - int(done_B.sum())
-            if num_alive == 0:
-                break
-            # Copying the cache costs about as much as a step with it; worth it once a quarter of the rows is done.
-            if num_alive <= 0.75 * len(row_B):
-                keep = (~done_B).nonzero().flatten()
-                cache.keep_rows(keep)
-                hidden_BD, row_B, done_B = hidden_BD[keep], row_B[keep], done_B[keep]
-                cos_LBd, sin_LBd = cos_LBd[:, keep], sin_LBd[:, keep]
-        if step < max_new_tokens:
-            logit_BV = head(hidden_BD).float()
-            if barred_V is None:
-                barred_V = torch.zeros_like(logit_BV[0])
-                barred_V[torch.tensor(embedder.suppressed_ids, device=device)] = float("-inf")
-            logit_BV = logit_BV + barred_V
-            token_B = _choose(logit_BV, temperature, None if uniform_RL is None else uniform_RL[row_B, step])
-            token_B = token_B.masked_fill(done_B, emb_id)
-            written_RL[row_B, step] = token_B
-        else:
-            token_B = torch.full_like(row_B, emb_id)
-    assert state_RD is not None
+    writing = _Writing(embedder, encoded, places, max_new_tokens, temperature, uniform_RL)
+    writing.run()
     found = []
-    for ids, state in zip(written_RL.tolist(), state_RD, strict=True):
-        length = ids.index(emb_id)
+    for ids, state in zip(writing.written_RL.tolist(), writing.state_RD, strict=True):
+        length = ids.index(embedder.emb_id)
         found.append((ids[:length], length == max_new_tokens, state))
     return found
+
+
+class _Writing:
+    """A batch being written. While rows stay, every tensor keeps its place, and a step changes them where they are."""
+
+    def __init__(
+        self,
+        embedder: EmbeddingModel,
+        encoded: EncodedPrompts,
+        places: Sequence[int],
+        max_new_tokens: int,
+        temperature: float,
+        uniform_RL: Tensor | None,
+    ):
+        self.embedder, self.max_new_tokens, self.temperature = embedder, max_new_tokens, temperature
+        model, device = embedder.model, embedder.device
+        self.text, self.words, self.head = (
+            decoder(model),
+            model.get_input_embeddings(),
+            model.get_output_embeddings(),
+        )
+        part, R = encoded.part, len(places)
+        rows = torch.tensor(places, device=device)
+        # Step 0 reads the prompt's last token, step n the n-th token of the rationale, and one more a forced `<emb>`.
+        self.num_steps = max_new_tokens + 2
+        self.cache = (RunningCache if encoded.is_flat else Cache)(encoded, places, self.num_steps)
+        self.cos_LBd, self.sin_LBd = _rotations(
+            model, part.last_position_3B[:, rows], part.after_B[rows], self.num_steps
+        )
+        self.uniform_RL = None if uniform_RL is None else uniform_RL.to(device)
+        self.barred_V: Tensor | None = None
+        self.written_RL = torch.full((R, max_new_tokens + 1), embedder.emb_id, device=device)
+        self.state_RD = torch.empty(0)
+        self.row_B = torch.arange(R, device=device)
+        self.token_B = part.last_id_B[rows]
+        self.done_B = torch.zeros(R, dtype=torch.bool, device=device)
+        self.step_1 = torch.zeros(1, dtype=torch.long, device=device)
+        can = isinstance(self.cache, RunningCache) and embedder.cuda_graphs
+        self.capture = CAPTURES.get(device.type) if can else None
+        self.replay: Callable[[], None] | None = None
+
+    def run(self) -> None:
+        """Write until every row has ended."""
+        device = self.row_B.device
+        # A look at the device costs a wait on a GPU, and running a row on that is done costs little: look rarely there.
+        look_every = 1 if device.type == "cpu" and self.capture is None else 8
+        warm = False
+        for step in range(self.num_steps):
+            chooses = step < self.max_new_tokens
+            # The first step of a number of rows runs plainly: libraries choose their kernels then.
+            captured = self.capture is not None and warm and chooses
+            if captured:
+                self._run_captured()
+            else:
+                self._read()
+            if step == self.num_steps - 1:
+                return
+            if step % look_every == 0 or step == self.max_new_tokens:
+                num_rows = len(self.row_B)
+                num_alive = num_rows - int(self.done_B.sum())
+                if num_alive == 0:
+                    return
+                # Copying the cache costs about as much as a step with it; worth it once a quarter of the rows is done.
+                num_kept = num_alive if self.capture is None else _bucket(num_alive)
+                if num_kept <= 0.75 * num_rows:
+                    self._keep(self.done_B.to(torch.uint8).argsort(stable=True)[:num_kept])
+                    warm = False
+                    if not captured:
+                        self._choose(chooses)
+                    continue
+            if not captured:
+                self._choose(chooses)
+            warm = True
+
+    def _read(self) -> None:
+        """Run the layers over each row's newest token, and take the states of rows that end in it."""
+        hidden_BTD = self.words(self.token_B[None])
+        rotation = (self.cos_LBd.index_select(0, self.step_1), self.sin_LBd.index_select(0, self.step_1))
+        for layer in self.text.layers:
+            hidden_BTD = layer(hidden_BTD, attention_mask=self.cache, position_embeddings=rotation)
+        self.hidden_BD = self.text.norm(hidden_BTD)[0]
+        state_BD = normalise(self.hidden_BD)
+        if not len(self.state_RD):
+            self.state_RD = torch.zeros_like(state_BD)
+        ends_B = (self.token_B == self.embedder.emb_id) & ~self.done_B & (self.step_1 > 0)
+        # Without a branch on what the device knows: rows that do not end write back what was there.
+        kept_BD = torch.where(ends_B[:, None], state_BD, self.state_RD[self.row_B])
+        self.state_RD.index_put_((self.row_B,), kept_BD)
+        self.done_B |= ends_B
+
+    def _choose(self, chooses: bool = True) -> None:
+        """Choose each row's next token, or force `<emb>`; then the next step begins."""
+        emb_id = self.embedder.emb_id
+        if not chooses:
+            self.token_B.fill_(emb_id)
+        else:
+            logit_BV = self.head(self.hidden_BD).float()
+            if self.barred_V is None:
+                self.barred_V = torch.zeros_like(logit_BV[0])
+                barred = torch.tensor(self.embedder.suppressed_ids, device=logit_BV.device)
+                self.barred_V.index_fill_(0, barred, float("-inf"))
+            uniform_B = None if self.uniform_RL is None else self.uniform_RL[self.row_B, self.step_1]
+            token_B = _choose(logit_BV + self.barred_V, self.temperature, uniform_B)
+            self.token_B.copy_(token_B.masked_fill(self.done_B, emb_id))
+            self.written_RL.index_put_((self.row_B, self.step_1), self.token_B)
+        self.step_1 += 1
+
+    def _whole_step(self) -> None:
+        self._read()
+        self._choose()
+
+    def _keep(self, rows: Tensor) -> None:
+        self.cache.keep_rows(rows)
+        self.hidden_BD, self.row_B, self.done_B = self.hidden_BD[rows], self.row_B[rows], self.done_B[rows]
+        self.cos_LBd, self.sin_LBd = self.cos_LBd[:, rows], self.sin_LBd[:, rows]
+        self.token_B, self.replay = self.token_B[rows], None
+
+    def _run_captured(self) -> None:
+        assert self.capture is not None
+        if self.replay is None:
+            self.replay = self.capture(self._whole_step)
+            if (kind := self.row_B.device.type) not in _checked:
+                self._check()
+                _checked.add(kind)
+                return
+        self.replay()
+
+    def _check(self) -> None:
+        """Take one step plainly and once more as captured, from the same state.
+
+        Raises:
+            KernelError: they differ.
+        """
+        changed = [self.token_B, self.done_B, self.step_1, self.written_RL, self.state_RD]
+        changed.append(self.cache.length_B)  # type: ignore[union-attr]
+        before = [tensor.clone() for tensor in changed]
+        self._whole_step()
+        expected = [tensor.clone() for tensor in changed]
+        for tensor, value in zip(changed, before, strict=True):
+            tensor.copy_(value)
+        self.replay()  # type: ignore[misc]
+        tokens = int((expected[0] != changed[0]).sum())
+        apart = float((expected[4] - changed[4]).abs().max())
+        equal = all(torch.equal(expected[place], changed[place]) for place in (1, 2, 5))
+        if tokens or not equal or apart > 1e-3:
+            raise KernelError(
+                f"a step of the rollout as a CUDA graph is not the plain step: {tokens} of {len(self.token_B)} tokens differ, "
+                f"states by {apart:.1e}; set model.cuda_graphs=false, and please report it with the output of "
+                "scripts/gpu_check.py"
+            )
+        _log.warning(
+            "model.cuda_graphs: a captured step checked against the plain one: tokens equal, states to %.1e",
+            apart,
+        )
+
+
+def _bucket(num_rows: int) -> int:
+    """The number of rows that a step is captured for: a few sizes, so that few steps are spent on capturing."""
+    return num_rows if num_rows <= 2 else next(size for size in _sizes() if size >= num_rows)
+
+
+def _sizes() -> Iterator[int]:
+    size = 4
+    while True:
+        yield from (size, size * 3 // 2)
+        size *= 2
 
 
 def _rotations(

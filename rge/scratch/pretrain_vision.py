@@ -129,12 +129,16 @@ class _Namer(nn.Module):
 
         # Padding stands after the name, where a causal model's labels cannot see it: no mask is needed.
         name_BT, real_BT = self.name_KT[label_B], self.real_KT[label_B]
+        input_ids = torch.cat([self.picture_P.expand(B, -1), name_BT], dim=1)
+        # A picture's placeholders stand between its first token and its last.
+        place = torch.arange(input_ids.numel(), device=input_ids.device).view_as(input_ids)
         hidden = hidden_states(
             self.model,
             features=features,
-            input_ids=torch.cat([self.picture_P.expand(B, -1), name_BT], dim=1),
+            picture_index_F=place[:, 1 : len(self.picture_P) - 1].flatten(),
+            input_ids=input_ids,
             position_ids=self.position_31T.expand(-1, B, -1),
-            use_cache=False,
+            attention_mask=None,
         )
         before_name = hidden[:, len(self.picture_P) - 1 : -1][real_BT]
         saying = F.cross_entropy(self.model.get_output_embeddings()(before_name), name_BT[real_BT])

@@ -18,7 +18,8 @@ from data_prep.rmir.pictures.library import look
 from data_prep.rmir.pictures.near_duplicates import near_duplicates, phash
 from data_prep.rmir.results import audit, review
 from data_prep.rmir.results.agreement import fleiss_kappa, panel_statistics, wilson
-from data_prep.rmir.run import Run, write_text
+from data_prep.rmir.run import Run
+from rge.common.files import write_text
 
 T, F, A, E = maths.VERDICTS
 

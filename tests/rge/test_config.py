@@ -145,7 +145,7 @@ def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
         ("model.dtype=float16", "model.dtype must be one of float32, bfloat16; got 'float16'"),
         (
             "model.attn_implementation=flash_attention_2",
-            "model.attn_implementation must be one of sdpa, eager",
+            "model.attn_implementation must be one of auto, varlen, sdpa, eager",
         ),
         ("rollout.prompt_pass=never", "rollout.prompt_pass must be one of auto, once, twice; got 'never'"),
         ("rollout.backend=vlm", "rollout.backend must be one of own, vllm; got 'vlm'"),

@@ -81,7 +81,9 @@ def test_sentence_transformers_never_averages_in_silence(checkpoint):
 
 def test_an_unknown_kind_of_input_is_named(checkpoint):
     theirs = sentence_transformers.SentenceTransformer(str(checkpoint), trust_remote_code=True, device="cpu")
-    with pytest.raises(ValueError, match="an input has text and image, got audio too"):
+    with pytest.raises(ValueError, match="an input has text and image, got caption too"):
+        theirs[0].preprocess([{"text": "a", "caption": "b"}])
+    with pytest.raises(ValueError, match="audio"):
         theirs.encode_query([{"text": "a", "audio": "b.wav"}])
 
 

@@ -1,0 +1,274 @@
+"""Attention over sequences of any lengths that stand one after the other, without padding and without a mask.
+
+On a GPU this is one call of flash attention. Nothing else computes it that way, so the first call of each kind in a
+process is compared, values and gradients, with ordinary attention, one sequence after the other; a kernel that gives
+something else is an error, never a slower kernel. Everywhere else that ordinary attention is the result.
+
+Shape suffixes: T = tokens of all sequences that look, U = tokens of all that are looked at, H = heads, K = key heads,
+d = head size, N = sequences.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
+"""Norm of the difference over norm of the result that rounding explains: a few units of the dtype's last place."""
+
+_log = logging.getLogger(__name__)
+_verified: set[tuple] = set()
+
+
+class KernelError(RuntimeError):
+    """A fast kernel does not compute what the plain one does; the message says by how much, and how to do without."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Where sequences begin, on the device, and their lengths, on the host.
+
+    Attributes:
+        q_lengths: tokens of each sequence that look.
+        k_lengths: tokens that they look at. The last of the one stands where the last of the other does.
+        q_start_N: (N + 1) int32 sums of `q_lengths`.
+        k_start_N: the same of `k_lengths`.
+    """
+
+    q_lengths: tuple[int, ...]
+    k_lengths: tuple[int, ...]
+    q_start_N: Tensor
+    k_start_N: Tensor
+
+
+def make_runs(q_lengths: Sequence[int], k_lengths: Sequence[int], device: torch.device) -> Runs:
+    """Runs of these lengths; sequences without a token are left out."""
+    pairs = [(q, k) for q, k in zip(q_lengths, k_lengths, strict=True) if q]
+    starts = torch.tensor([(0, 0), *pairs], dtype=torch.int32).cumsum(dim=0, dtype=torch.int32)
+    q_start_N, k_start_N = starts.T.contiguous().to(device, non_blocking=True).unbind()
+    return Runs(tuple(q for q, _ in pairs), tuple(k for _, k in pairs), q_start_N, k_start_N)
+
+
+def wanted(asked: str, device: torch.device, dtype: torch.dtype, key: str) -> bool:
+    """Whether attention is computed in this form.
+
+    Args:
+        asked: ``auto`` takes it wherever flash attention can, ``varlen`` everywhere; other names never.
+        device: of the states.
+        dtype: that is computed in.
+        key: of the recipe, for the message.
+
+    Raises:
+        KernelError: ``varlen`` was asked for on a GPU in a dtype that flash attention does not have.
+    """
+    on_gpu = device.type == "cuda"
+    if asked == "varlen" and on_gpu and dtype not in TOLERANCE:
+        raise KernelError(
+            f"{key}=varlen computes in bfloat16 or float16, not in {str(dtype).removeprefix('torch.')}: "
+            f"train with mixed precision, or set {key}=sdpa"
+        )
+    return asked == "varlen" or (asked == "auto" and on_gpu and dtype in TOLERANCE)
+
+
+def attend_runs(
+    q_THd: Tensor,
+    k_UKd: Tensor,
+    v_UKd: Tensor,
+    runs: Runs,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None = None,
+    key: str,
+) -> Tensor:
+    """Outputs (T, H, d) of every sequence by itself.
+
+    Args:
+        q_THd: queries.
+        k_UKd: keys; key heads may be fewer, each then serves equally many heads.
+        v_UKd: values.
+        runs: the sequences.
+        scale: of the products.
+        causal: whether a token sees itself and what stands before it, counted from the sequences' ends, or all.
+        window: how many tokens it sees then, itself included; None: all.
+        key: of the recipe, that chooses another kernel.
+
+    Raises:
+        KernelError: the GPU's kernel gives something else than ordinary attention.
+    """
+    settings = {"scale": scale, "causal": causal, "window": window}
+    if not q_THd.is_cuda:
+        return one_by_one(q_THd, k_UKd, v_UKd, runs, **settings)
+    flat = [states.to(v_UKd.dtype) for states in (q_THd, k_UKd, v_UKd)]
+    kind = (key, v_UKd.dtype, causal, window is None, runs.q_lengths == runs.k_lengths)
+    if kind not in _verified:
+        verify(_flash, flat, runs, settings, key)
+        _verified.add(kind)
+    return _flash(*flat, runs, **settings)
+
+
+def attend_last(
+    q_BHd: Tensor,
+    k_BCKd: Tensor,
+    v_BCKd: Tensor,
+    seen_B: Tensor,
+    *,
+    starts: tuple[Tensor, Tensor],
+    scale: float,
+    window: int | None = None,
+    key: str,
+) -> Tensor:
+    """Outputs (B, H, d) of one token a row over the first `seen_B` tokens of its buffer, itself the last; no gradient.
+
+    Args:
+        q_BHd: queries.
+        k_BCKd: buffers of keys, C tokens a row.
+        v_BCKd: of values.
+        seen_B: int32, on the device: a captured step sees it grow.
+        starts: int32 (B + 1) each: 0, 1, 2 ..., and 0, C, 2C ...
+        scale: of the products.
+        window: how many tokens are seen, itself included; None: all.
+        key: of the recipe, that chooses another kernel.
+
+    Raises:
+        KernelError: the GPU's kernel gives something else than ordinary attention.
+    """
+    if not q_BHd.is_cuda:
+        return _last_plainly(q_BHd, k_BCKd, v_BCKd, seen_B, scale, window)
+    from torch.nn.attention.varlen import varlen_attn
+
+    out = varlen_attn(
+        q_BHd.contiguous(),
+        k_BCKd.flatten(0, 1),
+        v_BCKd.flatten(0, 1),
+        *starts,
+        1,
+        k_BCKd.shape[1],
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=q_BHd.shape[1] != k_BCKd.shape[2],
+        seqused_k=seen_B,
+    )
+    kind = (key, "last", q_BHd.dtype, window is None)
+    if kind not in _verified:
+        plain = _last_plainly(q_BHd.float(), k_BCKd.float(), v_BCKd.float(), seen_B, scale, window)
+        apart = float((out.float() - plain).norm() / plain.norm().clamp(min=1e-12))
+        _judge(apart, f"output of one new token a row {apart:.1e}", q_BHd.dtype, key)
+        _verified.add(kind)
+    return out
+
+
+def _last_plainly(
+    q_BHd: Tensor, k_BCKd: Tensor, v_BCKd: Tensor, seen_B: Tensor, scale: float, window: int | None
+) -> Tensor:
+    place_C = torch.arange(k_BCKd.shape[1], device=q_BHd.device)
+    seen_BC = place_C < seen_B[:, None]
+    if window is not None:
+        seen_BC &= place_C >= seen_B[:, None] - window
+    # The heads of one key head stand where a row's queries do, so that no key is repeated for them.
+    q_BKGd = q_BHd.unflatten(1, (k_BCKd.shape[2], -1))
+    k_BKCd, v_BKCd = k_BCKd.transpose(1, 2), v_BCKd.transpose(1, 2)
+    out = F.scaled_dot_product_attention(
+        q_BKGd, k_BKCd, v_BKCd, attn_mask=seen_BC[:, None, None], scale=scale
+    )
+    return out.flatten(1, 2)
+
+
+def _flash(
+    q_THd: Tensor, k_UKd: Tensor, v_UKd: Tensor, runs: Runs, *, scale: float, causal: bool, window: int | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # torch 2.13; nothing without a GPU needs it
+
+    return varlen_attn(
+        q_THd.contiguous(),
+        k_UKd.contiguous(),
+        v_UKd.contiguous(),
+        runs.q_start_N,
+        runs.k_start_N,
+        max(runs.q_lengths),
+        max(runs.k_lengths),
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0) if causal else (-1, -1),
+        enable_gqa=q_THd.shape[1] != k_UKd.shape[1],
+    )
+
+
+def one_by_one(
+    q_THd: Tensor, k_UKd: Tensor, v_UKd: Tensor, runs: Runs, *, scale: float, causal: bool, window: int | None
+) -> Tensor:
+    """What `attend_runs` computes, by ordinary attention, one sequence after the other."""
+    outputs = []
+    parts = zip(
+        q_THd.split(list(runs.q_lengths)),
+        k_UKd.split(list(runs.k_lengths)),
+        v_UKd.split(list(runs.k_lengths)),
+        strict=True,
+    )
+    for q, k, v in parts:
+        plainly_causal = causal and window is None and len(q) == len(k)
+        seen = None
+        if causal and not plainly_causal:
+            ones = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device)
+            seen = ones.tril(len(k) - len(q))
+            if window is not None:
+                seen &= ones.triu(len(k) - len(q) - window + 1)
+        out = F.scaled_dot_product_attention(
+            *(states.transpose(0, 1)[None] for states in (q, k, v)),
+            attn_mask=seen,
+            is_causal=plainly_causal,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs) if outputs else torch.zeros_like(q_THd)
+
+
+def verify(
+    kernel: Callable[..., Tensor], states: Sequence[Tensor], runs: Runs, settings: dict, key: str
+) -> float:
+    """Compare a kernel's outputs and gradients with ordinary attention in float32, on the states at hand.
+
+    Args:
+        kernel: takes queries, keys and values, the runs and the settings.
+        states: queries, keys and values.
+        runs: the sequences.
+        settings: of `attend_runs`.
+        key: of the recipe, for the message.
+
+    Returns:
+        The greatest relative difference of the four.
+
+    Raises:
+        KernelError: it is more than `TOLERANCE`.
+    """
+    dtype, names = (
+        states[0].dtype,
+        ("output", "gradient of queries", "gradient of keys", "gradient of values"),
+    )
+    with torch.enable_grad(), torch.autocast(states[0].device.type, enabled=False):
+        results = []
+        for function, to in ((kernel, dtype), (one_by_one, torch.promote_types(dtype, torch.float32))):
+            given = [part.detach().to(to).requires_grad_() for part in states]
+            out = function(*given, runs, **settings)
+            # A cotangent without pattern: kernels that mix up rows or columns give other gradients.
+            cotangent = torch.arange(out.numel(), device=out.device).view(out.shape).double().cos().to(to)
+            results.append([out.detach(), *torch.autograd.grad(out, given, cotangent)])
+    apart = {
+        name: float((fast.double() - plain.double()).norm() / plain.double().norm().clamp(min=1e-12))
+        for name, fast, plain in zip(names, *results, strict=True)
+    }
+    worst = max(apart.values())
+    _judge(worst, ", ".join(f"{name} {value:.1e}" for name, value in apart.items()), dtype, key)
+    return worst
+
+
+def _judge(worst: float, found: str, dtype: torch.dtype, key: str) -> None:
+    if not worst <= TOLERANCE.get(dtype, 1e-5):
+        raise KernelError(
+            f"this GPU's flash attention is not ordinary attention (relative differences: {found}); set {key}=sdpa, and "
+            "please report it with the output of scripts/gpu_check.py"
+        )
+    _log.warning("%s: flash attention checked against ordinary attention (relative): %s", key, found)

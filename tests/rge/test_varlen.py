@@ -1,0 +1,216 @@
+"""Sequences one after the other: attention against a loop by hand, and the whole step against rows side by side."""
+
+import copy
+
+import pytest
+import torch
+from family_models import every_family
+
+from rge.model import varlen
+from rge.model.attention import _Kernel
+from rge.model.backbone import decoder
+from rge.model.embedding_model import EmbeddingModel, encode_prompts
+from rge.model.packing import Branch
+from rge.model.prompts import PromptBuilder
+from rge.model.varlen import KernelError, attend_runs, make_runs, one_by_one, verify, wanted
+from rge.rollout.generate import generate
+from rge.step import Objective, training_step
+
+CPU = torch.device("cpu")
+
+
+def random_states(q_lengths, k_lengths, heads=6, key_heads=2, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(sum(q_lengths), heads, 8), (sum(k_lengths), key_heads, 8), (sum(k_lengths), key_heads, 8)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 3)])
+def test_attention_of_runs_by_hand(causal, window):
+    """A token and a head at a time: which keys a query sees is counted from the ends of both sequences."""
+    q_lengths, k_lengths = [5, 1, 3, 0, 4], [5, 6, 9, 0, 4]
+    q, k, v = random_states(q_lengths, k_lengths)
+    found = attend_runs(
+        q, k, v, make_runs(q_lengths, k_lengths, CPU), scale=0.3, causal=causal, window=window, key="k"
+    )
+    first_q = first_k = 0
+    for num_q, num_k in zip(q_lengths, k_lengths, strict=True):
+        for place in range(num_q):
+            itself = num_k - num_q + place
+            seen = [
+                j
+                for j in range(num_k)
+                if not causal or (j <= itself and (window is None or j > itself - window))
+            ]
+            for head in range(6):
+                keys, values = (part[first_k:][seen, head // 3] for part in (k, v))
+                weight = (0.3 * keys @ q[first_q + place, head]).softmax(dim=0)
+                torch.testing.assert_close(found[first_q + place, head], weight @ values)
+        first_q, first_k = first_q + num_q, first_k + num_k
+
+
+def test_a_kernel_that_aligns_its_mask_at_the_other_end_is_refused():
+    """As a library may read "causal" for unequal lengths: the error says by how much, and how to do without."""
+    lengths = [3, 2], [7, 5]
+    states, runs = random_states(*lengths, dtype=torch.bfloat16), make_runs(*lengths, CPU)
+    settings = {"scale": 0.3, "causal": True, "window": None}
+    assert verify(one_by_one, states, runs, settings, "model.x") < 0.02
+
+    def top_left(q, k, v, runs, **settings):
+        parts = zip(
+            *(x.split(list(n)) for x, n in ((q, lengths[0]), (k, lengths[1]), (v, lengths[1]))), strict=True
+        )
+        return torch.cat(
+            [
+                torch.nn.functional.scaled_dot_product_attention(
+                    *(x.transpose(0, 1)[None] for x in part), is_causal=True, scale=0.3, enable_gqa=True
+                )[0].transpose(0, 1)
+                for part in parts
+            ]
+        )  # fmt: skip
+
+    with pytest.raises(
+        KernelError, match=r"is not ordinary attention \(.*output [0-9.]+e[+-]0[01].*set model.x=sdpa"
+    ):
+        verify(top_left, states, runs, settings, "model.x")
+
+    class WrongBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            ctx.shapes = q.shape, k.shape, v.shape
+            return one_by_one(q, k, v, runs, **settings)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return tuple(torch.ones(shape, dtype=grad.dtype) for shape in ctx.shapes)
+
+    with pytest.raises(KernelError, match="gradient of queries"):
+        verify(lambda q, k, v, runs, **_: WrongBackward.apply(q, k, v), states, runs, settings, "model.x")
+
+
+def test_when_it_is_used():
+    cuda = torch.device("cuda")
+    assert wanted("auto", cuda, torch.bfloat16, "k")
+    assert not wanted("auto", cuda, torch.float32, "k")
+    assert not wanted("auto", CPU, torch.bfloat16, "k")
+    assert wanted("varlen", CPU, torch.float32, "k")
+    assert not wanted("sdpa", cuda, torch.bfloat16, "k")
+    with pytest.raises(KernelError, match="k=varlen computes in bfloat16 or float16, not in float32"):
+        wanted("varlen", cuda, torch.float32, "k")
+
+
+def flat(embedder: EmbeddingModel) -> EmbeddingModel:
+    """The same model in the form of a GPU, text and vision."""
+    other = copy.deepcopy(embedder)
+    other.attention = "varlen"
+    for module in other.modules():
+        if hasattr(module, "asked"):
+            module.asked = "varlen"
+    return other
+
+
+@every_family
+@pytest.mark.parametrize("once", [True, False])
+def test_a_step_and_its_gradients_equal_those_of_rows(lively64, make_batch, roll_out, once):
+    """Ragged rows, two and three branches, heads that share keys: losses and gradients, to float64's rounding."""
+    embedder, batch = lively64, make_batch(PromptBuilder(lively64.processor))
+    results = []
+    for form in (embedder, flat(embedder)):
+        rationales = roll_out(form, batch)
+        report = training_step(
+            form,
+            form,
+            batch,
+            Objective(0.3, 0.7),
+            rationales=rationales,
+            micro_batch_size=100 if once else 2,
+            backward=lambda loss: loss.backward(),
+            encoded=encode_prompts(form, form, batch.queries) if once else None,
+        )
+        results.append(([(r.ids, r.forced) for r in rationales], report, dict(form.named_parameters())))
+    (tokens, report, expected), (tokens_too, report_too, found) = results
+    assert tokens == tokens_too
+    assert report_too == pytest.approx(report, rel=1e-9)
+    whole = sum(
+        float(parameter.grad.square().sum()) for parameter in expected.values() if parameter.grad is not None
+    )
+    apart = sum(
+        float((found[name].grad - parameter.grad).square().sum())
+        for name, parameter in expected.items()
+        if parameter.grad is not None
+    )
+    assert apart**0.5 <= 1e-6 * whole**0.5
+
+
+def test_rows_of_many_branches_and_of_none(lively64, make_prompts):
+    prompts = make_prompts(PromptBuilder(lively64.processor), 3)
+    emb = lively64.emb_id
+    branches = [
+        [Branch([7] * number + [emb], read_state=True) for number in range(4)],
+        [],
+        [Branch([9, emb], predict=True), Branch([emb], read_state=True)],
+    ]
+    one, other = (form(form.pack(prompts, branches))[0] for form in (lively64, flat(lively64)))
+    torch.testing.assert_close(one.state_ND, other.state_ND, rtol=0, atol=1e-12)
+    torch.testing.assert_close(one.nll, other.nll)
+    torch.testing.assert_close(
+        lively64.states_before_answer(prompts), flat(lively64).states_before_answer(prompts)
+    )
+
+
+def test_layers_that_see_a_window(lively_path, backbone_of, make_prompts):
+    """Each branch equals transformers' own pass over prompt and branch, which rows cannot say, so `auto` is varlen."""
+    backbone = backbone_of(lively_path, dtype="float64")
+    text, emb = decoder(backbone.model), backbone.emb_id
+    text.config.layer_types, text.config.sliding_window = ["sliding_attention", "full_attention"], 6
+    text.has_sliding_layers = True
+    text.layers[0].self_attn.layer_type, text.layers[0].self_attn.sliding_window = "sliding_attention", 6
+    stock = copy.deepcopy(backbone.model).eval()
+    embedder = EmbeddingModel(backbone).eval()
+    assert embedder.attention == "varlen"
+    prompts = make_prompts(PromptBuilder(embedder.processor), 4, pictures=False)
+    branches = [[Branch([7, 8, 9, emb], read_state=True), Branch([3] * 9 + [emb], read_state=True)]] * 4
+    with torch.no_grad():
+        states = embedder(embedder.pack(prompts, branches))[0].state_ND
+    for row, prompt in enumerate(prompts):
+        for number, branch in enumerate(branches[row]):
+            ids = torch.cat([prompt.input_ids, torch.tensor(branch.ids)])[None]
+            with torch.no_grad():
+                hidden = stock(input_ids=ids, output_hidden_states=True).hidden_states[-1][0, -1]
+            torch.testing.assert_close(states[2 * row + number], hidden / hidden.norm(), rtol=0, atol=1e-9)
+    # Writing goes on under the same window.
+    rationales = generate(embedder, prompts, max_new_tokens=12, batch_size=4)
+    with torch.no_grad():
+        again = embedder(
+            embedder.pack(prompts, [[Branch([*r.ids, emb], read_state=True)] for r in rationales])
+        )[0].state_ND
+    torch.testing.assert_close(torch.stack([r.state_D for r in rationales]), again, rtol=0, atol=1e-9)
+    embedder.attention = "sdpa"
+    with pytest.raises(ValueError, match="see 6 tokens only; set model.attn_implementation=varlen"):
+        embedder(embedder.pack(prompts, branches))
+
+
+def test_attention_dropout_is_refused():
+    runs = make_runs([2], [2], CPU)
+    with pytest.raises(ValueError, match="varlen has no attention dropout"):
+        _Kernel(1.0, 0.1, False).runs(*random_states([2], [2]), runs)
+
+
+def test_on_a_gpu_the_first_call_of_a_kind_is_checked(monkeypatch, caplog):
+    """Stands in for the device: states that say they are on it, and a kernel that is counted."""
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    calls = []
+    monkeypatch.setattr(varlen, "_verified", set())
+    monkeypatch.setattr(varlen, "_flash", lambda *a, **k: (calls.append(k["causal"]), one_by_one(*a, **k))[1])
+    states = random_states([4, 2], [4, 2], dtype=torch.bfloat16)
+    states[0] = states[0].as_subclass(OnGpu)
+    settings = {"scale": 0.3, "key": "model.x"}
+    runs = make_runs([4, 2], [4, 2], CPU)
+    for causal in (True, True, False):
+        attend_runs(*states, runs, causal=causal, **settings)
+    assert calls == [True, True, True, False, False]  # each kind once more, to be compared
+    assert [record.message.split(":")[0] for record in caplog.records] == ["model.x"] * 2
+    assert "gradient of keys" in caplog.text

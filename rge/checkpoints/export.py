@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import rge
 from rge.checkpoints.description import SENTENCE_TRANSFORMERS, model_card
+from rge.common.errors import UserError
 from rge.model.embedding_model import EmbeddingModel
 
 RGE_JSON = "rge.json"
@@ -24,7 +25,7 @@ WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 """What a full disk looks like: to Python, to torch's serialiser, to safetensors."""
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint cannot be read or written; the message names it and the mend."""
 
 

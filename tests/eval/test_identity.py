@@ -119,7 +119,7 @@ def test_the_code_s_hash_follows_what_the_encoder_imports(monkeypatch):
     monkeypatch.setattr(identity, "_source", lambda name: seen.append(name) or read(name))
     before = code_hash.__wrapped__("eval.models.qwen")
     assert {
-        "rge.encoder",
+        "rge.embedder",
         "rge.model.backbone",
         "rge.model.prompts",
         "rge.rollout.generate",

@@ -22,7 +22,7 @@ from rge.config import TrainConfig
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.model.backbone import load_backbone
-from rge.model.embedder import Embedder
+from rge.model.embedding_model import EmbeddingModel
 from rge.rollout.generate import generate
 from rge.step import training_step
 
@@ -38,7 +38,7 @@ def as_launched() -> None:
     on_cpu.allow_fsdp2()
 
 
-def trained_weights(accelerator: Accelerator, embedder: Embedder) -> dict[str, Tensor]:
+def trained_weights(accelerator: Accelerator, embedder: EmbeddingModel) -> dict[str, Tensor]:
     """The weights that the optimizer changes, whole, as all processes together hold them."""
     found = {}
     for name, parameter in embedder.model.named_parameters():
@@ -52,7 +52,7 @@ def trained_weights(accelerator: Accelerator, embedder: Embedder) -> dict[str, T
     return found
 
 
-def accumulated_in(accelerator: Accelerator, model, embedder: Embedder) -> str:
+def accumulated_in(accelerator: Accelerator, model, embedder: EmbeddingModel) -> str:
     """Dtype in which the gradients of several backwards are added up."""
     if accelerator.state.deepspeed_plugin is None:
         return str(next(embedder.parameters()).dtype)
@@ -70,7 +70,7 @@ def run(checkpoint: str, task: dict, back_end: str, dtype: str, kind: str, folde
     train = TrainConfig(back_end=back_end)
     accelerator = launch.make_accelerator(train, dtype)
     launch.check_launch(accelerator, train)
-    embedder = Embedder(load_backbone(checkpoint, dtype=dtype)).eval()
+    embedder = EmbeddingModel(load_backbone(checkpoint, dtype=dtype)).eval()
     if kind == "gradient":
         optimizer, steps = torch.optim.SGD(embedder.parameters(), lr=1.0), 1
     else:

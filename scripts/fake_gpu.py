@@ -73,11 +73,14 @@ class OnGpu(Tensor):
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
         """To the host, which is a wait, or of another dtype."""
+        copies = kwargs.pop("copy", False)
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         if device is not None and device.type == "cpu":
             _gpu()._wait("copy to host")
             return self.inner.to(dtype or self.dtype)
-        return self if dtype in (None, self.dtype) else super().to(dtype)
+        if dtype in (None, self.dtype):
+            return self.clone() if copies else self
+        return super().to(dtype)
 
     def cpu(self) -> Tensor:  # type: ignore[override]
         """A wait."""

@@ -3,9 +3,7 @@
 import difflib
 from collections.abc import Iterable, Sequence
 
-
-class UserError(ValueError):
-    """What the user gave is wrong; the message names it and the mend, and is shown without a traceback."""
+from rge.common.errors import UserError
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

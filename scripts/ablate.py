@@ -36,7 +36,9 @@ import pandas as pd
 
 from eval.pages.interval_plot import Mark, interval_chart
 from eval.scoring import stats
-from rge.config import RecipeError, load_recipe
+from rge.common.errors import UserError
+from rge.common.files import write_text
+from rge.config import load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_SET = "data_prep/demo/data/test"
@@ -58,7 +60,7 @@ OWN = {
 """Options of this script and their defaults; None must be given, "" is worked out in `complete`."""
 
 
-class SweepError(ValueError):
+class SweepError(UserError):
     """The sweep is described wrongly, or its runs are not there; the message says how to mend it."""
 
 
@@ -117,9 +119,9 @@ def main(arguments: list[str]) -> None:
     table = collect(cells, values, options)
     metrics = options["metrics"].split(",")
     text = markdown(key, table, metrics)
-    write(out / "table.md", text)
-    write(out / "table.json", json.dumps(table, indent=1))
-    write(out / "plot.svg", plot(key, table, metrics, int(options["seeds"])))
+    write_text(out / "table.md", text)
+    write_text(out / "table.json", json.dumps(table, indent=1))
+    write_text(out / "plot.svg", plot(key, table, metrics, int(options["seeds"])))
     print(f"\n{text}\n{json.dumps(table)}")
 
 
@@ -290,7 +292,7 @@ def run_cell(options: dict[str, str], cell: Cell) -> None:
             )
     run([*shlex.split(options["launcher"]), "rge/train.py", *cell.overrides])
     evaluate(options, cell.folder)
-    write(note, json.dumps(asked, indent=1))
+    write_text(note, json.dumps(asked, indent=1))
 
 
 def evaluate(options: dict[str, str], folder: Path) -> None:
@@ -315,14 +317,6 @@ def run(command: list[str]) -> None:
         sys.exit(
             f"stopped: {shlex.join(command)} ended with code {code}; give the same command again to continue"
         )
-
-
-def write(path: Path, text: str) -> None:
-    """Write under another name and rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".tmp_{path.name}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 def collect(cells: list[Cell], values: list[str], options: dict[str, str]) -> list[dict[str, Any]]:
@@ -429,5 +423,5 @@ def plot(key: str, table: list[dict[str, Any]], metrics: list[str], seeds: int) 
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except (SweepError, RecipeError) as problem:
+    except UserError as problem:
         sys.exit(f"error: {problem}")

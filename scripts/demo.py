@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rge.common.files import write_json
+
 ROOT = Path(__file__).resolve().parent.parent
 DATA = "data_prep/demo/data"
 RUN, NONE = "runs/demo", "runs/demo_none"
@@ -194,7 +196,7 @@ def main(arguments: list[str]) -> int:
             record[step.name] = {"key": digest(step), "seconds": seconds}
         else:
             record[step.name] = {"seconds_so_far": seconds}
-        write_json(record_path, record)
+        write_json(record_path, record, indent=2)
         if code:
             print(f"{title}: stopped (exit code {code}); the same command continues", file=sys.stderr)
             return 1
@@ -210,6 +212,7 @@ def main(arguments: list[str]) -> int:
             "figures": rows,
             "page": f"{RUN}/report.html",
         },
+        indent=2,
     )
     print(f"\n{table(rows)}\n\n{sum(minutes.values()):.1f} minutes in all\npage: {page}")
     return 0
@@ -270,13 +273,6 @@ def table(rows: dict[str, dict[str, dict[str, Any]]]) -> str:
 def quoted(word: str) -> str:
     """The word as a shell needs it, for the printed command."""
     return word if all(letter.isalnum() or letter in "-_=./,:@" for letter in word) else f"'{word}'"
-
-
-def write_json(path: Path, content: object) -> None:
-    """Write whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(path)
 
 
 if __name__ == "__main__":

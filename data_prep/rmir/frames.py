@@ -10,7 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.options import UserError
+from rge.common.errors import UserError
+from rge.common.files import replacing
 
 # Read when daft is imported: it would tell its makers of every run, and draw over our progress bars.
 for _switch in ("DAFT_ANALYTICS_ENABLED", "DAFT_PROGRESS_BAR"):
@@ -68,7 +69,8 @@ def write_rows(path: Path, name: str, rows: Iterable[dict[str, Any]]) -> None:
         rows: one dict a row.
 
     Raises:
-        TableError: the rows do not fit the schema, or the disk is full.
+        TableError: the rows do not fit the schema.
+        FileError: the disk is full.
     """
     rows = list(rows)
     if rows and (wrong := set(rows[0]) ^ set(SCHEMAS[name].names)):
@@ -80,16 +82,10 @@ def write_table(path: Path, table: pa.Table) -> None:
     """Write a table atomically.
 
     Raises:
-        TableError: it cannot be written.
+        FileError: it cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    waiting = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with replacing(path) as waiting:
         pq.write_table(table, waiting, compression="zstd")
-        waiting.replace(path)
-    except OSError as error:
-        waiting.unlink(missing_ok=True)
-        raise TableError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 def read_table(path: Path, name: str) -> pa.Table:

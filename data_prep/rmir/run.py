@@ -3,7 +3,6 @@
 import fcntl
 import hashlib
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,10 +12,11 @@ from typing import Any
 from data_prep.calls.cache import ReplyCache
 from data_prep.calls.client import Caller, Outcome
 from data_prep.calls.request import Part, Picture, Request
-from data_prep.options import UserError
 from data_prep.rmir import frames
 from data_prep.rmir.config import RmirConfig, to_dict
 from data_prep.rmir.pictures.encoders import identity
+from rge.common.errors import UserError
+from rge.common.files import write_text
 
 STAGES = ("seed", "generate", "filter", "retrieve", "judge", "keep", "pool", "split", "audit")
 SETTINGS = {
@@ -234,15 +234,3 @@ class Run:
 def reasons(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
     """How many rows were rejected for each reason, most frequent first."""
     return dict(Counter(row["reason"] for row in rows).most_common())
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    waiting = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        waiting.write_text(text, encoding="utf-8")
-        waiting.replace(path)
-    except OSError as error:
-        waiting.unlink(missing_ok=True)
-        raise RunError(f"{path} cannot be written: {error.strerror or error}") from None

@@ -3,7 +3,6 @@
 Source: RMIR, section 3.1. Differs: where the paper is silent the choice is a setting; see docs/data_prep.md.
 """
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from data_prep.rmir.pictures.near_duplicates import near_duplicates
 from data_prep.rmir.results.audit import audit
 from data_prep.rmir.results.export import export
 from data_prep.rmir.run import Run, reasons
+from rge.common.files import replacing
 
 Rows = list[dict[str, Any]]
 
@@ -552,11 +552,5 @@ def _rejected(name: str, error: ReplyError, key: str) -> dict[str, Any]:
 
 
 def _save(path: Path, vectors: np.ndarray) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    waiting = path.with_name(f".{path.name}.{os.getpid()}.npy")
-    try:
-        np.save(waiting, vectors)
-        waiting.replace(path)
-    except OSError as error:
-        waiting.unlink(missing_ok=True)
-        raise frames.TableError(f"{path} cannot be written: {error.strerror or error}") from None
+    with replacing(path) as waiting, waiting.open("wb") as out:
+        np.save(out, vectors)

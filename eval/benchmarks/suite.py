@@ -18,8 +18,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from eval.benchmarks.protocols import protocol_for
-from eval.embedding.fill_cache import write_atomically
+from eval.benchmarks.registry import protocol_for
 from eval.embedding.processes import join
 from eval.scoring.output_files import (
     FORMAT,
@@ -32,7 +31,8 @@ from eval.scoring.output_files import (
     write_tables,
 )
 from eval.scoring.stats import NUM_RESAMPLES, Bootstrap, cluster_bootstrap, index_of, interval
-from rge.common.options import UserError
+from rge.common.errors import UserError
+from rge.common.files import write_bytes
 
 SUITE = "suite.json"
 SHARED = (
@@ -70,7 +70,7 @@ def is_suite(path: Path) -> bool:
 def write_suite(path: Path, *, name: str, benchmark: str, column: str, members: Mapping[str, Mapping[str, str]], **meta: Any) -> None:  # fmt: skip
     """Write ``suite.json`` beside the members' folders, last of all."""
     content = {"name": name, "benchmark": benchmark, "column": column, "members": members} | meta
-    write_atomically(path / SUITE, json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
+    write_bytes(path / SUITE, json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
 
 
 def load_suite(path: Path) -> Suite:

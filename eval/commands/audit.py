@@ -20,12 +20,12 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from eval.benchmarks.suite import is_suite, load_suite
-from eval.embedding.fill_cache import write_atomically
 from eval.scoring.output_files import RESULTS, read_results
 from eval.scoring.rationale_quality import rationale_quality, shortcut_rates
 from eval.sets.retrieval_set import RetrievalSet, further_names, load_set, picture_ids
+from rge.common.errors import UserError
+from rge.common.files import write_bytes
 from rge.common.images import ImageError, picture_bytes
-from rge.common.options import UserError
 from rge.common.schema import ImageRef, Item
 
 WARN = "TRAINED ON THE TEST"
@@ -119,7 +119,7 @@ def _evaluations(options: AuditOptions) -> dict[str, Any]:
     print(text)
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(options.out, text.encode() + b"\n")
+        write_bytes(options.out, text.encode() + b"\n")
     return content
 
 

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.benchmarks.protocols import protocol_for
+from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import (
     aggregate,
     each_member,
@@ -42,7 +42,7 @@ from eval.benchmarks.suite import (
 )
 from eval.commands.rerank import Judge, load_judge, rerank
 from eval.commands.run import Condition, RunOptions, Session, default_loader, start
-from eval.embedding.fill_cache import Embeds, write_atomically
+from eval.embedding.fill_cache import Embeds
 from eval.embedding.processes import join
 from eval.judging.answer_store import Answers
 from eval.pages.budget_plot import BASES, BUDGET, curves_of, standalone
@@ -50,7 +50,9 @@ from eval.scoring.fuse import choose, gated, margin, max_score, mean_embedding, 
 from eval.scoring.output_files import FORMAT, PER_QUERY, check_out, versions
 from eval.scoring.search import Ranking
 from eval.scoring.stats import Bootstrap, cluster_bootstrap, index_of, interval
-from rge.common.options import UserError, one_of
+from rge.common.errors import UserError
+from rge.common.files import write_bytes
+from rge.common.options import one_of
 from rge.common.schema import Encoded
 
 PLOT, PAGE = "budget.svg", "report.html"
@@ -155,8 +157,8 @@ def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) ->
     print(f"\n{table(content)}")
     curves = curves_of(content)
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str)
-    write_atomically(options.out / BUDGET, text.encode() + b"\n")
-    write_atomically(options.out / PLOT, standalone(curves, plan.metric).encode())
+    write_bytes(options.out / BUDGET, text.encode() + b"\n")
+    write_bytes(options.out / PLOT, standalone(curves, plan.metric).encode())
     if options.report:
         print(f"\n{_page(options, content)}")
     return options.out

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.embedding.fill_cache import write_atomically
 from eval.scoring.metrics import parse_name
 from eval.scoring.output_files import FORMAT, PER_QUERY, read_results, statistics_settings, versions
 from eval.scoring.stats import (
@@ -32,7 +31,8 @@ from eval.scoring.stats import (
     minimum_detectable,
     sign_flip_p,
 )
-from rge.common.options import UserError
+from rge.common.errors import UserError
+from rge.common.files import write_bytes
 
 COMPARE, PLOT = "compare.json", "compare.svg"
 DEFAULT_METRICS = ("recall@1", "recall@5", "recall@10", "mrr", "ndcg@10")
@@ -103,12 +103,10 @@ def compare(options: CompareOptions) -> list[Row]:
             | {"test": "sign flips by group, two-sided", "adjusted": "Holm", "effect": "d_z", "power": POWER},
             "versions": versions(),
         }
-        write_atomically(
+        write_bytes(
             options.out / PLOT, plot([row for row in rows if row.metric == names[0]], names[0]).encode()
         )
-        write_atomically(
-            options.out / COMPARE, json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"
-        )
+        write_bytes(options.out / COMPARE, json.dumps(content, indent=1, allow_nan=False).encode() + b"\n")
         print(f"\n{options.out / COMPARE}\n{options.out / PLOT}")
     return rows
 

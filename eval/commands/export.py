@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.embedding.fill_cache import write_atomically
 from eval.scoring.metrics import parse_name
 from eval.scoring.output_files import RUN, read_results
+from rge.common.errors import UserError
+from rge.common.files import write_bytes
 from rge.common.mmeb_prompts import SETS
-from rge.common.options import UserError, one_of
+from rge.common.options import one_of
 
 FORMATS = ("pinpoint", "top50", "mmeb", "mteb")
 MOST = 50
@@ -70,7 +71,7 @@ def export(options: ExportOptions) -> Path:
     else:
         content = _mteb(options, results)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(options.out, json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
+    write_bytes(options.out, json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
     print(options.out)
     return options.out
 

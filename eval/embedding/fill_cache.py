@@ -16,8 +16,7 @@ from tqdm import tqdm
 
 from eval.embedding.processes import ALONE, Team
 from eval.embedding.shards import Cache, covered, read, write_shard
-from eval.embedding.shards import write_atomically as write_atomically  # for the writers of the other files
-from rge.common.options import UserError
+from rge.common.errors import UserError
 from rge.common.schema import Encoded, Item
 
 Side = Literal["query", "candidate"]

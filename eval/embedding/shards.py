@@ -23,7 +23,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rge.common.options import UserError
+from rge.common.errors import UserError
+from rge.common.files import write_bytes
 from rge.common.schema import Encoded
 
 FORMAT = 2
@@ -106,7 +107,7 @@ def open_cache(
     if encoder is not None and names is not None and not shards_of(cache):
         adopt(cache, root, encoder)
     about = describe | {"key": key, "encoder": encoder}
-    write_atomically(cache.path / ABOUT, json.dumps(about, indent=2, default=str).encode())
+    write_bytes(cache.path / ABOUT, json.dumps(about, indent=2, default=str).encode())
     return cache
 
 
@@ -239,19 +240,6 @@ def read_costs(cache: Cache) -> dict[str, float]:
     return {name: value / cache.num_items for name, value in total.items()}
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file under a temporary name, then rename it: whoever sees the name sees all of it."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def _hash(parts: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for part in parts:
@@ -314,7 +302,7 @@ def _name(start: int, stop: int) -> str:
 def _write_table(cache: Cache, start: int, table: pa.Table) -> None:
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", use_dictionary=False)
-    write_atomically(cache.path / _name(start, start + len(table)), sink.getvalue().to_pybytes())
+    write_bytes(cache.path / _name(start, start + len(table)), sink.getvalue().to_pybytes())
 
 
 def _embedding_rows(table: pa.Table) -> np.ndarray:

@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from eval.embedding.fill_cache import write_atomically
+from rge.common.files import write_bytes
 
 TEMPLATES = Path(__file__).with_name("templates")
 
@@ -50,5 +50,5 @@ def write_page(
     )
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, page.encode())
+    write_bytes(out, page.encode())
     return out

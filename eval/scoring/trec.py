@@ -15,10 +15,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 
-from eval.embedding.fill_cache import write_atomically
 from eval.scoring.search import Ranking, from_ordered_integers, ordered_integers
 from eval.sets.retrieval_set import RetrievalSet
-from rge.common.options import UserError
+from rge.common.errors import UserError
+from rge.common.files import write_bytes
 
 COLUMNS = ("query", "Q0", "candidate", "rank", "score", "tag")
 
@@ -63,7 +63,7 @@ def write_run(
             for rank, (row, score) in enumerate(zip(rows, scores, strict=True), 1)
             if row >= 0
         ]
-    write_atomically(path, "".join(lines).encode())
+    write_bytes(path, "".join(lines).encode())
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
+from rge.common.errors import UserError
+from rge.common.files import write_text
 from rge.config import RecipeError, nearest, split_override
 from rge.diagnose import invariance, leakage, sensitivity
 from rge.diagnose.pairs import read_pairs
 from rge.encoder import load_encoder
-from rge.errors import USER_ERRORS, explain
 
 NAMES = ("leakage", "sensitivity", "invariance")
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -55,9 +56,9 @@ def main(arguments: list[str]) -> int:
             shown = invariance.table(found)
     found = {"diagnosis": name, "checkpoint": str(checkpoint), "data": str(data), "options": options, **found}
     out.mkdir(parents=True, exist_ok=True)
-    _write(out / f"{name}.json", json.dumps(found, indent=1))
+    write_text(out / f"{name}.json", json.dumps(found, indent=1))
     if name == "leakage":
-        _write(out / "leakage.svg", leakage.plot(found))
+        write_text(out / "leakage.svg", leakage.plot(found))
     print(shown)  # noqa: T201
     print(f"written: {out / name}.json")  # noqa: T201
     return 0 if found.get("agrees", True) else 1
@@ -96,15 +97,9 @@ def _progress(kind: str, step: int, report: dict[str, float]) -> None:
         print(f"{kind}, step {step}: {losses}", file=sys.stderr, flush=True)  # noqa: T201
 
 
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".tmp_{path.name}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
-
-
 if __name__ == "__main__":
     torch.set_float32_matmul_precision("highest")
     try:
         sys.exit(main(sys.argv[1:]))
-    except USER_ERRORS as problem:
-        sys.exit(f"error: {explain(problem)}")
+    except UserError as problem:
+        sys.exit(f"error: {problem}")

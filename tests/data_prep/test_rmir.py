@@ -44,8 +44,9 @@ from data_prep.rmir.pictures.encoders import HashingEncoder, PixelEncoder
 from data_prep.rmir.pictures.library import LibraryError, inspect, list_library, look
 from data_prep.rmir.results import report
 from data_prep.rmir.results.export import export
-from data_prep.rmir.run import STAGES, Run, RunError, write_text
+from data_prep.rmir.run import STAGES, Run, RunError
 from eval.sets.retrieval_set import load_set
+from rge.common.files import FileError, write_text
 from rge.common.fingerprint import set_fingerprint
 from rge.common.images import load_image
 from rge.common.schema import Record
@@ -506,7 +507,7 @@ def test_a_full_disk_is_named(world, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(pq, "write_table", full)
-    with pytest.raises(frames.TableError, match="cannot be written: No space left on device"):
+    with pytest.raises(FileError, match="cannot be written: No space left on device"):
         frames.write_rows(world.out / "x.parquet", "pool", [{"id": "a"}])
 
 
@@ -527,13 +528,13 @@ def test_nothing_half_written_stays_when_the_disk_fills(world):
     with no_room(300), pytest.raises(RunError, match="dataset cannot be written: .*File too large"):
         export(world, {"q1": "test", "q2": "train"}, {"q1": ["a"], "q2": ["d"]}, {"b"})
     assert not list(world.out.glob("*dataset*"))
-    with no_room(300), pytest.raises(frames.TableError, match="splits.parquet cannot be written"):
+    with no_room(300), pytest.raises(FileError, match="splits.parquet cannot be written"):
         stages.split(world)
     assert not list(world.path("split").glob("*parquet*"))
-    with no_room(300), pytest.raises(frames.TableError, match="x.npy cannot be written"):
+    with no_room(300), pytest.raises(FileError, match="x.npy cannot be written"):
         stages._save(world.out / "x.npy", np.zeros(1000))
     assert not list(world.out.glob("*x.npy*"))
-    with no_room(300), pytest.raises(RunError, match="x.md cannot be written"):
+    with no_room(300), pytest.raises(FileError, match="x.md cannot be written"):
         write_text(world.out / "x.md", "x" * 1000)
     assert not list(world.out.glob("*x.md*"))
     assert stages.split(world)["test"] == 2, "with room again the same stage goes on"

@@ -14,8 +14,9 @@ from eval.embedding.fill_cache import (
     encode_side,
     mean_cosine,
 )
-from eval.embedding.shards import cache_key, open_cache, write_atomically
-from rge.common.options import UserError
+from eval.embedding.shards import cache_key, open_cache
+from rge.common.errors import UserError
+from rge.common.files import write_bytes
 from rge.common.schema import Encoded, Item
 
 ITEMS = [Item(f"i{number:03d}", f"text {number}") for number in range(50)]
@@ -148,7 +149,7 @@ def test_a_shard_appears_complete_or_not_at_all(tmp_path, monkeypatch):
     """Killed between writing and renaming, a file has only its temporary name."""
     monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        write_atomically(tmp_path / "x", b"content")
+        write_bytes(tmp_path / "x", b"content")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,14 +10,10 @@ from typing import Any
 import httpx
 from tqdm import tqdm
 
-from data_prep.options import UserError
 from data_prep.rmir.config import DownloadConfig
+from rge.common.files import FileError, write_bytes
 
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
-
-
-class DownloadError(UserError):
-    """The downloaded pictures cannot be kept; the message says why."""
 
 
 class _Lost(Exception):
@@ -58,7 +53,7 @@ def fetch(
         Why an address could not be fetched, by address; empty where all is well.
 
     Raises:
-        DownloadError: the disk is full, or the folder cannot be written.
+        FileError: the disk is full, or the folder cannot be written.
     """
     todo = [url for url in dict.fromkeys(urls) if not local_path(url, folder).is_file()]
     if not todo:
@@ -88,7 +83,7 @@ async def _fetch_all(todo: list[str], folder: Path, config: DownloadConfig, prog
                 for _ in range(min(config.concurrency, len(todo))):
                     group.create_task(worker())
     except ExceptionGroup as errors:
-        stop = errors.subgroup(DownloadError)
+        stop = errors.subgroup(FileError)
         if stop is None:
             raise
         raise stop.exceptions[0] from None
@@ -99,7 +94,7 @@ async def _fetch_one(client: httpx.AsyncClient, url: str, path: Path, config: Do
     for attempt in range(config.max_retries + 1):
         try:
             data = await _get(client, url, config)
-            _keep(path, data)
+            write_bytes(path, data)
             return
         except _Lost as error:
             if not error.again or attempt == config.max_retries:
@@ -130,17 +125,6 @@ async def _get(client: httpx.AsyncClient, url: str, config: DownloadConfig) -> b
         raise _Lost("not a working address") from None
 
 
-def _keep(path: Path, data: bytes) -> None:
-    waiting = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        waiting.write_bytes(data)
-        waiting.replace(path)
-    except OSError as error:
-        waiting.unlink(missing_ok=True)
-        raise DownloadError(f"{path} cannot be written: {error.strerror or error}") from None
-
-
 def resolve(
     rows: list[dict[str, Any]], folder: Path, config: DownloadConfig, *, progress: bool = False
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
@@ -156,7 +140,7 @@ def resolve(
         The rows with files in place of addresses, and why a picture is not there, by row id.
 
     Raises:
-        DownloadError: see `fetch`.
+        FileError: see `fetch`.
     """
     lost = fetch([row["ref"] for row in rows if is_address(row["ref"])], folder, config, progress=progress)
     found, failed = [], {}

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from data_prep.rmir.run import STAGES, Run, write_text
+from data_prep.rmir.run import STAGES, Run
+from rge.common.files import write_text
 
 PAPER: dict[str, float | None] = {
     "thrown away by the filter": 0.40,

@@ -1,0 +1,66 @@
+"""Files that are there whole or not at all: written under another name, then renamed."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rge.common.errors import UserError
+
+SUFFIX = ".tmp"
+"""Of a file that is being written; what a killed process leaves behind has it too."""
+
+
+class FileError(UserError, OSError):
+    """A file cannot be written; the message names it and says why."""
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """A path to write to, which takes the place of `path` when the block ends well, and is gone when it does not.
+
+    Whoever sees `path` sees a whole file: the old one or the new one, also after a kill or a power cut.
+
+    Args:
+        path: of the file; its folder is made.
+
+    Yields:
+        Where to write, in the same folder.
+
+    Raises:
+        FileError: it cannot be written, such as on a full disk.
+    """
+    path = Path(path)
+    # The process is part of the name: two that write the same file must not write into each other's.
+    waiting = path.with_name(f".{path.name}.{os.getpid()}{SUFFIX}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield waiting
+            with waiting.open("rb") as written:
+                os.fsync(written.fileno())
+            waiting.replace(path)
+        finally:
+            waiting.unlink(missing_ok=True)
+    except FileError:
+        raise
+    except OSError as error:
+        raise FileError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def write_bytes(path: str | Path, data: bytes) -> None:
+    """Write a file whole or not at all, see `replacing`."""
+    with replacing(path) as waiting:
+        waiting.write_bytes(data)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a UTF-8 file whole or not at all, see `replacing`."""
+    write_bytes(path, text.encode())
+
+
+def write_json(path: str | Path, content: Any, *, indent: int = 1) -> None:
+    """Write JSON whole or not at all, see `replacing`."""
+    write_text(path, json.dumps(content, indent=indent, ensure_ascii=False) + "\n")

@@ -1,0 +1,66 @@
+"""Files that are there whole or not at all."""
+
+import resource
+
+import forked
+import pytest
+
+from rge.common.files import FileError, replacing, write_bytes, write_json, write_text
+
+
+def test_what_is_written_is_there(tmp_path):
+    path = tmp_path / "a new folder" / "with spaces.json"
+    write_json(path, {"ü": [1]})
+    assert path.read_bytes() == '{\n "ü": [\n  1\n ]\n}\n'.encode()
+    write_text(path, "once more")
+    assert path.read_text() == "once more"
+    write_bytes(path, b"\0")
+    assert [file.name for file in path.parent.iterdir()] == ["with spaces.json"]
+
+
+def test_a_writer_that_fails_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a"
+    write_text(path, "old")
+
+    def fail():
+        with replacing(path) as waiting:
+            waiting.write_text("half")
+            raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        fail()
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+    assert path.read_text() == "old"
+
+
+def test_a_full_disk_is_one_clear_error(tmp_path):
+    path = tmp_path / "a"
+    write_text(path, "old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(FileError, match="a cannot be written: File too large"):
+            write_text(path, "x" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_text() == "old"
+    assert len(list(tmp_path.iterdir())) == 1
+    with pytest.raises(FileError, match="cannot be written: Not a directory|cannot be written: File exists"):
+        write_text(path / "below", "x")
+
+
+def test_a_kill_while_writing_leaves_the_old_file(tmp_path):
+    write_text(tmp_path / "a", "old")
+    (tmp_path / "write.py").write_text(
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from rge.common.files import replacing\n"
+        "with replacing(sys.argv[1]) as waiting:\n"
+        "    waiting.write_text('half')\n"
+        "    Path(sys.argv[2]).touch()\n"
+        "    time.sleep(600)\n"
+    )
+    with forked.Program(tmp_path / "write.py", tmp_path / "a", tmp_path / "written") as program:
+        program.wait_until((tmp_path / "written").exists)
+        program.kill()
+    assert (tmp_path / "a").read_text() == "old"

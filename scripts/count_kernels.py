@@ -21,7 +21,7 @@ import torch
 from fake_gpu import FakeGpu
 
 from rge.common.options import UserError, parse_options
-from rge.model.embedder import encode_prompts
+from rge.model.embedding_model import encode_prompts
 from rge.rollout.generate import generate
 
 

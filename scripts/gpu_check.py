@@ -52,7 +52,7 @@ from rge.config import Recipe, load_recipe  # noqa: E402
 from rge.data.collate import Batch  # noqa: E402
 from rge.model import varlen, vision_tower  # noqa: E402
 from rge.model.backbone import Backbone, load_backbone  # noqa: E402
-from rge.model.embedder import Embedder, encode_prompts  # noqa: E402
+from rge.model.embedding_model import EmbeddingModel, encode_prompts  # noqa: E402
 from rge.model.families import family_of  # noqa: E402
 from rge.model.prompts import PromptBuilder  # noqa: E402
 from rge.plan.costs import GIB, RESERVED_GIB, flops, memory, shapes_of  # noqa: E402
@@ -175,7 +175,7 @@ class Machine:
         return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
 
-def small_embedder(machine: Machine, dtype: torch.dtype, form: str, **settings: Any) -> Embedder:
+def small_embedder(machine: Machine, dtype: torch.dtype, form: str, **settings: Any) -> EmbeddingModel:
     """A small model that starts from the same random weights each time."""
     return _embedder(machine, SMALL_TEXT, SMALL_VISION, None, dtype, form, 28 * 28, 112 * 112, **settings)
 
@@ -183,7 +183,7 @@ def small_embedder(machine: Machine, dtype: torch.dtype, form: str, **settings: 
 def _embedder(
     machine: Machine, text: dict, vision: dict, rows: int | None, dtype: torch.dtype, form: str, least: int, most: int,
     **settings: Any,
-) -> Embedder:  # fmt: skip
+) -> EmbeddingModel:  # fmt: skip
     """A model of these sizes on the device, with a small tokenizer; `rows` of its embedding matrix if not the tokenizer's."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["what opens this", "a key opens a lock", "an egg becomes a chick"]
@@ -206,7 +206,7 @@ def _embedder(
         if hasattr(module, "asked"):
             module.asked = form
     unused = range(len(backbone.processor.tokenizer), rows or 0)  # type: ignore[attr-defined]
-    return Embedder(
+    return EmbeddingModel(
         Backbone(
             model.to(machine.device, dtype),
             backbone.processor,
@@ -218,7 +218,7 @@ def _embedder(
     )
 
 
-def make_batch(embedder: Embedder, recipe: Recipe, queries: int, side_px: int, rationale: int) -> Batch:
+def make_batch(embedder: EmbeddingModel, recipe: Recipe, queries: int, side_px: int, rationale: int) -> Batch:
     """Queries with a picture and a labelled negative each; oracle rationales of that many tokens."""
     chance = np.random.default_rng(0)
     builder = PromptBuilder(embedder.processor, recipe.data.profile, recipe.data.max_prompt_tokens)
@@ -262,7 +262,7 @@ def check_kernels(machine: Machine) -> tuple[str, dict[str, Any]]:
 
 
 def _one_step(
-    machine: Machine, embedder: Embedder, batch: Batch, micro: int
+    machine: Machine, embedder: EmbeddingModel, batch: Batch, micro: int
 ) -> tuple[dict, dict[str, torch.Tensor]]:
     """A step on given rationales, so that forms see the same tokens."""
     chosen = [[7] * (3 + row % 5) for row in range(len(batch.queries))]
@@ -414,7 +414,7 @@ def check_training(machine: Machine) -> tuple[str, dict[str, Any]]:
     return f"random weights, {embedder.model.dtype}, one process, AdamW", figures
 
 
-def _load(machine: Machine, embedder: Embedder, batch: Batch, own: float, micro: int) -> Any:
+def _load(machine: Machine, embedder: EmbeddingModel, batch: Batch, own: float, micro: int) -> Any:
     recipe = machine.recipe
     given, _ = read_options(["num_gpus=8"])
     planned = load_of(recipe, embedder.model, given)
@@ -433,7 +433,7 @@ def _load(machine: Machine, embedder: Embedder, batch: Batch, own: float, micro:
     )  # fmt: skip
 
 
-def _flops_of(machine: Machine, embedder: Embedder, batch: Batch, rationales: Any, micro: int) -> float:
+def _flops_of(machine: Machine, embedder: EmbeddingModel, batch: Batch, rationales: Any, micro: int) -> float:
     own = max(1, round(statistics.mean(len(rationale.ids) for rationale in rationales)))
     load = _load(machine, embedder, batch, own, micro)
     found = flops(
@@ -444,7 +444,7 @@ def _flops_of(machine: Machine, embedder: Embedder, batch: Batch, rationales: An
 
 
 def _planned_memory(
-    machine: Machine, embedder: Embedder, batch: Batch, rationale: int, micro: int
+    machine: Machine, embedder: EmbeddingModel, batch: Batch, rationale: int, micro: int
 ) -> dict[str, float]:
     shapes = shapes_of(embedder.model)
     found = memory(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rge.model.embedder import Embedder, encode_prompts
+from rge.model.embedding_model import EmbeddingModel, encode_prompts
 from rge.model.families import FAMILIES
 from rge.model.prompts import PromptBuilder
 from rge.model.varlen import KernelError
@@ -59,7 +59,7 @@ def test_a_captured_step_runs_when_replayed_and_only_then():
             gpu.capture(lambda: int(n))
 
 
-def run_step(embedder: Embedder, batch, optimizer, gpu: FakeGpu | None, micro_batch_size: int):
+def run_step(embedder: EmbeddingModel, batch, optimizer, gpu: FakeGpu | None, micro_batch_size: int):
     """Rollout, both losses, backward, optimizer; tokens and report."""
     once = micro_batch_size >= len(batch.queries)
 
@@ -82,7 +82,7 @@ def run_step(embedder: Embedder, batch, optimizer, gpu: FakeGpu | None, micro_ba
     return [(r.ids, r.forced) for r in rationales], report
 
 
-def trainer(embedder: Embedder, checkpointing: bool):
+def trainer(embedder: EmbeddingModel, checkpointing: bool):
     if checkpointing:
         embedder.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return torch.optim.SGD(embedder.train().parameters(), lr=1e-3)
@@ -96,7 +96,7 @@ def trainer(embedder: Embedder, checkpointing: bool):
 )
 def test_two_steps_on_a_gpu(lively_path, backbone_of, make_batch, options, caplog):
     """The tokens, losses and weights of the CPU, and within the second step a budget of waits."""
-    here = Embedder(backbone_of(lively_path))
+    here = EmbeddingModel(backbone_of(lively_path))
     there = copy.deepcopy(here)
     batch = make_batch(PromptBuilder(here.processor))
     checkpointing = options == "checkpointing"
@@ -150,7 +150,7 @@ def test_two_steps_on_a_gpu(lively_path, backbone_of, make_batch, options, caplo
 
 def test_kernels_a_layer_and_a_token(lively_path, backbone_of, make_batch):
     """Launched one by one: what a decoder layer takes to write a token. A layer more is as many kernels more."""
-    embedder = Embedder(backbone_of(lively_path, dtype="bfloat16"), cuda_graphs=False)
+    embedder = EmbeddingModel(backbone_of(lively_path, dtype="bfloat16"), cuda_graphs=False)
     batch = make_batch(PromptBuilder(embedder.processor))
     with torch.no_grad():
         embedder.model.get_input_embeddings().weight[embedder.emb_id] = (
@@ -169,7 +169,7 @@ def test_kernels_a_layer_and_a_token(lively_path, backbone_of, make_batch):
 
 def test_flash_attention_does_not_compute_in_float32(lively_path, backbone_of, make_batch):
     """So float32 takes rows, and asking for varlen is an error that says what to do."""
-    embedder = Embedder(backbone_of(lively_path))
+    embedder = EmbeddingModel(backbone_of(lively_path))
     batch = make_batch(PromptBuilder(embedder.processor))
     with FakeGpu() as gpu:
         gpu.move(embedder)

@@ -448,13 +448,14 @@ def _planned_memory(
 ) -> dict[str, float]:
     shapes = shapes_of(embedder.model)
     found = memory(
-        shapes, _load(machine, embedder, batch, rationale, micro), back_end="ddp", num_gpus=1,
+        shapes, _load(machine, embedder, batch, rationale, micro), back_end="zero2", num_gpus=8,
         dtype_bytes=embedder.model.dtype.itemsize, checkpointing=machine.recipe.model.gradient_checkpointing,
         trained=shapes.parameters, optimizer_states=2, rollout_rows=machine.recipe.rollout.batch_size,
         micro_queries=min(micro, len(batch.queries)),
     )  # fmt: skip
-    # One process: everything in the weights' dtype, and gradients once, since there are no buckets to send.
-    return {**found, "gradients": float(shapes.parameters * embedder.model.dtype.itemsize)}
+    # The work of one of eight processes, but with nobody to share with and everything in the weights' dtype.
+    each = float(shapes.parameters * embedder.model.dtype.itemsize)
+    return {**found, "weights": each, "gradients": each, "optimizer": 2 * each}
 
 
 def check_back_ends(machine: Machine) -> tuple[str, dict[str, Any]]:

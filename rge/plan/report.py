@@ -13,10 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from rge.config import Recipe, RecipeError, StageConfig, load_recipe, nearest, split_override
+from rge.config import BACK_ENDS, Recipe, RecipeError, StageConfig, load_recipe, nearest, split_override
 from rge.model.families import family_of
 from rge.plan.costs import (
-    BACK_ENDS,
     GIB,
     RESERVED_GIB,
     UTILISATION,
@@ -42,7 +41,7 @@ OWN: dict[str, tuple[Any, str]] = {
     "bandwidth_tbs": (3.35, "TB/s of its memory; an H100's"),
     "utilisation": (0.35, "share of both that is reached"),
     "steps": (0, "of the stage; 0: the recipe's where it says, else 1000"),
-    "back_end": ("zero2", "ddp, zero1, zero2, zero3 or fsdp2"),
+    "back_end": ("", "ddp, zero1, zero2, zero3 or fsdp2; none: train.back_end"),
     "for": ("joint", "stage: joint or cold_start"),
     "query_pictures": (1, "pictures a query"),
     "candidate_pictures": (1, "pictures a candidate"),
@@ -60,6 +59,7 @@ def main(arguments: list[str]) -> int:
     """Print the plan; 1 if it does not fit."""
     options, overrides = read_options(arguments)
     recipe = load_recipe(overrides)
+    options["back_end"] = options["back_end"] or recipe.train.back_end
     model, origin = outline(recipe.model, recipe.init)
     found = plan(recipe, model, options)
     print(report(recipe, found, origin, options))  # noqa: T201 - this is a command
@@ -96,9 +96,11 @@ def read_options(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
             raise RecipeError(
                 f"{name} must be above 0{' and at most 1' * (name == 'utilisation')}, got {options[name]}"
             )
-    for name, allowed in (("back_end", BACK_ENDS), ("for", ("joint", "cold_start"))):
+    for name, allowed in (("back_end", ("", *BACK_ENDS)), ("for", ("joint", "cold_start"))):
         if options[name] not in allowed:
-            raise RecipeError(f"{name} must be one of {', '.join(allowed)}; got {options[name]!r}")
+            raise RecipeError(
+                f"{name} must be one of {', '.join(filter(None, allowed))}; got {options[name]!r}"
+            )
     return options, overrides
 
 
@@ -108,6 +110,7 @@ def plan(recipe: Recipe, model: nn.Module, options: dict[str, Any]) -> dict[str,
     Raises:
         RecipeError: the batch cannot be shared out, a prompt is longer than allowed, or the stage is not the recipe's.
     """
+    options = {**options, "back_end": options["back_end"] or recipe.train.back_end}
     shapes = shapes_of(model)
     load = load_of(recipe, model, options)
     trained = trained_parameters(shapes, model, recipe.model)

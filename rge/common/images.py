@@ -1,17 +1,22 @@
 """Open pictures by reference, and refuse clearly what cannot be opened. Nothing is replaced by a blank image."""
 
+import base64
 import io
 import os
+import time
 import warnings
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from rge.common.errors import UserError
 from rge.common.schema import ImageRef
+
+FETCH_S, FETCH_BYTES = 30, 64 << 20
+"""What a picture on the web may take."""
 
 
 class ImageError(UserError):
@@ -29,7 +34,7 @@ def _library(path: str) -> dict[str, bytes]:
             f"picture library {path} is not a Parquet file with columns id and image: {error}"
         ) from None
     rows = zip(table["id"].to_pylist(), table["image"].to_pylist(), strict=True)
-    return {name: image["bytes"] if isinstance(image, dict) else image for name, image in rows}
+    return {name: image.get("bytes") if isinstance(image, dict) else image for name, image in rows}
 
 
 def picture_bytes(ref: ImageRef) -> bytes:
@@ -48,11 +53,20 @@ def picture_bytes(ref: ImageRef) -> bytes:
         library = _library(path + ".parquet")
         if row not in library:
             raise ImageError(f"picture {row!r} is not in {path}.parquet ({len(library)} rows)")
-        return library[row]
+        if not isinstance(data := library[row], bytes):
+            raise ImageError(f"picture {row!r} of {path}.parquet has no bytes")
+        return data
+    file = Path(ref)
     try:
-        return Path(ref).read_bytes()
-    except OSError as error:
-        raise ImageError(f"picture {ref} cannot be read: {error.strerror or error}") from None
+        # A pipe or a device would be waited for, or read without end.
+        waits = file.exists() and not file.is_file() and not file.is_dir()
+        data = None if waits else file.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
+        reason = getattr(error, "strerror", None) or error
+        raise ImageError(f"picture {ref} cannot be read: {reason}") from None
+    if data is None:
+        raise ImageError(f"picture {ref} cannot be read: it is a pipe or a device, not a file")
+    return data
 
 
 class PictureIndex:
@@ -98,16 +112,56 @@ def _rows_of(library: str) -> frozenset[str] | str:
 def _files_in(folder: str) -> frozenset[str] | str:
     try:
         with os.scandir(folder or ".") as entries:
-            return frozenset(entry.name for entry in entries if entry.is_file())
-    except OSError as error:
-        return f"picture folder {folder} cannot be read: {error.strerror}"
+            return frozenset(entry.name for entry in entries if _is_file(entry))
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
+        return f"picture folder {folder} cannot be read: {getattr(error, 'strerror', None) or error}"
 
 
-def load_image(ref: ImageRef) -> Image.Image:
+def _is_file(entry: os.DirEntry) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:
+        return False  # a link to itself
+
+
+def fetch_picture(address: str) -> bytes:
+    """Encoded bytes of a picture on the web, or in a ``data:`` URL.
+
+    Raises:
+        ImageError: it cannot be fetched within `FETCH_S` seconds, or has more than `FETCH_BYTES` bytes.
+    """
+    shown = address[:60] + ("..." if len(address) > 60 else "")
+    if address.startswith("data:"):
+        head, comma, data = address.partition(",")
+        try:
+            if not comma or not head.endswith(";base64"):
+                raise ValueError("only base64 is understood")
+            return base64.b64decode(data, validate=True)
+        except ValueError as error:
+            raise ImageError(f"data URL {shown} cannot be read: {error}") from None
+    import httpx
+
+    found = bytearray()
+    deadline = time.monotonic() + FETCH_S
+    try:
+        with httpx.stream("GET", address, timeout=FETCH_S, follow_redirects=True) as answer:
+            answer.raise_for_status()
+            for part in answer.iter_bytes():
+                found += part
+                if len(found) > FETCH_BYTES:
+                    raise ImageError(f"picture {shown} is larger than {FETCH_BYTES >> 20} MB")
+                if time.monotonic() > deadline:
+                    raise ImageError(f"picture {shown} did not arrive within {FETCH_S} s")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ImageError(f"picture {shown} cannot be fetched: {error or type(error).__name__}") from error
+    return bytes(found)
+
+
+def load_image(ref: ImageRef | Image.Image) -> Image.Image:
     """Decode a picture to RGB; transparency is laid on white, EXIF rotation is applied.
 
     Args:
-        ref: see `picture_bytes`.
+        ref: see `picture_bytes`; or a picture that is decoded already, which is treated alike.
 
     Returns:
         An RGB image, fully decoded.
@@ -116,6 +170,8 @@ def load_image(ref: ImageRef) -> Image.Image:
         ImageError: missing, not an image, truncated, animated, of pixels without a known range, or so large that
             Pillow suspects an attack.
     """
+    if isinstance(ref, Image.Image):
+        return _decoded(ref, f"<{ref.width} x {ref.height} picture>")
     name = f"<{len(ref)} bytes>" if isinstance(ref, bytes) else ref
     data = picture_bytes(ref)
     try:
@@ -126,21 +182,21 @@ def load_image(ref: ImageRef) -> Image.Image:
             if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
                 raise ImageError(f"picture {name} has {image.n_frames} frames: extract the one that is meant")
             image.load()
-            image = _eight_bits(ImageOps.exif_transpose(image), name)
-            if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-                image = image.convert("RGBA")
-                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-            return image.convert("RGB")
-    except (
-        OSError,
-        SyntaxError,
-        ValueError,
-        Image.DecompressionBombError,
-        Image.DecompressionBombWarning,
-    ) as error:
-        if isinstance(error, ImageError):
-            raise
+            return _decoded(image, name)
+    except ImageError:
+        raise
+    except UnidentifiedImageError:  # its message holds an address in memory
+        raise ImageError(f"picture {name} cannot be decoded: it is no picture that Pillow knows") from None
+    except Exception as error:  # noqa: BLE001 - on damaged files Pillow's readers raise whatever they run into
         raise ImageError(f"picture {name} cannot be decoded: {error}") from error
+
+
+def _decoded(image: Image.Image, name: str) -> Image.Image:
+    image = _eight_bits(ImageOps.exif_transpose(image), name)
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
 
 
 def _eight_bits(image: Image.Image, name: str) -> Image.Image:

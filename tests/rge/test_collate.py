@@ -7,13 +7,20 @@ import numpy as np
 import pytest
 import torch
 
+from rge import train
 from rge.checkpoints.export import export, settings_of
-from rge.config import RecipeError
-from rge.data.collate import StepBatches, make_loader, query_item, sorted_by_length, target_item
+from rge.config import DataConfig, Recipe, RecipeError, SourceConfig, StageConfig
+from rge.data.collate import (
+    StepBatches,
+    query_item,
+    sorted_by_length,
+    target_item,
+)
 from rge.data.sources import Mixture, RecordFile, identity
-from rge.encoder import load_encoder
+from rge.embedder import Embedder
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
+from rge.step import Objective
 
 
 @pytest.fixture
@@ -60,7 +67,9 @@ def records(tmp_path, picture):
 def batches(records, builder):
     def make(world_size=1, rank=0, batch_size=6, seed=0, **options):
         mixture = Mixture([len(file) for file in records], [2, 1], batch_size, seed)
-        return StepBatches(records, mixture, builder, rank=rank, world_size=world_size, **options)
+        needs = {name: options.pop(name) for name in ("need_oracle", "need_candidates") if name in options}
+        settings = DataConfig(**{"sort_by_length": False, **options})
+        return StepBatches(records, mixture, builder, settings, rank=rank, world_size=world_size, **needs)
 
     return make
 
@@ -89,7 +98,8 @@ def content(batch):
         ]
         for place, others in zip(batch.positive, batch.negatives, strict=True)
     ]
-    return list(zip(queries, chosen, strict=True))
+    more = [[batch.candidates[column].id for column in columns] for columns in batch.more_positives]
+    return list(zip(queries, chosen, more or [[]] * len(queries), strict=True))
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 5, 6])
@@ -108,14 +118,6 @@ def test_a_batch_repeats_and_differs_from_the_next(batches):
     assert content(made[4]) != later
     assert content(batches()[3]) == later
     assert content(batches(seed=1)[3]) != later
-
-
-def test_workers_make_the_same_batches_in_order(batches):
-    made = batches(augment="drawing")
-    steps = range(2, 6)
-    expected = [content(made[step]) for step in steps]
-    assert [content(batch) for batch in make_loader(made, steps, num_workers=0)] == expected
-    assert [content(batch) for batch in make_loader(made, steps, num_workers=2)] == expected
 
 
 def test_candidates_are_the_drawn_positive_and_negatives(batches, records):
@@ -179,20 +181,20 @@ def test_a_record_that_cannot_be_used_is_named(batches, records):
     with pytest.raises(
         ValueError, match=r"record '[ab]\d' of .*/[ab]\.jsonl: .*images/4\.png cannot be read"
     ):
-        list(make_loader(batches(), range(10), num_workers=0))
+        [batches()[step] for step in range(10)]
 
 
 def test_training_and_evaluation_see_the_same_tokens_and_states(lively, records, tmp_path):
     """The collator's prompt of a record is the prompt that a loaded checkpoint makes, down to the embedding."""
     builder = PromptBuilder(lively.processor, "rge", max_tokens=150)
     mixture = Mixture([len(file) for file in records], [9, 5], 14, 0)
-    batch = StepBatches(records, mixture, builder, rank=0, world_size=1, max_negatives=3)[0]
+    batch = StepBatches(records, mixture, builder, DataConfig(max_negatives=3), rank=0, world_size=1)[0]
     settings = settings_of(
         emb_id=lively.emb_id, profile="rge", max_prompt_tokens=150, min_pixels=784, max_pixels=7056, max_new_tokens=9,
         reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=1,
     )  # fmt: skip
     export(lively, tmp_path / "final", settings)
-    encoder = load_encoder(tmp_path / "final")
+    encoder = Embedder.from_pretrained(tmp_path / "final")
 
     by_id = {file[index].id: file[index] for file in records for index in range(len(file))}
     targets = {
@@ -240,9 +242,7 @@ def test_all_positives_are_candidates_if_asked(batches, records):
 
 def test_sorting_moves_rows_and_columns_and_nothing_else(batches):
     def rows(batch):
-        found = content(batch)
-        more = [[batch.candidates[column].id for column in columns] for columns in batch.more_positives]
-        return sorted(zip(found, more, strict=True), key=lambda row: row[0][0][0])
+        return sorted(content(batch), key=lambda row: row[0][0])
 
     plain, ordered = (batches(positives="all", sort_by_length=which)[2] for which in (False, True))
     assert rows(plain) == rows(ordered)
@@ -254,3 +254,28 @@ def test_sorting_moves_rows_and_columns_and_nothing_else(batches):
     without = sorted_by_length(batches(need_candidates=False)[2])
     assert sorted(without.record_ids) == sorted(plain.record_ids)
     assert without.positive == []
+
+
+def test_what_the_recipe_says_of_data_reaches_the_batches(records, embedder):
+    """Each key that decides what is in a batch, through the function that builds a stage's."""
+
+    def made(**data):
+        sources = [SourceConfig(str(file.path), weight) for file, weight in zip(records, (2, 1), strict=True)]
+        stage = StageConfig(batch_size=6, sources=sources)
+        recipe = Recipe(data=DataConfig(**{"sort_by_length": False, **data}), joint=stage)
+        by_path = {str(file.path): file for file in records}
+        batches = train.build_batches(recipe, stage, Objective(0.5, 0.5), embedder, by_path)
+        return [content(batches[step]) for step in range(4)]
+
+    plain = made()
+    assert made() == plain
+    for change in (
+        {"positives": "all"},
+        {"sort_by_length": True},
+        {"max_negatives": 2},
+        {"augment": "drawing"},
+        {"profile": "plain"},
+        {"max_prompt_tokens": 100},
+        {"batches": "homogeneous"},
+    ):
+        assert made(**change) != plain, change

@@ -10,7 +10,8 @@ from typing import Any
 
 import pandas as pd
 
-from eval.sets.retrieval_set import RetrievalSet, load_set
+from eval.embedding.identity import OLD, old_results, set_mismatch
+from eval.sets.retrieval_set import RetrievalSet, load_set, with_readable_content
 from rge.common.errors import UserError
 
 QUERY_COLUMN, TOP_COLUMN, RANK_COLUMN = "query_id", "top10", "first_hit_rank"
@@ -203,11 +204,10 @@ def check_one_set(evaluations: Sequence[Evaluation]) -> None:
     """
     first = evaluations[0]
     for other in evaluations[1:]:
-        ours, theirs = first.results["set"]["fingerprint"], other.results["set"]["fingerprint"]
-        if ours != theirs:
+        if why := set_mismatch(first.results, other.results):
             raise UserError(
-                f"{first.directory} and {other.directory} are evaluations of different retrieval sets "
-                f"(fingerprints {ours[:12]} and {theirs[:12]}): write one report for each set"
+                f"{first.directory} and {other.directory} are evaluations of different retrieval sets ({why}): write one "
+                "report for each set"
             )
         missing = first.per_query.index.symmetric_difference(other.per_query.index)
         if len(missing):
@@ -250,25 +250,25 @@ def set_of(main: Evaluation, given: Path | None) -> RetrievalSet:
         raise UserError(
             f"retrieval set {path} of {main.directory} is not there; if it was moved, give set=DIR"
         )
-    loaded = load_set(path)
-    expected = main.results["set"]["fingerprint"]
-    if loaded.fingerprint != expected:
-        raise UserError(
-            f"retrieval set {path} is not the one that {main.directory} was measured on "
-            f"(fingerprints {loaded.fingerprint[:12]} and {expected[:12]})"
-        )
+    loaded, _ = with_readable_content(load_set(path))
+    now = {"set": {"fingerprint": loaded.fingerprint, "content": loaded.content}}
+    if why := set_mismatch(now, main.results):
+        raise UserError(f"retrieval set {path} is not the one that {main.directory} was measured on ({why})")
     return loaded
 
 
 def warnings_of(evaluations: Sequence[Evaluation]) -> list[str]:
     """What a reader has to know before the figures, each once; with the label where it is not said of all.
 
-    These are the warnings of results.json, a ranking that lacks queries, and a look at the first queries only.
+    These are the warnings of results.json, results of an older version, a ranking that lacks queries, and a look at the
+    first queries only.
     """
     said: dict[str, list[str]] = defaultdict(list)
     for one in evaluations:
         results = one.results
         found = [str(warning) for warning in results.get("warnings") or []]
+        if old_results(results):
+            found.append(f"this {OLD}")
         if (coverage := results.get("coverage")) is not None and coverage < 1:
             found.append(f"the ranking covers {100 * coverage:.4g} % of the queries")
         if limit := results["set"].get("limit"):

@@ -28,12 +28,12 @@ from tqdm import tqdm
 
 from rge.checkpoints.resume import check_state, finished
 from rge.checkpoints.run_lock import held
+from rge.common.errors import UserError, explain
 from rge.common.images import ImageError, PictureIndex, load_image
 from rge.config import Recipe, RecipeError, StageConfig, load_recipe, split_override
 from rge.data.sources import MAX_REPORTED, Mixture, RecordFile
 from rge.distributed import collectives as dist
 from rge.distributed import launch
-from rge.errors import USER_ERRORS, explain
 from rge.logs import tracker_problems
 from rge.model.backbone import check_sizes, read_config
 from rge.plan.costs import GIB, shapes_of, trained_parameters
@@ -182,7 +182,7 @@ def raise_descriptor_limit() -> None:
 def _attempt(problems: list[str], action: Callable[..., T], *arguments: Any) -> T | None:
     try:
         return action(*arguments)
-    except (*USER_ERRORS, OSError) as error:
+    except (UserError, OSError) as error:
         problems.append(explain(error))
         return None
 
@@ -417,5 +417,5 @@ def _banner(recipe: Recipe, found: Checked, model: nn.Module, accelerator: Accel
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except USER_ERRORS as problem:
+    except UserError as problem:
         sys.exit(f"error: {explain(problem)}")

@@ -17,12 +17,13 @@ import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from rge.common.errors import UserError
 from rge.common.prompt_profiles import PROFILES
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
 
-class RecipeError(ValueError):
+class RecipeError(UserError):
     """A recipe or an override is wrong; the message names the key and the mend."""
 
 

@@ -25,13 +25,13 @@ from accelerate.utils import set_seed
 
 from rge.check import Checked, checked
 from rge.checkpoints.checkpoint_manager import Keeper
+from rge.common.errors import UserError, explain
 from rge.config import Recipe, StageConfig, load_recipe
 from rge.data.collate import Collator, StepBatches, make_loader
 from rge.data.sources import Mixture, RecordFile
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.distributed.failure_detection import fellow_ranks
-from rge.errors import USER_ERRORS, explain
 from rge.logs import Logs, start_trackers
 from rge.model.backbone import check_sizes, vision_parameters
 from rge.model.embedder import Embedder, embedder_to_train
@@ -191,7 +191,7 @@ if __name__ == "__main__":
     torch.set_float32_matmul_precision("highest")
     try:
         main(sys.argv[1:])
-    except USER_ERRORS as problem:
+    except UserError as problem:
         sys.exit(f"error: {explain(problem)}")
     except KeyboardInterrupt:  # before the first step; from then on it saves
         sys.exit(130)

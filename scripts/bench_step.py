@@ -50,7 +50,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils import flop_counter
 from transformers import GenerationConfig
 
-from rge.common.options import UserError, one_of, parse_options
+from rge.common.errors import UserError
+from rge.common.options import one_of, parse_options
 from rge.common.schema import Item
 from rge.config import load_recipe
 from rge.data.collate import Batch, StepBatches

@@ -10,7 +10,7 @@ import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.options import UserError
+from rge.common.errors import UserError
 from rge.common.write_ahead_log import open_wal
 
 _SCHEMA = """

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from data_prep.calls.cache import Kept, ReplyCache
 from data_prep.calls.replies import NotAChat, Reply, ReplyError, read_reply, usage
 from data_prep.calls.request import Picture, Request, encoded
-from data_prep.options import UserError
+from rge.common.errors import UserError
 from rge.common.images import ImageError
 
 APIS = ("openai", "anthropic")

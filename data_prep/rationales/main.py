@@ -18,12 +18,13 @@ from data_prep.calls.cache import ReplyCache
 from data_prep.calls.client import Caller, ModelConfig, check_model
 from data_prep.calls.replies import ReplyError
 from data_prep.calls.request import Picture, Request
-from data_prep.options import UserError, read_options
+from data_prep.options import read_options
 from data_prep.rationales import checks, prompts
+from rge.common.errors import UserError
 from rge.common.files import write_text
-from rge.common.images import ImageError, picture_bytes
+from rge.common.images import picture_bytes
 from rge.common.schema import Positive, Record
-from rge.data.sources import RecordError, RecordFile
+from rge.data.sources import RecordFile
 
 DEFAULTS = {
     "records": "", "out": "", "model": "", "base_url": "", "api": "openai", "key_env": "", "concurrency": "32",
@@ -150,7 +151,7 @@ def estimate(records: Path, model: ModelConfig, settings: Settings) -> str:
     Raises:
         UserError: the records cannot be read.
     """
-    _check(records)
+    RecordFile(records)  # checks every record
     calls = tokens_in = tokens_out = 0
     tasks: Counter[str] = Counter()
     for window in _windows(records):
@@ -193,7 +194,7 @@ def write(records: Path, out: Path, model: ModelConfig, settings: Settings) -> d
     Raises:
         UserError: see `main`.
     """
-    _check(records)
+    RecordFile(records)  # checks every record
     if out.resolve() == records.resolve():
         raise UserError(f"out={out} would overwrite the records")
     judge = None
@@ -338,13 +339,6 @@ def _request(
     )
 
 
-def _check(records: Path) -> None:
-    try:
-        RecordFile(records)
-    except RecordError as error:
-        raise UserError(str(error)) from None
-
-
 def _mean(values: list[float]) -> float:
     return round(sum(values) / len(values), 4) if values else 0.0
 
@@ -363,11 +357,8 @@ def _windows(path: Path) -> Iterator[list[Record]]:
 
 
 def _picture(ref: Path, model: ModelConfig, look: bool) -> Picture:
-    try:
-        digest = hashlib.sha256(picture_bytes(str(ref))).hexdigest() if look else ""
-        return Picture(str(ref), digest, model.max_side_px)
-    except ImageError as error:
-        raise UserError(str(error)) from None
+    digest = hashlib.sha256(picture_bytes(str(ref))).hexdigest() if look else ""
+    return Picture(str(ref), digest, model.max_side_px)
 
 
 def _moved(record: Record, old: Path, new: Path) -> str:

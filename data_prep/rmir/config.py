@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from data_prep.calls.client import ModelConfig, check_model
-from data_prep.options import UserError
+from rge.common.errors import UserError
 from rge.config import RecipeError, nearest, split_override
 
 CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "data_prep"

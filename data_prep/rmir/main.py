@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from data_prep.calls.client import CHARACTERS_A_TOKEN
-from data_prep.options import UserError, nearest
+from data_prep.options import nearest
 from data_prep.rmir import prompts
 from data_prep.rmir.config import RmirConfig, load_config, models_used
 from data_prep.rmir.oracle import OracleProcess, write_library
@@ -15,6 +15,7 @@ from data_prep.rmir.pictures.library import list_library
 from data_prep.rmir.results import report
 from data_prep.rmir.run import STAGES, Run, RunError, done, identities
 from data_prep.rmir.stages import WORK
+from rge.common.errors import UserError
 
 
 def main(words: Sequence[str]) -> None:

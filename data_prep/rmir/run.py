@@ -12,10 +12,10 @@ from typing import Any
 from data_prep.calls.cache import ReplyCache
 from data_prep.calls.client import Caller, Outcome
 from data_prep.calls.request import Part, Picture, Request
-from data_prep.options import UserError
 from data_prep.rmir import frames
 from data_prep.rmir.config import RmirConfig, to_dict
 from data_prep.rmir.pictures.encoders import identity
+from rge.common.errors import UserError
 from rge.common.files import write_text
 
 STAGES = ("seed", "generate", "filter", "retrieve", "judge", "keep", "pool", "split", "audit")

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.benchmarks.protocols import protocol_for
+from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import (
     aggregate,
     each_member,
@@ -50,8 +50,9 @@ from eval.scoring.fuse import choose, gated, margin, max_score, mean_embedding, 
 from eval.scoring.output_files import FORMAT, PER_QUERY, check_out, versions
 from eval.scoring.search import Ranking
 from eval.scoring.stats import Bootstrap, cluster_bootstrap, index_of, interval
+from rge.common.errors import UserError
 from rge.common.files import write_bytes
-from rge.common.options import UserError, one_of
+from rge.common.options import one_of
 from rge.common.schema import Encoded
 
 PLOT, PAGE = "budget.svg", "report.html"

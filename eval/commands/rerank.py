@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 from tqdm import tqdm
 
-from eval.benchmarks.protocols import protocol_for
+from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import each_member, is_suite, join_members, load_suite, member_dirs
 from eval.embedding.fill_cache import Silent
 from eval.embedding.processes import ALONE, Team, join
@@ -31,7 +31,7 @@ from eval.scoring.output_files import RUN, check_out, read_results, summary
 from eval.scoring.search import Ranking
 from eval.scoring.trec import read_run
 from eval.sets.retrieval_set import RetrievalSet, content_digest, load_set
-from rge.common.options import UserError
+from rge.common.errors import UserError
 from rge.common.schema import Item
 
 HELD_CANDIDATES = 4096

@@ -17,7 +17,8 @@ from tqdm import tqdm
 from eval.judging.answer_store import Answers, key_of
 from eval.judging.endpoint import Endpoint, sendable
 from eval.sets.retrieval_set import RetrievalSet, content_digest
-from rge.common.options import UserError, one_of
+from rge.common.errors import UserError
+from rge.common.options import one_of
 from rge.common.schema import Item
 
 PROMPTS = {

@@ -14,8 +14,8 @@ from typing import Any
 
 import openai
 
+from rge.common.errors import UserError
 from rge.common.images import load_image
-from rge.common.options import UserError
 from rge.common.schema import ImageRef
 
 MAX_RETRIES = 6

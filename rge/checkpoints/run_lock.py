@@ -16,10 +16,12 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
+from rge.common.errors import UserError
+
 LOCK = ".lock"
 
 
-class InUseError(RuntimeError):
+class InUseError(UserError):
     """Another run works in the folder; the message names it."""
 
 

@@ -10,10 +10,11 @@ import numpy as np
 import pyarrow.parquet as pq
 from PIL import Image, ImageOps
 
+from rge.common.errors import UserError
 from rge.common.schema import ImageRef
 
 
-class ImageError(ValueError):
+class ImageError(UserError):
     """A picture is missing, unreadable or of a kind that cannot be embedded; the message names it and the mend."""
 
 

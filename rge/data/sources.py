@@ -18,13 +18,14 @@ import numpy as np
 from pydantic import ValidationError
 from tqdm import tqdm
 
+from rge.common.errors import UserError
 from rge.common.files import replacing
 from rge.common.images import PictureIndex
 from rge.common.prompt_profiles import EMB_TOKEN
 from rge.common.schema import Record, Target
 
 
-class RecordError(ValueError):
+class RecordError(UserError):
     """Training records break the format; the message lists file, line, field and reason."""
 
 

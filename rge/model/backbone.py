@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
+from rge.common.errors import UserError
 from rge.common.prompt_profiles import EMB_TOKEN
 from rge.distributed import collectives as dist
 from rge.model import vision_tower as vision
@@ -26,7 +27,7 @@ _STOCK = {"auto": "sdpa", "varlen": "sdpa"}
 """What transformers is asked for where the attention is ours."""
 
 
-class BackboneError(ValueError):
+class BackboneError(UserError):
     """A backbone cannot be used; the message says which and why."""
 
 

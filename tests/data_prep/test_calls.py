@@ -34,7 +34,7 @@ from data_prep.calls.replies import (
     tag,
 )
 from data_prep.calls.request import Picture, Request, sendable
-from data_prep.options import UserError
+from rge.common.errors import UserError
 
 
 def ask(text: str, **settings) -> Request:

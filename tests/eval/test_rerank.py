@@ -28,7 +28,7 @@ from eval.judging.endpoint import Endpoint, sendable
 from eval.judging.yes_no import next_token_logits, word_id
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import load_set
-from rge.common.options import UserError
+from rge.common.errors import UserError
 from rge.common.schema import Item
 from rge.model.families import normalised
 from rge.model.prompts import PromptBuilder

@@ -10,7 +10,7 @@ from eval.commands.bm25 import Bm25Options, bm25, rank
 from eval.commands.run import RunOptions, run
 from eval.embedding.rewrite import PROMPTS, load_rewriter, rewritten
 from eval.sets.retrieval_set import load_set
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 
 @pytest.fixture

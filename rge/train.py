@@ -184,6 +184,8 @@ def build_batches(
         need_oracle=objective.needs_oracle,
         need_candidates=objective.needs_candidates,
         max_negatives=recipe.data.max_negatives,
+        positives=recipe.data.positives,
+        sort_by_length=recipe.data.sort_by_length,
     )
 
 

@@ -13,6 +13,7 @@ import hashlib
 import json
 import multiprocessing.process
 import random
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -25,10 +26,13 @@ from family_models import TEXT, VISION
 
 from rge import check, train
 from rge.checkpoints import checkpoint_manager, training_state
-from rge.config import ModelConfig, Recipe, RecipeError, flat, load_recipe, to_dict
+from rge.config import DataConfig, ModelConfig, Recipe, RecipeError, flat, load_recipe, to_dict
+from rge.data import loader
+from rge.data.collate import Batch
 from rge.distributed import launch
 from rge.model import embedder as embedder_module
 from rge.model.embedder import embedder_to_train
+from rge.model.prompts import Prompt
 from rge.plan.report import OWN, _reserved
 from rge.rollout import vllm_writer
 from rge.rollout.writer import make_writer
@@ -66,6 +70,7 @@ LORA = ("model.lora={rank: 2, alpha: 4}",)
 TWO_SOURCES = ("joint.sources=[{path: HOME/records.jsonl}, {path: HOME/others.jsonl}]",)
 TWO_COLD = ("cold_start.sources=[{path: HOME/records.jsonl}, {path: HOME/others.jsonl}]", "stage=cold_start")
 HELD_OUT = ("validation.path=HOME/held_out.jsonl", "validation.every=1", "validation.max_records=4")
+BAD = ("joint.sources=[{path: HOME/bad.jsonl}]", "data.on_bad=skip", "data.max_bad_share=0.5")
 BOARD = ("log.trackers=[tensorboard]",)
 
 
@@ -104,12 +109,14 @@ ENTRIES: dict[str, Changes | Refused] = {
     "model.min_pixels": Changes("model.min_pixels=3136", "metrics"),
     "model.max_pixels": Changes("model.max_pixels=784", "metrics"),
     "data.profile": Changes("data.profile=rge", "metrics"),
-    "data.max_prompt_tokens": Changes("data.max_prompt_tokens=16", "metrics"),
+    "data.max_prompt_tokens": Changes("data.max_prompt_tokens=22", "metrics"),
     "data.max_negatives": Changes("data.max_negatives=2", "metrics"),
     "data.positives": Changes("data.positives=all", "metrics"),
     "data.batches": Changes("data.batches=homogeneous", "metrics", TWO_SOURCES),
     "data.sort_by_length": Changes("data.sort_by_length=false", "weights", ("train.micro_batch_size=2",)),
     "data.num_workers": Changes("data.num_workers=1", "processes"),
+    "data.on_bad": Refused("data.on_bad=stop", "picture HOME/gone.png does not exist", BAD),
+    "data.max_bad_share": Refused("data.max_bad_share=0.01", "1 of 12 records of joint are bad, more than", BAD),
     "data.augment": Changes("data.augment=drawing", "metrics"),
     "loss.ratio": Changes("loss.ratio=none", "metrics"),
     "loss.alpha_lm": Changes("loss.alpha_lm=0.5", "metrics"),
@@ -228,6 +235,8 @@ def home(tmp_path_factory, tiny_path):
     for name in ("records", "others", "held_out"):
         lines = [json.dumps(record(name, number)) + "\n" for number in range(12)]
         (folder / f"{name}.jsonl").write_text("".join(lines))
+    broken = record("broken", 1) | {"query": {"images": ["gone.png"]}}
+    (folder / "bad.jsonl").write_text("".join([json.dumps(broken) + "\n", *lines[1:]]))
     stage = {
         "steps": 2,
         "batch_size": 4,
@@ -353,12 +362,12 @@ def test_the_same_values_make_the_same_run(runs):
 
 
 @pytest.mark.parametrize("key", [key for key, entry in ENTRIES.items() if isinstance(entry, Refused)])
-def test_another_value_is_refused(key, arguments):
+def test_another_value_is_refused(key, arguments, home):
     entry = ENTRIES[key]
     accelerator = Accelerator(cpu=True)
     assert check.examine(load_recipe(arguments(*entry.given)), accelerator)[0] == []
     [problem] = check.examine(load_recipe(arguments(*entry.given, entry.override)), accelerator)[0]
-    assert entry.message in problem
+    assert entry.message.replace("HOME", str(home)) in problem
 
 
 # ------------------------------------------------------------------------- what two builders make of them
@@ -446,6 +455,32 @@ def test_vllm_memory_is_the_engines_and_the_plans(arguments, lively, monkeypatch
     assert reserved[0] < reserved[1]
 
 
+def test_prefetch_mb_bounds_what_waits(monkeypatch):
+    prompt = Prompt(
+        "q", torch.arange(3), torch.zeros(3), torch.zeros(200, 3, 28, 28, dtype=torch.uint8), None
+    )
+    batch = Batch(["r"], [prompt], [[1]], [], [], [], [], [[1]], [1])  # 0.45 MiB
+    queues = []
+
+    class Seen(loader._Queue):
+        def __init__(self, *given):
+            super().__init__(*given)
+            queues.append(self)
+
+    monkeypatch.setattr(loader, "_Queue", Seen)
+    for limit_mb, number in ((1, 2), (2, 4)):
+        batches = iter(
+            loader.Loader([batch] * 12, range(12), DataConfig(num_workers=1, prefetch_mb=limit_mb))
+        )
+        next(batches)
+        deadline = time.monotonic() + 60
+        while len(queues[-1].waiting) < number and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)  # for one too many
+        assert len(queues[-1].waiting) == number
+        batches.close()
+
+
 def test_cuda_graphs_are_the_embedders_to_capture(tiny_path):
     """What a GPU does with it is tested where there is one (`rge.rollout.generate`)."""
     config = ModelConfig(path=str(tiny_path), min_pixels=784, max_pixels=3136)
@@ -457,6 +492,7 @@ def test_cuda_graphs_are_the_embedders_to_capture(tiny_path):
 
 
 ELSEWHERE = {
+    "data.prefetch_mb": test_prefetch_mb_bounds_what_waits,
     "recipe": test_recipe_names_the_run,
     "out": test_out_is_where_everything_goes,
     "model.revision": test_revision_chooses_among_a_hubs_commits,

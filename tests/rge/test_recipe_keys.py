@@ -109,7 +109,7 @@ ENTRIES: dict[str, Changes | Refused] = {
     "model.min_pixels": Changes("model.min_pixels=3136", "metrics"),
     "model.max_pixels": Changes("model.max_pixels=784", "metrics"),
     "data.profile": Changes("data.profile=rge", "metrics"),
-    "data.max_prompt_tokens": Changes("data.max_prompt_tokens=22", "metrics"),
+    "data.max_prompt_tokens": Changes("data.max_prompt_tokens=64", "metrics"),
     "data.max_negatives": Changes("data.max_negatives=2", "metrics"),
     "data.positives": Changes("data.positives=all", "metrics"),
     "data.batches": Changes("data.batches=homogeneous", "metrics", TWO_SOURCES),
@@ -456,8 +456,9 @@ def test_vllm_memory_is_the_engines_and_the_plans(arguments, lively, monkeypatch
 
 
 def test_prefetch_mb_bounds_what_waits(monkeypatch):
+    grid = torch.tensor([[1, 10, 20]])
     prompt = Prompt(
-        "q", torch.arange(3), torch.zeros(3), torch.zeros(200, 3, 28, 28, dtype=torch.uint8), None
+        "q", torch.arange(3), torch.zeros(3), torch.zeros(200, 3, 28, 28, dtype=torch.uint8), grid
     )
     batch = Batch(["r"], [prompt], [[1]], [], [], [], [], [[1]], [1])  # 0.45 MiB
     queues = []

@@ -15,8 +15,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 import rge
+from rge.checkpoints.description import SENTENCE_TRANSFORMERS, model_card
 from rge.common.errors import UserError
-from rge.model.embedder import Embedder
+from rge.model.embedding_model import EmbeddingModel
 
 RGE_JSON = "rge.json"
 
@@ -29,29 +30,42 @@ class CheckpointError(UserError):
 
 
 def export(
-    embedder: Embedder, folder: Path, settings: dict[str, Any], state_dict: dict | None = None
+    embedder: EmbeddingModel, folder: Path, settings: dict[str, Any], state_dict: dict | None = None
 ) -> None:
-    """Write a finished checkpoint: weights, config, processor, chat template, ``rge.json``.
+    """Write a finished checkpoint: weights, config, processor, chat template, ``rge.json``, model card.
 
     Args:
         embedder: unwrapped.
         folder: the checkpoint; written under a temporary name and renamed.
         settings: content of ``rge.json``, see `settings_of`.
         state_dict: weights of ``embedder.model`` that are not its own: gathered, merged. They are written in the dtype
-            that the model was loaded in; under mixed precision a float32 copy is trained.
+            that the model was loaded in; where that is bfloat16, float32 ones are trained.
 
     Raises:
         CheckpointError: writing failed; nothing partial is left.
     """
     temporary = folder.with_name(f"tmp_{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
-    if state_dict is not None:
-        state_dict = _as_loaded(state_dict, embedder.model)
+    model, loaded = embedder.model, _dtype_loaded(embedder.model)
+    if loaded is not None and {parameter.dtype for parameter in model.parameters()} != {loaded}:
+        state_dict = model.state_dict(keep_vars=True) if state_dict is None else state_dict
+    if state_dict is not None and loaded is not None:
+        state_dict = _cast(state_dict, loaded)
     try:
         temporary.mkdir(parents=True)
-        embedder.model.save_pretrained(temporary, state_dict=state_dict)
+        model.save_pretrained(temporary, state_dict=state_dict)
+        if _dtype_loaded(model) != loaded:
+            # transformers has written down the dtype of the weights that are trained.
+            model.config.dtype = loaded
+            model.config.save_pretrained(temporary)
         embedder.processor.save_pretrained(temporary)
         (temporary / RGE_JSON).write_text(json.dumps(settings, indent=2) + "\n")
+        (temporary / "README.md").write_text(model_card(settings, _shown_name(folder)), encoding="utf-8")
+        for name, content in SENTENCE_TRANSFORMERS.items():
+            (temporary / name).write_text(json.dumps(content, indent=2) + "\n")
+        mode = (temporary / RGE_JSON).stat().st_mode
+        for path in temporary.iterdir():
+            path.chmod(mode)  # safetensors' own files are private to the user
     except WRITE_ERRORS as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
@@ -62,13 +76,23 @@ def export(
     temporary.rename(folder)
 
 
-def _as_loaded(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    if model.config.dtype is None:
-        return weights
+def _shown_name(folder: Path) -> str:
+    """``runs/demo/joint/final`` as its card calls it: ``demo/joint/final``, without the machine's folders."""
+    return "/".join(folder.resolve().parts[-3:]).lstrip("/")
+
+
+def _dtype_loaded(model: nn.Module) -> torch.dtype | None:
     # Saving a model once turns its config's dtype into a name.
-    dtype = getattr(torch, str(model.config.dtype).removeprefix("torch."))
+    found = model.config.dtype
+    return None if found is None else getattr(torch, str(found).removeprefix("torch."))
+
+
+def _cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     # By tensor, not by name: tied ones stay one.
-    cast = {id(value): value.to(dtype) if value.is_floating_point() else value for value in weights.values()}
+    cast = {
+        id(value): value.detach().to(dtype) if value.is_floating_point() else value
+        for value in weights.values()
+    }
     return {name: cast[id(value)] for name, value in weights.items()}
 
 

@@ -26,7 +26,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from rge.distributed import collectives as dist
 from rge.model.adapters import has_adapters, merge
 from rge.model.backbone import vision_prefixes
-from rge.model.embedder import Embedder
+from rge.model.embedding_model import EmbeddingModel
 
 # Read when vLLM is imported. It tells its makers about every start unless told not to.
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -49,7 +49,7 @@ class Engine(VLLMGeneration):
 
     def __init__(
         self,
-        embedder: Embedder,
+        embedder: EmbeddingModel,
         accelerator: Accelerator,
         *,
         max_model_tokens: int,
@@ -97,7 +97,7 @@ class Engine(VLLMGeneration):
                 hf_overrides=with_emb,
                 # Config and processor are read from there; weights come from the training model before each rollout.
                 load_format="dummy",
-                dtype=words.dtype,
+                dtype=self.model.config.dtype,  # float32 weights may be trained
                 generation_config="vllm",
                 distributed_executor_backend="external_launcher",
                 gpu_memory_utilization=self.gpu_memory_utilization,

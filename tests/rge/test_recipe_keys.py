@@ -30,8 +30,8 @@ from rge.config import DataConfig, ModelConfig, Recipe, RecipeError, flat, load_
 from rge.data import loader
 from rge.data.collate import Batch
 from rge.distributed import launch
-from rge.model import embedder as embedder_module
-from rge.model.embedder import embedder_to_train
+from rge.model import embedding_model
+from rge.model.embedding_model import embedder_to_train
 from rge.model.prompts import Prompt
 from rge.plan.report import OWN, _reserved
 from rge.rollout import vllm_writer
@@ -279,8 +279,8 @@ def runs(home, arguments):
     """
     patch = pytest.MonkeyPatch()
     read = functools.cache(lambda path, **given: embedder_load(path, **given))
-    embedder_load = embedder_module.load_backbone
-    patch.setattr(embedder_module, "load_backbone", lambda path, **given: copy.deepcopy(read(path, **given)))
+    embedder_load = embedding_model.load_backbone
+    patch.setattr(embedding_model, "load_backbone", lambda path, **given: copy.deepcopy(read(path, **given)))
     now = Run()
 
     def export(embedder, path, settings, state_dict=None):

@@ -16,17 +16,20 @@ import random
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import pytest
 import torch
 import yaml
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from family_models import TEXT, VISION
 
 from rge import check, train
 from rge.checkpoints import checkpoint_manager, training_state
-from rge.config import DataConfig, ModelConfig, Recipe, RecipeError, flat, load_recipe, to_dict
+from rge.common.errors import UserError
+from rge.config import DataConfig, ModelConfig, Recipe, RecipeError, TrainConfig, flat, load_recipe, to_dict
 from rge.data import loader
 from rge.data.collate import Batch
 from rge.distributed import launch
@@ -147,7 +150,6 @@ ENTRIES: dict[str, Changes | Refused] = {
     "train.background_save": Changes("train.background_save=false", "saves", ("train.save_every=1",)),
     "train.log_every": Changes("train.log_every=3", "metrics", ("joint.steps=4",)),
     "train.num_processes": Refused("train.num_processes=2", "train.num_processes=2, but 1 run"),
-    "train.distributed_type": Refused("train.distributed_type=FSDP", "train.distributed_type=FSDP, but NO runs"),
     "validation.path": Changes("validation.path=HOME/held_out.jsonl", "metrics"),
     "validation.every": Changes("validation.every=2", "metrics", HELD_OUT),
     "validation.max_records": Changes("validation.max_records=2", "metrics", HELD_OUT),
@@ -455,6 +457,16 @@ def test_vllm_memory_is_the_engines_and_the_plans(arguments, lively, monkeypatch
     assert reserved[0] < reserved[1]
 
 
+def test_back_end_is_the_least_that_is_shared_out(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ddp = SimpleNamespace(num_processes=2, distributed_type=DistributedType.MULTI_GPU)
+    launch.check_launch(ddp, TrainConfig(back_end="ddp"))
+    with pytest.raises(
+        UserError, match="train.back_end=zero2, but the launch config runs DDP, which shares out less"
+    ):
+        launch.check_launch(ddp, TrainConfig(back_end="zero2"))
+
+
 def test_prefetch_mb_bounds_what_waits(monkeypatch):
     grid = torch.tensor([[1, 10, 20]])
     prompt = Prompt(
@@ -493,6 +505,7 @@ def test_cuda_graphs_are_the_embedders_to_capture(tiny_path):
 
 
 ELSEWHERE = {
+    "train.back_end": test_back_end_is_the_least_that_is_shared_out,
     "data.prefetch_mb": test_prefetch_mb_bounds_what_waits,
     "recipe": test_recipe_names_the_run,
     "out": test_out_is_where_everything_goes,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
+from transformers.modeling_utils import set_zero3_state
 
 from rge.config import ModelConfig
 from rge.model.backbone import BackboneError
@@ -81,7 +82,7 @@ TABLE: dict[str, dict[str, Any]] = {
 
 
 def outline(model: ModelConfig, init: str | None = None) -> tuple[nn.Module, str]:
-    """The model that a recipe trains, on `meta`.
+    """The model that a recipe trains, on `meta`, whole under every back end and without a word to other processes.
 
     Args:
         model: the recipe's.
@@ -96,7 +97,8 @@ def outline(model: ModelConfig, init: str | None = None) -> tuple[nn.Module, str
     config, origin = _config(model, init)
     if config.model_type not in FAMILIES:
         raise BackboneError(f"{origin} is a {config.model_type}; supported families: {', '.join(FAMILIES)}")
-    with torch.device("meta"):
+    # Under ZeRO-3 transformers would share even this out, over processes that are not all here: the pre-flight runs on one.
+    with set_zero3_state(), torch.device("meta"):
         return AutoModelForImageTextToText.from_config(config), origin
 
 

@@ -11,6 +11,7 @@ import yaml
 from family_models import TEXT, TEXTS, VISION
 from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
 from rge.common.schema import Item
 from rge.config import BACK_ENDS, RecipeError, load_recipe
@@ -453,6 +454,18 @@ def test_unknown_shapes_are_never_guessed(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(BackboneError, match="is a bert; supported families: "):
         plan.main(["recipe=qwen25vl_3b", f"model.path={tmp_path}"])
+
+
+def test_shapes_are_whole_where_zero3_shares_out_what_is_loaded(lively_path):
+    config = load_recipe(["recipe=demo", "model.scratch=null", f"model.path={lively_path}"]).model
+    expected = {name: it.shape for name, it in outline(config)[0].named_parameters()}
+    # A launch under ZeRO-3: transformers knows as long as somebody keeps this.
+    launched = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
+    assert is_deepspeed_zero3_enabled()
+    # The pre-flight outlines on the main process alone, so anything sent here would wait for ever.
+    assert {name: it.shape for name, it in outline(config)[0].named_parameters()} == expected
+    assert is_deepspeed_zero3_enabled(), "what is loaded later is shared out again"
+    del launched
 
 
 def test_a_local_config_is_used(lively_path, capsys):

@@ -5,22 +5,20 @@ overrides. A key that does not exist is an error that names the nearest one. Who
 (``recipe.optim``, a stage, ``recipe.data``), never a copy of its keys: what is copied by hand is forgotten by hand.
 """
 
-import difflib
+import json
 import math
-import re
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
-
-import yaml
-from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from typing import Any, TypeVar
 
 from rge.common.errors import UserError
+from rge.common.options import parse_file
 from rge.common.prompt_profiles import PROFILES
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+
+R = TypeVar("R", bound="Recipe")
 
 
 class RecipeError(UserError):

@@ -34,6 +34,7 @@ MEANS = {
     "batch": "batch_size",
     "train_batch_size": "batch_size",
     "global_batch_size": "batch_size",
+    "gradient_accumulation_steps": "micro_batch_size",
     "per_device_train_batch_size": "micro_batch_size",
     "checkpoint_every": "save_every",
     "save_steps": "save_every",
@@ -354,10 +355,14 @@ def keys(schema: type, prefix: str = "", owner: object = None) -> list[Key]:
         inner, mark = _section(kind)
         about = notes.get(item.name, "")
         if inner is None:
-            found.append(Key(name, _kind_name(kind), None if default is MISSING else _written(default), about))
+            found.append(
+                Key(name, _kind_name(kind), None if default is MISSING else _written(default), about)
+            )
             continue
         if mark or not is_dataclass(default):
-            found.append(Key(name, _kind_name(kind), None if default is MISSING else _written(default), about))
+            found.append(
+                Key(name, _kind_name(kind), None if default is MISSING else _written(default), about)
+            )
         found += keys(inner, f"{name}{mark}.", default if is_dataclass(default) else None)
     return found
 
@@ -470,9 +475,11 @@ def _sentence(schema: type, problem: Any, layers: Sequence[tuple[str, dict[str, 
     """One of pydantic's findings in words: key, what it must be, what it is."""
     loc, kind, got = problem["loc"], problem["type"], problem["input"]
     name = _name(loc)
-    where = next((origin for origin, layer in reversed(layers) if _holds(layer, loc)), "")
+    there = loc[:-1] if kind == "missing" else loc
+    where = next((origin for origin, layer in reversed(layers) if _holds(layer, there)), "")
     if kind == "unexpected_keyword_argument":
-        known = [key.name for key in keys(schema)]
+        parts = [key.name.split(".") for key in keys(schema)]
+        known = list(dict.fromkeys(".".join(one[:depth]) for one in parts for depth in range(1, len(one) + 1)))
         for part, one in zip(loc, loc[1:], strict=False):
             if isinstance(one, int):  # names of the entry that is meant
                 known = [key.replace(f"{part}[]", f"{part}[{one}]") for key in known]
@@ -496,7 +503,11 @@ def _sentence(schema: type, problem: Any, layers: Sequence[tuple[str, dict[str, 
         "tuple_type": "a list",
     }.get(kind)
     shown = json.dumps(got) if got is None or isinstance(got, (bool, dict, list)) else repr(got)
-    return f"{where}{name} must be {wanted}, got {shown}" if wanted else f"{where}{name}: {problem['msg']}, got {shown}"
+    return (
+        f"{where}{name} must be {wanted}, got {shown}"
+        if wanted
+        else f"{where}{name}: {problem['msg']}, got {shown}"
+    )
 
 
 def _name(loc: Sequence[str | int]) -> str:

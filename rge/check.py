@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from rge.checkpoints.resume import check_state, finished
 from rge.checkpoints.run_lock import held
-from rge.common.errors import UserError, explain
+from rge.common.errors import UserError
 from rge.common.images import ImageError, PictureIndex, load_image
 from rge.config import Recipe, RecipeError, StageConfig, load_recipe, split_override
 from rge.data.sources import MAX_REPORTED, Mixture, RecordFile
@@ -156,7 +156,13 @@ def examine(
     for name in stages:
         _attempt(problems, check_state, out / name, recipe, name, accelerator)
     problems += tracker_problems(recipe.log)
-    found.records = _records(problems, recipe, stages, decode)
+    found.records = _records(problems, recipe, stages)
+    if decode:
+        faults = _undecodable(list(found.records.values()))
+        if recipe.data.on_bad == "skip":
+            found.summary += [f"will be left out (data.on_bad=skip): {fault}" for fault in faults]
+        else:
+            problems += faults
     for name in stages:
         _check_stage(problems, recipe, name, accelerator)
     if recipe.validation.path in found.records:
@@ -183,7 +189,7 @@ def _attempt(problems: list[str], action: Callable[..., T], *arguments: Any) -> 
     try:
         return action(*arguments)
     except (UserError, OSError) as error:
-        problems.append(explain(error))
+        problems.append(str(error))
         return None
 
 
@@ -197,7 +203,7 @@ def _report(problems: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _records(problems: list[str], recipe: Recipe, stages: list[str], decode: bool) -> dict[str, RecordFile]:
+def _records(problems: list[str], recipe: Recipe, stages: list[str]) -> dict[str, RecordFile]:
     """Every record file that the stages read, opened, with its pictures looked up."""
     needs: dict[str, bool] = {}
 
@@ -224,12 +230,16 @@ def _records(problems: list[str], recipe: Recipe, stages: list[str], decode: boo
     for path, rationale in needs.items():
 
         def opened(path: str = path, rationale: bool = rationale) -> RecordFile:
-            return RecordFile(path, need_rationale=rationale, pictures=pictures, progress=True)
+            return RecordFile(
+                path,
+                need_rationale=rationale,
+                pictures=pictures,
+                progress=True,
+                on_bad="stop" if path == recipe.validation.path else recipe.data.on_bad,
+            )
 
         if (file := _attempt(problems, opened)) is not None:
             found[path] = file
-    if decode:
-        problems += _undecodable(list(found.values()))
     return found
 
 
@@ -394,9 +404,11 @@ def _banner(recipe: Recipe, found: Checked, model: nn.Module, accelerator: Accel
     for stage_name in found.stages:
         stage: StageConfig = getattr(recipe, stage_name)
         files = [found.records[source.path] for source in stage.sources]
+        left_out = sum(len(file.bad) for file in files)
         lines.append(
             f"{stage_name}: {_num_steps(recipe, stage_name, found):,} steps of {stage.batch_size} queries, from "
             f"{sum(map(len, files)):,} records in {len(files)} file{'s' * (len(files) > 1)}"
+            + (f"; {left_out:,} more are bad and left out" if left_out else "")
         )
         try:
             figures = plan(recipe, model, {**options, "for": stage_name})
@@ -418,4 +430,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except UserError as problem:
-        sys.exit(f"error: {explain(problem)}")
+        sys.exit(f"error: {problem}")

@@ -125,6 +125,14 @@ class DataConfig:
     step's batch and its loss stay the same."""
     num_workers: int = 4
     """Processes that decode pictures and tokenise, per rank; 0 does it in the training process."""
+    prefetch_mb: int = 1024
+    """Batches that wait for training take at most so much of a rank's memory, MiB, but one may always wait. Each worker
+    holds the one that it makes besides. Nothing of it is shared memory."""
+    on_bad: str = "stop"
+    """A record that cannot be used, such as one whose picture is missing: stop ends the run and names it; skip trains on
+    another one of its source instead, counts it (bad_records in the metrics) and lists it in bad_records.jsonl."""
+    max_bad_share: float = 0.01
+    """With on_bad=skip: the run ends once more than this share of the stage's records has been found bad."""
     augment: str = "none"
     """Picture augmentation while training: none, or drawing (shift, scale, mirror, colour)."""
 
@@ -345,6 +353,9 @@ def check(recipe: Recipe) -> None:
     _one_of("data.augment", recipe.data.augment, ["none", "drawing"])
     _one_of("data.positives", recipe.data.positives, ["draw", "all"])
     _one_of("data.batches", recipe.data.batches, ["mixed", "homogeneous"])
+    _one_of("data.on_bad", recipe.data.on_bad, ["stop", "skip"])
+    _within("data.max_bad_share", recipe.data.max_bad_share, 0, 1)
+    _positive("data.prefetch_mb", recipe.data.prefetch_mb)
     if (recipe.model.path is None) == (recipe.model.scratch is None):
         raise RecipeError("give exactly one of model.path and model.scratch")
     if recipe.model.lora is not None:

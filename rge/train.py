@@ -17,6 +17,7 @@ same command started again resumes; a finished stage is left alone. Benchmarks a
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,9 +26,11 @@ from accelerate.utils import set_seed
 
 from rge.check import Checked, checked
 from rge.checkpoints.checkpoint_manager import Keeper
-from rge.common.errors import UserError, explain
+from rge.common.errors import UserError
 from rge.config import Recipe, StageConfig, load_recipe
-from rge.data.collate import Collator, StepBatches, make_loader
+from rge.data.bad_records import BadRecords
+from rge.data.collate import Collator, StepBatches
+from rge.data.loader import Loader
 from rge.data.sources import Mixture, RecordFile
 from rge.distributed import collectives as dist
 from rge.distributed import launch
@@ -93,7 +96,8 @@ def train_stage(
     keeper = Keeper(recipe, name, folder, num_steps, validation, embedder, model, optimizer, accelerator)
     first_step = keeper.resume()
 
-    loader = make_loader(batches, range(first_step, num_steps), recipe.data.num_workers)
+    bad_records = BadRecords(recipe.data, batches.files, folder, first_step)
+    loader = Loader(batches, range(first_step, num_steps), recipe.data, embedder.device)
     logs = Logs(accelerator, folder, name, first_step, num_steps, recipe.train.log_every)
     waited = time.perf_counter()
     for step, batch in enumerate(loader, start=first_step):
@@ -133,6 +137,7 @@ def train_stage(
         }
         report |= rollout_report(rationales, rolled_out - began, embedder.device)
         # 4. Every so many steps: measure held-out records, keep the best, save a state to resume from.
+        report |= bad_records.after_step(step + 1, batch)
         report |= keeper.validate(step + 1)
         logs.step(step + 1, report)
         keeper.after_step(step + 1)
@@ -144,16 +149,15 @@ def train_stage(
 def build_validation(
     recipe: Recipe, objective: Objective, embedder: Embedder, records: Mapping[str, RecordFile]
 ) -> Validation | None:
-    """The held-out records, if there are any, collated as in training but without augmentation."""
+    """The held-out records, if there are any, collated as in training but without augmentation; none may be bad."""
     if recipe.validation.path is None:
         return None
     collator = Collator(
         [records[recipe.validation.path]],
         PromptBuilder(embedder.processor, recipe.data.profile, recipe.data.max_prompt_tokens),
+        replace(recipe.data, augment="none", sort_by_length=False, on_bad="stop"),
         need_oracle=objective.needs_oracle,
         need_candidates=objective.needs_candidates,
-        max_negatives=recipe.data.max_negatives,
-        positives=recipe.data.positives,
     )
     return Validation(collator, objective, recipe)
 
@@ -178,12 +182,11 @@ def build_batches(
         files,
         mixture,
         PromptBuilder(embedder.processor, recipe.data.profile, recipe.data.max_prompt_tokens),
+        recipe.data,
         rank=dist.rank(),
         world_size=dist.world_size(),
-        augment=recipe.data.augment,
         need_oracle=objective.needs_oracle,
         need_candidates=objective.needs_candidates,
-        max_negatives=recipe.data.max_negatives,
     )
 
 
@@ -192,6 +195,6 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except UserError as problem:
-        sys.exit(f"error: {explain(problem)}")
+        sys.exit(f"error: {problem}")
     except KeyboardInterrupt:  # before the first step; from then on it saves
         sys.exit(130)

@@ -133,9 +133,7 @@ def demo_setting(options: Options) -> Setting:
     )
     builder = PromptBuilder(embedder.processor, recipe.data.profile, recipe.data.max_prompt_tokens)
     mixture = Mixture([len(file) for file in files], weights, stage.batch_size, seed=0)
-    batch = StepBatches(
-        files, mixture, builder, rank=0, world_size=1, max_negatives=recipe.data.max_negatives
-    )[0]
+    batch = StepBatches(files, mixture, builder, recipe.data, rank=0, world_size=1)[0]
     cap = recipe.rollout.max_new_tokens
     # Own rationales as long as other records' oracles: the lengths that a trained model writes.
     lengths = [min(len(ids) - 1, cap - 1) for ids in batch.oracle_ids]

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from eval.benchmarks.protocols import protocol_for
+from eval.benchmarks.registry import protocol_for
 from eval.embedding.processes import join
 from eval.scoring.output_files import (
     FORMAT,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from eval.benchmarks.protocols import protocol_for
+from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import each_member, is_suite, join_members, load_suite
 from eval.embedding.rewrite import load_rewriter, rewritten
 from eval.scoring.evaluation import write_evaluation

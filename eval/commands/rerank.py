@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 from tqdm import tqdm
 
-from eval.benchmarks.protocols import protocol_for
+from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import each_member, is_suite, join_members, load_suite, member_dirs
 from eval.embedding.fill_cache import Silent
 from eval.embedding.processes import ALONE, Team, join

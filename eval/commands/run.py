@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from eval.benchmarks.protocols import protocol_for
+from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import is_suite, run_members
 from eval.commands.audit import Audit, audit_training, training_files
 from eval.embedding.fill_cache import Embeds, Mode, mean_cosine

@@ -18,11 +18,11 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
+from eval.benchmarks.published_tables import Column, Published, published, table_of
 from eval.benchmarks.suite import is_suite
 from eval.pages.budget_plot import BASES, on_page, read_budget
 from eval.pages.examples import RANK_COLUMN, Gallery, choose_examples
 from eval.pages.plots import Point, scatter
-from eval.pages.published_tables import Column, Published, published, table_of
 from eval.pages.report import (
     LONG_QUESTION,
     LONG_RATIONALE,

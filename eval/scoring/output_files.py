@@ -22,13 +22,12 @@ import pyarrow.parquet as pq
 
 import rge
 from eval.scoring.metrics import (
-    NAMES,
-    NEGATIVE_NAMES,
     Judged,
     compute,
     cut,
     first_hit_rank,
     judge,
+    names_of,
     random_floor,
     tied_order,
 )
@@ -76,7 +75,7 @@ def score_ranking(wanted: RetrievalSet, ranking: Ranking, *, names: Sequence[str
         names: metrics; None: those of every set, and those of explicit negatives where it has them.
     """
     if names is None:
-        names = NAMES if wanted.negatives is None else (*NAMES, *NEGATIVE_NAMES)
+        names = names_of(negatives=wanted.negatives is not None)
     wide = judge(
         ranking.rows_QW,
         wanted.positives,

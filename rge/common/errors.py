@@ -6,11 +6,3 @@ class UserError(ValueError):
 
     Any other exception is a bug, and keeps its traceback.
     """
-
-
-def explain(error: Exception) -> str:
-    """The message alone, also where a data worker has wrapped it in its own traceback."""
-    message = str(error).strip()
-    if message.startswith("Caught "):
-        message = message.rpartition(f"{type(error).__name__}: ")[2]
-    return message

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rge.common.errors import UserError, explain
+from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.config import RecipeError, nearest, split_override
 from rge.diagnose import invariance, leakage, sensitivity
@@ -102,4 +102,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except UserError as problem:
-        sys.exit(f"error: {explain(problem)}")
+        sys.exit(f"error: {problem}")

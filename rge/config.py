@@ -8,15 +8,14 @@ overrides. A key that does not exist is an error that names the nearest one. Who
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rge.common.errors import UserError
 from rge.common.options import parse_file
 from rge.common.prompt_profiles import PROFILES
-
-RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+from rge.common.shipped import RECIPES as RECIPES
 
 R = TypeVar("R", bound="Recipe")
 
@@ -299,6 +298,14 @@ class Recipe:
         return ["cold_start", "joint"] if self.stage == "all" else [self.stage]
 
 
+@dataclass
+class CheckOptions(Recipe):
+    """What can be known to be wrong with a run before it starts: every key of the recipe, and how closely to look."""
+
+    pictures: bool = False
+    """Decode every picture once, on all cores; without, each is only looked up where it should be."""
+
+
 def load_recipe(arguments: Sequence[str], recipes: Path = RECIPES) -> Recipe:
     """Read a recipe by name and apply ``key=value`` overrides; see `load_options`."""
     return load_options(Recipe, arguments, recipes)
@@ -333,8 +340,12 @@ def load_options(
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as JSON's own containers, so that it equals what a checkpoint gives back."""
-    return json.loads(json.dumps(asdict(recipe)))
+    """The recipe as JSON's own containers, so that it equals what a checkpoint gives back.
+
+    What a command adds to the recipe's keys is left out.
+    """
+    whole = json.loads(json.dumps(asdict(recipe)))
+    return {item.name: whole[item.name] for item in fields(Recipe)}
 
 
 def check(recipe: Recipe) -> None:

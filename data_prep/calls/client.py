@@ -57,7 +57,7 @@ class EndpointDown(StopCalls):
 class ModelConfig:
     """A model behind an endpoint."""
 
-    name: str = "???"
+    name: str
     """Name the endpoint knows it by."""
     base_url: str | None = None
     """Such as http://HOST:8000/v1 of vLLM; null: the provider's own."""

@@ -258,7 +258,8 @@ def build(schema: type[T], layers: Sequence[tuple[str, dict[str, Any]]]) -> T:
         tree = _merged(tree, layer)
     try:
         # As JSON: strict about kinds (a text is no number), but lists may become tuples and texts paths.
-        return _adapter(schema).validate_json(json.dumps(tree, default=str), strict=True)
+        found: T = _adapter(schema).validate_json(json.dumps(tree, default=str), strict=True)  # type: ignore[arg-type]
+        return found
     except ValidationError as error:
         problems = [_sentence(schema, one, layers) for one in error.errors(include_url=False)]
         missing = [one for one in problems if one.startswith("missing ")]
@@ -299,7 +300,7 @@ def nearest(key: str, known: Iterable[str]) -> str:
         alike = difflib.get_close_matches(last, {name.rpartition(".")[2] for name in plain}, n=1)
         found = [name for name in plain if name.rpartition(".")[2] in alike]
     if not found:
-        return f"; known keys: {', '.join(sorted(known))}"
+        return f"; there are: {', '.join(sorted(known))}"
     found = sorted(found, key=lambda name: -difflib.SequenceMatcher(None, asked, name).ratio())[:3]
     return f"; did you mean {' or '.join(plain[name] for name in found)}?"
 
@@ -430,7 +431,7 @@ def _written(value: Any) -> str:
 
 
 @cache
-def _adapter(schema: type[T]) -> TypeAdapter[T]:
+def _adapter(schema: type) -> TypeAdapter[Any]:
     for one in _dataclasses(schema):
         one.__pydantic_config__ = {"extra": "forbid", "alias_generator": _typed}  # type: ignore[attr-defined]
     return TypeAdapter(schema)
@@ -479,7 +480,9 @@ def _sentence(schema: type, problem: Any, layers: Sequence[tuple[str, dict[str, 
     where = next((origin for origin, layer in reversed(layers) if _holds(layer, there)), "")
     if kind == "unexpected_keyword_argument":
         parts = [key.name.split(".") for key in keys(schema)]
-        known = list(dict.fromkeys(".".join(one[:depth]) for one in parts for depth in range(1, len(one) + 1)))
+        known = list(
+            dict.fromkeys(".".join(one[:depth]) for one in parts for depth in range(1, len(one) + 1))
+        )
         for part, one in zip(loc, loc[1:], strict=False):
             if isinstance(one, int):  # names of the entry that is meant
                 known = [key.replace(f"{part}[]", f"{part}[{one}]") for key in known]
@@ -502,6 +505,9 @@ def _sentence(schema: type, problem: Any, layers: Sequence[tuple[str, dict[str, 
         "list_type": "a list",
         "tuple_type": "a list",
     }.get(kind)
+    signs = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
+    if kind in signs:
+        wanted = f"{signs[kind]} {next(iter(problem['ctx'].values())):g}"
     shown = json.dumps(got) if got is None or isinstance(got, (bool, dict, list)) else repr(got)
     return (
         f"{where}{name} must be {wanted}, got {shown}"

@@ -6,9 +6,30 @@ PyPI's torchvision links its native operators against CUDA. Beside ``torch+cpu``
 uses torchvision's pure-Python transforms only and never calls those operators.
 """
 
-import torch
+import importlib.abc
+import sys
+from typing import Any
 
-_library: torch.library.Library | None = None
+_library: Any = None
+
+
+class _Watch(importlib.abc.MetaPathFinder):
+    """Is asked for every module that is about to be imported, finds none, and acts when it is torchvision's turn."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        if fullname == "torchvision" and not _is_being_imported("torch"):
+            sys.meta_path.remove(self)
+            make_importable()
+
+
+def watch_for_it() -> None:
+    """Call `make_importable` right before torchvision is imported, so that nobody waits for torch who needs neither."""
+    if not any(isinstance(finder, _Watch) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Watch())
+
+
+def _is_being_imported(name: str) -> bool:
+    return bool(getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False))
 
 
 def make_importable() -> bool:
@@ -19,6 +40,8 @@ def make_importable() -> bool:
         a torchvision that loads by itself, or a second call).
     """
     global _library
+    import torch  # takes seconds, and `rge --help` does without
+
     if "+cpu" not in torch.__version__:
         return False
     try:

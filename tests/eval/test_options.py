@@ -27,7 +27,7 @@ def test_every_type():
     ("words", "message"),
     [
         (["out=o", "limt=3"], "unknown key limt; did you mean limit\\?"),
-        (["out=o", "zzz=3"], "unknown key zzz; known keys: deep, limit, names, out"),
+        (["out=o", "zzz=3"], "unknown key zzz; there are: deep, limit, names, out"),
         (["out=o", "--limit"], "arguments are key=value, got '--limit'"),
         (["out=o", "out=p"], "out is given twice"),
         (["limit=3"], "missing out=..."),

@@ -116,7 +116,7 @@ def test_later_overrides_win(load):
         ),
         ("joint.sources=[{pth: x}]", r"joint\.sources\[0\]\.pth; did you mean joint\.sources\[0\]\.path\?"),
         ("model.lora={rnk: 3}", r"unknown key model\.lora\.rnk; did you mean model\.lora\.rank\?"),
-        ("zzz=1", r"unknown key zzz; known keys: cold_start, .*train\.seed"),
+        ("zzz=1", r"unknown key zzz; there are: cold_start, .*train\.seed"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(load, override, message):
@@ -137,7 +137,10 @@ def test_an_unknown_key_names_the_nearest(load, override, message):
         ("joint=null", r"^joint must be a mapping of keys to values, got null$"),
         ("joint.sources=[x]", r"^joint\.sources\[0\] must be a mapping of keys to values, got 'x'$"),
         ("joint.sources=[{weight: 1}]", r"^missing joint\.sources\[0\]\.path$"),
-        ("joint.sources=[{path: 3}]", r"^joint\.sources\[0\]\.path must be a text \(in YAML, quote it\), got 3$"),
+        (
+            "joint.sources=[{path: 3}]",
+            r"^joint\.sources\[0\]\.path must be a text \(in YAML, quote it\), got 3$",
+        ),
         ("out=", r"^out needs a value: out=\.\.\.$"),
         ("joint.lr=[", r"joint\.lr=\[: the value is not valid YAML"),
     ],
@@ -288,7 +291,9 @@ def test_a_broken_recipe_file_is_named(load_text, text, message):
 
 
 def test_arguments(load, tmp_path):
-    with pytest.raises(RecipeError, match=r"give exactly one recipe=NAME or recipe=FILE.yaml; there are: .*demo"):
+    with pytest.raises(
+        RecipeError, match=r"give exactly one recipe=NAME or recipe=FILE.yaml; there are: .*demo"
+    ):
         load_recipe([])
     with pytest.raises(RecipeError, match="give exactly one recipe=NAME"):
         load_recipe(["recipe=demo", "recipe=demo"])

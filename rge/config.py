@@ -348,6 +348,14 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
     return {item.name: whole[item.name] for item in fields(Recipe)}
 
 
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``; lists stay whole."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return leaves
+
+
 def check(recipe: Recipe) -> None:
     """Check what types cannot say, and complete the loss weights.
 

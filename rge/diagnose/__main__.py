@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
 
     from rge.diagnose import invariance, leakage, sensitivity
     from rge.diagnose.pairs import read_pairs
-    from rge.encoder import load_encoder
+    from rge.embedder import Embedder
 
     torch.set_float32_matmul_precision("highest")
     out = asked.out or asked.checkpoint.parent / "diagnose"
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
         shown = leakage.table(found)
     else:
         assert isinstance(asked, (SensitivityOptions, InvarianceOptions))
-        encoder = load_encoder(asked.checkpoint, dtype="float32")
+        encoder = Embedder.from_pretrained(asked.checkpoint, dtype="float32")
         pairs = read_pairs(asked.data, asked.limit, asked.seed)
         if isinstance(asked, SensitivityOptions):
             found = sensitivity.sensitivity(encoder, pairs, batch_size=asked.batch_size, seed=asked.seed)

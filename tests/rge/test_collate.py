@@ -16,7 +16,7 @@ from rge.data.collate import (
     target_item,
 )
 from rge.data.sources import Mixture, RecordFile, identity
-from rge.encoder import load_encoder
+from rge.embedder import Embedder
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
 
@@ -191,7 +191,7 @@ def test_training_and_evaluation_see_the_same_tokens_and_states(lively, records,
         reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=1,
     )  # fmt: skip
     export(lively, tmp_path / "final", settings)
-    encoder = load_encoder(tmp_path / "final")
+    encoder = Embedder.from_pretrained(tmp_path / "final")
 
     by_id = {file[index].id: file[index] for file in records for index in range(len(file))}
     targets = {

@@ -9,8 +9,8 @@ import sys
 
 from rge import __version__
 from rge.common.commands import pick, start
+from rge.common.files import RECIPES
 from rge.common.options import available, offer_help
-from rge.common.shipped import RECIPES
 from rge.config import CheckOptions, Recipe
 
 COMMANDS = {

@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
     """Check a recipe; 1 if anything is wrong."""
     recipe = load_options(CheckOptions, arguments, command="rge check recipe=NAME")
     raise_descriptor_limit()
-    accelerator = launch.make_accelerator(recipe.train)
+    accelerator = launch.make_accelerator(recipe.train, recipe.model.dtype)
     launched = "WORLD_SIZE" in os.environ
     problems: list[str] = []
     if accelerator.is_main_process:
@@ -137,8 +137,7 @@ def examine(
             problems,
             launch.check_launch,
             accelerator,
-            recipe.train.num_processes,
-            recipe.train.distributed_type,
+            recipe.train,
             recipe.optim.name,
         )
     over = [name for name in recipe.stages() if _attempt(problems, finished, out / name, recipe, name)]
@@ -389,11 +388,11 @@ def _banner(recipe: Recipe, found: Checked, model: nn.Module, accelerator: Accel
         name, gib = card.name, card.total_memory / GIB
     back_end = launch.back_end(accelerator)
     lines = [
-        f"{back_end}, {name}; weights {recipe.model.dtype}, mixed precision {accelerator.mixed_precision}; into {recipe.out}"
+        f"{back_end}, {name}; float32 weights trained, computed in {recipe.model.dtype}; into {recipe.out}"
     ]
     options = PlanOptions().values() | {
         "num_gpus": accelerator.num_processes,
-        "back_end": back_end.name.lower().replace("-", "") if not back_end.is_ddp else "ddp",
+        "back_end": back_end.key,
     }
     if gib is not None:
         options["gpu_gib"] = gib

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from data_prep.calls.client import ModelConfig, check_model
 from rge.common.errors import UserError
+from rge.common.files import RECIPES
 from rge.common.options import parse_file
-from rge.common.shipped import RECIPES
 
 CONFIGS = RECIPES / "data_prep"
 C = TypeVar("C", bound="RmirConfig")

@@ -534,7 +534,7 @@ def _holds(layer: Any, loc: Sequence[str | int]) -> bool:
 def _not_one_of(key: str, value: object, allowed: Sequence[str]) -> str:
     near = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"{key} must be one of {', '.join(map(str, allowed))}; got {value!r}{hint}"
+    return f"{key} must be one of {', '.join(map(str, allowed))}, got {value!r}{hint}"
 
 
 # ---------------------------------------------------------------------------------------------------------------- YAML

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rge.config import Recipe, load_options
+from rge.config import BACK_ENDS, Recipe, load_options
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -20,8 +20,8 @@ class PlanOptions:
     """GPUs, one process each."""
     gpu_gib: Annotated[float, Field(ge=1)] = 80.0
     """Memory of a GPU, GiB."""
-    back_end: Literal["ddp", "zero1", "zero2", "zero3", "fsdp2"] = "zero2"
-    """How parameters, gradients and optimizer state are spread over the GPUs."""
+    back_end: Literal[BACK_ENDS] | None = None  # type: ignore[valid-type]
+    """How parameters, gradients and optimizer state are spread over the GPUs; null: train.back_end."""
     for_: Literal["joint", "cold_start"] = "joint"
     """Stage that is planned."""
     query_pictures: NotNegative = 1

@@ -13,10 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from rge.config import Recipe, RecipeError, StageConfig
+from rge.config import BACK_ENDS, Recipe, RecipeError, StageConfig
 from rge.model.families import family_of
 from rge.plan.costs import (
-    BACK_ENDS,
     GIB,
     RESERVED_GIB,
     Load,
@@ -38,6 +37,7 @@ OPTIMIZER_STATES = {"adamw": 2, "muon": 1}
 def show(recipe: PlanCommand) -> int:
     """Print the plan; 1 if it does not fit."""
     options = recipe.values()
+    options["back_end"] = options["back_end"] or recipe.train.back_end
     model, origin = outline(recipe.model, recipe.init)
     found = plan(recipe, model, options)
     print(report(recipe, found, origin, options))  # noqa: T201 - this is a command
@@ -51,6 +51,7 @@ def plan(recipe: Recipe, model: nn.Module, options: dict[str, Any]) -> dict[str,
     Raises:
         RecipeError: the batch cannot be shared out, a prompt is longer than allowed, or the stage is not the recipe's.
     """
+    options = {**options, "back_end": options["back_end"] or recipe.train.back_end}
     shapes = shapes_of(model)
     load = load_of(recipe, model, options)
     trained = trained_parameters(shapes, model, recipe.model)

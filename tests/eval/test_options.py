@@ -45,7 +45,7 @@ def test_wrong_words_are_refused(words, message):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (("reasonin",), "mode must be one of reasoning, direct; got 'reasonin'; did you mean 'reasoning'\\?"),
+        (("reasonin",), "mode must be one of reasoning, direct, got 'reasonin'; did you mean 'reasoning'\\?"),
         (("direct", "direct"), "mode must list at least one value and each only once"),
         ((), "mode must list at least one"),
     ],

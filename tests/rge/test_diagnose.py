@@ -330,7 +330,7 @@ def test_an_oracle_rationale_leaks_and_an_own_one_does_not(checkpoint, records):
         (["sensitivity", "checkpoint=x", "data=y", "limit=0"], "limit must be >= 1, got 0"),
         (
             ["invariance", "checkpoint=x", "data=y", "backend=hf"],
-            "backend must be one of own, vllm; got 'hf'",
+            "backend must be one of own, vllm, got 'hf'",
         ),
     ],
 )

@@ -20,6 +20,16 @@ class PlanOptions:
     """GPUs, one process each."""
     gpu_gib: Annotated[float, Field(ge=1)] = 80.0
     """Memory of a GPU, GiB."""
+    gpus_per_machine: AtLeastOne = 8
+    """GPUs that share a machine's memory."""
+    peak_tflops: Annotated[float, Field(gt=0)] = 989.0
+    """TFLOP/s of a GPU in the computing dtype; an H100's in bfloat16."""
+    bandwidth_tbs: Annotated[float, Field(gt=0)] = 3.35
+    """TB/s of its memory; an H100's."""
+    utilisation: Annotated[float, Field(gt=0, le=1)] = 0.35
+    """Share of both that is reached."""
+    steps: NotNegative = 0
+    """Of the stage; 0: the recipe's where it says, else 1000."""
     back_end: Literal[BACK_ENDS] | None = None  # type: ignore[valid-type]
     """How parameters, gradients and optimizer state are spread over the GPUs; null: train.back_end."""
     for_: Literal["joint", "cold_start"] = "joint"

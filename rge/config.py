@@ -29,12 +29,11 @@ class RecipeError(UserError):
 
 @dataclass
 class ScratchConfig:
-    """A model built from nothing instead of loaded: real architecture and processor, own sizes.
+    """A model built from nothing instead of loaded: Qwen2.5-VL's architecture and processor, own sizes.
 
     ``text`` and ``vision`` are passed to the Hugging Face sub-configs unchanged.
     """
 
-    model_type: str = "qwen2_5_vl"
     vocab_size: int = 2048
     """BPE vocabulary learned from the training records' texts, special tokens not counted."""
     text: dict[str, Any] = field(default_factory=dict)

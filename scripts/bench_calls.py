@@ -19,10 +19,10 @@ import time
 import urllib.request
 from collections import Counter
 
-from data_prep.calls.cache import ReplyCache
-from data_prep.calls.client import Caller, ModelConfig
-from data_prep.calls.local_server import Answer, LocalServer, chat
-from data_prep.calls.request import Request
+from rge.calls.store import ReplyCache
+from rge.calls.caller import Caller, ModelConfig
+from rge.calls.local_server import Answer, LocalServer, chat
+from rge.calls.request import Request
 from data_prep.options import read_options
 
 WORDS = {"calls": "2000", "concurrency": "256", "delay_s": "1.0"}

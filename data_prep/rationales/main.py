@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_prep.calls.cache import ReplyCache
-from data_prep.calls.client import Caller, ModelConfig, check_model
-from data_prep.calls.replies import ReplyError
-from data_prep.calls.request import Picture, Request
+from rge.calls.store import ReplyCache
+from rge.calls.caller import Caller, ModelConfig, check_model
+from rge.calls.replies import ReplyError
+from rge.calls.request import Picture, Request
 from data_prep.options import UserError, read_options
 from data_prep.rationales import checks, prompts
 from rge.common.files import write_text

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from data_prep.calls.client import CHARACTERS_A_TOKEN
+from rge.calls.caller import CHARACTERS_A_TOKEN
 from data_prep.options import UserError, nearest
 from data_prep.rmir import prompts
 from data_prep.rmir.config import RmirConfig, load_config, models_used

@@ -2,7 +2,7 @@
 examples are ours. The wording is part of the key of every kept answer: changing it asks (and pays) anew.
 """  # noqa: D205
 
-from data_prep.calls.replies import (
+from rge.calls.replies import (
     Abstained,
     BadValue,
     MissingTag,
@@ -12,7 +12,7 @@ from data_prep.calls.replies import (
     one_of,
     tag,
 )
-from data_prep.calls.request import Part, Picture
+from rge.calls.request import Part, Picture
 from data_prep.rmir.arithmetic import ABSTAIN, FALSE, TRUE
 from data_prep.rmir.config import CATEGORIES
 

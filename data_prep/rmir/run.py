@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_prep.calls.cache import ReplyCache
-from data_prep.calls.client import Caller, Outcome
-from data_prep.calls.request import Part, Picture, Request
+from rge.calls.store import ReplyCache
+from rge.calls.caller import Caller, Outcome
+from rge.calls.request import Part, Picture, Request
 from data_prep.options import UserError
 from data_prep.rmir import frames
 from data_prep.rmir.config import RmirConfig, to_dict

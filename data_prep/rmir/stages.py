@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from data_prep.calls.replies import ReplyError
+from rge.calls.replies import ReplyError
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames, prompts
 from data_prep.rmir.config import CATEGORIES, ConfigError, EncoderConfig

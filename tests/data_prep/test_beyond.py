@@ -8,7 +8,7 @@ import pytest
 from PIL import Image, ImageFilter
 
 from data_prep.__main__ import main
-from data_prep.calls.client import ModelConfig
+from rge.calls.caller import ModelConfig
 from data_prep.options import UserError
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames, stages

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from data_prep.__main__ import main
-from data_prep.calls.local_server import LocalServer, chat
+from rge.calls.local_server import LocalServer, chat
 from data_prep.options import UserError
 from data_prep.rationales import checks, prompts
 from data_prep.rationales.gain import GainJudge, gains

@@ -21,9 +21,9 @@ from forked import Program
 from PIL import Image
 
 from data_prep.__main__ import main
-from data_prep.calls.client import BudgetReached, KeyRejected, ModelConfig
-from data_prep.calls.local_server import Answer, LocalServer
-from data_prep.calls.replies import Abstained, BadValue, MissingTag, Refused, Reply, Truncated
+from rge.calls.caller import BudgetReached, KeyRejected, ModelConfig
+from rge.calls.local_server import Answer, LocalServer
+from rge.calls.replies import Abstained, BadValue, MissingTag, Refused, Reply, Truncated
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames, oracle, prompts, stages
 from data_prep.rmir.config import (

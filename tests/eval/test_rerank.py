@@ -11,7 +11,7 @@ import pytest
 import torch
 from eval_fakes import FakeEncoder, loader, tables, write_set, write_tables
 
-from data_prep.calls.local_server import Answer, LocalServer
+from rge.calls.local_server import Answer, LocalServer
 from eval.commands.rerank import (
     LocalJudge,
     RemoteJudge,

@@ -5,7 +5,7 @@ import json
 import pytest
 from eval_fakes import FakeEncoder, loader, tables, write_tables
 
-from data_prep.calls.local_server import LocalServer, chat
+from rge.calls.local_server import LocalServer, chat
 from eval.commands.bm25 import Bm25Options, bm25, rank
 from eval.commands.run import RunOptions, run
 from eval.embedding.rewrite import PROMPTS, load_rewriter, rewritten

@@ -12,8 +12,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from data_prep.options import UserError, nearest
-from rge.common.images import ImageError
+from data_prep.options import nearest
+from rge.common.errors import UserError
 
 COMMANDS = {
     "demo": "data_prep.demo.build:main",
@@ -43,5 +43,5 @@ def main(argv: Sequence[str]) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except (UserError, ImageError) as error:
+    except UserError as error:
         sys.exit(f"error: {error}")

@@ -25,7 +25,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from data_prep.options import UserError, nearest, read_options
+from data_prep.options import nearest, read_options
+from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.common.images import ImageError, load_image
 from rge.common.mmeb_prompts import INSTRUCTIONS, SETS, canonical, plain, reword, split_instruction

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable, Sequence
 
-from rge.common.options import UserError as UserError
+from rge.common.errors import UserError
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -5,6 +5,8 @@ judge), ``python -m eval rerank of=DIR out=DIR judge=MODEL`` lets a vision-langu
 ``python -m eval import rmir|pinpoint|mmeb|mmbright src=DIR out=DIR`` makes a retrieval set of a benchmark's release,
 ``python -m eval audit set=DIR train=FILE.jsonl`` looks for a set's pictures in training files,
 ``python -m eval export format=pinpoint|top50|mmeb|mteb eval=DIR out=FILE`` writes what others read.
+``plugins=MODULE,...`` with any command imports modules that register benchmarks, embedders or metrics, see
+docs/extending.md.
 """
 
 import sys
@@ -12,20 +14,19 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from eval.benchmarks.registry import BENCHMARKS
 from eval.embedding.processes import leave
-from rge.common.options import UserError, explain, parse_options
+from rge.common.errors import UserError
+from rge.common.options import explain, parse_options
+from rge.common.registry import load_plugins
 
 if TYPE_CHECKING:
     from eval.sets.retrieval_set import RetrievalSet
 
+PLUGINS = "plugins="
+"""Understood by every command, before all else: modules that register benchmarks, embedders or metrics."""
 # Module, options and function by name: a command imports what it needs, so that a comparison of two tables does not
 # wait for the libraries of models.
-IMPORTS = {
-    "rmir": ("eval.benchmarks.rmir.importer", "RmirOptions", "import_rmir"),
-    "pinpoint": ("eval.benchmarks.pinpoint.importer", "PinpointOptions", "import_pinpoint"),
-    "mmeb": ("eval.benchmarks.mmeb.importer", "MmebOptions", "import_mmeb"),
-    "mmbright": ("eval.benchmarks.mmbright.importer", "MmbrightOptions", "import_mmbright"),
-}
 COMMANDS = {
     "run": ("eval.commands.run", "RunOptions", "run"),
     "score": ("eval.commands.score", "ScoreOptions", "score"),
@@ -42,8 +43,14 @@ def main(argv: Sequence[str]) -> int:
     """Run a command; 0 if it succeeded, 2 if what the user gave was wrong."""
     name = " ".join(argv[: 2 if argv[:1] == ["import"] else 1])
     words = argv[len(name.split()) :]
+    try:
+        load_plugins([one for word in words if word.startswith(PLUGINS) for one in _listed(word)])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    words = [word for word in words if not word.startswith(PLUGINS)]
     if name not in ("report", "import") and _entry(name) is None:
-        print(f"there are {', '.join(IMPORTS)}" if name.startswith("import") else __doc__, file=sys.stderr)
+        print(f"there are {', '.join(BENCHMARKS)}" if name.startswith("import") else __doc__, file=sys.stderr)
         return 2
     if not words or words in (["help"], ["--help"], ["-h"]):
         print(usage(name))
@@ -60,9 +67,7 @@ def main(argv: Sequence[str]) -> int:
             done = command(parse_options(schema, words))
             if name.startswith("import"):
                 print(_imported(done))
-    except ValueError as error:
-        if not isinstance(error, (UserError, *_loaded_errors())):
-            raise
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     leave()  # after an error the launcher ends the others
@@ -72,21 +77,18 @@ def main(argv: Sequence[str]) -> int:
 def _entry(name: str) -> tuple[type, Callable[..., Any]] | None:
     """Options and function of ``run`` or ``import rmir``; None if there is no such command."""
     first, _, benchmark = name.partition(" ")
-    found = IMPORTS.get(benchmark) if first == "import" else COMMANDS.get(first)
+    if first == "import":
+        return BENCHMARKS[benchmark].load_importer() if benchmark in BENCHMARKS else None
+    found = COMMANDS.get(first)
     if found is None:
         return None
     module = import_module(found[0])
     return getattr(module, found[1]), getattr(module, found[2])
 
 
-def _loaded_errors() -> list[type[Exception]]:
-    """The trainer's errors that are the user's to mend, of modules that are loaded: others cannot have raised any."""
-    names = {
-        "rge.model.backbone": "BackboneError",
-        "rge.checkpoints.export": "CheckpointError",
-        "rge.common.images": "ImageError",
-    }
-    return [getattr(sys.modules[module], name) for module, name in names.items() if module in sys.modules]
+def _listed(word: str) -> list[str]:
+    """Modules of ``plugins=a,b`` or ``plugins=[a, b]``."""
+    return [one.strip() for one in word.removeprefix(PLUGINS).strip("[]").split(",") if one.strip()]
 
 
 def _imported(done: "RetrievalSet | list[str]") -> str:
@@ -105,7 +107,7 @@ def usage(name: str) -> str:
 
         return f"python -m eval report key=value ...\n{explain(ReportOptions)}"
     if name == "import":
-        return "\n\n".join(usage(f"import {benchmark}") for benchmark in IMPORTS)
+        return "\n\n".join(usage(f"import {benchmark}") for benchmark in BENCHMARKS)
     entry = _entry(name)
     assert entry is not None
     return f"python -m eval {name} key=value ...\n{explain(entry[0])}"

@@ -17,12 +17,13 @@ import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from rge.common.errors import UserError
 from rge.common.prompt_profiles import PROFILES
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
 
-class RecipeError(ValueError):
+class RecipeError(UserError):
     """A recipe or an override is wrong; the message names the key and the mend."""
 
 
@@ -125,6 +126,14 @@ class DataConfig:
     step's batch and its loss stay the same."""
     num_workers: int = 4
     """Processes that decode pictures and tokenise, per rank; 0 does it in the training process."""
+    prefetch_mb: int = 1024
+    """Batches that wait for training take at most so much of a rank's memory, MiB, but one may always wait. Each worker
+    holds the one that it makes besides. Nothing of it is shared memory."""
+    on_bad: str = "stop"
+    """A record that cannot be used, such as one whose picture is missing: stop ends the run and names it; skip trains on
+    another one of its source instead, counts it (bad_records in the metrics) and lists it in bad_records.jsonl."""
+    max_bad_share: float = 0.01
+    """With on_bad=skip: the run ends once more than this share of the stage's records has been found bad."""
     augment: str = "none"
     """Picture augmentation while training: none, or drawing (shift, scale, mirror, colour)."""
 
@@ -259,7 +268,7 @@ class LogConfig:
     """Where progress goes; JSON lines are always written."""
 
     trackers: list[str] = field(default_factory=list)
-    """Accelerate trackers: wandb."""
+    """Accelerate's trackers by name, e.g. wandb, tensorboard."""
     project: str = "rge"
 
 
@@ -340,6 +349,14 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
     return _lists(OmegaConf.to_container(OmegaConf.structured(recipe), resolve=True))
 
 
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``; lists stay whole."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return leaves
+
+
 def _lists(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: _lists(value) for key, value in tree.items()}
@@ -362,6 +379,9 @@ def check(recipe: Recipe) -> None:
     _one_of("data.augment", recipe.data.augment, ["none", "drawing"])
     _one_of("data.positives", recipe.data.positives, ["draw", "all"])
     _one_of("data.batches", recipe.data.batches, ["mixed", "homogeneous"])
+    _one_of("data.on_bad", recipe.data.on_bad, ["stop", "skip"])
+    _within("data.max_bad_share", recipe.data.max_bad_share, 0, 1)
+    _positive("data.prefetch_mb", recipe.data.prefetch_mb)
     if (recipe.model.path is None) == (recipe.model.scratch is None):
         raise RecipeError("give exactly one of model.path and model.scratch")
     if recipe.model.lora is not None:

@@ -1,4 +1,4 @@
-"""Progress for people (a bar), for programs (JSON lines) and for trackers (wandb, when asked for)."""
+"""Progress for people (a bar), for programs (JSON lines) and for trackers (when asked for)."""
 
 import json
 import time
@@ -6,15 +6,55 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import LoggerType
 from tqdm import tqdm
 
 from rge.common.files import write_text
+from rge.config import LogConfig, Recipe, RecipeError, flat, nearest, to_dict
 
 
-def start_trackers(accelerator: Accelerator, project: str, recipe: dict[str, Any]) -> None:
-    """Begin a run in every tracker that the recipe names; `log.trackers=[wandb]` with WANDB_MODE=offline needs no network."""
-    if accelerator.log_with:
-        accelerator.init_trackers(project, config=recipe)
+def tracker_problems(log: LogConfig) -> list[str]:
+    """Why trackers that a recipe names cannot be had, one message each."""
+    known = [str(name) for name in LoggerType.list() if str(name) != "all"]
+    problems = []
+    for name in log.trackers:
+        if name not in known:
+            problems.append(f"log.trackers: there is no tracker {name!r}{nearest(name, known)}")
+        elif name not in map(str, get_available_trackers()):
+            package = PACKAGES.get(name, name)
+            problems.append(
+                f"log.trackers={name} needs its library, which is not installed: pip install {package}"
+            )
+    return problems
+
+
+PACKAGES = {"comet_ml": "comet-ml"}
+"""Names on PyPI where they are not the tracker's."""
+
+
+def start_trackers(accelerator: Accelerator, recipe: Recipe) -> None:
+    """Begin a run in every tracker that the recipe names.
+
+    `log.trackers=[wandb]` with WANDB_MODE=offline needs no network; TensorBoard's files go to ``<out>/trackers``.
+
+    Raises:
+        RecipeError: one of them cannot be had. Nobody should find out after a week that nothing was recorded.
+    """
+    if problems := tracker_problems(recipe.log):
+        raise RecipeError("; ".join(problems))
+    if recipe.log.trackers:
+        accelerator.project_configuration.logging_dir = str(Path(recipe.out) / "trackers")
+        accelerator.log_with = [LoggerType(name) for name in dict.fromkeys(recipe.log.trackers)]
+        accelerator.init_trackers(recipe.log.project, config=_plain(flat(to_dict(recipe))))
+
+
+def _plain(leaves: dict[str, Any]) -> dict[str, Any]:
+    """Values of which every tracker can make a table: TensorBoard's takes texts, numbers and truth values alone."""
+    return {
+        key: value if isinstance(value, (str, int, float)) else json.dumps(value)
+        for key, value in leaves.items()
+    }
 
 
 class Logs:
@@ -94,9 +134,9 @@ class Logs:
         values = {
             f"{self.stage}/{name}": value for name, value in line.items() if isinstance(value, (int, float))
         }
-        if self.accelerator.log_with:
-            # Both stages share a tracker's step axis, so the axis counts logged lines of this process.
-            self.accelerator.log(values)
+        for tracker in self.accelerator.trackers:
+            # W&B has one axis for both stages and wants it to rise: there it counts logged lines of this process.
+            tracker.log(values, step=None if tracker.name == "wandb" else step)
 
     def close(self) -> None:
         """Close the bar and the file, and say how much time went into waiting; trackers stay open."""

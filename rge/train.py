@@ -16,21 +16,25 @@ same command started again resumes; a finished stage is left alone. Benchmarks a
 
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
+from rge.check import Checked, checked
 from rge.checkpoints.checkpoint_manager import Keeper
-from rge.checkpoints.resume import finished
-from rge.config import Recipe, StageConfig, load_recipe, to_dict
-from rge.data.collate import Collator, StepBatches, make_loader
+from rge.common.errors import UserError
+from rge.config import Recipe, StageConfig, load_recipe
+from rge.data.bad_records import BadRecords
+from rge.data.collate import Collator, StepBatches
+from rge.data.loader import Loader
 from rge.data.sources import Mixture, RecordFile
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.distributed.failure_detection import fellow_ranks
-from rge.errors import USER_ERRORS, explain
 from rge.logs import Logs, start_trackers
 from rge.model.backbone import check_sizes, vision_parameters
 from rge.model.embedder import Embedder, embedder_to_train
@@ -45,30 +49,40 @@ from rge.validation import Validation
 def main(arguments: list[str]) -> None:
     """Run the stages of a recipe, one after the other."""
     recipe = load_recipe(arguments)
-    accelerator = launch.make_accelerator(recipe.train, recipe.log)
-    launch.check_launch(
-        accelerator, recipe.train.num_processes, recipe.train.distributed_type, recipe.optim.name
-    )
-    with fellow_ranks():
-        start_trackers(accelerator, recipe.log.project, to_dict(recipe))
-        start = starting_point(recipe, accelerator)
-        for name in recipe.stages():
-            folder = Path(recipe.out) / name
-            if not finished(folder, recipe, name):
-                train_stage(recipe, name, folder, start, accelerator)
-            start = str(folder / "final")
-        accelerator.end_training()
+    accelerator = launch.make_accelerator(recipe.train)
+    with fellow_ranks(), checked(recipe, accelerator) as run:
+        if run.stages:  # else it is finished
+            train(recipe, run, accelerator)
     dist.close()
 
 
-def train_stage(recipe: Recipe, name: str, folder: Path, start: str, accelerator: Accelerator) -> None:
+def train(recipe: Recipe, run: Checked, accelerator: Accelerator) -> None:
+    """Train the stages that are not finished, each from the checkpoint of the one before."""
+    start_trackers(accelerator, recipe)
+    start = starting_point(recipe, accelerator)
+    for name in recipe.stages():
+        folder = Path(recipe.out) / name
+        if name in run.stages:
+            train_stage(recipe, name, folder, start, run.records, accelerator)
+        start = str(folder / "final")
+    accelerator.end_training()
+
+
+def train_stage(
+    recipe: Recipe,
+    name: str,
+    folder: Path,
+    start: str,
+    records: Mapping[str, RecordFile],
+    accelerator: Accelerator,
+) -> None:
     """Train one stage from `start`, or from its own last state, and export it to ``folder/final``."""
     set_seed(recipe.train.seed)
     stage: StageConfig = getattr(recipe, name)
     objective = Objective.of(recipe.loss, name)
     embedder = embedder_to_train(start, recipe.model)
     check_sizes(recipe.loss.matryoshka_dims, embedder.model)
-    batches = build_batches(recipe, stage, objective, embedder, accelerator)
+    batches = build_batches(recipe, stage, objective, embedder, records)
     slow = vision_parameters(embedder.model)
     optimizer = make_optimizer(embedder, recipe.optim, stage.lr, slow)
     model, optimizer = dist.prepare(accelerator, embedder, optimizer, recipe.optim.max_grad_norm)
@@ -78,11 +92,12 @@ def train_stage(recipe: Recipe, name: str, folder: Path, start: str, accelerator
         writer = make_writer(model, embedder, recipe, stage, accelerator)
 
     num_steps = stage.steps or round(stage.epochs * batches.mixture.steps_per_epoch())
-    validation = build_validation(recipe, objective, embedder) if recipe.validation.path else None
+    validation = build_validation(recipe, objective, embedder, records)
     keeper = Keeper(recipe, name, folder, num_steps, validation, embedder, model, optimizer, accelerator)
     first_step = keeper.resume()
 
-    loader = make_loader(batches, range(first_step, num_steps), recipe.data.num_workers)
+    bad_records = BadRecords(recipe.data, batches.files, folder, first_step)
+    loader = Loader(batches, range(first_step, num_steps), recipe.data, embedder.device)
     logs = Logs(accelerator, folder, name, first_step, num_steps, recipe.train.log_every)
     waited = time.perf_counter()
     for step, batch in enumerate(loader, start=first_step):
@@ -122,6 +137,7 @@ def train_stage(recipe: Recipe, name: str, folder: Path, start: str, accelerator
         }
         report |= rollout_report(rationales, rolled_out - began, embedder.device)
         # 4. Every so many steps: measure held-out records, keep the best, save a state to resume from.
+        report |= bad_records.after_step(step + 1, batch)
         report |= keeper.validate(step + 1)
         logs.step(step + 1, report)
         keeper.after_step(step + 1)
@@ -130,28 +146,31 @@ def train_stage(recipe: Recipe, name: str, folder: Path, start: str, accelerator
     keeper.finish()
 
 
-def build_validation(recipe: Recipe, objective: Objective, embedder: Embedder) -> Validation:
-    """The held-out records, collated as in training but without augmentation."""
-    file = RecordFile(str(recipe.validation.path), need_rationale=objective.needs_oracle)
+def build_validation(
+    recipe: Recipe, objective: Objective, embedder: Embedder, records: Mapping[str, RecordFile]
+) -> Validation | None:
+    """The held-out records, if there are any, collated as in training but without augmentation; none may be bad."""
+    if recipe.validation.path is None:
+        return None
     collator = Collator(
-        [file],
+        [records[recipe.validation.path]],
         PromptBuilder(embedder.processor, recipe.data.profile, recipe.data.max_prompt_tokens),
+        replace(recipe.data, augment="none", sort_by_length=False, on_bad="stop"),
         need_oracle=objective.needs_oracle,
         need_candidates=objective.needs_candidates,
-        max_negatives=recipe.data.max_negatives,
-        positives=recipe.data.positives,
     )
     return Validation(collator, objective, recipe)
 
 
 def build_batches(
-    recipe: Recipe, stage: StageConfig, objective: Objective, embedder: Embedder, accelerator: Accelerator
+    recipe: Recipe,
+    stage: StageConfig,
+    objective: Objective,
+    embedder: Embedder,
+    records: Mapping[str, RecordFile],
 ) -> StepBatches:
     """Sources, their mixture and this rank's share of every step."""
-    files = [
-        RecordFile(source.path, need_rationale=objective.needs_oracle, progress=accelerator.is_main_process)
-        for source in stage.sources
-    ]
+    files = [records[source.path] for source in stage.sources]
     mixture = Mixture(
         [len(file) for file in files],
         [source.weight for source in stage.sources],
@@ -163,12 +182,11 @@ def build_batches(
         files,
         mixture,
         PromptBuilder(embedder.processor, recipe.data.profile, recipe.data.max_prompt_tokens),
+        recipe.data,
         rank=dist.rank(),
         world_size=dist.world_size(),
-        augment=recipe.data.augment,
         need_oracle=objective.needs_oracle,
         need_candidates=objective.needs_candidates,
-        max_negatives=recipe.data.max_negatives,
     )
 
 
@@ -176,5 +194,7 @@ if __name__ == "__main__":
     torch.set_float32_matmul_precision("highest")
     try:
         main(sys.argv[1:])
-    except USER_ERRORS as problem:
-        sys.exit(f"error: {explain(problem)}")
+    except UserError as problem:
+        sys.exit(f"error: {problem}")
+    except KeyboardInterrupt:  # before the first step; from then on it saves
+        sys.exit(130)

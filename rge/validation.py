@@ -12,13 +12,27 @@ from torch import Tensor
 
 from rge.config import Recipe
 from rge.data.collate import Batch, Collator
-from rge.data.sources import Draw, RecordError
+from rge.data.sources import Draw, RecordError, RecordFile
 from rge.distributed import collectives as dist
 from rge.losses import hit_at_1, info_nce
 from rge.model.embedder import Embedder
 from rge.model.packing import Branch
 from rge.rollout.generate import generate
 from rge.step import Objective, candidate_masks, query_branches
+
+
+def num_records(file: RecordFile, recipe: Recipe) -> int:
+    """How many held-out records are measured.
+
+    Raises:
+        RecordError: fewer than processes.
+    """
+    count = min(recipe.validation.max_records, len(file))
+    if count < dist.world_size():
+        raise RecordError(
+            f"validation.path {file.path} has {count} records for {dist.world_size()} processes; add some"
+        )
+    return count
 
 
 class Validation:
@@ -37,12 +51,7 @@ class Validation:
         self.collator, self.objective = collator, objective
         self.micro_batch_size = micro_batch_size = recipe.train.micro_batch_size
         self.max_new_tokens = recipe.rollout.max_new_tokens
-        count = min(recipe.validation.max_records, len(collator.files[0]))
-        world_size = dist.world_size()
-        if count < world_size:
-            raise RecordError(
-                f"validation.path {collator.files[0].path} has {count} records for {world_size} processes; add some"
-            )
+        count, world_size = num_records(collator.files[0], recipe), dist.world_size()
         self.rows = list(range(dist.rank(), count, world_size))
         # Where weights are sharded all processes have to run the same number of forwards.
         self.num_chunks = math.ceil(math.ceil(count / world_size) / micro_batch_size)

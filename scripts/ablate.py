@@ -36,8 +36,9 @@ import pandas as pd
 
 from eval.pages.interval_plot import Mark, interval_chart
 from eval.scoring import stats
+from rge.common.errors import UserError
 from rge.common.files import write_text
-from rge.config import RecipeError, load_recipe
+from rge.config import load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_SET = "data_prep/demo/data/test"
@@ -59,7 +60,7 @@ OWN = {
 """Options of this script and their defaults; None must be given, "" is worked out in `complete`."""
 
 
-class SweepError(ValueError):
+class SweepError(UserError):
     """The sweep is described wrongly, or its runs are not there; the message says how to mend it."""
 
 
@@ -422,5 +423,5 @@ def plot(key: str, table: list[dict[str, Any]], metrics: list[str], seeds: int) 
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except (SweepError, RecipeError) as problem:
+    except UserError as problem:
         sys.exit(f"error: {problem}")

@@ -50,7 +50,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils import flop_counter
 from transformers import GenerationConfig
 
-from rge.common.options import UserError, one_of, parse_options
+from rge.common.errors import UserError
+from rge.common.options import one_of, parse_options
 from rge.common.schema import Item
 from rge.config import load_recipe
 from rge.data.collate import Batch, StepBatches
@@ -132,9 +133,7 @@ def demo_setting(options: Options) -> Setting:
     )
     builder = PromptBuilder(embedder.processor, recipe.data.profile, recipe.data.max_prompt_tokens)
     mixture = Mixture([len(file) for file in files], weights, stage.batch_size, seed=0)
-    batch = StepBatches(
-        files, mixture, builder, rank=0, world_size=1, max_negatives=recipe.data.max_negatives
-    )[0]
+    batch = StepBatches(files, mixture, builder, recipe.data, rank=0, world_size=1)[0]
     cap = recipe.rollout.max_new_tokens
     # Own rationales as long as other records' oracles: the lengths that a trained model writes.
     lengths = [min(len(ids) - 1, cap - 1) for ids in batch.oracle_ids]

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 
 from eval.pages.interval_plot import COLOURS, Mark, interval_chart
+from rge.common.errors import UserError
 from rge.config import Recipe, load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -238,7 +239,7 @@ def test_runs_of_different_queries_make_no_table(ablate, tmp_path):
 def test_what_is_wrong_is_said_before_anything_runs(ablate, wrong, message):
     names = {argument.split("=")[0] for argument in wrong}
     given = [argument for argument in ablate.given if argument.split("=")[0] not in names]
-    with pytest.raises((ablate.SweepError, ablate.RecipeError), match=message):
+    with pytest.raises(UserError, match=message):
         ablate.main([*given, *wrong])
     assert ablate.commands == []
 

@@ -22,6 +22,9 @@ ONLY_IN = {
     "peft": {"rge/model/adapters.py", "eval/models/qwen.py"},
     "sentence_transformers": {"eval/models/sentence.py"},
     "wandb": {"rge/logs.py"},
+    "openai": {"rge/calls/transport.py"},
+    "anthropic": {"rge/calls/transport.py"},
+    "httpx": {"rge/calls/transport.py", "rge/calls/model_config.py", "data_prep/rmir/pictures/download.py"},
     "transformers": {
         "rge/model/backbone.py",
         "rge/model/families.py",
@@ -154,3 +157,29 @@ def test_the_file_read_first_stays_short():
     assert len(text.splitlines()) < 250
     assert not [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
     assert "argparse" not in imports("rge/train.py")
+
+
+def test_errors_of_the_user_have_one_root():
+    """A command catches `UserError`, so whatever is the user's to mend must be one, in whichever part it is raised."""
+    ours = {"UserError"}
+    left = {
+        node.name: {base.id for base in node.bases if isinstance(base, ast.Name)}
+        for name in FILES
+        for node in ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef) and (node.name.endswith("Error") or node.name == "UserError")
+    }
+    assert left.pop("UserError") == {"ValueError"}
+    while found := {name for name, bases in left.items() if bases & ours}:
+        ours |= found
+        left = {name: bases for name, bases in left.items() if name not in found}
+    # What a model server answered badly is asked for again, and never reaches a person as it is.
+    assert left.keys() <= {"ReplyError"}, "derive from rge.common.errors.UserError"
+    assert {
+        "RecipeError",
+        "RecordError",
+        "ImageError",
+        "LaunchError",
+        "RankError",
+        "SetError",
+        "TableError",
+    } <= ours

@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.options import UserError
+from rge.common.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from PIL import Image
 
 from data_prep.demo.families import Family, load_icons
 from data_prep.demo.tables import Tables
-from data_prep.options import UserError
+from rge.common.errors import UserError
 
 SIZE_PX = 84
 MARGIN_PX = 2

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep.demo.families import FAMILIES, GALLERY, QUERIES, TRAINING, Family
+from rge.common.errors import UserError
 
 HERE = Path(__file__).parent
 CATEGORIES = ("functional", "temporal", "causal")
@@ -26,7 +27,7 @@ _ONE = {"is": "is", "does": "does", "was": "was"}
 _MANY = {"is": "are", "does": "do", "was": "were"}
 
 
-class TableError(ValueError):
+class TableError(UserError):
     """A table breaks its rules; the message names file, line and reason."""
 
 

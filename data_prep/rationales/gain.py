@@ -10,11 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.options import UserError
-from rge.checkpoints.export import CheckpointError
 from rge.common.schema import Item, Record, Target
 from rge.encoder import load_encoder
-from rge.model.backbone import BackboneError
 from rge.model.packing import Branch
 
 
@@ -56,10 +53,7 @@ class GainJudge:
     """
 
     def __init__(self, checkpoint: str, *, batch_size: int = 16, temperature: float = 0.05):
-        try:
-            self.encoder = load_encoder(checkpoint)
-        except (CheckpointError, BackboneError) as error:
-            raise UserError(str(error)) from None
+        self.encoder = load_encoder(checkpoint)
         self.batch_size, self.temperature = batch_size, temperature
 
     def judge(

@@ -10,20 +10,22 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rge.calls.store import ReplyCache
-from rge.calls.caller import Caller, ModelConfig, check_model
+from data_prep.options import read_options
+from data_prep.rationales import checks, prompts
+from rge.calls.caller import Caller, Outcome
+from rge.calls.model_config import ModelConfig, check_model
 from rge.calls.replies import ReplyError
 from rge.calls.request import Picture, Request
-from data_prep.options import UserError, read_options
-from data_prep.rationales import checks, prompts
+from rge.calls.store import AnswerStore
+from rge.common.errors import UserError
 from rge.common.files import write_text
-from rge.common.images import ImageError, picture_bytes
+from rge.common.images import picture_bytes
 from rge.common.schema import Positive, Record
-from rge.data.sources import RecordError, RecordFile
+from rge.data.sources import RecordFile
 
 DEFAULTS = {
     "records": "", "out": "", "model": "", "base_url": "", "api": "openai", "key_env": "", "concurrency": "32",
@@ -150,7 +152,7 @@ def estimate(records: Path, model: ModelConfig, settings: Settings) -> str:
     Raises:
         UserError: the records cannot be read.
     """
-    _check(records)
+    RecordFile(records)  # checks every record
     calls = tokens_in = tokens_out = 0
     tasks: Counter[str] = Counter()
     for window in _windows(records):
@@ -193,7 +195,7 @@ def write(records: Path, out: Path, model: ModelConfig, settings: Settings) -> d
     Raises:
         UserError: see `main`.
     """
-    _check(records)
+    RecordFile(records)  # checks every record
     if out.resolve() == records.resolve():
         raise UserError(f"out={out} would overwrite the records")
     judge = None
@@ -201,8 +203,8 @@ def write(records: Path, out: Path, model: ModelConfig, settings: Settings) -> d
         from data_prep.rationales.gain import GainJudge
 
         judge = GainJudge(settings.select)
-    cache = ReplyCache(out.with_name(f"{out.name}.replies.sqlite"))
-    caller = Caller({model.name: model}, cache, progress="rationales")
+    store = AnswerStore(out.with_name(f"{out.name}.replies.sqlite"))
+    caller = Caller({model.name: model}, store, progress=True)
     tally = _Tally()
     lines: list[str] = []
     for window in _windows(records):
@@ -241,10 +243,10 @@ def write(records: Path, out: Path, model: ModelConfig, settings: Settings) -> d
         "leak_mean": _mean(tally.leaks),
         "leak_above_limit": sum(score > settings.max_leak for score in tally.leaks),
         **({"gain_mean": _mean(tally.gains), "select": settings.select} if judge is not None else {}),
-        "models": cache.ledger(),
+        "models": [asdict(one) for one in store.ledger()],
     }
     write_text(out.with_name(f"{out.name}.report.json"), json.dumps(report, indent=1) + "\n")
-    cache.close()
+    store.close()
     return report
 
 
@@ -261,7 +263,9 @@ def _ask_all(
         ]
         return [
             _read(outcome, pairs[row][1], settings)
-            for (row, _), outcome in zip(wanted, caller.run(requests), strict=True)
+            for (row, _), outcome in zip(
+                wanted, caller.run(requests, read=prompts.read, title="rationales"), strict=True
+            )
         ]
 
     found = dict(zip(asked, ask(asked, rewrite=False), strict=True))
@@ -277,7 +281,7 @@ def _ask_all(
     return [[found[row, sample] for sample in range(settings.candidates)] for row in range(len(pairs))]
 
 
-def _read(outcome, positive: Positive, settings: Settings) -> _Written:
+def _read(outcome: Outcome, positive: Positive, settings: Settings) -> _Written:
     if outcome.lost:
         raise UserError(f"a call got no answer: {outcome.error}. What was answered is kept; run this again")
     try:
@@ -335,14 +339,9 @@ def _request(
         temperature=settings.temperature,
         max_tokens=max(256, 4 * settings.max_words),
         sample=sample,
+        form="<rationale>your rationale</rationale>",
+        fields=(("rationale", None),),
     )
-
-
-def _check(records: Path) -> None:
-    try:
-        RecordFile(records)
-    except RecordError as error:
-        raise UserError(str(error)) from None
 
 
 def _mean(values: list[float]) -> float:
@@ -363,11 +362,8 @@ def _windows(path: Path) -> Iterator[list[Record]]:
 
 
 def _picture(ref: Path, model: ModelConfig, look: bool) -> Picture:
-    try:
-        digest = hashlib.sha256(picture_bytes(str(ref))).hexdigest() if look else ""
-        return Picture(str(ref), digest, model.max_side_px)
-    except ImageError as error:
-        raise UserError(str(error)) from None
+    digest = hashlib.sha256(picture_bytes(str(ref))).hexdigest() if look else ""
+    return Picture(str(ref), digest, model.max_side_px)
 
 
 def _moved(record: Record, old: Path, new: Path) -> str:

@@ -10,8 +10,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from rge.calls.caller import ModelConfig, check_model
-from data_prep.options import UserError
+from rge.calls.model_config import ModelConfig, check_model
+from rge.common.errors import UserError
 from rge.config import RecipeError, nearest, split_override
 
 CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "data_prep"

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.options import UserError
+from rge.common.errors import UserError
 from rge.common.files import replacing
 
 # Read when daft is imported: it would tell its makers of every run, and draw over our progress bars.

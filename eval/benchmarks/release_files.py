@@ -21,9 +21,9 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from eval.sets.retrieval_set import NAMES, RetrievalSet, load_set
+from rge.common.errors import UserError
 from rge.common.fingerprint import set_fingerprint
 from rge.common.images import ImageError, load_image, picture_bytes
-from rge.common.options import UserError
 
 WRITE_ROWS = 64
 """Candidates written at once; pictures of a pool do not fit into memory together."""

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from eval.benchmarks.protocols import protocol_for
+from eval.benchmarks.registry import protocol_for
 from eval.embedding.processes import join
 from eval.scoring.output_files import (
     FORMAT,
@@ -31,8 +31,8 @@ from eval.scoring.output_files import (
     write_tables,
 )
 from eval.scoring.stats import NUM_RESAMPLES, Bootstrap, cluster_bootstrap, index_of, interval
+from rge.common.errors import UserError
 from rge.common.files import write_bytes
-from rge.common.options import UserError
 
 SUITE = "suite.json"
 SHARED = (

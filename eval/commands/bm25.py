@@ -12,14 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from eval.benchmarks.protocols import protocol_for
+from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import each_member, is_suite, join_members, load_suite
 from eval.embedding.rewrite import load_rewriter, rewritten
 from eval.scoring.evaluation import write_evaluation
 from eval.scoring.output_files import check_out, summary, versions
 from eval.scoring.search import DEPTH, Ranking, stack_rankings
 from eval.sets.retrieval_set import RetrievalSet, load_set
-from rge.common.options import UserError, one_of
+from rge.common.errors import UserError
+from rge.common.options import one_of
 
 METHODS = ("lucene", "robertson", "atire", "bm25l", "bm25+")
 

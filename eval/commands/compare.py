@@ -31,8 +31,8 @@ from eval.scoring.stats import (
     minimum_detectable,
     sign_flip_p,
 )
+from rge.common.errors import UserError
 from rge.common.files import write_bytes
-from rge.common.options import UserError
 
 COMPARE, PLOT = "compare.json", "compare.svg"
 DEFAULT_METRICS = ("recall@1", "recall@5", "recall@10", "mrr", "ndcg@10")

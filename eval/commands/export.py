@@ -17,9 +17,10 @@ from typing import Any
 
 from eval.scoring.metrics import parse_name
 from eval.scoring.output_files import RUN, read_results
+from rge.common.errors import UserError
 from rge.common.files import write_bytes
 from rge.common.mmeb_prompts import SETS
-from rge.common.options import UserError, one_of
+from rge.common.options import one_of
 
 FORMATS = ("pinpoint", "top50", "mmeb", "mteb")
 MOST = 50

@@ -10,7 +10,8 @@ from pathlib import Path
 from eval.pages.budget_plot import BASES, read_budget
 from eval.pages.leaderboard import write_leaderboard
 from eval.pages.report import expand, read_evaluation, write_report
-from rge.common.options import UserError, one_of, parse_options
+from rge.common.errors import UserError
+from rge.common.options import one_of, parse_options
 
 
 @dataclass(frozen=True)

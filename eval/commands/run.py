@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from eval.benchmarks.protocols import protocol_for
+from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import is_suite, run_members
 from eval.commands.audit import Audit, audit_training, training_files
 from eval.embedding.fill_cache import Embeds, Mode, mean_cosine
@@ -31,7 +31,8 @@ from eval.scoring.output_files import RESULTS, check_out, self_retrieval, summar
 from eval.scoring.protocol import Protocol
 from eval.scoring.search import DEPTH, Ranking, rows_within, search
 from eval.sets.retrieval_set import MODALITIES, Modality, RetrievalSet, load_set
-from rge.common.options import UserError, one_of
+from rge.common.errors import UserError
+from rge.common.options import one_of
 from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import Encoded
 

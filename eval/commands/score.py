@@ -9,14 +9,14 @@ survive the file, whose scores are strictly decreasing (`eval.scoring.trec`).
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from eval.benchmarks.protocols import protocol_for
+from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import each_member, is_suite, join_members, load_suite
 from eval.scoring.evaluation import write_evaluation
 from eval.scoring.metrics import CUTOFFS
 from eval.scoring.output_files import check_out, summary
 from eval.scoring.trec import read_run
 from eval.sets.retrieval_set import load_set
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 
 @dataclass

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from eval.embedding.processes import ALONE, Team
 from eval.embedding.shards import Cache, covered, read, write_shard
-from rge.common.options import UserError
+from rge.common.errors import UserError
 from rge.common.schema import Encoded, Item
 
 Side = Literal["query", "candidate"]

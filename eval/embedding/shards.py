@@ -23,8 +23,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rge.common.errors import UserError
 from rge.common.files import write_bytes
-from rge.common.options import UserError
 from rge.common.schema import Encoded
 
 FORMAT = 2

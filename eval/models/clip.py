@@ -16,8 +16,8 @@ from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
 from eval.models.common import BARE, DirectEncoder, no_rationales, place
 from eval.models.registry import Facts
+from rge.common.errors import UserError
 from rge.common.images import load_image
-from rge.common.options import UserError
 from rge.common.schema import Item
 from rge.model.prompts import user_text
 

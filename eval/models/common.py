@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eval.models.registry import Facts
-from rge.common.options import UserError
+from rge.common.errors import UserError
 from rge.common.prompt_profiles import PROFILES, Profile
 from rge.common.schema import Encoded, Item
 from rge.model.embedder import normalise

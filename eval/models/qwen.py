@@ -21,7 +21,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from eval.models.common import VLM2VEC, DirectEncoder, no_rationales, place
 from eval.models.registry import Facts, facts_of
-from rge.common.options import UserError
+from rge.common.errors import UserError
 from rge.common.prompt_profiles import PROFILES, Profile
 from rge.common.schema import Item
 from rge.model.families import normalised

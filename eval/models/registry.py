@@ -5,20 +5,20 @@
     load_model("DIR", adapter="vlm2vec")         # an explicit choice
 
 A name is a directory or an id on the Hugging Face hub, which is fetched into the hub's cache. What the files say of
-themselves decides the adapter; the choice, the revision and the wording go into ``results.json``. To add a family, add
-an `Adapter` to `ADAPTERS`; nothing of it is imported before it is used.
+themselves decides the adapter; the choice, the revision and the wording go into ``results.json``. Nothing of a family
+is imported before it is used. `register_embedder` adds one, also from a module of the user's (docs/extending.md).
 """
 
-import difflib
 import importlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from eval.embedding.fill_cache import Embeds
-from rge.common.options import UserError
+from rge.common.errors import UserError
+from rge.common.registry import Registry
 
 QWEN = ("qwen2_vl", "qwen2_5_vl")
 ON_THE_HUB = {"MCG-NJU/RGE": "lcxrocks/RGE"}
@@ -56,21 +56,23 @@ class Adapter:
         name: what ``adapter=`` takes.
         about: one line for the command's help and error messages.
         matches: whether a model is of this family; the first adapter that says yes is taken.
-        target: ``module:function``, imported when needed; called with `Facts` and the keywords of `load_model`.
+        target: called with `Facts` and the keywords of `load_model`; ``module:function`` is imported when needed.
     """
 
     name: str
     about: str
     matches: Callable[[Facts], bool]
-    target: str
+    target: str | Callable[..., Embeds]
 
     def load(self, facts: Facts, **options: Any) -> Embeds:
         """Load a model of this family."""
+        if callable(self.target):
+            return self.target(facts, **options)
         module, _, function = self.target.partition(":")
         return getattr(importlib.import_module(module), function)(facts, **options)
 
 
-ADAPTERS = (
+OURS = (
     Adapter(
         "rge",
         "a finished checkpoint of rge: a directory with rge.json",
@@ -118,6 +120,42 @@ ADAPTERS = (
 )
 
 
+EMBEDDERS: Registry[Adapter] = Registry("adapter", "rge.embedders")
+for _one in OURS:
+    EMBEDDERS.add(_one.name, _one)
+
+Loader = TypeVar("Loader", bound=Callable[..., Embeds])
+
+
+def register_embedder(
+    name: str, *, about: str, matches: Callable[[Facts], bool]
+) -> Callable[[Loader], Loader]:
+    """Decorator that makes a function the loader of a family of embedders.
+
+    The function gets `Facts` and ``device``, ``dtype``, ``max_new_tokens`` and ``temperature`` of `load_model`, and
+    returns something that `Embeds`; see `eval.models.common.DirectEncoder` for one that writes no rationale.
+
+    Args:
+        name: what ``adapter=`` takes.
+        about: one line for help and error messages.
+        matches: whether a model is of this family; those added here are asked before ours.
+
+    Raises:
+        UserError: the name is taken.
+    """
+
+    def register(load: Loader) -> Loader:
+        EMBEDDERS.add(name, Adapter(name, about, matches, load))
+        return load
+
+    return register
+
+
+def adapters() -> list[Adapter]:
+    """All families in the order in which they are asked whether a model is theirs: ours last."""
+    return sorted(EMBEDDERS.values(), key=lambda one: one in OURS)
+
+
 def load_model(
     model: str | Path,
     *,
@@ -132,7 +170,7 @@ def load_model(
 
     Args:
         model: directory, or id on the Hugging Face hub.
-        adapter: name in `ADAPTERS`; None takes the first that recognises the files.
+        adapter: name in `EMBEDDERS`; None takes the first that recognises the files.
         revision: branch, tag or commit on the hub.
         device: such as ``cuda:0``; None takes a GPU if there is one.
         dtype: weights' dtype; None takes float32 on CPU and bfloat16 on a GPU (our checkpoints: the recipe's).
@@ -142,17 +180,12 @@ def load_model(
     Raises:
         UserError: there is no such model, no adapter for it, or an option that it has no use for.
     """
-    known = [one.name for one in ADAPTERS]
-    if adapter is not None and adapter not in known:
-        near = difflib.get_close_matches(adapter, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UserError(f"adapter must be one of {', '.join(known)}, got {adapter!r}{hint}")
+    # looked up first: an unknown name is an error before anything is fetched
+    asked = adapters() if adapter is None else [EMBEDDERS[adapter]]
     facts = facts_of(model, revision)
-    chosen = next(
-        (one for one in ADAPTERS if one.name == adapter or (not adapter and one.matches(facts))), None
-    )
+    chosen = next((one for one in asked if adapter is not None or one.matches(facts)), None)
     if chosen is None:
-        kinds = "\n".join(f"  {one.name}: {one.about}" for one in ADAPTERS)
+        kinds = "\n".join(f"  {one.name}: {one.about}" for one in adapters())
         raise UserError(
             f"{model} ({facts.model_type or 'no model_type in config.json'}) is none of the known embedders, which are\n"
             f"{kinds}\nadapter=NAME chooses one; a ranking made by any other program goes through `python -m eval score`"

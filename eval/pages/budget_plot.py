@@ -9,7 +9,7 @@ from typing import Any
 from markupsafe import Markup, escape
 
 from eval.pages.plots import NUM_SERIES_STYLES, nice_ticks, number
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 BUDGET = "budget.json"
 BASES = ("direct", "reasoning")

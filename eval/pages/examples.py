@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import pandas as pd
 from PIL import Image
 
+from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image, picture_bytes
-from rge.common.options import UserError
 from rge.common.schema import ImageRef
 
 RANK_COLUMN = "first_hit_rank"

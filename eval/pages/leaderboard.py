@@ -18,11 +18,11 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
+from eval.benchmarks.published_tables import Column, Published, published, table_of
 from eval.benchmarks.suite import is_suite
 from eval.pages.budget_plot import BASES, on_page, read_budget
 from eval.pages.examples import RANK_COLUMN, Gallery, choose_examples
 from eval.pages.plots import Point, scatter
-from eval.pages.published_tables import Column, Published, published, table_of
 from eval.pages.report import (
     LONG_QUESTION,
     LONG_RATIONALE,
@@ -38,7 +38,7 @@ from eval.pages.report import (
 )
 from eval.pages.single_file import write_page
 from eval.sets.retrieval_set import RetrievalSet, load_set
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 MAX_COLUMNS = 8
 """Columns of a board's table; further ones are bars only."""

@@ -28,7 +28,7 @@ from eval.pages.single_file import write_page
 from eval.scoring.metrics import judge, random_floor
 from eval.scoring.stats import cluster_bootstrap, index_of, interval
 from eval.sets.retrieval_set import RetrievalSet, load_set
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 QUERY_COLUMN, TOP_COLUMN = "query_id", "top10"
 NAME_COLUMNS = ("concept", "name", "label", "title")  # of corpus.parquet, the first that is there

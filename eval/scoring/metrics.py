@@ -8,6 +8,9 @@ Definitions follow trec_eval where trec_eval has the metric (`ir-measures` is th
 gains in nDCG. AP exists with both denominators in use, under two names: ``map@k`` divides by the number of positives
 (trec_eval), ``map_capped@k`` by min(number of positives, k) (PinPoint, CIRCO, MMEB), which a perfect ranking always
 brings to 1. Nothing is inferred from the ranking's length: a positive that was not retrieved stays in the denominator.
+
+A metric is registered where it is defined (`register_metric`), here or in a module of the user's: every evaluation then
+reports it, with intervals, and the pages say what it means.
 """
 
 import re
@@ -16,19 +19,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from rge.common.errors import UserError
+from rge.common.registry import Registry
+
 CUTOFFS = (1, 5, 10, 20, 50)
-NAMES = (
-    *(f"recall@{k}" for k in CUTOFFS),
-    *(f"hit@{k}" for k in CUTOFFS),
-    "precision@10",
-    "ndcg@10",
-    "mrr",
-    "map@10",
-    "map_capped@10",
-)
-"""Metrics reported for every set."""
-NEGATIVE_NAMES = ("negative_recall@10", "delta_map_capped@10")
-"""Metrics reported in addition where a set has explicit negatives."""
+"""Of the metrics reported for every set; rankings are at least so deep."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +45,76 @@ class Judged:
     negative_QK: np.ndarray | None = None
     num_negatives_Q: np.ndarray | None = None
     num_missing_Q: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric by its name, see `register_metric` for the attributes."""
+
+    name: str
+    values: Callable[[Judged, int], np.ndarray]
+    cutoffs: tuple[int, ...] | None
+    words: str
+    floor: Callable[[Judged, np.ndarray, int], np.ndarray] | None
+    of_negatives: bool
+
+    def reported(self) -> tuple[str, ...]:
+        """Names under which every evaluation reports it."""
+        return (self.name,) if self.cutoffs is None else tuple(f"{self.name}@{k}" for k in self.cutoffs)
+
+
+METRICS: Registry[Metric] = Registry("metric", "rge.metrics")
+
+
+def register_metric(
+    name: str,
+    *,
+    cutoffs: Sequence[int] | None,
+    words: str,
+    floor: Callable[[Judged, np.ndarray, int], np.ndarray] | None = None,
+    of_negatives: bool = False,
+) -> Callable[[Callable[[Judged, int], np.ndarray]], Callable[[Judged, int], np.ndarray]]:
+    """Decorator that makes a function a metric.
+
+    The function gets the judged rankings and k and returns one value a query, (Q,) float64 within [0, 1], NaN where it is
+    not defined.
+
+    Args:
+        name: lower case; it is called ``name@k``.
+        cutoffs: the k, at most 50, at which every evaluation reports it; None for a metric of the whole ranking, which is
+            called ``name`` and gets the depth of the ranking as k.
+        words: what it means, in a clause; ``{k}`` stands for k.
+        floor: its expected value under a random order: judged rankings, size of each query's pool (Q,), and k, to (Q,);
+            without it no floor is reported.
+        of_negatives: whether it needs explicit negatives; it is reported only for sets that have some.
+
+    Raises:
+        UserError: the name is taken or has other characters, or a k is out of range.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise UserError(f"a metric's name is of a-z, 0-9 and _, got {name!r}")
+    if cutoffs is not None and not all(1 <= k <= max(CUTOFFS) for k in cutoffs):
+        raise UserError(f"metric {name!r}: cutoffs must lie in [1, {max(CUTOFFS)}], got {tuple(cutoffs)}")
+
+    def register(values: Callable[[Judged, int], np.ndarray]) -> Callable[[Judged, int], np.ndarray]:
+        fixed = None if cutoffs is None else tuple(cutoffs)
+        METRICS.add(name, Metric(name, values, fixed, words, floor, of_negatives))
+        return values
+
+    return register
+
+
+def names_of(*, negatives: bool = False) -> tuple[str, ...]:
+    """Metrics that every evaluation reports; with ``negatives`` also those of sets that have explicit negatives."""
+    plain = [one for one in METRICS.values() if not one.of_negatives]
+    of_negatives = [one for one in METRICS.values() if one.of_negatives] if negatives else []
+    return tuple(name for one in (*plain, *of_negatives) for name in one.reported())
+
+
+def metric_words(name: str) -> str:
+    """What a metric means, in a clause; empty for a name without a definition."""
+    kind, _, k = name.partition("@")
+    return METRICS[kind].words.format(k=k or "all") if kind in METRICS else ""
 
 
 def judge(
@@ -111,21 +176,93 @@ def judge(
     return Judged(gain_QK, ideal_QP, num_positives_Q, negative_QK, num_negatives_Q, num_missing_Q)
 
 
+def _can_be_found(judged: Judged) -> np.ndarray:
+    missing_Q = 0 if judged.num_missing_Q is None else judged.num_missing_Q
+    return (judged.num_positives_Q - missing_Q).astype(np.float64)
+
+
+def _recall_floor(judged: Judged, pool_Q: np.ndarray, k: int) -> np.ndarray:
+    return np.minimum(k, pool_Q) / pool_Q * (_can_be_found(judged) / judged.num_positives_Q)
+
+
+def _hit_floor(judged: Judged, pool_Q: np.ndarray, k: int) -> np.ndarray:
+    return _floor_first_hit(_can_be_found(judged), pool_Q, depth=k, reciprocal=False)
+
+
+def _precision_floor(judged: Judged, pool_Q: np.ndarray, k: int) -> np.ndarray:
+    return _can_be_found(judged) / pool_Q * np.minimum(k, pool_Q) / k
+
+
+def _ndcg_floor(judged: Judged, pool_Q: np.ndarray, k: int) -> np.ndarray:
+    discount = np.concatenate([[0.0], np.cumsum(1.0 / np.log2(np.arange(2, k + 2)))])
+    gain_Q = judged.ideal_QP.sum(axis=1) - (judged.num_positives_Q - _can_be_found(judged))
+    return gain_Q / pool_Q * discount[np.minimum(k, pool_Q).astype(int)] / _dcg(judged.ideal_QP, k)
+
+
+def _mrr_floor(judged: Judged, pool_Q: np.ndarray, k: int) -> np.ndarray:
+    return _floor_first_hit(_can_be_found(judged), pool_Q, depth=k, reciprocal=True)
+
+
+def _map_floor(judged: Judged, pool_Q: np.ndarray, k: int) -> np.ndarray:
+    return _floor_precision_sum(_can_be_found(judged), pool_Q, k) / judged.num_positives_Q
+
+
+def _map_capped_floor(judged: Judged, pool_Q: np.ndarray, k: int) -> np.ndarray:
+    return _floor_precision_sum(_can_be_found(judged), pool_Q, k) / np.minimum(judged.num_positives_Q, k)
+
+
+def _negative_recall_floor(judged: Judged, pool_Q: np.ndarray, k: int) -> np.ndarray:
+    m_Q = _negatives(judged)[1].astype(np.float64)
+    out_Q = np.full(len(m_Q), np.nan)
+    return np.divide(m_Q / pool_Q * np.minimum(k, pool_Q), np.minimum(m_Q, k), out=out_Q, where=m_Q > 0)
+
+
+def _delta_floor(judged: Judged, pool_Q: np.ndarray, k: int) -> np.ndarray:
+    m_Q = _negatives(judged)[1].astype(np.float64)
+    n_Q = _can_be_found(judged)
+    delta_Q = _floor_precision_sum(n_Q, pool_Q - m_Q, k) - _floor_precision_sum(n_Q, pool_Q, k)
+    return np.where(m_Q > 0, delta_Q / np.minimum(judged.num_positives_Q, k), np.nan)
+
+
+@register_metric(
+    "recall",
+    cutoffs=CUTOFFS,
+    words="share of a query’s right candidates that are among the first {k}, mean over queries",
+    floor=_recall_floor,
+)
 def recall(judged: Judged, k: int) -> np.ndarray:
     """Positives in the top k over all positives, (Q,). Not capped: n > k positives cannot reach 1."""
     return _hits(judged, k) / judged.num_positives_Q
 
 
+@register_metric(
+    "hit",
+    cutoffs=CUTOFFS,
+    words="share of queries with a right candidate among the first {k}",
+    floor=_hit_floor,
+)
 def hit(judged: Judged, k: int) -> np.ndarray:
     """1 where the top k holds a positive, else 0, (Q,)."""
     return (_hits(judged, k) > 0).astype(np.float64)
 
 
+@register_metric(
+    "precision",
+    cutoffs=(10,),
+    words="share of the first {k} that is right, mean over queries",
+    floor=_precision_floor,
+)
 def precision(judged: Judged, k: int) -> np.ndarray:
     """Positives in the top k over k, (Q,); over k also where the pool is smaller, as in trec_eval."""
     return _hits(judged, k) / k
 
 
+@register_metric(
+    "ndcg",
+    cutoffs=(10,),
+    words="gain of the first {k}, discounted by rank, as a share of the best possible",
+    floor=_ndcg_floor,
+)
 def ndcg(judged: Judged, k: int) -> np.ndarray:
     """Discounted cumulative gain of the top k over that of the best possible top k, (Q,).
 
@@ -134,17 +271,35 @@ def ndcg(judged: Judged, k: int) -> np.ndarray:
     return _dcg(judged.gain_QK, k) / _dcg(judged.ideal_QP, k)
 
 
-def mrr(judged: Judged) -> np.ndarray:
-    """Reciprocal rank of the first positive, (Q,); 0 where the ranking ends before one."""
-    first_Q = first_hit_rank(judged)
+@register_metric(
+    "mrr",
+    cutoffs=None,
+    words="one over the rank of the first right candidate, mean over queries",
+    floor=_mrr_floor,
+)
+def mrr(judged: Judged, k: int) -> np.ndarray:
+    """Reciprocal rank of the first positive within k ranks, (Q,); 0 where there is none."""
+    first_Q = first_hit_rank(cut(judged, k))
     return np.divide(1.0, first_Q, out=np.zeros(len(first_Q)), where=first_Q > 0)
 
 
+@register_metric(
+    "map",
+    cutoffs=(10,),
+    words="average precision over the first {k}, divided by the number of right candidates",
+    floor=_map_floor,
+)
 def average_precision(judged: Judged, k: int) -> np.ndarray:
     """Precision at the rank of each positive in the top k, summed, over the number of positives, (Q,)."""
     return _precision_sum(judged.gain_QK, k) / judged.num_positives_Q
 
 
+@register_metric(
+    "map_capped",
+    cutoffs=(10,),
+    words="average precision over the first {k}, divided by the right candidates that fit into {k}",
+    floor=_map_capped_floor,
+)
 def average_precision_capped(judged: Judged, k: int) -> np.ndarray:
     """As `average_precision`, but over min(number of positives, k), (Q,).
 
@@ -153,6 +308,13 @@ def average_precision_capped(judged: Judged, k: int) -> np.ndarray:
     return _precision_sum(judged.gain_QK, k) / np.minimum(judged.num_positives_Q, k)
 
 
+@register_metric(
+    "negative_recall",
+    cutoffs=(10,),
+    words="share of a query’s explicit negatives among the first {k}: lower is better",
+    floor=_negative_recall_floor,
+    of_negatives=True,
+)
 def negative_recall(judged: Judged, k: int) -> np.ndarray:
     """Explicit negatives in the top k over min(number of negatives, k), (Q,); NaN for a query without negatives.
 
@@ -167,6 +329,13 @@ def negative_recall(judged: Judged, k: int) -> np.ndarray:
     return np.divide(hits_Q, np.minimum(num_negatives_Q, k), out=out_Q, where=num_negatives_Q > 0)
 
 
+@register_metric(
+    "delta_map_capped",
+    cutoffs=(10,),
+    words="what explicit negatives cost in average precision over the first {k}: lower is better",
+    floor=_delta_floor,
+    of_negatives=True,
+)
 def delta_average_precision_capped(judged: Judged, k: int) -> np.ndarray:
     """What explicit negatives cost: `average_precision_capped` once they are deleted, minus the real one, (Q,).
 
@@ -194,40 +363,37 @@ def first_hit_rank(judged: Judged) -> np.ndarray:
     return np.where(found_QK.any(axis=1), found_QK.argmax(axis=1) + 1, 0)
 
 
-_AT_K: dict[str, Callable[[Judged, int], np.ndarray]] = {
-    "recall": recall,
-    "hit": hit,
-    "precision": precision,
-    "ndcg": ndcg,
-    "map": average_precision,
-    "map_capped": average_precision_capped,
-    "negative_recall": negative_recall,
-    "delta_map_capped": delta_average_precision_capped,
-}
-
-
 def parse_name(name: str) -> tuple[str, int | None]:
     """Split ``recall@20`` into ("recall", 20); ``mrr`` into ("mrr", None).
 
     Raises:
-        ValueError: no metric is called so.
+        UserError: no metric is called so.
     """
-    if name == "mrr":
-        return "mrr", None
-    found = re.fullmatch(r"([a-z_]+)@([1-9]\d*)", name)
-    if not found or found[1] not in _AT_K:
-        raise ValueError(f"no metric {name!r}; there are mrr, {', '.join(f'{known}@k' for known in _AT_K)}")
-    return found[1], int(found[2])
+    kind, mark, k = name.partition("@")
+    if kind in METRICS and METRICS[kind].cutoffs is None and not mark:
+        return kind, None
+    if kind not in METRICS or METRICS[kind].cutoffs is None or not re.fullmatch(r"[1-9]\d*", k):
+        known = (one.name if one.cutoffs is None else f"{one.name}@k" for one in METRICS.values())
+        raise UserError(f"no metric {name!r}; there are {', '.join(known)}")
+    return kind, int(k)
 
 
 def compute(name: str, judged: Judged) -> np.ndarray:
     """A metric by name, (Q,) float64.
 
     Raises:
-        ValueError: no metric is called so, or the set lacks the explicit negatives that it needs.
+        UserError: no metric is called so, the set lacks the explicit negatives that it needs, or a metric's function
+            does not return one number a query.
     """
     kind, k = parse_name(name)
-    return mrr(judged) if k is None else _AT_K[kind](judged, k)
+    depth = judged.gain_QK.shape[1] if k is None else k
+    value_Q = np.asarray(METRICS[kind].values(judged, depth), np.float64)
+    if value_Q.shape != judged.num_positives_Q.shape or np.isinf(value_Q).any():
+        raise UserError(
+            f"metric {name} must give a finite number or NaN for each of {len(judged.num_positives_Q)} queries, got "
+            f"{value_Q.shape}{' with infinite ones' if np.isinf(value_Q).any() else ''}"
+        )
+    return value_Q
 
 
 def tied_order(judged: Judged, score_QK: np.ndarray, *, best: bool) -> Judged:
@@ -271,37 +437,19 @@ def random_floor(name: str, judged: Judged, pool_Q: np.ndarray, *, depth: int) -
         name: as in `compute`.
         judged: for the numbers of positives and negatives and the gains; its ranking does not matter.
         pool_Q: candidates that can appear in each query's ranking, int64, at least its positives.
-        depth: length of rankings; matters to ``mrr`` only.
+        depth: length of rankings; matters to metrics of the whole ranking only.
+
+    Returns:
+        NaN throughout for a metric that was registered without a floor.
 
     Raises:
-        ValueError: as `compute`.
+        UserError: as `compute`.
     """
     kind, k = parse_name(name)
-    all_Q, pool_Q = judged.num_positives_Q.astype(np.float64), pool_Q.astype(np.float64)
-    n_Q = all_Q if judged.num_missing_Q is None else all_Q - judged.num_missing_Q  # those that can be found
-    if k is None or kind == "hit":
-        return _floor_first_hit(n_Q, pool_Q, depth=depth if k is None else k, reciprocal=k is None)
-    shown_Q = np.minimum(k, pool_Q)
-    if kind == "recall":
-        return shown_Q / pool_Q * (n_Q / all_Q)
-    if kind == "precision":
-        return n_Q / pool_Q * shown_Q / k
-    if kind == "ndcg":
-        discount = np.concatenate([[0.0], np.cumsum(1.0 / np.log2(np.arange(2, k + 2)))])
-        gain_Q = judged.ideal_QP.sum(axis=1) - (all_Q - n_Q)
-        return gain_Q / pool_Q * discount[shown_Q.astype(int)] / _dcg(judged.ideal_QP, k)
-    if kind == "map":
-        return _floor_precision_sum(n_Q, pool_Q, k) / all_Q
-    if kind == "map_capped":
-        return _floor_precision_sum(n_Q, pool_Q, k) / np.minimum(all_Q, k)
-    _, num_negatives_Q = _negatives(judged)
-    m_Q = num_negatives_Q.astype(np.float64)
-    if kind == "negative_recall":
-        out_Q = np.full(len(m_Q), np.nan)
-        return np.divide(m_Q / pool_Q * shown_Q, np.minimum(m_Q, k), out=out_Q, where=m_Q > 0)
-    without_Q = _floor_precision_sum(n_Q, pool_Q - m_Q, k)
-    delta_Q = (without_Q - _floor_precision_sum(n_Q, pool_Q, k)) / np.minimum(all_Q, k)
-    return np.where(m_Q > 0, delta_Q, np.nan)
+    floor = METRICS[kind].floor
+    if floor is None:
+        return np.full(len(pool_Q), np.nan)
+    return floor(judged, pool_Q.astype(np.float64), depth if k is None else k)
 
 
 def _hits(judged: Judged, k: int) -> np.ndarray:
@@ -321,7 +469,7 @@ def _precision_sum(gain_QK: np.ndarray, k: int) -> np.ndarray:
 
 def _negatives(judged: Judged) -> tuple[np.ndarray, np.ndarray]:
     if judged.negative_QK is None or judged.num_negatives_Q is None:
-        raise ValueError("the set has no explicit negatives (negatives.parquet), which this metric needs")
+        raise UserError("the set has no explicit negatives (negatives.parquet), which this metric needs")
     return judged.negative_QK, judged.num_negatives_Q
 
 

@@ -22,21 +22,20 @@ import pyarrow.parquet as pq
 
 import rge
 from eval.scoring.metrics import (
-    NAMES,
-    NEGATIVE_NAMES,
     Judged,
     compute,
     cut,
     first_hit_rank,
     judge,
+    names_of,
     random_floor,
     tied_order,
 )
 from eval.scoring.search import Ranking
 from eval.scoring.stats import LEVEL, NUM_RESAMPLES, cluster_bootstrap, index_of, interval
 from eval.sets.retrieval_set import RetrievalSet
+from rge.common.errors import UserError
 from rge.common.files import write_bytes
-from rge.common.options import UserError
 from rge.common.schema import Encoded
 
 RESULTS, PER_QUERY, RUN = "results.json", "per_query.parquet", "run.trec"
@@ -76,7 +75,7 @@ def score_ranking(wanted: RetrievalSet, ranking: Ranking, *, names: Sequence[str
         names: metrics; None: those of every set, and those of explicit negatives where it has them.
     """
     if names is None:
-        names = NAMES if wanted.negatives is None else (*NAMES, *NEGATIVE_NAMES)
+        names = names_of(negatives=wanted.negatives is not None)
     wide = judge(
         ranking.rows_QW,
         wanted.positives,

@@ -15,7 +15,7 @@ import pandas as pd
 
 from eval.scoring.output_files import PER_QUERY, read_results
 from eval.scoring.stats import cluster_bootstrap, index_of, interval
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 NUM_BINS = 4
 """Bins of about equal size that lengths are put into; equal lengths stay together."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import faiss
 import numpy as np
 
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 DEPTH = 1000
 BLOCK_ROWS = 1 << 18

@@ -17,8 +17,8 @@ import pyarrow.csv
 
 from eval.scoring.search import Ranking, from_ordered_integers, ordered_integers
 from eval.sets.retrieval_set import RetrievalSet
+from rge.common.errors import UserError
 from rge.common.files import write_bytes
-from rge.common.options import UserError
 
 COLUMNS = ("query", "Q0", "candidate", "rank", "score", "tag")
 

@@ -33,9 +33,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rge.common.errors import UserError
 from rge.common.fingerprint import set_fingerprint
 from rge.common.images import picture_bytes
-from rge.common.options import UserError
 from rge.common.schema import ImageRef, Item
 
 Modality = Literal["both", "text", "image"]

@@ -42,8 +42,8 @@ from rge.calls.replies import (
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore, Kept
 from rge.calls.transport import Answer, Connections, PolicyAnswer, Send, Shown
+from rge.common.errors import UserError
 from rge.common.images import ImageError
-from rge.common.options import UserError
 
 MAX_FAILURES_IN_A_ROW = 20
 """Calls lost, or rejected, one after the other before an endpoint is held to be down, or set up wrongly."""

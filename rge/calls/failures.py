@@ -8,7 +8,7 @@
 """
 
 from rge.calls.replies import ReplyError
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 
 class StopCalls(UserError):

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from urllib.parse import quote
 
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 MIN_CHARACTERS = 12
 """A shorter key would be found inside ordinary words, and masking it would spoil them."""

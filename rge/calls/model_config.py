@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from rge.calls.request import Request
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 APIS = ("openai", "anthropic")
 TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")

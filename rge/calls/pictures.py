@@ -19,8 +19,8 @@ from multiprocessing.connection import wait
 from PIL import Image
 
 from rge.calls.request import Picture
+from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image, picture_bytes
-from rge.common.options import UserError
 from rge.common.picture_metadata import without_metadata
 from rge.common.schema import ImageRef
 

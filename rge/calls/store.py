@@ -9,6 +9,7 @@ An attempt is entered before it is sent, at the most it may cost: so a budget ho
 was under way when one was killed stays in the ledger, marked as an estimate.
 """
 
+import hashlib
 import json
 import sqlite3
 import threading
@@ -18,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rge.common.options import UserError
-from rge.common.write_ahead_log import open_wal
+from rge.calls.write_ahead_log import open_wal
+from rge.common.errors import UserError
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS replies (
@@ -282,3 +283,8 @@ class AnswerStore:
             finally:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
+
+
+def key_of(*parts: Any) -> str:
+    """Sha256 over JSON values, hexadecimal: a key for `AnswerStore.put_values`."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=False).encode()).hexdigest()

@@ -1,10 +1,11 @@
 """What is kept of a stage while it trains: states to resume from, the best checkpoints so far, the final one.
 
-Also where a cluster's SIGTERM is heard. It asks for an end: the step is finished, a state is saved, and the process
-exits with 143.
+Also where a cluster's SIGTERM and a user's Ctrl-C are heard. They ask for an end: the step is finished, a state is
+saved, and the process exits with 143 or 130.
 """
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -25,17 +26,36 @@ from rge.model.adapters import has_adapters, merged_weights
 from rge.model.embedder import Embedder
 from rge.validation import Validation
 
-STOPPED = 128 + signal.SIGTERM
-"""Exit code after SIGTERM: 143, what shells, Kubernetes and Slurm show for a process that this signal ended. Neither
-success, which would let a scheduler go on to the next job, nor 1, which would count as a crash of the program."""
+STOPPED = 128
+"""What is added to a signal's number for the exit code: 143 after SIGTERM and 130 after SIGINT, what shells, Kubernetes
+and Slurm show for a process that this signal ended. Neither success, which would let a scheduler go on to the next job,
+nor 1, which would count as a crash of the program."""
 
-_asked_to_stop = threading.Event()
+SAME_PRESS_S = 1.0
+"""A SIGINT this soon after another is the same Ctrl-C: the terminal sends it to every process, and launchers pass it on."""
+
+_asked_to_stop: dict[signal.Signals, float] = {}
+"""When which signal came first."""
 
 
-def stop_after_this_step_at_sigterm() -> None:
-    """From now on SIGTERM is remembered instead of obeyed at once; `Keeper.after_step` acts on it."""
+def stop_after_this_step_at_signals() -> None:
+    """From now on SIGTERM and SIGINT are remembered instead of obeyed at once; `Keeper.after_step` acts on them.
+
+    A second SIGINT ends the process at once.
+    """
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: _asked_to_stop.set())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _remember)
+
+
+def _remember(number: int, _: object) -> None:
+    now = time.monotonic()
+    first = _asked_to_stop.setdefault(signal.Signals(number), now)
+    if number == signal.SIGINT and now - first > SAME_PRESS_S:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)
+    if number == signal.SIGINT and now == first and dist.rank() == 0:
+        os.write(2, b"\nstopping after this step, with a state to go on from; Ctrl-C again stops at once\n")
 
 
 class Keeper:
@@ -78,7 +98,7 @@ class Keeper:
         )
         metric = recipe.validation.metric
         self.metric = "val_" + (metric if validation and validation.objective.alpha_con > 0 else "loss_lm")
-        stop_after_this_step_at_sigterm()
+        stop_after_this_step_at_signals()
 
     def resume(self) -> int:
         """Load the newest intact state, if there is one.
@@ -93,7 +113,9 @@ class Keeper:
         found = self.states.latest()
         if found is None:
             return 0
-        path, done = found
+        path, done = (
+            found  # the newest that is intact, which need not be the newest that was checked at the start
+        )
         check_same_recipe(done["recipe"], self.recipe, self.name, path)
         launch.check_resume(done.get("launch"), self.accelerator, path)
         self.states.load(path)
@@ -115,14 +137,16 @@ class Keeper:
         return {**figures, "val_s": time.perf_counter() - began}
 
     def after_step(self, step: int) -> None:
-        """Save after `step` steps, if it is time to or a SIGTERM has come.
+        """Save after `step` steps, if it is time to or a SIGTERM or SIGINT has come.
 
         Raises:
             CheckpointError: this or an earlier state could not be written.
-            SystemExit: with `STOPPED`, after a SIGTERM to any process.
+            SystemExit: see `STOPPED`, after such a signal to any process.
         """
         self.states.check()
-        stop = dist.sum_over_ranks([float(_asked_to_stop.is_set())], self.embedder.device)[0] > 0
+        signals = (signal.SIGTERM, signal.SIGINT)
+        asked = dist.sum_over_ranks([float(each in _asked_to_stop) for each in signals], self.embedder.device)
+        stop = next((each for each, count in zip(signals, asked, strict=True) if count), None)
         if step < self.num_steps and (stop or step % self.recipe.train.save_every == 0):
             meta = {"recipe": to_dict(self.recipe), "launch": launch.describe(self.accelerator)}
             self.states.save(step, meta)
@@ -132,12 +156,12 @@ class Keeper:
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             print(  # noqa: T201
-                f"{self.name}: stopped by SIGTERM after step {step} of {self.num_steps}; the state is in "
+                f"{self.name}: stopped by {stop.name} after step {step} of {self.num_steps}; the state is in "
                 f"{self.folder / 'state'}, the same command goes on from there",
                 file=sys.stderr,
             )
         dist.close()
-        raise SystemExit(STOPPED)
+        raise SystemExit(STOPPED + stop)
 
     def finish(self) -> None:
         """Export the trained model as a checkpoint that evaluation and plain transformers load."""

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 import rge
+from rge.common.errors import UserError
 from rge.model.embedder import Embedder
 
 RGE_JSON = "rge.json"
@@ -23,7 +24,7 @@ WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 """What a full disk looks like: to Python, to torch's serialiser, to safetensors."""
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint cannot be read or written; the message names it and the mend."""
 
 

@@ -3,10 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
+
 from rge.checkpoints.export import RGE_JSON, CheckpointError, read_settings
-from rge.config import Recipe, to_dict
+from rge.checkpoints.training_state import complete_states, read_done
+from rge.config import Recipe, flat, to_dict
+from rge.distributed import launch
 
 MAY_DIFFER = ("out", "stage", "recipe", "log.", "train.save_every", "train.keep_last", "train.log_every", "data.num_workers",
+              "data.prefetch_mb", "data.on_bad", "data.max_bad_share",
               "train.num_processes", "train.distributed_type", "train.background_save", "validation.")  # fmt: skip
 """Keys that do not change the result, so that a run may be resumed with other values."""
 
@@ -24,6 +29,19 @@ def finished(folder: Path, recipe: Recipe, name: str) -> bool:
     return True
 
 
+def check_state(folder: Path, recipe: Recipe, name: str, accelerator: Accelerator) -> None:
+    """Whether the stage's newest state, if there is one, can be resumed from by this recipe and launch.
+
+    Raises:
+        CheckpointError: another recipe made it.
+        LaunchError: see `rge.distributed.launch.check_resume`.
+    """
+    for path in complete_states(folder / "state")[-1:]:
+        if (done := read_done(path)) is not None:
+            check_same_recipe(done["recipe"], recipe, name, path)
+            launch.check_resume(done.get("launch"), accelerator, path)
+
+
 def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Path) -> None:
     """Refuse to continue or reuse what another recipe made.
 
@@ -33,7 +51,7 @@ def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Pa
         CheckpointError: names the differing keys.
     """
     ignored = MAY_DIFFER + (("joint.", "loss.", "rollout.") if name == "cold_start" else ())
-    ours, theirs = _flat(to_dict(recipe)), _flat(found)
+    ours, theirs = flat(to_dict(recipe)), flat(found)
     if name == "cold_start":
         # The one loss setting that the cold start uses.
         ours["cold_start loss.lm_on_candidates"] = ours["loss.lm_on_candidates"]
@@ -47,13 +65,3 @@ def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Pa
         raise CheckpointError(
             f"{path} was made with another recipe: {'; '.join(different)}. Use another out=, or delete {path.parent}"
         )
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            leaves |= _flat(value, f"{prefix}{key}.")
-        else:
-            leaves[prefix + key] = value
-    return leaves

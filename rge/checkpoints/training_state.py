@@ -168,7 +168,7 @@ class States:
         discard(final)
         temporary.rename(final)
         flush(self.folder)
-        for old in _complete_states(self.folder)[: -self.keep_last]:
+        for old in complete_states(self.folder)[: -self.keep_last]:
             discard(old)
 
     # ----------------------------------------------------------------------------------------------------- resuming
@@ -186,7 +186,7 @@ class States:
             for leftover in self.folder.glob("tmp_step_*"):  # of a run that was killed while it wrote
                 shutil.rmtree(leftover, ignore_errors=True)
             damaged = []
-            for path in reversed(_complete_states(self.folder)):
+            for path in reversed(complete_states(self.folder)):
                 if problem := damage(path):
                     damaged.append(f"{path} is damaged: {problem}")
                     continue
@@ -298,7 +298,16 @@ def discard(folder: Path) -> None:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def _complete_states(folder: Path) -> list[Path]:
+def read_done(path: Path) -> dict[str, Any] | None:
+    """What a state says of itself, or None where that cannot be read."""
+    try:
+        return json.loads((path / DONE).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def complete_states(folder: Path) -> list[Path]:
+    """States that were written to their end, the oldest first."""
     if not folder.is_dir():
         return []
     return sorted(

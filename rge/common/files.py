@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 SUFFIX = ".tmp"
 """Of a file that is being written; what a killed process leaves behind has it too."""

@@ -1,18 +1,20 @@
 """Open pictures by reference, and refuse clearly what cannot be opened. Nothing is replaced by a blank image."""
 
 import io
+import os
 import warnings
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
+from rge.common.errors import UserError
 from rge.common.schema import ImageRef
 
 
-class ImageError(ValueError):
+class ImageError(UserError):
     """A picture is missing, unreadable or of a kind that cannot be embedded; the message names it and the mend."""
 
 
@@ -27,7 +29,7 @@ def _library(path: str) -> dict[str, bytes]:
             f"picture library {path} is not a Parquet file with columns id and image: {error}"
         ) from None
     rows = zip(table["id"].to_pylist(), table["image"].to_pylist(), strict=True)
-    return {name: image["bytes"] if isinstance(image, dict) else image for name, image in rows}
+    return {name: image.get("bytes") if isinstance(image, dict) else image for name, image in rows}
 
 
 def picture_bytes(ref: ImageRef) -> bytes:
@@ -46,11 +48,75 @@ def picture_bytes(ref: ImageRef) -> bytes:
         library = _library(path + ".parquet")
         if row not in library:
             raise ImageError(f"picture {row!r} is not in {path}.parquet ({len(library)} rows)")
-        return library[row]
+        if not isinstance(data := library[row], bytes):
+            raise ImageError(f"picture {row!r} of {path}.parquet has no bytes")
+        return data
+    file = Path(ref)
     try:
-        return Path(ref).read_bytes()
-    except OSError as error:
-        raise ImageError(f"picture {ref} cannot be read: {error.strerror or error}") from None
+        # A pipe or a device would be waited for, or read without end.
+        waits = file.exists() and not file.is_file() and not file.is_dir()
+        data = None if waits else file.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
+        reason = getattr(error, "strerror", None) or error
+        raise ImageError(f"picture {ref} cannot be read: {reason}") from None
+    if data is None:
+        raise ImageError(f"picture {ref} cannot be read: it is a pipe or a device, not a file")
+    return data
+
+
+class PictureIndex:
+    """Which pictures there are, without opening them: a folder or library is listed once, whatever the number asked for.
+
+    One look a folder instead of one a picture: on a network disk that is minutes instead of hours.
+    """
+
+    def __init__(self) -> None:
+        self._listed: dict[str, frozenset[str] | str] = {}
+
+    def fault(self, ref: str) -> str | None:
+        """Why a picture cannot be there, or None.
+
+        Args:
+            ref: the path of a picture file, or ``library.parquet#row-id``.
+        """
+        path, mark, row = ref.partition(".parquet#")
+        folder, name = (path + ".parquet", row) if mark else os.path.split(ref)
+        if folder not in self._listed:
+            self._listed[folder] = _rows_of(folder) if mark else _files_in(folder)
+        names = self._listed[folder]
+        if isinstance(names, str):
+            return names
+        if name in names:
+            return None
+        return f"picture {row!r} is not in {folder}" if mark else f"picture {ref} does not exist"
+
+
+def _rows_of(library: str) -> frozenset[str] | str:
+    try:
+        missing = {"id", "image"} - set(pq.read_schema(library).names)
+        if not missing:
+            return frozenset(pq.read_table(library, columns=["id"])["id"].to_pylist())
+        reason = f"no column {sorted(missing)[0]}"
+    except FileNotFoundError:
+        return f"picture library {library} does not exist"
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    return f"picture library {library} is not a Parquet file with columns id and image: {reason}"
+
+
+def _files_in(folder: str) -> frozenset[str] | str:
+    try:
+        with os.scandir(folder or ".") as entries:
+            return frozenset(entry.name for entry in entries if _is_file(entry))
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
+        return f"picture folder {folder} cannot be read: {getattr(error, 'strerror', None) or error}"
+
+
+def _is_file(entry: os.DirEntry) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:
+        return False  # a link to itself
 
 
 def load_image(ref: ImageRef) -> Image.Image:
@@ -81,15 +147,11 @@ def load_image(ref: ImageRef) -> Image.Image:
                 image = image.convert("RGBA")
                 image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
             return image.convert("RGB")
-    except (
-        OSError,
-        SyntaxError,
-        ValueError,
-        Image.DecompressionBombError,
-        Image.DecompressionBombWarning,
-    ) as error:
-        if isinstance(error, ImageError):
-            raise
+    except ImageError:
+        raise
+    except UnidentifiedImageError:  # its message holds an address in memory
+        raise ImageError(f"picture {name} cannot be decoded: it is no picture that Pillow knows") from None
+    except Exception as error:  # noqa: BLE001 - on damaged files Pillow's readers raise whatever they run into
         raise ImageError(f"picture {name} cannot be decoded: {error}") from error
 
 

@@ -9,14 +9,9 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
+from rge.common.errors import UserError
+
 T = TypeVar("T")
-
-
-class UserError(ValueError):
-    """Something the user gave is wrong: an option, a file, an embedding. The message names it and the mend.
-
-    The command line prints the message without a traceback; any other exception is a bug and keeps its own.
-    """
 
 
 def parse_options(schema: type[T], argv: Sequence[str]) -> T:

@@ -1,10 +1,8 @@
 """Picture augmentation for models trained from scratch on few drawings; off for pretrained backbones."""
 
 import random
-import signal
 
 import numpy as np
-import torch
 from PIL import Image, ImageOps
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as transform
@@ -40,14 +38,3 @@ def augment_drawing(image: Image.Image, seed: int) -> Image.Image:
 
 
 AUGMENTATIONS = {"drawing": augment_drawing}
-
-
-def prepare_worker(_: int) -> None:
-    """Set a data worker up: one thread, and deaf to SIGTERM.
-
-    Workers are processes already; threads inside them would fight for the training step's cores. Schedulers send
-    SIGTERM to every process of a job; the training process still needs its workers to finish the step and save.
-    They end when it does.
-    """
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,17 +1,19 @@
 """From a step's draws to this rank's batch: pictures decoded, prompts tokenised, targets chosen."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor
 
-from rge.common.images import load_image
+from rge.common.images import ImageError, load_image
 from rge.common.schema import Item, Record, Target
-from rge.config import RecipeError
-from rge.data.augment import AUGMENTATIONS, prepare_worker
-from rge.data.sources import Draw, Mixture, RecordFile, identity
+from rge.config import DataConfig, RecipeError
+from rge.data.augment import AUGMENTATIONS
+from rge.data.sources import BadRecord, Draw, Mixture, RecordError, RecordFile, identity
 from rge.model.prompts import Prompt, PromptBuilder
 
 
@@ -31,6 +33,7 @@ class Batch:
         right_answers: B lists of identities of everything that answers the query.
         seeds: B seeds for sampling.
         more_positives: B lists of columns of the query's other positives; empty where one is drawn.
+        bad: records that were drawn and could not be used, others standing in their place.
     """
 
     record_ids: list[str]
@@ -43,6 +46,59 @@ class Batch:
     right_answers: list[list[int]]
     seeds: list[int]
     more_positives: list[list[int]] = field(default_factory=list)
+    bad: list[BadRecord] = field(default_factory=list)
+
+
+def flatten(batch: Batch) -> tuple[dict[str, Any], Tensor]:
+    """A batch as it travels: all pixels in one tensor, everything else in plain lists and arrays.
+
+    A tensor of its own for each array of each prompt would cost a process some thousand file descriptors or blocks of
+    shared memory, and a device as many copies.
+
+    Returns:
+        Everything but pixels, which pickles; (P, channels, height, width) uint8, or (0,) without pictures.
+    """
+    prompts = [*batch.queries, *batch.candidates]
+    shown = [prompt for prompt in prompts if prompt.pixels is not None]
+    head: dict[str, Any] = {
+        item.name: getattr(batch, item.name)
+        for item in fields(Batch)
+        if item.name not in ("queries", "candidates")
+    }
+    head["num_queries"] = len(batch.queries)
+    head["names"] = [(prompt.id, prompt.num_cut_tokens) for prompt in prompts]
+    head["sizes"] = [
+        (len(prompt), 0, 0)
+        if prompt.pixels is None or prompt.image_grid is None
+        else (len(prompt), len(prompt.pixels), len(prompt.image_grid))
+        for prompt in prompts
+    ]
+    head["token_2T"] = torch.cat(
+        [torch.stack([prompt.input_ids, prompt.type_ids]) for prompt in prompts], dim=1
+    ).numpy()
+    head["grid_G3"] = torch.cat([torch.zeros(0, 3).long(), *(prompt.image_grid for prompt in shown)]).numpy()  # type: ignore[misc]
+    pixels = torch.cat([prompt.pixels for prompt in shown]) if shown else torch.empty(0, dtype=torch.uint8)  # type: ignore[misc]
+    return head, pixels
+
+
+def unflatten(head: dict[str, Any], pixels: Tensor) -> Batch:
+    """The batch again; its prompts' tensors are views.
+
+    Args:
+        head: from `flatten`.
+        pixels: likewise, on any device; token ids and grids stay on the CPU, where lengths are read off them.
+    """
+    rest = dict(head)
+    num_queries, names, sizes = rest.pop("num_queries"), rest.pop("names"), rest.pop("sizes")
+    num_tokens, num_patches, num_pictures = zip(*sizes, strict=True)
+    tokens = torch.from_numpy(rest.pop("token_2T")).split(num_tokens, dim=1)
+    grids = torch.from_numpy(rest.pop("grid_G3")).split(num_pictures)
+    shown = pixels.split(num_patches)
+    prompts = [
+        Prompt(name, *token_2T, part if len(part) else None, grid if len(part) else None, num_cut)
+        for (name, num_cut), token_2T, part, grid in zip(names, tokens, shown, grids, strict=True)
+    ]
+    return Batch(queries=prompts[:num_queries], candidates=prompts[num_queries:], **rest)
 
 
 def query_item(record: Record) -> Item:
@@ -55,90 +111,121 @@ def target_item(target: Target) -> Item:
     return Item(target.id, target.text, (target.image,) if target.image else ())
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What one record adds to a batch."""
+
+    query: Prompt
+    oracle_ids: list[int]
+    right_answers: list[int]
+    positive: tuple[Prompt, int] | None
+    others: list[tuple[Prompt, int]]
+    negatives: list[tuple[Prompt, int]]
+
+
+MAX_REPLACEMENTS = 16
+"""Bad records in a row after which it is not a record that is bad, but the whole source: a folder that is not mounted."""
+
+
 class Collator:
     """Makes batches of records: pictures decoded, prompts tokenised, targets drawn.
 
     Args:
         files: the sources that draws name by number.
         builder: makes prompts.
-        augment: name of an augmentation, or ``none``.
+        settings: the recipe's `data`.
         need_oracle: whether oracle rationales are tokenised.
         need_candidates: whether targets are drawn at all (the LM loss alone may do without).
-        max_negatives: labelled negatives drawn per query.
-        positives: ``draw`` makes one of a record's positives a candidate, ``all`` every one of them. The oracle
-            rationale is the drawn one's either way.
-        sort_by_length: order queries, and candidates, by the length of their prompts, most of which is pictures.
-            Micro batches are cut from that order, so little of them is padding; the batch stays what it was.
     """
 
     def __init__(
         self,
         files: Sequence[RecordFile],
         builder: PromptBuilder,
+        settings: DataConfig,
         *,
-        augment: str = "none",
         need_oracle: bool = True,
         need_candidates: bool = True,
-        max_negatives: int = 1,
-        positives: str = "draw",
-        sort_by_length: bool = False,
     ):
-        self.files, self.builder = files, builder
-        self.all_positives, self.sort_by_length = positives == "all", sort_by_length
-        self.augment = AUGMENTATIONS.get(augment)
-        self.need_oracle, self.need_candidates, self.max_negatives = (
-            need_oracle,
-            need_candidates,
-            max_negatives,
-        )
+        self.files, self.builder, self.settings = files, builder, settings
+        self.augment = AUGMENTATIONS.get(settings.augment)
+        self.need_oracle, self.need_candidates = need_oracle, need_candidates
 
-    def collate(self, draws: Sequence[Draw]) -> Batch:
+    def collate(self, draws: Sequence[Draw], drawn: Collection[Draw] = ()) -> Batch:
         """The batch of these draws.
 
+        Args:
+            draws: of this rank.
+            drawn: of all ranks, so that none of them takes a bad record's place as well; nothing stands for `draws`.
+
         Raises:
-            ValueError: a record cannot become a prompt; names it.
+            RecordError: a record cannot become a prompt and ``data.on_bad=stop``, or too many in a row cannot; names it.
+            ImageError: the same, for a picture's sake.
         """
         batch = Batch([], [], [], [], [], [], [], [], [])
+        taken = {(draw.source, draw.index) for draw in drawn or draws}
         for draw in draws:
-            record = self.files[draw.source][draw.index]
-            try:
-                self._add(batch, draw, record)
-            except ValueError as error:
-                raise type(error)(
-                    f"record {record.id!r} of {self.files[draw.source].path}: {error}"
-                ) from error
-        return sorted_by_length(batch) if self.sort_by_length else batch
+            self._add(batch, draw, *self._row_or_another(draw, taken, batch.bad))
+        return sorted_by_length(batch) if self.settings.sort_by_length else batch
 
-    def _add(self, batch: Batch, draw: Draw, record: Record) -> None:
+    def _row_or_another(
+        self, draw: Draw, taken: Collection[tuple[int, int]], bad: list[BadRecord]
+    ) -> tuple[Record, _Row]:
+        """The draw's record, or another of its source in the place of one that cannot be used.
+
+        Which one it is follows from the draw alone, so that it is the same on any number of processes and after a resume.
+        """
+        file, tries = self.files[draw.source], 0
+        for tries, chosen in enumerate(stand_ins(draw, len(file), taken), start=1):  # noqa: B007 - counts them
+            record = file[chosen.index]
+            try:
+                return record, self._row(chosen, record)
+            except ValueError as error:
+                if self.settings.on_bad == "stop":
+                    kind = ImageError if isinstance(error, ImageError) else RecordError
+                    raise kind(f"record {record.id!r} of {file.path}: {error}") from error
+                bad.append(file.bad_record(chosen.index, record.id, str(error)))
+        raise RecordError(
+            f"{tries} records of {file.path}, drawn in place of one another, were all bad, so data.on_bad=skip gives up; "
+            f"the last: record {bad[-1].id!r}: {bad[-1].reason}"
+        )
+
+    def _row(self, draw: Draw, record: Record) -> _Row:
         generator = np.random.default_rng(draw.seed)
         drawn = int(generator.integers(len(record.positives)))
         positive = record.positives[drawn]
-        batch.record_ids.append(record.id)
-        batch.seeds.append(draw.seed)
-        batch.queries.append(self._prompt(query_item(record), "query", generator))
-        batch.oracle_ids.append(
+        query = self._prompt(query_item(record), "query", generator)
+        oracle_ids = (
             self.builder.rationale_ids(positive.rationale or "", record.id) if self.need_oracle else []
         )
-        batch.right_answers.append(sorted({identity(target) for target in record.positives}))
+        right_answers = sorted({identity(target) for target in record.positives})
         if not self.need_candidates:
-            return
-        batch.positive.append(len(batch.candidates))
-        self._add_candidate(batch, positive, generator)
+            return _Row(query, oracle_ids, right_answers, None, [], [])
+        shown = self._candidate(positive, generator)
         others = [
-            target for place, target in enumerate(record.positives) if place != drawn and self.all_positives
+            self._candidate(target, generator)
+            for place, target in enumerate(record.positives)
+            if place != drawn and self.settings.positives == "all"
         ]
-        batch.more_positives.append(list(range(len(batch.candidates), len(batch.candidates) + len(others))))
-        for target in others:
-            self._add_candidate(batch, target, generator)
-        count = min(self.max_negatives, len(record.negatives))
+        count = min(self.settings.max_negatives, len(record.negatives))
         chosen = generator.choice(len(record.negatives), size=count, replace=False) if count else []
-        batch.negatives.append(list(range(len(batch.candidates), len(batch.candidates) + count)))
-        for place in chosen:
-            self._add_candidate(batch, record.negatives[int(place)], generator)
+        negatives = [self._candidate(record.negatives[int(place)], generator) for place in chosen]
+        return _Row(query, oracle_ids, right_answers, shown, others, negatives)
 
-    def _add_candidate(self, batch: Batch, target: Target, generator: np.random.Generator) -> None:
-        batch.candidates.append(self._prompt(target_item(target), "candidate", generator))
-        batch.candidate_identity.append(identity(target))
+    def _add(self, batch: Batch, draw: Draw, record: Record, row: _Row) -> None:
+        batch.record_ids.append(record.id)
+        batch.seeds.append(draw.seed)
+        batch.queries.append(row.query)
+        batch.oracle_ids.append(row.oracle_ids)
+        batch.right_answers.append(row.right_answers)
+        if row.positive is None:
+            return
+        batch.positive.extend(_add_candidates(batch, [row.positive]))
+        batch.more_positives.append(_add_candidates(batch, row.others))
+        batch.negatives.append(_add_candidates(batch, row.negatives))
+
+    def _candidate(self, target: Target, generator: np.random.Generator) -> tuple[Prompt, int]:
+        return self._prompt(target_item(target), "candidate", generator), identity(target)
 
     def _prompt(self, item: Item, side: str, generator: np.random.Generator) -> Prompt:
         images: list[Image.Image] | None = None
@@ -147,16 +234,45 @@ class Collator:
         return self.builder.build(item, side, images)
 
 
-class StepBatches(Collator, Dataset):
-    """Batches by step number, for one rank: `dataset[step]` is this rank's share of the step's global batch.
+def _add_candidates(batch: Batch, found: Sequence[tuple[Prompt, int]]) -> list[int]:
+    """Append candidates; returns their columns."""
+    first = len(batch.candidates)
+    batch.candidates.extend(prompt for prompt, _ in found)
+    batch.candidate_identity.extend(number for _, number in found)
+    return list(range(first, len(batch.candidates)))
+
+
+def stand_ins(draw: Draw, size: int, taken: Collection[tuple[int, int]]) -> Iterator[Draw]:
+    """The draw, then those that take its place one after the other while records turn out bad.
+
+    Args:
+        draw: decides all of them.
+        size: records of its source.
+        taken: source and index of what is not to be drawn twice, as long as the source has others.
+    """
+    yield draw
+    count = min(size, MAX_REPLACEMENTS + len(taken) + 1)
+    found = np.random.default_rng([draw.seed, _STAND_IN]).choice(size, size=count, replace=False).tolist()
+    found.sort(key=lambda index: (draw.source, index) in taken)  # stable: the order stays random
+    for index in [index for index in found if index != draw.index][:MAX_REPLACEMENTS]:
+        yield replace(draw, index=index)
+
+
+_STAND_IN = 0xBAD
+"""Separates the draw of stand-ins from whatever else a draw's seed decides."""
+
+
+class StepBatches(Collator):
+    """Batches by step number, for one rank: `batches[step]` is this rank's share of the step's global batch.
 
     Args:
         files: the sources, in the order of the mixture.
         mixture: which records a step draws.
         builder: makes prompts.
+        settings: the recipe's `data`.
         rank: this process.
         world_size: number of processes, at most the batch size.
-        settings: as of `Collator`.
+        needs: as of `Collator`.
 
     Raises:
         RecipeError: more processes than queries in a batch.
@@ -167,17 +283,18 @@ class StepBatches(Collator, Dataset):
         files: Sequence[RecordFile],
         mixture: Mixture,
         builder: PromptBuilder,
+        settings: DataConfig,
         *,
         rank: int,
         world_size: int,
-        **settings,
+        **needs: bool,
     ):
         if mixture.batch_size < world_size:
             raise RecipeError(
                 f"batch_size={mixture.batch_size} leaves some of the {world_size} processes without a query; "
                 "raise it, or launch fewer"
             )
-        super().__init__(files, builder, **settings)
+        super().__init__(files, builder, settings, **needs)
         self.mixture = mixture
         # Shares differ by one at most; losses are means over all queries, so every query weighs the same.
         self.share = slice(
@@ -186,7 +303,8 @@ class StepBatches(Collator, Dataset):
 
     def __getitem__(self, step: int) -> Batch:
         """This rank's batch of a step."""
-        return self.collate(self.mixture.batch(step)[self.share])
+        drawn = self.mixture.batch(step)
+        return self.collate(drawn[self.share], drawn)
 
 
 def sorted_by_length(batch: Batch) -> Batch:
@@ -198,7 +316,8 @@ def sorted_by_length(batch: Batch) -> Batch:
     def by_row(values: list) -> list:
         return [values[row] for row in rows] if values else []
 
-    return Batch(
+    return replace(
+        batch,
         record_ids=by_row(batch.record_ids),
         queries=by_row(batch.queries),
         oracle_ids=by_row(batch.oracle_ids),
@@ -209,17 +328,4 @@ def sorted_by_length(batch: Batch) -> Batch:
         right_answers=by_row(batch.right_answers),
         seeds=by_row(batch.seeds),
         more_positives=[[now_at[column] for column in own] for own in by_row(batch.more_positives)],
-    )
-
-
-def make_loader(batches: StepBatches, steps: range, num_workers: int) -> DataLoader:
-    """Batches of the given steps, in order, made ahead by worker processes."""
-    return DataLoader(
-        batches,
-        batch_size=None,
-        sampler=list(steps),
-        num_workers=num_workers,
-        prefetch_factor=4 if num_workers else None,
-        worker_init_fn=prepare_worker,
-        persistent_workers=False,
     )

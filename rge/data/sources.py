@@ -7,26 +7,47 @@ of processes.
 import hashlib
 import json
 import math
+import os
 import tempfile
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from pydantic import ValidationError
 from tqdm import tqdm
 
+from rge.common.errors import UserError
 from rge.common.files import replacing
+from rge.common.images import PictureIndex
 from rge.common.prompt_profiles import EMB_TOKEN
 from rge.common.schema import Record, Target
 
 
-class RecordError(ValueError):
+class RecordError(UserError):
     """Training records break the format; the message lists file, line, field and reason."""
 
 
 MAX_REPORTED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class BadRecord:
+    """A record that cannot be trained on, with ``data.on_bad=skip``.
+
+    Attributes:
+        source: path of its file.
+        byte: where in the file it starts; with the path, its name.
+        id: its id, or None where it cannot be read.
+        reason: what is wrong with it.
+    """
+
+    source: str
+    byte: int
+    id: str | None
+    reason: str
 
 
 class RecordFile:
@@ -38,19 +59,32 @@ class RecordFile:
     Args:
         path: the file.
         need_rationale: every positive must have an oracle rationale.
+        pictures: looks whether each picture is there; None leaves that to whoever opens them.
         progress: show a progress bar while checking.
+        on_bad: ``stop`` raises if records break the format; ``skip`` leaves them out.
+
+    Attributes:
+        bad: records that were left out.
 
     Raises:
-        RecordError: no such file, an empty file, or records that break the format (all of them are listed, at most
-            `MAX_REPORTED` in full).
+        RecordError: no such file, one that cannot be read, an empty file, or records that break the format (all of them
+            are listed, at most `MAX_REPORTED` in full); with ``skip``, a file without any that does not.
     """
 
-    def __init__(self, path: str | Path, *, need_rationale: bool = False, progress: bool = False):
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        need_rationale: bool = False,
+        pictures: PictureIndex | None = None,
+        progress: bool = False,
+        on_bad: str = "stop",
+    ):
         self.path = Path(path)
         if not self.path.is_file():
             raise RecordError(f"training records {self.path} do not exist")
         offsets, ids = Column(), Column()
-        faults: list[tuple[int, str]] = []
+        faults: list[_Fault] = []
         offset = 0
         size = self.path.stat().st_size
         quick = size < 100_000_000  # a second or two
@@ -61,39 +95,78 @@ class RecordFile:
             desc=f"checking {self.path.name}",
             disable=quick or not progress,
         )
-        with self.path.open("rb") as lines, bar:
+        with _open(self.path) as lines, bar:
             for number, line in enumerate(lines, start=1):
                 bar.update(len(line))
                 start, offset = offset, offset + len(line)
                 if not line.strip():
                     continue
-                name, found = _check(line, need_rationale)
-                faults += [(number, problem) for problem in found]
+                record, found = _check(line, need_rationale)
+                if record is not None and pictures is not None:
+                    found += _picture_faults(record, self.path.parent, pictures)
+                name = None if record is None else record.id
+                faults += [_Fault(number, start, name, problem) for problem in found]
                 offsets.append(start)
                 if name is not None:
                     ids.append(_number_of(name))
-        faults += _repeated(self.path, ids.read())
-        problems = [
-            f"{self.path}:{number}: {problem}" for number, problem in sorted(faults, key=lambda it: it[0])
-        ]
-        if problems:
-            more = f"\n... and {len(problems) - MAX_REPORTED} more" if len(problems) > MAX_REPORTED else ""
-            raise RecordError(
-                "training records break the format:\n" + "\n".join(problems[:MAX_REPORTED]) + more
-            )
+        faults = sorted([*faults, *_repeated(self.path, ids.read())], key=lambda fault: fault.line)
+        if faults and on_bad == "stop":
+            raise RecordError("training records break the format:\n" + self._listed(faults))
         self._offsets = offsets.read()
         if not len(self._offsets):
             raise RecordError(f"training records {self.path}: the file is empty")
+        self.bad = self._without(faults)
+        if not len(self._offsets):
+            raise RecordError(
+                "training records break the format, and data.on_bad=skip leaves none:\n"
+                + self._listed(faults)
+            )
+
+    def _without(self, faults: "Sequence[_Fault]") -> list[BadRecord]:
+        """Leave out the records that have a fault."""
+        reasons: dict[int, list[_Fault]] = {}
+        for fault in faults:
+            reasons.setdefault(fault.byte, []).append(fault)
+        if reasons:
+            self._offsets = self._offsets[~np.isin(self._offsets, list(reasons))]
+        return [
+            BadRecord(
+                str(self.path),
+                byte,
+                found[0].name,
+                f"line {found[0].line}: {'; '.join(fault.problem for fault in found)}",
+            )
+            for byte, found in reasons.items()
+        ]
+
+    def _listed(self, faults: "Sequence[_Fault]") -> str:
+        problems = [f"{self.path}:{fault.line}: {fault.problem}" for fault in faults]
+        more = f"\n... and {len(problems) - MAX_REPORTED} more" if len(problems) > MAX_REPORTED else ""
+        return "\n".join(problems[:MAX_REPORTED]) + more
 
     def __len__(self) -> int:
         """Number of records."""
         return len(self._offsets)
 
     def __getitem__(self, index: int) -> Record:
-        """The record at `index`, its picture references made absolute."""
-        with self.path.open("rb") as lines:
+        """The record at `index`, its picture references made absolute.
+
+        Raises:
+            RecordError: the file has changed since it was opened, or is gone.
+        """
+        with _open(self.path) as lines:
             lines.seek(self._offsets[index])
-            return _absolute(Record.model_validate_json(lines.readline()), self.path.parent)
+            line = lines.readline()
+        try:
+            return _absolute(Record.model_validate_json(line), self.path.parent)
+        except ValidationError as error:
+            raise RecordError(
+                f"{self.path} has changed since this run opened it: at byte {self._offsets[index]} there is no record any more"
+            ) from error
+
+    def bad_record(self, index: int, name: str, reason: str) -> BadRecord:
+        """The record at `index` as one that cannot be used."""
+        return BadRecord(str(self.path), int(self._offsets[index]), name, reason)
 
     def texts(self) -> list[str]:
         """Every text of every record: what a tokenizer is trained on."""
@@ -138,8 +211,25 @@ class Column:
         self._tail = array("q")
 
 
-def _check(line: bytes, need_rationale: bool) -> tuple[str | None, list[str]]:
-    """A record's id, or None if it is not a record, and what is wrong with it."""
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """What breaks the format: line (from 1) and byte where its record starts, the record's id if it has one."""
+
+    line: int
+    byte: int
+    name: str | None
+    problem: str
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise RecordError(f"training records {path} cannot be read: {error.strerror or error}") from error
+
+
+def _check(line: bytes, need_rationale: bool) -> tuple[Record | None, list[str]]:
+    """A record, or None if it is none, and what is wrong with it."""
     try:
         record = Record.model_validate_json(line)
     except ValidationError as error:
@@ -148,16 +238,25 @@ def _check(line: bytes, need_rationale: bool) -> tuple[str | None, list[str]]:
             for issue in error.errors(include_url=False, include_input=False)
         ]
     if need_rationale:
-        return record.id, [
+        return record, [
             f"positives.{index}.rationale: {fault} (record {record.id!r})"
             for index, positive in enumerate(record.positives)
             if (fault := _rationale_fault(positive.rationale or ""))
         ]
-    return record.id, []
+    return record, []
 
 
-def _repeated(path: Path, ids_N: np.ndarray) -> list[tuple[int, str]]:
-    """Line and message of every record whose id an earlier line has.
+def _picture_faults(record: Record, folder: Path, pictures: PictureIndex) -> list[str]:
+    named = [(f"query.images.{place}", ref) for place, ref in enumerate(record.query.images)]
+    for side in ("positives", "negatives"):
+        targets: Sequence[Target] = getattr(record, side)
+        named += [(f"{side}.{place}.image", it.image) for place, it in enumerate(targets) if it.image]
+    found = [(field, pictures.fault(os.path.join(folder, ref))) for field, ref in named]
+    return [f"{field}: {fault} (record {record.id!r})" for field, fault in found if fault]
+
+
+def _repeated(path: Path, ids_N: np.ndarray) -> list[_Fault]:
+    """Every record whose id an earlier line has.
 
     Ids are compared as 64-bit numbers first; only if two of those are equal is the file read again for the texts.
     """
@@ -165,15 +264,18 @@ def _repeated(path: Path, ids_N: np.ndarray) -> list[tuple[int, str]]:
     suspects = set(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
     if not suspects:
         return []
-    found: list[tuple[int, str]] = []
+    found: list[_Fault] = []
     seen: dict[str, int] = {}
-    with path.open("rb") as lines:
+    offset = 0
+    with _open(path) as lines:
         for number, line in enumerate(lines, start=1):
-            name = _check(line, need_rationale=False)[0] if line.strip() else None
+            start, offset = offset, offset + len(line)
+            record = _check(line, need_rationale=False)[0] if line.strip() else None
+            name = None if record is None else record.id
             if name is None or _number_of(name) not in suspects:
                 continue
             if name in seen:
-                found.append((number, f"id: {name!r} stands already in line {seen[name]}"))
+                found.append(_Fault(number, start, name, f"id: {name!r} stands already in line {seen[name]}"))
             seen.setdefault(name, number)
     return found
 
@@ -329,9 +431,10 @@ def permuted(place: int, size: int, key: str) -> int:
             return place
 
 
-def read_texts(paths: Sequence[str | Path]) -> list[str]:
-    """All texts of several record files, without repeats, in order."""
-    return list(dict.fromkeys(text for path in paths for text in RecordFile(path).texts()))
+def read_texts(paths: Sequence[str | Path], on_bad: str = "stop") -> list[str]:
+    """All texts of several record files, without repeats, in order; `on_bad` as of `RecordFile`."""
+    files = (RecordFile(path, on_bad=on_bad) for path in paths)
+    return list(dict.fromkeys(text for file in files for text in file.texts()))
 
 
 def write_records(path: Path, records: Sequence[Record]) -> None:

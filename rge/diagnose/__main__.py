@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
+from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.config import RecipeError, nearest, split_override
 from rge.diagnose import invariance, leakage, sensitivity
 from rge.diagnose.pairs import read_pairs
 from rge.encoder import load_encoder
-from rge.errors import USER_ERRORS, explain
 
 NAMES = ("leakage", "sensitivity", "invariance")
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -101,5 +101,5 @@ if __name__ == "__main__":
     torch.set_float32_matmul_precision("highest")
     try:
         sys.exit(main(sys.argv[1:]))
-    except USER_ERRORS as problem:
-        sys.exit(f"error: {explain(problem)}")
+    except UserError as problem:
+        sys.exit(f"error: {problem}")

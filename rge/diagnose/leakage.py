@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from rge.checkpoints.export import read_settings
+from rge.config import DataConfig
 from rge.data.collate import Batch, StepBatches
 from rge.data.sources import Mixture, RecordFile
 from rge.encoder import load_encoder
@@ -77,9 +78,9 @@ def leakage(
             [records],
             Mixture([len(records)], [1.0], batch_size, seed),
             encoder.builder,
+            DataConfig(max_negatives=0, sort_by_length=False),
             rank=0,
             world_size=1,
-            max_negatives=0,
         )
         optimizer = torch.optim.AdamW(embedder.parameters(), lr=lr, weight_decay=0.0)
         curve: dict[str, list[float]] = {"loss_lm": [], "loss_contrastive": []}

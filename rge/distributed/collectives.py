@@ -17,10 +17,12 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
+from rge.common.errors import UserError
+
 T = TypeVar("T")
 
 
-class LaunchError(RuntimeError):
+class LaunchError(UserError):
     """The launcher started something else than was asked for."""
 
 

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rge.common.errors import UserError
 from rge.distributed import collectives as dist
 
 POLL_S = 1.0
@@ -25,7 +26,7 @@ GRACE_S = 5.0
 """What a process gets to end by itself, with a message of its own, once another one has failed."""
 
 
-class RankError(RuntimeError):
+class RankError(UserError):
     """Another process failed first; the message is its reason."""
 
 

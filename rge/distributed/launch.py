@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 
-from rge.config import LogConfig, TrainConfig
+from rge.config import TrainConfig
 from rge.distributed.collectives import LaunchError
 
 PATIENCE = timedelta(minutes=30)
@@ -41,7 +41,7 @@ class BackEnd:
         return self.name if self.num_processes == 1 else f"{self.name} on {self.num_processes} processes"
 
 
-def make_accelerator(train: TrainConfig, log: LogConfig) -> Accelerator:
+def make_accelerator(train: TrainConfig) -> Accelerator:
     """The process group and mixed-precision settings that the launcher asked for."""
     use_deepspeed = _asked("DEEPSPEED")
     # Without a GPU, DeepSpeed leaves each rank alone unless a communication library is named, in silence.
@@ -52,7 +52,6 @@ def make_accelerator(train: TrainConfig, log: LogConfig) -> Accelerator:
     on_cpu = not use_deepspeed and not torch.accelerator.is_available()
     return Accelerator(
         cpu=on_cpu,
-        log_with=log.trackers or None,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE, **library)],
         step_scheduler_with_optimizer=False,
     )

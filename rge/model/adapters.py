@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from rge.common.errors import UserError
 from rge.distributed import collectives as dist
 from rge.model.families import family_of
 
 ADAPTER = "default"
 
 
-class AdapterError(ValueError):
+class AdapterError(UserError):
     """Adapters cannot be put where they were asked for; the message says what there is."""
 
 

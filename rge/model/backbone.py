@@ -13,9 +13,10 @@ import torch
 from safetensors import SafetensorError
 from tokenizers import AddedToken
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
+from rge.common.errors import UserError
 from rge.common.prompt_profiles import EMB_TOKEN
 from rge.distributed import collectives as dist
 from rge.model import vision_tower as vision
@@ -26,7 +27,7 @@ _STOCK = {"auto": "sdpa", "varlen": "sdpa"}
 """What transformers is asked for where the attention is ours."""
 
 
-class BackboneError(ValueError):
+class BackboneError(UserError):
     """A backbone cannot be used; the message says which and why."""
 
 
@@ -48,6 +49,23 @@ class Backbone:
     emb_id: int
     suppressed_ids: list[int]
     attention: str = "auto"
+
+
+def read_config(path: str | Path, revision: str | None = None) -> PretrainedConfig:
+    """Config of a model of a supported family, from a hub id or a directory.
+
+    Raises:
+        BackboneError: nothing to load there, or an unsupported family.
+    """
+    if not Path(path).exists() and (str(path).startswith((".", "/", "~")) or str(path).count("/") != 1):
+        raise BackboneError(f"no model can be loaded from {path}: there is no such directory")
+    try:
+        config = AutoConfig.from_pretrained(path, revision=revision)
+    except (OSError, ValueError) as error:
+        raise BackboneError(f"no model can be loaded from {path}: {error}") from error
+    if config.model_type not in FAMILIES:
+        raise BackboneError(f"{path} is a {config.model_type}; supported families: {', '.join(FAMILIES)}")
+    return config
 
 
 def load_backbone(
@@ -79,14 +97,7 @@ def load_backbone(
         BackboneError: nothing to load there, an unsupported family, or no ``<emb>``.
     """
     transformers_logging.disable_progress_bar()  # ours are the bars to watch
-    if not Path(path).exists() and (str(path).startswith((".", "/", "~")) or str(path).count("/") != 1):
-        raise BackboneError(f"no model can be loaded from {path}: there is no such directory")
-    try:
-        config = AutoConfig.from_pretrained(path, revision=revision)
-    except (OSError, ValueError) as error:
-        raise BackboneError(f"no model can be loaded from {path}: {error}") from error
-    if config.model_type not in FAMILIES:
-        raise BackboneError(f"{path} is a {config.model_type}; supported families: {', '.join(FAMILIES)}")
+    read_config(path, revision)
     try:
         processor = AutoProcessor.from_pretrained(path, revision=revision)
         model, report = AutoModelForImageTextToText.from_pretrained(

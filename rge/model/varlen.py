@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rge.common.errors import UserError
+
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Norm of the difference over norm of the result that rounding explains: a few units of the dtype's last place."""
 
@@ -23,7 +25,7 @@ _log = logging.getLogger(__name__)
 _verified: set[tuple] = set()
 
 
-class KernelError(RuntimeError):
+class KernelError(UserError):
     """A fast kernel does not compute what the plain one does; the message says by how much, and how to do without."""
 
 

@@ -2,11 +2,11 @@
 
 import sys
 
-from rge.errors import USER_ERRORS, explain
+from rge.common.errors import UserError
 from rge.plan.report import main
 
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except USER_ERRORS as problem:
-        sys.exit(f"error: {explain(problem)}")
+    except UserError as problem:
+        sys.exit(f"error: {problem}")

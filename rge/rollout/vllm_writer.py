@@ -26,6 +26,28 @@ MOST_BARRED = 1024
 """Tokens whose logits vLLM can change in one request."""
 
 
+def check_possible(sharded: bool) -> None:
+    """Whether vLLM can write rationales here.
+
+    Args:
+        sharded: whether parameters are spread over processes.
+
+    Raises:
+        RecipeError: vLLM is not installed, or parameters are sharded.
+    """
+    if find_spec("vllm") is None:
+        raise RecipeError(
+            "rollout.backend=vllm needs vLLM, which is not installed: pip install 'rge[vllm]', in an environment of "
+            "its own since it pins torch and transformers (without a GPU: see docs/performance.md); or set "
+            "rollout.backend=own"
+        )
+    if sharded:
+        raise RecipeError(
+            "rollout.backend=vllm takes whole weights, and here they are sharded (ZeRO-3, FSDP): use DDP or ZeRO-2, "
+            "or set rollout.backend=own"
+        )
+
+
 class VllmRollout:
     """Writes rationales with an engine that is given the training model's weights before each rollout.
 
@@ -52,17 +74,7 @@ class VllmRollout:
         batch_size: int,
         memory: float,
     ):
-        if find_spec("vllm") is None:
-            raise RecipeError(
-                "rollout.backend=vllm needs vLLM, which is not installed: pip install 'rge[vllm]', in an environment of "
-                "its own since it pins torch and transformers (without a GPU: see docs/performance.md); or set "
-                "rollout.backend=own"
-            )
-        if dist.shards_parameters(accelerator):
-            raise RecipeError(
-                "rollout.backend=vllm takes whole weights, and here they are sharded (ZeRO-3, FSDP): use DDP or ZeRO-2, "
-                "or set rollout.backend=own"
-            )
+        check_possible(dist.shards_parameters(accelerator))
         if len(embedder.suppressed_ids) > MOST_BARRED:
             raise BackboneError(
                 f"rollout.backend=vllm can keep {MOST_BARRED} tokens out of rationales, and this tokenizer has "

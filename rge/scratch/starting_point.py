@@ -48,7 +48,7 @@ def _build(recipe: Recipe, config: ScratchConfig, folder: Path, accelerator: Acc
         sources = [source.path for stage in (recipe.cold_start, recipe.joint) for source in stage.sources]
         scratch.build(
             temporary,
-            read_texts(list(dict.fromkeys(sources))),
+            read_texts(list(dict.fromkeys(sources)), recipe.data.on_bad),
             seed=recipe.train.seed,
             vocab_size=config.vocab_size,
             text=config.text,

@@ -8,8 +8,6 @@ import pytest
 from PIL import Image, ImageFilter
 
 from data_prep.__main__ import main
-from rge.calls.caller import ModelConfig
-from data_prep.options import UserError
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames, stages
 from data_prep.rmir.config import ConfigError, IndexSpec, load_config
@@ -19,6 +17,8 @@ from data_prep.rmir.pictures.near_duplicates import near_duplicates, phash
 from data_prep.rmir.results import audit, review
 from data_prep.rmir.results.agreement import fleiss_kappa, panel_statistics, wilson
 from data_prep.rmir.run import Run
+from rge.calls.model_config import ModelConfig
+from rge.common.errors import UserError
 from rge.common.files import write_text
 
 T, F, A, E = maths.VERDICTS

@@ -3,7 +3,8 @@
 import pytest
 
 from data_prep.__main__ import main
-from data_prep.options import UserError, read_options
+from data_prep.options import read_options
+from rge.common.errors import UserError
 
 
 def test_unknown_command_names_the_nearest():

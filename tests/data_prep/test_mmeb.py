@@ -9,8 +9,8 @@ from PIL import Image
 
 from data_prep.__main__ import main
 from data_prep.mmeb import TRAINED, convert
-from data_prep.options import UserError
 from eval.sets.retrieval_set import load_set
+from rge.common.errors import UserError
 from rge.common.mmeb_prompts import RGE_QUERY, SETS, canonical, split_instruction
 from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import Item

@@ -10,8 +10,8 @@ from pathlib import Path
 import daft
 import pytest
 
-from data_prep.options import UserError
 from data_prep.rmir import frames, oracle
+from rge.common.errors import UserError
 from rge.common.images import picture_bytes
 
 ROOT = Path(__file__).resolve().parents[2]

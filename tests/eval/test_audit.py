@@ -10,7 +10,7 @@ from eval.benchmarks.suite import write_suite
 from eval.commands.audit import WARN, audit_training, training_files
 from eval.commands.run import RunOptions, run
 from eval.sets.retrieval_set import load_set
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 
 @pytest.fixture

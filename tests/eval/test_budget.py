@@ -11,7 +11,7 @@ from eval.__main__ import main, usage
 from eval.commands import budget as module
 from eval.commands.budget import GATED, BudgetOptions, budget
 from eval.commands.compare import CompareOptions, compare
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 
 class Judge:

@@ -14,7 +14,7 @@ from eval.__main__ import main
 from eval.commands.compare import CompareOptions, compare, paired_tests
 from eval.commands.run import RunOptions, run
 from eval.scoring.stats import holm
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from eval_fakes import FakeEncoder, loader, write_set
 from eval.__main__ import main
 from eval.commands.run import RunOptions, run
 from eval.scoring.rationale_quality import copied_share, rationale_quality, shortcut_rates
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 
 @pytest.fixture(scope="module")

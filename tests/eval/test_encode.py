@@ -15,8 +15,8 @@ from eval.embedding.fill_cache import (
     mean_cosine,
 )
 from eval.embedding.shards import cache_key, open_cache
+from rge.common.errors import UserError
 from rge.common.files import write_bytes
-from rge.common.options import UserError
 from rge.common.schema import Encoded, Item
 
 ITEMS = [Item(f"i{number:03d}", f"text {number}") for number in range(50)]

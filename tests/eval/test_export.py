@@ -8,8 +8,8 @@ from eval_fakes import FakeEncoder, loader, write_set
 from eval.__main__ import main
 from eval.commands.export import ExportOptions, export
 from eval.commands.run import RunOptions, run
+from rge.common.errors import UserError
 from rge.common.mmeb_prompts import SETS
-from rge.common.options import UserError
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ from eval_fakes import FakeEncoder, loader, picture, write_set
 
 from eval.__main__ import main
 from eval.benchmarks.mmeb.importer import MmebOptions, import_mmeb
+from eval.benchmarks.published_tables import published
 from eval.commands.run import RunOptions, run
 from eval.pages.leaderboard import _winner, write_leaderboard
 from eval.pages.plots import Point, scatter
-from eval.pages.published_tables import published
 from eval.pages.report import percent
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 NAMES = ("ImageNet-1K", "ImageNet-A", "MSCOCO_t2i")
 

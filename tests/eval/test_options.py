@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from rge.common.options import UserError, one_of, parse_options
+from rge.common.errors import UserError
+from rge.common.options import one_of, parse_options
 
 
 @dataclass

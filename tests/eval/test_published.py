@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from eval.benchmarks.protocols import BENCHMARKS
-from eval.pages.published_tables import FOLDER, published, table_of
+from eval.benchmarks.published_tables import _read, published, table_of
+from eval.benchmarks.registry import BENCHMARKS
+from rge.common.errors import UserError
 from rge.common.mmeb_prompts import SETS
 
 NUM_ROWS = {
@@ -65,10 +66,10 @@ def test_an_evaluation_finds_its_table():
 
 
 def test_a_row_of_another_length_is_refused(tmp_path):
-    from eval.pages.published_tables import _read
-
-    content = json.loads((FOLDER / "rmir.json").read_text())
+    content = json.loads((BENCHMARKS["rmir"].published / "rmir.json").read_text())
     content["rows"][0]["values"].pop()
     (tmp_path / "x.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="row 'Qwen2.5-VL-3B-Instruct' has 7 of 8 values"):
-        _read(tmp_path / "x.json")
+    with pytest.raises(UserError, match="row 'Qwen2.5-VL-3B-Instruct' has 7 of 8 values"):
+        _read(tmp_path / "x.json", "rmir")
+    with pytest.raises(UserError, match=r"x.json is of benchmark 'rmir', but stands in the folder of 'mmeb'"):
+        _read(tmp_path / "x.json", "mmeb")

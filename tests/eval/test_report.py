@@ -19,8 +19,8 @@ from eval.pages.examples import RANK_COLUMN, choose_examples
 from eval.pages.plots import read_training_logs
 from eval.pages.report import write_report
 from eval.scoring.stats import cluster_bootstrap, index_of, interval
+from rge.common.errors import UserError
 from rge.common.fingerprint import set_fingerprint
-from rge.common.options import UserError
 
 METRICS = ("recall@1", "recall@5", "mrr")
 NASTY = 'It ends in <emb>; <script>alert("x")</script> & more.'

@@ -28,8 +28,8 @@ from eval.scoring.metrics import NAMES, NEGATIVE_NAMES
 from eval.scoring.output_files import means
 from eval.scoring.stats import NUM_RESAMPLES
 from eval.sets.retrieval_set import load_set
+from rge.common.errors import UserError
 from rge.common.images import ImageError
-from rge.common.options import UserError
 
 METRICS = (*NAMES, *NEGATIVE_NAMES)
 

@@ -5,7 +5,7 @@ import pytest
 
 from eval.scoring import search as search_module
 from eval.scoring.search import from_ordered_integers, ordered_integers, search
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 
 def integers(rng, rows, dim=6, high=2):

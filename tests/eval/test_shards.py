@@ -11,7 +11,7 @@ from eval.commands.run import RunOptions, run
 from eval.embedding.fill_cache import check_collapse, encode_side, mean_cosine
 from eval.embedding.shards import covered, open_cache, read, read_embeddings
 from eval.scoring.search import search
-from rge.common.options import UserError
+from rge.common.errors import UserError
 from rge.common.schema import Item
 
 ABOUT = {"side": "candidate", "mode": "direct", "modality": "both"}

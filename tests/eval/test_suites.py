@@ -16,7 +16,7 @@ from eval.commands.compare import CompareOptions, compare
 from eval.commands.rerank import RerankOptions, rerank_command
 from eval.commands.run import RunOptions, run
 from eval.pages.leaderboard import write_leaderboard
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 SIZES = {"north": (8, 30), "south": (12, 24)}
 

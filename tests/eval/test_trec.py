@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from eval_fakes import tables, write_set, write_tables
 
-from eval.scoring.metrics import NAMES
+from eval.scoring.metrics import names_of
 from eval.scoring.output_files import score_ranking
 from eval.scoring.search import search
 from eval.scoring.trec import RunError, read_run, strictly_decreasing, write_run
@@ -66,7 +66,7 @@ def test_trec_eval_ranks_our_file_as_we_do(wanted, tmp_path):
         list(measures), qrels, ir_measures.read_trec_run(str(tmp_path / "run.trec"))
     )
     for measure, name in measures.items():
-        assert scored.value_QM[:, NAMES.index(name)].mean() == pytest.approx(theirs[measure], abs=1e-12)
+        assert scored.value_QM[:, names_of().index(name)].mean() == pytest.approx(theirs[measure], abs=1e-12)
     assert (scored.best_QM.mean(axis=0) > scored.worst_QM.mean(axis=0)).any()
 
 

@@ -37,7 +37,7 @@ from rge.calls.replies import (
 )
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore, Kept, StoreError
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 
 def ask(text: str, **settings) -> Request:

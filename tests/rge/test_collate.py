@@ -8,8 +8,13 @@ import pytest
 import torch
 
 from rge.checkpoints.export import export, settings_of
-from rge.config import RecipeError
-from rge.data.collate import StepBatches, make_loader, query_item, sorted_by_length, target_item
+from rge.config import DataConfig, RecipeError
+from rge.data.collate import (
+    StepBatches,
+    query_item,
+    sorted_by_length,
+    target_item,
+)
 from rge.data.sources import Mixture, RecordFile, identity
 from rge.encoder import load_encoder
 from rge.model.packing import Branch
@@ -60,7 +65,9 @@ def records(tmp_path, picture):
 def batches(records, builder):
     def make(world_size=1, rank=0, batch_size=6, seed=0, **options):
         mixture = Mixture([len(file) for file in records], [2, 1], batch_size, seed)
-        return StepBatches(records, mixture, builder, rank=rank, world_size=world_size, **options)
+        needs = {name: options.pop(name) for name in ("need_oracle", "need_candidates") if name in options}
+        settings = DataConfig(**{"sort_by_length": False, **options})
+        return StepBatches(records, mixture, builder, settings, rank=rank, world_size=world_size, **needs)
 
     return make
 
@@ -108,14 +115,6 @@ def test_a_batch_repeats_and_differs_from_the_next(batches):
     assert content(made[4]) != later
     assert content(batches()[3]) == later
     assert content(batches(seed=1)[3]) != later
-
-
-def test_workers_make_the_same_batches_in_order(batches):
-    made = batches(augment="drawing")
-    steps = range(2, 6)
-    expected = [content(made[step]) for step in steps]
-    assert [content(batch) for batch in make_loader(made, steps, num_workers=0)] == expected
-    assert [content(batch) for batch in make_loader(made, steps, num_workers=2)] == expected
 
 
 def test_candidates_are_the_drawn_positive_and_negatives(batches, records):
@@ -179,14 +178,14 @@ def test_a_record_that_cannot_be_used_is_named(batches, records):
     with pytest.raises(
         ValueError, match=r"record '[ab]\d' of .*/[ab]\.jsonl: .*images/4\.png cannot be read"
     ):
-        list(make_loader(batches(), range(10), num_workers=0))
+        [batches()[step] for step in range(10)]
 
 
 def test_training_and_evaluation_see_the_same_tokens_and_states(lively, records, tmp_path):
     """The collator's prompt of a record is the prompt that a loaded checkpoint makes, down to the embedding."""
     builder = PromptBuilder(lively.processor, "rge", max_tokens=150)
     mixture = Mixture([len(file) for file in records], [9, 5], 14, 0)
-    batch = StepBatches(records, mixture, builder, rank=0, world_size=1, max_negatives=3)[0]
+    batch = StepBatches(records, mixture, builder, DataConfig(max_negatives=3), rank=0, world_size=1)[0]
     settings = settings_of(
         emb_id=lively.emb_id, profile="rge", max_prompt_tokens=150, min_pixels=784, max_pixels=7056, max_new_tokens=9,
         reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=1,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ports import free_port
 
-from rge.config import LogConfig, TrainConfig
+from rge.config import TrainConfig
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.model.backbone import load_backbone
@@ -165,7 +165,7 @@ def test_alone_nothing_is_gathered():
 
 @pytest.mark.parametrize(("limit", "moved"), [(1.0, (0.6, 0.8)), (5.0, (3.0, 4.0)), (0.0, (3.0, 4.0))])
 def test_the_gradient_is_clipped_by_its_norm_and_cleared(limit, moved):
-    accelerator = launch.make_accelerator(TrainConfig(), LogConfig())
+    accelerator = launch.make_accelerator(TrainConfig())
     net = torch.nn.Linear(2, 1, bias=False)
     with torch.no_grad():
         net.weight.zero_()

@@ -22,8 +22,8 @@ from rge.calls.pictures import Pictures
 from rge.calls.replies import EmptyChoices, MissingTag, Refused, read_replies, read_reply, tag
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore
+from rge.common.errors import UserError
 from rge.common.images import ImageError
-from rge.common.options import UserError
 
 
 def text_of(body: dict) -> str:

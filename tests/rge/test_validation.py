@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rge.config import Recipe, RolloutConfig, TrainConfig, ValidationConfig
+from rge.config import DataConfig, Recipe, RolloutConfig, TrainConfig, ValidationConfig
 from rge.data.collate import Collator
 from rge.data.sources import RecordError, RecordFile
 from rge.model.packing import Branch
@@ -17,6 +17,8 @@ from rge.step import Objective
 from rge.validation import Validation
 
 WORDS = ["what", "egg", "key", "open", "this", "turn", "picture", "locked", "chick"]
+
+PLAIN = DataConfig(sort_by_length=False)
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def records(tmp_path, picture):
 
 
 def make(records, embedder, objective, micro_batch_size=3, max_records=100, **settings):
-    collator = Collator([records], PromptBuilder(embedder.processor), **settings)
+    collator = Collator([records], PromptBuilder(embedder.processor), PLAIN, **settings)
     recipe = Recipe(
         rollout=RolloutConfig(max_new_tokens=6),
         train=TrainConfig(micro_batch_size=micro_batch_size),
@@ -62,7 +64,7 @@ def make(records, embedder, objective, micro_batch_size=3, max_records=100, **se
 def by_hand(embedder, records, objective):
     """Every query against the targets of all records, one forward a row."""
     builder = PromptBuilder(embedder.processor)
-    collator = Collator([records], builder)
+    collator = Collator([records], builder, PLAIN)
     from rge.data.sources import Draw
 
     rows = [collator.collate([Draw(0, index, index)]) for index in range(len(records))]

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from rge.config import LogConfig, Recipe, RecipeError, RolloutConfig, StageConfig, TrainConfig
+from rge.config import Recipe, RecipeError, RolloutConfig, StageConfig, TrainConfig
 from rge.distributed import launch
 from rge.model.backbone import empty_picture
 from rge.model.dropout import drops_out
@@ -225,7 +225,7 @@ def test_a_frozen_tower_sees_each_picture_once_a_step(lively, batch, monkeypatch
     vision.register_forward_pre_hook(
         lambda module, args, kwargs: patches.append(sum(map(len, args[:1]))), with_kwargs=True
     )
-    accelerator = launch.make_accelerator(TrainConfig(), LogConfig())
+    accelerator = launch.make_accelerator(TrainConfig())
     writer = make_writer(lively, lively, RECIPE, RECIPE.joint, accelerator)
     assert lively.pictures is not None
     for _ in range(2):  # a step leaves nothing behind
@@ -240,6 +240,6 @@ def test_a_frozen_tower_sees_each_picture_once_a_step(lively, batch, monkeypatch
 
 
 def test_a_tower_that_trains_is_run_in_every_pass(lively):
-    accelerator = launch.make_accelerator(TrainConfig(), LogConfig())
+    accelerator = launch.make_accelerator(TrainConfig())
     make_writer(lively, lively, RECIPE, RECIPE.joint, accelerator)
     assert lively.pictures is None

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image
 
-from data_prep.options import UserError
 from data_prep.rmir.config import EncoderConfig
 from data_prep.rmir.pictures.vectors import unit
+from rge.common.errors import UserError
 from rge.common.images import load_image
 from rge.common.schema import Item
 

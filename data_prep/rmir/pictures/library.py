@@ -10,11 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.options import UserError
 from data_prep.rmir.config import LibraryConfig
 from data_prep.rmir.frames import absolute, daft_frame, from_daft
 from data_prep.rmir.pictures.download import is_address
 from data_prep.rmir.pictures.near_duplicates import phash
+from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image, picture_bytes
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")

@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from data_prep.options import UserError, read_options
+from data_prep.options import read_options
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames
 from data_prep.rmir.results.agreement import defined, fleiss_kappa, wilson
+from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.common.images import load_image
 

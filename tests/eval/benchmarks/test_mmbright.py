@@ -10,13 +10,14 @@ from eval_fakes import FakeEncoder, loader, picture
 from PIL import Image
 
 from eval.benchmarks.mmbright.importer import MmbrightOptions, document_key, image_key, import_mmbright
-from eval.benchmarks.protocols import PROTOCOLS, trec_ties
+from eval.benchmarks.mmbright.protocol import trec_ties
+from eval.benchmarks.published_tables import published
+from eval.benchmarks.registry import protocol_for
 from eval.commands.run import RunOptions, run
 from eval.commands.score import ScoreOptions, score
-from eval.pages.published_tables import published
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import load_set
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 DOCS = ["biology/aa11_1.txt", "biology/bb22_2_0.txt", "biology/bb22_2_1.txt", "biology/cc33_3.txt"]
 PAGES = {
@@ -124,7 +125,7 @@ def test_task_4_grades(src, tmp_path):
         f"{DOCS[1]}|||{image}": 2,
     }
     # officially pairs with a negative picture leave the ranking, and the grades stay
-    official = PROTOCOLS["mmbright", "official"].prepare(wanted)
+    official = protocol_for("mmbright", "official").prepare(wanted)
     wrong = PAGES["aa11"].replace(" ", "%20")
     assert pairs(wanted, official.excluded) == [[f"{DOCS[0]}|||{wrong}"], []]
     assert [sorted(gains) for _, gains in official.positives] == [[1, 2], [1, 1]]
@@ -137,7 +138,7 @@ def test_task_4_grades(src, tmp_path):
         for doc, name in ((DOCS[0], "aa11"), (DOCS[3], "cc33"))
         for end in ("__NO_IMAGE__", PAGES[name].replace(" ", "%20"))
     ]
-    assert PROTOCOLS["mmbright", "official"].prepare(binary).excluded is None
+    assert protocol_for("mmbright", "official").prepare(binary).excluded is None
     # the pattern first released finds no page for a document in chunks
     legacy = imported(src, tmp_path / "l", task="4", keys="legacy")
     assert len(legacy.corpus_ids) == 4 + 2

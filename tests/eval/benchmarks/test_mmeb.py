@@ -9,13 +9,13 @@ from eval_fakes import FakeEncoder, loader, picture
 
 from eval.__main__ import main
 from eval.benchmarks.mmeb.importer import MmebOptions, import_mmeb
-from eval.benchmarks.protocols import PROTOCOLS
+from eval.benchmarks.published_tables import published
+from eval.benchmarks.registry import protocol_for
 from eval.commands.run import RunOptions, run
-from eval.pages.published_tables import published
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import load_set
+from rge.common.errors import UserError
 from rge.common.mmeb_prompts import RGE_CANDIDATE, RGE_PREFIX, RGE_QUERY, RGE_VALUES, SETS, reword
-from rge.common.options import UserError
 
 NUM_ROWS = 6
 
@@ -148,7 +148,7 @@ def test_ties_count_against_the_model_and_officially_for_it(suite):
     ranking = Ranking(rows, np.ones(rows.shape, np.float32), 1000)
     value = {}
     for profile in ("clean", "official"):
-        found = PROTOCOLS["mmeb", profile].score(wanted, ranking)
+        found = protocol_for("mmeb", profile).score(wanted, ranking)
         value[profile] = found.value_QM[:, found.names.index("hit@1")].mean()
     assert value == {"clean": 0.0, "official": 1.0}
 

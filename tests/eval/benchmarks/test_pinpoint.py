@@ -10,7 +10,7 @@ from eval_fakes import picture
 from eval.__main__ import main
 from eval.benchmarks.pinpoint.importer import PinpointOptions, import_pinpoint
 from eval.commands.score import ScoreOptions, score
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 INDEX = [f"sig{letter}" for letter in "abcdefghij"]
 ROWS = [
@@ -234,13 +234,13 @@ def test_queries_without_a_ranking(release, wanted, tmp_path):
 
 
 def test_official_looks_at_fifty(release, wanted):
-    from eval.benchmarks.protocols import PROTOCOLS
+    from eval.benchmarks.registry import protocol_for
     from eval.scoring.search import Ranking
 
     rows = np.full((4, 60), -1, np.int32)
     rows[:, 55] = wanted.corpus_ids.index("siga")
     ranking = Ranking(rows, np.linspace(1, 0, 60)[None].repeat(4, 0), 60)
-    found = PROTOCOLS["pinpoint", "official"].score(wanted, ranking)
+    found = protocol_for("pinpoint", "official").score(wanted, ranking)
     assert found.value_QM[:, found.names.index("mrr")].max() == 0.0
 
 

@@ -7,6 +7,7 @@ import pytest
 from eval_fakes import FakeEncoder, loader, picture
 
 from eval.__main__ import main
+from eval.benchmarks.published_tables import published
 from eval.benchmarks.rmir.importer import (
     CATEGORY_COUNTS,
     SWAPPED,
@@ -17,9 +18,8 @@ from eval.benchmarks.rmir.importer import (
 )
 from eval.commands.audit import audit_training
 from eval.commands.run import RunOptions, run
-from eval.pages.published_tables import published
 from eval.sets.retrieval_set import load_set
-from rge.common.options import UserError
+from rge.common.errors import UserError
 
 POOL = [f"{number:016x}" for number in range(1, 9)]  # Open Images ids
 OWN = ["2412112", "2412113"]  # Visual Genome ids

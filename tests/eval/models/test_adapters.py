@@ -19,10 +19,10 @@ from transformers import (
 )
 
 from eval.commands.run import RunOptions, run
-from eval.models.registry import ADAPTERS, facts_of, load_model
+from eval.models.registry import adapters, facts_of, load_model
 from eval.models.ume import INSTRUCTION
+from rge.common.errors import UserError
 from rge.common.images import load_image
-from rge.common.options import UserError
 from rge.common.schema import Item
 
 
@@ -64,7 +64,7 @@ def fields_of(processor, text, item):
 
 
 def name_of(path):
-    return next(one.name for one in ADAPTERS if one.matches(facts_of(path)))
+    return next(one.name for one in adapters() if one.matches(facts_of(path)))
 
 
 def test_the_files_choose_the_adapter(qwen2_path, qwen3_path, ume_path, clip_path, siglip_path, tiny_path):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from eval.__main__ import main
-from eval.models.registry import ADAPTERS, facts_of, load_model
+from eval.models.registry import adapters, facts_of, load_model
 from rge.checkpoints.export import export, settings_of
-from rge.common.options import UserError
+from rge.common.errors import UserError
 from rge.common.schema import Item
 from rge.encoder import load_encoder
 
@@ -24,7 +24,7 @@ def own(lively, tmp_path):
 
 
 def adapter_of(path):
-    return next((one.name for one in ADAPTERS if one.matches(facts_of(path))), None)
+    return next((one.name for one in adapters() if one.matches(facts_of(path))), None)
 
 
 def test_our_checkpoint_is_loaded_as_it_always_was(own):

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, PreTrainedTokenizerFast
 
 from eval.commands.run import RunOptions, run
-from eval.models.registry import ADAPTERS, Facts, facts_of, load_model
+from eval.models.registry import Facts, adapters, facts_of, load_model
 from eval.models.sentence import Sentences
-from rge.common.options import UserError
+from rge.common.errors import UserError
 from rge.common.schema import Item
 
 WORDS = ["[PAD]", "[UNK]", "a", "key", "opens", "the", "padlock", "egg", "query", "document", ":"]
@@ -97,7 +97,7 @@ def test_without_the_library_it_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "sentence_transformers", None)
     (tmp_path / "modules.json").write_text("[]")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    assert next(one.name for one in ADAPTERS if one.matches(facts_of(tmp_path))) == "sentence-transformers"
+    assert next(one.name for one in adapters() if one.matches(facts_of(tmp_path))) == "sentence-transformers"
     with pytest.raises(UserError, match=r"pip install 'rge\[text\]'"):
         load_model(tmp_path)
     with pytest.raises(UserError, match="max_new_tokens=4: .* writes no rationale"):

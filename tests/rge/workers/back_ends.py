@@ -20,7 +20,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 from rge import train
 from rge.checkpoints.export import export
-from rge.config import LogConfig, TrainConfig
+from rge.config import TrainConfig
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.model.backbone import load_backbone
@@ -111,7 +111,7 @@ def held(model) -> int:
 def run(name: str, environment: dict[str, str], checkpoint: str, folder: Path, task: dict) -> None:
     began = time.perf_counter()
     pretend(environment)
-    accelerator = launch.make_accelerator(TrainConfig(), LogConfig())
+    accelerator = launch.make_accelerator(TrainConfig())
     launch.check_launch(accelerator, 2, task["types"][name])
     back_end = launch.back_end(accelerator)
     assert (back_end.name, back_end.num_processes) == (name, 2)

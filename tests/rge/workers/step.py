@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from rge.config import LogConfig, TrainConfig
+from rge.config import TrainConfig
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.model.backbone import load_backbone
@@ -22,7 +22,7 @@ from rge.step import training_step
 
 checkpoint, folder = sys.argv[1], Path(sys.argv[2])
 torch.set_num_threads(1)
-accelerator = launch.make_accelerator(TrainConfig(), LogConfig())
+accelerator = launch.make_accelerator(TrainConfig())
 launch.check_launch(accelerator, 2, "MULTI_CPU")
 embedder = Embedder(load_backbone(checkpoint)).eval()
 optimizer = torch.optim.SGD(embedder.parameters(), lr=0.0)

@@ -1,0 +1,99 @@
+"""The protocol of MM-BRIGHT: nDCG@10 by domain; officially as the released code, with trec_eval's order of ties."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from eval.scoring.metrics import names_of
+from eval.scoring.output_files import Scored, means, score_ranking
+from eval.scoring.protocol import Protocol
+from eval.scoring.search import Ranking
+from eval.sets.retrieval_set import RetrievalSet
+
+CUTS = (1, 5, 10, 25, 50, 100)
+_TREC = {"NDCG": "ndcg", "MAP": "map", "Recall": "recall", "P": "precision"}
+
+
+@dataclass(frozen=True)
+class Mmbright(Protocol):
+    """MM-BRIGHT: the mean over domains of nDCG@10."""
+
+    def prepare(self, wanted: RetrievalSet) -> RetrievalSet:
+        """Official: hard negatives of tasks 1 and 2, and task 4's pairs with a negative picture, leave the ranking.
+
+        A set imported with ``gains=binary`` is scored as the code first released did, which removed nothing in task 4.
+        """
+        if self.profile == "clean":
+            return wanted
+        task = wanted.meta.get("task")
+        # the code that gave every pair of a gold document 1 meant to remove documents from pairs, which removed nothing
+        removes = task in (1, 2) or (task == 4 and wanted.meta.get("gains") != "binary")
+        return replace(wanted, excluded=wanted.negatives) if removes else wanted
+
+    def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
+        """As `Protocol.score`; official with trec_eval's order of ties and the cutoffs of the released code."""
+        if self.profile == "clean":
+            return super().score(wanted, ranking, missing)
+        extra = [f"{ours}@{k}" for ours in _TREC.values() for k in CUTS]
+        names = tuple(dict.fromkeys((*names_of(), *extra)))
+        return self._skip(wanted, score_ranking(wanted, trec_ties(ranking), names=names), missing)
+
+    def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
+        """Official: the released code's names, rounded to five digits as it does."""
+        if self.profile == "clean":
+            return {}
+        value = means(scored.names, scored.value_QM)
+        found = {f"{t}@{k}": round(value[f"{o}@{k}"], 5) for t, o in _TREC.items() for k in CUTS}
+        return {"official": found | {"MRR": round(value["mrr"], 5)}}
+
+    def suite_figures(self, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Official: the mean of the domains' rounded figures, rounded again."""
+        if self.profile == "clean":
+            return {}
+        blocks = [one["official"] for one in results.values()]
+        return {"official": {key: round(sum(b[key] for b in blocks) / len(blocks), 5) for key in blocks[0]}}
+
+
+def trec_ties(ranking: Ranking) -> Ranking:
+    """The ranking with equal scores in trec_eval's order: larger ids first."""
+    rows_QW, score_QW = ranking.rows_QW.copy(), ranking.score_QW
+    tied = (score_QW[:, 1:] == score_QW[:, :-1]) & np.isfinite(score_QW[:, 1:])
+    for query in np.flatnonzero(tied.any(axis=1)):
+        order = np.lexsort((-rows_QW[query].astype(np.int64), -score_QW[query]))
+        rows_QW[query] = rows_QW[query][order]
+    return replace(ranking, rows_QW=rows_QW)
+
+
+PROTOCOLS = (
+    Mmbright(
+        "mmbright",
+        "clean",
+        ("ndcg@10", "recall@10"),
+        "macro",
+        (
+            "nDCG@10 with linear gains, mean over domains",
+            "hard negatives stay in the ranking",
+            "task 4 is graded as in the paper: 2 for a gold document with a positive picture, 1 for it without picture; "
+            "a set imported with gains=binary gives every pair of a gold document 1",
+            "queries without any positive are not part of the set",
+        ),
+    ),
+    Mmbright(
+        "mmbright",
+        "official",
+        ("ndcg@10",),
+        "macro",
+        (
+            "as the released code (143ae35): nDCG@10 of trec_eval over the top 1,000, rounded to five digits a domain, mean "
+            "over domains",
+            "tasks 1 and 2: the query's hard negatives are removed from its ranking",
+            "task 4: graded 2 and 1; pairs with a picture judged wrong are removed. With keys=legacy at import this is what "
+            "the code calls the protocol of Table 6; its first release (2d37a4d) gave every pair of a gold document 1 and "
+            "removed none: gains=binary at import",
+            "equal scores are in trec_eval's order, the larger id first",
+        ),
+        skips_missing=True,
+    ),
+)  # fmt: skip

@@ -1,0 +1,44 @@
+"""The protocol of MMEB: hit@1 within each query's own candidates, and what equal scores count for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from eval.scoring.output_files import Scored, score_ranking
+from eval.scoring.protocol import Protocol
+from eval.scoring.search import Ranking
+from eval.sets.retrieval_set import RetrievalSet
+
+
+@dataclass(frozen=True)
+class Mmeb(Protocol):
+    """MMEB: equal scores count for the model (official) or against it (clean)."""
+
+    def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
+        """As `Protocol.score`, with ties resolved one way."""
+        scored = score_ranking(wanted, ranking)
+        chosen = scored.best_QM if self.profile == "official" else scored.worst_QM
+        return self._skip(wanted, replace(scored, value_QM=chosen), missing)
+
+
+PROTOCOLS = (
+    Mmeb(
+        "mmeb",
+        "clean",
+        ("hit@1", "mrr"),
+        "macro",
+        (
+            "hit@1 within each query's own candidates; equal scores count against the model",
+            "overall is the unweighted mean of the sets, likewise IND, OOD and each meta-task",
+        ),
+    ),
+    Mmeb(
+        "mmeb",
+        "official",
+        ("hit@1",),
+        "macro",
+        (
+            "hit@1 as argmax over candidates with the answer first: equal scores count for the model",
+            "overall is the unweighted mean of the sets, likewise IND, OOD and each meta-task",
+        ),
+    ),
+)  # fmt: skip

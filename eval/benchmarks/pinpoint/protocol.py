@@ -1,0 +1,241 @@
+"""The protocol of PinPoint: AP@10, what explicit negatives cost, and how much a paraphrase changes.
+
+Shape suffixes: Q = queries, K = ranks, M = metrics, G = groups.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from eval.scoring.metrics import (
+    Judged,
+    average_precision_capped,
+    compute,
+    first_hit_rank,
+    judge,
+    names_of,
+    parse_name,
+    random_floor,
+    tied_order,
+)
+from eval.scoring.output_files import Scored, means
+from eval.scoring.protocol import Protocol
+from eval.scoring.search import Ranking
+from eval.scoring.stats import LEVEL, cluster_bootstrap, index_of, interval
+from eval.sets.retrieval_set import RetrievalSet, integer_column, string_column
+
+DEPTH, CUTS = 50, (1, 5, 10, 50)
+
+
+@dataclass(frozen=True)
+class Pinpoint(Protocol):
+    """PinPoint: AP@10, what explicit negatives cost, and how much a paraphrase changes."""
+
+    def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
+        """As `Protocol.score`; official with the released scorer's denominators, see `pinpoint_values`."""
+        if self.profile == "clean":
+            return super().score(wanted, ranking, missing)
+        listed_Q = integer_column(wanted, "num_listed_positives")
+        bad_Q = integer_column(wanted, "num_listed_negatives")
+        in_pool_Q = np.array([len(rows) for rows, _ in wanted.positives], np.int64)
+        rows_QW = ranking.rows_QW[:, :DEPTH]
+        judged = judge(
+            rows_QW,
+            wanted.positives,
+            None,
+            num_candidates=len(wanted.corpus_ids),
+            num_missing_Q=listed_Q - in_pool_Q,  # a repeated positive divides like one that is never found
+        )
+        negative_QK = np.stack(
+            [np.isin(row, listed) for row, listed in zip(rows_QW, wanted.negatives or [], strict=True)]
+        )
+        judged = replace(judged, negative_QK=negative_QK, num_negatives_Q=bad_Q)
+        more = [
+            f"{kind}@{k}" for kind in ("precision", "recall", "map_capped", "negative_recall") for k in CUTS
+        ]
+        more += [f"delta_map_capped@{k}" for k in CUTS]
+        names = tuple(dict.fromkeys((*names_of(), *more)))
+        score_QK = ranking.score_QW[:, :DEPTH]
+        value_QM = pinpoint_values(names, judged)
+        pool_Q = wanted.pool_sizes()
+        random_QM = np.full(value_QM.shape, np.nan)
+        for m, name in enumerate(names):
+            if not name.startswith(("negative", "delta")):
+                random_QM[:, m] = random_floor(name, judged, pool_Q, depth=DEPTH)
+        return self._skip(
+            wanted,
+            Scored(
+                names,
+                value_QM=value_QM,
+                best_QM=pinpoint_values(names, tied_order(judged, score_QK, best=True)),
+                worst_QM=pinpoint_values(names, tied_order(judged, score_QK, best=False)),
+                random_QM=random_QM,
+                first_hit_Q=first_hit_rank(judged),
+            ),
+            missing,
+        )
+
+    def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
+        """Linguistic sensitivity, the relative cost of negatives, and officially the released scorer's own names."""
+        column = dict(zip(scored.names, scored.value_QM.T, strict=True))
+        group = wanted.columns["group"]
+        if self.profile == "clean":
+            # only rows that share pictures and positives are paraphrases of one question
+            same = string_column(wanted, "paraphrase")
+        else:
+            same = group
+        micro = {
+            "linguistic_sensitivity": over_groups(column["precision@10"], same, group, seed=seed),
+            "linguistic_sensitivity_map": over_groups(column["map_capped@10"], same, group, seed=seed),
+            "linguistic_sensitivity_std": over_groups(
+                column["precision@10"], same, group, seed=seed, of=np.std
+            ),
+        }
+        delta_Q = np.where(
+            np.isfinite(column["map_capped@10"]), np.nan_to_num(column["delta_map_capped@10"]), np.nan
+        )
+        micro["delta_map_capped_relative@10"] = _ratio(
+            delta_Q, column["map_capped@10"], index_of(group), seed=seed
+        )
+        out: dict[str, Any] = {
+            "micro": {name: figure for name, figure in micro.items() if figure},
+            "group_mean": {
+                name: figure
+                for name in self.headline
+                if (figure := over_groups(column[name], same, group, seed=seed, of=np.mean, least=1))
+            },
+            "paraphrase_groups": _num_groups(same, np.isfinite(column["precision@10"])),
+        }
+        if self.profile == "official":
+            value = means(scored.names, scored.value_QM)
+            found: dict[str, float] = {}
+            for k in CUTS:
+                found[f"mAP@{k}"] = value[f"map_capped@{k}"]
+                found[f"mAP@{k}_noNeg"] = value[f"map_capped@{k}"] + value[f"delta_map_capped@{k}"]
+                found[f"precision@{k}"] = value[f"precision@{k}"]
+                found[f"recall@{k}"] = value[f"recall@{k}"]
+                found[f"NegRecall@{k}"] = value[f"negative_recall@{k}"]
+            found["delta_mAP@10_noNeg"] = value["delta_map_capped@10"]
+            share = (
+                value["delta_map_capped@10"] / value["map_capped@10"] if value["map_capped@10"] > 0 else 0.0
+            )
+            found["pct_increase_mAP@10_noNeg"] = share
+            for theirs, ours in (("range", "linguistic_sensitivity"), ("std", "linguistic_sensitivity_std")):
+                figure = micro[ours]
+                found[f"ling_sens_{theirs}"] = figure["value"] if figure else 0.0
+            found["total_queries"] = int(np.isfinite(column["precision@10"]).sum())
+            out["official"] = found
+        return out
+
+
+def pinpoint_values(names: Sequence[str], judged: Judged) -> np.ndarray:
+    """Per-query values by the released scorer of PinPoint, (Q, M).
+
+    Source: evaluate.py and utils/metrics.py of pinterest/pinpoint-dataset. Differs: none.
+
+    Args:
+        names: metrics.
+        judged: the first 50 ranks; positives and negatives counted as listed, a candidate may be both.
+    """
+    assert judged.negative_QK is not None
+    removed_last = np.argsort(judged.negative_QK, axis=1, kind="stable")
+    kept_gain = np.where(judged.negative_QK, 0.0, judged.gain_QK)
+    without = replace(judged, gain_QK=np.take_along_axis(kept_gain, removed_last, axis=1))
+    columns = []
+    for name in names:
+        kind, k = parse_name(name)
+        if kind == "delta_map_capped":
+            assert k is not None
+            columns.append(average_precision_capped(without, k) - average_precision_capped(judged, k))
+        else:
+            columns.append(np.nan_to_num(compute(name, judged)))  # without negatives: 0
+    return np.stack(columns, axis=1)
+
+
+def over_groups(
+    value_Q: np.ndarray,
+    same: Sequence[str],
+    group: Sequence[str],
+    *,
+    seed: int,
+    of: Callable[..., Any] = np.ptp,
+    least: int = 2,
+) -> dict[str, float] | None:
+    """Mean over paraphrase groups of something about their values, by default how far they lie apart; with an interval.
+
+    Args:
+        value_Q: per-query values; NaN is left out.
+        same: name of each query's paraphrase group.
+        group: unit of resampling, which may join several paraphrase groups.
+        seed: of the resampling.
+        of: a group's values: largest minus smallest, `numpy.std`, or their mean, which weighs every group alike however
+            many paraphrases it has.
+        least: queries that a group must have.
+
+    Returns:
+        value, low, high; None where no group has so many queries.
+    """
+    members: dict[str, list[int]] = {}
+    for query, name in enumerate(same):
+        if np.isfinite(value_Q[query]):
+            members.setdefault(name, []).append(query)
+    lists = [rows for rows in members.values() if len(rows) >= least]
+    if not lists:
+        return None
+    value_G = np.array([[float(of(value_Q[rows]))] for rows in lists])
+    found = cluster_bootstrap(value_G, index_of([group[rows[0]] for rows in lists]), seed=seed)
+    low, high = interval(found, bounds=(0.0, 1.0))
+    return {"value": float(value_G.mean()), "low": float(low[0]), "high": float(high[0])}
+
+
+def _num_groups(same: Sequence[str], kept_Q: np.ndarray) -> int:
+    _, count = np.unique(np.asarray(same, dtype=object)[kept_Q].astype(str), return_counts=True)
+    return int((count > 1).sum())
+
+
+def _ratio(
+    part_Q: np.ndarray, whole_Q: np.ndarray, group_Q: np.ndarray, *, seed: int
+) -> dict[str, float] | None:
+    """Ratio of two means with a percentile interval; None where the second mean is 0."""
+    found = cluster_bootstrap(np.stack([part_Q, whole_Q], axis=1), group_Q, seed=seed)
+    if not found.estimate_M[1] > 0:
+        return None
+    draws = found.draws_BM[found.draws_BM[:, 1] > 0]
+    low, high = np.quantile(draws[:, 0] / draws[:, 1], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return {"value": float(found.estimate_M[0] / found.estimate_M[1]), "low": float(low), "high": float(high)}
+
+
+PROTOCOLS = (
+    Pinpoint(
+        "pinpoint",
+        "clean",
+        ("map_capped@10", "delta_map_capped@10", "negative_recall@10", "precision@10"),
+        "micro",
+        (
+            "AP@10 over min(positives, 10), each positive counted once",
+            "a candidate that is positive and negative counts as positive only; None and repeated negatives are dropped",
+            "negative_recall@10 over min(negatives, 10), mean over queries that have negatives",
+            "linguistic_sensitivity is the mean over paraphrase groups (same pictures, same positives) of the largest "
+            "minus the smallest precision@10; linguistic_sensitivity_map has AP@10 instead",
+            "a query without a ranking counts 0",
+        ),
+    ),
+    Pinpoint(
+        "pinpoint",
+        "official",
+        ("map_capped@10", "delta_map_capped@10", "negative_recall@10", "precision@10"),
+        "micro",
+        (
+            "as evaluate.py: the top 50 are scored; AP@k over min(listed positives, k), recall over listed positives, "
+            "repeated ones included, so that a perfect ranking stays below 1",
+            "negative_recall@k over min(listed negatives, k), None and repeated ones included; 0 without negatives",
+            "a candidate that is positive and negative counts as both",
+            "linguistic_sensitivity is the mean over rows with the same pictures of the largest minus the smallest "
+            "precision@10",
+            "a query without a ranking is left out; compare only with the repository's metrics.csv, not with the paper",
+        ),
+        skips_missing=True,
+    ),
+)  # fmt: skip

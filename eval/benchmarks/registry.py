@@ -1,0 +1,109 @@
+"""The benchmarks: each is a folder here, registered by its ``__init__``, or a module of the user's.
+
+    register_benchmark(Benchmark("birds", import_birds, (Protocol("birds", "clean", ("recall@1",)),)))
+
+That is all: ``python -m eval import birds`` and ``benchmark=birds`` know it then, and its published rows stand on its
+board. See docs/extending.md.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from eval.scoring.protocol import PROFILES, Protocol
+from eval.sets.retrieval_set import RetrievalSet
+from rge.common.errors import UserError
+from rge.common.options import one_of
+from rge.common.registry import Registry
+
+GENERIC = "generic"
+"""A set without a benchmark of its own."""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """How a release becomes a retrieval set, what its figures mean, and what others published.
+
+    Attributes:
+        name: what ``import`` and ``benchmark=`` take.
+        importer: a function of one argument, an annotated dataclass of options; writes a retrieval set and returns it,
+            or writes a suite of them and returns their names. ``module:function`` is imported when it is needed.
+        protocols: one a profile, with this benchmark's name.
+        published: folder of published tables, one JSON file each, see `eval.benchmarks.published_tables`; None: none.
+
+    Raises:
+        UserError: there is no protocol, or one has another name or an unknown or repeated profile.
+    """
+
+    name: str
+    importer: str | Callable[[Any], object]
+    protocols: tuple[Protocol, ...]
+    published: Path | None = None
+
+    def __post_init__(self) -> None:
+        one_of(f"profiles of {self.name}", [one.profile for one in self.protocols], PROFILES)
+        for one in self.protocols:
+            if one.benchmark != self.name:
+                raise UserError(f"benchmark {self.name!r} has a protocol of {one.benchmark!r}")
+
+    def load_importer(self) -> tuple[type, Callable[[Any], object]]:
+        """Its options' dataclass and the function."""
+        function: Any = self.importer
+        if isinstance(self.importer, str):
+            module, _, name = self.importer.partition(":")
+            function = getattr(importlib.import_module(module), name)
+        kinds = [kind for name, kind in get_type_hints(function).items() if name != "return"]
+        if len(kinds) != 1:
+            raise UserError(
+                f"the importer of {self.name!r} must take its options, annotated, and nothing else"
+            )
+        return kinds[0], function
+
+
+BENCHMARKS: Registry[Benchmark] = Registry(
+    "benchmark",
+    "rge.benchmarks",
+    [f"eval.benchmarks.{name}" for name in ("rmir", "mmeb", "mmbright", "pinpoint")],
+)
+
+
+def register_benchmark(benchmark: Benchmark) -> Benchmark:
+    """Make a benchmark known.
+
+    Raises:
+        UserError: another one has its name.
+    """
+    if benchmark.name == GENERIC:
+        raise UserError(f"{GENERIC} is the name of sets without a benchmark")
+    return BENCHMARKS.add(benchmark.name, benchmark)
+
+
+def protocol_for(benchmark: str, profile: str, wanted: RetrievalSet | None = None) -> Protocol:
+    """The protocol of a benchmark and profile.
+
+    Args:
+        benchmark: name of a benchmark, or ``generic``.
+        profile: one of `PROFILES`.
+        wanted: the set it is to be used on, if it is known already.
+
+    Raises:
+        UserError: there is none, or the set is of another benchmark.
+    """
+    one_of("benchmark", [benchmark], (GENERIC, *BENCHMARKS))
+    one_of("profile", [profile], PROFILES)
+    known = (Protocol(),) if benchmark == GENERIC else BENCHMARKS[benchmark].protocols
+    found = next((one for one in known if one.profile == profile), None)
+    if found is None and benchmark == GENERIC:
+        raise UserError(
+            "profile=official is what a benchmark's released code computes: give benchmark=NAME with it"
+        )
+    if found is None:
+        raise UserError(f"{benchmark} has only profile={known[0].profile}, got profile={profile}")
+    if wanted is not None and benchmark != GENERIC and wanted.meta.get("benchmark") != benchmark:
+        raise UserError(
+            f"benchmark={benchmark}, but {wanted.path} was not imported as such (meta.json has benchmark "
+            f"{wanted.meta.get('benchmark')!r}): python -m eval import {benchmark} src=DIR out=DIR"
+        )
+    return found

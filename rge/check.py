@@ -1,0 +1,433 @@
+"""What can be known to be wrong before a model is loaded, found and said at once.
+
+    python -m rge.check recipe=demo [pictures=true] [key=value of the recipe ...]
+    accelerate launch -m rge.check recipe=qwen25vl_3b      # the launch too
+
+Training does the same by itself before anything else. All stages are looked at: a path that only the joint stage reads
+would else be found wrong when the cold start is over, hours later. ``pictures=true`` decodes every picture once, on all
+cores; without it, each is looked up where it should be. The exit code is 1 if anything is wrong.
+"""
+
+import multiprocessing
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from tqdm import tqdm
+
+from rge.checkpoints.resume import check_state, finished
+from rge.checkpoints.run_lock import held
+from rge.common.errors import UserError
+from rge.common.images import ImageError, PictureIndex, load_image
+from rge.config import Recipe, RecipeError, StageConfig, load_recipe, split_override
+from rge.data.sources import MAX_REPORTED, Mixture, RecordFile
+from rge.distributed import collectives as dist
+from rge.distributed import launch
+from rge.logs import tracker_problems
+from rge.model.backbone import check_sizes, read_config
+from rge.plan.costs import GIB, shapes_of, trained_parameters
+from rge.plan.known_models import outline
+from rge.plan.report import OPTIMIZER_STATES, OWN, plan
+from rge.rollout.vllm_writer import check_possible
+from rge.rollout.writer import encodes_once
+from rge.step import Objective
+from rge.validation import num_records
+
+T = TypeVar("T")
+
+DESCRIPTORS = 1 << 16
+"""Open files and connections that a process asks for, where the machine's hard limit lets it have so many."""
+
+LEAST_DESCRIPTORS = 256
+"""What a process needs beside its data workers: libraries, sockets, files that are being written."""
+
+
+@dataclass
+class Checked:
+    """A run that may start.
+
+    Attributes:
+        stages: those that are not finished, in order.
+        records: every record file that they read, opened and checked, by its path in the recipe.
+        summary: what will run, for people.
+    """
+
+    stages: list[str]
+    records: dict[str, RecordFile] = field(default_factory=dict)
+    summary: list[str] = field(default_factory=list)
+
+
+def main(arguments: list[str]) -> int:
+    """Check a recipe; 1 if anything is wrong."""
+    options = dict(split_override(argument) for argument in arguments if argument.startswith("pictures="))
+    if options.get("pictures", "false") not in ("true", "false"):
+        raise RecipeError(f"pictures must be true or false, got {options['pictures']!r}")
+    recipe = load_recipe([argument for argument in arguments if not argument.startswith("pictures=")])
+    raise_descriptor_limit()
+    accelerator = launch.make_accelerator(recipe.train)
+    launched = "WORLD_SIZE" in os.environ
+    problems: list[str] = []
+    if accelerator.is_main_process:
+        problems, found = examine(
+            recipe, accelerator, with_launch=launched, decode=options.get("pictures") == "true"
+        )
+        if not problems and found.stages:
+            with ExitStack() as kept:
+                _attempt(problems, kept.enter_context, held(Path(recipe.out)))
+        if problems:
+            print(_report(problems), file=sys.stderr)  # noqa: T201
+        else:
+            print("\n".join([*found.summary, "nothing is wrong"]))  # noqa: T201
+        if not launched:
+            print("launch: not looked at; put `accelerate launch` in the place of `python` for that")  # noqa: T201
+    return int(bool(dist.from_main(problems)))
+
+
+@contextmanager
+def checked(recipe: Recipe, accelerator: Accelerator) -> Iterator[Checked]:
+    """Check a run on the main process, and keep its folder from others while inside.
+
+    What is wrong is printed by the main process, all of it, and ends every process.
+
+    Raises:
+        SystemExit: something is wrong.
+    """
+    raise_descriptor_limit()
+    with ExitStack() as kept:
+        problems: list[str] = []
+        found = None
+        if accelerator.is_main_process:
+            problems, found = examine(recipe, accelerator)
+            if not problems and found.stages:
+                _attempt(problems, kept.enter_context, held(Path(recipe.out)))
+            if problems:
+                print(_report(problems), file=sys.stderr, flush=True)  # noqa: T201
+            else:
+                print("\n".join(found.summary), flush=True)  # noqa: T201
+        problems, found = dist.from_main((problems, found))
+        if problems:
+            raise SystemExit(1)
+        assert found is not None
+        yield found
+
+
+def examine(
+    recipe: Recipe, accelerator: Accelerator, *, with_launch: bool = True, decode: bool = False
+) -> tuple[list[str], Checked]:
+    """Everything that is wrong with a run, and what of it can be used if nothing is.
+
+    Args:
+        recipe: of the run.
+        accelerator: its processes.
+        with_launch: also look whether they are what the recipe asks for.
+        decode: decode every picture.
+    """
+    problems: list[str] = []
+    out = Path(recipe.out)
+    if with_launch:
+        _attempt(
+            problems,
+            launch.check_launch,
+            accelerator,
+            recipe.train.num_processes,
+            recipe.train.distributed_type,
+            recipe.optim.name,
+        )
+    over = [name for name in recipe.stages() if _attempt(problems, finished, out / name, recipe, name)]
+    stages = [name for name in recipe.stages() if name not in over]
+    found = Checked(stages)
+    if not stages:
+        found.summary.append(
+            f"{out} is finished: its checkpoint is {out / recipe.stages()[-1] / 'final'}. To train again, give "
+            f"another out=, or delete {out}"
+        )
+        return problems, found
+    for name in stages:
+        _attempt(problems, check_state, out / name, recipe, name, accelerator)
+    problems += tracker_problems(recipe.log)
+    found.records = _records(problems, recipe, stages)
+    if decode:
+        faults = _undecodable(list(found.records.values()))
+        if recipe.data.on_bad == "skip":
+            found.summary += [f"will be left out (data.on_bad=skip): {fault}" for fault in faults]
+        else:
+            problems += faults
+    for name in stages:
+        _check_stage(problems, recipe, name, accelerator)
+    if recipe.validation.path in found.records:
+        _attempt(problems, num_records, found.records[recipe.validation.path], recipe)
+    model = _attempt(problems, _outline, recipe)
+    _check_machine(problems, recipe)
+    if model is not None:
+        _attempt(problems, check_sizes, recipe.loss.matryoshka_dims, model)
+        _check_disk(problems, recipe, found, model, accelerator)
+        if not problems:
+            found.summary += _banner(recipe, found, model, accelerator)
+    return problems, found
+
+
+def raise_descriptor_limit() -> None:
+    """Ask for more open files than the usual 1,024, of which data workers, sockets and trackers want many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _attempt(problems: list[str], action: Callable[..., T], *arguments: Any) -> T | None:
+    try:
+        return action(*arguments)
+    except (UserError, OSError) as error:
+        problems.append(str(error))
+        return None
+
+
+def _report(problems: Sequence[str]) -> str:
+    if len(problems) == 1:
+        return f"error: {problems[0]}"
+    lines = [f"error: {len(problems)} things are wrong, and nothing was started:"]
+    lines += [
+        f"{number}. " + problem.replace("\n", "\n   ") for number, problem in enumerate(problems, start=1)
+    ]
+    return "\n".join(lines)
+
+
+def _records(problems: list[str], recipe: Recipe, stages: list[str]) -> dict[str, RecordFile]:
+    """Every record file that the stages read, opened, with its pictures looked up."""
+    needs: dict[str, bool] = {}
+
+    def need(path: str, rationale: bool) -> None:
+        needs[path] = needs.get(path, False) or rationale
+
+    oracle = {name: Objective.of(recipe.loss, name).needs_oracle for name in stages}
+    for name in stages:
+        for source in getattr(recipe, name).sources:
+            need(source.path, oracle[name])
+    if recipe.validation.path is not None:
+        need(recipe.validation.path, any(oracle.values()))
+    if (
+        recipe.init is None
+        and recipe.model.scratch is not None
+        and not (Path(recipe.out) / "backbone").exists()
+    ):
+        for source in (*recipe.cold_start.sources, *recipe.joint.sources):
+            need(source.path, False)  # texts for the tokenizer
+        if recipe.model.scratch.naming is not None:
+            need(recipe.model.scratch.naming, True)
+    pictures = PictureIndex()
+    found = {}
+    for path, rationale in needs.items():
+
+        def opened(path: str = path, rationale: bool = rationale) -> RecordFile:
+            return RecordFile(
+                path,
+                need_rationale=rationale,
+                pictures=pictures,
+                progress=True,
+                on_bad="stop" if path == recipe.validation.path else recipe.data.on_bad,
+            )
+
+        if (file := _attempt(problems, opened)) is not None:
+            found[path] = file
+    return found
+
+
+def _undecodable(files: Sequence[RecordFile]) -> list[str]:
+    """Pictures that are there and cannot be decoded, each with the first record that shows it."""
+    owners: dict[str, str] = {}
+    for file in files:
+        for record in file:
+            targets = [it.image for it in (*record.positives, *record.negatives) if it.image]
+            for ref in (*record.query.images, *targets):
+                owners.setdefault(ref, f"{file.path}: record {record.id!r}")
+    names = list(owners)
+    faults: list[str] = []
+    with (
+        ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")) as pool,
+        tqdm(total=len(names), desc="pictures", unit="picture") as bar,
+    ):
+        try:
+            for ref, fault in zip(names, pool.map(_fault_of, names, chunksize=32), strict=True):
+                bar.update(1)
+                faults += [f"{owners[ref]}: {fault}"] if fault else []
+        except BrokenProcessPool:
+            faults.append(
+                f"one of the {32 * pool._max_workers} pictures after {names[bar.n]} ends the process that decodes it"
+            )
+    more = len(faults) - MAX_REPORTED
+    return [*faults[:MAX_REPORTED], *([f"... and {more} more pictures"] if more > 0 else [])]
+
+
+def _fault_of(ref: str) -> str | None:
+    try:
+        load_image(ref)
+    except ImageError as error:
+        return str(error)
+    return None
+
+
+def _check_stage(problems: list[str], recipe: Recipe, name: str, accelerator: Accelerator) -> None:
+    """What a stage would find out when it begins."""
+    stage: StageConfig = getattr(recipe, name)
+    _attempt(problems, stage_share, name, stage, accelerator.num_processes)
+    if not Objective.of(recipe.loss, name).needs_rollout:
+        return
+    sharded = dist.shards_parameters(accelerator)
+    if recipe.rollout.backend == "vllm":
+        _attempt(problems, check_possible, sharded)
+        return
+
+    def once() -> None:
+        encodes_once(
+            recipe.rollout.prompt_pass,
+            queries_a_rank=-(-stage.batch_size // accelerator.num_processes),
+            micro_batch_size=recipe.train.micro_batch_size,
+            sharded=sharded,
+            drops_out=recipe.model.lora is not None and recipe.model.lora.dropout > 0,
+        )
+
+    _attempt(problems, once)
+
+
+def stage_share(name: str, stage: StageConfig, num_processes: int) -> None:
+    """Whether every process gets a query.
+
+    Raises:
+        RecipeError: more processes than queries in a batch.
+    """
+    if stage.batch_size < num_processes:
+        raise RecipeError(
+            f"{name}.batch_size={stage.batch_size} leaves some of the {num_processes} processes without a query; "
+            "raise it, or launch fewer"
+        )
+
+
+def _outline(recipe: Recipe) -> nn.Module:
+    """The model without its weights, of which at least the config must be at hand."""
+    if recipe.init is not None:
+        read_config(recipe.init)
+    elif recipe.model.path is not None:
+        read_config(recipe.model.path, recipe.model.revision)
+    try:
+        return outline(recipe.model, recipe.init)[0]
+    except KeyError as error:
+        raise RecipeError(f"model.scratch lacks {error}") from None
+
+
+def _check_machine(problems: list[str], recipe: Recipe) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    least = LEAST_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < least:
+        problems.append(
+            f"a process may open {soft} files (hard limit {hard}) and needs {least}: raise it with `ulimit -n`, or "
+            "in the container's or the service's settings"
+        )
+
+
+def _check_disk(
+    problems: list[str], recipe: Recipe, found: Checked, model: nn.Module, accelerator: Accelerator
+) -> None:
+    out = Path(recipe.out)
+    needed = bytes_to_keep(recipe, found, model, accelerator)
+    folder = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(folder).free
+    there = sum(
+        path.stat().st_size for name in found.stages for path in (out / name).rglob("*") if path.is_file()
+    )
+    if needed > free + there:
+        problems.append(
+            f"{out} will hold up to {needed / GIB:,.1f} GiB of states and checkpoints, and its disk has "
+            f"{free / GIB:,.1f} GiB free: free some, give an out= on another disk, or lower train.keep_last "
+            f"({recipe.train.keep_last}) or validation.keep_best ({recipe.validation.keep_best})"
+        )
+
+
+def bytes_to_keep(recipe: Recipe, found: Checked, model: nn.Module, accelerator: Accelerator) -> float:
+    """Most that a run's folder will hold at once of what its open stages save.
+
+    A state has the trained weights and the optimizer's numbers in float32, and under ZeRO or FSDP2 all weights beside them.
+    One more than is kept is there while it is written.
+    """
+    shapes = shapes_of(model)
+    trained = trained_parameters(shapes, model, recipe.model)
+    state = trained * 4 * (1 + OPTIMIZER_STATES[recipe.optim.name])
+    checkpoint = shapes.parameters * {"float32": 4, "bfloat16": 2}[recipe.model.dtype]
+    if dist.is_sharded(accelerator):
+        state += checkpoint
+    best = recipe.validation.keep_best + 1 if recipe.validation.path and recipe.validation.keep_best else 0
+    total = 0.0
+    for name in found.stages:
+        saves = max(1, (_num_steps(recipe, name, found) - 1) // recipe.train.save_every)
+        total += min(recipe.train.keep_last + 1, saves) * state + (1 + best) * checkpoint
+    return total
+
+
+def _num_steps(recipe: Recipe, name: str, found: Checked) -> int:
+    stage: StageConfig = getattr(recipe, name)
+    if stage.steps is not None:
+        return stage.steps
+    sizes = [len(found.records[it.path]) for it in stage.sources if it.path in found.records]
+    if not sizes:
+        return 1  # a problem already
+    return round(stage.epochs * Mixture(sizes, [1.0] * len(sizes), stage.batch_size, 0).steps_per_epoch())
+
+
+def _banner(recipe: Recipe, found: Checked, model: nn.Module, accelerator: Accelerator) -> list[str]:
+    """Back end, processes, device, dtypes, and for each stage what is trained on what, with the plan's figures."""
+    device, gib = accelerator.device, None
+    name = device.type
+    if device.type == "cuda":
+        card = torch.cuda.get_device_properties(device)
+        name, gib = card.name, card.total_memory / GIB
+    back_end = launch.back_end(accelerator)
+    lines = [
+        f"{back_end}, {name}; weights {recipe.model.dtype}, mixed precision {accelerator.mixed_precision}; into {recipe.out}"
+    ]
+    options = {key: default for key, (default, _) in OWN.items()}
+    options |= {
+        "num_gpus": accelerator.num_processes,
+        "back_end": back_end.name.lower().replace("-", "") if not back_end.is_ddp else "ddp",
+    }
+    if gib is not None:
+        options["gpu_gib"] = gib
+    for stage_name in found.stages:
+        stage: StageConfig = getattr(recipe, stage_name)
+        files = [found.records[source.path] for source in stage.sources]
+        left_out = sum(len(file.bad) for file in files)
+        lines.append(
+            f"{stage_name}: {_num_steps(recipe, stage_name, found):,} steps of {stage.batch_size} queries, from "
+            f"{sum(map(len, files)):,} records in {len(files)} file{'s' * (len(files) > 1)}"
+            + (f"; {left_out:,} more are bad and left out" if left_out else "")
+        )
+        try:
+            figures = plan(recipe, model, {**options, "for": stage_name})
+        except RecipeError as error:
+            lines.append(f"  not planned: {error}")
+            continue
+        room = f" of {gib:,.1f}" if gib is not None else ""
+        lines.append(
+            f"  {figures['trained_parameters']:,} of {figures['parameters']:,} parameters trained; at most "
+            f"{sum(figures['tokens'].values()):,} tokens and {figures['flops'] / 1e12:,.3g} TFLOP a step; "
+            f"{figures['memory_total'] / GIB:,.1f}{room} GiB a process (rge.plan)"
+        )
+        if gib is not None and not figures["fits"]:
+            lines.append("  warning: by the plan this does not fit: " + "; or ".join(figures["advice"]))
+    return lines
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as problem:
+        sys.exit(f"error: {problem}")

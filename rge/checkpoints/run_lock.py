@@ -1,0 +1,68 @@
+"""One run a folder: two that write into the same one would overwrite each other's states without a word.
+
+The lock is the kernel's, on ``<folder>/.lock``: it ends with the process that holds it, whatever ends that. It is a
+POSIX record lock and not ``flock``, whose lock would live on in every data worker that was forked from the run, and it
+holds between containers that share the folder, and over NFS between machines.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rge.common.errors import UserError
+
+LOCK = ".lock"
+
+
+class InUseError(UserError):
+    """Another run works in the folder; the message names it."""
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """While inside, no other process gets in.
+
+    Not for a second call in the process that is inside already: a process does not lock itself out, and whoever leaves
+    first gives the lock free.
+
+    Args:
+        folder: of the run; made if it is not there.
+
+    Raises:
+        InUseError: another process is inside; names it, its machine and since when.
+        OSError: the folder cannot be written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK
+    with path.open("a+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise InUseError(
+                    f"{folder} is in use by {_holder(path)}: wait for it, end it, or give another out= (if its machine "
+                    f"is gone for good, delete {path})"
+                ) from None
+            # Some network file systems are mounted without locks, and there is no other disk to be had.
+            message = f"the file system of {folder} has no locks ({error.strerror}): a second run in it will not be noticed"
+            print(f"warning: {message}", file=sys.stderr)  # noqa: T201
+        now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        file.truncate(0)
+        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}))
+        file.flush()
+        yield
+
+
+def _holder(path: Path) -> str:
+    try:
+        found = json.loads(path.read_text())
+        return f"process {found['pid']} on {found['host']} since {found['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"  # which has not said yet who it is

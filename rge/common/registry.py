@@ -1,0 +1,113 @@
+"""Named things of one kind: ours, those of a module that the user names, and those of installed packages.
+
+A module registers what it defines when it is imported. Ours are imported by their names, a user's by ``plugins=``
+(`load_plugins`), an installed package's through the entry point group of the registry, such as ``rge.metrics``.
+"""
+
+import difflib
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from rge.common.errors import UserError
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Things by name, in the order in which they were added.
+
+    Args:
+        kind: what one of them is, for messages: ``metric``.
+        group: entry points in which installed packages name their modules: ``rge.metrics``.
+        built_in: modules of ours that add theirs when they are imported.
+    """
+
+    def __init__(self, kind: str, group: str, built_in: Sequence[str] = ()):
+        self.kind, self.group, self.built_in = kind, group, tuple(built_in)
+        self._things: dict[str, T] = {}
+        self._complete = False
+
+    def add(self, name: str, thing: T) -> T:
+        """Register a thing.
+
+        Raises:
+            UserError: another one has the name.
+        """
+        if name in self._things and self._things[name] != thing:
+            raise UserError(f"there are two {self.kind}s called {name!r}: give the new one another name")
+        self._things[name] = thing
+        return thing
+
+    def __getitem__(self, name: str) -> T:
+        """A thing by its name.
+
+        Raises:
+            UserError: nothing is called so; the message has the nearest name.
+        """
+        self._load()
+        if name in self._things:
+            return self._things[name]
+        near = difflib.get_close_matches(name, self._things, n=1, cutoff=0.5)
+        raise UserError(
+            f"{self.kind} must be one of {', '.join(self._things)}, got {name!r}"
+            f"{f'; did you mean {near[0]!r}?' if near else ''} (plugins=MODULE adds those of a module of yours)"
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        """Names."""
+        self._load()
+        return iter(self._things)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether something is called so."""
+        self._load()
+        return name in self._things
+
+    def values(self) -> list[T]:
+        """All things."""
+        self._load()
+        return list(self._things.values())
+
+    def _load(self) -> None:
+        if self._complete:
+            return
+        self._complete = True  # first: a module that registers may look something up
+        for module in self.built_in:
+            importlib.import_module(module)
+        for entry in importlib.metadata.entry_points(group=self.group):
+            try:
+                entry.load()
+            except Exception as error:  # noqa: BLE001 - whatever a stranger's module raises
+                self._complete = False
+                raise UserError(
+                    f"entry point {entry.name} = {entry.value} of {self.group} cannot be loaded: "
+                    f"{type(error).__name__}: {error}; mend or uninstall the package that has it"
+                ) from error
+
+
+def load_plugins(modules: Sequence[str]) -> None:
+    """Import modules that register something; the current folder counts as installed.
+
+    Args:
+        modules: names such as ``my_package.benchmarks``, as ``import`` takes them.
+
+    Raises:
+        UserError: there is no such module, with where it was looked for.
+    """
+    here = str(Path.cwd())
+    if modules and here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # the module is there, and imports something that is not
+            raise UserError(
+                f"plugins={name}: no module of that name in {here}, on PYTHONPATH or installed "
+                "(a name such as my_module, not a path)"
+            ) from None

@@ -1,0 +1,98 @@
+"""Records that were left out with ``data.on_bad=skip``: counted, listed in the stage's folder, and not too many."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from rge.config import DataConfig
+from rge.data.collate import Batch
+from rge.data.sources import BadRecord, RecordError, RecordFile
+from rge.distributed import collectives as dist
+
+NAME = "bad_records.jsonl"
+
+
+class BadRecords:
+    """The bad records of one stage so far, the same on every process; the main one lists them in ``bad_records.jsonl``.
+
+    A line a record, never two: ``step`` (the first that drew it; 0 for those that break the format), ``source``, ``byte``
+    (where in the source it starts), ``id`` and ``reason``. After a resume, what later steps had found is found again.
+
+    Args:
+        settings: the recipe's `data`; with ``on_bad=stop`` nothing happens here.
+        files: the stage's sources.
+        folder: the stage's.
+        first_step: number of steps already done.
+
+    Raises:
+        RecordError: more than ``max_bad_share`` of the records break the format.
+    """
+
+    def __init__(self, settings: DataConfig, files: Sequence[RecordFile], folder: Path, first_step: int):
+        self.path = folder / NAME
+        self.skips, self.max_share = settings.on_bad == "skip", settings.max_bad_share
+        self.num_records = sum(len(file) + len(file.bad) for file in files)
+        self.found: dict[tuple[str, int], dict[str, Any]] = {}
+        if not self.skips:
+            return
+        known = dist.from_main(_lines(self.path) if dist.rank() == 0 else None)
+        self._add(0, [bad for file in files for bad in file.bad])
+        for line in known:
+            if 0 < line["step"] <= first_step:
+                self.found.setdefault((line["source"], line["byte"]), line)
+        self._write()
+        self._check()
+
+    def after_step(self, step: int, batch: Batch) -> dict[str, float]:
+        """Take note of what the step's batch left out; every process calls it.
+
+        Args:
+            step: number of finished steps.
+            batch: this rank's share.
+
+        Returns:
+            ``bad_records``: how many different ones there have been; nothing with ``on_bad=stop``.
+
+        Raises:
+            RecordError: too many; the same on every process.
+        """
+        if not self.skips:
+            return {}
+        before = len(self.found)
+        self._add(step, [bad for of_one_rank in dist.gather_objects(batch.bad) for bad in of_one_rank])
+        if len(self.found) > before:
+            self._write()
+            if before == 0 and dist.rank() == 0:
+                tqdm.write(
+                    f"a record is bad and left out, as all that follow; they are listed in {self.path}"
+                )
+            self._check()
+        return {"bad_records": len(self.found)}
+
+    def _add(self, step: int, found: Sequence[BadRecord]) -> None:
+        for bad in found:
+            self.found.setdefault((bad.source, bad.byte), {"step": step, **asdict(bad)})
+
+    def _check(self) -> None:
+        if len(self.found) > self.max_share * self.num_records:
+            last = list(self.found.values())[-1]
+            raise RecordError(
+                f"{len(self.found)} of {self.num_records} records are bad, more than data.max_bad_share={self.max_share}; they "
+                f"are listed in {self.path}. The last: {last['source']}, record {last['id']!r}: {last['reason']}"
+            )
+
+    def _write(self) -> None:
+        if dist.rank() or not (self.found or self.path.exists()):
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in self.found.values()))
+        temporary.replace(self.path)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -1,0 +1,277 @@
+"""Hand batches from data workers to training: through pipes, bounded in bytes, with workers that end when training does.
+
+    worker 0: step 0, step 2, ... --pipe 0-->  reading thread --at most so many bytes wait--> training
+    worker 1: step 1, step 3, ... --pipe 1-->
+
+A batch travels as one run of pixels and one of everything else (`rge.data.collate.flatten`). Pipes hold next to nothing, so a
+worker that is ahead waits in its write, with the one batch that it made; there is no shared memory to overflow and no file
+descriptor a tensor. PyTorch's `DataLoader` bounds batches and not bytes, keeps them in shared memory, and waits at its end
+for workers that must outlive a SIGTERM.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import multiprocessing
+import os
+import pickle
+import signal
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator, Sequence
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rge.common.errors import UserError
+from rge.config import DataConfig
+from rge.data.collate import Batch, StepBatches, flatten, unflatten
+
+PATIENCE_S = 1800.0
+"""How long training waits for one batch: a file system that hangs hangs its workers."""
+
+PIPE_BYTES = 1 << 20
+"""Linux's greatest size of a pipe without privileges; a batch passes in fewer pieces."""
+
+_FORK = multiprocessing.get_context("fork")
+_HEADER = struct.Struct("<QQ")
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG = 1
+
+
+class WorkerError(UserError):
+    """A data worker died, or its batch does not come; the message says which and why."""
+
+
+class Loader:
+    """Batches of the given steps, in order, made ahead by worker processes. Can be gone through once.
+
+    Args:
+        batches: makes them; in the workers, which are forks of this process.
+        steps: which.
+        settings: the recipe's `data`: how many processes, 0 to make every batch in this one when it is asked for; and how
+            many bytes of batches wait here at most. One may always wait, however large; each worker holds one more.
+        device: where pixels are put, copied once from pinned memory; everything else stays on the CPU.
+    """
+
+    def __init__(
+        self,
+        batches: StepBatches,
+        steps: range,
+        settings: DataConfig,
+        device: torch.device | str = "cpu",
+    ):
+        self.batches, self.steps = batches, steps
+        self.num_workers = min(settings.num_workers, len(steps))
+        self.prefetch_bytes = settings.prefetch_mb << 20
+        self.device = torch.device(device)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches.
+
+        Raises:
+            RecordError: of the workers, as any other error of theirs; theirs end with it.
+            WorkerError: a worker was killed, or no batch came for `PATIENCE_S`.
+        """
+        if not self.num_workers:
+            for step in self.steps:
+                yield self._on_device(*flatten(self.batches[step]))
+            return
+        queue = _Queue(self.batches, self.steps, self.num_workers, self.prefetch_bytes, self.device)
+        try:
+            for _ in self.steps:
+                yield self._on_device(*queue.get())
+        finally:
+            queue.close()
+
+    def _on_device(self, head: dict[str, Any], pixels: Tensor) -> Batch:
+        return unflatten(head, pixels.to(self.device, non_blocking=True))
+
+
+class _Worker:
+    """A process that makes every so many-th batch, and the end of its pipe that is read here."""
+
+    def __init__(self, number: int, batches: StepBatches, steps: Sequence[int], others: Sequence["_Worker"]):
+        self.number = number
+        self.inlet, outlet = os.pipe()
+        with contextlib.suppress(OSError, AttributeError):  # smaller pieces, where the system wants it so
+            fcntl.fcntl(outlet, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        inlets = [self.inlet, *(worker.inlet for worker in others)]
+        self.process: BaseProcess = _FORK.Process(
+            target=_work,
+            args=(batches, steps, outlet, inlets, os.getpid()),
+            name=f"data worker {number}",
+            daemon=True,
+        )
+        self.process.start()
+        os.close(outlet)  # so that reading ends when the worker does
+
+    def read_into(self, view: memoryview, step: int) -> None:
+        """Fill `view` with what comes.
+
+        Raises:
+            WorkerError: the worker is gone.
+        """
+        while len(view):
+            count = os.readv(self.inlet, [view])
+            if not count:
+                self.process.join(5.0)
+                code = self.process.exitcode
+                how = (
+                    f"was killed by {signal.Signals(-code).name}"
+                    if code and code < 0
+                    else f"ended with {code}"
+                )
+                raise WorkerError(
+                    f"data worker {self.number} {how} while it made the batch of step {step + 1}; where memory ran out, "
+                    "lower data.num_workers or data.prefetch_mb"
+                )
+            view = view[count:]
+
+
+class _Queue:
+    """Workers, and the thread that reads what they make, step by step."""
+
+    def __init__(
+        self, batches: StepBatches, steps: range, num_workers: int, limit: int, device: torch.device
+    ):
+        self.steps, self.limit, self.device = steps, limit, device
+        self.workers: list[_Worker] = []
+        # Before multiprocessing's own clean-up at exit, which would wait for them.
+        self._end = Finalize(self, _kill, args=(self.workers,), exitpriority=100)
+        for number in range(num_workers):
+            self.workers.append(_Worker(number, batches, steps[number::num_workers], self.workers))
+        self.waiting: deque[tuple[int, Any]] = deque()
+        self.num_bytes = 0
+        self.changed = threading.Condition()
+        self.closed = False
+        self.thread = threading.Thread(target=self._read, name="batches", daemon=True)
+        self.thread.start()
+
+    def get(self) -> tuple[dict[str, Any], Tensor]:
+        """The next batch, flat; see `flatten`."""
+        until = time.monotonic() + PATIENCE_S
+        with self.changed:
+            while not self.waiting:
+                if not self.changed.wait(until - time.monotonic()) and time.monotonic() >= until:
+                    raise WorkerError(
+                        f"no batch came from the data workers for {PATIENCE_S / 60:.0f} minutes: is the file system that "
+                        "holds the pictures there?"
+                    )
+            num_bytes, found = self.waiting.popleft()
+            self.num_bytes -= num_bytes
+            self.changed.notify_all()
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def close(self) -> None:
+        """End the workers, whatever they are doing."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+        self._end()
+        self.thread.join(5.0)
+        for worker in self.workers:
+            os.close(worker.inlet)
+
+    def _read(self) -> None:
+        """Read batches in the order of their steps, as long as there is room."""
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # a thread's own; memory is pinned for this one's context
+            for place, step in enumerate(self.steps):
+                if not self._read_one(self.workers[place % len(self.workers)], step):
+                    return
+        except BaseException as error:  # noqa: BLE001 - training raises it
+            self._put(0, error)
+
+    def _read_one(self, worker: _Worker, step: int) -> bool:
+        header = bytearray(_HEADER.size)
+        worker.read_into(memoryview(header), step)
+        head_bytes, pixel_bytes = _HEADER.unpack(header)
+        num_bytes = head_bytes + pixel_bytes
+        with self.changed:
+            self.changed.wait_for(lambda: self.closed or self._has_room(num_bytes))
+            if self.closed:
+                return False
+        packed = bytearray(head_bytes)
+        worker.read_into(memoryview(packed), step)
+        found = pickle.loads(packed)  # noqa: S301 - written by a fork of this process
+        if isinstance(found, BaseException):
+            self._put(0, found)
+            return False
+        pixels = torch.empty(pixel_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        worker.read_into(memoryview(pixels.numpy()), step)
+        self._put(num_bytes, (found["head"], pixels.view(found["shape"])))
+        return True
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return not self.waiting or self.num_bytes + num_bytes <= self.limit
+
+    def _put(self, num_bytes: int, found: Any) -> None:
+        with self.changed:
+            self.waiting.append((num_bytes, found))
+            self.num_bytes += num_bytes
+            self.changed.notify_all()
+
+
+def _kill(workers: Sequence[_Worker]) -> None:
+    """They hold nothing that anybody needs, and do not listen to anything milder."""
+    for worker in workers:
+        worker.process.kill()
+    for worker in workers:
+        worker.process.join(5.0)
+
+
+def _work(
+    batches: StepBatches, steps: Sequence[int], outlet: int, inlets: Sequence[int], parent: int
+) -> None:
+    """A worker's life: make batches and write them, until there are no more or nobody reads."""
+    # Schedulers send SIGTERM, and terminals SIGINT, to every process of a job; training still needs its workers to finish
+    # the step and save. They end with it: it kills them, and so does the kernel where it cannot.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return  # it went before the kernel was told
+    for inlet in inlets:
+        os.close(inlet)  # so that writing ends when nobody reads
+    # Workers are processes already; threads inside them would fight for the training step's cores.
+    torch.set_num_threads(1)
+    with contextlib.suppress(BrokenPipeError):
+        for step in steps:
+            try:
+                head, pixels = flatten(batches[step])
+            except Exception as error:  # noqa: BLE001 - training raises it
+                _write(outlet, _portable(error), torch.empty(0, dtype=torch.uint8))
+                return
+            _write(outlet, {"head": head, "shape": pixels.shape}, pixels)
+            del head, pixels
+
+
+def _write(outlet: int, found: Any, pixels: Tensor) -> None:
+    packed = pickle.dumps(found)
+    parts = [_HEADER.pack(len(packed), pixels.nbytes), packed, memoryview(pixels.numpy()).cast("B")]
+    for part in parts:
+        view = memoryview(part)
+        while len(view):
+            view = view[os.write(outlet, view) :]
+
+
+def _portable(error: Exception) -> Exception:
+    """The error as it may travel, with where it came from."""
+    error.add_note("".join(traceback.format_exception(error)))
+    try:
+        again = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
+    except Exception:  # noqa: BLE001 - whatever its class makes of that
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error if type(again) is type(error) else RuntimeError(f"{type(error).__name__}: {error}")

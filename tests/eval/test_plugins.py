@@ -1,0 +1,147 @@
+"""Registries: what is ours, a user's module, an installed package's; and every way in which that goes wrong."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from eval.__main__ import main
+from eval.benchmarks.registry import BENCHMARKS, Benchmark, protocol_for, register_benchmark
+from eval.models.registry import EMBEDDERS, adapters, register_embedder
+from eval.scoring.metrics import (
+    METRICS,
+    compute,
+    judge,
+    metric_words,
+    names_of,
+    random_floor,
+    register_metric,
+)
+from eval.scoring.protocol import Protocol
+from rge.common.errors import UserError
+from rge.common.registry import Registry, load_plugins
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch):
+    """What a test registers is gone after it."""
+    for registry in (METRICS, BENCHMARKS, EMBEDDERS):
+        len(list(registry))
+        monkeypatch.setattr(registry, "_things", dict(registry._things))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def module(folder, name, text):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.py").write_text(text)
+
+
+def test_ours_are_there():
+    assert set(BENCHMARKS) == {"rmir", "mmeb", "mmbright", "pinpoint"}
+    assert [one.profile for one in BENCHMARKS["mmeb"].protocols] == ["clean", "official"]
+    for one in BENCHMARKS.values():
+        schema, function = one.load_importer()
+        assert schema.__name__.lower() == f"{one.name}options"
+        assert function.__name__ == f"import_{one.name}"
+
+
+def test_a_module_of_the_users_is_found_from_any_folder(tmp_path, monkeypatch, capsys):
+    module(
+        tmp_path / "a place",
+        "plugin_one",
+        "from eval.benchmarks.registry import Benchmark, register_benchmark\n"
+        "from eval.scoring.protocol import Protocol\n"
+        "def bring(options: dict) -> None: ...\n"
+        "register_benchmark(Benchmark('mine', bring, (Protocol('mine'),)))\n",
+    )
+    monkeypatch.chdir(tmp_path / "a place")
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    load_plugins(["plugin_one"])
+    assert protocol_for("mine", "clean").benchmark == "mine"
+    with pytest.raises(UserError, match="mine has only profile=clean, got profile=official"):
+        protocol_for("mine", "official")
+    assert main(["import", "min", "plugins=[plugin_one]"]) == 2
+    assert "mine" in capsys.readouterr().err
+
+
+def test_a_plugin_that_is_not_there_and_one_that_lacks_something(tmp_path, monkeypatch, capsys):
+    module(tmp_path, "plugin_two", "import surely_not_installed\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["score", "plugins=plugin_tow", "run=x"]) == 2
+    assert f"plugins=plugin_tow: no module of that name in {tmp_path}" in capsys.readouterr().err
+    with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):  # its own traceback says where
+        load_plugins(["plugin_two"])
+
+
+def test_an_installed_package_is_found_by_its_entry_point(tmp_path, monkeypatch):
+    module(tmp_path, "plugin_three", "from plugin_three_home import THINGS\nTHINGS.add('theirs', 3)\n")
+    module(
+        tmp_path,
+        "plugin_three_home",
+        "from rge.common.registry import Registry\nTHINGS = Registry('thing', 'rge.test_things')\n",
+    )
+    info = tmp_path / "plugin_three-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin-three\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[rge.test_things]\ntheirs = plugin_three\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    from plugin_three_home import THINGS
+
+    assert THINGS["theirs"] == 3
+    (info / "entry_points.txt").write_text("[rge.test_broken]\ntheirs = plugin_three:nothing\n")
+    with pytest.raises(UserError, match=r"theirs = plugin_three:nothing of rge.test_broken cannot be loaded"):
+        list(Registry("thing", "rge.test_broken"))
+
+
+def test_names_are_unique_and_the_nearest_is_named():
+    things: Registry[int] = Registry("thing", "rge.test_nothing")
+    assert things.add("one", 1) == things.add("one", 1)
+    with pytest.raises(UserError, match="two things called 'one'"):
+        things.add("one", 2)
+    with pytest.raises(UserError, match=r"thing must be one of one, got 'on'; did you mean 'one'\?"):
+        things["on"]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Benchmark("a", "m:f", ()), "profiles of a must list at least one"),
+        (lambda: Benchmark("a", "m:f", (Protocol("b"),)), "benchmark 'a' has a protocol of 'b'"),
+        (lambda: Benchmark("a", "m:f", (Protocol("a", "mine"),)), "must be one of clean, official, got 'mine'"),
+        (lambda: register_benchmark(Benchmark("generic", "m:f", (Protocol(),))), "generic is the name of sets"),
+        (lambda: Benchmark("a", lambda options: None, (Protocol("a"),)).load_importer(), "options, annotated"),
+        (lambda: register_metric("Mine", cutoffs=None, words=""), "name is of a-z"),
+        (lambda: register_metric("mine", cutoffs=(100,), words=""), r"cutoffs must lie in \[1, 50\], got \(100,\)"),
+        (lambda: register_metric("ndcg", cutoffs=(1,), words="")(lambda j, k: j.gain_QK), "two metrics called"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_registered(make, message):
+    with pytest.raises(UserError, match=message):
+        make()
+
+
+def test_a_metric_is_reported_and_explained_and_its_values_are_looked_at():
+    judged = judge(np.array([[0, 1, 2]]), [(np.array([1]), np.ones(1))], None, num_candidates=3)
+    before = names_of()
+    register_metric("second", cutoffs=(2, 5), words="right at the second of {k}")(
+        lambda judged, k: judged.gain_QK[:, 1]
+    )
+    assert names_of() == (*before, "second@2", "second@5")
+    assert metric_words("second@2") == "right at the second of 2"
+    assert compute("second@7", judged) == [1.0]
+    assert np.isnan(random_floor("second@2", judged, np.array([3]), depth=3)).all()
+    register_metric("whole", cutoffs=None, words="")(lambda judged, k: [k])
+    assert compute("whole", judged) == [3.0]  # as deep as the ranking
+    register_metric("wide", cutoffs=(1,), words="")(lambda judged, k: judged.gain_QK)
+    with pytest.raises(UserError, match=r"metric wide@1 must give .* for each of 1 queries, got \(1, 3\)"):
+        compute("wide@1", judged)
+    register_metric("endless", cutoffs=(1,), words="")(lambda judged, k: np.array([np.inf]))
+    with pytest.raises(UserError, match="with infinite ones"):
+        compute("endless@1", judged)
+
+
+def test_a_users_embedder_is_asked_before_ours():
+    register_embedder("mine", about="mine", matches=lambda facts: True)(lambda facts, **options: facts)
+    assert adapters()[0].name == "mine"
+    assert adapters()[0].load("facts", device=None) == "facts"
+    assert adapters()[-1].name == "sentence-transformers"

@@ -1,0 +1,249 @@
+"""The pre-flight: one report of everything that is wrong, before anything is loaded, and nothing where all is well."""
+
+import json
+import multiprocessing
+import resource
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import forked
+import pytest
+import yaml
+from accelerate import Accelerator
+
+from rge import check
+from rge.checkpoints.export import RGE_JSON, settings_of
+from rge.checkpoints.training_state import DONE
+from rge.config import load_recipe, to_dict
+
+SIZES = (
+    "text: {hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1},"
+    "vision: {depth: 1, hidden_size: 32, intermediate_size: 64, num_heads: 2, patch_size: 14, window_size: 56}"
+)
+Usage = namedtuple("Usage", "total used free")
+
+
+def record(name: str, picture: str = "egg.png", **changes) -> dict:
+    return {
+        "id": name, "group": "g", "source": "s", "split": "train",
+        "query": {"text": "what is this", "images": [picture]},
+        "positives": [{"id": f"t{name}", "text": "an egg", "rationale": "it is an egg"}],
+        **changes,
+    }  # fmt: skip
+
+
+def write(path: Path, *records: dict) -> str:
+    path.write_text("".join(json.dumps(each) + "\n" for each in records))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def accelerator():
+    return Accelerator(cpu=True)
+
+
+@pytest.fixture
+def home(tmp_path, picture, tiny_path):
+    """A recipe of both stages with nothing wrong."""
+    picture(40, 30, 0).save(tmp_path / "egg.png")
+    stage = {
+        "steps": 4,
+        "batch_size": 2,
+        "sources": [{"path": write(tmp_path / "records.jsonl", *map(record, "abc"))}],
+    }
+    recipe = {
+        "model": {"path": str(tiny_path), "dtype": "float32", "min_pixels": 784, "max_pixels": 3136},
+        "out": str(tmp_path / "out"),
+        "cold_start": stage,
+        "joint": stage,
+    }
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
+    return tmp_path
+
+
+def recipe_of(home: Path, *overrides: str):
+    return load_recipe([f"recipe={home / 'tiny.yaml'}", *overrides])
+
+
+def problems_of(home: Path, accelerator, *overrides: str, **options) -> list[str]:
+    return check.examine(recipe_of(home, *overrides), accelerator, **options)[0]
+
+
+def test_what_may_start_is_summed_up(home, accelerator):
+    held_out = write(home / "held_out.jsonl", record("h"))
+    problems, found = check.examine(recipe_of(home, f"validation.path={held_out}"), accelerator)
+    assert problems == []
+    assert found.stages == ["cold_start", "joint"]
+    assert {Path(path).name: len(file) for path, file in found.records.items()} == {
+        "records.jsonl": 3,
+        "held_out.jsonl": 1,
+    }
+    text = "\n".join(found.summary)
+    assert "one process, cpu; weights float32" in text
+    assert "joint: 4 steps of 2 queries, from 3 records in 1 file" in text
+    assert "parameters trained" in text
+    assert "tokens and" in text
+    assert "GiB a process" in text
+    assert not (home / "out").exists()
+
+
+def test_everything_that_is_wrong_is_said_at_once(home, accelerator):
+    bad = write(
+        home / "bad.jsonl",
+        record("a", "gone.png"),
+        record("b", "gone/egg.png"),
+        record("c", "gone.parquet#row"),
+        record("d", positives=[{"id": "t", "image": "none.png"}]),
+        {"id": "e"},
+    )
+    found = "\n".join(
+        problems_of(
+            home,
+            accelerator,
+            f"joint.sources=[{{path: {bad}}}, {{path: {home}/nowhere.jsonl}}]",
+            f"validation.path={home}/absent.jsonl",
+            "log.trackers=[mlflow, tensorbord]",
+            "model.path=/nowhere/model",
+            "train.num_processes=2",
+            "rollout.prompt_pass=once",
+            "rollout.temperature=0",
+            "train.micro_batch_size=1",
+        )
+    )
+    for message in (
+        f"{bad}:1: query.images.0: picture {home}/gone.png does not exist (record 'a')",
+        f"{bad}:2: query.images.0: picture folder {home}/gone cannot be read",
+        f"{bad}:3: query.images.0: picture library {home}/gone.parquet does not exist",
+        f"{bad}:4: positives.0.image: picture {home}/none.png does not exist (record 'd')",
+        f"{bad}:4: positives.0.rationale: missing or blank",
+        f"{bad}:5: group: Field required",
+        f"training records {home}/nowhere.jsonl do not exist",
+        f"training records {home}/absent.jsonl do not exist",
+        "log.trackers=mlflow needs its library, which is not installed: pip install mlflow",
+        "there is no tracker 'tensorbord'; did you mean tensorboard?",
+        "no model can be loaded from /nowhere/model",
+        "train.num_processes=2, but 1 run",
+        "rollout.prompt_pass=once is not possible: a process has 2 queries a step",
+    ):
+        assert message in found
+
+
+def test_a_stage_that_needs_no_rationale_does_not_ask_for_one(home, accelerator):
+    bare = write(home / "bare.jsonl", record("a", positives=[{"id": "t", "text": "an egg"}]))
+    options = ["stage=joint", f"joint.sources=[{{path: {bare}}}]"]
+    assert "rationale: missing" in problems_of(home, accelerator, *options)[0]
+    assert problems_of(home, accelerator, *options, "loss.ratio=none") == []
+
+
+def test_pictures_are_decoded_when_asked_for(home, accelerator):
+    (home / "cut.png").write_bytes((home / "egg.png").read_bytes()[:200])
+    bad = write(home / "bad.jsonl", record("a", "cut.png"), record("b", "egg.png"), record("c", "cut.png"))
+    options = [f"joint.sources=[{{path: {bad}}}]"]
+    assert problems_of(home, accelerator, *options) == []
+    [problem] = problems_of(home, accelerator, *options, decode=True)
+    assert f"{bad}: record 'a': picture {home}/cut.png cannot be decoded" in problem
+
+
+def test_texts_for_a_tokenizer_and_pictures_to_name_are_checked_too(home, accelerator):
+    scratch = ["model.path=null", f"model.scratch={{naming: gone.jsonl, {SIZES}}}", "stage=joint"]
+    cold = f"cold_start.sources=[{{path: {home}/nowhere.jsonl}}]"
+    found = "\n".join(problems_of(home, accelerator, *scratch, cold))
+    assert "training records gone.jsonl do not exist" in found
+    assert "model.scratch lacks 'hidden_size'" in problems_of(
+        home, accelerator, "model.path=null", "model.scratch={}"
+    )
+    assert "nowhere.jsonl do not exist" in found
+    (home / "out/backbone").mkdir(parents=True)  # built before: they are not read again
+    assert problems_of(home, accelerator, *scratch, cold) == []
+
+
+def test_a_disk_too_small_for_what_will_be_kept(home, accelerator, monkeypatch):
+    recipe = recipe_of(home, "train.save_every=1")
+    problems, found = check.examine(recipe, accelerator)
+    assert problems == []
+    model = check._outline(recipe)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    # Two stages: of AdamW's float32 states, two and the one that is being written; and a checkpoint.
+    needed = check.bytes_to_keep(recipe, found, model, accelerator)
+    assert needed == 2 * (3 * 12 + 4) * count
+    for free, wrong in ((needed - 1, True), (needed + 1, False)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: Usage(0, 0, free))
+        assert [
+            True for each in problems_of(home, accelerator, "train.save_every=1") if "GiB free" in each
+        ] == ([True] * wrong)
+    # Fewer are kept where fewer fit into the run, and what is there already needs no new room.
+    assert problems_of(home, accelerator, "train.save_every=1", "train.keep_last=1") == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, needed - 100))
+    (home / "out/joint/state").mkdir(parents=True)
+    (home / "out/joint/state/old").write_bytes(b"0" * 100)
+    assert problems_of(home, accelerator, "train.save_every=1") == []
+
+
+def settings(recipe, stage: str) -> dict:
+    return settings_of(
+        emb_id=1, profile="rge", max_prompt_tokens=1, min_pixels=1, max_pixels=1, max_new_tokens=1, reasons="query",
+        recipe=to_dict(recipe), stage=stage, step=4,
+    )  # fmt: skip
+
+
+def test_what_another_recipe_left_in_the_folder_is_found(home, accelerator):
+    other = recipe_of(home, "joint.lr=0.5")
+    state = home / "out/joint/state/step_00000002"
+    state.mkdir(parents=True)
+    (state / DONE).write_text(json.dumps({"step": 2, "recipe": to_dict(other)}))
+    assert "joint.lr (there 0.5, now 2e-05)" in problems_of(home, accelerator)[0]
+    (home / "out/cold_start/final").mkdir(parents=True)
+    (home / "out/cold_start/final" / RGE_JSON).write_text(
+        json.dumps(settings(recipe_of(home, "cold_start.lr=0.5"), "cold_start"))
+    )
+    assert len(problems_of(home, accelerator)) == 2
+
+
+def test_a_finished_run_says_so_whatever_has_gone_since(home, accelerator):
+    for stage in ("cold_start", "joint"):
+        (home / "out" / stage / "final").mkdir(parents=True)
+        (home / "out" / stage / "final" / RGE_JSON).write_text(json.dumps(settings(recipe_of(home), stage)))
+        (home / "records.jsonl").unlink(missing_ok=True)
+    problems, found = check.examine(recipe_of(home), accelerator)
+    assert (problems, found.stages) == ([], [])
+    assert found.summary == [
+        f"{home}/out is finished: its checkpoint is {home}/out/joint/final. To train again, give another out=, or "
+        f"delete {home}/out"
+    ]
+
+
+def limits(hard: int, results) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    check.raise_descriptor_limit()
+    problems: list[str] = []
+    check._check_machine(problems, None)
+    results.send((resource.getrlimit(resource.RLIMIT_NOFILE)[0], problems))
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_it_goes_and_else_a_problem():
+    """In a fork, since a hard limit does not come back."""
+    for hard in (1024, 100):
+        here, there = multiprocessing.Pipe()
+        multiprocessing.get_context("fork").Process(target=limits, args=(hard, there)).start()
+        assert here.poll(60)
+        raised_to, problems = here.recv()
+        assert raised_to == hard
+        assert [problem[:52] for problem in problems] == (
+            ["a process may open 100 files (hard limit 100) and ne"] if hard == 100 else []
+        )
+
+
+@pytest.mark.slow
+def test_the_command_says_all_and_ends_with_one(home):
+    done = forked.run("-m", "rge.check", f"recipe={home / 'tiny.yaml'}", "pictures=true")
+    assert done.returncode == 0, done.stderr
+    assert "nothing is wrong" in done.stdout
+    done = forked.run(
+        "-m", "rge.check", f"recipe={home / 'tiny.yaml'}", "log.trackers=[nothing]", "joint.sources=[{path: gone}]"
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "error: 2 things are wrong, and nothing was started:" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = forked.run("-m", "rge.check", f"recipe={home / 'tiny.yaml'}", "pictures=perhaps")
+    assert (done.returncode, done.stderr) == (1, "error: pictures must be true or false, got 'perhaps'\n")

@@ -13,10 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from rge.config import Recipe, RecipeError, StageConfig, load_recipe, nearest, split_override
+from rge.config import BACK_ENDS, Recipe, RecipeError, StageConfig, load_recipe, nearest, split_override
 from rge.model.families import family_of
 from rge.plan.costs import (
-    BACK_ENDS,
     GIB,
     RESERVED_GIB,
     Load,
@@ -33,7 +32,7 @@ from rge.step import Objective
 OWN: dict[str, tuple[Any, str]] = {
     "num_gpus": (8, "GPUs, one process each"),
     "gpu_gib": (80.0, "memory of a GPU, GiB"),
-    "back_end": ("zero2", "ddp, zero1, zero2, zero3 or fsdp2"),
+    "back_end": ("", "ddp, zero1, zero2, zero3 or fsdp2; none: train.back_end"),
     "for": ("joint", "stage: joint or cold_start"),
     "query_pictures": (1, "pictures a query"),
     "candidate_pictures": (1, "pictures a candidate"),
@@ -51,6 +50,7 @@ def main(arguments: list[str]) -> int:
     """Print the plan; 1 if it does not fit."""
     options, overrides = read_options(arguments)
     recipe = load_recipe(overrides)
+    options["back_end"] = options["back_end"] or recipe.train.back_end
     model, origin = outline(recipe.model, recipe.init)
     found = plan(recipe, model, options)
     print(report(recipe, found, origin, options))  # noqa: T201 - this is a command
@@ -81,9 +81,11 @@ def read_options(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
             raise RecipeError(f"{name} must be a number ({OWN[name][1]}), got {value!r}") from None
         if kind is not str and options[name] < (1 if name in ("num_gpus", "gpu_gib") else 0):
             raise RecipeError(f"{name} is too small: {value}")
-    for name, allowed in (("back_end", BACK_ENDS), ("for", ("joint", "cold_start"))):
+    for name, allowed in (("back_end", ("", *BACK_ENDS)), ("for", ("joint", "cold_start"))):
         if options[name] not in allowed:
-            raise RecipeError(f"{name} must be one of {', '.join(allowed)}; got {options[name]!r}")
+            raise RecipeError(
+                f"{name} must be one of {', '.join(filter(None, allowed))}; got {options[name]!r}"
+            )
     return options, overrides
 
 
@@ -93,6 +95,7 @@ def plan(recipe: Recipe, model: nn.Module, options: dict[str, Any]) -> dict[str,
     Raises:
         RecipeError: the batch cannot be shared out, a prompt is longer than allowed, or the stage is not the recipe's.
     """
+    options = {**options, "back_end": options["back_end"] or recipe.train.back_end}
     shapes = shapes_of(model)
     load = load_of(recipe, model, options)
     trained = trained_parameters(shapes, model, recipe.model)

@@ -2,22 +2,24 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from family_models import TEXT, TEXTS, VISION
 from PIL import Image
 
 from rge.common.schema import Item
-from rge.config import RecipeError, load_recipe
+from rge.config import BACK_ENDS, RecipeError, load_recipe
 from rge.model.backbone import BackboneError, load_backbone
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.families import FAMILIES, family_of
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
 from rge.plan import report as plan
-from rge.plan.costs import BACK_ENDS, Load, Shapes, communication, flops, memory, shapes_of
+from rge.plan.costs import Load, Shapes, communication, flops, memory, shapes_of
 from rge.plan.known_models import TABLE, outline
 from rge.rollout.generate import generate
 from rge.scratch import build as scratch
@@ -64,6 +66,27 @@ def test_every_recipe_has_a_plan(capsys):
         assert found["fits"]
         assert set(found["bytes_sent"]) == set(BACK_ENDS)
         assert "It fits." in shown
+
+
+CONFIGS = sorted((ROOT / "recipes" / "accelerate").glob("*8.yaml"))
+
+
+@pytest.mark.parametrize(
+    "name", [path.stem for path in sorted((ROOT / "recipes").glob("*.yaml")) if path.stem != "demo"]
+)
+def test_launch_configs_say_truly_which_recipes_fit(name):
+    recipe = load_recipe([f"recipe={name}"])
+    model, _ = outline(recipe.model)
+    assert len(CONFIGS) == 10
+    for path in CONFIGS:
+        text = path.read_text()
+        (fitting,) = re.findall(r"^# Recipes that fit GPUs of 80 GiB, by rge.plan: (.*)$", text, re.MULTILINE)
+        num_gpus = yaml.safe_load(text)["num_processes"]
+        options, _ = plan.read_options([f"back_end={path.stem.split('_')[0]}", f"num_gpus={num_gpus}"])
+        assert plan.plan(recipe, model, options)["fits"] == (name in fitting.split(", ")), path.stem
+    # So does what a launch without a config sets up.
+    options, _ = plan.read_options(["num_gpus=8"])
+    assert plan.plan(recipe, model, options)["fits"]
 
 
 @pytest.fixture
@@ -145,8 +168,15 @@ def test_flops_against_the_counter(deep, batch, count_flops, micro_batch_size):
     assert planned == pytest.approx(counted, rel=0.1)
 
 
-def test_activations_against_what_autograd_keeps(deep, batch):
+@pytest.mark.parametrize("how", ["float32", "bfloat16", "autocast"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_against_what_autograd_keeps(deep, batch, how, checkpointing):
     """Within a third: the estimate counts a layer's tensors, autograd may keep some twice or not at all."""
+    if checkpointing:
+        deep.train()
+        deep.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if how == "bfloat16":
+        deep.to(torch.bfloat16)
     kept: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -162,13 +192,16 @@ def test_activations_against_what_autograd_keeps(deep, batch):
     ] * 5
     direct = [[Branch([deep.emb_id], read_state=True, predict=True)]] * len(batch.candidates)
     packs = deep.pack(batch.queries, branches), deep.pack(batch.candidates, direct)
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast")
+    with autocast, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         readouts = deep(*packs)
     measured = sum(size for place, size in kept.items() if place not in weights)
     assert all(readout.state_ND.requires_grad for readout in readouts)
+    shapes = shapes_of(deep.model)
     found = memory(
-        shapes_of(deep.model), load_of(deep, batch, 12, 1), back_end="ddp", num_gpus=1, dtype_bytes=4, checkpointing=False,
-        trained=1, optimizer_states=2, rollout_rows=1, micro_queries=5,
+        shapes, load_of(deep, batch, 12, 1), back_end="zero2" if how == "bfloat16" else "ddp", num_gpus=2,
+        dtype_bytes=4 if how == "float32" else 2, checkpointing=checkpointing, trained=shapes.parameters,
+        optimizer_states=2, rollout_rows=1, micro_queries=5,
     )  # fmt: skip
     assert found["activations"] == pytest.approx(measured, rel=1 / 3)
 
@@ -185,18 +218,18 @@ def test_memory_and_communication_by_hand():
         )  # fmt: skip
         return found["weights"] / 1e9, found["gradients"] / 1e9, found["optimizer"] / 1e9
 
-    assert of("ddp") == (2.0, 4.0, 4.0)  # gradients, and DDP's buckets of them
-    assert of("zero1") == (2.0, 2.0, 3.0)  # 12 bytes a parameter, over four
-    assert of("zero2") == (2.0, 0.5, 3.0)
-    assert of("zero3") == (0.5, 0.5, 3.0)
+    assert of("ddp") == (6.0, 4.0, 8.0)  # float32, and autocast's copies of the weights
+    assert of("zero1") == (2.0, 4.0, 3.0)  # float32 weights and two moments, over four
+    assert of("zero2") == (2.0, 1.0, 3.0)
+    assert of("zero3") == (0.5, 1.0, 3.0)
     assert of("fsdp2") == (1.0, 1.0, 2.0)  # float32, over four
 
     def sent(back_end: str) -> float:
         return communication(shapes, load, back_end=back_end, num_gpus=4, dtype_bytes=2, trained=10**9) / 1e9
 
-    # 2 GB of gradients, three quarters of them sent; four micro batches.
-    assert sent("ddp") == 3.0
-    assert sent("zero1") == 3.0
+    # 4 GB of gradients, or 2 in bfloat16, three quarters of them sent; four micro batches.
+    assert sent("ddp") == 6.0
+    assert sent("zero1") == 3.0 + 1.5
     assert sent("zero2") == 1.5 * 4 + 1.5
     assert sent("zero3") == 1.5 * 4 + 1.5 * (2 * 4 + 1)
 

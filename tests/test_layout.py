@@ -24,7 +24,6 @@ ONLY_IN = {
     "wandb": {"rge/logs.py"},
     "openai": {"rge/calls/transport.py"},
     "anthropic": {"rge/calls/transport.py"},
-    "httpx": {"rge/calls/transport.py", "rge/calls/model_config.py", "data_prep/rmir/pictures/download.py"},
     "transformers": {
         "rge/model/backbone.py",
         "rge/model/families.py",

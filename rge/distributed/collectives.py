@@ -67,9 +67,10 @@ def gather_rows(rows_ND: Tensor, sizes: Sequence[int]) -> Tensor:
 
 def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
     """Sums over all ranks, in float64."""
+    if not _initialized():
+        return [float(value) for value in values]
     total = torch.tensor(values, dtype=torch.float64, device=device)
-    if _initialized():
-        torch.distributed.all_reduce(total)
+    torch.distributed.all_reduce(total)
     return total.tolist()
 
 

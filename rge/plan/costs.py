@@ -20,6 +20,15 @@ GIB = 2**30
 RESERVED_GIB = 4.0
 """Set aside a GPU: context, communication buffers, fragments."""
 
+PROCESS_GIB, WORKER_GIB = 3.0, 0.5
+"""Set aside of a host's memory: for a process with torch and its libraries, and for what a forked data worker makes its own."""
+
+PROCESS_DESCRIPTORS, WORKER_DESCRIPTORS = 128, 8
+"""Open files of a process, sockets and libraries included, and those of each data worker that it has: upper bounds."""
+
+UTILISATION = (0.2, 0.5)
+"""Shares of a GPU's peak between which training of large models usually runs; a plan's hours are as uncertain as that."""
+
 
 @dataclass(frozen=True)
 class Shapes:
@@ -285,6 +294,81 @@ def memory(
         "activations": training if training >= writing else 0.0,
         "rollout": writing if writing > training else 0.0,
     }
+
+
+def pixel_bytes(model: nn.Module, load: Load) -> float:
+    """Bytes of the pictures of a rank's batch as they are handed on: 8 bits a channel, once a picture."""
+    vision = model.config.vision_config
+    channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
+    patches = load.queries * load.query_patches + load.candidates * load.candidate_patches
+    return float(patches * channels * vision.patch_size**2)
+
+
+def host(
+    shapes: Shapes,
+    *,
+    batch_bytes: float,
+    prefetch_bytes: float,
+    num_workers: int,
+    dtype_bytes: int,
+    processes: int,
+) -> dict[str, float]:
+    """What one machine gives besides its GPUs, at its fullest: bytes of memory, bytes of shared memory, open files.
+
+    Args:
+        shapes: of the model.
+        batch_bytes: of a rank's batch, see `pixel_bytes`.
+        prefetch_bytes: `data.prefetch_mb`; one batch waits in any case.
+        num_workers: of a process.
+        dtype_bytes: of a weight.
+        processes: of the machine.
+    """
+    # Batches that wait, one in each worker, and one in use; each is pixels in pinned memory.
+    batches = max(prefetch_bytes, batch_bytes) + (num_workers + 1) * batch_bytes
+    weights = float(dtype_bytes * shapes.parameters)  # read here, before they are on a GPU
+    each = PROCESS_GIB * GIB + num_workers * WORKER_GIB * GIB + max(batches, weights)
+    return {
+        "memory": processes * each,
+        "of that, batches": processes * batches,
+        "shared memory": 0.0,  # batches go through pipes (rge/data/loader.py)
+        "descriptors of a process": PROCESS_DESCRIPTORS + num_workers * WORKER_DESCRIPTORS,
+    }
+
+
+def step_seconds(
+    shapes: Shapes,
+    load: Load,
+    found: dict[str, float],
+    *,
+    peak: float,
+    bandwidth: float,
+    utilisation: float,
+    dtype_bytes: int,
+    rollout_rows: int,
+) -> float:
+    """Seconds of a step: FLOPs by the share of the peak that is reached; writing by what has to be read for each token.
+
+    A step of writing reads all weights of the text model and the rows' keys and values, and computes little: memory is
+    what it waits for, of whose bandwidth the same share is taken.
+
+    Args:
+        shapes: of the model.
+        load: of the rank.
+        found: of `flops`.
+        peak: FLOP/s of a GPU.
+        bandwidth: bytes a second of its memory.
+        utilisation: share of both.
+        dtype_bytes: of a weight.
+        rollout_rows: rationales written at once.
+    """
+    seconds = sum(found.values()) / (peak * utilisation)
+    if load.own:
+        passes = -(-load.queries // rollout_rows)
+        weights = dtype_bytes * (shapes.layers * shapes.layer + shapes.hidden * shapes.vocabulary)
+        cache = 2.0 * shapes.key_heads * shapes.head_size * shapes.layers * dtype_bytes
+        cache *= min(rollout_rows, load.queries) * (load.prompt + load.own / 2)
+        seconds += passes * (load.own + 2) * (weights + cache) / (bandwidth * utilisation)
+    return seconds
 
 
 def communication(

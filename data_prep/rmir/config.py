@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from data_prep.calls.client import ModelConfig, check_model
+from rge.calls.model_config import ModelConfig, check_model
 from rge.common.errors import UserError
 from rge.common.files import RECIPES
 from rge.common.options import parse_file

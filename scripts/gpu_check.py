@@ -480,7 +480,8 @@ def launch_command(config: str, processes: int, out: Path) -> list[str]:
     return [
         sys.executable, "-m", "accelerate.commands.launch", "--config_file",
         str(ROOT / "recipes" / "accelerate" / f"{config}.yaml"), "--num_processes", str(processes),
-        str(ROOT / "rge" / "train.py"), "recipe=demo", "model.dtype=bfloat16", "model.scratch.naming=null",
+        str(ROOT / "rge" / "train.py"), "recipe=demo", "optim.name=adamw", "model.dtype=bfloat16",
+        "model.scratch.naming=null",
         "cold_start.steps=2", "joint.steps=2", "train.num_processes=" + str(processes), f"out={out}",
     ]  # fmt: skip
 
@@ -506,7 +507,12 @@ def _run(command: list[str]) -> str | None:
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"not done after {LIMIT_S:.0f} s"
-    return None if done.returncode == 0 else (done.stdout + done.stderr)[-2000:]
+    if done.returncode == 0:
+        return None
+    lines = (done.stdout + done.stderr).splitlines()
+    # A launcher writes a page of its own below what went wrong.
+    reasons = [line for line in lines if "rror: " in line]
+    return "\n".join([*reasons[:20], "...", *lines[-40:]])
 
 
 def run_checks(machine: Machine) -> list[Result]:

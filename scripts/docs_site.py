@@ -11,7 +11,13 @@ ROOT = Path(__file__).resolve().parent.parent
 BESIDE = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
 """Pages outside docs/, and their names on the site."""
 
-READ_FIRST = ("rge/train.py", "rge/step.py", "rge/model/packing.py", "rge/rollout/generate.py", "rge/losses.py")
+READ_FIRST = (
+    "rge/train.py",
+    "rge/step.py",
+    "rge/model/packing.py",
+    "rge/rollout/generate.py",
+    "rge/losses.py",
+)
 
 
 def on_files(files, config):

@@ -3,6 +3,8 @@
 ``python -m eval budget checkpoint=DIR set=DIR out=DIR`` puts accuracy against tokens and time (several rationales, gate,
 judge), ``python -m eval rerank of=DIR out=DIR judge=MODEL`` lets a vision-language model reorder a finished ranking,
 ``python -m eval import rmir|pinpoint|mmeb|mmbright src=DIR out=DIR`` makes a retrieval set of a benchmark's release,
+``python -m eval import folder src=DIR out=DIR`` makes one of a folder of photos and a spreadsheet,
+``python -m eval check set=DIR`` looks any set over before a model is asked,
 ``python -m eval audit set=DIR train=FILE.jsonl`` looks for a set's pictures in training files,
 ``python -m eval export format=pinpoint|top50|mmeb|mteb eval=DIR out=FILE`` writes what others read.
 ``plugins=MODULE,...`` with any command imports modules that register benchmarks, embedders or metrics, see
@@ -27,6 +29,8 @@ PLUGINS = "plugins="
 """Understood by every command, before all else: modules that register benchmarks, embedders or metrics."""
 # Module, options and function by name: a command imports what it needs, so that a comparison of two tables does not
 # wait for the libraries of models.
+FOLDER = ("eval.benchmarks.folder.importer", "FolderOptions", "import_folder")
+"""``import folder``: a set of one's own, which is of no benchmark."""
 COMMANDS = {
     "run": ("eval.commands.run", "RunOptions", "run"),
     "score": ("eval.commands.score", "ScoreOptions", "score"),
@@ -34,6 +38,7 @@ COMMANDS = {
     "budget": ("eval.commands.budget", "BudgetOptions", "budget"),
     "rerank": ("eval.commands.rerank", "RerankOptions", "rerank_command"),
     "bm25": ("eval.commands.bm25", "Bm25Options", "bm25"),
+    "check": ("eval.commands.check", "CheckOptions", "check"),
     "audit": ("eval.commands.audit", "AuditOptions", "audit_command"),
     "export": ("eval.commands.export", "ExportOptions", "export"),
 }
@@ -50,7 +55,10 @@ def main(argv: Sequence[str]) -> int:
         return 2
     words = [word for word in words if not word.startswith(PLUGINS)]
     if name not in ("report", "import") and _entry(name) is None:
-        print(f"there are {', '.join(BENCHMARKS)}" if name.startswith("import") else __doc__, file=sys.stderr)
+        print(
+            f"there are folder, {', '.join(BENCHMARKS)}" if name.startswith("import") else __doc__,
+            file=sys.stderr,
+        )
         return 2
     if not words or words in (["help"], ["--help"], ["-h"]):
         print(usage(name))
@@ -77,9 +85,9 @@ def main(argv: Sequence[str]) -> int:
 def _entry(name: str) -> tuple[type, Callable[..., Any]] | None:
     """Options and function of ``run`` or ``import rmir``; None if there is no such command."""
     first, _, benchmark = name.partition(" ")
-    if first == "import":
+    if first == "import" and benchmark != "folder":
         return BENCHMARKS[benchmark].load_importer() if benchmark in BENCHMARKS else None
-    found = COMMANDS.get(first)
+    found = FOLDER if first == "import" else COMMANDS.get(first)
     if found is None:
         return None
     module = import_module(found[0])
@@ -107,7 +115,7 @@ def usage(name: str) -> str:
 
         return f"python -m eval report key=value ...\n{explain(ReportOptions)}"
     if name == "import":
-        return "\n\n".join(usage(f"import {benchmark}") for benchmark in BENCHMARKS)
+        return "\n\n".join(usage(f"import {benchmark}") for benchmark in ("folder", *BENCHMARKS))
     entry = _entry(name)
     assert entry is not None
     return f"python -m eval {name} key=value ...\n{explain(entry[0])}"

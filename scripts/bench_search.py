@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import faiss
 import numpy as np
 
-from eval.scoring.metrics import NAMES, compute, cut, judge, tied_order
+from eval.scoring.metrics import compute, cut, judge, names_of, tied_order
 from eval.scoring.search import Ranking, rows_within, search
 from rge.common.options import parse_options
 
@@ -69,7 +69,7 @@ def score(ranking: Ranking, positives: list[tuple[np.ndarray, np.ndarray]], cand
     """Every metric of every set, as `eval.scoring.output_files.score_ranking` computes them."""
     wide = judge(ranking.rows_QW, positives, None, num_candidates=candidates)
     for order in (wide, *(tied_order(wide, ranking.score_QW, best=best) for best in (True, False))):
-        for name in NAMES:
+        for name in names_of():
             compute(name, cut(order, ranking.depth))
 
 

@@ -19,6 +19,7 @@ import pandas as pd
 import pyarrow as pa
 
 from eval.benchmarks.registry import protocol_for
+from eval.embedding.identity import differences, versions, with_key
 from eval.embedding.processes import join
 from eval.scoring.output_files import (
     FORMAT,
@@ -27,7 +28,6 @@ from eval.scoring.output_files import (
     invalidate,
     read_results,
     statistics_settings,
-    versions,
     write_tables,
 )
 from eval.scoring.stats import NUM_RESAMPLES, Bootstrap, cluster_bootstrap, index_of, interval
@@ -38,9 +38,11 @@ SUITE = "suite.json"
 SHARED = (
     "benchmark", "profile", "protocol", "query_mode", "query_modality", "candidate_mode", "model", "checkpoint",
     "checkpoint_hash", "prompts", "rewrite", "settings", "decoding", "dtype", "batch_size", "embedding_dims", "depth",
-    "seed", "tag",
+    "seed", "tag", "code", "exact", "asked_as_released",
 )  # fmt: skip
 """Keys of a member's results that hold for all members."""
+PER_MEMBER = ("set.", "embedder.run")
+"""Parts of an identity that are each member's own."""
 
 
 @dataclass(frozen=True)
@@ -176,9 +178,11 @@ def aggregate(
     results = {name: read_results(path) for name, path in dirs.items()}
     first = next(iter(results.values()))
     for name, one in results.items():
-        for key in ("benchmark", "profile", "query_mode", "query_modality", "checkpoint_hash"):
-            if one.get(key) != first.get(key):
-                raise UserError(f"{dirs[name]} has {key} = {one.get(key)!r}, others {first.get(key)!r}")
+        for key, (theirs, ours) in differences(one, first).items():
+            if not key.startswith(PER_MEMBER):
+                raise UserError(
+                    f"{dirs[name]} has {key} = {theirs!r}, others {ours!r}: evaluate all members alike"
+                )
     fingerprint = hashlib.sha256(
         json.dumps(sorted((name, one["set"]["fingerprint"]) for name, one in results.items())).encode()
     ).hexdigest()
@@ -206,6 +210,8 @@ def aggregate(
         "set": {
             "name": suite.name,
             "fingerprint": fingerprint,
+            "content": _joint_content(results),
+            "made_with": first["set"].get("made_with"),
             "num_queries": len(table),
             "num_candidates": sum(one["set"]["num_candidates"] for one in results.values()),
             "num_groups": int(table["group"].nunique()),
@@ -229,6 +235,7 @@ def aggregate(
         "versions": versions(),
     }
     content |= protocol.suite_figures(results) | dict(more or {})
+    content["identity"] = with_key(content)
     content["headline"] = [
         {"metric": metric, "average": "macro", **content["macro"][metric]}
         for metric in protocol.headline
@@ -237,6 +244,13 @@ def aggregate(
     invalidate(out)
     write_tables(out, pa.Table.from_pandas(table, preserve_index=False), content)
     return content
+
+
+def _joint_content(results: Mapping[str, Mapping[str, Any]]) -> str | None:
+    contents = [(name, one["set"].get("content")) for name, one in sorted(results.items())]
+    if any(content is None for _, content in contents):
+        return None
+    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
 
 
 def suite_figures(

@@ -14,11 +14,12 @@ import numpy as np
 
 from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import each_member, is_suite, join_members, load_suite
+from eval.embedding.identity import versions
 from eval.embedding.rewrite import load_rewriter, rewritten
 from eval.scoring.evaluation import write_evaluation
-from eval.scoring.output_files import check_out, summary, versions
+from eval.scoring.output_files import check_out, summary
 from eval.scoring.search import DEPTH, Ranking, stack_rankings
-from eval.sets.retrieval_set import RetrievalSet, load_set
+from eval.sets.retrieval_set import RetrievalSet, load_set, with_readable_content
 from rge.common.errors import UserError
 from rge.common.options import one_of
 
@@ -79,9 +80,10 @@ def bm25(options: Bm25Options) -> Path:
         return _members(options)
     wanted = load_set(options.set, by=options.by)
     protocol = protocol_for(options.benchmark, options.profile, wanted)
-    wanted = protocol.prepare(wanted)
+    wanted, unread = with_readable_content(protocol.prepare(wanted))
     tag = f"bm25-{options.method}" + (f"-{options.rewrite}" if options.rewrite else "")
-    check_out(options.out, {"set.fingerprint": wanted.fingerprint, "tag": tag}, overwrite=options.overwrite)
+    identity = {"set.fingerprint": wanted.fingerprint, "set.content": wanted.content, "tag": tag}
+    check_out(options.out, identity, overwrite=options.overwrite)
     cache = options.cache or options.out / ".cache"
     rewriter = load_rewriter(
         options.rewrite, options.rewriter, options.rewriter_model, options.rewriter_key_env, cache
@@ -95,6 +97,7 @@ def bm25(options: Bm25Options) -> Path:
         "settings": {key: getattr(options, key) for key in ("method", "k1", "b", "stopwords")},
         "rewrite": rewriter.about() if rewriter is not None else None,
         "tag": tag,
+        "warnings": [*wanted.meta.get("notes", []), *unread],
         "versions": versions() | {"bm25s": _library().__version__},
     }
     results = write_evaluation(options.out, wanted, ranking, protocol, about, tag=tag, seed=options.seed)

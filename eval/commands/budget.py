@@ -43,11 +43,12 @@ from eval.benchmarks.suite import (
 from eval.commands.rerank import Judge, load_judge, rerank
 from eval.commands.run import Condition, RunOptions, Session, default_loader, start
 from eval.embedding.fill_cache import Embeds
+from eval.embedding.identity import versions
 from eval.embedding.processes import join
 from eval.judging.answer_store import Answers
 from eval.pages.budget_plot import BASES, BUDGET, curves_of, standalone
 from eval.scoring.fuse import choose, gated, margin, max_score, mean_embedding, together
-from eval.scoring.output_files import FORMAT, PER_QUERY, check_out, versions
+from eval.scoring.output_files import FORMAT, PER_QUERY, check_out
 from eval.scoring.search import Ranking
 from eval.scoring.stats import Bootstrap, cluster_bootstrap, index_of, interval
 from rge.common.errors import UserError
@@ -190,7 +191,7 @@ def _of_set(
 
     _add_gains(rows, {row["name"]: _values(options.out / row["name"], plan.metric) for row in rows}, mean)
     about = {
-        "set": {"name": session.wanted.name, "fingerprint": session.wanted.fingerprint},
+        "set": {key: getattr(session.wanted, key) for key in ("name", "fingerprint", "content")},
         "num_queries": len(session.wanted.queries),
         "checkpoint_hash": session.encoder.checkpoint_hash,
     }
@@ -229,7 +230,7 @@ def _of_suite(
 
     _add_gains(rows, values, mean)
     about = {
-        "set": {"name": suite.name, "fingerprint": content["set"]["fingerprint"]},
+        "set": {key: content["set"][key] for key in ("name", "fingerprint", "content")},
         "num_queries": content["set"]["num_queries"],
         "num_members": len(dirs),
         "checkpoint_hash": content["checkpoint_hash"],
@@ -441,6 +442,7 @@ def _write(options: BudgetOptions, session: Session, point: Point, metric: str) 
     known = point.about or {}
     identity = {
         "set.fingerprint": session.wanted.fingerprint,
+        "set.content": session.wanted.content,
         "checkpoint_hash": session.encoder.checkpoint_hash,
         "budget.draw_temperature": known.get("draw_temperature"),
         "budget.judge": known.get("judge"),

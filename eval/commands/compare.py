@@ -10,6 +10,7 @@ queries could have shown.
 
 import json
 import math
+import sys
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -18,8 +19,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from eval.embedding.identity import OLD, differences, old_results, set_mismatch, versions
 from eval.scoring.metrics import parse_name
-from eval.scoring.output_files import FORMAT, PER_QUERY, read_results, statistics_settings, versions
+from eval.scoring.output_files import FORMAT, PER_QUERY, read_results, statistics_settings
 from eval.scoring.stats import (
     NUM_RESAMPLES,
     POWER,
@@ -35,6 +37,8 @@ from rge.common.errors import UserError
 from rge.common.files import write_bytes
 
 COMPARE, PLOT = "compare.json", "compare.svg"
+BY_THE_WAY = ("software.", "numbers.")
+"""Parts of an identity that differ by accident as a rule: another version, another dtype."""
 DEFAULT_METRICS = ("recall@1", "recall@5", "recall@10", "mrr", "ndcg@10")
 
 
@@ -89,6 +93,9 @@ def compare(options: CompareOptions) -> list[Row]:
     names = _metrics(options, frame_a, frame_b)
     columns = [key.removeprefix("by_") for key in results_a if key.startswith("by_") and key in results_b]
     rows = paired_tests(frame_a, frame_b, names, columns, seed=options.seed)
+    notes = _notes(options, results_a, results_b)
+    for note in notes:
+        print(f"WARNING: {note}", file=sys.stderr, flush=True)
     print(_table(rows, options, results_a, results_b))
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -98,6 +105,8 @@ def compare(options: CompareOptions) -> list[Row]:
             "a": _about(options.a, results_a),
             "b": _about(options.b, results_b),
             "difference": "a - b",
+            "differs": {key: list(pair) for key, pair in differences(results_a, results_b).items()},
+            "warnings": notes,
             "rows": [vars(row) for row in rows],
             "statistics": statistics_settings(options.seed, NUM_RESAMPLES)
             | {"test": "sign flips by group, two-sided", "adjusted": "Holm", "effect": "d_z", "power": POWER},
@@ -238,23 +247,39 @@ def _check_pair(
     frame_a: pd.DataFrame,
     frame_b: pd.DataFrame,
 ) -> None:
-    set_a, set_b = results_a["set"], results_b["set"]
-    if set_a["fingerprint"] != set_b["fingerprint"]:
+    if why := set_mismatch(results_a, results_b):
         raise UserError(
-            f"{options.a} was measured on {set_a['name']} ({set_a['fingerprint'][:12]}), {options.b} on "
-            f"{set_b['name']} ({set_b['fingerprint'][:12]}): only evaluations of one set can be paired"
+            f"{options.a} was measured on {results_a['set']['name']}, {options.b} on {results_b['set']['name']}, {why}: only "
+            "evaluations of one set can be paired"
         )
-    if results_a.get("profile") != results_b.get("profile"):
-        raise UserError(
-            f"{options.a} has profile {results_a.get('profile')!r}, {options.b} {results_b.get('profile')!r}: "
-            "their metrics mean different things"
-        )
+    for key in ("benchmark", "profile"):
+        if results_a.get(key) != results_b.get(key):
+            raise UserError(
+                f"{options.a} has {key} {results_a.get(key)!r}, {options.b} {results_b.get(key)!r}: their metrics mean "
+                "different things"
+            )
     only = frame_a.index.symmetric_difference(frame_b.index)
     if len(only):
         raise UserError(
             f"{options.a} has {len(frame_a)} queries, {options.b} {len(frame_b)}; {only[0]!r} is in one only. "
             "Was one of them run with limit=?"
         )
+
+
+def _notes(options: CompareOptions, results_a: dict[str, Any], results_b: dict[str, Any]) -> list[str]:
+    """What a reader of the comparison has to know first."""
+    found = []
+    for path, results in ((options.a, results_a), (options.b, results_b)):
+        if old_results(results):
+            found.append(f"{path} {OLD}")
+        found += [f"{path}: {warning}" for warning in results.get("warnings") or []]
+    apart = differences(results_a, results_b)
+    if not any(map(old_results, (results_a, results_b))):
+        by_the_way = [key for key in apart if key.startswith(BY_THE_WAY)]
+        if by_the_way:
+            said = ", ".join(f"{key} ({apart[key][0]!s:.24} and {apart[key][1]!s:.24})" for key in by_the_way)
+            found.append(f"a and b also differ in what nobody means to compare: {said}")
+    return found
 
 
 def _metrics(options: CompareOptions, frame_a: pd.DataFrame, frame_b: pd.DataFrame) -> list[str]:
@@ -292,6 +317,10 @@ def _table(
             (results.get("checkpoint_hash") or "")[:12],
         ]
         head.append(f"{letter} = {path} ({', '.join(filter(None, words)) or results.get('tag')})")
+    apart = differences(results_a, results_b)
+    head.append(
+        f"a and b differ in {', '.join(apart) or 'nothing: they are two measurements of the same thing'}"
+    )
     frame = pd.DataFrame(
         {
             "slice": [row.slice for row in rows],

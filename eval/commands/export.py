@@ -10,11 +10,13 @@
 
 import datetime
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eval.embedding.identity import OLD, old_results
 from eval.scoring.metrics import parse_name
 from eval.scoring.output_files import RUN, read_results
 from rge.common.errors import UserError
@@ -57,6 +59,11 @@ def export(options: ExportOptions) -> Path:
     """
     one_of("format", [options.format], FORMATS)
     results = read_results(options.eval)
+    for warning in [
+        *([f"{options.eval} {OLD}"] if old_results(results) else []),
+        *results.get("warnings", []),
+    ]:
+        print(f"WARNING: {warning}", file=sys.stderr, flush=True)
     if options.format in ("pinpoint", "top50"):
         content: Any = dict(_top(options.eval / RUN))
         if len(content) < results["set"]["num_queries"]:
@@ -115,6 +122,8 @@ def _mmeb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
             "url": None,
             "report_generated_date": _now(),
             "profile": results["profile"],
+            "identity": results.get("identity"),
+            "warnings": results.get("warnings", []),
         },
         "metrics": {
             "image": {
@@ -140,7 +149,7 @@ def _mteb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
         "languages": ["eng-Latn"],
     }
     return {
-        "dataset_revision": results["set"]["fingerprint"],
+        "dataset_revision": results["set"].get("content") or results["set"]["fingerprint"],
         "task_name": results["set"]["name"],
         "mteb_version": None,
         "scores": {results["set"].get("split", "test"): [scores]},

@@ -23,14 +23,15 @@ from tqdm import tqdm
 from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import each_member, is_suite, join_members, load_suite, member_dirs
 from eval.embedding.fill_cache import Silent
+from eval.embedding.identity import set_mismatch
 from eval.embedding.processes import ALONE, Team, join
 from eval.judging.answer_store import Answers, key_of
 from eval.judging.endpoint import Endpoint, is_address, sendable
 from eval.scoring.evaluation import write_evaluation
-from eval.scoring.output_files import RUN, check_out, read_results, summary
+from eval.scoring.output_files import RUN, check_out, read_results, set_figures, summary
 from eval.scoring.search import Ranking
 from eval.scoring.trec import read_run
-from eval.sets.retrieval_set import RetrievalSet, content_digest, load_set
+from eval.sets.retrieval_set import RetrievalSet, content_digest, load_set, with_readable_content
 from rge.common.errors import UserError
 from rge.common.schema import Item
 
@@ -171,13 +172,10 @@ def _one(
     old = read_results(options.of)
     path = options.set or Path(old["set"].get("path", ""))
     wanted = load_set(path)
-    if wanted.fingerprint != old["set"]["fingerprint"]:
-        raise UserError(
-            f"{path} is not the set that {options.of} was measured on (fingerprints {wanted.fingerprint[:12]} and "
-            f"{old['set']['fingerprint'][:12]}): give set=DIR"
-        )
     protocol = protocol_for(old.get("benchmark", "generic"), old["profile"], wanted)
-    wanted = protocol.prepare(wanted)
+    wanted, unread = with_readable_content(protocol.prepare(wanted))
+    if why := set_mismatch({"set": set_figures(wanted)}, old):
+        raise UserError(f"{path} is not the set that {options.of} was measured on ({why}): give set=DIR")
     limit = old["set"].get("limit")
     if limit is not None:
         wanted = wanted.first(limit)
@@ -210,10 +208,19 @@ def _one(
         "checkpoint_hash",
         "model",
         "rewrite",
+        "prompts",
+        "settings",
+        "decoding",
+        "dtype",
+        "code",
+        "exact",
+        "embedding_dims",
+        "asked_as_released",
+        "run_hash",
     )
     tag = f"{read.tag}-judged"
     made = {key: old[key] for key in (*kept, "warnings", "coverage") if key in old}
-    made |= {"rerank": about, "tag": tag}
+    made |= {"rerank": about, "tag": tag, "warnings": [*old.get("warnings", []), *unread]}
     results = write_evaluation(
         options.out,
         wanted,

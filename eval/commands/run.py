@@ -11,7 +11,7 @@ into one cache, and the first one does the rest.
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import is_suite, run_members
 from eval.commands.audit import Audit, audit_training, training_files
 from eval.embedding.fill_cache import Embeds, Mode, mean_cosine
+from eval.embedding.identity import code_hash
 from eval.embedding.processes import Team, join
 from eval.embedding.rewrite import PROMPTS, load_rewriter, rewritten
 from eval.embedding.set_embeddings import Embeddings, contents_of, is_sampled
@@ -30,7 +31,7 @@ from eval.scoring.metrics import CUTOFFS
 from eval.scoring.output_files import RESULTS, check_out, self_retrieval, summary
 from eval.scoring.protocol import Protocol
 from eval.scoring.search import DEPTH, Ranking, rows_within, search
-from eval.sets.retrieval_set import MODALITIES, Modality, RetrievalSet, load_set
+from eval.sets.retrieval_set import MODALITIES, Modality, RetrievalSet, load_set, with_content
 from rge.common.errors import UserError
 from rge.common.options import one_of
 from rge.common.prompt_profiles import PROFILES
@@ -265,7 +266,7 @@ def start(
     team = join()
     wanted = load_set(options.set, by=options.by)
     protocol = protocol_for(options.benchmark, options.profile, wanted)
-    wanted = protocol.prepare(wanted)
+    whole = wanted = protocol.prepare(wanted)
     if options.limit is not None:
         wanted = wanted.first(options.limit)
     if options.depth < min(max(CUTOFFS), len(wanted.corpus_ids)):
@@ -280,6 +281,8 @@ def start(
     # picture shows now instead of in the last shard.
     modalities = list(dict.fromkeys(one.modality for one in conditions))
     contents = team.once(lambda: contents_of(wanted, modalities))
+    content = team.once(lambda: with_content(whole, contents.candidates).content)
+    wanted = replace(wanted, content=content)
     encoder = _load(options, load, wanted.meta.get("prompts"))
     audit = team.once(lambda: _audit(options, encoder, wanted))
     warnings = _warnings(conditions, encoder, wanted, audit)
@@ -334,7 +337,7 @@ def _warnings(
             "query_mode=reasoning, but rge.json says that this checkpoint was trained without rationales (reasons: none): "
             "its embeddings after a rationale are not what it was trained for; query_mode=direct is"
         )
-    return out + (audit.warnings if audit is not None else [])
+    return out + list(encoder.settings.get("notes", [])) + (audit.warnings if audit is not None else [])
 
 
 def _load(options: RunOptions, load: Callable[..., Embeds] | None, of_set: str | None = None) -> Embeds:
@@ -343,6 +346,12 @@ def _load(options: RunOptions, load: Callable[..., Embeds] | None, of_set: str |
         raise UserError(
             f"checkpoint {name} does not exist; model=NAME also takes an id on the Hugging Face hub"
         )
+    if load is None and options.checkpoint is not None and options.adapter is None:
+        if not (options.checkpoint / "rge.json").is_file():
+            raise UserError(
+                f"checkpoint {name} has no rge.json, which says how it is asked: it is not finished, or lost it on the way. "
+                "An embedder of others is named by model="
+            )
     encoder = (load or default_loader(options))(
         name,
         device=options.device,
@@ -386,7 +395,10 @@ def _identity(
 ) -> dict[str, Any]:
     return {
         "set.fingerprint": wanted.fingerprint,
+        "set.content": wanted.content,
         "checkpoint_hash": encoder.checkpoint_hash,
+        "prompts.profile": encoder.settings["profile"],
+        "decoding": encoder.settings["generation"],
         "query_mode": condition.mode,
         "query_modality": condition.modality,
         "embedding_dims": options.embedding_dims,
@@ -415,6 +427,7 @@ def _measured_with(
         "settings": {key: value for key, value in encoder.settings.items() if key != "recipe"},
         "decoding": encoder.settings["generation"],
         "dtype": encoder.settings["dtype"],
+        "code": code_hash(type(encoder).__module__),
         "batch_size": options.batch_size,
         "depth": options.depth,
     }

@@ -6,6 +6,7 @@ Scoring the ``run.trec`` of an evaluation gives that evaluation's metrics again.
 survive the file, whose scores are strictly decreasing (`eval.scoring.trec`).
 """
 
+import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from eval.scoring.evaluation import write_evaluation
 from eval.scoring.metrics import CUTOFFS
 from eval.scoring.output_files import check_out, summary
 from eval.scoring.trec import read_run
-from eval.sets.retrieval_set import load_set
+from eval.sets.retrieval_set import load_set, with_readable_content
 from rge.common.errors import UserError
 
 
@@ -56,7 +57,7 @@ def score(options: ScoreOptions) -> Path:
         return score_members(options)
     wanted = load_set(options.set, by=options.by)
     protocol = protocol_for(options.benchmark, options.profile, wanted)
-    wanted = protocol.prepare(wanted)
+    wanted, unread = with_readable_content(protocol.prepare(wanted))
     read = read_run(options.run, wanted, allow_ties=options.allow_ties)
     num_queries = len(wanted.queries)
     if read.missing and not options.allow_missing:
@@ -66,7 +67,12 @@ def score(options: ScoreOptions) -> Path:
             + ("leaves them out, as the released code does," if protocol.skips_missing else "scores them 0")
             + " and reports the coverage"
         )
-    identity = {"set.fingerprint": wanted.fingerprint, "query_mode": None, "tag": read.tag}
+    identity = {
+        "set.fingerprint": wanted.fingerprint,
+        "set.content": wanted.content,
+        "query_mode": None,
+        "tag": read.tag,
+    }
     check_out(options.out, identity, overwrite=options.overwrite)
     short = int((wanted.pool_sizes().clip(max=max(CUTOFFS)) > (read.ranking.rows_QW >= 0).sum(axis=1)).sum())
     about = {
@@ -74,7 +80,9 @@ def score(options: ScoreOptions) -> Path:
         "num_short": short,
         "num_excluded_lines": read.num_excluded,
         "run": str(options.run),
+        "run_hash": hashlib.sha256(options.run.read_bytes()).hexdigest(),
         "tag": read.tag,
+        "warnings": [*wanted.meta.get("notes", []), *unread],
     }
     results = write_evaluation(
         options.out,

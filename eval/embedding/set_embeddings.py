@@ -12,6 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from eval.embedding.fill_cache import Embeds, Mode, Side, check_collapse, cut, fill
+from eval.embedding.identity import software
 from eval.embedding.processes import ALONE, Team
 from eval.embedding.shards import (
     Cache,
@@ -153,7 +154,7 @@ class Embeddings:
         done = self._filled.get((side, mode, modality, seed))
         if done is not None:
             return done
-        settings = keyed_settings(self.encoder, mode) | {"seed": seed}
+        settings = keyed_settings(self.encoder, mode) | {"seed": seed, "software": software(self.encoder)}
         named = {
             "checkpoint_hash": self.encoder.checkpoint_hash,
             "settings": settings,
@@ -193,7 +194,7 @@ class Embeddings:
 
 def keyed_settings(encoder: Embeds, mode: Mode) -> dict[str, Any]:
     """What of an encoder's settings decides its embeddings, with the prompts' wording itself."""
-    settings = dict(encoder.settings)
+    settings = {key: value for key, value in encoder.settings.items() if key != "notes"}
     profile = settings.get("profile")
     if profile in PROFILES:
         settings["templates"] = asdict(PROFILES[profile])

@@ -4,7 +4,6 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
@@ -19,7 +18,10 @@ from rge.model.embedding_model import normalise
 
 WINDOW_BATCHES = 8
 """Batches prepared at a time, within which rows are sorted by length; the pictures of one window are in memory."""
-WEIGHTS = (".safetensors", ".json", ".txt", ".jinja", ".model")
+LOADED = (
+    ".safetensors", ".bin", ".pt", ".json", ".txt", ".jinja", ".model", ".spm", ".tiktoken", ".py",
+)  # fmt: skip
+"""Endings of the files that decide a model."""
 VLM2VEC = Profile(
     query="{instruction} {text}",
     query_without_instruction="{text}",
@@ -53,7 +55,7 @@ class DirectEncoder(Generic[T]):
     """
 
     def __init__(self, facts: Facts, adapter: str, wording: Profile, dtype: str, settings: dict[str, Any]):
-        self.checkpoint, self.checkpoint_hash = facts.path, hash_of_files(facts.path)
+        self.checkpoint, self.checkpoint_hash = facts.path, hash_of_files(facts)
         self.wording = wording
         self.settings: dict[str, Any] = {
             "adapter": adapter,
@@ -148,19 +150,21 @@ def place(device: str | None, dtype: str | None) -> tuple[str, str]:
     return device, dtype or ("float32" if device == "cpu" else "bfloat16")
 
 
-def hash_of_files(path: Path) -> str:
-    """Sha256 over names and contents of weights, configurations and tokenizer, those in subfolders too.
+def hash_of_files(facts: Facts) -> str:
+    """Sha256 over names and contents of all that is loaded: weights, configurations, tokenizer, subfolders, and a LoRA's base.
 
     Raises:
         UserError: there are no weights in the safetensors format.
     """
-    digest, weights = hashlib.sha256(), 0
+    path, digest, weights = facts.path, hashlib.sha256(), 0
     for file in sorted(path.rglob("*")):
-        if file.suffix in WEIGHTS and file.is_file():
+        if file.suffix in LOADED and file.is_file():
             digest.update(file.relative_to(path).as_posix().encode() + b"\0")
             with file.open("rb") as content:
                 digest.update(hashlib.file_digest(content, "sha256").digest())
             weights += file.suffix == ".safetensors"
     if not weights:
         raise UserError(f"{path} has no *.safetensors: weights in another format have to be converted first")
+    if facts.base is not None:
+        digest.update(b"base\0" + hash_of_files(facts.base).encode())
     return digest.hexdigest()

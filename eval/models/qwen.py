@@ -8,7 +8,6 @@ model code finds pictures by a start token that this prompt lacks, so its tokens
 Shape suffixes: B = rows, T = tokens, D = hidden size.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from eval.models.common import VLM2VEC, DirectEncoder, no_rationales, place
-from eval.models.registry import Facts, facts_of
+from eval.models.registry import Facts
 from rge.common.errors import UserError
 from rge.common.prompt_profiles import PROFILES, Profile
 from rge.common.schema import Item
@@ -122,9 +121,11 @@ def _load(
     is_lora = "config.json" not in facts.files
     base = facts
     if is_lora:
-        base = facts_of(
-            json.loads((facts.path / "adapter_config.json").read_text())["base_model_name_or_path"]
-        )
+        if facts.base is None:
+            raise UserError(
+                f"{facts.path}/adapter_config.json does not name the model that this LoRA belongs to"
+            )
+        base = facts.base
     try:
         processor = AutoProcessor.from_pretrained(facts.path if _has_processor(facts) else base.path)
         model, report = AutoModelForImageTextToText.from_pretrained(

@@ -20,9 +20,11 @@ from eval.embedding.fill_cache import Embeds
 from rge.common.errors import UserError
 from rge.common.registry import Registry
 
+RELEASED = "qwen2_5_vl"
+"""Architecture of the released RGE checkpoint."""
 QWEN = ("qwen2_vl", "qwen2_5_vl")
 ON_THE_HUB = {"MCG-NJU/RGE": "lcxrocks/RGE"}
-"""Names that a paper or a repository goes by -> where its weights are."""
+"""Names that a paper or a repository goes by -> where its weights are, which is tried when the name itself is not there."""
 FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model")
 """What of a hub repository is fetched."""
 
@@ -38,6 +40,8 @@ class Facts:
         model_type: of ``config.json``, or of the base model where there is only a LoRA; empty if neither says.
         files: relative names.
         tokens: added tokens of the tokenizer.
+        base: of the model that a LoRA belongs to; None for a model with weights of its own.
+        fetched: name that the hub knows it by, where that is not ``name``.
     """
 
     path: Path
@@ -46,6 +50,8 @@ class Facts:
     model_type: str
     files: frozenset[str]
     tokens: frozenset[str]
+    base: "Facts | None" = None
+    fetched: str | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ OURS = (
     Adapter(
         "rge-release",
         "the released RGE checkpoint: Qwen2.5-VL with an <emb> token, without rge.json",
-        lambda facts: facts.model_type in QWEN and "<emb>" in facts.tokens,
+        lambda facts: facts.model_type == RELEASED and "<emb>" in facts.tokens,
         "eval.models.rge:load_release",
     ),
     Adapter(
@@ -183,6 +189,16 @@ def load_model(
     # looked up first: an unknown name is an error before anything is fetched
     asked = adapters() if adapter is None else [EMBEDDERS[adapter]]
     facts = facts_of(model, revision)
+    if (
+        adapter is None
+        and "<emb>" in facts.tokens
+        and not {"rge.json"} & facts.files
+        and facts.model_type != RELEASED
+    ):
+        raise UserError(
+            f"{model} knows <emb>, so it was trained by rge, but its rge.json is missing, which says how it is asked; it is "
+            f"not the released RGE checkpoint either, which is a {RELEASED}. Copy rge.json from where it was trained"
+        )
     chosen = next((one for one in asked if adapter is not None or one.matches(facts)), None)
     if chosen is None:
         kinds = "\n".join(f"  {one.name}: {one.about}" for one in adapters())
@@ -191,7 +207,38 @@ def load_model(
             f"{kinds}\nadapter=NAME chooses one; a ranking made by any other program goes through `python -m eval score`"
         )
     options = {"device": device, "dtype": dtype, "max_new_tokens": max_new_tokens, "temperature": temperature}
-    return chosen.load(facts, **options)
+    encoder = chosen.load(facts, **options)
+    notes = (
+        [f"{model} was fetched as {facts.fetched}, since the hub has nothing by its own name"]
+        if facts.fetched
+        else []
+    )
+    if adapter is None and (guess := _guessed(facts, chosen)):
+        notes.append(guess)
+    encoder.settings = encoder.settings | {"device": _device(device), "notes": notes}
+    return encoder
+
+
+def _guessed(facts: Facts, chosen: Adapter) -> str | None:
+    """A warning where a model's files do not say whose they are, and how it is asked is a guess."""
+    if chosen.name == "rge-release":
+        return (
+            f"{facts.name} has no rge.json and was taken for the released RGE checkpoint because it knows <emb>: its prompt, "
+            "256 to 1024 patches a picture, 128 tokens. A checkpoint trained here has a rge.json; without it prompt, sizes "
+            "and cap are another model's. adapter=rge-release says that it is meant"
+        )
+    if chosen.name == "qwen-vl":
+        return f"{facts.name} says of itself only that it is a {facts.model_type}: it is asked with RGE's wording, last token"
+    if chosen.name == "vlm2vec":
+        return f"{facts.name} is asked as VLM2Vec because it is a LoRA on a Qwen model or is named so; adapter=vlm2vec says it"
+    return None
+
+
+def _device(device: str | None) -> str:
+    import torch
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
 
 
 def facts_of(model: str | Path, revision: str | None = None) -> Facts:
@@ -200,22 +247,25 @@ def facts_of(model: str | Path, revision: str | None = None) -> Facts:
     Raises:
         UserError: there is no such directory and no such id, or a file is broken.
     """
-    path, commit = Path(model), None
+    path, commit, fetched = Path(model), None, None
     if path.is_dir():
         if revision is not None:
             raise UserError(f"revision={revision} is for models on the hub, {model} is a directory")
     else:
-        path, commit = _fetch(str(model), revision)
+        path, commit, fetched = _fetch(str(model), revision)
     files = frozenset(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
-    config = _json(path / "config.json")
+    config, base = _json(path / "config.json"), None
     if "adapter_config.json" in files and not config:
-        base = _json(path / "adapter_config.json").get("base_model_name_or_path") or ""
-        if base and Path(base) != path:
-            config = _json(facts_of(base).path / "config.json")
-    return Facts(path, str(model), commit, str(config.get("model_type") or ""), files, _tokens(path))
+        lora = _json(path / "adapter_config.json")
+        name = lora.get("base_model_name_or_path") or ""
+        if name and Path(name) != path:
+            base = facts_of(name, None if Path(name).is_dir() else lora.get("revision"))
+            config = _json(base.path / "config.json")
+    kind = str(config.get("model_type") or "")
+    return Facts(path, str(model), commit, kind, files, _tokens(path), base, fetched)
 
 
-def _fetch(model: str, revision: str | None) -> tuple[Path, str]:
+def _fetch(model: str, revision: str | None) -> tuple[Path, str, str | None]:
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise UserError(
             f"model {model} does not exist: give a directory, or an id on the Hugging Face hub (owner/name)"
@@ -223,14 +273,17 @@ def _fetch(model: str, revision: str | None) -> tuple[Path, str]:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    name = ON_THE_HUB.get(model, model)
-    try:
-        found = Path(snapshot_download(name, revision=revision, allow_patterns=list(FILES)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise UserError(
-            f"model {model} is neither a directory nor could it be fetched from the hub: {str(error).splitlines()[0]}"
-        ) from None
-    return found, found.name  # the cache names a snapshot by its commit
+    first: Exception | None = None
+    for name in dict.fromkeys((model, ON_THE_HUB.get(model, model))):  # its own name first
+        try:
+            found = Path(snapshot_download(name, revision=revision, allow_patterns=list(FILES)))
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+            first = first or error
+            continue
+        return found, found.name, None if name == model else name  # the cache names a snapshot by its commit
+    raise UserError(
+        f"model {model} is neither a directory nor could it be fetched from the hub: {str(first).splitlines()[0]}"
+    ) from None
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -21,13 +21,14 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 
+from eval.embedding.identity import OLD, old_results, set_mismatch
 from eval.pages.budget_plot import on_page
 from eval.pages.examples import RANK_COLUMN, Gallery, choose_examples
 from eval.pages.plots import CURVE_NAMES, Series, check_finite, line_chart, number, read_training_logs
 from eval.pages.single_file import write_page
 from eval.scoring.metrics import judge, random_floor
 from eval.scoring.stats import cluster_bootstrap, index_of, interval
-from eval.sets.retrieval_set import RetrievalSet, load_set
+from eval.sets.retrieval_set import RetrievalSet, load_set, with_readable_content
 from rge.common.errors import UserError
 
 QUERY_COLUMN, TOP_COLUMN = "query_id", "top10"
@@ -175,6 +176,7 @@ def write_report(
         title=title or f"What reasoning bought on {main.results['set']['name']}",
         set=main.results["set"],
         profile=main.results.get("profile"),
+        warnings=warnings_of(evaluations),
         metric=metric,
         metric_words=metric_words(metric),
         verdict=_verdict(compared, main, metric),
@@ -312,17 +314,31 @@ def read_evaluation(directory: Path) -> Evaluation:
 def _check_one_set(evaluations: Sequence[Evaluation]) -> None:
     first = evaluations[0]
     for other in evaluations[1:]:
-        ours, theirs = first.results["set"]["fingerprint"], other.results["set"]["fingerprint"]
-        if ours != theirs:
+        if why := set_mismatch(first.results, other.results):
             raise UserError(
-                f"{first.directory} and {other.directory} are evaluations of different retrieval sets "
-                f"(fingerprints {ours[:12]} and {theirs[:12]}): write one report for each set"
+                f"{first.directory} and {other.directory} are evaluations of different retrieval sets ({why}): write one "
+                "report for each set"
             )
         missing = first.per_query.index.symmetric_difference(other.per_query.index)
         if len(missing):
             raise UserError(
                 f"{first.directory} and {other.directory} hold different queries: {missing[0]!r} is in one only"
             )
+
+
+def warnings_of(evaluations: Sequence[Evaluation]) -> list[str]:
+    """Every warning of the results on a page, each once, with the rows that it holds for where that is not all of them."""
+    rows: dict[str, list[str]] = defaultdict(list)
+    for one in evaluations:
+        for warning in [
+            *(one.results.get("warnings") or []),
+            *([f"this {OLD}"] if old_results(one.results) else []),
+        ]:
+            rows[str(warning)].append(one.label)
+    return [
+        warning if len(labels) == len(evaluations) else f"{', '.join(labels)}: {warning}"
+        for warning, labels in rows.items()
+    ]
 
 
 def _featured(evaluations: Sequence[Evaluation]) -> Evaluation:
@@ -354,13 +370,10 @@ def _load_set(main: Evaluation, given: Path | None) -> RetrievalSet:
         raise UserError(
             f"retrieval set {path} of {main.directory} is not there; if it was moved, give set=DIR"
         )
-    loaded = load_set(path)
-    expected = main.results["set"]["fingerprint"]
-    if loaded.fingerprint != expected:
-        raise UserError(
-            f"retrieval set {path} is not the one that {main.directory} was measured on "
-            f"(fingerprints {loaded.fingerprint[:12]} and {expected[:12]})"
-        )
+    loaded, _ = with_readable_content(load_set(path))
+    now = {"set": {"fingerprint": loaded.fingerprint, "content": loaded.content}}
+    if why := set_mismatch(now, main.results):
+        raise UserError(f"retrieval set {path} is not the one that {main.directory} was measured on ({why})")
     return loaded
 
 

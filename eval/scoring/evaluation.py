@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eval.embedding.identity import versions, with_key
 from eval.scoring.output_files import (
     FORMAT,
     RUN,
@@ -12,7 +13,6 @@ from eval.scoring.output_files import (
     rationale_figures,
     set_figures,
     statistics_settings,
-    versions,
     write_tables,
 )
 from eval.scoring.protocol import Protocol, all_figures
@@ -71,6 +71,7 @@ def write_evaluation(
         "statistics": statistics_settings(seed, NUM_RESAMPLES),
         "versions": versions(),
     } | dict(about)
+    results["identity"] = with_key(results)
     invalidate(out)
     write_run(out / RUN, ranking, wanted.query_ids, wanted.corpus_ids, tag)
     write_tables(out, per_query_table(wanted, ranking, scored, encoded), results)

@@ -6,10 +6,8 @@
                        that has it is complete
 """
 
-import importlib.metadata
 import json
 import math
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,6 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-import rge
 from eval.scoring.metrics import (
     Judged,
     compute,
@@ -42,7 +39,8 @@ RESULTS, PER_QUERY, RUN = "results.json", "per_query.parquet", "run.trec"
 FORMAT = 1
 NUM_TOP = 10
 SELF_RANKS = (1, 20)
-VERSIONED = ("numpy", "faiss-cpu", "torch", "transformers", "pyarrow")
+MADE_WITH = ("instructions", "image_policy", "task", "keys", "gains", "layout", "exclude_query_image")
+"""Choices of an import that decide what a set shows or counts; to say why two sets of the same ids differ."""
 
 
 @dataclass(frozen=True)
@@ -215,18 +213,13 @@ def set_figures(wanted: RetrievalSet) -> dict[str, Any]:
     return {
         "name": wanted.name,
         "fingerprint": wanted.fingerprint,
+        "content": wanted.content,
+        "made_with": {key: wanted.meta[key] for key in MADE_WITH if wanted.meta.get(key) is not None},
         "num_queries": len(wanted.queries),
         "num_candidates": len(wanted.corpus_ids),
         "num_groups": len(set(wanted.columns["group"])),
         "path": str(wanted.path.resolve()),
     } | {key: wanted.meta[key] for key in ("split", "licence", "source") if key in wanted.meta}
-
-
-def versions() -> dict[str, str]:
-    """Versions of what the figures depend on."""
-    return {"python": platform.python_version(), "rge": rge.__version__} | {
-        name: importlib.metadata.version(name) for name in VERSIONED
-    }
 
 
 def statistics_settings(seed: int, num_resamples: int) -> dict[str, Any]:
@@ -270,6 +263,8 @@ def check_out(out: Path, identity: dict[str, Any], *, overwrite: bool) -> None:
         value: Any = old
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
+        if value is None and key == "set.content" and "identity" not in old:
+            continue  # written before results said it
         if value != new:
             raise UserError(
                 f"{out} already holds an evaluation with {key} = {value!r}, this one has {new!r}: "

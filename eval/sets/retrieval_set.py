@@ -11,7 +11,8 @@ A set is a directory of Parquet files, readable by MTEB unchanged:
 ``excluded.parquet``    query-id, corpus-id: removed from that query's ranking (optional)
 ``candidates.parquet``  query-id, corpus-id: each query's own candidates (optional)
 ``names.parquet``       picture-id, name: what a picture also goes by in training files, see `eval.commands.audit` (optional)
-``meta.json``           name, fingerprint, ...; ``report_by`` lists further query columns to report figures by
+``meta.json``           name; ``report_by`` lists further query columns to report figures by; ``fingerprint``, where
+                        given, is checked (see `rge.common.fingerprint`), and otherwise computed
 
 A picture is encoded bytes, ``{bytes, path}`` as Hugging Face stores it, a path relative to the directory, or
 ``library.parquet#row-id``; a query's ``image`` is a list of those. ``text`` and ``image`` may be left out where every
@@ -35,7 +36,7 @@ import pyarrow.parquet as pq
 
 from rge.common.errors import UserError
 from rge.common.fingerprint import set_fingerprint
-from rge.common.images import picture_bytes
+from rge.common.images import ImageError, picture_bytes
 from rge.common.schema import ImageRef, Item
 
 Modality = Literal["both", "text", "image"]
@@ -59,7 +60,7 @@ class RetrievalSet:
     Attributes:
         path: the directory.
         name: from ``meta.json``.
-        fingerprint: recomputed, equal to that of ``meta.json``.
+        fingerprint: of ids and judgements; recomputed, equal to that of ``meta.json`` where it has one.
         meta: content of ``meta.json``.
         queries: Q items with all modalities.
         columns: per query column (``category``, ``group`` and those of ``report_by``) Q strings.
@@ -71,6 +72,7 @@ class RetrievalSet:
         excluded: likewise.
         candidates: likewise.
         num_missing_Q: positives that the pool lacks, int64, or None without such a column.
+        content: see `with_content`; None as long as nobody has read the pictures.
     """
 
     path: Path
@@ -87,6 +89,7 @@ class RetrievalSet:
     excluded: list[np.ndarray] | None
     candidates: list[np.ndarray] | None
     num_missing_Q: np.ndarray | None = None
+    content: str | None = None
 
     @property
     def query_ids(self) -> list[str]:
@@ -186,12 +189,13 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
     _check_reachable(root, [item.id for item in queries], corpus_ids, order_C, positives, rows)
     # last, since a message about the fingerprint says less than any of the above
     fingerprint = set_fingerprint(query_of, corpus_ids, qrels, **{k: v or () for k, v in tables.items()})
-    if meta["fingerprint"] != fingerprint:
+    if meta.get("fingerprint", fingerprint) != fingerprint:
         raise SetError(
             f"{root / 'meta.json'}: fingerprint is {meta['fingerprint']!r}, but the tables beside it have "
             f"{fingerprint!r}: the set was changed after it was written, or only part of it was copied"
         )
     return RetrievalSet(
+        content=None,
         path=root,
         name=meta["name"],
         fingerprint=fingerprint,
@@ -271,6 +275,45 @@ def content_digest(item: Item) -> tuple[str, tuple[str, ...]]:
     return hashlib.sha256(content.encode()).hexdigest(), pictures
 
 
+def with_content(wanted: RetrievalSet, candidates: Sequence[str] | None = None) -> RetrievalSet:
+    """The same set with the hash of everything it shows and means.
+
+    Ids and judgements are in the fingerprint. This adds each text, instruction and picture, and the columns that figures are
+    grouped by: the same ids under another wording or with other pictures are another set.
+
+    Args:
+        wanted: with all its queries.
+        candidates: content digest of each candidate in the order of the file, where they are known already; None reads
+            every picture of the pool.
+
+    Raises:
+        rge.common.images.ImageError: a picture cannot be read.
+    """
+    if candidates is None:
+        candidates = [content_digest(item)[0] for item in wanted.corpus_items()]
+    digest = hashlib.sha256(wanted.fingerprint.encode())
+    rank_of = np.empty(len(wanted.file_rows_C), np.int64)
+    rank_of[wanted.file_rows_C] = np.arange(len(rank_of))
+    shown: list[list[str]] = sorted(
+        [wanted.corpus_ids[r], one] for r, one in zip(rank_of, candidates, strict=True)
+    )
+    columns = [wanted.columns[name] for name in sorted(wanted.columns)]
+    missing = [] if wanted.num_missing_Q is None else [list(map(str, wanted.num_missing_Q.tolist()))]
+    asked = zip(wanted.queries, *columns, *missing, strict=True)
+    shown += sorted([query.id, content_digest(query)[0], *values] for query, *values in asked)
+    for row in shown:
+        digest.update(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+    return replace(wanted, content=digest.hexdigest())
+
+
+def with_readable_content(wanted: RetrievalSet) -> tuple[RetrievalSet, list[str]]:
+    """`with_content` for a ranking that was made elsewhere: pictures that are not here are a warning, no error."""
+    try:
+        return with_content(wanted), []
+    except ImageError as error:
+        return wanted, [f"the set's texts and pictures are not part of this result's identity: {error}"]
+
+
 def _meta(path: Path) -> dict[str, Any]:
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
@@ -278,9 +321,10 @@ def _meta(path: Path) -> dict[str, Any]:
         raise SetError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise SetError(f"{path} is not JSON: {error}") from None
-    for key in ("name", "fingerprint"):
-        if not isinstance(meta, dict) or not isinstance(meta.get(key), str):
-            raise SetError(f"{path}: {key!r} must be a string")
+    if not isinstance(meta, dict) or not isinstance(meta.get("name"), str):
+        raise SetError(f"{path}: 'name' must be a string")
+    if not isinstance(meta.get("fingerprint", ""), str):
+        raise SetError(f"{path}: 'fingerprint' must be a string; left out, it is computed")
     by = meta.get("report_by", [])
     if not isinstance(by, list) or not all(isinstance(name, str) for name in by):
         raise SetError(f"{path}: report_by must be a list of query columns, got {by!r}")

@@ -131,7 +131,7 @@ def test_queries_that_one_side_does_not_define_are_left_out_of_both():
             "a/direct-both",
             "b",
             {},
-            r"measured on fake \(.*\), .* on fake \(.*\): only evaluations of one set",
+            r"measured on fake, .* on fake, fingerprints \w+ and \w+: only evaluations of one set",
         ),
         (
             "a/direct-both",

@@ -24,14 +24,14 @@ from eval.__main__ import main, usage
 from eval.commands.run import RunOptions, run
 from eval.commands.score import ScoreOptions, score
 from eval.scoring import evaluation
-from eval.scoring.metrics import NAMES, NEGATIVE_NAMES
+from eval.scoring.metrics import names_of
 from eval.scoring.output_files import means
 from eval.scoring.stats import NUM_RESAMPLES
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
 from rge.common.images import ImageError
 
-METRICS = (*NAMES, *NEGATIVE_NAMES)
+NAMES, METRICS = names_of(), names_of(negatives=True)
 
 
 @pytest.fixture(scope="module")

@@ -271,7 +271,7 @@ def test_a_changed_set_is_refused(tmp_path):
     ("meta", "message"),
     [
         ("[]", "'name' must be a string"),
-        ('{"name": "x"}', "'fingerprint' must be a string"),
+        ('{"name": "x", "fingerprint": 3}', "'fingerprint' must be a string"),
         ("{", "meta.json is not JSON"),
         (
             '{"name": "x", "fingerprint": "y", "report_by": "pair"}',

@@ -30,26 +30,24 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "recipes" / "accelerate"
 WORKERS = Path(__file__).parent / "workers"
 BACK_ENDS = {
-    "DDP": ("cpu_2.yaml", "MULTI_CPU"),
-    "FSDP2": ("fsdp2_8.yaml", "FSDP"),
-    "ZeRO-1": ("zero1_8.yaml", "DEEPSPEED"),
-    "ZeRO-2": ("zero2_8.yaml", "DEEPSPEED"),
-    "ZeRO-3": ("zero3_8.yaml", "DEEPSPEED"),
+    "DDP": "cpu_2.yaml",
+    "FSDP2": "fsdp2_8.yaml",
+    "ZeRO-1": "zero1_8.yaml",
+    "ZeRO-2": "zero2_8.yaml",
+    "ZeRO-3": "zero3_8.yaml",
 }
-"""The configs for GPUs, in float32, since bfloat16 is slow here and rounds away what is compared."""
+"""The configs for GPUs; precision is the recipe's, float32 here, since bfloat16 rounds away what is compared."""
 LR = 0.2
 
 
 def environment_of(config: str, folder: Path) -> dict[str, str]:
-    """What `accelerate launch --config_file` tells its processes, but for the precision."""
+    """What `accelerate launch --config_file` tells its processes."""
     args, _, _ = _validate_launch_command(
         launch_command_parser().parse_args(["--config_file", str(CONFIGS / config), "train.py"])
     )
     args.deepspeed_fields_from_accelerate_config = ""
-    args.mixed_precision = "no"
     if args.use_deepspeed:
         settings = json.loads((ROOT / args.deepspeed_config_file).read_text())
-        del settings["bf16"]
         if settings["zero_optimization"]["stage"] == 3:
             # All of a tiny model would count as too small to be shared out.
             settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
@@ -162,8 +160,7 @@ def found(
     model.save_pretrained(full)
     processor.save_pretrained(full)
     task = {
-        "environments": {name: environment_of(config, folder) for name, (config, _) in BACK_ENDS.items()},
-        "types": {name: kind for name, (_, kind) in BACK_ENDS.items()},
+        "environments": {name: environment_of(config, folder) for name, config in BACK_ENDS.items()},
         "steps": steps,
         "recipe": recipe,
         "adapted": ADAPTED,

@@ -331,7 +331,6 @@ def test_two_processes_train_as_one_does(whole, home):
             home,
             home / "two",
             "train.num_processes=2",
-            "train.distributed_type=MULTI_CPU",
             *validated(home),
             launcher=launcher,
         )

@@ -10,6 +10,7 @@ from tokenizers.processors import TemplateProcessing
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import rge  # noqa: F401, I001  # makes torchvision importable before transformers is
 from transformers import (
     AutoConfig,
     CLIPConfig,

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -263,3 +264,16 @@ def test_a_run_records_adapter_and_wording(clip_path, tmp_path):
     (plain,) = run(RunOptions(**options, out=tmp_path / "plain", query_mode=("direct",), prompts="plain"))
     settings = json.loads((plain / "results.json").read_text())["settings"]
     assert (settings["profile"], settings["wording"]["query"]) == ("plain", "{instruction} {text}")
+
+
+def test_a_lora_is_another_model_when_its_base_is(qwen2_path, tmp_path):
+    """A base that is rewritten in place must not be read out of the old one's cache."""
+    base = shutil.copytree(qwen2_path, tmp_path / "base")
+    lora(tmp_path / "lora", base)
+    before = load_model(tmp_path / "lora").checkpoint_hash
+    assert load_model(tmp_path / "lora").checkpoint_hash == before
+    weights = load_file(base / "model.safetensors")
+    name = next(key for key in weights if "embed_tokens" in key)
+    weights[name] = weights[name] * 1.5
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    assert load_model(tmp_path / "lora").checkpoint_hash != before

@@ -1,6 +1,7 @@
 """A name becomes an embedder: by its files, by an explicit choice, or with an error that says what there is."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -80,3 +81,34 @@ def test_either_checkpoint_or_model(own, tmp_path, capsys):
     assert main(["run", *words, f"out={tmp_path / 'a'}", f"model={own}"]) == 0
     results = json.loads((tmp_path / "a" / "results.json").read_text())
     assert results["model"] == {"name": str(own), "adapter": "rge", "revision": None}
+
+
+def test_a_name_on_the_hub_is_tried_before_the_name_that_stands_for_it(lively_path, monkeypatch, tmp_path):
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    asked, there = [], {"lcxrocks/RGE"}
+
+    def download(name, **_):
+        asked.append(name)
+        if name not in there:
+            raise LocalEntryNotFoundError("not here")
+        return str(lively_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    facts = facts_of("MCG-NJU/RGE")
+    assert asked == ["MCG-NJU/RGE", "lcxrocks/RGE"]
+    assert facts.fetched == "lcxrocks/RGE"
+    assert any("fetched as lcxrocks/RGE" in note for note in load_model("MCG-NJU/RGE").settings["notes"])
+    there.add("MCG-NJU/RGE")
+    asked.clear()
+    assert facts_of("MCG-NJU/RGE").fetched is None
+    assert asked == ["MCG-NJU/RGE"]
+
+
+def test_a_model_with_emb_that_cannot_be_the_release_is_refused(lively_path, tmp_path):
+    path = shutil.copytree(lively_path, tmp_path / "lost")
+    config = json.loads((path / "config.json").read_text()) | {"model_type": "qwen2_vl"}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="trained by rge, but its rge.json is missing"):
+        load_model(path)

@@ -164,6 +164,7 @@ def examine(
             problems += faults
     for name in stages:
         _check_stage(problems, recipe, name, accelerator)
+        _check_bad_share(problems, recipe, name, found)
     if recipe.validation.path in found.records:
         _attempt(problems, num_records, found.records[recipe.validation.path], recipe)
     model = _attempt(problems, _outline, recipe)
@@ -297,6 +298,18 @@ def _check_stage(problems: list[str], recipe: Recipe, name: str, accelerator: Ac
         )
 
     _attempt(problems, once)
+
+
+def _check_bad_share(problems: list[str], recipe: Recipe, name: str, found: Checked) -> None:
+    """With ``data.on_bad=skip``, what a stage would end with once it begins."""
+    files = [found.records[it.path] for it in getattr(recipe, name).sources if it.path in found.records]
+    bad = [record for file in files for record in file.bad]
+    total = len(bad) + sum(map(len, files))
+    if len(bad) > recipe.data.max_bad_share * total:
+        problems.append(
+            f"{len(bad)} of {total} records of {name} are bad, more than data.max_bad_share={recipe.data.max_bad_share}: "
+            + "\n".join(f"{it.source}: {it.reason}" for it in bad[:MAX_REPORTED])
+        )
 
 
 def stage_share(name: str, stage: StageConfig, num_processes: int) -> None:

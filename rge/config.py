@@ -9,7 +9,7 @@ import difflib
 import math
 import re
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -32,12 +32,11 @@ class RecipeError(UserError):
 
 @dataclass
 class ScratchConfig:
-    """A model built from nothing instead of loaded: real architecture and processor, own sizes.
+    """A model built from nothing instead of loaded: Qwen2.5-VL's architecture and processor, own sizes.
 
     ``text`` and ``vision`` are passed to the Hugging Face sub-configs unchanged.
     """
 
-    model_type: str = "qwen2_5_vl"
     vocab_size: int = 2048
     """BPE vocabulary learned from the training records' texts, special tokens not counted."""
     text: dict[str, Any] = field(default_factory=dict)
@@ -354,7 +353,7 @@ def load_recipe(arguments: Sequence[str], recipes: Path = RECIPES) -> Recipe:
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
     """The resolved recipe as JSON's own containers, so that it equals what a checkpoint gives back."""
-    return _lists(OmegaConf.to_container(OmegaConf.structured(recipe), resolve=True))
+    return _lists(asdict(recipe))
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

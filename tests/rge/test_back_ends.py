@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rge import train
-from rge.checkpoints.export import export
+from rge.checkpoints.export import export, settings_of
+from rge.config import load_recipe, to_dict
 from rge.data.collate import Batch
 from rge.distributed.launch import LaunchError
 from rge.model.backbone import load_backbone
@@ -38,6 +39,11 @@ BACK_ENDS = {
 }
 """The configs for GPUs; precision is the recipe's, float32 here, since bfloat16 rounds away what is compared."""
 LR = 0.2
+
+SETTINGS = settings_of(
+    emb_id=0, profile="plain", max_prompt_tokens=100, min_pixels=784, max_pixels=3136, max_new_tokens=9, reasons="query",
+    recipe=to_dict(load_recipe(["recipe=demo"])), stage="joint", step=3,
+)  # fmt: skip
 
 
 def environment_of(config: str, folder: Path) -> dict[str, str]:
@@ -162,6 +168,7 @@ def found(
     task = {
         "environments": {name: environment_of(config, folder) for name, config in BACK_ENDS.items()},
         "steps": steps,
+        "settings": SETTINGS,
         "recipe": recipe,
         "adapted": ADAPTED,
         "lora": LORA,
@@ -215,7 +222,7 @@ def one_process(checkpoint: Path, steps: list[dict], merge, out: Path) -> list[d
                 "weights": weights,
             }
         )
-    export(embedder, out, {"format": 1})
+    export(embedder, out, SETTINGS)
     return results
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rge.checkpoints.export import settings_of
+from rge.config import load_recipe, to_dict
 from rge.model.prompts import PromptBuilder
 from rge.step import Objective
 
@@ -18,6 +20,11 @@ WORKER = Path(__file__).parent / "workers" / "precision.py"
 BACK_ENDS = {"DDP": "ddp", "ZeRO-1": "zero1", "ZeRO-2": "zero2", "ZeRO-3": "zero3", "FSDP2": "fsdp2"}
 EVERY = [("bfloat16", 1), *((name, 2) for name in BACK_ENDS)]
 """Cases in bfloat16, and their numbers of processes."""
+
+SETTINGS = settings_of(
+    emb_id=0, profile="plain", max_prompt_tokens=100, min_pixels=784, max_pixels=3136, max_new_tokens=9, reasons="query",
+    recipe=to_dict(load_recipe(["recipe=demo"])), stage="joint", step=3,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +43,13 @@ def found(shared, lively_path, lively, make_batch, merge, roll_out):
     batches = [make_batch(builder, 0, True, True), make_batch(builder, 10, True, False)]
     # Their states are left to the step: with the weights, and in the precision, that it has.
     rationales = [[replace(each, state_D=None) for each in roll_out(lively, batch)] for batch in batches]
-    task = {"objective": Objective(1 / 11, 10 / 11, 0.07), "micro_batch_size": 2, "lr": 2e-5, "steps": 8}
+    task = {
+        "objective": Objective(1 / 11, 10 / 11, 0.07),
+        "micro_batch_size": 2,
+        "lr": 2e-5,
+        "steps": 8,
+        "settings": SETTINGS,
+    }
     one = {
         "batches": [merge(batches)],
         "rationales": [sum(rationales, [])],
@@ -47,12 +60,19 @@ def found(shared, lively_path, lively, make_batch, merge, roll_out):
         "rationales": rationales,
         "cases": [(name, key, "bfloat16") for name, key in BACK_ENDS.items()],
     }
+    # As in a clone whose path has a space, on a machine where DeepSpeed has never compiled anything.
+    place = folder / "a clone"
+    place.mkdir()
+    (place / ".venv").symlink_to(sys.prefix)
+    python = str(place / ".venv" / "bin" / "python")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     for words, cases in (([], one), (torchrun, two)):
         torch.save(task | cases, folder / "task.pt")
         done = subprocess.run(
-            [sys.executable, *words, str(WORKER), str(lively_path), str(folder)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            [python, *words, str(WORKER), str(lively_path), str(folder)],
+            env={
+                **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_EXTENSIONS_DIR": str(place / "built"),
+            },
             capture_output=True, text=True, timeout=900,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
@@ -72,6 +92,11 @@ def gradient(shared: dict, name: str, num_processes: int) -> torch.Tensor:
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.slow
+def test_in_a_path_with_a_space_nothing_is_compiled(found):
+    assert not (found["folder"] / "a clone" / "built").exists()
 
 
 @pytest.mark.slow

@@ -126,7 +126,7 @@ def run(name: str, environment: dict[str, str], checkpoint: str, folder: Path, t
             saved = launch.describe(accelerator)
     weights = dist.full_weights(accelerator, model, embedder)
     if accelerator.is_main_process:
-        export(embedder, folder / name, {"format": 1}, weights)
+        export(embedder, folder / name, task["settings"], weights)
     accelerator.wait_for_everyone()
 
     # Back to the saved state: the rest of the steps, again.

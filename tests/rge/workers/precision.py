@@ -100,7 +100,7 @@ def run(checkpoint: str, task: dict, back_end: str, dtype: str, kind: str, folde
         weights = dist.full_weights(accelerator, model, embedder)
         for _ in range(2):  # best checkpoints are exported before the last one is
             if accelerator.is_main_process:
-                export(embedder, folder, {"format": 1}, weights)
+                export(embedder, folder, task["settings"], weights)
         accelerator.wait_for_everyone()
     return {
         "back_end": str(launch.back_end(accelerator)),

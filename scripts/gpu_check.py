@@ -469,18 +469,22 @@ def check_back_ends(machine: Machine) -> tuple[str, dict[str, Any]]:
     for name in ("ddp", "zero1", "zero2", "zero3", "fsdp2"):
         with tempfile.TemporaryDirectory() as folder:
             began = time.perf_counter()
-            out = _run(
-                [
-                    sys.executable, "-m", "accelerate.commands.launch", "--config_file",
-                    str(ROOT / "recipes" / "accelerate" / f"{name}_8.yaml"), "--num_processes", str(machine.gpus),
-                    str(ROOT / "rge" / "train.py"), "recipe=demo", "model.dtype=bfloat16", "model.scratch.naming=null",
-                    "cold_start.steps=2", "joint.steps=2", f"out={folder}/run",
-                ]
-            )  # fmt: skip
+            out = _run(launch_command(f"{name}_8", machine.gpus, Path(folder) / "run"))
             figures[name] = f"{time.perf_counter() - began:.0f} s" if out is None else f"failed: {out}"
     if any(str(value).startswith("failed") for value in figures.values()):
         raise AssertionError(json.dumps(figures))
     return f"two steps of both stages on {machine.gpus} GPUs", figures
+
+
+def launch_command(config: str, processes: int, out: Path) -> list[str]:
+    """Two steps of both stages of the demo, from random weights, under a launch config."""
+    return [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file",
+        str(ROOT / "recipes" / "accelerate" / f"{config}.yaml"), "--num_processes", str(processes),
+        str(ROOT / "rge" / "train.py"), "recipe=demo", "optim.name=adamw", "model.dtype=bfloat16",
+        "model.scratch.naming=null",
+        "cold_start.steps=2", "joint.steps=2", "train.num_processes=" + str(processes), f"out={out}",
+    ]  # fmt: skip
 
 
 def check_vllm(machine: Machine) -> tuple[str, dict[str, Any]]:
@@ -504,7 +508,12 @@ def _run(command: list[str]) -> str | None:
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"not done after {LIMIT_S:.0f} s"
-    return None if done.returncode == 0 else (done.stdout + done.stderr)[-2000:]
+    if done.returncode == 0:
+        return None
+    lines = (done.stdout + done.stderr).splitlines()
+    # A launcher writes a page of its own below what went wrong.
+    reasons = [line for line in lines if "rror: " in line]
+    return "\n".join([*reasons[:20], "...", *lines[-40:]])
 
 
 def run_checks(machine: Machine) -> list[Result]:

@@ -8,7 +8,6 @@ import pytest
 from PIL import Image, ImageFilter
 
 from data_prep.__main__ import main
-from data_prep.calls.client import ModelConfig
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames, stages
 from data_prep.rmir.config import ConfigError, IndexSpec, load_config
@@ -18,6 +17,7 @@ from data_prep.rmir.pictures.near_duplicates import near_duplicates, phash
 from data_prep.rmir.results import audit, review
 from data_prep.rmir.results.agreement import fleiss_kappa, panel_statistics, wilson
 from data_prep.rmir.run import Run
+from rge.calls.model_config import ModelConfig
 from rge.common.errors import UserError
 from rge.common.files import write_text
 
@@ -428,11 +428,11 @@ def test_wrong_verdicts(finished, tmp_path, content, message):
 def test_a_run_that_is_not_finished(tmp_path):
     with pytest.raises(UserError, match="does not exist: finish the run first"):
         main(["review", f"run={tmp_path}", f"out={tmp_path / 'x.html'}"])
-    with pytest.raises(UserError, match="run is missing"):
+    with pytest.raises(UserError, match="missing run=..."):
         main(["agreement", "verdicts=x"])
 
 
 def test_a_family_is_a_setting_of_a_model():
     config = load_config(["config=demo", "models.judge.family=qwen"])
     assert config.models["judge"].family == "qwen"
-    assert ModelConfig().family is None
+    assert ModelConfig("m").family is None

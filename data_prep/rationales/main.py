@@ -9,10 +9,12 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pyarrow.parquet as pq
 
 from data_prep.options import read_options
 from data_prep.rationales import checks, prompts
@@ -31,7 +33,7 @@ DEFAULTS = {
     "records": "", "out": "", "model": "", "base_url": "", "api": "openai", "key_env": "", "concurrency": "32",
     "max_words": "50", "temperature": "", "task": "auto", "leak": "keep", "max_leak": "0.5", "candidates": "1",
     "select": "", "min_gain": "", "input_price": "0", "output_price": "0", "picture_tokens": "1500", "budget": "",
-    "dry_run": "false",
+    "captions": "", "dry_run": "false",
 }  # fmt: skip
 SAMPLING_TEMPERATURE = 0.7
 """Of several candidates, where none is given: at 0 all of them would be the same."""
@@ -39,6 +41,9 @@ WINDOW = 1000
 """Records asked about at a time."""
 GAIN_WINDOW = 256
 """Pairs whose targets a rationale must tell apart."""
+
+PICTURES = "pictures.parquet"
+"""Beside records of the rmir pipeline: id, caption and origin of each picture."""
 
 Pair = tuple[Record, Positive]
 
@@ -56,6 +61,7 @@ class Settings:
         temperature: of the writer.
         candidates: rationales written for each pair.
         select: checkpoint that chooses among them; None takes the first that passes.
+        captions: of pictures, by id: what `checks.picture_leak` compares with.
         min_gain: a chosen rationale that gains less (nats) is left out; None keeps every one.
     """
 
@@ -67,6 +73,7 @@ class Settings:
     candidates: int = 1
     select: str | None = None
     min_gain: float | None = None
+    captions: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -126,6 +133,7 @@ def main(words: Sequence[str]) -> None:
             candidates=int(options["candidates"]),
             select=options["select"] or None,
             min_gain=float(options["min_gain"]) if options["min_gain"] else None,
+            captions=_captions(Path(options["records"]), options["captions"]),
         )
     except ValueError as error:
         raise UserError(f"a number is needed: {error}") from None
@@ -262,7 +270,7 @@ def _ask_all(
             for row, sample in wanted
         ]
         return [
-            _read(outcome, pairs[row][1], settings)
+            _read(outcome, *pairs[row], settings)
             for (row, _), outcome in zip(
                 wanted, caller.run(requests, read=prompts.read, title="rationales"), strict=True
             )
@@ -281,7 +289,7 @@ def _ask_all(
     return [[found[row, sample] for sample in range(settings.candidates)] for row in range(len(pairs))]
 
 
-def _read(outcome: Outcome, positive: Positive, settings: Settings) -> _Written:
+def _read(outcome: Outcome, record: Record, positive: Positive, settings: Settings) -> _Written:
     if outcome.lost:
         raise UserError(f"a call got no answer: {outcome.error}. What was answered is kept; run this again")
     try:
@@ -290,7 +298,11 @@ def _read(outcome: Outcome, positive: Positive, settings: Settings) -> _Written:
         text = prompts.read(outcome.reply)
     except ReplyError as error:
         return _Written(None, [error.kind])
-    return _Written(text, checks.faults(text, max_words=settings.max_words), checks.leak(text, positive.text))
+    leak = checks.leak(text, positive.text)
+    if positive.text is None:
+        known = f"{record.instruction or ''} {record.query.text or ''}"
+        leak = checks.picture_leak(text, settings.captions.get(positive.id), known)
+    return _Written(text, checks.faults(text, max_words=settings.max_words), leak)
 
 
 def _choose(candidates: list[_Written], settings: Settings, tally: _Tally) -> str | None:
@@ -342,6 +354,19 @@ def _request(
         form="<rationale>your rationale</rationale>",
         fields=(("rationale", None),),
     )
+
+
+def _captions(records: Path, given: str) -> dict[str, str]:
+    """Captions by id: of the table that is named, or of the one that the rmir pipeline writes beside its records."""
+    path = Path(given) if given else records.with_name(PICTURES)
+    if not given and not path.is_file():
+        return {}
+    try:
+        table = pq.read_table(path, columns=["id", "caption"])
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"captions={path} is no Parquet file with columns id and caption: {error}") from None
+    rows = zip(table["id"].to_pylist(), table["caption"].to_pylist(), strict=True)
+    return {str(name): caption for name, caption in rows if caption}
 
 
 def _mean(values: list[float]) -> float:

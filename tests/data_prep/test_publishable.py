@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from data_prep.rationales import checks
-from data_prep.rationales.main import _captions
+from data_prep.rationales.main import read_captions
 from data_prep.rmir import frames, oracle, prompts, stages
 from data_prep.rmir.config import (
     EncoderConfig,
@@ -311,7 +311,7 @@ def test_the_data_set_says_where_each_picture_is_from_and_nothing_of_its_camera(
             assert found["licence"] == (expected[name]["licence"] or "see LICENSES")
             assert found["path"] is None or (tmp_path / "out/dataset" / found["path"]).is_file()
     run.close()
-    captions = _captions(tmp_path / "out/dataset/train.jsonl", "")
+    captions = read_captions(tmp_path / "out/dataset/train.jsonl", None)
     assert captions == {name: row["caption"] for name, row in origins.items() if row["caption"]}
 
 

@@ -5,3 +5,12 @@ from rge.common import torchvision_cpu
 __version__ = "0.1.0"
 
 torchvision_cpu.make_importable()
+
+
+def __getattr__(name: str):
+    """`Embedder`, loaded when it is first asked for: it brings transformers with it."""
+    if name == "Embedder":
+        from rge.embedder import Embedder
+
+        return Embedder
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,7 +25,7 @@ from rge.distributed import collectives as dist
 from rge.losses import hit_at_1, nested_info_nce
 from rge.model.attention import EncodedPrompts
 from rge.model.dropout import RandomState, drops_out
-from rge.model.embedder import Embedder, Readout
+from rge.model.embedding_model import EmbeddingModel, Readout
 from rge.model.packing import Branch
 from rge.rollout.generate import Rationale
 
@@ -86,7 +86,7 @@ NoSync = Callable[[], AbstractContextManager]
 
 def training_step(
     model: nn.Module,
-    embedder: Embedder,
+    embedder: EmbeddingModel,
     batch: Batch,
     objective: Objective,
     *,
@@ -207,7 +207,7 @@ def query_branches(
 
 def _forward(
     model: nn.Module,
-    embedder: Embedder,
+    embedder: EmbeddingModel,
     batch: Batch,
     objective: Objective,
     rationales: Sequence[Rationale] | None,
@@ -237,7 +237,7 @@ def _forward(
 
 @torch.no_grad()
 def _states_without_gradient(
-    embedder: Embedder,
+    embedder: EmbeddingModel,
     batch: Batch,
     objective: Objective,
     rationales: Sequence[Rationale] | None,
@@ -265,7 +265,7 @@ def _states_without_gradient(
 
 
 def _own_states(
-    embedder: Embedder, batch: Batch, rationales: Sequence[Rationale], micro_batch_size: int
+    embedder: EmbeddingModel, batch: Batch, rationales: Sequence[Rationale], micro_batch_size: int
 ) -> Tensor:
     """The rollout's own final states; those that it did not compute with these weights are computed now."""
     states = [rationale.state_D for rationale in rationales]
@@ -296,7 +296,7 @@ def _rows_of(queries: slice, num_each: int) -> slice:
 
 @torch.no_grad()
 def _states_with_dropout(
-    embedder: Embedder,
+    embedder: EmbeddingModel,
     batch: Batch,
     objective: Objective,
     rationales: Sequence[Rationale] | None,

@@ -37,7 +37,7 @@ from rge.distributed import launch
 from rge.distributed.failure_detection import fellow_ranks
 from rge.logs import Logs, start_trackers
 from rge.model.backbone import check_sizes, vision_parameters
-from rge.model.embedder import Embedder, embedder_to_train
+from rge.model.embedding_model import EmbeddingModel, embedder_to_train
 from rge.model.prompts import PromptBuilder
 from rge.optim.optimizers import learning_rate, make_optimizer, set_learning_rate
 from rge.rollout.writer import make_writer, rollout_report
@@ -147,7 +147,7 @@ def train_stage(
 
 
 def build_validation(
-    recipe: Recipe, objective: Objective, embedder: Embedder, records: Mapping[str, RecordFile]
+    recipe: Recipe, objective: Objective, embedder: EmbeddingModel, records: Mapping[str, RecordFile]
 ) -> Validation | None:
     """The held-out records, if there are any, collated as in training but without augmentation; none may be bad."""
     if recipe.validation.path is None:
@@ -166,7 +166,7 @@ def build_batches(
     recipe: Recipe,
     stage: StageConfig,
     objective: Objective,
-    embedder: Embedder,
+    embedder: EmbeddingModel,
     records: Mapping[str, RecordFile],
 ) -> StepBatches:
     """Sources, their mixture and this rank's share of every step."""

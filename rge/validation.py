@@ -15,7 +15,7 @@ from rge.data.collate import Batch, Collator
 from rge.data.sources import Draw, RecordError, RecordFile
 from rge.distributed import collectives as dist
 from rge.losses import hit_at_1, info_nce
-from rge.model.embedder import Embedder
+from rge.model.embedding_model import EmbeddingModel
 from rge.model.packing import Branch
 from rge.rollout.generate import generate
 from rge.step import Objective, candidate_masks, query_branches
@@ -57,7 +57,7 @@ class Validation:
         self.num_chunks = math.ceil(math.ceil(count / world_size) / micro_batch_size)
 
     @torch.no_grad()
-    def measure(self, embedder: Embedder) -> dict[str, float]:
+    def measure(self, embedder: EmbeddingModel) -> dict[str, float]:
         """Losses, hit@1 and the share of forced stops, equal on all processes.
 
         Returns:
@@ -71,7 +71,7 @@ class Validation:
         finally:
             embedder.train(was_training)
 
-    def _measure(self, embedder: Embedder) -> dict[str, float]:
+    def _measure(self, embedder: EmbeddingModel) -> dict[str, float]:
         objective = self.objective
         chunks: list[Batch] = []
         q_parts: list[Tensor] = []

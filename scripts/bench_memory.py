@@ -27,7 +27,7 @@ from bench_step import peak_growth  # noqa: E402
 from rge.common.schema import Item  # noqa: E402
 from rge.data.collate import Batch  # noqa: E402
 from rge.model.backbone import load_backbone  # noqa: E402
-from rge.model.embedder import Embedder  # noqa: E402
+from rge.model.embedding_model import EmbeddingModel  # noqa: E402
 from rge.model.prompts import PromptBuilder  # noqa: E402
 from rge.rollout.generate import generate  # noqa: E402
 from rge.scratch import build as scratch  # noqa: E402
@@ -76,7 +76,7 @@ def point(folder: str, size: int, micro_batch: int, first: int) -> dict[str, Any
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    embedder = Embedder(load_backbone(folder, add_emb=True)).train()
+    embedder = EmbeddingModel(load_backbone(folder, add_emb=True)).train()
     builder = PromptBuilder(embedder.processor)
     objective = Objective(1 / 11, 10 / 11, 0.03)
 

@@ -5,7 +5,7 @@
 Both forms compute the same step on the same weights, prompts, own rationales and candidates:
 
     three passes  transformers' `generate`; LM forward on [prompt][oracle]; contrastive forward on [prompt][own, <emb>]
-    ours          `rge.model.embedder.encode_prompts` runs the prompts, with gradient; `rge.rollout.generate` goes on from their
+    ours          `rge.model.embedding_model.encode_prompts` runs the prompts, with gradient; `rge.rollout.generate` goes on from their
                   keys and values; so do [own, <emb>] and [oracle, <emb>] in `rge.step.training_step`
 
 ``demo`` is the demo recipe's model and one of its real batches; ``long`` is a random Qwen2.5-VL with a picture and text
@@ -59,7 +59,7 @@ from rge.data.sources import Mixture, RecordFile, read_texts
 from rge.losses import info_nce, rationale_nll
 from rge.model.attention import EncodedPrompts
 from rge.model.backbone import load_backbone, text_model
-from rge.model.embedder import Embedder, encode_prompts, normalise
+from rge.model.embedding_model import EmbeddingModel, encode_prompts, normalise
 from rge.model.families import normalised
 from rge.model.packing import Branch
 from rge.model.prompts import Prompt, PromptBuilder
@@ -105,7 +105,7 @@ class Setting:
     """
 
     name: str
-    embedder: Embedder
+    embedder: EmbeddingModel
     batch: Batch
     objective: Objective
     stop_B: list[int]
@@ -124,7 +124,7 @@ def demo_setting(options: Options) -> Setting:
         pixels = {"min_pixels": recipe.model.min_pixels, "max_pixels": recipe.model.max_pixels}
         sizes = {"vocab_size": config.vocab_size, "text": config.text, "vision": config.vision}
         scratch.build(path, texts, seed=0, **sizes, **pixels)
-        embedder = Embedder(load_backbone(path, add_emb=True, **pixels)).eval()
+        embedder = EmbeddingModel(load_backbone(path, add_emb=True, **pixels)).eval()
     files = [RecordFile(source.path, need_rationale=True) for source in stage.sources]
     weights = [source.weight for source in stage.sources]
     loss = recipe.loss
@@ -158,7 +158,7 @@ def long_setting(options: Options) -> Setting:
         pixels = {"min_pixels": 28 * 28, "max_pixels": 4096 * 4096}
         texts = [" ".join(rng.choice(words, 20)) for _ in range(50)]
         scratch.build(path, texts, seed=0, vocab_size=2048, text=text, vision=vision, **pixels)
-        embedder = Embedder(load_backbone(path, add_emb=True, **pixels)).eval()
+        embedder = EmbeddingModel(load_backbone(path, add_emb=True, **pixels)).eval()
     builder = PromptBuilder(embedder.processor, "plain", max_tokens=10**6)
 
     def picture(side_px: int) -> Image.Image:
@@ -208,7 +208,7 @@ def long_setting(options: Options) -> Setting:
 SETTINGS: dict[str, Callable[[Options], Setting]] = {"demo": demo_setting, "long": long_setting}
 
 
-def _note(embedder: Embedder, batch: Batch, stop_B: Sequence[int]) -> str:
+def _note(embedder: EmbeddingModel, batch: Batch, stop_B: Sequence[int]) -> str:
     size = sum(parameter.numel() for parameter in embedder.parameters()) / 1e6
 
     def span(values: Sequence[int]) -> str:
@@ -253,7 +253,7 @@ class StoppingHead(nn.Module):
 
 
 @contextmanager
-def stopping(embedder: Embedder, stop_B: Sequence[int]) -> Iterator[None]:
+def stopping(embedder: EmbeddingModel, stop_B: Sequence[int]) -> Iterator[None]:
     """Let the model's rows stop after so many tokens."""
     head = embedder.model.lm_head
     embedder.model.lm_head = StoppingHead(head, embedder.emb_id, stop_B)
@@ -296,7 +296,7 @@ def their_rollout(setting: Setting) -> list[list[int]]:
 
 
 def stock_inputs(
-    embedder: Embedder, prompts: Sequence[Prompt], suffixes: Sequence[Sequence[int]], padding_side: str
+    embedder: EmbeddingModel, prompts: Sequence[Prompt], suffixes: Sequence[Sequence[int]], padding_side: str
 ) -> dict[str, Tensor]:
     """A padded batch as transformers takes it; positions and masks are made inside the model."""
     ids, types = [], []

@@ -29,7 +29,7 @@ _CONTEXT.set_forkserver_preload(
         "rge.validation",
         "rge.checkpoints.checkpoint_manager",
         "rge.scratch.starting_point",
-        "rge.encoder",
+        "rge.embedder",
         "data_prep.rmir.main",
     ]
 )

@@ -11,7 +11,7 @@ from family_models import LIVELY_SEED, TEXT, TEXTS, VISION, build
 from PIL import Image
 
 from rge.model.backbone import load_backbone
-from rge.model.embedder import Embedder
+from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import PromptBuilder
 from rge.scratch import build as scratch
 
@@ -39,7 +39,7 @@ def backbone_of():
 @pytest.fixture
 def embedder(tiny_path, backbone_of):
     """A fresh float32 embedder; tests may change it."""
-    return Embedder(backbone_of(tiny_path, add_emb=True)).eval()
+    return EmbeddingModel(backbone_of(tiny_path, add_emb=True)).eval()
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def lively_path(request, lively_paths):
 @pytest.fixture
 def lively(lively_path, backbone_of):
     """A fresh float32 embedder whose states and tokens vary."""
-    return Embedder(backbone_of(lively_path)).eval()
+    return EmbeddingModel(backbone_of(lively_path)).eval()
 
 
 @pytest.fixture(scope="session")
@@ -125,10 +125,10 @@ def untied_backbone(tmp_path_factory):
 @pytest.fixture
 def untied(untied_backbone):
     """A fresh float32 embedder with an output matrix of its own."""
-    return Embedder(copy.deepcopy(untied_backbone)).eval()
+    return EmbeddingModel(copy.deepcopy(untied_backbone)).eval()
 
 
 @pytest.fixture
 def lively64(lively_path, backbone_of):
     """The lively one in float64."""
-    return Embedder(backbone_of(lively_path, dtype="float64")).eval()
+    return EmbeddingModel(backbone_of(lively_path, dtype="float64")).eval()

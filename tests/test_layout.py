@@ -20,7 +20,7 @@ ONLY_IN = {
     "torch.distributed": {"rge/distributed/collectives.py"},
     "deepspeed": {"rge/distributed/collectives.py"},
     "peft": {"rge/model/adapters.py", "eval/models/qwen.py"},
-    "sentence_transformers": {"eval/models/sentence.py"},
+    "sentence_transformers": {"eval/models/sentence.py", "rge/integrations/sentence_transformers.py"},
     "wandb": {"rge/logs.py"},
     "transformers": {
         "rge/model/backbone.py",

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from rge.common.schema import Item, Record, Target
-from rge.encoder import load_encoder
+from rge.embedder import Embedder
 from rge.model.packing import Branch
 
 
@@ -53,7 +53,7 @@ class GainJudge:
     """
 
     def __init__(self, checkpoint: str, *, batch_size: int = 16, temperature: float = 0.05):
-        self.encoder = load_encoder(checkpoint)
+        self.encoder = Embedder.from_pretrained(checkpoint)
         self.batch_size, self.temperature = batch_size, temperature
 
     def judge(
@@ -108,7 +108,7 @@ class GainJudge:
     ) -> list[np.ndarray]:
         import torch
 
-        builder, embedder = self.encoder.builder, self.encoder.embedder
+        builder, embedder = self.encoder.builder, self.encoder.model
         prompts, branches = [], []
         for record, texts in zip(records, candidates, strict=True):
             images = tuple(str(folder / image) for image in record.query.images)

@@ -272,7 +272,7 @@ class LocalJudge:
 
         from eval.judging.yes_no import word_id
         from rge.model.backbone import load_backbone
-        from rge.model.embedder import Embedder
+        from rge.model.embedding_model import EmbeddingModel
         from rge.model.prompts import PromptBuilder
 
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -287,7 +287,7 @@ class LocalJudge:
         backbone = load_backbone(
             path, dtype=dtype, min_pixels=pixels["min"], max_pixels=pixels["max"], add_emb=True
         )
-        self._embedder = Embedder(backbone).to(device).eval()
+        self._embedder = EmbeddingModel(backbone).to(device).eval()
         self._builder = PromptBuilder(backbone.processor, "plain", max_tokens)
         self._batch_size, self._words = batch_size, (yes, no)
         try:

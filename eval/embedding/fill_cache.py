@@ -22,7 +22,7 @@ from rge.common.schema import Encoded, Item
 Side = Literal["query", "candidate"]
 Mode = Literal["reasoning", "direct"]
 SHARD_BATCHES = 8
-"""Batches in a shard, which is what a kill can cost at most, and the window within which `rge.encoder` sorts by length."""
+"""Batches in a shard, which is what a kill can cost at most, and the window within which `rge.embedder` sorts by length."""
 POLL_S = 0.2
 """How often the first process looks for the others' last shards."""
 BLOCK_ROWS = 1 << 16
@@ -32,7 +32,7 @@ COLLAPSED = 1e-6
 
 
 class Embeds(Protocol):
-    """What `eval` needs of `rge.encoder.Encoder`."""
+    """What `eval` needs of `rge.embedder.Embedder`."""
 
     checkpoint: Path
     checkpoint_hash: str

@@ -24,7 +24,7 @@ NUMERIC = (
 """Libraries whose version decides an embedding."""
 VERSIONED = (*NUMERIC, "faiss-cpu", "pyarrow")
 ROOT = Path(rge.__file__).resolve().parent.parent
-ENCODER_CODE = "rge.encoder"
+ENCODER_CODE = "rge.embedder"
 """The module that every embedding of ours comes from; what it imports decides embeddings too."""
 ELSEWHERE = (
     "adapter", "model", "revision", "profile", "wording", "own_prompts", "instruction", "max_prompt_tokens",
@@ -48,7 +48,7 @@ def versions(names: Sequence[str] = VERSIONED) -> dict[str, str]:
 
 @cache
 def code_hash(module: str = ENCODER_CODE) -> str:
-    """Sha256 of the code that makes an embedding: a module, `rge.encoder`, and whatever of ours these import.
+    """Sha256 of the code that makes an embedding: a module, `rge.embedder`, and whatever of ours these import.
 
     Comments, layout and docstrings do not count. An embedder of somebody's own module is named by that module too.
 

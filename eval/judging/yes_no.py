@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rge.model.embedder import Embedder
+from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import Prompt
 
 
-def word_id(embedder: Embedder, word: str) -> int:
+def word_id(embedder: EmbeddingModel, word: str) -> int:
     """Id of a word that the tokenizer keeps whole.
 
     Raises:
@@ -26,7 +26,7 @@ def word_id(embedder: Embedder, word: str) -> int:
 
 @torch.no_grad()
 def next_token_logits(
-    embedder: Embedder, prompts: Sequence[Prompt], ids: Sequence[int], *, batch_size: int
+    embedder: EmbeddingModel, prompts: Sequence[Prompt], ids: Sequence[int], *, batch_size: int
 ) -> np.ndarray:
     """Logits of some tokens as the first of the answer, (prompts, ids) float32.
 

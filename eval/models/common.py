@@ -14,7 +14,7 @@ from eval.models.registry import Facts
 from rge.common.errors import UserError
 from rge.common.prompt_profiles import PROFILES, Profile
 from rge.common.schema import Encoded, Item
-from rge.model.embedder import normalise
+from rge.model.embedding_model import normalise
 
 WINDOW_BATCHES = 8
 """Batches prepared at a time, within which rows are sorted by length; the pictures of one window are in memory."""
@@ -94,7 +94,7 @@ class DirectEncoder(Generic[T]):
         seeds: Sequence[int] | None = None,
         on_progress: Callable[[int], object] | None = None,
     ) -> Encoded:
-        """Embed items; see `rge.encoder.Encoder.encode`.
+        """Embed items; see `rge.embedder.Embedder.encode`.
 
         Raises:
             UserError: asked for rationales.

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 
 from eval.models.registry import Facts
-from rge.encoder import Encoder, load_encoder
+from rge.embedder import Embedder
 from rge.model.backbone import load_backbone
-from rge.model.embedder import Embedder
+from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import PromptBuilder
 
 RELEASE = {"min": 256 * 28 * 28, "max": 1024 * 28 * 28}
@@ -18,9 +18,9 @@ MAX_PROMPT_TOKENS = 32_768
 """The released evaluation cuts nothing shorter."""
 
 
-def load_own(facts: Facts, **options: Any) -> Encoder:
-    """A finished checkpoint of rge; see `rge.encoder.load_encoder` for the options."""
-    return load_encoder(facts.path, **options)
+def load_own(facts: Facts, **options: Any) -> Embedder:
+    """A finished checkpoint of rge; see `rge.embedder.Embedder.from_pretrained` for the options."""
+    return Embedder.from_pretrained(facts.path, **options)
 
 
 def load_release(
@@ -30,7 +30,7 @@ def load_release(
     dtype: str | None = None,
     max_new_tokens: int | None = None,
     temperature: float | None = None,
-) -> Encoder:
+) -> Embedder:
     """The released RGE checkpoint (github.com/MCG-NJU/RGE), asked as its evaluation asks it.
 
     Chat template with the default system prompt; pictures, a newline, instruction and text, a newline; the query writes
@@ -59,4 +59,4 @@ def load_release(
         "recipe": {},
     }
     builder = PromptBuilder(backbone.processor, "rge", MAX_PROMPT_TOKENS)
-    return Encoder(Embedder(backbone).to(device), builder, facts.path, settings)
+    return Embedder(EmbeddingModel(backbone).to(device), builder, facts.path, settings)

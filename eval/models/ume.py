@@ -14,9 +14,9 @@ from eval.models.common import VLM2VEC, place
 from eval.models.registry import Facts
 from rge.common.prompt_profiles import PROFILES, Profile
 from rge.common.schema import Encoded, Item
-from rge.encoder import Encoder
+from rge.embedder import Embedder
 from rge.model.backbone import load_backbone
-from rge.model.embedder import Embedder
+from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import PromptBuilder
 
 GEN, DISC = "<gen_emb>", "<disc_emb>"
@@ -52,7 +52,7 @@ class UmeBuilder(PromptBuilder):
 class UmeEncoder:
     """Two encoders on one model, one a mode."""
 
-    def __init__(self, by_mode: dict[str, Encoder], settings: dict[str, Any]):
+    def __init__(self, by_mode: dict[str, Embedder], settings: dict[str, Any]):
         self.by_mode, self.settings = by_mode, settings
         self.checkpoint, self.checkpoint_hash = (
             by_mode["direct"].checkpoint,
@@ -78,7 +78,7 @@ class UmeEncoder:
         seeds: Sequence[int] | None = None,
         on_progress: Callable[[int], object] | None = None,
     ) -> Encoded:
-        """Embed items; see `rge.encoder.Encoder.encode`."""
+        """Embed items; see `rge.embedder.Embedder.encode`."""
         encoder = self.by_mode.get(mode)
         if encoder is None:
             raise ValueError(f"mode must be reasoning or direct, got {mode!r}")
@@ -120,10 +120,10 @@ def load_ume(
     }
     by_mode = {}
     for mode, token in {"reasoning": GEN, "direct": DISC}.items():
-        embedder = Embedder(backbone).to(device)
+        embedder = EmbeddingModel(backbone).to(device)
         embedder.emb_id = tokenizer.convert_tokens_to_ids(token)
         builder = UmeBuilder(backbone.processor, VLM2VEC, MAX_PROMPT_TOKENS, emb_token=token)
-        by_mode[mode] = Encoder(embedder, builder, facts.path, settings)
+        by_mode[mode] = Embedder(embedder, builder, facts.path, settings)
     encoder = UmeEncoder(by_mode, settings)
     encoder._say("ume-r1", VLM2VEC)
     return encoder

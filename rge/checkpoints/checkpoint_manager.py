@@ -10,12 +10,14 @@ import signal
 import sys
 import threading
 import time
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
 
+from rge.checkpoints.description import training_data
 from rge.checkpoints.export import RGE_JSON, export, settings_of
 from rge.checkpoints.resume import check_same_recipe
 from rge.checkpoints.training_state import States, discard
@@ -23,7 +25,7 @@ from rge.config import Recipe, to_dict
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.model.adapters import has_adapters, merged_weights
-from rge.model.embedder import Embedder
+from rge.model.embedding_model import EmbeddingModel
 from rge.validation import Validation
 
 STOPPED = 128
@@ -80,7 +82,7 @@ class Keeper:
         folder: Path,
         num_steps: int,
         validation: Validation | None,
-        embedder: Embedder,
+        embedder: EmbeddingModel,
         model: nn.Module,
         optimizer,
         accelerator: Accelerator,
@@ -189,6 +191,10 @@ class Keeper:
             for _, old in ranked[keep:]:
                 discard(self.folder / "best" / _name(old))
 
+    @cached_property
+    def _training_data(self) -> dict[str, Any]:
+        return training_data(getattr(self.recipe, self.name).sources)
+
     def _kept(self) -> list[tuple[float, int]]:
         """Value and step of every checkpoint in ``best``."""
         found = []
@@ -216,8 +222,12 @@ class Keeper:
             stage=self.name,
             step=step,
         )
+        if self.name == "joint":
+            settings["dimensions"] = sorted(recipe.loss.matryoshka_dims)
         if validation is not None:
             settings["validation"] = validation
+        if self.accelerator.is_main_process:
+            settings |= self._training_data
         weights = dist.full_weights(self.accelerator, self.model, self.embedder)
         if self.accelerator.is_main_process:
             if has_adapters(self.embedder.model):

@@ -15,8 +15,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 import rge
+from rge.checkpoints.description import SENTENCE_TRANSFORMERS, model_card
 from rge.common.errors import UserError
-from rge.model.embedder import Embedder
+from rge.model.embedding_model import EmbeddingModel
 
 RGE_JSON = "rge.json"
 
@@ -29,9 +30,9 @@ class CheckpointError(UserError):
 
 
 def export(
-    embedder: Embedder, folder: Path, settings: dict[str, Any], state_dict: dict | None = None
+    embedder: EmbeddingModel, folder: Path, settings: dict[str, Any], state_dict: dict | None = None
 ) -> None:
-    """Write a finished checkpoint: weights, config, processor, chat template, ``rge.json``.
+    """Write a finished checkpoint: weights, config, processor, chat template, ``rge.json``, model card.
 
     Args:
         embedder: unwrapped.
@@ -52,6 +53,12 @@ def export(
         embedder.model.save_pretrained(temporary, state_dict=state_dict)
         embedder.processor.save_pretrained(temporary)
         (temporary / RGE_JSON).write_text(json.dumps(settings, indent=2) + "\n")
+        (temporary / "README.md").write_text(model_card(settings, _shown_name(folder)), encoding="utf-8")
+        for name, content in SENTENCE_TRANSFORMERS.items():
+            (temporary / name).write_text(json.dumps(content, indent=2) + "\n")
+        mode = (temporary / RGE_JSON).stat().st_mode
+        for path in temporary.iterdir():
+            path.chmod(mode)  # safetensors' own files are private to the user
     except WRITE_ERRORS as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
@@ -60,6 +67,11 @@ def export(
     if folder.exists():
         shutil.rmtree(folder)
     temporary.rename(folder)
+
+
+def _shown_name(folder: Path) -> str:
+    """``runs/demo/joint/final`` as its card calls it: ``demo/joint/final``, without the machine's folders."""
+    return "/".join(folder.resolve().parts[-3:]).lstrip("/")
 
 
 def _as_loaded(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

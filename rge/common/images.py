@@ -1,7 +1,9 @@
 """Open pictures by reference, and refuse clearly what cannot be opened. Nothing is replaced by a blank image."""
 
+import base64
 import io
 import os
+import time
 import warnings
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +14,9 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from rge.common.errors import UserError
 from rge.common.schema import ImageRef
+
+FETCH_S, FETCH_BYTES = 30, 64 << 20
+"""What a picture on the web may take."""
 
 
 class ImageError(UserError):
@@ -119,11 +124,44 @@ def _is_file(entry: os.DirEntry) -> bool:
         return False  # a link to itself
 
 
-def load_image(ref: ImageRef) -> Image.Image:
+def fetch_picture(address: str) -> bytes:
+    """Encoded bytes of a picture on the web, or in a ``data:`` URL.
+
+    Raises:
+        ImageError: it cannot be fetched within `FETCH_S` seconds, or has more than `FETCH_BYTES` bytes.
+    """
+    shown = address[:60] + ("..." if len(address) > 60 else "")
+    if address.startswith("data:"):
+        head, comma, data = address.partition(",")
+        try:
+            if not comma or not head.endswith(";base64"):
+                raise ValueError("only base64 is understood")
+            return base64.b64decode(data, validate=True)
+        except ValueError as error:
+            raise ImageError(f"data URL {shown} cannot be read: {error}") from None
+    import httpx
+
+    found = bytearray()
+    deadline = time.monotonic() + FETCH_S
+    try:
+        with httpx.stream("GET", address, timeout=FETCH_S, follow_redirects=True) as answer:
+            answer.raise_for_status()
+            for part in answer.iter_bytes():
+                found += part
+                if len(found) > FETCH_BYTES:
+                    raise ImageError(f"picture {shown} is larger than {FETCH_BYTES >> 20} MB")
+                if time.monotonic() > deadline:
+                    raise ImageError(f"picture {shown} did not arrive within {FETCH_S} s")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ImageError(f"picture {shown} cannot be fetched: {error or type(error).__name__}") from error
+    return bytes(found)
+
+
+def load_image(ref: ImageRef | Image.Image) -> Image.Image:
     """Decode a picture to RGB; transparency is laid on white, EXIF rotation is applied.
 
     Args:
-        ref: see `picture_bytes`.
+        ref: see `picture_bytes`; or a picture that is decoded already, which is treated alike.
 
     Returns:
         An RGB image, fully decoded.
@@ -132,6 +170,8 @@ def load_image(ref: ImageRef) -> Image.Image:
         ImageError: missing, not an image, truncated, animated, of pixels without a known range, or so large that
             Pillow suspects an attack.
     """
+    if isinstance(ref, Image.Image):
+        return _decoded(ref, f"<{ref.width} x {ref.height} picture>")
     name = f"<{len(ref)} bytes>" if isinstance(ref, bytes) else ref
     data = picture_bytes(ref)
     try:
@@ -142,17 +182,21 @@ def load_image(ref: ImageRef) -> Image.Image:
             if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
                 raise ImageError(f"picture {name} has {image.n_frames} frames: extract the one that is meant")
             image.load()
-            image = _eight_bits(ImageOps.exif_transpose(image), name)
-            if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-                image = image.convert("RGBA")
-                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-            return image.convert("RGB")
+            return _decoded(image, name)
     except ImageError:
         raise
     except UnidentifiedImageError:  # its message holds an address in memory
         raise ImageError(f"picture {name} cannot be decoded: it is no picture that Pillow knows") from None
     except Exception as error:  # noqa: BLE001 - on damaged files Pillow's readers raise whatever they run into
         raise ImageError(f"picture {name} cannot be decoded: {error}") from error
+
+
+def _decoded(image: Image.Image, name: str) -> Image.Image:
+    image = _eight_bits(ImageOps.exif_transpose(image), name)
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
 
 
 def _eight_bits(image: Image.Image, name: str) -> Image.Image:

@@ -21,7 +21,7 @@ from rge.common.files import write_text
 from rge.config import RecipeError, nearest, split_override
 from rge.diagnose import invariance, leakage, sensitivity
 from rge.diagnose.pairs import read_pairs
-from rge.encoder import load_encoder
+from rge.embedder import Embedder
 
 NAMES = ("leakage", "sensitivity", "invariance")
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
         shown = leakage.table(found)
     else:
         limit = options.pop("limit")
-        encoder = load_encoder(checkpoint, dtype="float32")
+        encoder = Embedder.from_pretrained(checkpoint, dtype="float32")
         pairs = read_pairs(data, limit, options["seed"])
         if name == "sensitivity":
             found = sensitivity.sensitivity(encoder, pairs, **options)

@@ -16,7 +16,7 @@ from rge.common.schema import Item
 from rge.config import RolloutConfig
 from rge.diagnose.pairs import Pairs
 from rge.diagnose.sensitivity import after
-from rge.encoder import Encoded, Encoder, load_encoder
+from rge.embedder import Embedder, Encoded
 from rge.model.backbone import load_plain
 from rge.model.families import family_of, normalised
 from rge.model.prompts import Prompt
@@ -27,7 +27,7 @@ TOLERANCE = 1e-4
 
 
 def invariance(
-    encoder: Encoder, pairs: Pairs, *, batch_sizes: tuple[int, ...] = (4, 32), backend: str = "own"
+    encoder: Embedder, pairs: Pairs, *, batch_sizes: tuple[int, ...] = (4, 32), backend: str = "own"
 ) -> dict[str, Any]:
     """Compare all variants with the reference.
 
@@ -68,11 +68,11 @@ def invariance(
         add("in the opposite order", mode, found, True)
     if backend == "vllm":
         add("vLLM's rationale", "reasoning", _by_vllm(encoder, items, batch_sizes[-1]), True)
-    coarse = load_encoder(encoder.checkpoint, device=str(encoder.embedder.device), dtype="bfloat16")
+    coarse = Embedder.from_pretrained(encoder.checkpoint, device=str(encoder.model.device), dtype="bfloat16")
     for mode in ("direct", "reasoning"):
         found = coarse.encode(items, side="query", mode=mode, batch_size=batch_sizes[-1])  # type: ignore[arg-type]
         add("bfloat16", mode, found, False)
-    plain = load_plain(encoder.checkpoint).to(encoder.embedder.device)
+    plain = load_plain(encoder.checkpoint).to(encoder.model.device)
     prompts = [encoder.builder.build(item, "query") for item in items]
     for attention in ("sdpa", "eager"):
         plain.set_attn_implementation(attention)
@@ -101,11 +101,11 @@ def compare(ours: np.ndarray, theirs: np.ndarray) -> dict[str, float | None]:
     }
 
 
-def _by_vllm(encoder: Encoder, items: Sequence[Item], batch_size: int) -> Encoded:
+def _by_vllm(encoder: Embedder, items: Sequence[Item], batch_size: int) -> Encoded:
     """Rationales of vLLM, greedy, and the states after them."""
     cap = encoder.settings["generation"]["max_new_tokens"]
     vllm = VllmRollout(
-        encoder.embedder,
+        encoder.model,
         Accelerator(),
         max_prompt_tokens=encoder.settings["max_prompt_tokens"],
         max_new_tokens=cap,
@@ -126,9 +126,9 @@ def _by_vllm(encoder: Encoder, items: Sequence[Item], batch_size: int) -> Encode
 
 
 @torch.no_grad()
-def _plain_states(model: Any, encoder: Encoder, prompts: list[Prompt], side: str) -> np.ndarray:
+def _plain_states(model: Any, encoder: Embedder, prompts: list[Prompt], side: str) -> np.ndarray:
     """Direct embeddings by the model's own forward over padded rows, as a user of transformers would get them."""
-    embedder = encoder.embedder
+    embedder = encoder.model
     rows = [torch.cat([prompt.input_ids, torch.tensor([embedder.emb_id])]) for prompt in prompts]
     found = []
     for start in range(0, len(rows), 8):

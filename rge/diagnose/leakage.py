@@ -25,7 +25,7 @@ from rge.checkpoints.export import read_settings
 from rge.config import DataConfig
 from rge.data.collate import Batch, StepBatches
 from rge.data.sources import Mixture, RecordFile
-from rge.encoder import load_encoder
+from rge.embedder import Embedder
 from rge.rollout.generate import generate
 from rge.step import Objective, candidate_masks, training_step
 
@@ -66,8 +66,8 @@ def leakage(
     chances: list[float] = []
     for kind in triplets:
         torch.manual_seed(seed)
-        encoder = load_encoder(checkpoint, dtype="float32")
-        embedder = encoder.embedder.train()
+        encoder = Embedder.from_pretrained(checkpoint, dtype="float32")
+        embedder = encoder.model.train()
         embedder.requires_grad_(True)
         objective = Objective(
             0.5, 0.5, settings["loss"]["temperature"], "self" if kind == "own rationale" else "oracle"

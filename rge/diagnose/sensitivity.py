@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from rge.diagnose.pairs import Pairs, elsewhere, hits, interval
-from rge.encoder import Encoder
+from rge.embedder import Embedder
 from rge.model.packing import Branch
 from rge.model.prompts import Prompt
 from rge.rollout.generate import generate
 
 
 @torch.no_grad()
-def sensitivity(encoder: Encoder, pairs: Pairs, *, batch_size: int, seed: int = 0) -> dict[str, Any]:
+def sensitivity(encoder: Embedder, pairs: Pairs, *, batch_size: int, seed: int = 0) -> dict[str, Any]:
     """Measure all conditions.
 
     Args:
@@ -31,7 +31,7 @@ def sensitivity(encoder: Encoder, pairs: Pairs, *, batch_size: int, seed: int = 
         own embedding, and ``moved``, the share of queries with another best candidate; ``cosine_of_others``, how alike
         the own embeddings of different queries are; and a ``verdict``.
     """
-    embedder, builder = encoder.embedder, encoder.builder
+    embedder, builder = encoder.model, encoder.builder
     prompts = [builder.build(item, "query") for item in pairs.queries]
     cap = encoder.settings["generation"]["max_new_tokens"]
     own = generate(embedder, prompts, max_new_tokens=cap, batch_size=batch_size)
@@ -75,12 +75,12 @@ def sensitivity(encoder: Encoder, pairs: Pairs, *, batch_size: int, seed: int = 
 
 @torch.no_grad()
 def after(
-    encoder: Encoder, prompts: list[Prompt], rationales: list[list[int]], batch_size: int
+    encoder: Embedder, prompts: list[Prompt], rationales: list[list[int]], batch_size: int
 ) -> np.ndarray:
     """Embeddings (Q, D) of prompts after given rationales."""
-    embedder = encoder.embedder
+    embedder = encoder.model
     order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]) + len(rationales[row]))
-    found = np.empty((len(prompts), encoder.embedder.model.config.get_text_config().hidden_size), np.float32)
+    found = np.empty((len(prompts), encoder.model.model.config.get_text_config().hidden_size), np.float32)
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
         branches = [[Branch([*rationales[row], embedder.emb_id], read_state=True)] for row in rows]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from rge.model.attention import Cache, EncodedPrompts, RunningCache
 from rge.model.backbone import decoder, rotations
-from rge.model.embedder import Embedder, normalise
+from rge.model.embedding_model import EmbeddingModel, normalise
 from rge.model.prompts import Prompt
 from rge.model.varlen import KernelError
 
@@ -65,7 +65,7 @@ class Rationale:
 
 
 def generate(
-    embedder: Embedder,
+    embedder: EmbeddingModel,
     prompts: Sequence[Prompt],
     *,
     max_new_tokens: int,
@@ -138,7 +138,7 @@ def generate(
 
 
 @torch.no_grad()
-def _encode(embedder: Embedder, prompts: Sequence[Prompt]) -> EncodedPrompts:
+def _encode(embedder: EmbeddingModel, prompts: Sequence[Prompt]) -> EncodedPrompts:
     encoded = embedder(embedder.pack_prompts(prompts))[0].encoded
     assert encoded is not None
     return encoded
@@ -146,7 +146,7 @@ def _encode(embedder: Embedder, prompts: Sequence[Prompt]) -> EncodedPrompts:
 
 @torch.no_grad()
 def _generate_batch(
-    embedder: Embedder,
+    embedder: EmbeddingModel,
     encoded: EncodedPrompts,
     places: Sequence[int],
     max_new_tokens: int,
@@ -168,7 +168,7 @@ class _Writing:
 
     def __init__(
         self,
-        embedder: Embedder,
+        embedder: EmbeddingModel,
         encoded: EncodedPrompts,
         places: Sequence[int],
         max_new_tokens: int,

@@ -26,7 +26,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from rge.distributed import collectives as dist
 from rge.model.adapters import has_adapters, merge
 from rge.model.backbone import vision_prefixes
-from rge.model.embedder import Embedder
+from rge.model.embedding_model import EmbeddingModel
 
 # Read when vLLM is imported. It tells its makers about every start unless told not to.
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -49,7 +49,7 @@ class Engine(VLLMGeneration):
 
     def __init__(
         self,
-        embedder: Embedder,
+        embedder: EmbeddingModel,
         accelerator: Accelerator,
         *,
         max_model_tokens: int,

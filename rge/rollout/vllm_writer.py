@@ -15,7 +15,7 @@ from torch import Tensor
 from rge.config import RecipeError
 from rge.distributed import collectives as dist
 from rge.model.backbone import BackboneError, collapsed_ids
-from rge.model.embedder import Embedder
+from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import Prompt
 from rge.rollout.generate import Rationale
 
@@ -66,7 +66,7 @@ class VllmRollout:
 
     def __init__(
         self,
-        embedder: Embedder,
+        embedder: EmbeddingModel,
         accelerator: Accelerator,
         *,
         max_prompt_tokens: int,
@@ -154,7 +154,7 @@ class VllmRollout:
         return found
 
 
-def make_engine(embedder: Embedder, accelerator: Accelerator, **settings: Any) -> "Engine":
+def make_engine(embedder: EmbeddingModel, accelerator: Accelerator, **settings: Any) -> "Engine":
     """An `rge.rollout.vllm_engine.Engine`; vLLM is imported here and not before.
 
     Raises:
@@ -170,7 +170,7 @@ def make_engine(embedder: Embedder, accelerator: Accelerator, **settings: Any) -
         ) from error
 
 
-def request(embedder: Embedder, prompt: Prompt, features: Tensor | None) -> dict[str, Any]:
+def request(embedder: EmbeddingModel, prompt: Prompt, features: Tensor | None) -> dict[str, Any]:
     """A prompt as vLLM takes it: one placeholder a picture, and the picture's features (placeholders, D) beside it."""
     ids = prompt.input_ids.tolist()
     if features is None:

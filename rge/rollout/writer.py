@@ -18,7 +18,7 @@ from rge.distributed import collectives as dist
 from rge.model.attention import EncodedPrompts
 from rge.model.backbone import vision_parameters
 from rge.model.dropout import drops_out
-from rge.model.embedder import Embedder, PictureMemory, encode_prompts
+from rge.model.embedding_model import EmbeddingModel, PictureMemory, encode_prompts
 from rge.rollout.generate import Rationale, generate
 from rge.rollout.vllm_writer import VllmRollout
 
@@ -114,7 +114,7 @@ class Writer:
     def __init__(
         self,
         model: nn.Module,
-        embedder: Embedder,
+        embedder: EmbeddingModel,
         settings: RolloutConfig,
         once: bool,
         vllm: VllmRollout | None = None,
@@ -172,7 +172,7 @@ class Writer:
 
 
 def make_writer(
-    model: nn.Module, embedder: Embedder, recipe: Recipe, stage: StageConfig, accelerator: Accelerator
+    model: nn.Module, embedder: EmbeddingModel, recipe: Recipe, stage: StageConfig, accelerator: Accelerator
 ) -> Writer:
     """A stage's writer; what it remembers is saved and loaded with the accelerator's state.
 

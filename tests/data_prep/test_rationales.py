@@ -179,9 +179,9 @@ def test_gains_of_an_embedder_are_those_of_separate_forwards(records, checkpoint
     prompt = encoder.builder.build(Item("q", "good", (str(folder / "images/a.png"),)), "query")
     states = []
     for text in [None, *texts[0]]:
-        ids = encoder.builder.rationale_ids(text, "q") if text else [encoder.embedder.emb_id]
-        packed = encoder.embedder.pack([prompt], [[Branch(ids, read_state=True)]])
-        states.append(encoder.embedder(packed)[0].state_ND[0].detach().numpy())
+        ids = encoder.builder.rationale_ids(text, "q") if text else [encoder.model.emb_id]
+        packed = encoder.model.pack([prompt], [[Branch(ids, read_state=True)]])
+        states.append(encoder.model(packed)[0].state_ND[0].detach().numpy())
     assert found[0] == pytest.approx(gains(states[0], np.stack(states[1:]), targets, 0, 0.05), abs=1e-3)
 
 

@@ -142,7 +142,7 @@ class FakeEncoder:
 
 
 def loader(encoder: FakeEncoder):
-    """Stands for `rge.encoder.load_encoder`."""
+    """Stands for `rge.embedder.Embedder.from_pretrained`."""
 
     def load(checkpoint, *, device=None, dtype=None, max_new_tokens=None, temperature=None):
         if max_new_tokens is not None:

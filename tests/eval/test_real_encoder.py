@@ -1,4 +1,4 @@
-"""`eval.commands.run` on the real encoder: what it asks of `rge.encoder` is what `rge.encoder` gives."""
+"""`eval.commands.run` on the real encoder: what it asks of `rge.embedder` is what `rge.embedder` gives."""
 
 import inspect
 import json
@@ -11,7 +11,7 @@ from eval_fakes import FakeEncoder, loader, write_set
 from eval.commands.run import RunOptions, run
 from eval.embedding.fill_cache import Embeds
 from rge.checkpoints.export import export, settings_of
-from rge.encoder import Encoder, load_encoder
+from rge.embedder import Embedder
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_two_modes_of_a_real_checkpoint(checkpoint, tmp_path):
             np.testing.assert_allclose(left, right, atol=1e-5)
     results = json.loads((dirs[0] / "results.json").read_text())
     assert (results["dtype"], results["decoding"]["max_new_tokens"]) == ("float32", 6)
-    assert results["checkpoint_hash"] == load_encoder(checkpoint).checkpoint_hash
+    assert results["checkpoint_hash"] == Embedder.from_pretrained(checkpoint).checkpoint_hash
     reasoning, direct = (pd.read_parquet(folder / "per_query.parquet") for folder in dirs)
     assert reasoning["rationale_tokens"].gt(0).any()
     assert direct["rationale_tokens"].eq(0).all()
@@ -61,8 +61,11 @@ def test_another_prompt_profile_words_candidates_otherwise(checkpoint, tmp_path)
 
 
 def test_the_fake_and_the_protocol_have_the_real_signatures():
-    real = list(inspect.signature(Encoder.encode).parameters)
+    real = list(inspect.signature(Embedder.encode).parameters)
     assert list(inspect.signature(Embeds.encode).parameters) == real
     assert list(inspect.signature(FakeEncoder.encode).parameters) == real
     asked = list(inspect.signature(loader(FakeEncoder())).parameters)
-    assert asked == list(inspect.signature(load_encoder).parameters)
+    # A revision is of the hub, where the registry of embedders has fetched from before.
+    assert asked == [
+        name for name in inspect.signature(Embedder.from_pretrained).parameters if name != "revision"
+    ]

@@ -9,11 +9,11 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from rge.checkpoints.export import export, settings_of
 from rge.checkpoints.training_state import States
 from rge.common.schema import Item
-from rge.encoder import load_encoder
+from rge.embedder import Embedder
 from rge.model.adapters import AdapterError, add_adapters, has_adapters, merged_weights
 from rge.model.backbone import load_backbone
 from rge.model.dropout import drops_out
-from rge.model.embedder import Embedder
+from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import PromptBuilder
 from rge.rollout.generate import generate
 from rge.step import Objective, _chunks, _contrastive, _forward, training_step
@@ -134,7 +134,7 @@ def test_a_merged_checkpoint_is_plain_and_the_same_model(lively, untied, picture
     )
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
-    encoder = load_encoder(tmp_path / "final")
+    encoder = Embedder.from_pretrained(tmp_path / "final")
     picture(50, 80).save(tmp_path / "egg.png")
     items = [
         Item("1", "what is this", (str(tmp_path / "egg.png"),)),
@@ -217,7 +217,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(lively, lively_path, make_batch, roll
     rationales = roll_out(lively, batch)
 
     def start():
-        embedder = adapt(Embedder(load_backbone(lively_path)), dropout=0.2).train()
+        embedder = adapt(EmbeddingModel(load_backbone(lively_path)), dropout=0.2).train()
         optimizer = torch.optim.AdamW([p for p in embedder.parameters() if p.requires_grad], lr=0.01)
         return embedder, optimizer, States(accelerator, embedder, optimizer, tmp_path, keep_last=1)
 

@@ -5,7 +5,7 @@ import torch
 
 from rge.model.attention import NAMES, Pass, _Kernel, install
 from rge.model.backbone import decoder, load_backbone
-from rge.model.embedder import Embedder, Packed
+from rge.model.embedding_model import EmbeddingModel, Packed
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
 
@@ -44,7 +44,7 @@ def test_the_kernel_equals_softmax_by_hand(plain, heads, key_heads, masked):
 
 
 def test_eager_equals_sdpa(lively, lively_path, packed):
-    eager = Embedder(load_backbone(lively_path, attn_implementation="eager")).eval()
+    eager = EmbeddingModel(load_backbone(lively_path, attn_implementation="eager")).eval()
     assert decoder(eager.model).config._attn_implementation == NAMES["eager"]
     with torch.no_grad():
         one, other = lively(packed)[0], eager(packed)[0]

@@ -21,7 +21,7 @@ from rge.checkpoints.export import export
 from rge.data.collate import Batch
 from rge.distributed.launch import LaunchError
 from rge.model.backbone import load_backbone
-from rge.model.embedder import Embedder
+from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import PromptBuilder
 from rge.rollout.generate import generate
 from rge.step import Objective, training_step
@@ -127,7 +127,7 @@ def found(
     if "one" in shared:
         return shared
     folder = shared["folder"]
-    builder = PromptBuilder(Embedder(load_backbone(lively_path)).processor)
+    builder = PromptBuilder(EmbeddingModel(load_backbone(lively_path)).processor)
 
     def batches(seed: int, pictures: tuple[bool, bool], count: int) -> list[Batch]:
         first = make_batch(builder, seed, pictures[0], pictures[0])
@@ -188,7 +188,7 @@ def _plain(path: Path):
 
 def one_process(checkpoint: Path, steps: list[dict], merge, out: Path) -> list[dict]:
     """The same steps, each as one undivided batch."""
-    embedder = Embedder(load_backbone(checkpoint)).eval()
+    embedder = EmbeddingModel(load_backbone(checkpoint)).eval()
     optimizer = torch.optim.SGD(embedder.parameters(), lr=LR)
     results = []
     for step in steps:

@@ -441,7 +441,7 @@ def test_a_run_that_skips_is_the_same_killed_or_whole_and_on_two_processes(home,
 
 SMALL_MACHINE = """
 import ctypes, os, resource, runpy, sys
-resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 libc = ctypes.CDLL(None, use_errno=True)
 own = libc.unshare(0x00020000) == 0 and libc.mount(b"none", b"/", None, 0x44000, None) == 0
 own = own and libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=64m") == 0
@@ -457,7 +457,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.slow
-def test_a_whole_run_with_128_descriptors_and_64_mb_of_shared_memory(home, tmp_path):
+def test_a_whole_run_with_256_descriptors_and_64_mb_of_shared_memory(home, tmp_path):
     program = tmp_path / "small.py"
     program.write_text(SMALL_MACHINE)
     rng = np.random.default_rng(0)

@@ -19,7 +19,7 @@ from rge.checkpoints.export import (
 from rge.checkpoints.resume import check_same_recipe, finished
 from rge.common.schema import Item
 from rge.config import load_recipe, to_dict
-from rge.encoder import load_encoder
+from rge.embedder import Embedder
 from rge.model.prompts import PromptBuilder
 from rge.rollout.generate import generate
 
@@ -60,9 +60,9 @@ def test_a_full_disk_leaves_an_earlier_checkpoint(lively, settings, tmp_path, li
 @every_family
 def test_a_reloaded_checkpoint_gives_the_same_embeddings_bit_for_bit(lively, settings, items, tmp_path):
     export(lively, tmp_path / "one", settings)
-    first = load_encoder(tmp_path / "one")
-    export(first.embedder, tmp_path / "two", settings)
-    second = load_encoder(tmp_path / "two")
+    first = Embedder.from_pretrained(tmp_path / "one")
+    export(first.model, tmp_path / "two", settings)
+    second = Embedder.from_pretrained(tmp_path / "two")
     assert first.checkpoint_hash == second.checkpoint_hash
     prompts = [PromptBuilder(lively.processor).build(item, "query") for item in items]
     trained = generate(lively, prompts, max_new_tokens=12, batch_size=8)
@@ -84,7 +84,7 @@ def test_plain_transformers_loads_the_checkpoint(lively, settings, items, tmp_pa
     assert inputs["input_ids"][0, -1] == lively.emb_id
     with torch.no_grad():
         state = model(**inputs, output_hidden_states=True).hidden_states[-1][0, -1]
-    found = load_encoder(tmp_path / "final").encode(items[:1], side="query", mode="direct")
+    found = Embedder.from_pretrained(tmp_path / "final").encode(items[:1], side="query", mode="direct")
     torch.testing.assert_close(torch.from_numpy(found.embeddings[0]), state / state.norm(), atol=1e-5, rtol=0)
 
 
@@ -114,15 +114,15 @@ def test_the_hash_sees_weights_and_settings_and_nothing_else(lively, settings, t
 
 def test_what_is_not_a_checkpoint_is_named(tiny_path, lively, settings, tmp_path):
     with pytest.raises(CheckpointError, match=r"checkpoint .*gone does not exist"):
-        load_encoder(tmp_path / "gone")
+        Embedder.from_pretrained(tmp_path / "gone")
     with pytest.raises(CheckpointError, match=r"tiny has no rge\.json, so it is not a checkpoint of rge"):
-        load_encoder(tiny_path)
+        Embedder.from_pretrained(tiny_path)
     export(lively, tmp_path / "final", {**settings, "format": 2})
     with pytest.raises(CheckpointError, match="has format 2, this version reads format 1"):
-        load_encoder(tmp_path / "final")
+        Embedder.from_pretrained(tmp_path / "final")
     (tmp_path / "final/rge.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"final/rge\.json is not valid JSON"):
-        load_encoder(tmp_path / "final")
+        Embedder.from_pretrained(tmp_path / "final")
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from rge import train
 from rge.checkpoints.export import export, settings_of
-from rge.config import DataConfig, RecipeError
+from rge.config import DataConfig, Recipe, RecipeError, SourceConfig, StageConfig
 from rge.data.collate import (
     StepBatches,
     query_item,
@@ -16,9 +17,10 @@ from rge.data.collate import (
     target_item,
 )
 from rge.data.sources import Mixture, RecordFile, identity
-from rge.encoder import load_encoder
+from rge.embedder import Embedder
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
+from rge.step import Objective
 
 
 @pytest.fixture
@@ -96,7 +98,8 @@ def content(batch):
         ]
         for place, others in zip(batch.positive, batch.negatives, strict=True)
     ]
-    return list(zip(queries, chosen, strict=True))
+    more = [[batch.candidates[column].id for column in columns] for columns in batch.more_positives]
+    return list(zip(queries, chosen, more or [[]] * len(queries), strict=True))
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 5, 6])
@@ -191,7 +194,7 @@ def test_training_and_evaluation_see_the_same_tokens_and_states(lively, records,
         reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=1,
     )  # fmt: skip
     export(lively, tmp_path / "final", settings)
-    encoder = load_encoder(tmp_path / "final")
+    encoder = Embedder.from_pretrained(tmp_path / "final")
 
     by_id = {file[index].id: file[index] for file in records for index in range(len(file))}
     targets = {
@@ -239,9 +242,7 @@ def test_all_positives_are_candidates_if_asked(batches, records):
 
 def test_sorting_moves_rows_and_columns_and_nothing_else(batches):
     def rows(batch):
-        found = content(batch)
-        more = [[batch.candidates[column].id for column in columns] for columns in batch.more_positives]
-        return sorted(zip(found, more, strict=True), key=lambda row: row[0][0][0])
+        return sorted(content(batch), key=lambda row: row[0][0])
 
     plain, ordered = (batches(positives="all", sort_by_length=which)[2] for which in (False, True))
     assert rows(plain) == rows(ordered)
@@ -253,3 +254,28 @@ def test_sorting_moves_rows_and_columns_and_nothing_else(batches):
     without = sorted_by_length(batches(need_candidates=False)[2])
     assert sorted(without.record_ids) == sorted(plain.record_ids)
     assert without.positive == []
+
+
+def test_what_the_recipe_says_of_data_reaches_the_batches(records, embedder):
+    """Each key that decides what is in a batch, through the function that builds a stage's."""
+
+    def made(**data):
+        sources = [SourceConfig(str(file.path), weight) for file, weight in zip(records, (2, 1), strict=True)]
+        stage = StageConfig(batch_size=6, sources=sources)
+        recipe = Recipe(data=DataConfig(**{"sort_by_length": False, **data}), joint=stage)
+        by_path = {str(file.path): file for file in records}
+        batches = train.build_batches(recipe, stage, Objective(0.5, 0.5), embedder, by_path)
+        return [content(batches[step]) for step in range(4)]
+
+    plain = made()
+    assert made() == plain
+    for change in (
+        {"positives": "all"},
+        {"sort_by_length": True},
+        {"max_negatives": 2},
+        {"augment": "drawing"},
+        {"profile": "plain"},
+        {"max_prompt_tokens": 100},
+        {"batches": "homogeneous"},
+    ):
+        assert made(**change) != plain, change

@@ -18,7 +18,7 @@ from rge.diagnose import __main__ as command
 from rge.diagnose import leakage, sensitivity
 from rge.diagnose.invariance import invariance
 from rge.diagnose.pairs import Pairs, elsewhere, hits, interval, read_pairs
-from rge.encoder import Encoder, load_encoder
+from rge.embedder import Embedder
 from rge.model.prompts import PromptBuilder
 from rge.rollout.generate import generate
 
@@ -132,10 +132,10 @@ def test_hits_and_interval_by_hand():
 
 
 def test_sensitivity_sees_that_a_rationale_matters(checkpoint, records):
-    encoder = load_encoder(checkpoint)
+    encoder = Embedder.from_pretrained(checkpoint)
     pairs = read_pairs(records, 24)
     prompts = [encoder.builder.build(item, "query") for item in pairs.queries]
-    written = generate(encoder.embedder, prompts, max_new_tokens=8, batch_size=7)
+    written = generate(encoder.model, prompts, max_new_tokens=8, batch_size=7)
     # As sensitivity batches them, to the last bit: candidates of a random model are close to one another.
     own = sensitivity.after(encoder, prompts, [list(row.ids) for row in written], 7)
     encoded = encoder.encode(pairs.queries, side="query", mode="reasoning").embeddings
@@ -168,7 +168,7 @@ def test_sensitivity_sees_that_a_rationale_matters(checkpoint, records):
 
 def test_sensitivity_sees_that_a_rationale_does_not_matter(checkpoint, records, monkeypatch):
     """A model that reads its prompt alone: every rationale gives the direct state."""
-    encoder = load_encoder(checkpoint)
+    encoder = Embedder.from_pretrained(checkpoint)
     pairs = read_pairs(records, 24)
     direct = encoder.encode(pairs.queries, side="query", mode="direct").embeddings
     monkeypatch.setattr(sensitivity, "after", lambda *args: direct)
@@ -181,7 +181,7 @@ def test_sensitivity_sees_that_a_rationale_does_not_matter(checkpoint, records, 
 
 
 def test_invariance_holds_and_plain_transformers_agrees(checkpoint, records):
-    found = invariance(load_encoder(checkpoint), read_pairs(records, 6), batch_sizes=(2, 5))
+    found = invariance(Embedder.from_pretrained(checkpoint), read_pairs(records, 6), batch_sizes=(2, 5))
     assert found["agrees"], found
     rows = found["variants"]
     assert len(rows) == 2 * 4 + 4
@@ -196,7 +196,7 @@ def test_invariance_holds_and_plain_transformers_agrees(checkpoint, records):
 
 
 def test_invariance_sees_an_embedding_that_depends_on_the_batch(checkpoint, records, monkeypatch, capsys):
-    true = Encoder.encode
+    true = Embedder.encode
 
     def depends(self, items, *, batch_size=64, **settings):
         found = true(self, items, batch_size=batch_size, **settings)
@@ -204,7 +204,7 @@ def test_invariance_sees_an_embedding_that_depends_on_the_batch(checkpoint, reco
             found.embeddings[0, 0] += 1e-3
         return found
 
-    monkeypatch.setattr(Encoder, "encode", depends)
+    monkeypatch.setattr(Embedder, "encode", depends)
     code = command.main(["invariance", f"checkpoint={checkpoint}", f"data={records}", "limit=4"])
     shown = capsys.readouterr().out
     assert code == 1
@@ -220,7 +220,7 @@ def test_invariance_compares_the_rationales_of_vllm(checkpoint, records, monkeyp
 
     class Double:
         def __init__(self, embedder, accelerator, *, max_new_tokens, batch_size, **settings):
-            self.embedder = load_encoder(checkpoint).embedder
+            self.embedder = Embedder.from_pretrained(checkpoint).embedder
             self.cap, self.batch_size = max_new_tokens, batch_size
             if stale:
                 with torch.no_grad():
@@ -230,7 +230,9 @@ def test_invariance_compares_the_rationales_of_vllm(checkpoint, records, monkeyp
             return generate(self.embedder, prompts, max_new_tokens=self.cap, batch_size=self.batch_size)
 
     monkeypatch.setattr("rge.diagnose.invariance.VllmRollout", Double)
-    found = invariance(load_encoder(checkpoint), read_pairs(records, 6), batch_sizes=(5,), backend="vllm")
+    found = invariance(
+        Embedder.from_pretrained(checkpoint), read_pairs(records, 6), batch_sizes=(5,), backend="vllm"
+    )
     row = found["variants"]["reasoning, vLLM's rationale"]
     assert row["agrees"] == (not stale)
     assert (row["rationales"] == 1.0) == (not stale)

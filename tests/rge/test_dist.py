@@ -13,7 +13,7 @@ from rge.config import TrainConfig
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.model.backbone import load_backbone
-from rge.model.embedder import Embedder
+from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import PromptBuilder
 from rge.optim.muon import orthogonal
 from rge.rollout.writer import rollout_report
@@ -89,7 +89,7 @@ def paired(tmp_path_factory):
 def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_rationales):
     if "cases" in paired:
         return paired
-    embedder = Embedder(load_backbone(lively_path)).eval()
+    embedder = EmbeddingModel(load_backbone(lively_path)).eval()
     builder = PromptBuilder(embedder.processor)
     cases = {}
     for name in NAMES:

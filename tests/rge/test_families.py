@@ -7,7 +7,7 @@ from family_models import every_family
 from rge.common.schema import Item
 from rge.model.adapters import add_adapters
 from rge.model.backbone import load_backbone, vision_parameters
-from rge.model.embedder import Embedder
+from rge.model.embedding_model import EmbeddingModel
 from rge.model.families import FAMILIES, Idefics3, family_of, normalised
 from rge.model.prompts import PromptBuilder
 from rge.step import Objective, training_step
@@ -68,7 +68,7 @@ def test_adapters_leave_the_vision_tower_alone(lively, make_batch, roll_out):
 def test_the_number_of_placeholders_of_a_square_picture(lively_path, picture, side_px):
     """What a plan counts is what the processor writes."""
     backbone = load_backbone(lively_path, min_pixels=side_px**2, max_pixels=side_px**2)
-    embedder = Embedder(backbone)
+    embedder = EmbeddingModel(backbone)
     prompt = PromptBuilder(backbone.processor).build(Item("p", "egg"), "query", [picture(84, 84)])
     family, config = family_of(embedder.model), embedder.model.config
     shown = int((prompt.input_ids == config.image_token_id).sum())

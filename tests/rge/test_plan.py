@@ -12,7 +12,7 @@ from PIL import Image
 from rge.common.schema import Item
 from rge.config import RecipeError, load_recipe
 from rge.model.backbone import BackboneError, load_backbone
-from rge.model.embedder import Embedder
+from rge.model.embedding_model import EmbeddingModel
 from rge.model.families import FAMILIES, family_of
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
@@ -80,7 +80,7 @@ def deep(tmp_path):
         min_pixels=784,
         max_pixels=7056,
     )
-    return Embedder(load_backbone(tmp_path / "deep", add_emb=True)).eval()
+    return EmbeddingModel(load_backbone(tmp_path / "deep", add_emb=True)).eval()
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def batch(deep, make_batch):
     return found
 
 
-def load_of(embedder: Embedder, batch, own: float, chunks: int) -> Load:
+def load_of(embedder: EmbeddingModel, batch, own: float, chunks: int) -> Load:
     family, config = family_of(embedder.model), embedder.model.config
     grid = batch.queries[0].image_grid
     patches = int(grid[0].prod())

@@ -10,7 +10,7 @@ from family_models import counted_positions, every_family, stock_inputs
 
 from rge.data.collate import sorted_by_length
 from rge.model.backbone import load_backbone
-from rge.model.embedder import Embedder, encode_prompts
+from rge.model.embedding_model import EmbeddingModel, encode_prompts
 from rge.model.families import FAMILIES
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
@@ -186,7 +186,7 @@ THREE_PASSES = [
 def test_one_forward_equals_three_passes(
     lively_path, make_batch, roll_out, precision, padding_side, layout, anchor
 ):
-    embedder = Embedder(load_backbone(lively_path, dtype=precision)).eval()
+    embedder = EmbeddingModel(load_backbone(lively_path, dtype=precision)).eval()
     batch = make_batch(PromptBuilder(embedder.processor), 0, *LAYOUTS[layout])
     rationales = roll_out(embedder, batch)
     few = 2 if embedder.model.config.model_type == "qwen2_5_vl" else 1

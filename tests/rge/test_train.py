@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from rge.checkpoints.export import read_settings
 from rge.common.schema import Item
-from rge.encoder import load_encoder
+from rge.embedder import Embedder
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = str(ROOT / "rge" / "train.py")
@@ -176,7 +176,7 @@ def test_both_stages_train_and_leave_checkpoints(whole, home):
         assert line["rationale_tokens_mean"] > 0
     assert any(line["rationale_age_mean"] > 0 for line in joint)
     assert any(line["direct_rate"] > 0 for line in joint)
-    found = load_encoder(whole / "joint/final").encode(
+    found = Embedder.from_pretrained(whole / "joint/final").encode(
         [Item("1", "what opens this")], side="query", mode="reasoning"
     )
     assert found.embeddings.shape == (1, 32)
@@ -252,7 +252,7 @@ def test_the_best_checkpoints_by_validation_are_kept(whole):
         for path in kept:
             settings = read_settings(path)
             assert settings["validation"][metric] == found[settings["step"]]
-            load_encoder(path)
+            Embedder.from_pretrained(path)
 
 
 @pytest.mark.slow
@@ -295,7 +295,7 @@ def test_adapters_and_the_other_batch_settings_train(whole, home):
     assert {name.rsplit(".", 2)[-2] for name in changed} == {"q_proj", "embed_tokens"}
     saved = load_file(out / "joint/state/step_00000002/model.safetensors")
     assert all("lora_" in name or "emb_row" in name for name in saved)
-    load_encoder(out / "joint/final")
+    Embedder.from_pretrained(out / "joint/final")
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from family_models import every_family
 from rge.model import varlen
 from rge.model.attention import _Kernel
 from rge.model.backbone import decoder
-from rge.model.embedder import Embedder, encode_prompts
+from rge.model.embedding_model import EmbeddingModel, encode_prompts
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
 from rge.model.varlen import KernelError, attend_runs, make_runs, one_by_one, verify, wanted
@@ -99,7 +99,7 @@ def test_when_it_is_used():
         wanted("varlen", cuda, torch.float32, "k")
 
 
-def flat(embedder: Embedder) -> Embedder:
+def flat(embedder: EmbeddingModel) -> EmbeddingModel:
     """The same model in the form of a GPU, text and vision."""
     other = copy.deepcopy(embedder)
     other.attention = "varlen"
@@ -166,7 +166,7 @@ def test_layers_that_see_a_window(lively_path, backbone_of, make_prompts):
     text.has_sliding_layers = True
     text.layers[0].self_attn.layer_type, text.layers[0].self_attn.sliding_window = "sliding_attention", 6
     stock = copy.deepcopy(backbone.model).eval()
-    embedder = Embedder(backbone).eval()
+    embedder = EmbeddingModel(backbone).eval()
     assert embedder.attention == "varlen"
     prompts = make_prompts(PromptBuilder(embedder.processor), 4, pictures=False)
     branches = [[Branch([7, 8, 9, emb], read_state=True), Branch([3] * 9 + [emb], read_state=True)]] * 4

@@ -23,7 +23,7 @@ from rge.config import DataConfig, Recipe, RecipeError, RolloutConfig, StageConf
 from rge.distributed import collectives as dist
 from rge.model.adapters import add_adapters, has_adapters, merge, merged_weights
 from rge.model.backbone import BackboneError, load_backbone, vision_parameters, vision_prefixes
-from rge.model.embedder import Embedder
+from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import Prompt, PromptBuilder
 from rge.rollout import vllm_writer as vllm_rollout
 from rge.rollout.generate import generate
@@ -50,7 +50,7 @@ def written(rationales):
     return [(rationale.ids, rationale.forced) for rationale in rationales]
 
 
-def adapt(embedder: Embedder, **changes) -> None:
+def adapt(embedder: EmbeddingModel, **changes) -> None:
     """Adapters that change what is written."""
     settings = {
         "rank": 3,
@@ -65,7 +65,7 @@ def adapt(embedder: Embedder, **changes) -> None:
     move(embedder, [parameter for parameter in embedder.parameters() if parameter.requires_grad])
 
 
-def move(embedder: Embedder, parameters=None) -> None:
+def move(embedder: EmbeddingModel, parameters=None) -> None:
     """What an optimizer step does, only further."""
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -85,7 +85,7 @@ class OwnEngine:
         extra: placeholders a picture that the processor did not make.
     """
 
-    def __init__(self, embedder: Embedder, prompts: list[Prompt], extra: int = 0):
+    def __init__(self, embedder: EmbeddingModel, prompts: list[Prompt], extra: int = 0):
         self.embedder, self.extra, self.num_synced = embedder, extra, 0
         self.prompts = {tuple(prompt.input_ids.tolist()): prompt for prompt in prompts}
 
@@ -132,7 +132,7 @@ def prompts(lively, make_prompts):
 def behind(monkeypatch):
     """A rollout with `OwnEngine` where vLLM would be."""
 
-    def make(embedder: Embedder, prompts: list[Prompt], extra: int = 0, **changes) -> VllmRollout:
+    def make(embedder: EmbeddingModel, prompts: list[Prompt], extra: int = 0, **changes) -> VllmRollout:
         engine = OwnEngine(embedder, prompts, extra)
         monkeypatch.setattr(vllm_rollout, "find_spec", lambda name: name)
         monkeypatch.setattr(vllm_rollout, "make_engine", lambda *args, **settings: engine)
@@ -305,13 +305,13 @@ def engine(fitting_path):
     """Some ten seconds to start, so one a family; it takes the weights of whatever model is put into it."""
     # On a CPU, the share of the memory is of all that the process has, other tests' and other engines' included.
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
-    return VllmRollout(Embedder(load_backbone(fitting_path)).eval(), Accelerator(cpu=True), **SETTINGS)
+    return VllmRollout(EmbeddingModel(load_backbone(fitting_path)).eval(), Accelerator(cpu=True), **SETTINGS)
 
 
 @pytest.fixture
 def vllm(engine, fitting_path):
     """The engine with a fresh model in training."""
-    engine.embedder = Embedder(load_backbone(fitting_path)).eval()
+    engine.embedder = EmbeddingModel(load_backbone(fitting_path)).eval()
     engine.engine.model = engine.embedder.model
     return engine
 

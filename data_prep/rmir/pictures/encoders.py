@@ -125,9 +125,9 @@ class CheckpointEncoder:
     """
 
     def __init__(self, path: str, batch_size: int):
-        from rge.encoder import load_encoder
+        from rge.embedder import Embedder
 
-        self.encoder, self.batch_size = load_encoder(path), batch_size
+        self.encoder, self.batch_size = Embedder.from_pretrained(path), batch_size
         self.name = f"checkpoint {self.encoder.checkpoint_hash[:12]} in direct mode"
 
     def pictures(self, refs: Sequence[str]) -> np.ndarray:

@@ -172,7 +172,7 @@ def test_ume_r1_reads_gen_emb_after_thinking_and_disc_emb_in_the_prompt(ume_path
         length = fields["input_ids"].shape[1]
         written = model.generate(
             **fields, max_new_tokens=12, do_sample=False, eos_token_id=gen,
-            suppress_tokens=encoder.by_mode["reasoning"].embedder.suppressed_ids,
+            suppress_tokens=encoder.by_mode["reasoning"].model.suppressed_ids,
         )[0, length:]  # fmt: skip
         forced.append(gen not in written.tolist())
         if forced[-1]:

@@ -11,7 +11,7 @@ from eval.models.registry import adapters, facts_of, load_model
 from rge.checkpoints.export import export, settings_of
 from rge.common.errors import UserError
 from rge.common.schema import Item
-from rge.encoder import load_encoder
+from rge.embedder import Embedder
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def adapter_of(path):
 def test_our_checkpoint_is_loaded_as_it_always_was(own):
     items = [Item("1", "What opens this?"), Item("2", "a padlock")]
     found = load_model(own).encode(items, side="query", mode="reasoning")
-    expected = load_encoder(own).encode(items, side="query", mode="reasoning")
+    expected = Embedder.from_pretrained(own).encode(items, side="query", mode="reasoning")
     np.testing.assert_array_equal(found.embeddings, expected.embeddings)
     assert found.rationales == expected.rationales
 

@@ -24,7 +24,7 @@ from rge.config import TrainConfig
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.model.backbone import load_backbone
-from rge.model.embedder import Embedder, encode_prompts
+from rge.model.embedding_model import EmbeddingModel, encode_prompts
 from rge.rollout.generate import generate
 from rge.step import training_step
 
@@ -115,7 +115,7 @@ def run(name: str, environment: dict[str, str], checkpoint: str, folder: Path, t
     launch.check_launch(accelerator, 2, task["types"][name])
     back_end = launch.back_end(accelerator)
     assert (back_end.name, back_end.num_processes) == (name, 2)
-    embedder = Embedder(load_backbone(checkpoint)).eval()
+    embedder = EmbeddingModel(load_backbone(checkpoint)).eval()
     optimizer = torch.optim.SGD(embedder.parameters(), lr=LR)
     model, optimizer = dist.prepare(accelerator, embedder, optimizer, task["steps"][0]["max_grad_norm"])
     found = {"steps": [], "held": held(model)}

@@ -16,7 +16,7 @@ from rge.config import TrainConfig
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.model.backbone import load_backbone
-from rge.model.embedder import Embedder, encode_prompts
+from rge.model.embedding_model import EmbeddingModel, encode_prompts
 from rge.rollout.writer import rollout_report
 from rge.step import training_step
 
@@ -24,7 +24,7 @@ checkpoint, folder = sys.argv[1], Path(sys.argv[2])
 torch.set_num_threads(1)
 accelerator = launch.make_accelerator(TrainConfig())
 launch.check_launch(accelerator, 2, "MULTI_CPU")
-embedder = Embedder(load_backbone(checkpoint)).eval()
+embedder = EmbeddingModel(load_backbone(checkpoint)).eval()
 optimizer = torch.optim.SGD(embedder.parameters(), lr=0.0)
 model, optimizer = dist.prepare(accelerator, embedder, optimizer, max_grad_norm=0.0)
 rank = dist.rank()

@@ -29,13 +29,13 @@ from rge.model.prompts import Prompt
 
 @dataclass(frozen=True)
 class Packed:
-    """One batch of rows for `Embedder.forward`.
+    """One batch of rows for `EmbeddingModel.forward`.
 
     Attributes:
         prompts: to encode; None if `encoded` has them.
         tails: to read states and predictions from; None to encode prompts alone.
         encoded: what an earlier forward made of the prompts.
-        owners: the prompts themselves, for `Embedder.pictures`.
+        owners: the prompts themselves, for `EmbeddingModel.pictures`.
     """
 
     prompts: PromptPart | None
@@ -94,7 +94,7 @@ class Readout:
     encoded: EncodedPrompts | None = None
 
 
-class Embedder(nn.Module):
+class EmbeddingModel(nn.Module):
     """A backbone that embeds: the state at ``<emb>``, L2-normalised (RGE, arXiv:2511.16150, section 3.4).
 
     Args:
@@ -228,7 +228,7 @@ class Embedder(nn.Module):
         return features
 
 
-def embedder_to_train(start: str, config: ModelConfig) -> Embedder:
+def embedder_to_train(start: str, config: ModelConfig) -> EmbeddingModel:
     """Backbone, processor and ``<emb>`` as a recipe holds them in memory, with what it trains and what it does not.
 
     Args:
@@ -256,7 +256,7 @@ def embedder_to_train(start: str, config: ModelConfig) -> Embedder:
     elif config.freeze_vision:
         for parameter in vision_parameters(backbone.model):
             parameter.requires_grad_(False)
-    return Embedder(backbone, config.cuda_graphs).train()
+    return EmbeddingModel(backbone, config.cuda_graphs).train()
 
 
 def normalise(state: Tensor) -> Tensor:
@@ -264,7 +264,7 @@ def normalise(state: Tensor) -> Tensor:
     return F.normalize(state.to(torch.promote_types(state.dtype, torch.float32)), dim=-1)
 
 
-def encode_prompts(model: nn.Module, embedder: Embedder, prompts: Sequence[Prompt]) -> EncodedPrompts:
+def encode_prompts(model: nn.Module, embedder: EmbeddingModel, prompts: Sequence[Prompt]) -> EncodedPrompts:
     """Keys and values of prompts, with gradient, for the rollout and then `rge.step.training_step`.
 
     Args:

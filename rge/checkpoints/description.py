@@ -1,0 +1,154 @@
+"""What a checkpoint says about itself: the instructions it was trained with, a model card, files for other libraries."""
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rge.config import SourceConfig
+
+RECORDS_READ = 4096
+"""Records of a source, evenly spread, that its instructions are counted in; all of a source that is not larger."""
+
+MOST_KNOWN = 256
+"""Instructions that are listed, the most frequent first."""
+
+SENTENCE_TRANSFORMERS = {
+    "modules.json": [
+        {
+            "idx": 0,
+            "name": "0",
+            "path": "",
+            "type": "rge.integrations.sentence_transformers.ReasoningEmbedder",
+        }
+    ],
+    "config_sentence_transformers.json": {
+        "model_type": "SentenceTransformer",
+        "prompts": {},
+        "default_prompt_name": None,
+        "similarity_fn_name": "cosine",
+    },
+}
+"""Without them sentence-transformers would average the token states, and say nothing."""
+
+
+def training_data(sources: Sequence[SourceConfig]) -> dict[str, Any]:
+    """What queries were asked with, and which files they came from.
+
+    Args:
+        sources: of the stage.
+
+    Returns:
+        ``instructions``: ``default``, the most frequent one of training, weighted as training was (None where most
+        queries had none); ``known``, all that were seen; ``by_task``, the most frequent one by task: a record's
+        ``source``, or ``source/category`` where the categories of a source differ. ``training_data``: the files.
+    """
+    total: Counter[str | None] = Counter()
+    tasks: dict[tuple[str, str], Counter[str | None]] = defaultdict(Counter)
+    for source in sources:
+        found = [
+            (record.get("source", ""), record.get("category", ""), record.get("instruction") or None)
+            for record in _some_records(Path(source.path))
+        ]
+        for name, category, instruction in found:
+            total[instruction] += source.weight / len(found)
+            tasks[name, category][instruction] += 1
+    ranked = [instruction for instruction, _ in total.most_common()]
+    by_task: dict[str, str | None] = {}
+    for name in sorted({name for name, _ in tasks}):
+        chosen = {
+            category: seen.most_common(1)[0][0] for (one, category), seen in tasks.items() if one == name
+        }
+        if len(set(chosen.values())) == 1:
+            by_task[name] = next(iter(chosen.values()))
+        else:
+            by_task |= {f"{name}/{category}": chosen[category] for category in sorted(chosen)}
+    return {
+        "instructions": {
+            "default": ranked[0] if ranked else None,
+            "known": [instruction for instruction in ranked if instruction][:MOST_KNOWN],
+            "by_task": by_task,
+        },
+        "training_data": [Path(source.path).name for source in sources],
+    }
+
+
+def _some_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Records of a file, evenly spread over its bytes; its schema was checked when it was opened for training."""
+    size = path.stat().st_size
+    with path.open("rb") as lines:
+        if size < 16 << 20:
+            yield from (json.loads(line) for line in lines if line.strip())
+            return
+        for number in range(RECORDS_READ):
+            lines.seek(size * number // RECORDS_READ)
+            if number:
+                lines.readline()  # the rest of a record that began before
+            if (line := lines.readline()).strip():
+                yield json.loads(line)
+
+
+def model_card(settings: dict[str, Any], name: str) -> str:
+    """``README.md`` of a checkpoint, with the front matter that the Hugging Face hub reads.
+
+    Args:
+        settings: content of its ``rge.json``.
+        name: of the checkpoint.
+    """
+    recipe = settings["recipe"]
+    base = (recipe.get("model") or {}).get("path")
+    front = ["library_name: sentence-transformers", "pipeline_tag: image-text-to-text"]
+    tags = ["rge", "sentence-transformers", "multimodal-retrieval", "reasoning", "feature-extraction"]
+    if base and not Path(base).exists() and base.count("/") == 1:
+        front.insert(0, f"base_model: {base}")
+    front += ["tags:", *(f"- {tag}" for tag in tags)]
+    instructions = settings.get("instructions") or {}
+    default = instructions.get("default")
+    lines = [
+        "---",
+        *front,
+        "---",
+        "",
+        f"# {name}",
+        "",
+        "A reasoning-guided multimodal embedder ([RGE](https://arxiv.org/abs/2511.16150)). Asked with pictures, text or both,"
+        if settings["reasons"] != "none"
+        else "A multimodal embedder, trained without rationales as a rival of reasoning-guided ones. Asked with pictures or text,",
+        "it writes a short rationale, ends it with `<emb>`, and its state at that token is the embedding."
+        if settings["reasons"] != "none"
+        else "its state at `<emb>`, right after the prompt, is the embedding.",
+        "",
+        "## Use",
+        "",
+        "```python",
+        "from rge import Embedder",
+        "",
+        f'embedder = Embedder.from_pretrained("{name}")',
+        'query = embedder.encode_query("What do you need to open this?", images="padlock.png")',
+        'scores = embedder.similarity(query, embedder.encode_document(images=["key.png", "nail.png"]))',
+        "```",
+        "",
+        f'With sentence-transformers: `SentenceTransformer("{name}", trust_remote_code=True)`, then `encode_query` and'
+        " `encode_document` (the package `rge` must be installed; the flag lets sentence-transformers use it).",
+        "",
+        "## Training",
+        "",
+        f"* Base model: {base or 'none, built from nothing'}. Its licence holds for these weights too.",
+        f"* Stage `{settings['stage']}` of recipe `{recipe.get('recipe', 'unknown')}`, {settings['step']} steps.",
+        f"* Training data: {', '.join(settings.get('training_data') or ['not recorded'])}.",
+        f"* Instruction of most training queries: {repr(default) if default else 'none'}. "
+        "`encode_query` puts it before a question unless told otherwise.",
+        f"* Pictures of {settings['pixels']['min']:,} to {settings['pixels']['max']:,} pixels, prompts of at most "
+        f"{settings['max_prompt_tokens']:,} tokens, rationales of at most {settings['generation']['max_new_tokens']}.",
+    ]
+    if sizes := settings.get("dimensions"):
+        lines.append(f"* Embeddings may be cut to {', '.join(map(str, sizes))} components.")
+    if validation := settings.get("validation"):
+        figures = ", ".join(
+            f"{key.removeprefix('val_')} {value:.4g}"
+            for key, value in validation.items()
+            if isinstance(value, float)
+        )
+        lines += ["", "## Validation", "", f"On {Path(str(validation['path'])).name}: {figures}."]
+    return "\n".join(lines) + "\n"

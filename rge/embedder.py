@@ -1,0 +1,439 @@
+"""Embed with a finished checkpoint: `Embedder` is what users, evaluation and every integration call.
+
+    from rge import Embedder
+
+    embedder = Embedder.from_pretrained("runs/demo/joint/final")
+    query = embedder.encode_query("What do you need to open this?", images="padlock.png")
+    scores = embedder.similarity(query, embedder.encode_document(images=["key.png", "nail.png"]))
+
+Every figure of an evaluation comes from `Embedder.encode`, and so does every embedding of a service built on a checkpoint.
+"""
+
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
+
+from rge.checkpoints.export import CheckpointError, checkpoint_hash, read_settings
+from rge.common.images import fetch_picture
+from rge.common.schema import Encoded, ImageRef, Item
+from rge.model.backbone import load_backbone
+from rge.model.embedding_model import EmbeddingModel
+from rge.model.packing import Branch
+from rge.model.prompts import PromptBuilder
+from rge.rollout.generate import generate
+
+Picture = ImageRef | Path | Image.Image
+"""A path, ``library.parquet#row``, a web address, a data URL, encoded bytes, or a decoded picture."""
+
+
+class Embedder:
+    """A trained model with its prompts and its pinned generation settings.
+
+    Args:
+        model: the model; put into evaluation mode.
+        builder: makes prompts.
+        checkpoint: directory it was loaded from.
+        settings: content of ``rge.json``.
+    """
+
+    def __init__(
+        self, model: EmbeddingModel, builder: PromptBuilder, checkpoint: Path, settings: dict[str, Any]
+    ):
+        self.model, self.builder, self.checkpoint, self.settings = model.eval(), builder, checkpoint, settings
+        self.checkpoint_hash = checkpoint_hash(checkpoint)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        checkpoint: str | Path,
+        *,
+        revision: str | None = None,
+        device: str | None = None,
+        dtype: str | None = None,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+    ) -> "Embedder":
+        """Load a finished checkpoint.
+
+        Args:
+            checkpoint: directory with weights, processor and ``rge.json``, or the id of one on the Hugging Face hub.
+            revision: commit, tag or branch on the hub.
+            device: e.g. ``cuda:0``; None takes a GPU if there is one.
+            dtype: weights' dtype; None takes float32 on CPU and the recipe's on GPU.
+            max_new_tokens: overrides the checkpoint's cap on a rationale.
+            temperature: overrides the checkpoint's greedy decoding.
+
+        Raises:
+            CheckpointError: not a checkpoint of rge, or the hub cannot be reached.
+            BackboneError: its weights or processor cannot be loaded, or have no ``<emb>``.
+        """
+        folder = _local(checkpoint, revision)
+        settings = read_settings(folder)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = dtype or ("float32" if device == "cpu" else settings["recipe"]["model"]["dtype"])
+        generation = dict(settings["generation"])
+        if max_new_tokens is not None:
+            generation["max_new_tokens"] = max_new_tokens
+        if temperature is not None:
+            generation["temperature"] = temperature
+        settings = {**settings, "generation": generation, "dtype": dtype}
+        pixels = settings["pixels"]
+        backbone = load_backbone(folder, dtype=dtype, min_pixels=pixels["min"], max_pixels=pixels["max"])
+        builder = PromptBuilder(backbone.processor, settings["profile"], settings["max_prompt_tokens"])
+        return cls(EmbeddingModel(backbone).to(device), builder, folder, settings)
+
+    @property
+    def size(self) -> int:
+        """Components of an embedding."""
+        return self.model.model.config.get_text_config().hidden_size
+
+    @property
+    def default_instruction(self) -> str | None:
+        """The instruction that most training queries carried; None where most carried none, or none is known."""
+        return self.settings.get("instructions", {}).get("default")
+
+    def encode_query(
+        self,
+        texts: str | Sequence[str | None] | None = None,
+        images: Picture | Sequence[Any] | None = None,
+        *,
+        mode: Literal["reasoning", "direct"] | None = None,
+        instruction: str | None = None,
+        task: str | None = None,
+        dimensions: int | None = None,
+        return_rationales: bool = False,
+        as_tensor: bool = False,
+        batch_size: int = 64,
+        seeds: Sequence[int] | None = None,
+        progress: bool | None = None,
+    ) -> Any:
+        """Embed queries: the model writes what it sees and what is asked for, and is read at the ``<emb>`` that ends it.
+
+        Args:
+            texts: a question, or N of them; None for pictures alone.
+            images: with one question, its picture or pictures; with N, N entries, each None, a picture or several. A
+                picture is a path, a web address, a data URL, bytes or a PIL image.
+            mode: ``reasoning`` or ``direct`` (no rationale); None as the checkpoint was trained.
+            instruction: put before every question; None takes the one of `task`, or the most frequent one of training.
+                An empty string puts nothing. One that training did not have is used, with a warning.
+            task: name of a task of training (``rge.json`` lists them) whose instruction is to be used.
+            dimensions: keep so many leading components, a size that the checkpoint was trained to be cut to.
+            return_rationales: return the rationales too.
+            as_tensor: torch instead of numpy.
+            batch_size: rows a forward.
+            seeds: one a query, needed for sampling (``temperature=`` of `from_pretrained`).
+            progress: show a bar; None shows one for long lists on a terminal.
+
+        Returns:
+            Unit-norm float32 embeddings, (N, D), or (D,) for one question; with `return_rationales` a pair of them and
+            the rationales (a list of N texts, or one text).
+
+        Raises:
+            ValueError: wrong arguments, or an item that cannot be embedded.
+            ImageError: a picture cannot be read.
+        """
+        single, rows = _rows(texts, images)
+        asked = self._instruction(instruction, task)
+        items = [Item(str(number), text, pictures, asked) for number, (text, pictures) in enumerate(rows)]
+        mode = mode or ("direct" if self.settings["reasons"] == "none" else "reasoning")
+        return self._answer(
+            items,
+            "query",
+            mode,
+            single,
+            dimensions,
+            return_rationales,
+            as_tensor,
+            batch_size,
+            seeds,
+            progress,
+        )
+
+    def encode_document(
+        self,
+        texts: str | Sequence[str | None] | None = None,
+        images: Picture | Sequence[Any] | None = None,
+        *,
+        mode: Literal["reasoning", "direct"] = "direct",
+        dimensions: int | None = None,
+        return_rationales: bool = False,
+        as_tensor: bool = False,
+        batch_size: int = 64,
+        seeds: Sequence[int] | None = None,
+        progress: bool | None = None,
+    ) -> Any:
+        """Embed candidates: texts, pictures, or both; arguments and results as of `encode_query`.
+
+        Args:
+            texts: a text, or N of them; None for pictures alone.
+            images: with one text, its picture or pictures; without texts, one picture or N entries.
+            mode: candidates are trained without a rationale.
+            dimensions: as of `encode_query`.
+            return_rationales: as of `encode_query`.
+            as_tensor: as of `encode_query`.
+            batch_size: as of `encode_query`.
+            seeds: as of `encode_query`.
+            progress: as of `encode_query`.
+        """
+        single, rows = _rows(texts, images)
+        items = [Item(str(number), text, pictures) for number, (text, pictures) in enumerate(rows)]
+        return self._answer(
+            items,
+            "candidate",
+            mode,
+            single,
+            dimensions,
+            return_rationales,
+            as_tensor,
+            batch_size,
+            seeds,
+            progress,
+        )
+
+    @staticmethod
+    def similarity(queries: Any, documents: Any) -> Any:
+        """Cosine similarities of unit-norm embeddings: (N, M), or fewer axes for single ones; numpy or torch as given."""
+        return queries @ documents.T
+
+    def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
+        """Upload the checkpoint with its model card.
+
+        Args:
+            repo_id: ``user/name``; made if it does not exist.
+            private: for a new one.
+            token: of the hub; None takes the one that ``hf auth login`` stored.
+
+        Returns:
+            The commit's address.
+        """
+        from huggingface_hub import HfApi
+
+        api = HfApi(token=token)
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        return str(api.upload_folder(repo_id=repo_id, folder_path=self.checkpoint))
+
+    def _instruction(self, given: str | None, task: str | None) -> str | None:
+        known = self.settings.get("instructions")
+        if given is not None:
+            if given and known and given not in known["known"]:
+                warnings.warn(
+                    f"{self.checkpoint} was not trained with the instruction {given!r}; known are "
+                    + "; ".join(map(repr, known["known"][:8])),
+                    stacklevel=3,
+                )
+            return given or None
+        if task is not None:
+            tasks = known["by_task"] if known else {}
+            if task not in tasks:
+                raise ValueError(
+                    f"{self.checkpoint} knows no task {task!r}; known are {', '.join(tasks) or 'none'}"
+                )
+            return tasks[task]
+        if known is None and "recipe" in self.settings and self.settings["recipe"]:
+            warnings.warn(
+                f"{self.checkpoint} does not say with which instructions it was trained (an older export): give instruction=",
+                stacklevel=3,
+            )
+        return self.default_instruction
+
+    def _answer(
+        self, items, side, mode, single, dimensions, return_rationales, as_tensor, batch_size, seeds, progress
+    ):  # fmt: skip
+        allowed = {self.size, *self.settings.get("dimensions", ())}
+        if dimensions is not None and dimensions not in allowed:
+            raise ValueError(
+                f"dimensions must be one of {', '.join(map(str, sorted(allowed)))}, the sizes this checkpoint was trained "
+                f"for, got {dimensions}"
+            )
+        if progress is None:
+            progress = len(items) > 4 * batch_size and sys.stderr.isatty()
+        with tqdm(total=len(items), disable=not progress, unit="item") as bar:
+            found = self.encode(
+                items, side=side, mode=mode, batch_size=batch_size, seeds=seeds, on_progress=bar.update
+            )
+        vectors = found.embeddings
+        if dimensions is not None and dimensions < self.size:
+            vectors = vectors[:, :dimensions]
+            vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+        answer: np.ndarray | Tensor = torch.from_numpy(vectors) if as_tensor else vectors
+        if not return_rationales:
+            return answer[0] if single else answer
+        return (answer[0], found.rationales[0]) if single else (answer, found.rationales)
+
+    def encode(
+        self,
+        items: Sequence[Item],
+        *,
+        side: Literal["query", "candidate"],
+        mode: Literal["reasoning", "direct"],
+        batch_size: int = 64,
+        seeds: Sequence[int] | None = None,
+        on_progress: Callable[[int], object] | None = None,
+    ) -> Encoded:
+        """Embed items. A row does not depend on the other rows, on the batch size or on padding.
+
+        Args:
+            items: what to embed.
+            side: decides the wording of the prompt.
+            mode: ``reasoning`` lets the model write a rationale first; ``direct`` prefills ``<emb>``.
+            batch_size: rows a forward.
+            seeds: one an item, needed where the settings ask for sampling.
+            on_progress: called with the number of items just finished.
+
+        Returns:
+            Embeddings and what was written, in the order of the items.
+
+        Raises:
+            ValueError: an unknown mode, an item that cannot be embedded.
+            ImageError: a picture cannot be read.
+        """
+        if mode not in ("reasoning", "direct"):
+            raise ValueError(f"mode must be reasoning or direct, got {mode!r}")
+        results: list[tuple[np.ndarray, str, int, str, float, float]] = []
+        # Pictures of one window are in memory at a time; within it, rows are sorted by length.
+        window = 8 * batch_size
+        for start in range(0, len(items), window):
+            began = time.perf_counter()
+            prompts = [self.builder.build(item, side) for item in items[start : start + window]]
+            prepare_ms = (time.perf_counter() - began) * 1000 / len(prompts)
+            if mode == "direct":
+                results += self._direct(prompts, batch_size, prepare_ms, on_progress)
+            else:
+                window_seeds = None if seeds is None else seeds[start : start + window]
+                results += self._reasoning(prompts, batch_size, prepare_ms, window_seeds, on_progress)
+        columns = list(zip(*results, strict=True)) if results else [()] * 6
+        return Encoded(
+            embeddings=np.stack(columns[0]) if results else np.empty((0, self.size), np.float32),
+            rationales=list(columns[1]),
+            num_rationale_tokens=np.array(columns[2], dtype=np.int64),
+            stop_reasons=list(columns[3]),
+            generate_ms=np.array(columns[4], dtype=np.float64),
+            embed_ms=np.array(columns[5], dtype=np.float64),
+        )
+
+    def _reasoning(self, prompts, batch_size, prepare_ms, seeds, on_progress):
+        settings = self.settings["generation"]
+        rationales = generate(
+            self.model,
+            prompts,
+            max_new_tokens=settings["max_new_tokens"],
+            temperature=settings["temperature"],
+            batch_size=batch_size,
+            seeds=seeds,
+            on_progress=on_progress,
+        )
+        return [
+            (
+                rationale.state_D.float().cpu().numpy(),
+                self.builder.decode(rationale.ids),
+                len(rationale.ids),
+                "forced" if rationale.forced else "emb",
+                rationale.seconds * 1000,
+                prepare_ms,
+            )
+            for rationale in rationales
+        ]
+
+    @torch.no_grad()
+    def _direct(self, prompts, batch_size, prepare_ms, on_progress):
+        branch = Branch([self.model.emb_id], read_state=True)
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+        found: list[tuple | None] = [None] * len(prompts)
+        for start in range(0, len(order), batch_size):
+            rows = order[start : start + batch_size]
+            began = time.perf_counter()
+            packed = self.model.pack([prompts[row] for row in rows], [[branch]] * len(rows))
+            states = self.model(packed)[0].state_ND.float().cpu().numpy()
+            embed_ms = (time.perf_counter() - began) * 1000 / len(rows)
+            for row, state in zip(rows, states, strict=True):
+                found[row] = (state, "", 0, "prefilled", 0.0, prepare_ms + embed_ms)
+            if on_progress is not None:
+                on_progress(len(rows))
+        return found
+
+
+def _local(checkpoint: str | Path, revision: str | None) -> Path:
+    """The checkpoint's directory; one on the hub is fetched into the hub's cache."""
+    folder = Path(checkpoint).expanduser()
+    name = str(checkpoint)
+    if (
+        folder.exists()
+        or isinstance(checkpoint, Path)
+        or name.startswith((".", "/", "~"))
+        or name.count("/") != 1
+    ):
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+    )
+
+    try:
+        return Path(snapshot_download(name, revision=revision))
+    except (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        OSError,
+    ) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{name} is no directory here, and could not be fetched from the Hugging Face hub: {reason}"
+        ) from error
+
+
+def _rows(texts: Any, images: Any) -> tuple[bool, list[tuple[str | None, tuple[Any, ...]]]]:
+    """Whether one item was given, and each item's text and pictures."""
+    if texts is None and images is None:
+        raise ValueError("give texts, images, or both")
+    if isinstance(texts, str):
+        return True, [(texts, _pictures(images))]
+    if texts is None and _is_picture(images):
+        return True, [(None, _pictures(images))]
+    texts = None if texts is None else list(texts)
+    images = None if images is None else list(images)
+    for name, values in (("texts", texts), ("images", images)):
+        if values is not None and (texts is not None and len(values) != len(texts)):
+            raise ValueError(
+                f"{len(texts)} texts and {len(values)} {name}: one entry an item, None where there is none"
+            )
+    count = len(texts) if texts is not None else len(images or [])
+    for text in texts or ():
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"a text must be a string, got {type(text).__name__}")
+    return False, [
+        (texts[row] if texts else None, _pictures(images[row] if images else None)) for row in range(count)
+    ]
+
+
+def _is_picture(value: Any) -> bool:
+    return isinstance(value, str | bytes | Path | Image.Image)
+
+
+def _pictures(value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    return tuple(_picture(one) for one in ([value] if _is_picture(value) else value))
+
+
+def _picture(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith(("http://", "https://", "data:")):
+        return fetch_picture(value)
+    if not _is_picture(value):
+        raise ValueError(
+            f"a picture is a path, a web address, bytes or a PIL image, got {type(value).__name__}"
+        )
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,1 @@
+"""Checkpoints of rge behind other libraries' own entry points."""

@@ -1,0 +1,311 @@
+"""Embedding with a finished checkpoint: the same row whatever it is batched with."""
+
+import base64
+import functools
+import http.server
+import json
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from rge.checkpoints.export import CheckpointError, export, settings_of
+from rge.common.images import ImageError
+from rge.common.schema import Item
+from rge.embedder import Embedder
+from rge.model.packing import Branch
+
+
+@pytest.fixture
+def encoder(lively, tmp_path):
+    settings = settings_of(
+        emb_id=lively.emb_id, profile="rge", max_prompt_tokens=2048, min_pixels=784, max_pixels=7056, max_new_tokens=12,
+        reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=7,
+    )  # fmt: skip
+    export(lively, tmp_path / "final", settings)
+    return Embedder.from_pretrained(tmp_path / "final")
+
+
+@pytest.fixture
+def items(make_items, picture, tmp_path):
+    """21 items, so that windows and batches end unevenly."""
+    found = []
+    for number, item in enumerate(make_items(21)):
+        paths = []
+        for place in range(number % 3):
+            paths.append(str(tmp_path / f"{number}_{place}.png"))
+            picture(30 + 7 * number, 100 - 3 * number, number).save(paths[-1])
+        found.append(Item(item.id, item.text, tuple(paths), "find it" if number % 2 else None))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["direct", "reasoning"])
+@pytest.mark.parametrize("side", ["query", "candidate"])
+def test_batch_one_equals_batch_n(encoder, items, mode, side):
+    settings = {"side": side, "mode": mode}
+    alone = encoder.encode(items, batch_size=1, **settings)
+    for batch_size in (2, 5, 64):
+        found = encoder.encode(items, batch_size=batch_size, **settings)
+        np.testing.assert_allclose(found.embeddings, alone.embeddings, atol=1e-5)
+        assert found.rationales == alone.rationales
+        assert found.stop_reasons == alone.stop_reasons
+        assert np.array_equal(found.num_rationale_tokens, alone.num_rationale_tokens)
+    backwards = encoder.encode(items[::-1], batch_size=5, **settings)
+    np.testing.assert_allclose(backwards.embeddings[::-1], alone.embeddings, atol=1e-5)
+
+
+def test_direct_mode_is_the_state_at_a_prefilled_emb(encoder, items):
+    found = encoder.encode(items, side="candidate", mode="direct", batch_size=4)
+    embedder = encoder.model
+    prompts = [encoder.builder.build(item, "candidate") for item in items]
+    with torch.no_grad():
+        states = torch.cat(
+            [
+                embedder(embedder.pack([p], [[Branch([embedder.emb_id], read_state=True)]]))[0].state_ND
+                for p in prompts
+            ]
+        )
+    np.testing.assert_allclose(found.embeddings, states.numpy(), atol=1e-5)
+    assert found.rationales == [""] * 21
+    assert found.stop_reasons == ["prefilled"] * 21
+    assert not found.num_rationale_tokens.any()
+    assert not found.generate_ms.any()
+    assert (found.embed_ms > 0).all()
+
+
+def test_reasoning_mode_reports_what_was_written(encoder, items):
+    found = encoder.encode(items, side="query", mode="reasoning", batch_size=4)
+    direct = encoder.encode(items, side="query", mode="direct", batch_size=4)
+    assert set(found.stop_reasons) == {"emb", "forced"}
+    for row in range(21):
+        assert (found.stop_reasons[row] == "forced") == (found.num_rationale_tokens[row] == 12)
+        assert "<emb>" not in found.rationales[row]
+    assert (found.generate_ms > 0).all()
+    # A rationale changes the embedding, unless it is empty.
+    moved = np.linalg.norm(found.embeddings - direct.embeddings, axis=1) > 1e-3
+    assert np.array_equal(moved, found.num_rationale_tokens > 0)
+
+
+def test_embeddings_are_float32_of_unit_norm(encoder, items):
+    for mode in ("direct", "reasoning"):
+        found = encoder.encode(items, side="query", mode=mode)
+        assert found.embeddings.dtype == np.float32
+        assert found.embeddings.shape == (21, 32)
+        np.testing.assert_allclose(np.linalg.norm(found.embeddings, axis=1), 1, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["direct", "reasoning"])
+def test_nothing_to_embed(encoder, mode):
+    found = encoder.encode([], side="query", mode=mode)
+    assert found.embeddings.shape == (0, 32)
+    assert found.embeddings.dtype == np.float32
+    assert (found.rationales, found.stop_reasons) == ([], [])
+    assert len(found.num_rationale_tokens) == len(found.generate_ms) == len(found.embed_ms) == 0
+
+
+@pytest.mark.parametrize("mode", ["direct", "reasoning"])
+def test_progress_adds_up(encoder, items, mode):
+    seen = []
+    encoder.encode(items, side="query", mode=mode, batch_size=2, on_progress=seen.append)
+    assert sum(seen) == 21
+    assert max(seen) == 2
+
+
+def test_overrides_of_the_checkpoints_generation(encoder, items):
+    short = Embedder.from_pretrained(encoder.checkpoint, max_new_tokens=2)
+    assert short.encode(items, side="query", mode="reasoning").num_rationale_tokens.max() == 2
+    sampling = Embedder.from_pretrained(encoder.checkpoint, temperature=1.5)
+    with pytest.raises(ValueError, match="needs one seed a rationale"):
+        sampling.encode(items, side="query", mode="reasoning")
+    runs = [
+        sampling.encode(items, side="query", mode="reasoning", batch_size=size, seeds=range(21)).rationales
+        for size in (1, 8)
+    ]
+    assert runs[0] == runs[1]
+    assert runs[0] != encoder.encode(items, side="query", mode="reasoning").rationales
+    assert short.settings["generation"]["max_new_tokens"] == 2
+    assert short.settings["dtype"] == "float32"
+
+
+def test_bfloat16_embeds_about_the_same(encoder, items):
+    exact = encoder.encode(items[:4], side="query", mode="direct")
+    coarse = Embedder.from_pretrained(encoder.checkpoint, dtype="bfloat16").encode(
+        items[:4], side="query", mode="direct"
+    )
+    assert coarse.embeddings.dtype == np.float32
+    np.testing.assert_allclose(np.linalg.norm(coarse.embeddings, axis=1), 1, atol=1e-6)
+    assert ((exact.embeddings * coarse.embeddings).sum(axis=1) > 0.98).all()
+
+
+def test_errors(encoder, items, tmp_path):
+    with pytest.raises(ValueError, match="mode must be reasoning or direct, got 'fast'"):
+        encoder.encode(items, side="query", mode="fast")
+    with pytest.raises(ValueError, match="side must be query or candidate, got 'doc'"):
+        encoder.encode(items, side="doc", mode="direct")
+    with pytest.raises(ImageError, match=r"gone\.png cannot be read"):
+        encoder.encode([Item("x", "egg", (str(tmp_path / "gone.png"),))], side="query", mode="direct")
+    with pytest.raises(ValueError, match="item 'x' has neither text nor images"):
+        encoder.encode([Item("x", " ")], side="query", mode="direct")
+
+
+INSTRUCTIONS = {"default": "find it", "known": ["find it", "name it"], "by_task": {"naming": "name it"}}
+
+
+@pytest.fixture
+def described(encoder):
+    """A checkpoint that says what it was trained with."""
+    path = encoder.checkpoint / "rge.json"
+    settings = json.loads(path.read_text()) | {"instructions": INSTRUCTIONS, "dimensions": [8, 16]}
+    path.write_text(json.dumps(settings))
+    return Embedder.from_pretrained(encoder.checkpoint)
+
+
+def test_a_query_is_asked_as_in_training(described):
+    def rows(instruction):
+        return described.encode([Item("0", "a", (), instruction)], side="query", mode="reasoning").embeddings[
+            0
+        ]
+
+    assert np.array_equal(described.encode_query("a"), rows("find it"))
+    assert np.array_equal(described.encode_query("a", task="naming"), rows("name it"))
+    assert np.array_equal(described.encode_query("a", instruction="name it"), rows("name it"))
+    assert np.array_equal(described.encode_query("a", instruction=""), rows(None))
+    assert not np.allclose(rows("find it"), rows(None), atol=1e-3)
+    with pytest.warns(
+        UserWarning, match="not trained with the instruction 'other'; known are 'find it'; 'name it'"
+    ):
+        found = described.encode_query("a", instruction="other")
+    assert np.array_equal(found, rows("other"))
+    with pytest.raises(ValueError, match="knows no task 'nameing'; known are naming"):
+        described.encode_query("a", task="nameing")
+
+
+def test_an_older_export_that_knows_no_instruction_says_so(encoder):
+    with pytest.warns(UserWarning, match="does not say with which instructions it was trained"):
+        found = encoder.encode_query("a")
+    assert np.array_equal(
+        found, encoder.encode([Item("0", "a")], side="query", mode="reasoning").embeddings[0]
+    )
+
+
+def test_pictures_in_every_form_are_one_picture(described, picture, tmp_path):
+    image = picture(60, 40)
+    path = tmp_path / "a picture.png"
+    image.save(path)
+    data = path.read_bytes()
+    expected = described.encode_document(images=str(path))
+    for form in (path, data, image, "data:image/png;base64," + base64.b64encode(data).decode()):
+        assert np.array_equal(described.encode_document(images=form), expected)
+    many = described.encode_document([None, "words", "both"], [path, None, [image, image]])
+    assert many.shape == (3, 32)
+    np.testing.assert_allclose(many[0], expected, atol=1e-5)
+    assert np.array_equal(described.encode_document(images=[image])[0], expected)
+    reference = described.encode(
+        [Item("0", "both", (str(path), str(path)))], side="candidate", mode="direct"
+    ).embeddings[0]
+    np.testing.assert_allclose(many[2], reference, atol=1e-5)
+
+
+def test_a_picture_from_the_web(described, picture, tmp_path):
+    folder = tmp_path / "served"
+    folder.mkdir()
+    picture(40, 40).save(folder / "a.png")
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        found = described.encode_document(images=f"{address}/a.png")
+        with pytest.raises(ImageError, match=r"picture http.*/gone\.png cannot be fetched: .*404"):
+            described.encode_document(images=f"{address}/gone.png")
+        server.shutdown()
+    assert np.array_equal(found, described.encode_document(images=folder / "a.png"))
+    with pytest.raises(ImageError, match="cannot be fetched"):
+        described.encode_document(images=f"{address}/a.png")
+    with pytest.raises(
+        ImageError, match="data URL data:image/png,abc cannot be read: only base64 is understood"
+    ):
+        described.encode_document(images="data:image/png,abc")
+
+
+def test_one_gives_one_and_a_list_gives_a_list(described):
+    one, text = described.encode_query("a", return_rationales=True)
+    many, texts = described.encode_query(["a", "b"], return_rationales=True)
+    assert (one.shape, many.shape, texts[0]) == ((32,), (2, 32), text)
+    assert isinstance(text, str)
+    np.testing.assert_allclose(many[0], one, atol=1e-5)
+    tensor = described.encode_query(["a", "b"], as_tensor=True)
+    assert torch.equal(tensor, torch.from_numpy(many))
+    scores = described.similarity(many, described.encode_document(["x", "y", "z"]))
+    assert scores.shape == (2, 3)
+    assert described.similarity(one, one) == pytest.approx(1, abs=1e-5)
+    assert described.encode_document([]).shape == (0, 32)
+
+
+def test_the_mode_is_the_one_of_training(described):
+    assert np.array_equal(described.encode_query("a"), described.encode_query("a", mode="reasoning"))
+    assert not np.allclose(described.encode_query("a"), described.encode_query("a", mode="direct"), atol=1e-3)
+    described.settings["reasons"] = "none"
+    assert np.array_equal(described.encode_query("a"), described.encode_query("a", mode="direct"))
+
+
+def test_embeddings_are_cut_to_sizes_of_training_only(described):
+    whole = described.encode_document(["a", "b"])
+    cut = described.encode_document(["a", "b"], dimensions=8)
+    np.testing.assert_allclose(
+        cut, whole[:, :8] / np.linalg.norm(whole[:, :8], axis=1, keepdims=True), atol=1e-6
+    )
+    assert np.array_equal(described.encode_document(["a", "b"], dimensions=32), whole)
+    with pytest.raises(ValueError, match="dimensions must be one of 8, 16, 32"):
+        described.encode_document("a", dimensions=12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((None,)), "give texts, images, or both"),
+        ((["a", "b"], ["x.png"]), "2 texts and 1 images"),
+        (([1],), "a text must be a string, got int"),
+        (("a", [3.0]), "a picture is a path, a web address, bytes or a PIL image, got float"),
+    ],
+)
+def test_wrong_arguments_are_named(described, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        described.encode_query(*arguments)
+
+
+def test_the_hub_out_of_reach_is_one_sentence(monkeypatch):
+    with pytest.raises(
+        CheckpointError, match="somebody/nothing is no directory here, and could not be fetched"
+    ):
+        Embedder.from_pretrained("somebody/nothing")
+    with pytest.raises(CheckpointError, match="checkpoint runs/a/b does not exist"):
+        Embedder.from_pretrained("runs/a/b")
+
+
+def test_a_checkpoint_is_uploaded_whole(described, monkeypatch):
+    calls = []
+
+    class Api:
+        def __init__(self, token):
+            calls.append(token)
+
+        def create_repo(self, name, **options):
+            calls.append((name, options))
+
+        def upload_folder(self, *, repo_id, folder_path):
+            calls.append((repo_id, sorted(path.name for path in folder_path.iterdir())))
+            return "commit"
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    assert described.push_to_hub("me/mine", private=True, token="t") == "commit"
+    assert calls[:2] == ["t", ("me/mine", {"private": True, "exist_ok": True})]
+    assert {"README.md", "rge.json", "model.safetensors", "modules.json", "config.json"} <= set(calls[2][1])
+
+
+def test_rge_gives_the_embedder_away():
+    import rge
+
+    assert rge.Embedder is Embedder
+    with pytest.raises(AttributeError, match="no attribute 'Embeder'"):
+        rge.Embeder  # noqa: B018

@@ -4,9 +4,52 @@ PyPI's torchvision links its native operators against CUDA. Beside ``torch+cpu``
 ``import torchvision`` stops at the first operator whose schema it looks up, taking the Qwen image processors,
 ``qwen_vl_utils`` and ``peft`` with it. Declaring the two schemas that are looked up at import time is enough: rge
 uses torchvision's pure-Python transforms only and never calls those operators.
+
+``import rge`` does it. A checkpoint has to load by plain transformers too, in a program that never heard of rge:
+``python -m rge.common.torchvision_cpu``, which ``scripts/setup.sh`` calls, puts a hook into this interpreter's
+site-packages that does it where torchvision is imported, and nowhere else. It does nothing where torchvision loads by
+itself; delete the two files to be rid of it.
 """
 
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
 import torch
+
+HOOK = "rge_torchvision_hook"
+_SOURCE = '''"""Written by `python -m rge.common.torchvision_cpu`: PyPI's torchvision beside a CPU build of torch."""
+
+import importlib.machinery
+import sys
+
+
+class Finder:
+    """Finds torchvision as ever; where it is executed, `import rge` declares what it looks up."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name != "torchvision":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def after_rge(module):
+            try:
+                import rge  # noqa: F401
+            except ImportError:
+                pass  # rge was removed: torchvision then says itself what is wrong
+            execute(module)
+
+        spec.loader.exec_module = after_rge
+        return spec
+
+
+sys.meta_path.insert(0, Finder)
+'''
 
 _library: torch.library.Library | None = None
 
@@ -29,3 +72,29 @@ def make_importable() -> bool:
             _library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         return True
     return False
+
+
+def write_hook(folder: Path) -> None:
+    """Put the hook into a site-packages folder, which Python reads at its next start."""
+    (folder / f"{HOOK}.py").write_text(_SOURCE, encoding="utf-8")
+    (folder / f"{HOOK}.pth").write_text(f"import {HOOK}\n", encoding="utf-8")
+
+
+def main() -> int:
+    """Write the hook where a fresh interpreter cannot import torchvision; 0 if it can in the end."""
+    plain = [sys.executable, "-c", "import torchvision"]
+    if subprocess.run(plain, capture_output=True, check=False).returncode == 0:
+        return 0
+    folder = Path(sysconfig.get_path("purelib"))
+    try:
+        write_hook(folder)
+    except OSError as error:
+        print(
+            f"{folder} cannot be written ({error.strerror}): import rge before transformers", file=sys.stderr
+        )  # noqa: T201
+        return 1
+    return subprocess.run(plain, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

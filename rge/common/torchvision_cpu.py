@@ -11,6 +11,7 @@ site-packages that does it where torchvision is imported, and nowhere else. It d
 itself; delete the two files to be rid of it.
 """
 
+import logging
 import subprocess
 import sys
 import sysconfig
@@ -89,9 +90,7 @@ def main() -> int:
     try:
         write_hook(folder)
     except OSError as error:
-        print(
-            f"{folder} cannot be written ({error.strerror}): import rge before transformers", file=sys.stderr
-        )  # noqa: T201
+        logging.error("%s cannot be written (%s): import rge before transformers", folder, error.strerror)
         return 1
     return subprocess.run(plain, check=False).returncode
 

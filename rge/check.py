@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> int:
         raise RecipeError(f"pictures must be true or false, got {options['pictures']!r}")
     recipe = load_recipe([argument for argument in arguments if not argument.startswith("pictures=")])
     raise_descriptor_limit()
-    accelerator = launch.make_accelerator(recipe.train)
+    accelerator = launch.make_accelerator(recipe.train, recipe.model.dtype)
     launched = "WORLD_SIZE" in os.environ
     problems: list[str] = []
     if accelerator.is_main_process:
@@ -140,8 +140,7 @@ def examine(
             problems,
             launch.check_launch,
             accelerator,
-            recipe.train.num_processes,
-            recipe.train.distributed_type,
+            recipe.train,
             recipe.optim.name,
         )
     over = [name for name in recipe.stages() if _attempt(problems, finished, out / name, recipe, name)]
@@ -165,6 +164,7 @@ def examine(
             problems += faults
     for name in stages:
         _check_stage(problems, recipe, name, accelerator)
+        _check_bad_share(problems, recipe, name, found)
     if recipe.validation.path in found.records:
         _attempt(problems, num_records, found.records[recipe.validation.path], recipe)
     model = _attempt(problems, _outline, recipe)
@@ -300,6 +300,18 @@ def _check_stage(problems: list[str], recipe: Recipe, name: str, accelerator: Ac
     _attempt(problems, once)
 
 
+def _check_bad_share(problems: list[str], recipe: Recipe, name: str, found: Checked) -> None:
+    """With ``data.on_bad=skip``, what a stage would end with once it begins."""
+    files = [found.records[it.path] for it in getattr(recipe, name).sources if it.path in found.records]
+    bad = [record for file in files for record in file.bad]
+    total = len(bad) + sum(map(len, files))
+    if len(bad) > recipe.data.max_bad_share * total:
+        problems.append(
+            f"{len(bad)} of {total} records of {name} are bad, more than data.max_bad_share={recipe.data.max_bad_share}: "
+            + "\n".join(f"{it.source}: {it.reason}" for it in bad[:MAX_REPORTED])
+        )
+
+
 def stage_share(name: str, stage: StageConfig, num_processes: int) -> None:
     """Whether every process gets a query.
 
@@ -392,12 +404,12 @@ def _banner(recipe: Recipe, found: Checked, model: nn.Module, accelerator: Accel
         name, gib = card.name, card.total_memory / GIB
     back_end = launch.back_end(accelerator)
     lines = [
-        f"{back_end}, {name}; weights {recipe.model.dtype}, mixed precision {accelerator.mixed_precision}; into {recipe.out}"
+        f"{back_end}, {name}; float32 weights trained, computed in {recipe.model.dtype}; into {recipe.out}"
     ]
     options = {key: default for key, (default, _) in OWN.items()}
     options |= {
         "num_gpus": accelerator.num_processes,
-        "back_end": back_end.name.lower().replace("-", "") if not back_end.is_ddp else "ddp",
+        "back_end": back_end.key,
     }
     if gib is not None:
         options["gpu_gib"] = gib

@@ -9,7 +9,7 @@ import difflib
 import math
 import re
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -22,6 +22,9 @@ from rge.common.prompt_profiles import PROFILES
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
+BACK_ENDS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
+"""How several processes share a model out, from nothing to everything; the last two share out alike."""
+
 
 class RecipeError(UserError):
     """A recipe or an override is wrong; the message names the key and the mend."""
@@ -29,12 +32,11 @@ class RecipeError(UserError):
 
 @dataclass
 class ScratchConfig:
-    """A model built from nothing instead of loaded: real architecture and processor, own sizes.
+    """A model built from nothing instead of loaded: Qwen2.5-VL's architecture and processor, own sizes.
 
     ``text`` and ``vision`` are passed to the Hugging Face sub-configs unchanged.
     """
 
-    model_type: str = "qwen2_5_vl"
     vocab_size: int = 2048
     """BPE vocabulary learned from the training records' texts, special tokens not counted."""
     text: dict[str, Any] = field(default_factory=dict)
@@ -76,7 +78,9 @@ class ModelConfig:
     """Commit or tag of a hub model; null: the newest."""
     scratch: ScratchConfig | None = None
     dtype: str = "bfloat16"
-    """Weights' dtype: float32 or bfloat16. Embeddings and losses are float32 in any case."""
+    """Dtype of forward and backward: float32 or bfloat16. Weights that are trained, their gradients summed over micro
+    batches and the optimizer's state are float32 in any case and on every back end; so are embeddings and losses.
+    Weights that are not trained are held in this dtype."""
     attn_implementation: str = "auto"
     """Of the text model. varlen: sequences one after the other, without mask or padding, by torch's flash attention on
     a GPU (bfloat16); sdpa: rows side by side under a mask; eager: the same in plain operations; auto: varlen on a GPU
@@ -238,10 +242,13 @@ class TrainConfig:
     """Resumable checkpoints are copied into main memory and written while training goes on; false waits for the disk.
     Sharded back ends (DeepSpeed, FSDP) always wait."""
     log_every: int = 10
+    back_end: str = "ddp"
+    """What several processes have to share out at the least: ddp (nothing), zero1 (the optimizer's state and float32
+    weights), zero2 (gradients too), zero3 or fsdp2 (everything). A launch that names no back end gets this one; a launch
+    config that shares out as much or more is left as it is, one that shares out less is refused. One process has
+    nobody to share with."""
     num_processes: int | None = None
     """Processes this run must have; null: what the launcher set. A silent one-process launch becomes an error."""
-    distributed_type: str | None = None
-    """NO, MULTI_GPU, MULTI_CPU, DEEPSPEED or FSDP; null: any. Asserted at start."""
     deterministic: bool = False
     """torch.use_deterministic_algorithms: bit-exact repeats on GPU, slower."""
 
@@ -346,7 +353,7 @@ def load_recipe(arguments: Sequence[str], recipes: Path = RECIPES) -> Recipe:
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
     """The resolved recipe as JSON's own containers, so that it equals what a checkpoint gives back."""
-    return _lists(OmegaConf.to_container(OmegaConf.structured(recipe), resolve=True))
+    return _lists(asdict(recipe))
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -374,6 +381,7 @@ def check(recipe: Recipe) -> None:
     _one_of("model.dtype", recipe.model.dtype, ["float32", "bfloat16"])
     for key in ("attn_implementation", "vision_attn_implementation"):
         _one_of(f"model.{key}", getattr(recipe.model, key), ["auto", "varlen", "sdpa", "eager"])
+    _one_of("train.back_end", recipe.train.back_end, BACK_ENDS)
     _one_of("data.profile", recipe.data.profile, list(PROFILES))
     _one_of("optim.name", recipe.optim.name, ["adamw", "muon"])
     _one_of("data.augment", recipe.data.augment, ["none", "drawing"])

@@ -31,7 +31,8 @@ def info_nce(
     Args:
         q_BD: unit-norm query states of this rank, float32.
         c_CD: unit-norm candidates of all ranks, gathered with gradient, float32.
-        positive_BC: bool, the columns that answer the query.
+        positive_BC: bool, the columns that answer the query. On the host, like the next, it is checked without waiting
+            for a device.
         ignored_BC: bool, columns left out for this query: duplicates of its target, other right answers.
         temperature: tau > 0; cosine similarities are divided by it. No unit.
 
@@ -48,6 +49,7 @@ def info_nce(
         raise ValueError(f"every query needs a positive among the candidates; rows {rows} have none")
     if bool((positive_BC & ignored_BC).any()):
         raise ValueError("a candidate cannot be a positive and ignored for the same query")
+    positive_BC, ignored_BC = (mask.to(q_BD.device, non_blocking=True) for mask in (positive_BC, ignored_BC))
     logit_BC = q_BD @ c_CD.T / temperature
     negatives_B1 = logit_BC.masked_fill(positive_BC | ignored_BC, float("-inf")).logsumexp(
         dim=1, keepdim=True
@@ -102,6 +104,7 @@ def hit_at_1(q_BD: Tensor, c_CD: Tensor, positive_BC: Tensor, ignored_BC: Tensor
         Scalar int64 count over B.
     """
     score_BC = q_BD @ c_CD.T
+    positive_BC, ignored_BC = (mask.to(q_BD.device, non_blocking=True) for mask in (positive_BC, ignored_BC))
     best_positive_B = score_BC.masked_fill(~positive_BC, float("-inf")).amax(dim=1)
     best_negative_B = score_BC.masked_fill(positive_BC | ignored_BC, float("-inf")).amax(dim=1)
     return (best_positive_B > best_negative_B).sum()

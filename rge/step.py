@@ -12,6 +12,7 @@ once for the rollout and once in its chunk.
 Shape suffixes: B = queries of this rank, N = candidates of this rank, C = candidates of all ranks, D = hidden size.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -133,7 +134,10 @@ def training_step(
             f"prompts encoded once belong to one backward, but micro batches of {micro_batch_size} cut "
             f"{len(batch.queries)} queries into {len(chunks)}: set rollout.prompt_pass=twice"
         )
-    nll, con, counts = 0.0, 0.0, [0.0, 0.0, 0.0]
+    nlls: list[Tensor] = []
+    totals: list[Tensor] = []
+    con_and_hits: list[Tensor] = []
+    counts = [0, 0]
     draws = None
     if objective.alpha_con > 0 and len(chunks) > 1:
         if drops_out(embedder):
@@ -143,9 +147,9 @@ def training_step(
                 embedder, batch, objective, rationales, chunks, micro_batch_size
             )
         q_BD, t_ND = q_BD.requires_grad_(), t_ND.requires_grad_()
-        loss, counts = _contrastive(q_BD, t_ND, batch, objective)
+        loss, hits, counts = _contrastive(q_BD, t_ND, batch, objective)
         (loss * con_scale).backward()
-        con = float(loss.detach())
+        con_and_hits = [loss.detach(), hits]
         grad_q_BD, grad_t_ND = q_BD.grad, t_ND.grad
     for number, (queries, candidates) in enumerate(chunks):
         last = number == len(chunks) - 1
@@ -154,11 +158,11 @@ def training_step(
                 draws[number].set()
             q, t = _forward(model, embedder, batch, objective, rationales, queries, candidates, encoded)
             total = (q.nll + t.nll) * lm_scale
-            nll += float(q.nll.detach()) + float(t.nll.detach())
+            nlls += [q.nll.detach(), t.nll.detach()]
             if objective.alpha_con > 0:
                 if len(chunks) == 1:
-                    loss, counts = _contrastive(q.state_ND, t.state_ND, batch, objective)
-                    con = float(loss.detach())
+                    loss, hits, counts = _contrastive(q.state_ND, t.state_ND, batch, objective)
+                    con_and_hits = [loss.detach(), hits]
                     total = total + loss * con_scale
                 else:
                     total = (
@@ -166,26 +170,34 @@ def training_step(
                         + (q.state_ND * grad_q_BD[_rows_of(queries, num_each)]).sum()
                         + (t.state_ND * grad_t_ND[candidates]).sum()
                     )
-            if not bool(torch.isfinite(total.detach())):
-                raise FloatingPointError(
-                    f"the loss is {float(total.detach())}; records of this batch: {batch.record_ids}"
-                )
+            totals.append(total.detach())
             backward(total)
     if embedder.pictures is not None:
         embedder.pictures.clear()
-    nll, con, hits, negatives, labelled = dist.sum_over_ranks([nll, con, *counts], device)
+    values = _on_host([*totals, *nlls, *con_and_hits])
+    for value in values[: len(totals)]:
+        if not math.isfinite(value):
+            raise FloatingPointError(f"the loss is {value}; records of this batch: {batch.record_ids}")
+    nll = sum(values[len(totals) :][: len(nlls)])
+    con, hits_at_1 = values[-2:] if con_and_hits else (0.0, 0.0)
+    nll, con, hits_at_1, negatives, labelled = dist.sum_over_ranks([nll, con, hits_at_1, *counts], device)
     report = {}
     if total_lm_tokens:
         report["loss_lm"] = nll / total_lm_tokens
     if objective.alpha_con > 0:
         report["loss_contrastive"] = con / (total_queries * num_each)
-        report["hit_at_1"] = hits / (total_queries * num_each)
+        report["hit_at_1"] = hits_at_1 / (total_queries * num_each)
         report["negatives_mean"] = negatives / total_queries
         report["labelled_negatives_mean"] = labelled / total_queries
     report["loss"] = objective.alpha_lm * report.get("loss_lm", 0.0) + objective.alpha_con * report.get(
         "loss_contrastive", 0.0
     )
     return report
+
+
+def _on_host(scalars: Sequence[Tensor]) -> list[float]:
+    """Values of a step, by one wait for the device and not one each."""
+    return torch.stack([scalar.double() for scalar in scalars]).tolist()
 
 
 def query_branches(
@@ -317,13 +329,15 @@ def _states_with_dropout(
 
 def _contrastive(
     q_BD: Tensor, t_ND: Tensor, batch: Batch, objective: Objective
-) -> tuple[Tensor, list[float]]:
-    """Summed InfoNCE of this rank's queries, and its numbers of hits at rank 1, negatives and labelled negatives."""
+) -> tuple[Tensor, Tensor, list[int]]:
+    """Summed InfoNCE of this rank's queries, its number of hits at rank 1, and those of negatives and labelled ones."""
     device = q_BD.device
     sizes = dist.gather_sizes(t_ND.shape[0], device)
     offset = sum(sizes[: dist.rank()])
     c_CD = dist.gather_rows(t_ND, sizes)
-    identity_C = dist.gather_rows(torch.tensor(batch.candidate_identity, device=device), sizes)
+    identity_C = torch.tensor(batch.candidate_identity)
+    if dist.world_size() > 1:
+        identity_C = dist.gather_rows(identity_C.to(device), sizes).cpu()
     positive_BC, ignored_BC = candidate_masks(batch, identity_C, offset)
     negative_BC = ~(positive_BC | ignored_BC)
     labelled = sum(
@@ -342,7 +356,7 @@ def _contrastive(
         sizes=objective.matryoshka_dims,
     )
     hits = hit_at_1(q_BD.detach(), c_CD.detach(), positive_BC, ignored_BC)
-    return loss, [float(hits), float(negative_BC.sum()), float(labelled)]
+    return loss, hits, [int(negative_BC.sum()), labelled]
 
 
 def candidate_masks(batch: Batch, identity_C: Tensor, offset: int) -> tuple[Tensor, Tensor]:
@@ -357,10 +371,10 @@ def candidate_masks(batch: Batch, identity_C: Tensor, offset: int) -> tuple[Tens
         offset: column of this rank's first candidate.
 
     Returns:
-        Two (B, C) bool masks: positive, ignored.
+        Two (B, C) bool masks, on the host, where they are made from lists: positive, ignored.
     """
-    B, C = len(batch.queries), identity_C.shape[0]
-    positive_BC = torch.zeros(B, C, dtype=torch.bool, device=identity_C.device)
+    B, C, identity_C = len(batch.queries), identity_C.shape[0], identity_C.cpu()
+    positive_BC = torch.zeros(B, C, dtype=torch.bool)
     labelled_BC = torch.zeros_like(positive_BC)
     ignored_BC = torch.zeros_like(positive_BC)
     for row in range(B):
@@ -368,8 +382,7 @@ def candidate_masks(batch: Batch, identity_C: Tensor, offset: int) -> tuple[Tens
         if batch.more_positives:
             positive_BC[row, [offset + column for column in batch.more_positives[row]]] = True
         labelled_BC[row, [offset + column for column in batch.negatives[row]]] = True
-        right = torch.tensor(batch.right_answers[row], device=identity_C.device)
-        ignored_BC[row] = torch.isin(identity_C, right)
+        ignored_BC[row] = torch.isin(identity_C, torch.tensor(batch.right_answers[row]))
     return positive_BC, ignored_BC & ~positive_BC & ~labelled_BC
 
 

@@ -49,7 +49,7 @@ from rge.validation import Validation
 def main(arguments: list[str]) -> None:
     """Run the stages of a recipe, one after the other."""
     recipe = load_recipe(arguments)
-    accelerator = launch.make_accelerator(recipe.train)
+    accelerator = launch.make_accelerator(recipe.train, recipe.model.dtype)
     with fellow_ranks(), checked(recipe, accelerator) as run:
         if run.stages:  # else it is finished
             train(recipe, run, accelerator)

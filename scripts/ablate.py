@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.pages.interval_plot import Mark, interval_chart
+from eval.pages.charts import Mark, interval_chart
 from eval.scoring import stats
 from rge.common.errors import UserError
 from rge.common.files import write_text

@@ -1,14 +1,14 @@
 """Time and memory of the way from data workers to training, against the form that it replaced, in one run.
 
-    python scripts/bench_data_path.py [pictures=16] [side=1024] [steps=8] [workers=2] [prefetch_mb=128]
+    python scripts/bench_data_path.py [pictures=8] [side=1024] [steps=12] [workers=2] [prefetch_mb=128]
 
 Both forms decode, scale and cut the same picture files with Qwen2.5-VL's processor and hand a step's batch of `pictures`
 prompts to a trainer that works on each for a while. ``bytes`` is `rge.data.loader`: 8-bit pixels, two runs of bytes a batch,
-pipes, a bound in bytes; pixels are normalised where training takes them, which is counted. ``tensors`` is what was before:
+pipes, a bound in bytes; pixels are normalised where training takes them, which is counted (``normalise_s`` of ``later_s``). ``tensors`` is what was before:
 normalised float32 pixels, five tensors a prompt, PyTorch's DataLoader with four batches a worker ahead, shared memory.
 
 Printed for each: time to the first batch and of a later one where training does nothing but take them; then, with training
-slower than the workers, so that everything fills up: peak of shared memory in /dev/shm, of descriptors of this process, and of
+stopped after its first batch until everything is full: peak of shared memory in /dev/shm, of descriptors of this process, and of
 memory (PSS) of all processes above what they hold before the first batch. Every form runs in a process of its own.
 """
 
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,9 @@ from rge.data.loader import Loader
 from rge.model.families import normalised
 from rge.model.prompts import PromptBuilder
 
-OPTIONS = {"pictures": 16, "side": 1024, "steps": 8, "workers": 2, "prefetch_mb": 128}
-SLOW_S = 1.5
-"""What a step takes where training is slower than the workers."""
+OPTIONS = {"pictures": 8, "side": 1024, "steps": 12, "workers": 2, "prefetch_mb": 128}
+SETTLED_S = 6.0
+"""Memory that has not grown for so long is all that will be taken."""
 
 
 class Bytes:
@@ -83,8 +83,10 @@ class Tensors(Dataset):
         return found
 
 
-def batches(form: str, options: dict[str, int], folder: Path) -> Iterator[torch.Tensor]:
-    """The pixels of one step after the other, as the vision tower takes them."""
+def batches(
+    form: str, options: dict[str, int], folder: Path, normalising: list[float]
+) -> Generator[torch.Tensor, None, None]:
+    """The pixels of one step after the other, as the vision tower takes them; adds what normalising took here, seconds."""
     builder = PromptBuilder(processor(folder), "plain", max_tokens=10_000, emb_token=None)
     paths = sorted(str(path) for path in folder.glob("*.jpg"))
     steps = range(options["steps"])
@@ -92,8 +94,11 @@ def batches(form: str, options: dict[str, int], folder: Path) -> Iterator[torch.
         made: Any = Bytes(builder, paths, options["pictures"])
         settings = DataConfig(num_workers=options["workers"], prefetch_mb=options["prefetch_mb"])
         for batch in Loader(made, steps, settings):
-            image_processor = builder.processor.image_processor
-            yield torch.cat([normalised(image_processor, prompt.pixels) for prompt in batch.queries])  # type: ignore[arg-type]
+            pixels = torch.cat([prompt.pixels for prompt in batch.queries])  # type: ignore[misc]
+            began = time.perf_counter()
+            values = normalised(builder.processor.image_processor, pixels)
+            normalising.append(time.perf_counter() - began)
+            yield values
         return
     loader = DataLoader(
         Tensors(builder, paths, options["pictures"]),
@@ -158,19 +163,32 @@ def measure(form: str, options: dict[str, int], folder: Path) -> dict[str, float
     torch.set_num_threads(1)
     began = time.perf_counter()
     times = []
-    for values in batches(form, options, folder):
+    normalising: list[float] = []
+    for values in batches(form, options, folder, normalising):
         times.append(time.perf_counter() - began)
         checksum = float(values.double().sum())
         began = time.perf_counter()
     before = _memory()
     watch = Watch()
     watch.start()
-    for _ in batches(form, options, folder):
-        time.sleep(SLOW_S)
+    waiting = batches(form, options, folder, [])
+    next(waiting)
+    most, since = 0.0, time.monotonic()
+    while time.monotonic() - since < SETTLED_S:
+        time.sleep(0.1)
+        if watch.peak["memory_mb"] > most + 1:
+            most, since = watch.peak["memory_mb"], time.monotonic()
     watch.ended.set()
     watch.join()
+    waiting.close()
     peak = watch.peak | {"memory_mb": watch.peak["memory_mb"] - before}
-    return {"first_s": times[0], "later_s": float(np.median(times[1:])), **peak, "checksum": checksum}
+    return {
+        "first_s": times[0],
+        "later_s": float(np.median(times[1:])),
+        "normalise_s": float(np.median(normalising or [0.0])),
+        **peak,
+        "checksum": checksum,
+    }
 
 
 def main(arguments: list[str]) -> None:

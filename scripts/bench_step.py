@@ -318,12 +318,12 @@ def stock_inputs(
         pixels = torch.cat([prompt.pixels for prompt in pictures])  # type: ignore[misc]
         inputs["pixel_values"] = normalised(embedder.processor.image_processor, pixels)
         inputs["image_grid_thw"] = torch.cat([prompt.image_grid for prompt in pictures])  # type: ignore[misc]
-    return inputs
+    return {name: value.to(embedder.device) for name, value in inputs.items()}
 
 
 def our_full_step(setting: Setting) -> dict[str, float]:
     """Own rationales and gradients of one step, prompts encoded once, by rge."""
-    encoded = encode_prompts(setting.embedder, setting.embedder, setting.batch)
+    encoded = encode_prompts(setting.embedder, setting.embedder, setting.batch.queries)
     return our_step(setting, our_rollout(setting, encoded), encoded)
 
 
@@ -367,7 +367,8 @@ def three_pass_step(
         rows += [row] * len(ids)
         columns += range(len(prompt) - 1, len(prompt) - 1 + len(ids))
         labels += ids
-    nll = rationale_nll(hidden_BTD[rows, columns], model.get_output_embeddings(), torch.tensor(labels))
+    label_N = torch.tensor(labels).to(embedder.device)
+    nll = rationale_nll(hidden_BTD[rows, columns], model.get_output_embeddings(), label_N)
     lm = float(nll.detach())
     total = objective.alpha_lm * nll / num_tokens
     if two_backwards:

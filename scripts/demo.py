@@ -17,6 +17,7 @@ inputs stay the same; an interrupted one continues where it stopped, since train
 ``runs/demo/steps.json`` remembers; ``runs/demo/summary.json`` holds minutes and figures at the end.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -24,6 +25,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,12 +187,7 @@ def main(arguments: list[str]) -> int:
             continue
         print(f"{title}: python {' '.join(map(quoted, step.command))}", flush=True)
         began = time.monotonic()
-        try:
-            # One thread a process: two that wait for one another spin as soon as anything else wants a core.
-            environment = {"OMP_NUM_THREADS": "1", **os.environ}
-            code = subprocess.run([sys.executable, *step.command], check=False, env=environment).returncode
-        except KeyboardInterrupt:
-            code = 130
+        code = run(step.command)
         seconds = entry.get("seconds_so_far", 0.0) + time.monotonic() - began
         if code == 0:
             # Its inputs may have been written by the step before: the key is of what it really read.
@@ -217,6 +214,22 @@ def main(arguments: list[str]) -> int:
     )
     print(f"\n{table(rows)}\n\n{sum(minutes.values()):.1f} minutes in all\npage: {page}")
     return 0
+
+
+def run(command: Sequence[str]) -> int:
+    """Run a step to its end and give its exit code.
+
+    Ctrl-C reaches it as well, and training then saves a state: it is waited for, unless Ctrl-C comes again.
+    """
+    # One thread a process: two that wait for one another spin as soon as anything else wants a core.
+    process = subprocess.Popen([sys.executable, *command], env={"OMP_NUM_THREADS": "1", **os.environ})
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        with contextlib.suppress(KeyboardInterrupt):
+            process.wait()
+        process.kill()
+        return 130
 
 
 def digest(step: Step) -> str:

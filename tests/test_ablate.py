@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -11,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from eval.pages.interval_plot import COLOURS, Mark, interval_chart
+from eval.pages.charts import STYLES, Mark, interval_chart, palette
 from rge.common.errors import UserError
 from rge.config import Recipe, load_recipe
 
@@ -266,26 +267,45 @@ def test_plot_places_means_intervals_and_seeds():
         Mark("1:1", "seen", "hit@1", 0.2, 0.1, 0.4, (0.15, 0.25)),
         Mark("1:10 <b>", "seen", "hit@1", 0.3, 0.2, 0.4),
     ]
-    svg = ElementTree.fromstring(interval_chart(marks, title="a & b"))
-    space = "{http://www.w3.org/2000/svg}"
-    whiskers = [line for line in svg.iter(f"{space}line") if line.get("class") == "whisker"]
-    means = [dot for dot in svg.iter(f"{space}circle") if dot.get("class") == "mean"]
-    seeds = [float(dot.get("cx")) for dot in svg.iter(f"{space}circle") if dot.get("class") == "seed"]
-    first, second = whiskers
-    # Ten per cent points are equally long everywhere, and the dot stands where its value is.
-    unit = (float(first.get("x2")) - float(first.get("x1"))) / 0.3
-    assert float(means[0].get("cx")) == pytest.approx(float(first.get("x1")) + 0.1 * unit, abs=0.2)
-    assert (float(second.get("x2")) - float(second.get("x1"))) / 0.2 == pytest.approx(unit, rel=0.01)
-    assert sum(seeds) / 2 == pytest.approx(float(means[0].get("cx")), abs=0.2)
-    assert first.get("y1") < second.get("y1")
+    text = interval_chart(marks, title="a & b")
+    svg = ElementTree.fromstring(text)
     assert svg.get("aria-label") == "a & b"
-    assert "1:10 <b>, seen, hit@1: 30.0% [20.0, 40.0]" in [title.text for title in svg.iter(f"{space}title")]
+
+    def drawn(kind: str, pattern: str) -> list[list[float]]:
+        return [
+            [float(x) for x in re.search(pattern, mark).groups()]
+            for mark in re.findall(rf"<(?:line|path) [^>]*{kind}[^>]*>", text)
+        ]
+
+    whiskers = drawn(
+        'stroke="#[0-9a-f]{6}" stroke-width="2"/', r"translate\(([\d.]+),([\d.]+)\)\" x2=\"([\d.]+)"
+    )
+    means = drawn('roledescription="circle"', r"translate\(([\d.]+),([\d.]+)")
+    seeds = drawn('opacity="0.6"', r"translate\(([\d.]+),([\d.]+)")
+    (first, y, length), (_, below, second_length) = whiskers
+    # Ten per cent points are equally long everywhere, and the dot stands where its value is.
+    unit = length / 0.3
+    assert means[0][0] == pytest.approx(first + 0.1 * unit, abs=0.2)
+    assert second_length / 0.2 == pytest.approx(unit, rel=0.01)
+    assert sum(x for x, _ in seeds) / 2 == pytest.approx(means[0][0], abs=0.2)
+    assert y == means[0][1] < below == means[1][1]
+    titles = [title.text for title in svg.iter("{http://www.w3.org/2000/svg}title")]
+    assert "1:10 <b>, seen, hit@1: 30.0% [20.0, 40.0]" in titles
+
+
+def test_a_chart_that_stands_alone_has_both_schemes_and_no_variables():
+    text = interval_chart([Mark("a", "s", "m", 0.2, 0.1, 0.4)], title="t")
+    assert "var(" not in text
+    light, dark = palette()
+    assert f'stroke="{light["series-0"]}"' in text
+    assert f'[stroke="{light["series-0"]}"]{{stroke:{dark["series-0"]}}}' in text
+    assert not re.search(r"(?:href|src|url\()", text)
 
 
 def test_plot_refuses_nothing_and_too_much():
     with pytest.raises(ValueError, match="has nothing to show"):
         interval_chart([], title="empty")
-    marks = [Mark("a", f"slice {number}", "m", 0.1, 0, 1) for number in range(len(COLOURS) + 1)]
+    marks = [Mark("a", f"slice {number}", "m", 0.1, 0, 1) for number in range(STYLES + 1)]
     with pytest.raises(ValueError, match="has 7 slices, there are 6 colours"):
         interval_chart(marks, title="many")
 

@@ -46,7 +46,7 @@ from eval.embedding.fill_cache import Embeds
 from eval.embedding.identity import versions
 from eval.embedding.processes import join
 from eval.judging.answer_store import Answers
-from eval.pages.budget_plot import BASES, BUDGET, curves_of, standalone
+from eval.pages.budget_curves import BASES, BUDGET, as_file
 from eval.scoring.fuse import choose, gated, margin, max_score, mean_embedding, together
 from eval.scoring.output_files import FORMAT, PER_QUERY, check_out
 from eval.scoring.search import Ranking
@@ -156,10 +156,9 @@ def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) ->
         row["curve"] = _curve(row)
     content = about | _content(options, plan.metric, rows)
     print(f"\n{table(content)}")
-    curves = curves_of(content)
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str)
     write_bytes(options.out / BUDGET, text.encode() + b"\n")
-    write_bytes(options.out / PLOT, standalone(curves, plan.metric).encode())
+    write_bytes(options.out / PLOT, as_file(content).encode())
     if options.report:
         print(f"\n{_page(options, content)}")
     return options.out

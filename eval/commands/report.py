@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval.pages.budget_plot import BASES, read_budget
+from eval.pages.budget_curves import BASES, read_budget
+from eval.pages.evaluations import expand, read_evaluation
 from eval.pages.leaderboard import write_leaderboard
-from eval.pages.report import expand, read_evaluation, write_report
+from eval.pages.report import write_report
 from rge.common.errors import UserError
 from rge.common.options import one_of, parse_options
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 import pandas as pd
 from PIL import Image
 
+from eval.pages.evaluations import RANK_COLUMN
 from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image, picture_bytes
 from rge.common.schema import ImageRef
 
-RANK_COLUMN = "first_hit_rank"
 MAX_SIDE_PX = 224  # longest side of an embedded picture; cards show at most half of it
 MAX_PICTURE_BYTES = 8_192  # a larger file is re-encoded even where its sides are small
 WEBP_QUALITY = 72

@@ -20,23 +20,19 @@ from markupsafe import Markup
 
 from eval.benchmarks.published_tables import Column, Published, published, table_of
 from eval.benchmarks.suite import is_suite
-from eval.pages.budget_plot import BASES, on_page, read_budget
-from eval.pages.examples import RANK_COLUMN, Gallery, choose_examples
-from eval.pages.plots import Point, scatter
-from eval.pages.report import (
-    LONG_QUESTION,
-    LONG_RATIONALE,
-    NUM_SHOWN,
+from eval.pages.budget_curves import BASES, on_page, read_budget
+from eval.pages.cards import NUM_SHOWN
+from eval.pages.charts import Point, scatter
+from eval.pages.evaluations import (
+    RANK_COLUMN,
     TOP_COLUMN,
     Evaluation,
     Figure,
-    cut_at,
     expand,
-    percent,
     read_evaluation,
-    signed,
     warnings_of,
 )
+from eval.pages.examples import Gallery, choose_examples
 from eval.pages.single_file import write_page
 from eval.sets.retrieval_set import RetrievalSet, load_set
 from rge.common.errors import UserError
@@ -155,16 +151,13 @@ def _write(boards: Sequence[Board], gallery: Gallery, out: Path, title: str | No
     content = dict(
         title=title or (boards[0].title if len(boards) == 1 else "Leaderboard"),
         boards=boards,
+        warnings=[(board.title, warning) for board in boards for warning in board.warnings],
         pictures=gallery.pictures,
         sizes={picture.name: (picture.width, picture.height) for picture in gallery.pictures},
-        long_question=LONG_QUESTION,
-        long_rationale=LONG_RATIONALE,
-        cut_at=cut_at,
         max_columns=MAX_COLUMNS,
         max_open=MAX_OPEN_SLICES,
     )
-    filters = {"percent": percent, "signed": signed, "count": lambda n: f"{n:,}"}
-    return write_page(out, "leaderboard.html.j2", ["report.css", "leaderboard.css"], filters, content)
+    return write_page(out, "leaderboard.html.j2", ["report.css", "leaderboard.css"], content)
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
@@ -293,6 +286,7 @@ def _board(
     if first["set"].get("limit"):
         facts += f", only the first {first['set']['limit']:,} queries"
     bars, labels = _bars(rows, foreign)
+    costs = [cost for row in rows if (cost := _cost_row(row, main)) is not None]
     return Board(
         id=f"board{number}",
         title=str(first["set"]["name"]),
@@ -303,13 +297,11 @@ def _board(
         main=main,
         rows=rows,
         foreign=sorted(foreign, key=lambda row: _order(row.figures[main])),
-        warnings=warnings_of([replace(one, label=f"{label} ({note})") for label, note, one in members]),
+        warnings=warnings_of([replace(one, label=f"{label}, {note}") for label, note, one in members]),
         bars=bars,
         bar_labels=labels,
-        cost=_cost(rows, main, columns[main].name),
-        cost_rows=[
-            cost for row in rows if row.evaluation is not None and (cost := _cost_row(row)) is not None
-        ],
+        cost=_cost(costs, columns[main].name),
+        cost_rows=costs,
         examples=_examples(rows, metric, gallery, num_examples, set_dir, seed) if num_examples else None,
     )
 
@@ -428,7 +420,7 @@ def _published_rows(table: Published) -> list[Row]:
 
 def _slices(one: Evaluation, metric: str) -> dict[str, Figure]:
     """Figures of every category, and of whatever else the set is reported by."""
-    found = {}
+    found: dict[str, Figure] = {}
     for block, slices in one.results.items():
         if block.startswith("by_") and isinstance(slices, Mapping) and len(slices) > 1:
             for name in slices:
@@ -459,35 +451,38 @@ def _bars(rows: Sequence[Row], foreign: Sequence[Row]) -> tuple[list[dict[str, A
     return groups, [(row.label + (f" ({row.note})" if row.note else ""), row.published) for row in chosen]
 
 
-def _cost_row(row: Row) -> dict[str, Any] | None:
-    one = row.evaluation
-    assert one is not None
-    columns = {key: one.per_query.get(key) for key in ("rationale_tokens", "generate_ms", "embed_ms")}
-    found = {
+def _cost_row(row: Row, main: int) -> dict[str, Any] | None:
+    """What a query costs, and the figure that it buys; None for published rows and rankings made elsewhere."""
+    if row.evaluation is None or row.figures[main] is None:
+        return None
+    columns = {
+        key: row.evaluation.per_query.get(key) for key in ("rationale_tokens", "generate_ms", "embed_ms")
+    }
+    found: dict[str, float | None] = {
         key: None if values is None or values.isna().all() else float(values.mean())
         for key, values in columns.items()
     }
-    forced = (one.results.get("rationale") or {}).get("forced_rate")
-    if forced is None and not any(found.values()):
-        return None  # a ranking made elsewhere has no costs
-    return {"label": row.label, "note": row.note, "forced": forced, **found}
+    if found["embed_ms"] is None:
+        return None
+    forced = (row.evaluation.results.get("rationale") or {}).get("forced_rate")
+    return {"label": row.label, "note": row.note, "figure": row.figures[main], "forced": forced, **found}
 
 
-def _cost(rows: Sequence[Row], main: int, name: str) -> Markup | None:
-    points = []
-    for row in rows:
-        figure = row.figures[main]
-        if row.evaluation is None or figure is None:
-            continue
-        cost = _cost_row(row)
-        if cost is not None and cost["embed_ms"] is not None:
-            spent = cost["embed_ms"] + (cost["generate_ms"] or 0.0)
-            points.append(Point(f"{row.label}, {row.note}", spent, figure.value, figure.low, figure.high))
-    return (
-        scatter(points, name=name, x_label="milliseconds a query, on the machine of the run")
-        if points
-        else None
-    )
+def _cost(rows: Sequence[Mapping[str, Any]], name: str) -> Markup | None:
+    """The rows of the table as numbered points."""
+    if not rows:
+        return None
+    points = [
+        Point(
+            f"{row['label']}, {row['note']}",
+            row["embed_ms"] + (row["generate_ms"] or 0.0),
+            row["figure"].value,
+            row["figure"].low,
+            row["figure"].high,
+        )
+        for row in rows
+    ]
+    return scatter(points, name=name, x_label="milliseconds a query, on the machine of the run")
 
 
 # --- examples -------------------------------------------------------------------------------------------------------

@@ -2,13 +2,14 @@
 
 import base64
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from eval.pages.wording import LONG_QUESTION, LONG_RATIONALE, cut_at, percent, signed
 from rge.common.files import write_bytes
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -18,7 +19,6 @@ def write_page(
     out: Path,
     template: str,
     styles: Sequence[str],
-    filters: Mapping[str, Callable[..., Any]],
     content: Mapping[str, Any],
 ) -> Path:
     """Render a template and replace the file in one go.
@@ -27,7 +27,6 @@ def write_page(
         out: the HTML file; its directory is created.
         template: in ``eval/pages/templates``; it gets ``style``, ``script`` and ``script_hash`` for its security policy.
         styles: style sheets there, later ones override earlier ones.
-        filters: of the template.
         content: what it shows.
 
     Returns:
@@ -41,7 +40,12 @@ def write_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= dict(filters)
+    environment.filters |= {"percent": percent, "signed": signed, "count": lambda n: f"{n:,}"}
+    environment.globals |= {
+        "cut_at": cut_at,
+        "long_question": LONG_QUESTION,
+        "long_rationale": LONG_RATIONALE,
+    }
     page = environment.get_template(template).render(
         style=Markup("".join((TEMPLATES / name).read_text(encoding="utf-8") for name in styles)),
         script=Markup(script),

@@ -39,18 +39,25 @@ def export(
         folder: the checkpoint; written under a temporary name and renamed.
         settings: content of ``rge.json``, see `settings_of`.
         state_dict: weights of ``embedder.model`` that are not its own: gathered, merged. They are written in the dtype
-            that the model was loaded in; under mixed precision a float32 copy is trained.
+            that the model was loaded in; where that is bfloat16, float32 ones are trained.
 
     Raises:
         CheckpointError: writing failed; nothing partial is left.
     """
     temporary = folder.with_name(f"tmp_{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
-    if state_dict is not None:
-        state_dict = _as_loaded(state_dict, embedder.model)
+    model, loaded = embedder.model, _dtype_loaded(embedder.model)
+    if loaded is not None and {parameter.dtype for parameter in model.parameters()} != {loaded}:
+        state_dict = model.state_dict(keep_vars=True) if state_dict is None else state_dict
+    if state_dict is not None and loaded is not None:
+        state_dict = _cast(state_dict, loaded)
     try:
         temporary.mkdir(parents=True)
-        embedder.model.save_pretrained(temporary, state_dict=state_dict)
+        model.save_pretrained(temporary, state_dict=state_dict)
+        if _dtype_loaded(model) != loaded:
+            # transformers has written down the dtype of the weights that are trained.
+            model.config.dtype = loaded
+            model.config.save_pretrained(temporary)
         embedder.processor.save_pretrained(temporary)
         (temporary / RGE_JSON).write_text(json.dumps(settings, indent=2) + "\n")
         (temporary / "README.md").write_text(model_card(settings, _shown_name(folder)), encoding="utf-8")
@@ -74,13 +81,18 @@ def _shown_name(folder: Path) -> str:
     return "/".join(folder.resolve().parts[-3:]).lstrip("/")
 
 
-def _as_loaded(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    if model.config.dtype is None:
-        return weights
+def _dtype_loaded(model: nn.Module) -> torch.dtype | None:
     # Saving a model once turns its config's dtype into a name.
-    dtype = getattr(torch, str(model.config.dtype).removeprefix("torch."))
+    found = model.config.dtype
+    return None if found is None else getattr(torch, str(found).removeprefix("torch."))
+
+
+def _cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     # By tensor, not by name: tied ones stay one.
-    cast = {id(value): value.to(dtype) if value.is_floating_point() else value for value in weights.values()}
+    cast = {
+        id(value): value.detach().to(dtype) if value.is_floating_point() else value
+        for value in weights.values()
+    }
     return {name: cast[id(value)] for name, value in weights.items()}
 
 

@@ -12,7 +12,7 @@ from rge.distributed import launch
 
 MAY_DIFFER = ("out", "stage", "recipe", "log.", "train.save_every", "train.keep_last", "train.log_every", "data.num_workers",
               "data.prefetch_mb", "data.on_bad", "data.max_bad_share",
-              "train.num_processes", "train.distributed_type", "train.background_save", "validation.")  # fmt: skip
+              "train.num_processes", "train.back_end", "train.background_save", "validation.")  # fmt: skip
 """Keys that do not change the result, so that a run may be resumed with other values."""
 
 

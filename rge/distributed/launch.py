@@ -1,23 +1,41 @@
-"""Start the processes' common ground, and refuse a launch that is not what was asked for.
+"""Start the processes' common ground as the recipe needs it, and refuse a launch that cannot give it.
+
+A recipe names what it needs: what is shared out at the least (``train.back_end``) and what is computed in
+(``model.dtype``); weights that are trained, gradients summed over micro batches and the optimizer's state are float32. A
+launch that names no back end, such as plain ``accelerate launch rge/train.py recipe=...`` or torchrun, gets the
+recipe's. A launch config that names one is left as it is where it gives what is needed.
 
 Several launches start one process, let each of several believe that it is alone, or run another back end than the
 one named, without a word. Training would go on, with a fraction of the batch or of the memory.
 """
 
+import json
 import os
+import shlex
+import sys
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from accelerate.utils import (
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    InitProcessGroupKwargs,
+)
 
-from rge.config import TrainConfig
-from rge.distributed.collectives import LaunchError
+from rge.config import BACK_ENDS, RECIPES, TrainConfig
+from rge.distributed.collectives import LaunchError, let_deepspeed_build
 
 PATIENCE = timedelta(minutes=30)
 """How long a process waits for the others, e.g. while the first writes a checkpoint. `rge.distributed.failure_detection` notices dead ones."""
+
+CONFIGS = RECIPES / "accelerate"
+NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
 
 
 @dataclass(frozen=True)
@@ -37,13 +55,47 @@ class BackEnd:
         """Whether every process holds weights, gradients and optimizer state whole."""
         return self.name in ("one process", "DDP")
 
+    @property
+    def key(self) -> str:
+        """The recipe's word for it."""
+        return next((key for key, name in NAMES.items() if name == self.name), "ddp")
+
     def __str__(self) -> str:
         return self.name if self.num_processes == 1 else f"{self.name} on {self.num_processes} processes"
 
 
-def make_accelerator(train: TrainConfig) -> Accelerator:
-    """The process group and mixed-precision settings that the launcher asked for."""
-    use_deepspeed = _asked("DEEPSPEED")
+def make_accelerator(train: TrainConfig, dtype: str = "float32") -> Accelerator:
+    """The process group, the back end and its precision.
+
+    Args:
+        train: the recipe's.
+        dtype: what is computed in (``model.dtype``).
+
+    Raises:
+        LaunchError: the launch asks for another precision; names both and a launch that has the recipe's. `check_launch`
+            looks at the rest.
+    """
+    _check_precision(dtype)
+    plugin: DeepSpeedPlugin | FullyShardedDataParallelPlugin | None = None
+    if _asked("DEEPSPEED"):
+        plugin = _deepspeed(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"), train, dtype)
+    elif _asked("FSDP"):
+        plugin = _fsdp2(FullyShardedDataParallelPlugin(), dtype)
+    elif _launched() > 1 and train.back_end.startswith("zero"):
+        plugin = _deepspeed(str(CONFIGS / f"{train.back_end}.json"), train, dtype)
+    elif _launched() > 1 and train.back_end == "fsdp2":
+        plugin = _fsdp2(
+            FullyShardedDataParallelPlugin(
+                fsdp_version=2,
+                auto_wrap_policy="TRANSFORMER_BASED_WRAP",  # one unit a layer
+                reshard_after_forward=True,
+                state_dict_type="SHARDED_STATE_DICT",
+                cpu_ram_efficient_loading=False,
+                cpu_offload=False,
+            ),
+            dtype,
+        )
+    use_deepspeed = isinstance(plugin, DeepSpeedPlugin)
     # Without a GPU, DeepSpeed leaves each rank alone unless a communication library is named, in silence.
     library = {"backend": "gloo"} if use_deepspeed and not torch.accelerator.is_available() else {}
     if train.deterministic:
@@ -52,29 +104,30 @@ def make_accelerator(train: TrainConfig) -> Accelerator:
     on_cpu = not use_deepspeed and not torch.accelerator.is_available()
     return Accelerator(
         cpu=on_cpu,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE, **library)],
+        mixed_precision="bf16" if dtype == "bfloat16" else "no",
+        deepspeed_plugin=plugin if use_deepspeed else None,
+        fsdp_plugin=plugin if isinstance(plugin, FullyShardedDataParallelPlugin) else None,
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=PATIENCE, **library),
+            # Gradients lie in DDP's buckets, which would hold them a second time: 4 bytes a parameter.
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+        ],
         step_scheduler_with_optimizer=False,
     )
 
 
-def check_launch(
-    accelerator: Accelerator,
-    num_processes: int | None,
-    distributed_type: str | None,
-    optimizer: str = "adamw",
-) -> None:
+def check_launch(accelerator: Accelerator, train: TrainConfig, optimizer: str = "adamw") -> None:
     """Compare what runs with what the launcher and the recipe asked for.
 
     Args:
         accelerator: what runs.
-        num_processes: asked for by the recipe; None: any.
-        distributed_type: asked for by the recipe, a name of `DistributedType`; None: any.
+        train: the recipe's.
         optimizer: the recipe's.
 
     Raises:
         LaunchError: names what runs, what was asked, and a launch that works.
     """
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    launched = _launched()
     running, kind = accelerator.num_processes, accelerator.distributed_type
     if launched != running:
         raise LaunchError(
@@ -84,33 +137,34 @@ def check_launch(
     for asked, expected in (("DEEPSPEED", DistributedType.DEEPSPEED), ("FSDP", DistributedType.FSDP)):
         if _asked(asked) and kind != expected:
             raise LaunchError(
-                f"the launcher was asked for {asked}, but accelerate runs {kind.value}, in which every process holds "
-                "everything: "
+                f"{asked} was asked for, but accelerate runs {kind.value}, in which every process holds everything: "
                 + (
                     "FSDP needs a GPU (on CPU, use recipes/accelerate/cpu_2.yaml or a DeepSpeed config)"
                     if asked == "FSDP"
                     else "ACCELERATE_USE_CPU=true switches DeepSpeed off; unset it and use recipes/accelerate/cpu_zero2.yaml"
                 )
             )
-    if num_processes is not None and num_processes != running:
+    if train.num_processes is not None and train.num_processes != running:
         raise LaunchError(
-            f"train.num_processes={num_processes}, but {running} run; pass the number to accelerate launch as well "
+            f"train.num_processes={train.num_processes}, but {running} run; pass the number to accelerate launch as well "
             "(`accelerate launch --cpu --num_processes 2` starts one process: use --multi_gpu with ACCELERATE_USE_CPU=true)"
-        )
-    if distributed_type is not None and distributed_type != kind.value:
-        raise LaunchError(
-            f"train.distributed_type={distributed_type}, but {kind.value} runs; "
-            "see recipes/accelerate for configs that select it"
         )
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise LaunchError(
             "FSDP version 1 cannot gather its parameters for the rollout; set fsdp_version: 2 in the fsdp_config of the "
             "launch config (see recipes/accelerate/fsdp2_8.yaml)"
         )
-    if optimizer == "muon" and not back_end(accelerator).is_ddp:
+    found = back_end(accelerator)
+    if optimizer == "muon" and not found.is_ddp:
         raise LaunchError(
-            f"optim.name=muon needs whole gradients, which {back_end(accelerator).name} does not have; set "
-            "optim.name=adamw, or launch with a DDP config such as recipes/accelerate/ddp_8.yaml"
+            f"optim.name=muon needs whole gradients, which {found.name} does not have; set optim.name=adamw, or "
+            f"train.back_end=ddp and this launch: {_command('ddp')}"
+        )
+    if running > 1 and _shared_out(found.key) < _shared_out(train.back_end):
+        raise LaunchError(
+            f"train.back_end={train.back_end}, but the launch config runs {found.name}, which shares out less: leave the "
+            f"config away, or use one that shares out as much: {_command(train.back_end)}. If the GPUs have room for "
+            f"{found.name} (python -m rge.plan says), set train.back_end={found.key}"
         )
 
 
@@ -159,3 +213,93 @@ def check_resume(saved: dict[str, Any] | None, accelerator: Accelerator, path: o
 
 def _asked(plugin: str) -> bool:
     return os.environ.get(f"ACCELERATE_USE_{plugin}", "").lower() == "true"
+
+
+def _check_precision(dtype: str) -> None:
+    """Refuse a launcher's ``mixed_precision`` other than the recipe's; ``no`` is what launchers say unasked."""
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if asked == "no" or (asked, dtype) == ("bf16", "bfloat16"):
+        return
+    mends = f"launch with it off: accelerate launch --mixed_precision no {_script()}"
+    if asked == "bf16":
+        mends += ", or set model.dtype=bfloat16"
+    raise LaunchError(
+        f"the launch asks for mixed_precision {asked}, but the recipe computes in {dtype} (model.dtype); {mends}"
+    )
+
+
+def _deepspeed(path: str | None, train: TrainConfig, dtype: str) -> DeepSpeedPlugin:
+    """ZeRO as the launch config, or else the recipe, asks for it.
+
+    Args:
+        path: DeepSpeed's own settings, a JSON file; None where the launch config has them.
+        train: the recipe's.
+        dtype: what is computed in.
+
+    Raises:
+        LaunchError: settings that cannot be read, or that do not keep to the recipe's precision.
+    """
+    let_deepspeed_build()
+    try:
+        if path is None:
+            plugin = DeepSpeedPlugin()
+        else:
+            # Those in recipes/accelerate are named as seen from the repository, which need not be where one stands.
+            files = [file for file in (Path(path), RECIPES.parent / path) if file.is_file()]
+            plugin = DeepSpeedPlugin(hf_ds_config=json.loads(files[0].read_text()) if files else path)
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"DeepSpeed's settings {path or 'of the launch config'}: {error}") from error
+    settings, computed_in = plugin.deepspeed_config, dtype == "bfloat16"
+    for name, wanted in (("bf16", computed_in), ("fp16", False)):
+        part = settings.setdefault(name, {})
+        said = str(part.get("enabled", "auto")).lower()
+        if said not in ("auto", str(wanted).lower()):
+            raise LaunchError(
+                f"DeepSpeed's settings {path} have {name}.enabled={said}, but the recipe computes in {dtype} "
+                f"(model.dtype); remove {name} from them, or launch with {_command(train.back_end)}"
+            )
+        part["enabled"] = wanted
+    # ZeRO-1 adds to its float32 gradients after a backward, and forgets the last chunk's only where it finds tensors in
+    # the forward's outputs, which here are dataclasses: chunks would count several times. At once, none is kept.
+    settings["bf16"]["immediate_grad_update"] = True
+    accumulated_in = settings.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+    if accumulated_in != "fp32" or settings["bf16"].get("bf16_master_weights_and_grads"):
+        raise LaunchError(
+            f"DeepSpeed's settings {path} train bfloat16 weights, or sum gradients in {accumulated_in}, where small updates "
+            f"are lost in rounding; remove data_types.grad_accum_dtype and bf16.bf16_master_weights_and_grads from them, or "
+            f"launch with {_command(train.back_end)}"
+        )
+    return plugin
+
+
+def _fsdp2(plugin: FullyShardedDataParallelPlugin, dtype: str) -> FullyShardedDataParallelPlugin:
+    """Gather and compute in bfloat16 if that is computed in; add up in float32, which accelerate would not."""
+    if dtype == "bfloat16" and plugin.fsdp_version == 2:
+        plugin.mixed_precision_policy = {
+            "param_dtype": torch.bfloat16,
+            "reduce_dtype": torch.float32,
+            "output_dtype": torch.bfloat16,
+        }
+    return plugin
+
+
+def _launched() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _shared_out(key: str) -> int:
+    """How much a back end shares out, to be compared: ZeRO-3 and FSDP2 everything, DDP and one process nothing."""
+    return min(BACK_ENDS.index(key), BACK_ENDS.index("zero3"))
+
+
+def _script() -> str:
+    return shlex.join(sys.argv)
+
+
+def _command(key: str) -> str:
+    """A launch that runs a back end."""
+    if torch.accelerator.is_available():
+        config = f"{key}_8"
+    else:
+        config = "cpu_2" if key in ("ddp", "fsdp2") else f"cpu_{key}"
+    return f"accelerate launch --config_file recipes/accelerate/{config}.yaml --num_processes {_launched()} {_script()}"

@@ -242,7 +242,7 @@ class Cache:
     def __init__(self, encoded: EncodedPrompts, places: Sequence[int], num_new_tokens: int):
         lengths = [encoded.part.lengths[place] for place in places]
         self.length = longest = max(lengths)
-        rows = torch.tensor(places, device=encoded.values[0].device)
+        rows = torch.tensor(places).to(encoded.values[0].device, non_blocking=True)
         # Under autocast keys are rotated in float32 and used in the dtype that values have: once, not in every step.
         dtype = encoded.values[0].dtype
         self.buffers: list[tuple[Tensor, Tensor]] = []
@@ -260,7 +260,7 @@ class Cache:
             seen = torch.arange(longest + num_new_tokens) < torch.tensor(lengths)[:, None]
             seen[:, longest:] = True
             bias = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))
-            self.bias = bias[:, None, None].to(rows.device)
+            self.bias = bias[:, None, None].to(rows.device, non_blocking=True)
 
     def attend(self, layer: int, q_BHd: Tensor, k_BKd: Tensor, v_BKd: Tensor, kernel: "_Kernel") -> Tensor:
         """Outputs (B, H, d) of one new token a row, whose key and value are kept."""
@@ -316,7 +316,7 @@ class RunningCache:
         longest, capacity = max(lengths), max(lengths) + num_new_tokens
         self.whole: list[tuple[Tensor, Tensor]] = []
         device, dtype = encoded.values[0].device, encoded.values[0].dtype
-        rows = torch.tensor(places, device=device)
+        rows = torch.tensor(places).to(device, non_blocking=True)
         for pair in zip(encoded.keys, encoded.values, strict=True):
             buffers = []
             for states in pair:
@@ -326,7 +326,7 @@ class RunningCache:
                 buffer[:, :longest] = known
                 buffers.append(buffer)
             self.whole.append((buffers[0], buffers[1]))
-        self.whole_length = torch.tensor(lengths, dtype=torch.int32, device=device)
+        self.whole_length = torch.tensor(lengths, dtype=torch.int32).to(device, non_blocking=True)
         self._take(len(places))
 
     def _take(self, num_rows: int) -> None:

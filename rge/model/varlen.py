@@ -256,7 +256,9 @@ def verify(
             given = [part.detach().to(to).requires_grad_() for part in states]
             out = function(*given, runs, **settings)
             # A cotangent without pattern: kernels that mix up rows or columns give other gradients.
-            cotangent = torch.arange(out.numel(), device=out.device).view(out.shape).double().cos().to(to)
+            cotangent = (
+                torch.arange(out.numel(), device=out.device).view(out.shape).double().cos().to(dtype).to(to)
+            )
             results.append([out.detach(), *torch.autograd.grad(out, given, cotangent)])
     apart = {
         name: float((fast.double() - plain.double()).norm() / plain.double().norm().clamp(min=1e-12))

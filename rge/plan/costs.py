@@ -17,9 +17,17 @@ from torch import nn
 from rge.model.families import family_of
 
 GIB = 2**30
-BACK_ENDS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 RESERVED_GIB = 4.0
 """Set aside a GPU: context, communication buffers, fragments."""
+
+PROCESS_GIB, WORKER_GIB = 3.0, 0.5
+"""Set aside of a host's memory: for a process with torch and its libraries, and for what a forked data worker makes its own."""
+
+PROCESS_DESCRIPTORS, WORKER_DESCRIPTORS = 128, 8
+"""Open files of a process, sockets and libraries included, and those of each data worker that it has: upper bounds."""
+
+UTILISATION = (0.2, 0.5)
+"""Shares of a GPU's peak between which training of large models usually runs; a plan's hours are as uncertain as that."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +231,7 @@ def memory(
         load: of the rank.
         back_end: one of `BACK_ENDS`.
         num_gpus: over which ZeRO and FSDP2 share out.
-        dtype_bytes: of a weight.
+        dtype_bytes: of what is computed in, and of weights that are not trained; those that are trained are float32.
         checkpointing: whether only layers' inputs are kept.
         trained: parameters with a gradient.
         optimizer_states: numbers the optimizer keeps a parameter.
@@ -231,19 +239,25 @@ def memory(
         micro_queries: queries of a forward.
     """
     s, n = shapes, load
+    if num_gpus == 1:
+        back_end = "ddp"  # nobody to share with
     sharded = back_end in ("zero3", "fsdp2")
-    if back_end == "fsdp2":  # float32 in shares; layers are gathered in the computing dtype
-        weights = 4.0 * s.parameters / num_gpus
-        gradients, states = 4.0 * trained / num_gpus, 4.0 * optimizer_states * trained / num_gpus
-    elif (
-        back_end == "ddp"
-    ):  # everything in the weights' own dtype, everywhere; DDP's buckets hold gradients once more
-        weights = float(dtype_bytes * s.parameters)
-        gradients, states = 2.0 * dtype_bytes * trained, float(dtype_bytes * optimizer_states * trained)
-    else:  # DeepSpeed: a float32 copy beside the weights (they are one if the weights are float32)
+    gradients, states = 4.0 * trained, 4.0 * optimizer_states * trained
+    mixed = dtype_bytes < 4
+    activation_bytes = float(dtype_bytes)
+    if back_end in ("ddp", "fsdp2"):  # weights that are trained are float32; FSDP2 has everything in shares
+        weights = 4.0 * trained + dtype_bytes * (s.parameters - trained)
+        if back_end == "fsdp2":
+            weights, gradients, states = weights / num_gpus, gradients / num_gpus, states / num_gpus
+        elif mixed:
+            # Autocast keeps copies of them for the length of a forward and backward. What it adds up and normalises,
+            # which is half of what autograd keeps, it leaves in the float32 of the weights.
+            weights += dtype_bytes * trained
+            activation_bytes = 3.0 if trained > s.parameters / 2 else activation_bytes
+    else:  # DeepSpeed has float32 copies, in shares, beside weights in the computing dtype; they are one if that is float32
         weights = dtype_bytes * s.parameters / (num_gpus if back_end == "zero3" else 1)
-        gradients = dtype_bytes * trained / (1 if back_end == "zero1" else num_gpus)
-        states = 4.0 * (optimizer_states + (dtype_bytes < 4)) * trained / num_gpus
+        gradients /= 1 if back_end == "zero1" else num_gpus
+        states = (states + 4.0 * mixed * trained) / num_gpus
     rows_each = -(-n.candidates // n.chunks)
     query_tokens = micro_queries * (n.prompt - 1 + n.tail)
     tokens = query_tokens + rows_each * (n.candidate + 1)
@@ -271,7 +285,7 @@ def memory(
     whole = (
         2.0 * s.parameters if sharded else 0.0
     )  # gathered, in the computing dtype, while rationales are written
-    training = kept * min(dtype_bytes, 4) + logits
+    training = kept * activation_bytes + logits
     writing = (cache + whole) if n.own else 0.0
     return {
         "weights": weights,
@@ -282,12 +296,89 @@ def memory(
     }
 
 
+def pixel_bytes(model: nn.Module, load: Load) -> float:
+    """Bytes of the pictures of a rank's batch as they are handed on: 8 bits a channel, once a picture."""
+    vision = model.config.vision_config
+    channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
+    patches = load.queries * load.query_patches + load.candidates * load.candidate_patches
+    return float(patches * channels * vision.patch_size**2)
+
+
+def host(
+    shapes: Shapes,
+    *,
+    batch_bytes: float,
+    prefetch_bytes: float,
+    num_workers: int,
+    dtype_bytes: int,
+    processes: int,
+) -> dict[str, float]:
+    """What one machine gives besides its GPUs, at its fullest: bytes of memory, bytes of shared memory, open files.
+
+    Args:
+        shapes: of the model.
+        batch_bytes: of a rank's batch, see `pixel_bytes`.
+        prefetch_bytes: `data.prefetch_mb`; one batch waits in any case.
+        num_workers: of a process.
+        dtype_bytes: of a weight.
+        processes: of the machine.
+    """
+    # Batches that wait, one in each worker, and one in use; each is pixels in pinned memory.
+    batches = max(prefetch_bytes, batch_bytes) + (num_workers + 1) * batch_bytes
+    weights = float(dtype_bytes * shapes.parameters)  # read here, before they are on a GPU
+    each = PROCESS_GIB * GIB + num_workers * WORKER_GIB * GIB + max(batches, weights)
+    return {
+        "memory": processes * each,
+        "of that, batches": processes * batches,
+        "shared memory": 0.0,  # batches go through pipes (rge/data/loader.py)
+        "descriptors of a process": PROCESS_DESCRIPTORS + num_workers * WORKER_DESCRIPTORS,
+    }
+
+
+def step_seconds(
+    shapes: Shapes,
+    load: Load,
+    found: dict[str, float],
+    *,
+    peak: float,
+    bandwidth: float,
+    utilisation: float,
+    dtype_bytes: int,
+    rollout_rows: int,
+) -> float:
+    """Seconds of a step: FLOPs by the share of the peak that is reached; writing by what has to be read for each token.
+
+    A step of writing reads all weights of the text model and the rows' keys and values, and computes little: memory is
+    what it waits for, of whose bandwidth the same share is taken.
+
+    Args:
+        shapes: of the model.
+        load: of the rank.
+        found: of `flops`.
+        peak: FLOP/s of a GPU.
+        bandwidth: bytes a second of its memory.
+        utilisation: share of both.
+        dtype_bytes: of a weight.
+        rollout_rows: rationales written at once.
+    """
+    seconds = sum(found.values()) / (peak * utilisation)
+    if load.own:
+        passes = -(-load.queries // rollout_rows)
+        weights = dtype_bytes * (shapes.layers * shapes.layer + shapes.hidden * shapes.vocabulary)
+        cache = 2.0 * shapes.key_heads * shapes.head_size * shapes.layers * dtype_bytes
+        cache *= min(rollout_rows, load.queries) * (load.prompt + load.own / 2)
+        seconds += passes * (load.own + 2) * (weights + cache) / (bandwidth * utilisation)
+    return seconds
+
+
 def communication(
     shapes: Shapes, load: Load, *, back_end: str, num_gpus: int, dtype_bytes: int, trained: int
 ) -> float:
     """Bytes that one GPU sends in a step, by rings: a gather or a scatter of x bytes sends x (N - 1) / N."""
     share = (num_gpus - 1) / num_gpus
-    gradient, weight = trained * dtype_bytes * share, shapes.parameters * dtype_bytes * share
+    # DDP, ZeRO-1 and FSDP2 add gradients up over GPUs in float32, ZeRO-2 and 3 in the computing dtype.
+    gradient = trained * (dtype_bytes if back_end in ("zero2", "zero3") else 4) * share
+    weight = shapes.parameters * dtype_bytes * share
     embeddings = 4.0 * shapes.hidden * load.candidates * (num_gpus - 1) * (2 if load.contrastive else 0)
     if back_end == "ddp":
         sent = 2 * gradient  # once a step, with the last micro batch

@@ -1,4 +1,4 @@
-"""What a recipe takes before it is run: parameters, tokens, FLOPs of a step, memory, communication, and whether it fits.
+"""What a recipe takes before it is run: parameters, tokens, FLOPs of a step, memory, communication, hours, and whether it fits.
 
     python -m rge.plan recipe=qwen25vl_3b num_gpus=8 gpu_gib=80 back_end=zero2 [key=value of the recipe ...]
 
@@ -13,18 +13,21 @@ from typing import Any
 
 from torch import nn
 
-from rge.config import Recipe, RecipeError, StageConfig, load_recipe, nearest, split_override
+from rge.config import BACK_ENDS, Recipe, RecipeError, StageConfig, load_recipe, nearest, split_override
 from rge.model.families import family_of
 from rge.plan.costs import (
-    BACK_ENDS,
     GIB,
     RESERVED_GIB,
+    UTILISATION,
     Load,
     Shapes,
     communication,
     flops,
+    host,
     memory,
+    pixel_bytes,
     shapes_of,
+    step_seconds,
     trained_parameters,
 )
 from rge.plan.known_models import outline
@@ -33,7 +36,12 @@ from rge.step import Objective
 OWN: dict[str, tuple[Any, str]] = {
     "num_gpus": (8, "GPUs, one process each"),
     "gpu_gib": (80.0, "memory of a GPU, GiB"),
-    "back_end": ("zero2", "ddp, zero1, zero2, zero3 or fsdp2"),
+    "gpus_per_machine": (8, "GPUs that share a machine's memory"),
+    "peak_tflops": (989.0, "TFLOP/s of a GPU in the computing dtype; an H100's in bfloat16"),
+    "bandwidth_tbs": (3.35, "TB/s of its memory; an H100's"),
+    "utilisation": (0.35, "share of both that is reached"),
+    "steps": (0, "of the stage; 0: the recipe's where it says, else 1000"),
+    "back_end": ("", "ddp, zero1, zero2, zero3 or fsdp2; none: train.back_end"),
     "for": ("joint", "stage: joint or cold_start"),
     "query_pictures": (1, "pictures a query"),
     "candidate_pictures": (1, "pictures a candidate"),
@@ -51,6 +59,7 @@ def main(arguments: list[str]) -> int:
     """Print the plan; 1 if it does not fit."""
     options, overrides = read_options(arguments)
     recipe = load_recipe(overrides)
+    options["back_end"] = options["back_end"] or recipe.train.back_end
     model, origin = outline(recipe.model, recipe.init)
     found = plan(recipe, model, options)
     print(report(recipe, found, origin, options))  # noqa: T201 - this is a command
@@ -79,11 +88,19 @@ def read_options(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
             options[name] = kind(value)
         except ValueError:
             raise RecipeError(f"{name} must be a number ({OWN[name][1]}), got {value!r}") from None
-        if kind is not str and options[name] < (1 if name in ("num_gpus", "gpu_gib") else 0):
+        positive = name in ("num_gpus", "gpu_gib", "gpus_per_machine")
+        if kind is not str and options[name] < (1 if positive else 0):
             raise RecipeError(f"{name} is too small: {value}")
-    for name, allowed in (("back_end", BACK_ENDS), ("for", ("joint", "cold_start"))):
+    for name in ("peak_tflops", "bandwidth_tbs", "utilisation"):
+        if options[name] <= 0 or (name == "utilisation" and options[name] > 1):
+            raise RecipeError(
+                f"{name} must be above 0{' and at most 1' * (name == 'utilisation')}, got {options[name]}"
+            )
+    for name, allowed in (("back_end", ("", *BACK_ENDS)), ("for", ("joint", "cold_start"))):
         if options[name] not in allowed:
-            raise RecipeError(f"{name} must be one of {', '.join(allowed)}; got {options[name]!r}")
+            raise RecipeError(
+                f"{name} must be one of {', '.join(filter(None, allowed))}; got {options[name]!r}"
+            )
     return options, overrides
 
 
@@ -93,6 +110,7 @@ def plan(recipe: Recipe, model: nn.Module, options: dict[str, Any]) -> dict[str,
     Raises:
         RecipeError: the batch cannot be shared out, a prompt is longer than allowed, or the stage is not the recipe's.
     """
+    options = {**options, "back_end": options["back_end"] or recipe.train.back_end}
     shapes = shapes_of(model)
     load = load_of(recipe, model, options)
     trained = trained_parameters(shapes, model, recipe.model)
@@ -120,6 +138,22 @@ def plan(recipe: Recipe, model: nn.Module, options: dict[str, Any]) -> dict[str,
         for name in BACK_ENDS
     }
     fits = total <= options["gpu_gib"] * GIB
+    batch_bytes = pixel_bytes(model, load)
+    steps = options["steps"] or getattr(recipe, options["for"]).steps or 1000
+
+    def hours(utilisation: float) -> float:
+        seconds = step_seconds(
+            shapes,
+            load,
+            per_gpu,
+            peak=options["peak_tflops"] * 1e12,
+            bandwidth=options["bandwidth_tbs"] * 1e12,
+            utilisation=utilisation,
+            dtype_bytes=settings["dtype_bytes"],
+            rollout_rows=settings["rollout_rows"],
+        )
+        return steps * seconds / 3600
+
     return {
         "parameters": shapes.parameters,
         "vision_parameters": shapes.vision_parameters,
@@ -132,6 +166,19 @@ def plan(recipe: Recipe, model: nn.Module, options: dict[str, Any]) -> dict[str,
         "memory": {**kinds, "reserved": reserved},
         "memory_total": total,
         "bytes_sent": sent,
+        "batch_bytes": batch_bytes,
+        "host": host(
+            shapes,
+            batch_bytes=batch_bytes,
+            prefetch_bytes=recipe.data.prefetch_mb * 2**20,
+            num_workers=recipe.data.num_workers,
+            dtype_bytes=settings["dtype_bytes"],
+            processes=min(options["num_gpus"], options["gpus_per_machine"]),
+        ),
+        "steps": steps,
+        "hours": hours(options["utilisation"]),
+        "hours_from": hours(max(UTILISATION[1], options["utilisation"])),
+        "hours_to": hours(min(UTILISATION[0], options["utilisation"])),
         "fits": fits,
         "advice": [] if fits else advice(recipe, model, options, shapes, trained),
     }
@@ -327,6 +374,22 @@ def report(recipe: Recipe, found: dict[str, Any], origin: str, options: dict[str
             _row(name + (" (planned)" if name == options["back_end"] else ""), f"{size / GIB:,.2f} GiB")
             for name, size in found["bytes_sent"].items()
         ],
+        "",
+    ]
+    of_host = found["host"]
+    lines += [
+        f"a machine of {min(options['num_gpus'], options['gpus_per_machine'])} processes (estimate)",
+        _row("memory", f"{of_host['memory'] / GIB:,.0f} GiB"),
+        _row("of that, batches", f"{of_host['of that, batches'] / GIB:,.1f} GiB"),
+        _row("shared memory, besides NCCL's", f"{of_host['shared memory'] / GIB:,.0f} GiB"),
+        _row("descriptors of a process", f"{of_host['descriptors of a process']:,.0f}"),
+        "",
+        f"time of {found['steps']:,} steps at {options['peak_tflops']:g} TFLOP/s and {options['bandwidth_tbs']:g} TB/s (estimate)",
+        _row(f"hours at a utilisation of {options['utilisation']:g}", f"{found['hours']:,.1f}"),
+        _row(
+            f"from {max(UTILISATION[1], options['utilisation']):g} to {min(UTILISATION[0], options['utilisation']):g}",
+            f"{found['hours_from']:,.1f} to {found['hours_to']:,.1f}",
+        ),
         "",
     ]
     if found["fits"]:

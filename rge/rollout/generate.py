@@ -191,14 +191,14 @@ class _Writing:
             model.get_output_embeddings(),
         )
         part, R = encoded.part, len(places)
-        rows = torch.tensor(places, device=device)
+        rows = torch.tensor(places).to(device, non_blocking=True)
         # Step 0 reads the prompt's last token, step n the n-th token of the rationale, and one more a forced `<emb>`.
         self.num_steps = max_new_tokens + 2
         self.cache = (RunningCache if encoded.is_flat else Cache)(encoded, places, self.num_steps)
         self.cos_LBd, self.sin_LBd = _rotations(
             model, part.last_position_3B[:, rows], part.after_B[rows], self.num_steps
         )
-        self.uniform_RL = None if uniform_RL is None else uniform_RL.to(device)
+        self.uniform_RL = None if uniform_RL is None else uniform_RL.to(device, non_blocking=True)
         self.barred_V: Tensor | None = None
         self.written_RL = torch.full((R, max_new_tokens + 1), embedder.emb_id, device=device)
         self.state_RD = torch.empty(0)
@@ -269,8 +269,8 @@ class _Writing:
             logit_BV = self.head(self.hidden_BD).float()
             if self.barred_V is None:
                 self.barred_V = torch.zeros_like(logit_BV[0])
-                barred = torch.tensor(self.embedder.suppressed_ids, device=logit_BV.device)
-                self.barred_V.index_fill_(0, barred, float("-inf"))
+                barred = torch.tensor(self.embedder.suppressed_ids)
+                self.barred_V.index_fill_(0, barred.to(logit_BV.device, non_blocking=True), float("-inf"))
             uniform_B = None if self.uniform_RL is None else self.uniform_RL[self.row_B, self.step_1]
             token_B = _choose(logit_BV + self.barred_V, self.temperature, uniform_B)
             if self.margin_R is not None:

@@ -97,7 +97,7 @@ class Engine(VLLMGeneration):
                 hf_overrides=with_emb,
                 # Config and processor are read from there; weights come from the training model before each rollout.
                 load_format="dummy",
-                dtype=words.dtype,
+                dtype=self.model.config.dtype,  # float32 weights may be trained
                 generation_config="vllm",
                 distributed_executor_backend="external_launcher",
                 gpu_memory_utilization=self.gpu_memory_utilization,

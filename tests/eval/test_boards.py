@@ -136,7 +136,7 @@ def test_warnings_stand_on_the_row_and_a_row_trained_on_the_test_takes_no_place(
     assert found["x/other"][0] == ""
     assert warning in found["x/other"][1]
     assert warning not in found["x/honest"][1]
-    assert re.search(r'<p class="warn"><b>Mind:</b> x/other \(direct\): TRAINED ON THE TEST', page)
+    assert re.search(r'<p class="warn"[^>]*><b>[^<]*</b>x/other, direct: TRAINED ON THE TEST', page)
 
 
 def test_a_result_from_before_contents_joins_the_board_without_a_place(made, tmp_path):

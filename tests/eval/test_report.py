@@ -14,10 +14,12 @@ from chromium import Chromium
 from PIL import Image
 
 from eval.commands.report import report_command
-from eval.pages import examples, plots, report
-from eval.pages.examples import RANK_COLUMN, choose_examples
-from eval.pages.plots import read_training_logs
+from eval.pages import charts, evaluations, examples
+from eval.pages.evaluations import RANK_COLUMN
+from eval.pages.examples import choose_examples
 from eval.pages.report import write_report
+from eval.pages.training_log import read_training_logs
+from eval.pages.wording import LONG_QUESTION, number
 from eval.scoring.stats import cluster_bootstrap, index_of, interval
 from rge.common.errors import UserError
 from rge.common.fingerprint import set_fingerprint
@@ -98,7 +100,7 @@ def write_evaluation(
         order[first - 1 : first - 1] = right[:1]
         rows.append(
             {
-                report.QUERY_COLUMN: query.id,
+                evaluations.QUERY_COLUMN: query.id,
                 "category": query.category,
                 "group": query.group,
                 "pair": query.pair,
@@ -112,7 +114,7 @@ def write_evaluation(
                 "stop_reason": "prefilled" if mode == "direct" else "forced" if i % 5 == 4 else "emb",
                 "generate_ms": 3.0,
                 "embed_ms": 1.0,
-                report.TOP_COLUMN: order[:10],
+                evaluations.TOP_COLUMN: order[:10],
             }
         )
     per_query = pd.DataFrame(rows)
@@ -318,7 +320,7 @@ def test_gains_are_paired_differences(world):
         if "data-cell" in n["attrs"]
     }
     ours, theirs = (
-        pd.read_parquet(world / name / "per_query.parquet").set_index(report.QUERY_COLUMN)
+        pd.read_parquet(world / name / "per_query.parquet").set_index(evaluations.QUERY_COLUMN)
         for name in ("out/reasoning-both", "none/direct-both")
     )
     seen = ours["pair"] == "seen"
@@ -360,15 +362,17 @@ def test_examples_show_what_was_ranked_and_mark_what_is_right(world):
     negatives = pd.read_parquet(world / "set/negatives.parquet")
     right = set(zip(qrels["query-id"], qrels["corpus-id"], strict=True))
     wrong = set(zip(negatives["query-id"], negatives["corpus-id"], strict=True))
-    per_query = pd.read_parquet(world / "out/reasoning-both/per_query.parquet").set_index(report.QUERY_COLUMN)
+    per_query = pd.read_parquet(world / "out/reasoning-both/per_query.parquet").set_index(
+        evaluations.QUERY_COLUMN
+    )
     seen = set()
     for card in cards:
         query_id = card["attrs"]["data-query"]
         seen.add(query_id)
         ranked = page.inside(card, "li")
-        assert [node["attrs"]["data-id"] for node in ranked] == per_query.at[query_id, report.TOP_COLUMN][
-            :5
-        ].tolist()
+        assert [node["attrs"]["data-id"] for node in ranked] == per_query.at[
+            query_id, evaluations.TOP_COLUMN
+        ][:5].tolist()
         for node in ranked:
             pair = (query_id, node["attrs"]["data-id"])
             classes = node["attrs"]["class"].split()
@@ -385,7 +389,7 @@ def test_examples_show_what_was_ranked_and_mark_what_is_right(world):
     ranks = dict(re.findall(r"([A-Z<][\w <>]+?)(\d+)", page.inside(cards[0], "dl")[0]["text"]))
     first = cards[0]["attrs"]["data-query"]
     assert ranks["Reasoning"] == str(per_query.at[first, RANK_COLUMN])
-    direct = pd.read_parquet(world / "out/direct-both/per_query.parquet").set_index(report.QUERY_COLUMN)
+    direct = pd.read_parquet(world / "out/direct-both/per_query.parquet").set_index(evaluations.QUERY_COLUMN)
     assert ranks["Direct"] == str(direct.at[first, RANK_COLUMN])
 
 
@@ -514,7 +518,7 @@ def test_long_texts_fold_without_losing_a_character(tmp_path):
     heading, folded = page.inside(card, "h3")[0]["text"], page.inside(card, "details")[0]["text"]
     i = card["attrs"]["data-query"][1:]
     assert heading.removesuffix("…") + folded.removeprefix("read on…") == f"{question} <i>{i}</i>"
-    assert len(heading) <= report.LONG_QUESTION + 1
+    assert len(heading) <= LONG_QUESTION + 1
 
 
 def test_text_candidates_are_read_not_looked_at(tmp_path):
@@ -613,15 +617,15 @@ def test_curves_are_drawn_with_axes_stages_and_a_spoken_summary(world):
         ],
     )
     page = Page(written(world, training_logs=[world / "cold/metrics.jsonl", joint]))
-    charts = page.all("svg", cls="chart")
-    names = [node["attrs"]["aria-label"].split(".")[0] for node in charts]
+    drawn = page.all("svg", cls="chart")
+    names = [node["attrs"]["aria-label"].split(".")[0] for node in drawn]
     assert names == ["Loss", "Rationale loss (nats a token)", "Contrastive loss (nats)", "Forced stops"]
-    assert "25% at step 408" in charts[3]["attrs"]["aria-label"]  # 399 cold steps, then 9
-    texts = [node["text"] for node in page.inside(charts[0], "text")]
-    assert {"step", "cold", "0", "400"} <= set(texts)
-    data = json.loads(charts[0]["attrs"]["data-chart"])
+    assert "25% at step 408" in drawn[3]["attrs"]["aria-label"]  # 399 cold steps, then 9
+    texts = [node["text"] for node in page.inside(drawn[0], "text")]
+    assert {"step", "cold", "0.0", "400"} <= set(texts)
+    data = json.loads(drawn[0]["attrs"]["data-chart"])
     assert data["series"][0]["y"][-1] == 2.0
-    assert len(data["series"][0]["x"]) <= plots.MAX_POINTS + 3
+    assert len(data["series"][0]["x"]) <= charts.MAX_POINTS + 3
 
 
 def test_stages_end_to_end_and_runs_side_by_side(tmp_path):
@@ -666,38 +670,31 @@ def test_a_missing_log_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        (0, 4, [0, 1, 2, 3, 4]),
-        (0, 0.3, [0, 0.1, 0.2, 0.3]),
-        (0, 0, [0, 0.25, 0.5, 0.75, 1]),
-        (3, 997, [0, 250, 500, 750, 1000]),
-    ],
-)
-def test_ticks_are_round_and_cover(low, high, expected):
-    assert plots.nice_ticks(low, high, 5) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
     ("value", "text"),
     [(0, "0"), (1000, "1,000"), (0.25, "0.25"), (12.345, "12.3"), (0.00012, "0.00012"), (-2.5, "-2.5")],
 )
 def test_numbers_for_people(value, text):
-    assert plots.number(value) == text
+    assert number(value) == text
 
 
-def test_smoothing_keeps_ends_and_mean():
-    line = plots.Series("", list(range(9)), [0.0, 3.0] * 4 + [0.0])
-    calm = plots.smooth(line, 3)
-    assert calm.y == pytest.approx([0, 1, 2, 1, 2, 1, 2, 1, 0])
-    assert plots.thin(line, 3).y == pytest.approx([1, 2, 1])
+def test_smoothing_keeps_the_mean_and_a_line_breaks_where_a_stage_ends():
+    flat = charts.smoothed(charts.Series("", list(range(1, 81)), [0.0, 4.0] * 40))
+    assert flat["mean"].iloc[5:-5].between(1.5, 2.5).all()  # five points of 80
+    assert flat["y"].tolist() == [0.0, 4.0] * 40
+    long = charts.smoothed(charts.Series("", list(range(1000)), list(range(1000))))
+    assert len(long) == charts.MAX_POINTS
+    assert long["y"].mean() == pytest.approx(499.5, abs=0.5)
+    bands = [charts.Band("a", 0, 40), charts.Band("b", 40, 80)]
+    parts = charts.smoothed(charts.Series("", list(range(1, 81)), [1.0] * 40 + [9.0] * 40), bands)
+    assert parts.groupby("part")["mean"].agg(["min", "max"]).to_numpy().tolist() == [[1, 1], [9, 9]]
+    assert parts["last"].sum() == 1
 
 
 def test_empty_charts_are_refused():
     with pytest.raises(ValueError, match="chart 'Loss' must have a series"):
-        plots.line_chart([], name="Loss")
+        charts.line_chart([], name="Loss")
     with pytest.raises(ValueError, match="series 'a' has 0 x and 0 y values"):
-        plots.line_chart([plots.Series("a", [], [])], name="Loss")
+        charts.line_chart([charts.Series("a", [], [])], name="Loss")
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------
@@ -844,7 +841,7 @@ def luminance(color: str) -> float:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_has_contrast(scheme):
-    css = (Path(report.__file__).parent / "templates/report.css").read_text()
+    css = (Path(charts.__file__).parent / "templates/report.css").read_text()
     light, dark = (dict(re.findall(r"--([\w-]+): (#\w{6})", part)) for part in css.split("@media", 1))
     colors = light if scheme == "light" else light | dark
     pairs = [

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rge import train
-from rge.checkpoints.export import export
+from rge.checkpoints.export import export, settings_of
+from rge.config import load_recipe, to_dict
 from rge.data.collate import Batch
 from rge.distributed.launch import LaunchError
 from rge.model.backbone import load_backbone
@@ -30,26 +31,29 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "recipes" / "accelerate"
 WORKERS = Path(__file__).parent / "workers"
 BACK_ENDS = {
-    "DDP": ("cpu_2.yaml", "MULTI_CPU"),
-    "FSDP2": ("fsdp2_8.yaml", "FSDP"),
-    "ZeRO-1": ("zero1_8.yaml", "DEEPSPEED"),
-    "ZeRO-2": ("zero2_8.yaml", "DEEPSPEED"),
-    "ZeRO-3": ("zero3_8.yaml", "DEEPSPEED"),
+    "DDP": "cpu_2.yaml",
+    "FSDP2": "fsdp2_8.yaml",
+    "ZeRO-1": "zero1_8.yaml",
+    "ZeRO-2": "zero2_8.yaml",
+    "ZeRO-3": "zero3_8.yaml",
 }
-"""The configs for GPUs, in float32, since bfloat16 is slow here and rounds away what is compared."""
+"""The configs for GPUs; precision is the recipe's, float32 here, since bfloat16 rounds away what is compared."""
 LR = 0.2
+
+SETTINGS = settings_of(
+    emb_id=0, profile="plain", max_prompt_tokens=100, min_pixels=784, max_pixels=3136, max_new_tokens=9, reasons="query",
+    recipe=to_dict(load_recipe(["recipe=demo"])), stage="joint", step=3,
+)  # fmt: skip
 
 
 def environment_of(config: str, folder: Path) -> dict[str, str]:
-    """What `accelerate launch --config_file` tells its processes, but for the precision."""
+    """What `accelerate launch --config_file` tells its processes."""
     args, _, _ = _validate_launch_command(
         launch_command_parser().parse_args(["--config_file", str(CONFIGS / config), "train.py"])
     )
     args.deepspeed_fields_from_accelerate_config = ""
-    args.mixed_precision = "no"
     if args.use_deepspeed:
         settings = json.loads((ROOT / args.deepspeed_config_file).read_text())
-        del settings["bf16"]
         if settings["zero_optimization"]["stage"] == 3:
             # All of a tiny model would count as too small to be shared out.
             settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
@@ -162,9 +166,9 @@ def found(
     model.save_pretrained(full)
     processor.save_pretrained(full)
     task = {
-        "environments": {name: environment_of(config, folder) for name, (config, _) in BACK_ENDS.items()},
-        "types": {name: kind for name, (_, kind) in BACK_ENDS.items()},
+        "environments": {name: environment_of(config, folder) for name, config in BACK_ENDS.items()},
         "steps": steps,
+        "settings": SETTINGS,
         "recipe": recipe,
         "adapted": ADAPTED,
         "lora": LORA,
@@ -218,7 +222,7 @@ def one_process(checkpoint: Path, steps: list[dict], merge, out: Path) -> list[d
                 "weights": weights,
             }
         )
-    export(embedder, out, {"format": 1})
+    export(embedder, out, SETTINGS)
     return results
 
 

@@ -9,7 +9,7 @@ import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType
 
-from rge.config import load_recipe
+from rge.config import TrainConfig, load_recipe
 from rge.distributed import launch
 from rge.scratch.starting_point import starting_point
 
@@ -33,85 +33,178 @@ class Running:
 
 @pytest.fixture(autouse=True)
 def outside_a_launcher(monkeypatch):
-    for name in ("WORLD_SIZE", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
+    for name in (
+        "WORLD_SIZE",
+        "ACCELERATE_USE_DEEPSPEED",
+        "ACCELERATE_USE_FSDP",
+        "ACCELERATE_MIXED_PRECISION",
+    ):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("sys.argv", ["rge/train.py", "recipe=mine", "out=my runs/1"])
+
+
+TWO = {"WORLD_SIZE": "2"}
 
 
 @pytest.mark.parametrize(
-    ("environment", "running", "asked", "message"),
+    ("environment", "running", "train", "message"),
     [
-        (
-            {"WORLD_SIZE": "2"},
-            Running(1, "NO"),
-            (None, None),
-            "started 2 processes, but each sees 1: the back end was not initialised",
-        ),
+        (TWO, Running(1, "NO"), {}, "started 2 processes, but each sees 1: the back end was not initialised"),
         (
             {},
             Running(1, "NO"),
-            (2, None),
+            {"num_processes": 2},
             "train.num_processes=2, but 1 run; pass the number to accelerate launch",
         ),
-        ({"WORLD_SIZE": "2"}, Running(2, "MULTI_CPU"), (4, None), "train.num_processes=4, but 2 run"),
+        (TWO, Running(2, "MULTI_CPU"), {"num_processes": 4}, "train.num_processes=4, but 2 run"),
         (
-            {"WORLD_SIZE": "2"},
+            {**TWO, "ACCELERATE_USE_FSDP": "true"},
             Running(2, "MULTI_CPU"),
-            (2, "FSDP"),
-            "train.distributed_type=FSDP, but MULTI_CPU runs",
-        ),
-        ({}, Running(1, "NO"), (None, "DEEPSPEED"), "train.distributed_type=DEEPSPEED, but NO runs"),
-        (
-            {"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"},
-            Running(2, "MULTI_CPU"),
-            (None, None),
-            "was asked for FSDP, but accelerate runs MULTI_CPU, .* FSDP needs a GPU .on CPU, use recipes/",
-        ),
-        (
-            {"WORLD_SIZE": "2", "ACCELERATE_USE_DEEPSPEED": "true"},
-            Running(2, "MULTI_CPU"),
-            (None, None),
-            "was asked for DEEPSPEED, but accelerate runs MULTI_CPU, .* ACCELERATE_USE_CPU=true switches DeepSpeed off",
-        ),
-        (
             {},
-            Running(1, "FSDP", is_fsdp2=False),
-            (None, None),
-            "FSDP version 1 cannot .* set fsdp_version: 2",
+            "FSDP was asked for, but accelerate runs MULTI_CPU, .* FSDP needs a GPU .on CPU, use recipes/",
         ),
         (
+            {**TWO, "ACCELERATE_USE_DEEPSPEED": "true"},
+            Running(2, "MULTI_CPU"),
             {},
-            Running(1, "DEEPSPEED"),
-            (None, None, "muon"),
-            "muon needs whole gradients, which ZeRO-2 does not have",
+            "DEEPSPEED was asked for, but accelerate runs MULTI_CPU, .* ACCELERATE_USE_CPU=true switches DeepSpeed off",
+        ),
+        ({}, Running(1, "FSDP", is_fsdp2=False), {}, "FSDP version 1 cannot .* set fsdp_version: 2"),
+        (
+            TWO,
+            Running(2, "DEEPSPEED"),
+            {"optimizer": "muon"},
+            "muon needs whole gradients, which ZeRO-2 does not have; .* train.back_end=ddp and this launch: accelerate "
+            "launch --config_file recipes/accelerate/cpu_2.yaml --num_processes 2 rge/train.py recipe=mine 'out=my runs/1'",
         ),
         (
             {},
             Running(1, "FSDP"),
-            (None, None, "muon"),
+            {"optimizer": "muon"},
             "muon needs whole gradients, which FSDP2 does not have; set",
+        ),
+        (
+            TWO,
+            Running(2, "DEEPSPEED", 1),
+            {"back_end": "zero2"},
+            "train.back_end=zero2, but the launch config runs ZeRO-1, which shares out less: .* accelerate launch "
+            "--config_file recipes/accelerate/cpu_zero2.yaml --num_processes 2 rge/train.py .* set train.back_end=zero1",
+        ),
+        (
+            TWO,
+            Running(2, "MULTI_CPU"),
+            {"back_end": "zero1"},
+            "the launch config runs DDP, .* train.back_end=ddp",
+        ),
+        (
+            TWO,
+            Running(2, "DEEPSPEED", 2),
+            {"back_end": "fsdp2"},
+            "the launch config runs ZeRO-2, which shares out",
         ),
     ],
 )
-def test_a_launch_that_is_not_what_was_asked_for(monkeypatch, environment, running, asked, message):
+def test_a_launch_that_is_not_what_was_asked_for(monkeypatch, environment, running, train, message):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    optimizer = train.pop("optimizer", "adamw")
     with pytest.raises(launch.LaunchError, match=message):
-        launch.check_launch(running, *asked)
+        launch.check_launch(running, TrainConfig(**train), optimizer)
 
 
 @pytest.mark.parametrize(
-    ("environment", "running", "asked"),
+    ("environment", "running", "train", "optimizer"),
     [
-        ({}, Running(1, "NO"), (None, None, "muon")),
-        ({"WORLD_SIZE": "2"}, Running(2, "MULTI_CPU"), (2, "MULTI_CPU", "muon")),
-        ({"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}, Running(2, "FSDP"), (None, None, "adamw")),
-        ({"WORLD_SIZE": "2", "ACCELERATE_USE_DEEPSPEED": "true"}, Running(2, "DEEPSPEED"), (2, "DEEPSPEED")),
+        ({}, Running(1, "NO"), {"back_end": "zero3"}, "muon"),  # one process has nobody to share with
+        (TWO, Running(2, "MULTI_CPU"), {"num_processes": 2}, "muon"),
+        ({**TWO, "ACCELERATE_USE_FSDP": "true"}, Running(2, "FSDP"), {"back_end": "zero2"}, "adamw"),
+        ({**TWO, "ACCELERATE_USE_FSDP": "true"}, Running(2, "FSDP"), {"back_end": "zero3"}, "adamw"),
+        (
+            {**TWO, "ACCELERATE_USE_DEEPSPEED": "true"},
+            Running(2, "DEEPSPEED", 3),
+            {"back_end": "fsdp2"},
+            "adamw",
+        ),
+        (
+            {**TWO, "ACCELERATE_USE_DEEPSPEED": "true"},
+            Running(2, "DEEPSPEED", 1),
+            {"num_processes": 2},
+            "adamw",
+        ),
     ],
 )
-def test_a_launch_as_asked(monkeypatch, environment, running, asked):
+def test_a_launch_as_asked(monkeypatch, environment, running, train, optimizer):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    launch.check_launch(running, *asked)
+    launch.check_launch(running, TrainConfig(**train), optimizer)
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype", "message"),
+    [
+        (
+            "bf16",
+            "float32",
+            "mixed_precision bf16, but the recipe computes in float32 .*set model.dtype=bfloat16",
+        ),
+        (
+            "fp16",
+            "bfloat16",
+            "asks for mixed_precision fp16, .* accelerate launch --mixed_precision no rge/train.py",
+        ),
+        ("fp8", "float32", "asks for mixed_precision fp8, but the recipe computes in float32"),
+    ],
+)
+def test_a_launcher_with_another_precision_than_the_recipe(monkeypatch, asked, dtype, message):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", asked)
+    with pytest.raises(launch.LaunchError, match=message):
+        launch.make_accelerator(TrainConfig(), dtype)
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "message"),
+    [
+        (
+            {"bf16": {"enabled": True}},
+            "float32",
+            "have bf16.enabled=true, but the recipe computes in float32",
+        ),
+        (
+            {"bf16": {"enabled": False}},
+            "bfloat16",
+            "have bf16.enabled=false, but the recipe computes in bfloat16",
+        ),
+        (
+            {"fp16": {"enabled": True}},
+            "bfloat16",
+            "have fp16.enabled=true, .* remove fp16 from them, or launch with",
+        ),
+        (
+            {"data_types": {"grad_accum_dtype": "bf16"}},
+            "bfloat16",
+            "sum gradients in bf16, .* lost in rounding",
+        ),
+        (
+            {"bf16": {"bf16_master_weights_and_grads": True}},
+            "bfloat16",
+            "train bfloat16 weights, .* lost in rounding",
+        ),
+        (None, "bfloat16", "DeepSpeed's settings .*gone.json: "),
+        ("{", "bfloat16", "DeepSpeed's settings .*mine.json: Expecting property name"),
+    ],
+)
+def test_settings_of_deepspeed_with_another_precision_than_the_recipe(
+    monkeypatch, tmp_path, settings, dtype, message
+):
+    path = tmp_path / ("gone.json" if settings is None else "mine.json")
+    if isinstance(settings, dict):
+        path.write_text(json.dumps({"zero_optimization": {"stage": 2}, **settings}))
+    elif settings is not None:
+        path.write_text(settings)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(path))
+    with pytest.raises(launch.LaunchError, match=message):
+        launch.make_accelerator(TrainConfig(back_end="zero2"), dtype)
 
 
 @pytest.mark.parametrize(
@@ -204,22 +297,21 @@ def test_a_config_launches_what_it_says(name):
             assert args.deepspeed_multinode_launcher == "standard"
     if kind == "fsdp2":
         assert args.fsdp_version == 2
-        assert args.mixed_precision == "bf16"
         if num_machines > 1:
             replicas, shards = (
                 args.parallelism_config_dp_replicate_size,
                 args.parallelism_config_dp_shard_size,
             )
             assert (replicas, shards) == (num_machines, num_processes // num_machines)
-    if kind == "ddp":
-        assert args.mixed_precision == ("no" if name.startswith("cpu") else "bf16")
+    assert args.mixed_precision == "no", "precision is the recipe's"
     if kind in (1, 2, 3) and not name.startswith("cpu"):
         file = Path(args.deepspeed_config_file)
         assert file.as_posix() == f"recipes/accelerate/zero{kind}.json"
         settings = json.loads((CONFIGS / file.name).read_text())
         zero = settings["zero_optimization"]
         assert zero["stage"] == kind
-        assert settings["bf16"] == {"enabled": True}
+        assert settings["data_types"] == {"grad_accum_dtype": "fp32"}
+        assert not {"bf16", "fp16"} & settings.keys(), "precision is the recipe's"
         sizes = {key: value for key, value in zero.items() if key.endswith(("_size", "_threshold"))}
         assert sizes
         assert all(type(value) is int for value in sizes.values()), (

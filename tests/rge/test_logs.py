@@ -5,7 +5,8 @@ import json
 import pytest
 from accelerate import Accelerator
 
-from rge.logs import Logs
+from rge.config import LogConfig, Recipe, RecipeError, SourceConfig, StageConfig
+from rge.logs import Logs, start_trackers, tracker_problems
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +63,37 @@ def test_a_run_from_the_start_begins_a_new_file(accelerator, tmp_path):
     write(accelerator, tmp_path, 0, 7)
     write(accelerator, tmp_path, 0, 2)
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+
+
+def test_tensorboard_gets_every_figure_at_its_step_and_the_recipe(accelerator, tmp_path):
+    """The recipe is nested, and has lists and nothings in it, which TensorBoard's table of parameters cannot hold."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    stage = StageConfig(sources=[SourceConfig("a.jsonl")])
+    recipe = Recipe(out=str(tmp_path), joint=stage, log=LogConfig(["tensorboard"], "mine"))
+    start_trackers(accelerator, recipe)
+    write(accelerator, tmp_path / "joint", 0, 3)
+    accelerator.end_training()
+    accelerator.trackers.clear()
+    board = EventAccumulator(str(tmp_path / "trackers/mine"))
+    board.Reload()
+    assert [(it.step, round(it.value, 4)) for it in board.Scalars("joint/loss")] == [
+        (1, 1.0),
+        (2, 0.5),
+        (3, 0.3333),
+    ]
+    [settings] = (tmp_path / "trackers/mine").glob("*/hparams.yml")
+    text = settings.read_text()
+    assert "optim.name: adamw" in text
+    assert 'joint.sources: \'[{"path": "a.jsonl", "weight": 1.0}]\'' in text
+
+
+def test_a_tracker_that_cannot_be_had_is_an_error(accelerator, monkeypatch):
+    assert tracker_problems(LogConfig(["wandb", "tensorboard"])) == []
+    monkeypatch.setattr("rge.logs.get_available_trackers", lambda: [])
+    with pytest.raises(
+        RecipeError, match="log.trackers=wandb needs its library, which is not installed: pip install wandb"
+    ):
+        start_trackers(accelerator, Recipe(log=LogConfig(["wandb"])))
+    assert "comet-ml" in tracker_problems(LogConfig(["comet_ml"]))[0]
+    assert "no tracker 'all'" in tracker_problems(LogConfig(["all"]))[0]

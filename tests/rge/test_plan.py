@@ -2,22 +2,44 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from family_models import TEXT, TEXTS, VISION
 from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
 
 from rge.common.schema import Item
-from rge.config import RecipeError, load_recipe
-from rge.model.backbone import BackboneError, load_backbone
+from rge.config import BACK_ENDS, RecipeError, load_recipe
+from rge.model import varlen
+from rge.model import vision_tower as vision
+from rge.model.attention import Pass, install
+from rge.model.backbone import (
+    BackboneError,
+    decoder,
+    hidden_states,
+    load_backbone,
+    picture_features,
+    prompt_positions,
+)
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.families import FAMILIES, family_of
-from rge.model.packing import Branch
-from rge.model.prompts import PromptBuilder
+from rge.model.packing import Branch, pack_prompts, pack_tails
+from rge.model.prompts import Prompt, PromptBuilder
 from rge.plan import report as plan
-from rge.plan.costs import BACK_ENDS, Load, Shapes, communication, flops, memory, shapes_of
+from rge.plan.costs import (
+    Load,
+    Shapes,
+    communication,
+    flops,
+    host,
+    memory,
+    shapes_of,
+    step_seconds,
+)
 from rge.plan.known_models import TABLE, outline
 from rge.rollout.generate import generate
 from rge.scratch import build as scratch
@@ -64,6 +86,27 @@ def test_every_recipe_has_a_plan(capsys):
         assert found["fits"]
         assert set(found["bytes_sent"]) == set(BACK_ENDS)
         assert "It fits." in shown
+
+
+CONFIGS = sorted((ROOT / "recipes" / "accelerate").glob("*8.yaml"))
+
+
+@pytest.mark.parametrize(
+    "name", [path.stem for path in sorted((ROOT / "recipes").glob("*.yaml")) if path.stem != "demo"]
+)
+def test_launch_configs_say_truly_which_recipes_fit(name):
+    recipe = load_recipe([f"recipe={name}"])
+    model, _ = outline(recipe.model)
+    assert len(CONFIGS) == 10
+    for path in CONFIGS:
+        text = path.read_text()
+        (fitting,) = re.findall(r"^# Recipes that fit GPUs of 80 GiB, by rge.plan: (.*)$", text, re.MULTILINE)
+        num_gpus = yaml.safe_load(text)["num_processes"]
+        options, _ = plan.read_options([f"back_end={path.stem.split('_')[0]}", f"num_gpus={num_gpus}"])
+        assert plan.plan(recipe, model, options)["fits"] == (name in fitting.split(", ")), path.stem
+    # So does what a launch without a config sets up.
+    options, _ = plan.read_options(["num_gpus=8"])
+    assert plan.plan(recipe, model, options)["fits"]
 
 
 @pytest.fixture
@@ -145,8 +188,15 @@ def test_flops_against_the_counter(deep, batch, count_flops, micro_batch_size):
     assert planned == pytest.approx(counted, rel=0.1)
 
 
-def test_activations_against_what_autograd_keeps(deep, batch):
+@pytest.mark.parametrize("how", ["float32", "bfloat16", "autocast"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_against_what_autograd_keeps(deep, batch, how, checkpointing):
     """Within a third: the estimate counts a layer's tensors, autograd may keep some twice or not at all."""
+    if checkpointing:
+        deep.train()
+        deep.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if how == "bfloat16":
+        deep.to(torch.bfloat16)
     kept: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -162,15 +212,130 @@ def test_activations_against_what_autograd_keeps(deep, batch):
     ] * 5
     direct = [[Branch([deep.emb_id], read_state=True, predict=True)]] * len(batch.candidates)
     packs = deep.pack(batch.queries, branches), deep.pack(batch.candidates, direct)
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast")
+    with autocast, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         readouts = deep(*packs)
     measured = sum(size for place, size in kept.items() if place not in weights)
     assert all(readout.state_ND.requires_grad for readout in readouts)
+    shapes = shapes_of(deep.model)
     found = memory(
-        shapes_of(deep.model), load_of(deep, batch, 12, 1), back_end="ddp", num_gpus=1, dtype_bytes=4, checkpointing=False,
-        trained=1, optimizer_states=2, rollout_rows=1, micro_queries=5,
+        shapes, load_of(deep, batch, 12, 1), back_end="zero2" if how == "bfloat16" else "ddp", num_gpus=2,
+        dtype_bytes=4 if how == "float32" else 2, checkpointing=checkpointing, trained=shapes.parameters,
+        optimizer_states=2, rollout_rows=1, micro_queries=5,
     )  # fmt: skip
     assert found["activations"] == pytest.approx(measured, rel=1 / 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["sdpa", "varlen"])
+def test_the_3b_itself_on_meta(monkeypatch, form):
+    """A micro batch of the real shapes on `meta`: FLOPs of forward and backward, and what a GPU's form keeps.
+
+    FLOPs to 3 per cent, with attention in plain products, which torch's counter knows best; activations to a third, with
+    flash attention, which keeps no scores.
+    """
+    monkeypatch.setattr(varlen, "one_by_one", varlen._flash)
+    recipe = load_recipe(["recipe=qwen25vl_3b"])
+    model = outline(recipe.model)[0].to(torch.bfloat16).train()
+    vision.speed_up(model, form)
+    assert install(decoder(model), form) == form
+    rows, emb, image = 2, 7, model.config.image_token_id
+    grid = torch.tensor([[1, 64, 64]])
+    ids = torch.tensor([1] * 20 + [model.config.vision_start_token_id, *[image] * 1024, 3] + [1] * 60)
+    prompt = Prompt("row", ids, (ids == image).long(), torch.zeros(4096, 3, 14, 14, dtype=torch.uint8), grid)
+    own, oracle = [1] * 128 + [emb], [2] * 128 + [emb]
+    both = [Branch(own, read_state=True), Branch(oracle, predict=True)]
+    direct = [Branch([emb], read_state=True, predict=True)]
+
+    kept: dict[int, int] = {}
+    weights = {id(parameter) for parameter in model.parameters()}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in weights and not isinstance(tensor, torch.nn.Parameter):
+            storage = tensor.untyped_storage()
+            kept[storage._cdata] = storage.nbytes()
+            alive.append(storage)
+        return tensor
+
+    alive: list = []
+
+    def forward(branches):
+        positions = prompt_positions(model, [prompt] * rows)
+        part = pack_prompts(
+            [prompt] * rows, positions, picture_ids=[1, image, 3], empty_picture=(None, None)
+        ).to("meta")
+        tails = pack_tails([prompt] * rows, positions, [branches] * rows).to("meta")
+        plan_ = Pass(part, tails, None, len(decoder(model).layers), form)
+        patches = torch.empty(rows * 4096, 1176, dtype=torch.bfloat16, device="meta")
+        hidden = hidden_states(
+            model,
+            features=picture_features(model, patches, part.image_grid),
+            picture_index_F=part.picture_index_F,
+            input_ids=torch.cat([part.input_ids_T, tails.input_ids_T])[None],
+            position_ids=torch.cat([part.position_ids_3T, tails.position_ids_3T], dim=1)[:, None],
+            attention_mask=plan_,
+        )[0]
+        read = hidden[plan_.read_R]
+        return model.get_output_embeddings()(read[: len(tails.label_M)]).float().sum() + read.float().sum()
+
+    with FlopCounterMode(display=False) as counter:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            total = forward(both) + forward(direct)
+        if form == "sdpa":
+            total.backward()
+    load = Load(
+        queries=rows, candidates=rows, chunks=1, prompt=len(prompt), candidate=len(prompt), own=128, oracle=128,
+        read_own=True, contrastive=True, label_candidates=True,
+        query_patches=4096, query_placeholders=1024, candidate_patches=4096, candidate_placeholders=1024,
+        query_spans=family_of(model).vision_spans(model.config, 4096),
+        candidate_spans=family_of(model).vision_spans(model.config, 4096),
+    )  # fmt: skip
+    shapes = shapes_of(model)
+    if form == "sdpa":
+        found = flops(shapes, load, checkpointing=False, trainable=1.0, train_vision=True)
+        assert found["forward"] + found["backward"] == pytest.approx(counter.get_total_flops(), rel=0.03)
+        return
+    estimate = memory(
+        shapes, load, back_end="zero2", num_gpus=8, dtype_bytes=2, checkpointing=False, trained=1, optimizer_states=2,
+        rollout_rows=1, micro_queries=rows,
+    )  # fmt: skip
+    assert estimate["activations"] == pytest.approx(sum(kept.values()), rel=1 / 3)
+
+
+def test_a_machine_and_hours_by_hand():
+    """Two processes with a batch of 1 GiB each, three workers, 4 GiB that may wait, 1 G parameters of two bytes."""
+    shapes = Shapes(
+        **{**dict.fromkeys(Shapes.__dataclass_fields__, 0), "parameters": 10**9, "layers": 2, "layer": 10**8}
+    )
+    found = host(shapes, batch_bytes=2**30, prefetch_bytes=2**32, num_workers=3, dtype_bytes=2, processes=2)
+    assert found["of that, batches"] == 2 * (4 + 3 + 1) * 2**30
+    assert found["memory"] == found["of that, batches"] + 2 * (3 + 3 * 0.5) * 2**30
+    assert found["shared memory"] == 0
+    assert found["descriptors of a process"] == 128 + 3 * 8
+    # Ten rationales of eight tokens, five at once: two passes of ten steps over 0.4 GB; 1 TFLOP at half of a TFLOP/s.
+    load = Load(10, 0, 1, 1, 1, 8, 0, True, True, False, 0, 0, 0, 0)
+    settings = {"peak": 1e12, "bandwidth": 1e9, "utilisation": 0.5, "dtype_bytes": 2, "rollout_rows": 5}
+    assert step_seconds(shapes, load, {"forward": 1e12}, **settings) == pytest.approx(2 + 2 * 10 * 0.4 / 0.5)
+
+
+def test_hours_follow_steps_gpus_and_utilisation(capsys):
+    def hours(*arguments: str) -> dict:
+        plan.main(["recipe=qwen25vl_3b", *arguments])
+        shown = capsys.readouterr().out
+        assert "hours at a utilisation of" in shown
+        return json.loads(shown.splitlines()[-1])
+
+    base = hours("steps=100")
+    assert base["hours_from"] < base["hours"] < base["hours_to"]
+    assert hours("steps=200")["hours"] == pytest.approx(2 * base["hours"])
+    assert hours("steps=100", "utilisation=0.7")["hours"] == pytest.approx(base["hours"] / 2)
+    assert hours("steps=100", "num_gpus=16")["hours"] == pytest.approx(base["hours"] / 2, rel=0.1)
+    assert hours("data.prefetch_mb=40000")["host"]["memory"] > base["host"]["memory"] + 8 * 30 * 2**30
+    assert (
+        hours("data.num_workers=8")["host"]["descriptors of a process"]
+        > base["host"]["descriptors of a process"]
+    )
+    assert hours("gpus_per_machine=4")["host"]["memory"] == pytest.approx(base["host"]["memory"] / 2)
 
 
 def test_memory_and_communication_by_hand():
@@ -185,18 +350,18 @@ def test_memory_and_communication_by_hand():
         )  # fmt: skip
         return found["weights"] / 1e9, found["gradients"] / 1e9, found["optimizer"] / 1e9
 
-    assert of("ddp") == (2.0, 4.0, 4.0)  # gradients, and DDP's buckets of them
-    assert of("zero1") == (2.0, 2.0, 3.0)  # 12 bytes a parameter, over four
-    assert of("zero2") == (2.0, 0.5, 3.0)
-    assert of("zero3") == (0.5, 0.5, 3.0)
+    assert of("ddp") == (6.0, 4.0, 8.0)  # float32, and autocast's copies of the weights
+    assert of("zero1") == (2.0, 4.0, 3.0)  # float32 weights and two moments, over four
+    assert of("zero2") == (2.0, 1.0, 3.0)
+    assert of("zero3") == (0.5, 1.0, 3.0)
     assert of("fsdp2") == (1.0, 1.0, 2.0)  # float32, over four
 
     def sent(back_end: str) -> float:
         return communication(shapes, load, back_end=back_end, num_gpus=4, dtype_bytes=2, trained=10**9) / 1e9
 
-    # 2 GB of gradients, three quarters of them sent; four micro batches.
-    assert sent("ddp") == 3.0
-    assert sent("zero1") == 3.0
+    # 4 GB of gradients, or 2 in bfloat16, three quarters of them sent; four micro batches.
+    assert sent("ddp") == 6.0
+    assert sent("zero1") == 3.0 + 1.5
     assert sent("zero2") == 1.5 * 4 + 1.5
     assert sent("zero3") == 1.5 * 4 + 1.5 * (2 * 4 + 1)
 
@@ -264,6 +429,8 @@ def test_a_plan_that_does_not_fit_says_what_would(capsys):
         (["num_gpu=8"], "unknown option num_gpu; did you mean num_gpus"),
         (["gpu_gib=big"], r"gpu_gib must be a number \(memory of a GPU, GiB\), got 'big'"),
         (["num_gpus=0"], "num_gpus is too small: 0"),
+        (["utilisation=1.5"], "utilisation must be above 0 and at most 1, got 1.5"),
+        (["peak_tflops=0"], "peak_tflops must be above 0, got 0.0"),
         (["back_end=zero4"], "back_end must be one of ddp, zero1, zero2, zero3, fsdp2; got 'zero4'"),
         (["for=cold_start", "stage=joint"], "the recipe has stage=joint, so there is no cold_start to plan"),
         (

@@ -185,7 +185,11 @@ def test_both_stages_train_and_leave_checkpoints(whole, home):
 @pytest.mark.slow
 def test_a_finished_run_is_left_alone(whole, home):
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.is_file()}
-    trained(run(home, whole))
+    again = run(home, whole)
+    trained(again)
+    assert again.stdout.splitlines() == [
+        f"{whole} is finished: its checkpoint is {whole}/joint/final. To train again, give another out=, or delete {whole}"
+    ]
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.is_file()} == before
     refused = run(home, whole, "cold_start.lr=0.5")
     assert refused.returncode == 1
@@ -276,6 +280,51 @@ def test_sigterm_saves_and_exits_with_143_and_validation_changes_nothing(whole, 
 
 
 @pytest.mark.slow
+def test_ctrl_c_saves_and_exits_with_130_and_the_second_one_ends_at_once(whole, home):
+    """The folder is another run's no longer than its process lives."""
+    out, keep, step = home / "interrupted", ["train.save_every=1000"], 3
+    with held(home, out, "joint", step, *keep) as program:
+        program.wait_until(lambda: len(metrics_or_partial(out / "joint")) >= step)
+        second = run(home, out, *keep)
+        assert second.returncode == 1
+        assert f"error: {out} is in use by process " in second.stderr
+        assert not list(out.glob("joint/state/*"))
+        program.send(signal.SIGINT, group=True)  # as a terminal does, to data workers too
+        program.send(signal.SIGINT)  # and a launcher once more
+        (out / "go_on").touch()
+        done = program.finished()
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+    assert "stopping after this step" in done.stderr
+    assert f"joint: stopped by SIGINT after step {step} of 10" in done.stderr
+    assert [state.name for state in (out / "joint/state").iterdir()] == [f"step_{step:08d}"]
+    (out / "go_on").unlink()
+    with held(home, out, "joint", step + 1, *keep) as program:
+        program.wait_until(lambda: len(metrics_or_partial(out / "joint")) >= step + 1)
+        program.send(signal.SIGINT)
+        time.sleep(1.2)
+        program.send(signal.SIGINT)
+        assert (
+            program.finished().returncode == -signal.SIGINT
+        )  # in the middle of a step that would never have ended
+    again = run(home, out, *keep)
+    trained(again)
+    assert f"joint: resuming after step {step} from" in again.stdout
+    assert_same_weights(out / "joint/final", whole / "joint/final")
+
+
+@pytest.mark.slow
+def test_two_processes_say_once_what_is_wrong_and_both_end(home, tmp_path):
+    launcher = accelerate("--multi_gpu", "--num_processes", "2")
+    wrong = ["joint.sources=[{path: gone.jsonl}]", "log.trackers=[nothing]", "validation.path=away.jsonl"]
+    done = start(home, tmp_path / "out", *wrong, launcher=launcher)
+    assert done.returncode != 0
+    assert done.stderr.count("error: 3 things are wrong, and nothing was started:") == 1
+    assert done.stderr.count("training records gone.jsonl do not exist") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
 def test_adapters_and_the_other_batch_settings_train(whole, home):
     """LoRA with dropout, all positives, one source a batch, further embedding sizes: a plain checkpoint comes out."""
     out, start = home / "adapted", whole / "cold_start/final"
@@ -331,7 +380,6 @@ def test_two_processes_train_as_one_does(whole, home):
             home,
             home / "two",
             "train.num_processes=2",
-            "train.distributed_type=MULTI_CPU",
             *validated(home),
             launcher=launcher,
         )

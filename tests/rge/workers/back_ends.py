@@ -112,7 +112,7 @@ def run(name: str, environment: dict[str, str], checkpoint: str, folder: Path, t
     began = time.perf_counter()
     pretend(environment)
     accelerator = launch.make_accelerator(TrainConfig())
-    launch.check_launch(accelerator, 2, task["types"][name])
+    launch.check_launch(accelerator, TrainConfig(num_processes=2))
     back_end = launch.back_end(accelerator)
     assert (back_end.name, back_end.num_processes) == (name, 2)
     embedder = EmbeddingModel(load_backbone(checkpoint)).eval()
@@ -126,7 +126,7 @@ def run(name: str, environment: dict[str, str], checkpoint: str, folder: Path, t
             saved = launch.describe(accelerator)
     weights = dist.full_weights(accelerator, model, embedder)
     if accelerator.is_main_process:
-        export(embedder, folder / name, {"format": 1}, weights)
+        export(embedder, folder / name, task["settings"], weights)
     accelerator.wait_for_everyone()
 
     # Back to the saved state: the rest of the steps, again.
@@ -149,9 +149,7 @@ def run(name: str, environment: dict[str, str], checkpoint: str, folder: Path, t
     accelerator.free_memory()
     for _ in range(2 if task["recipe"] else 0):
         pretend(environment)
-        train.main(
-            [*task["recipe"], f"out={folder / name}_run", f"train.distributed_type={task['types'][name]}"]
-        )
+        train.main([*task["recipe"], f"out={folder / name}_run", "train.num_processes=2"])
         if dist.rank() == 0 and not (folder / f"{name}_run/once").exists():
             (folder / f"{name}_run/joint/final").rename(folder / f"{name}_run/once")
         dist.gather_sizes(0, torch.device("cpu"))
@@ -162,7 +160,6 @@ def run(name: str, environment: dict[str, str], checkpoint: str, folder: Path, t
 
 if __name__ == "__main__":
     on_cpu.count_messages()
-    on_cpu.skip_compilation()
     # accelerate ends the group with a run; a second one would find the first one's addresses in the store, and hang.
     close, torch.distributed.destroy_process_group = torch.distributed.destroy_process_group, lambda *_: None
     folder = Path(sys.argv[2])

@@ -1,7 +1,7 @@
 """What lets a test's processes run every back end without a GPU. Import it before anything makes an `Accelerator`.
 
-DeepSpeed would compile shared-memory collectives for a minute, which gloo does without. accelerate runs DDP where FSDP is
-asked for and there is no GPU; told that gloo's processes are GPUs, it runs its FSDP2 path, and PyTorch shards on CPU.
+accelerate runs DDP where FSDP is asked for and there is no GPU; told that gloo's processes are GPUs, it runs its FSDP2
+path, and PyTorch shards on CPU.
 """
 
 import functools
@@ -29,13 +29,6 @@ def allow_fsdp2() -> None:
     """Let accelerate's FSDP2 run here; without this call it is what users get."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     accelerate.state.PartialState._prepare_backend = _as_if_on_gpus
-
-
-def skip_compilation() -> None:
-    """Keep DeepSpeed from compiling anything."""
-    import deepspeed.ops
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 COLLECTIVES = (

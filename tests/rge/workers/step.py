@@ -23,7 +23,7 @@ from rge.step import training_step
 checkpoint, folder = sys.argv[1], Path(sys.argv[2])
 torch.set_num_threads(1)
 accelerator = launch.make_accelerator(TrainConfig())
-launch.check_launch(accelerator, 2, "MULTI_CPU")
+assert str(launch.back_end(accelerator)) == "DDP on 2 processes"
 embedder = EmbeddingModel(load_backbone(checkpoint)).eval()
 optimizer = torch.optim.SGD(embedder.parameters(), lr=0.0)
 model, optimizer = dist.prepare(accelerator, embedder, optimizer, max_grad_norm=0.0)

@@ -1,0 +1,60 @@
+"""``budget.json``: accuracy against cost, for a page and as a file."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eval.pages.charts import Curve, Point, curves_chart, curves_file
+from rge.common.errors import UserError
+
+BUDGET = "budget.json"
+BASES = ("direct", "reasoning")
+"""The two ways of asking that all others start from."""
+X_LABELS = {"tokens": "generated tokens a query", "ms": "milliseconds a query"}
+
+
+def read_budget(directory: Path) -> dict[str, Any] | None:
+    """Content of ``budget.json``; None where a directory has none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    path = directory / BUDGET
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+
+
+def curves_of(content: Mapping[str, Any]) -> dict[str, list[Curve]]:
+    """The points of budget.json as curves, against each cost by its words."""
+    out: dict[str, list[Curve]] = {}
+    for cost, words in X_LABELS.items():
+        points: dict[str, list[Point]] = {}
+        for row in content["points"]:
+            point = Point(row["name"], row[cost], row["value"], row["low"], row["high"])
+            points.setdefault(row["curve"], []).append(point)
+        out[words] = [Curve(name, sorted(found, key=lambda p: p.x)) for name, found in points.items()]
+    return out
+
+
+def on_page(budget: Mapping[str, Any]) -> dict[str, Any]:
+    """Charts and table of a budget.json for a page."""
+    found = curves_of(budget)
+    return {
+        "charts": [
+            curves_chart(curves, metric=budget["metric"], x_label=words) for words, curves in found.items()
+        ],
+        "labels": [curve.name for curve in next(iter(found.values()))],
+        "rows": budget["points"],
+        "metric": budget["metric"],
+        "costs": budget["costs"],
+    }
+
+
+def as_file(budget: Mapping[str, Any]) -> str:
+    """The charts with a legend as one SVG file that needs no style sheet."""
+    return curves_file(curves_of(budget), budget["metric"])

@@ -1,0 +1,492 @@
+"""Charts as SVG, drawn by Vega-Lite (its own renderer: no browser, no network).
+
+On a page a chart is as wide as a phone's column, so that its text never shrinks, and takes its colours from the style
+sheet, which knows light from dark. `as_file` makes of a chart a file that stands alone.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import vl_convert
+from markupsafe import Markup, escape
+
+from eval.pages.wording import number
+
+WIDTH, HEIGHT = 352, 236
+LEFT, RIGHT, TOP, BOTTOM = 46, 18, 26, 44
+"""Around the plot: tick labels, half of the last one, stage names, the axis label."""
+PLOT_WIDTH, PLOT_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+MAX_POINTS = 160
+STYLES = 6
+"""Lines that differ in colour and dashes."""
+COLOURS = [f"var(--series-{place})" for place in range(STYLES)]
+DASHES = [[1, 0], [7, 3], [2, 3], [9, 3, 2, 3], [4, 4], [12, 4]]
+STYLE_SHEET = Path(__file__).with_name("templates") / "report.css"
+CONFIG = {
+    "font": "system-ui, sans-serif",
+    "background": None,
+    "view": {"stroke": None},
+    "axis": {
+        "labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal", "labelColor": "var(--muted)",
+        "titleColor": "var(--muted)", "gridColor": "var(--line)", "domainColor": "var(--neutral)",
+        "tickColor": "var(--neutral)", "titlePadding": 8, "labelFlush": False,
+    },
+    "axisY": {"domain": False, "ticks": False, "labelPadding": 7, "tickCount": 5, "title": None},
+    "axisX": {"grid": False, "tickCount": 5, "tickSize": 4},
+    "legend": {
+        "orient": "top", "title": None, "labelFontSize": 12, "labelColor": "var(--ink)", "symbolSize": 70,
+        "symbolType": "circle", "symbolStrokeWidth": 0, "symbolOpacity": 1, "columns": 3, "labelLimit": 260,
+    },
+    "title": {"color": "var(--ink)", "fontSize": 14, "anchor": "start", "fontWeight": 600, "offset": 10},
+    "text": {"color": "var(--ink)", "fontSize": 12, "aria": False},
+    # only dots are described: what else is drawn says the same
+    "line": {"aria": False}, "rule": {"aria": False}, "point": {"aria": False}, "rect": {"aria": False},
+    "concat": {"spacing": 22},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a chart.
+
+    Attributes:
+        label: name in the legend and in the hover text; empty for a chart of one line.
+        x: strictly increasing.
+        y: as long as ``x``, finite.
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Band:
+    """A stretch of the x axis with a name, such as a training stage; open at its start."""
+
+    label: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Point:
+    """One mark over a cost: ``y`` with its interval is a fraction of 1; the bounds are None without one."""
+
+    label: str
+    x: float
+    y: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points that are joined, by ascending cost."""
+
+    name: str
+    points: Sequence[Point]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One mean and what surrounds it.
+
+    Attributes:
+        arm: row.
+        group: slice of the data; has its colour.
+        panel: metric.
+        mean: where the dot stands.
+        low: lower end of the interval.
+        high: upper end.
+        seeds: the means of single seeds, drawn as rings.
+    """
+
+    arm: str
+    group: str
+    panel: str
+    mean: float
+    low: float
+    high: float
+    seeds: Sequence[float] = ()
+
+
+def line_chart(
+    series: Sequence[Series],
+    *,
+    name: str,
+    x_label: str = "step",
+    bands: Sequence[Band] = (),
+    percent: bool = False,
+) -> Markup:
+    """Lines over a shared x axis: the values faint, their moving average strong; the y axis includes zero.
+
+    Args:
+        series: one or more, each with at least one point; the first six have distinct colours and dashes.
+        name: what the y axis shows; the chart's accessible name.
+        x_label: text under the x axis.
+        bands: named stretches of x, drawn behind the lines where there is more than one.
+        percent: y is a fraction of 1, shown as per cent.
+
+    Returns:
+        An ``<svg>`` element. Its ``data-chart`` attribute holds what the page's script needs to show a value on
+        hover; without script the chart is complete but for that.
+
+    Raises:
+        ValueError: no series, an empty series, or x and y of different length.
+    """
+    if not series:
+        raise ValueError(f"chart {name!r} must have a series, got none")
+    for one in series:
+        if not one.x or len(one.x) != len(one.y):
+            raise ValueError(
+                f"chart {name!r}: series {one.label!r} has {len(one.x)} x and {len(one.y)} y values"
+            )
+    scale, unit = (100.0, "%") if percent else (1.0, "")
+    table = pd.concat([smoothed(one, bands) for one in series], ignore_index=True)
+    table[["y", "mean"]] *= scale
+    low, high = min(0.0, table["y"].min()), max(table["y"].max(), 0.0)
+    y_domain = [low, high + 0.04 * ((high - low) or 1.0)]
+    x_domain = [float(table["x"].min()), float(table["x"].max())]
+    if x_domain[0] == x_domain[1]:
+        x_domain = [x_domain[0] - 0.5, x_domain[0] + 0.5]
+    x = {"field": "x", "type": "quantitative", "title": x_label, "scale": {"domain": x_domain, "nice": False}}
+    colour = {"field": "series", "type": "nominal", "sort": None, "legend": None, "scale": {"range": COLOURS}}
+    dash = {"field": "series", "type": "nominal", "sort": None, "legend": None, "scale": {"range": DASHES}}
+
+    def y(field: str) -> dict[str, Any]:
+        axis = {"labelExpr": f"datum.label + '{unit}'"}
+        scale = {"domain": y_domain, "nice": False}
+        return {"field": field, "type": "quantitative", "axis": axis, "scale": scale}
+
+    line = {"type": "line", "strokeJoin": "round", "strokeCap": "round"}
+    part = {"field": "part", "type": "nominal"}
+    layers = [
+        {
+            "mark": line | {"opacity": 0.3, "strokeWidth": 1},
+            "encoding": {"x": x, "y": y("y"), "color": colour, "detail": part},
+        },
+        {
+            "mark": line | {"strokeWidth": 2},
+            "encoding": {"x": x, "y": y("mean"), "color": colour, "strokeDash": dash, "detail": part},
+        },
+        {
+            "mark": {"type": "circle", "size": 34, "opacity": 1, "aria": False},
+            "transform": [{"filter": "datum.last"}],
+            "encoding": {"x": x, "y": y("mean"), "color": colour},
+        },
+    ]
+    lines = [
+        (one.label, found)
+        for one, (_, found) in zip(series, table.groupby("series", sort=False), strict=True)
+    ]
+    hover = {
+        "plot": [LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT],
+        "domain": [*x_domain, *y_domain],
+        "unit": unit,
+        "xLabel": x_label,
+        "series": [
+            {"label": label, "x": found["x"].map(_short).tolist(), "y": found["mean"].map(_short).tolist()}
+            for label, found in lines
+        ],
+    }
+    ends = [
+        f"{label + ': ' if label else ''}{number(found['mean'].iloc[0])}{unit} at {x_label} {number(found['x'].iloc[0])}, "
+        f"{number(found['mean'].iloc[-1])}{unit} at {x_label} {number(found['x'].iloc[-1])}"
+        for label, found in lines
+    ]
+    return _on_page(
+        {"data": {"values": table.to_dict("records")}, "layer": _bands(bands, x_domain) + layers},
+        f"{name}. {'; '.join(ends)}",
+        hover,
+    )
+
+
+def smoothed(series: Series, bands: Sequence[Band] = ()) -> pd.DataFrame:
+    """What is drawn of a series: at most about `MAX_POINTS` means over equal stretches, and their moving average.
+
+    A line breaks where a band ends: the same name may stand for another sum of losses there.
+
+    Returns:
+        Columns ``series``, ``x``, ``y``, ``mean``, ``part`` (which band), ``last`` (whether it is the last point).
+    """
+    table = pd.DataFrame({"x": series.x, "y": series.y}, dtype=float)
+    table["part"] = [next((i for i, b in enumerate(bands) if b.start < x <= b.end), -1) for x in table["x"]]
+    parts = []
+    for part, found in table.groupby("part", sort=False):
+        if len(found) > MAX_POINTS:
+            stretch = [row * MAX_POINTS // len(found) for row in range(len(found))]
+            found = found[["x", "y"]].groupby(stretch).mean()
+        # a window as wide as a 16th of the line calms the noise of single steps and keeps every bend that can be seen
+        width = len(found) // 16 // 2 * 2 + 1
+        parts.append(
+            found.assign(part=part, mean=found["y"].rolling(width, center=True, min_periods=1).mean())
+        )
+    out = pd.concat(parts, ignore_index=True).assign(series=series.label)
+    return out.assign(last=out.index == len(out) - 1)
+
+
+def scatter(points: Sequence[Point], *, name: str, x_label: str) -> Markup:
+    """Numbered points with vertical intervals, in per cent over a cost; logarithmic where costs differ tenfold.
+
+    Args:
+        points: at least one; the first six have distinct colours, all have numbers.
+        name: what the y axis shows; part of the chart's accessible name.
+        x_label: text under the x axis.
+
+    Raises:
+        ValueError: no points, or a negative cost.
+    """
+    if not points or min(point.x for point in points) < 0:
+        raise ValueError(f"plot {name!r} must have points with costs from 0 up")
+    costs = [point.x for point in points]
+    log = min(costs) > 0 and max(costs) >= 10 * min(costs)
+    numbered = [Curve(f"{place} {point.label}", [point]) for place, point in enumerate(points, start=1)]
+    spoken = "; ".join(f"{p.label} {100 * p.y:.1f} % at {number(p.x)}" for p in points)
+    spec = _over_cost(numbered, x_label, log=log, zero=True)
+    spec["layer"].append(
+        {
+            "mark": {"type": "text", "dx": 8, "dy": 1, "align": "left", "fontWeight": 600},
+            "encoding": {"text": {"field": "number"}},
+        }
+    )
+    return _on_page(spec, f"{name} over {x_label}: {spoken}")
+
+
+def curves_chart(curves: Sequence[Curve], *, metric: str, x_label: str) -> Markup:
+    """Curves of accuracy over a cost, each point with its interval; the same order gives the same colours."""
+    ends = [
+        f"{curve.name}: {100 * curve.points[-1].y:.1f} % at {number(curve.points[-1].x)}" for curve in curves
+    ]
+    return _on_page(_over_cost(curves, x_label), f"{metric} against {x_label}. {'; '.join(ends)}")
+
+
+def curves_file(charts: Mapping[str, Sequence[Curve]], metric: str) -> str:
+    """Charts of the same curves over several costs (by the words for each), with a legend, as a file."""
+    title = f"{metric} against cost, 95 % intervals"
+    panels = [
+        _over_cost(curves, x_label, legend=True) | {"width": 400, "height": 220}
+        for x_label, curves in charts.items()
+    ]
+    return as_file({"title": title, "vconcat": panels}, title)
+
+
+def interval_chart(marks: Sequence[Mark], *, title: str, percent: bool = True) -> str:
+    """Means with intervals as a file: a row an arm, a panel a metric, a colour a slice, a ring a seed.
+
+    Args:
+        marks: finite numbers, in the order in which arms, slices and panels shall stand; not every combination has
+            to be there.
+        title: what is compared; the first line and the accessible name.
+        percent: values are fractions of 1, shown as per cent.
+
+    Raises:
+        ValueError: nothing to show, or more slices than there are colours.
+    """
+    if not marks:
+        raise ValueError(f"plot {title!r} has nothing to show")
+    scale, unit = (100.0, "%") if percent else (1.0, "")
+    groups = list(dict.fromkeys(mark.group for mark in marks))
+    if len(groups) > STYLES:
+        raise ValueError(f"plot {title!r} has {len(groups)} slices, there are {STYLES} colours")
+    arms = list(dict.fromkeys(mark.arm for mark in marks))
+    panels = []
+    for panel in dict.fromkeys(mark.panel for mark in marks):
+        shown = [mark for mark in marks if mark.panel == panel]
+        rows = [
+            {"arm": m.arm, "group": m.group, "mean": scale * m.mean, "low": scale * m.low, "high": scale * m.high,
+             "words": f"{m.arm}, {m.group}, {panel}: {scale * m.mean:.1f}{unit} "
+                      f"[{scale * m.low:.1f}, {scale * m.high:.1f}]"}
+            for m in shown
+        ]  # fmt: skip
+        seeds = [{"arm": m.arm, "group": m.group, "seed": scale * seed} for m in shown for seed in m.seeds]
+        x_axis = {"grid": True, "domain": False, "labelExpr": f"datum.label + '{unit}'"}
+        zero = {"zero": False, "padding": 8}
+        y_axis = {"domain": False, "ticks": False, "title": None, "labelFontSize": 13, "labelColor": "var(--ink)",
+                  "labelLimit": 200}  # fmt: skip
+
+        def x(
+            field: str, axis: Mapping[str, Any] = x_axis, scale: Mapping[str, Any] = zero
+        ) -> dict[str, Any]:
+            return {"field": field, "type": "quantitative", "title": None, "axis": axis, "scale": scale}
+
+        place = {
+            "y": {"field": "arm", "type": "nominal", "sort": arms, "axis": y_axis, "scale": {"padding": 0.25}},
+            "yOffset": {"field": "group", "type": "nominal", "sort": groups},
+            "color": {
+                "field": "group", "type": "nominal", "scale": {"domain": groups, "range": COLOURS},
+                "legend": {} if len(groups) > 1 else None,
+            },
+        }  # fmt: skip
+        words = {"description": {"field": "words"}}
+        layers = [
+            {
+                "mark": {"type": "rule", "strokeWidth": 2},
+                "encoding": place | {"x": x("low"), "x2": {"field": "high"}},
+            },
+            {
+                "data": {"values": seeds},
+                "mark": {"type": "point", "size": 28, "opacity": 0.6},
+                "encoding": place | {"x": x("seed")},
+            },
+            {
+                "mark": {"type": "circle", "size": 60, "opacity": 1},
+                "encoding": place | words | {"x": x("mean")},
+            },
+        ]
+        panels.append(
+            {
+                "title": {"text": panel, "fontSize": 13, "offset": 4},
+                "width": 360,
+                "height": {"step": 17},
+                "data": {"values": rows},
+                "layer": layers,
+            }
+        )
+    return as_file({"title": title, "vconcat": panels}, title)
+
+
+def as_file(spec: Mapping[str, Any], title: str) -> str:
+    """A chart that stands alone: on paper white, light where a reader cannot choose, dark where they have."""
+    svg = _render({**spec, "padding": 14})
+    light, dark = palette()
+    rules = []
+    for name in sorted(light, key=len, reverse=True):
+        if f"var(--{name})" in svg:
+            svg = svg.replace(f"var(--{name})", light[name])
+            rules += [f'[{kind}="{light[name]}"]{{{kind}:{dark[name]}}}' for kind in ("fill", "stroke")]
+    paper = f'<rect width="100%" height="100%" rx="6" fill="{light["surface"]}"/>'
+    rules.append(f'[fill="{light["surface"]}"]{{fill:{dark["surface"]}}}')
+    head, rest = svg.split(">", 1)
+    return (
+        f'{head} role="img" aria-label="{escape(title)}">'
+        f"<style>@media(prefers-color-scheme:dark){{{''.join(rules)}}}</style>{paper}{rest}\n"
+    )
+
+
+@cache
+def palette() -> tuple[dict[str, str], dict[str, str]]:
+    """Colours by their names in the pages' style sheet, for light and for dark."""
+    light, dark = (
+        dict(re.findall(r"--([\w-]+): (#\w{6})", part))
+        for part in STYLE_SHEET.read_text("utf-8").split("@media", 1)
+    )
+    return light, light | dark
+
+
+def _over_cost(
+    curves: Sequence[Curve], x_label: str, *, log: bool = False, zero: bool = False, legend: bool = False
+) -> dict[str, Any]:
+    rows = [
+        {"curve": curve.name, "number": str(place), "x": point.x, "y": 100 * point.y,
+         "low": None if point.low is None else 100 * point.low,
+         "high": None if point.high is None else 100 * point.high,
+         "words": f"{point.label}: {100 * point.y:.1f} %"
+                  + ("" if point.low is None or point.high is None
+                     else f" [{100 * point.low:.1f}, {100 * point.high:.1f}]")
+                  + f" at {number(point.x)}"}
+        for place, curve in enumerate(curves, start=1) for point in curve.points
+    ]  # fmt: skip
+    x_scale = {"type": "log"} if log else {"zero": True}
+    y_scale: dict[str, Any] = {"zero": zero}
+    if max(p.y if p.high is None else p.high for curve in curves for p in curve.points) <= 0:
+        y_scale["domain"] = [0, 1]
+    y_axis = {"labelExpr": "datum.label + '%'"}
+    return {
+        "data": {"values": rows},
+        "encoding": {
+            "x": {"field": "x", "type": "quantitative", "title": x_label, "scale": x_scale},
+            "color": {
+                "field": "curve", "type": "nominal", "sort": None, "legend": {} if legend else None,
+                "scale": {"domain": [curve.name for curve in curves], "range": COLOURS},
+            },
+            "y": {"field": "y", "type": "quantitative", "title": None, "axis": y_axis, "scale": y_scale},
+        },
+        "layer": [
+            {
+                "mark": {"type": "line", "strokeWidth": 2},
+                "encoding": {
+                    "strokeDash": {
+                        "field": "curve", "type": "nominal", "legend": None,
+                        "scale": {"domain": [curve.name for curve in curves], "range": DASHES},
+                    }
+                },
+            },
+            {
+                "transform": [{"filter": "isValid(datum.low) && isValid(datum.high)"}],
+                "mark": {"type": "rule", "opacity": 0.6, "strokeWidth": 1.5},
+                "encoding": {"y": {"field": "low", "type": "quantitative"}, "y2": {"field": "high"}},
+            },
+            {
+                "mark": {"type": "circle", "size": 60, "opacity": 1},
+                "encoding": {"description": {"field": "words"}},
+            },
+        ],
+    }  # fmt: skip
+
+
+def _bands(bands: Sequence[Band], x_domain: Sequence[float]) -> list[dict[str, Any]]:
+    low, high = x_domain
+    visible = [
+        (max(b.start, low), min(b.end, high), b.label) for b in bands if b.end > low and b.start < high
+    ]
+    if len(bands) < 2:
+        return []
+    rows = [
+        # a name that would run into the next one is left out
+        {"start": start, "end": end, "odd": place % 2,
+         "label": label if (end - start) / (high - low) * PLOT_WIDTH > 6.6 * len(label) else ""}
+        for place, (start, end, label) in enumerate(visible)
+    ]  # fmt: skip
+    x = {"field": "start", "type": "quantitative", "scale": {"domain": list(x_domain), "nice": False}}
+    return [
+        {
+            "data": {"values": rows},
+            "mark": {"type": "rect", "color": "var(--sunken)"},
+            "encoding": {
+                "x": x,
+                "x2": {"field": "end"},
+                "opacity": {
+                    "field": "odd",
+                    "type": "quantitative",
+                    "legend": None,
+                    "scale": {"domain": [0, 1], "range": [0.35, 0.95]},
+                },
+            },
+        },
+        {
+            "data": {"values": rows},
+            "mark": {"type": "text", "align": "left", "dx": 4, "color": "var(--muted)"},
+            "encoding": {"x": x, "y": {"value": -9}, "text": {"field": "label"}},
+        },
+    ]
+
+
+def _on_page(spec: Mapping[str, Any], label: str, hover: Mapping[str, Any] | None = None) -> Markup:
+    """As an element of a page: its size is the column's, its plot lies where the page's script expects it."""
+    padding = {"left": LEFT, "top": TOP, "right": RIGHT, "bottom": BOTTOM}
+    size = {"width": PLOT_WIDTH, "height": PLOT_HEIGHT, "autosize": "none", "padding": padding}
+    head, body = _render({**spec, **size}).split(">", 1)
+    head = re.sub(r' (?:width|height)="\d+"', "", head)
+    data = ""
+    if hover is not None:
+        content = json.dumps(hover, ensure_ascii=False, separators=(",", ":"))
+        data = f' tabindex="0" data-chart="{escape(content)}"'
+    return Markup(f'{head} class="chart" role="img" aria-label="{escape(label)}"{data}>{body}')
+
+
+def _render(spec: Mapping[str, Any]) -> str:
+    """SVG text of a Vega-Lite chart. What a mark is described by becomes the words that a pointer shows."""
+    svg = vl_convert.vegalite_to_svg({**spec, "config": CONFIG})
+    svg = svg.replace(' class="marks"', "", 1).replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "", 1)
+    return re.sub(r'<path aria-label="([^"]*)"([^>]*)/>', r"<path\2><title>\1</title></path>", svg)
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}") if abs(value) < 1e4 else round(value)

@@ -1,0 +1,295 @@
+"""Finished evaluation directories, read and checked: what the pages are made from."""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from eval.embedding.identity import OLD, old_results, set_mismatch
+from eval.sets.retrieval_set import RetrievalSet, load_set, with_readable_content
+from rge.common.errors import UserError
+
+QUERY_COLUMN, TOP_COLUMN, RANK_COLUMN = "query_id", "top10", "first_hit_rank"
+_NAMES = {  # (query_mode, query_modality) -> order in the table, label, what it means
+    ("reasoning", "text"): (1, "Question only", "picture withheld"),
+    ("reasoning", "image"): (2, "Image only", "question withheld"),
+    ("direct", "text"): (3, "Question only, direct", "picture withheld, no rationale"),
+    ("direct", "image"): (4, "Image only, direct", "question withheld, no rationale"),
+    ("direct", "both"): (5, "Direct", "no rationale, same checkpoint"),
+    ("reasoning", "both"): (9, "Reasoning", "writes a rationale first"),
+}
+_FOREIGN_ORDER, _BASELINE_ORDER = 6, 7
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A value with its 95 % interval, all fractions of 1; the interval is None where none was computed."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A finished evaluation directory.
+
+    Attributes:
+        directory: where it was read.
+        label: row name in the tables.
+        note: a few words under the label.
+        order: position among the rows; ascending.
+        is_baseline: another checkpoint, named by the caller.
+        results: results.json.
+        per_query: per_query.parquet, indexed by query id.
+    """
+
+    directory: Path
+    label: str
+    note: str
+    order: int
+    is_baseline: bool
+    results: Mapping[str, Any]
+    per_query: pd.DataFrame
+
+    @property
+    def mode(self) -> tuple[str, str]:
+        """Query mode and query modality; both ``None`` for a ranking made elsewhere."""
+        return str(self.results.get("query_mode")), str(self.results.get("query_modality"))
+
+    def figure(self, block: str, metric: str, slice_name: str | None = None) -> Figure | None:
+        """A figure of results.json, None where that slice or metric was not computed.
+
+        Args:
+            block: ``micro``, ``macro``, ``by_category`` or ``by_pair``.
+            metric: metric name, such as ``recall@1``.
+            slice_name: category or pair; None for the blocks without slices.
+
+        Raises:
+            UserError: the value or a bound is not a finite number.
+        """
+        figures = self.results.get(block) or {}
+        if slice_name is not None:
+            figures = figures.get(slice_name) or {}
+        entry = figures.get(metric)
+        if entry is None:
+            return None
+        where = f"{self.directory}/results.json: {block}{f'.{slice_name}' if slice_name else ''}.{metric}"
+        numbers = {}
+        for key in ("value", "low", "high"):
+            numbers[key] = entry.get(key)
+            if key == "value" or numbers[key] is not None:
+                check_finite(numbers[key], f"{where}.{key}")
+        return Figure(**numbers)
+
+
+def read_evaluations(dirs: Sequence[Path], baselines: Mapping[str, Path]) -> list[Evaluation]:
+    """Read evaluation directories in the order of the table: ablations, direct, baselines, reasoning.
+
+    Args:
+        dirs: evaluation directories; one without results.json whose subdirectories are evaluations stands for these.
+        baselines: label -> evaluation directory.
+
+    Raises:
+        UserError: no directory, one of them incomplete, or its files do not fit together.
+    """
+    found: list[Path] = []
+    for directory in map(Path, dirs):
+        found += expand(directory)
+    if not found:
+        raise UserError("dirs must name at least one evaluation directory, got none")
+    evaluations = [read_evaluation(directory) for directory in dict.fromkeys(found)]
+    counts: dict[str, int] = defaultdict(int)
+    for evaluation in evaluations:
+        counts[evaluation.label] += 1
+    evaluations = [
+        one
+        if counts[one.label] == 1
+        else _relabel(one, f"{one.label} · {one.directory.parent.name}/{one.directory.name}")
+        for one in evaluations
+    ]
+    for label, directory in baselines.items():
+        for one in expand(Path(directory), single=True):
+            evaluations.append(_relabel(read_evaluation(one), label, is_baseline=True))
+    labels = [one.label for one in evaluations]
+    twice = sorted({label for label in labels if labels.count(label) > 1})
+    if twice:
+        raise UserError(f"every evaluation needs a label of its own, got {twice[0]!r} twice")
+    return sorted(evaluations, key=lambda one: one.order)
+
+
+def _relabel(evaluation: Evaluation, label: str, *, is_baseline: bool = False) -> Evaluation:
+    note = f"other checkpoint, {evaluation.label.lower()}" if is_baseline else evaluation.note
+    order = _BASELINE_ORDER if is_baseline else evaluation.order
+    return replace(evaluation, label=label, note=note, order=order, is_baseline=is_baseline)
+
+
+def expand(directory: Path, *, single: bool = False) -> list[Path]:
+    """The directory itself if it is an evaluation, else the evaluations in it.
+
+    Raises:
+        UserError: there is none, or several where ``single`` was asked for.
+    """
+    if not directory.is_dir():
+        raise UserError(f"{directory} is not a directory: name the output of `python -m eval run`")
+    if (directory / "results.json").exists() or (directory / "per_query.parquet").exists():
+        return [directory]
+    inner = sorted(
+        child
+        for child in directory.iterdir()
+        if any((child / name).exists() for name in ("results.json", "per_query.parquet", "run.trec"))
+    )
+    if not inner:
+        raise UserError(
+            f"{directory} has no results.json: the evaluation is incomplete, or was written elsewhere"
+        )
+    if single and len(inner) > 1:
+        names = ", ".join(child.name for child in inner)
+        raise UserError(f"a baseline is one evaluation, {directory} holds {len(inner)}: name one of {names}")
+    return inner
+
+
+def read_evaluation(directory: Path) -> Evaluation:
+    """Read one evaluation directory.
+
+    Raises:
+        UserError: it is incomplete, or its files do not fit together.
+    """
+    for name in ("results.json", "per_query.parquet"):
+        if not (directory / name).is_file():
+            raise UserError(f"{directory} has no {name}: the evaluation is incomplete, run it again")
+    try:
+        results = json.loads((directory / "results.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{directory}/results.json is not JSON: {error}") from error
+    missing = [key for key in ("set", "micro") if not results.get(key)]
+    missing += [f"set.{key}" for key in ("name", "fingerprint") if not (results.get("set") or {}).get(key)]
+    if missing:
+        raise UserError(f"{directory}/results.json lacks {', '.join(missing)}")
+    try:
+        per_query = pd.read_parquet(directory / "per_query.parquet")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{directory}/per_query.parquet cannot be read: {error}") from error
+    absent = [name for name in (QUERY_COLUMN, RANK_COLUMN, TOP_COLUMN) if name not in per_query]
+    if absent:
+        raise UserError(
+            f"{directory}/per_query.parquet has no column {absent[0]!r}; it has {', '.join(per_query.columns)}"
+        )
+    per_query = per_query.set_index(QUERY_COLUMN)
+    if per_query.index.has_duplicates:
+        twice = per_query.index[per_query.index.duplicated()][0]
+        raise UserError(f"{directory}/per_query.parquet has query {twice!r} more than once")
+    if results.get("query_mode") is None:  # `python -m eval score`: a ranking made elsewhere
+        order, label, note = (
+            _FOREIGN_ORDER,
+            str(results.get("tag") or directory.name),
+            "a ranking made elsewhere",
+        )
+    else:
+        mode = (str(results["query_mode"]), str(results.get("query_modality") or "both"))
+        order, label, note = _NAMES.get(mode, (_FOREIGN_ORDER, " · ".join(mode), "see the foot of the page"))
+    return Evaluation(directory, label, note, order, False, results, per_query)
+
+
+def check_one_set(evaluations: Sequence[Evaluation]) -> None:
+    """Refuse evaluations of different retrieval sets or queries.
+
+    Raises:
+        UserError: naming two that differ.
+    """
+    first = evaluations[0]
+    for other in evaluations[1:]:
+        if why := set_mismatch(first.results, other.results):
+            raise UserError(
+                f"{first.directory} and {other.directory} are evaluations of different retrieval sets ({why}): write one "
+                "report for each set"
+            )
+        missing = first.per_query.index.symmetric_difference(other.per_query.index)
+        if len(missing):
+            raise UserError(
+                f"{first.directory} and {other.directory} hold different queries: {missing[0]!r} is in one only"
+            )
+
+
+def featured(evaluations: Sequence[Evaluation]) -> Evaluation:
+    """The evaluation whose examples are shown: reasoning with picture and question, else the nearest to it."""
+    own = [one for one in evaluations if not one.is_baseline]
+    return max(own or evaluations, key=lambda one: (one.mode[0] == "reasoning", one.mode[1] == "both"))
+
+
+def compared(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+    """The rows of the main table: a shortcut (text or image only) without rationale is left to the details.
+
+    It stays where there is no such shortcut with rationale.
+    """
+    reasoned = {one.mode[1] for one in evaluations if one.mode[0] == "reasoning" and not one.is_baseline}
+    return [
+        one
+        for one in evaluations
+        if one.is_baseline or one.mode[0] != "direct" or one.mode[1] == "both" or one.mode[1] not in reasoned
+    ]
+
+
+def set_of(main: Evaluation, given: Path | None) -> RetrievalSet:
+    """The retrieval set of an evaluation.
+
+    Raises:
+        UserError: it is not there, or has changed since.
+    """
+    path = given or main.results["set"].get("path")
+    if path is None:
+        raise UserError(
+            f"{main.directory}/results.json does not say where the retrieval set is: give set=DIR"
+        )
+    if not Path(path).is_dir():
+        raise UserError(
+            f"retrieval set {path} of {main.directory} is not there; if it was moved, give set=DIR"
+        )
+    loaded, _ = with_readable_content(load_set(path))
+    now = {"set": {"fingerprint": loaded.fingerprint, "content": loaded.content}}
+    if why := set_mismatch(now, main.results):
+        raise UserError(f"retrieval set {path} is not the one that {main.directory} was measured on ({why})")
+    return loaded
+
+
+def warnings_of(evaluations: Sequence[Evaluation]) -> list[str]:
+    """What a reader has to know before the figures, each once; with the label where it is not said of all.
+
+    These are the warnings of results.json, results of an older version, a ranking that lacks queries, and a look at the
+    first queries only.
+    """
+    said: dict[str, list[str]] = defaultdict(list)
+    for one in evaluations:
+        results = one.results
+        found = [str(warning) for warning in results.get("warnings") or []]
+        if old_results(results):
+            found.append(f"this {OLD}")
+        if (coverage := results.get("coverage")) is not None and coverage < 1:
+            found.append(f"the ranking covers {100 * coverage:.4g} % of the queries")
+        if limit := results["set"].get("limit"):
+            found.append(f"a look at the first {limit:,} queries only")
+        for warning in dict.fromkeys(found):
+            said[warning].append(one.label)
+    return [
+        warning if len(labels) == len(evaluations) else f"{', '.join(labels)}: {warning}"
+        for warning, labels in said.items()
+    ]
+
+
+def check_finite(value: object, where: str) -> None:
+    """Refuse what cannot be shown as a number.
+
+    Args:
+        value: as read from JSON.
+        where: file and key, for the message.
+
+    Raises:
+        UserError: it is no number, not a number, or infinite.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise UserError(f"{where} must be a finite number, got {value!r}")

@@ -1,0 +1,68 @@
+"""Where a page comes from: what all evaluations share, what differs, everything recorded, and the command to repeat it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.pages.evaluations import Evaluation
+
+
+def provenance_of(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
+    """What produced the evaluations: facts that all share, those that differ, and everything recorded but figures."""
+    figures = {"set", "micro", "macro", "ties", "rationale", "random"}
+    blocks, recorded = [], []
+    for one in evaluations:
+        rest = {k: v for k, v in one.results.items() if k not in figures and not k.startswith("by_")}
+        rest = _without_paths(rest)
+        facts = {}
+        for name, value in rest.items():
+            if isinstance(value, Mapping) and all(isinstance(v, (str, int, float)) for v in value.values()):
+                value = ", ".join(f"{k} {_brief(v)}" for k, v in value.items())
+            if isinstance(value, (str, int, float)) and 0 < len(_brief(value)) <= 300:
+                facts[name.replace("_", " ")] = _brief(value)
+        facts["again with"] = _command(one)
+        blocks.append(facts)
+        recorded.append((one.label, json.dumps(rest, indent=1, ensure_ascii=False, default=str)))
+    common = {k: v for k, v in blocks[0].items() if all(facts.get(k) == v for facts in blocks[1:])}
+    return {
+        "common": common if len(blocks) > 1 else {},
+        "own": [
+            (one.label, {k: v for k, v in facts.items() if len(blocks) == 1 or k not in common})
+            for one, facts in zip(evaluations, blocks, strict=True)
+        ],
+        "recorded": recorded,
+    }
+
+
+def _brief(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _command(evaluation: Evaluation) -> str:
+    """The command that makes this evaluation again, out= apart."""
+    results = evaluation.results
+    if results.get("query_mode") is None:
+        return f"python -m eval score run={evaluation.label} set={_local(str(results['set'].get('path')))}"
+    words = {"checkpoint": results.get("checkpoint"), "set": results["set"].get("path")}
+    words |= {
+        key: results.get(key) for key in ("query_mode", "query_modality", "batch_size", "dtype", "seed")
+    }
+    given = [f"{key}={_local(str(value))}" for key, value in words.items() if value is not None]
+    return " ".join(("python -m eval run", *given))
+
+
+def _without_paths(value: Any) -> Any:
+    """The same with absolute paths made local: a page is passed on, a machine's folders need not be."""
+    if isinstance(value, Mapping):
+        return {k: _without_paths(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(v) for v in value]
+    return _local(value) if isinstance(value, str) else value
+
+
+def _local(text: str) -> str:
+    path = Path(text)
+    if not path.is_absolute():
+        return text
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name

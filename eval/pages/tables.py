@@ -1,0 +1,284 @@
+"""The tables of a report: figures with intervals, slices, paired gains, all metrics, cost and ties."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from eval.pages.evaluations import Evaluation, Figure, check_finite
+from eval.pages.wording import percent, slice_label, slice_order
+from eval.scoring.metrics import judge, metric_words, random_floor
+from eval.scoring.stats import cluster_bootstrap, index_of, interval
+from eval.sets.retrieval_set import RetrievalSet
+
+MAX_MAIN_SLICES = 4
+"""Slices beside "all queries" in the main table; more have a table of their own."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A table cell: a figure and where its dot and interval lie on the column's scale, in per cent."""
+
+    figure: Figure | None
+    at: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A table row; ``featured`` is the row that the page is about."""
+
+    label: str
+    note: str
+    cells: list[Cell]
+    featured: bool = False
+    is_random: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Figures of one metric.
+
+    Attributes:
+        by: what its slices are; empty without slices.
+        columns: heading and number of queries of each.
+        rows: evaluations, and the random floor first.
+        scale: left and right end of every track.
+        gains: paired differences between the featured row and its rivals.
+    """
+
+    by: str
+    columns: list[tuple[str, int | None]]
+    rows: list[Row]
+    scale: Figure
+    gains: list[Row] = field(default_factory=list)
+
+
+def _table(
+    evaluations: Sequence[Evaluation],
+    main: Evaluation,
+    metric: str,
+    columns: Sequence[tuple[str, str, str | None]],
+    counts: Mapping[str | None, int],
+    block_name: str | None,
+    floor: np.ndarray | None,
+) -> Table:
+    grid: list[tuple[str, str, list[Figure | None], bool, bool]] = []
+    figures: list[Figure | None]
+    if floor is not None:
+        figures = []
+        for _, block, name in columns:
+            rows_Q = _members(main, block, name)
+            figures.append(None if rows_Q is None else Figure(float(np.nanmean(floor[rows_Q]))))
+        if columns[0][2] is None:  # as it was measured; the slices are not in results.json
+            figures[0] = Figure(main.results["random"][metric])
+        grid.append(("Random floor", "a shuffled ranking", figures, False, True))
+    for one in evaluations:
+        figures = [one.figure(block, metric, name) for _, block, name in columns]
+        grid.append((one.label, one.note, figures, one is main, False))
+    shown = [f for _, _, figures, _, _ in grid for f in figures if f is not None]
+    top = max([f.high if f.high is not None else f.value for f in shown] + [1e-9])
+    bottom = min([f.low if f.low is not None else f.value for f in shown] + [0.0])
+
+    def place(value: float) -> float:
+        return round(100 * (value - bottom) / (top - bottom), 2)
+
+    rows = []
+    for label, note, figures, featured, is_random in grid:
+        cells = []
+        for (_, block, name), figure in zip(columns, figures, strict=True):
+            where = f"{label}|{'random' if is_random else block}|{name or ''}|{metric}"
+            if figure is None:
+                cells.append(Cell(None, where=where))
+                continue
+            low = figure.value if figure.low is None else figure.low
+            high = figure.value if figure.high is None else figure.high
+            cells.append(Cell(figure, place(figure.value), place(low), place(high), where))
+        rows.append(Row(label, note, cells, featured, is_random))
+    heads = [(heading, counts.get(name)) for heading, _, name in columns]
+    name = (block_name or "").removeprefix("by_").replace("_", " ")
+    return Table(name, heads, rows, Figure(top, bottom, top))
+
+
+def main_table(
+    evaluations: Sequence[Evaluation], main: Evaluation, metric: str, floor: np.ndarray | None
+) -> tuple[Table, list[Table]]:
+    """The main table (all queries, then pairs, or the categories of a set without pairs) and one for each other slice."""
+    blocks = [block for one in evaluations for block in one.results if block.startswith("by_")]
+    blocks = sorted(set(blocks), key=lambda b: (b != "by_pair", b != "by_category", b))
+    everything: list[tuple[str, str, str | None]] = [("All queries", "micro", None)]
+    sliced = {}
+    for block in blocks:
+        names = sorted({n for one in evaluations for n in one.results.get(block) or {}}, key=slice_order)
+        if len(names) > 1:
+            sliced[block] = [(slice_label(n), block, n) for n in names]
+    lead = next((block for block in sliced if len(sliced[block]) <= MAX_MAIN_SLICES), None)
+    columns = everything + (sliced.pop(lead) if lead else [])
+    counts = _counts(main, lead)
+    others = [_table(evaluations, main, metric, sliced[b], _counts(main, b), b, floor) for b in sliced]
+    table = _table(evaluations, main, metric, columns, counts, lead, floor)
+    return replace(table, gains=_gains(evaluations, main, metric, columns)), others
+
+
+def _members(main: Evaluation, block: str, name: str | None) -> np.ndarray | None:
+    """Which queries of per_query.parquet a column of a table is about; None if it does not say."""
+    if name is None:
+        return np.ones(len(main.per_query), bool)
+    column = block.removeprefix("by_")
+    return (main.per_query[column] == name).to_numpy() if column in main.per_query else None
+
+
+def random_floors(main: Evaluation, loaded: RetrievalSet, metric: str) -> np.ndarray | None:
+    """Expected value of the metric under a shuffled ranking, for each query of the evaluation; None if unknown."""
+    value = (main.results.get("random") or {}).get(metric)
+    if value is None:
+        return None
+    check_finite(value, f"{main.directory}/results.json: random.{metric}")
+    nothing = np.full((len(loaded.queries), 1), -1)
+    judged = judge(nothing, loaded.positives, loaded.negatives, num_candidates=len(loaded.corpus_ids))
+    depth = int(main.results.get("depth") or len(loaded.corpus_ids))
+    floors = pd.Series(random_floor(metric, judged, loaded.pool_sizes(), depth=depth), loaded.query_ids)
+    return floors.reindex(main.per_query.index).to_numpy()
+
+
+def _gains(
+    evaluations: Sequence[Evaluation],
+    main: Evaluation,
+    metric: str,
+    columns: Sequence[tuple[str, str, str | None]],
+) -> list[Row]:
+    """What the featured row has over each rival: per-query differences, groups resampled as in `eval.scoring.stats`."""
+    rivals = [one for one in evaluations if one is not main and _is_rival(one, main)]
+    rows = []
+    for one in rivals:
+        if metric not in main.per_query or metric not in one.per_query:
+            continue
+        difference = main.per_query[metric] - one.per_query.loc[main.per_query.index, metric]
+        cells = []
+        for _, block, name in columns:
+            rows_Q = _members(main, block, name)
+            where = f"{one.label}|gain {block}|{name or ''}|{metric}"
+            if rows_Q is None:
+                cells.append(Cell(None, where=where))
+                continue
+            chosen = difference[rows_Q]
+            group_Q = index_of(main.per_query.loc[chosen.index, "group"].tolist())
+            found = cluster_bootstrap(chosen.to_numpy(np.float64)[:, None], group_Q)
+            low_M, high_M = interval(found)
+            bounds = [float(x[0]) for x in (found.estimate_M, low_M, high_M)]
+            cells.append(Cell(Figure(*bounds) if np.isfinite(bounds).all() else None, where=where))
+        rows.append(Row(f"Gain over {one.label}", "", cells))
+    return rows
+
+
+def _is_rival(one: Evaluation, main: Evaluation) -> bool:
+    """The same checkpoint without a rationale, given the same; or another checkpoint."""
+    return one.is_baseline or (main.mode[0] == "reasoning" and one.mode == ("direct", main.mode[1]))
+
+
+def _counts(main: Evaluation, block: str | None) -> dict[str | None, int]:
+    counts: dict[str | None, int] = {None: len(main.per_query)}
+    column = (block or "").removeprefix("by_")
+    if column in main.per_query:
+        counts |= {str(k): int(v) for k, v in main.per_query[column].value_counts().items()}
+    return counts
+
+
+def metrics_table(evaluations: Sequence[Evaluation], main: Evaluation) -> dict[str, Any]:
+    """Every metric of every evaluation: mean over queries, and mean over categories."""
+    blocks = []
+    for block, heading in (("micro", "Mean over queries"), ("macro", "Mean over categories")):
+        metrics = list(dict.fromkeys(m for one in evaluations for m in (one.results.get(block) or {})))
+        rows = []
+        for metric in metrics:
+            cells = [
+                Cell(one.figure(block, metric), where=f"{one.label}|{block}||{metric}") for one in evaluations
+            ]
+            floor = (main.results.get("random") or {}).get(metric) if block == "micro" else None
+            rows.append({"metric": metric, "words": metric_words(metric), "floor": floor, "cells": cells})
+        if rows:
+            has_floor = any(row["floor"] is not None for row in rows)
+            blocks.append({"heading": heading, "rows": rows, "has_floor": has_floor})
+    return {"labels": [one.label for one in evaluations], "blocks": blocks}
+
+
+def ceiling_of(main: Evaluation, metric: str) -> float | None:
+    """What a perfect ranking reaches where that is less than all: recall@k of queries with more than k positives."""
+    name, _, k = metric.partition("@")
+    if name != "recall" or "num_positives" not in main.per_query:
+        return None
+    num_positives = main.per_query["num_positives"]
+    ceiling = float((num_positives.clip(upper=int(k)) / num_positives).mean())
+    return ceiling if ceiling < 0.9995 else None
+
+
+def verdict_of(evaluations: Sequence[Evaluation], main: Evaluation, metric: str) -> list[tuple[str, Figure]]:
+    """The figures of the opening sentence: the featured row, its rivals, chance; each with its words."""
+    reasons = main.mode[0] == "reasoning"
+    words = (
+        "with its own rationale"
+        if reasons
+        else "without a rationale"
+        if main.mode[0] == "direct"
+        else "in this ranking"
+    )
+    found = [(words, main.figure("micro", metric))]
+    for one in evaluations:
+        if one.is_baseline:
+            found.append((f"for “{one.label}”", one.figure("micro", metric)))
+        elif _is_rival(one, main):
+            found.append(("by the same checkpoint without it", one.figure("micro", metric)))
+    floor = (main.results.get("random") or {}).get(metric)
+    if floor is not None:
+        found.append(("by chance", Figure(floor)))
+    return [(words, figure) for words, figure in found if figure is not None]
+
+
+def cost_and_ties(evaluations: Sequence[Evaluation], metric: str) -> dict[str, Any]:
+    """Cost and trustworthiness: rationale length, forced stops, time, spread by ties.
+
+    Returns:
+        ``columns``: headings of what at least one evaluation has (a ranking made elsewhere has no cost); ``rows``: label
+        and a cell a column, None where that evaluation lacks it.
+
+    Raises:
+        UserError: a value is not a finite number.
+    """
+    columns: dict[str, list[str | None]] = {}
+    for one in evaluations:
+        for heading, cell in _cost_cells(one, metric).items():
+            columns.setdefault(heading, []).append(cell)
+    kept = {heading: cells for heading, cells in columns.items() if any(cells)}
+    rows = [(one.label, [cells[place] for cells in kept.values()]) for place, one in enumerate(evaluations)]
+    return {"columns": list(kept), "rows": rows}
+
+
+def _cost_cells(one: Evaluation, metric: str) -> dict[str, str | None]:
+    where = f"{one.directory}/results.json"
+    written = (one.results.get("rationale") or {}) if one.mode[0] == "reasoning" else {}
+    for key in ("forced_rate", "tokens_mean", "tokens_p95"):
+        if written.get(key) is not None:
+            check_finite(written[key], f"{where}: rationale.{key}")
+    forced, mean, most = (written.get(key) for key in ("forced_rate", "tokens_mean", "tokens_p95"))
+    ties = (one.results.get("ties") or {}).get(metric)
+    for key, value in (ties or {}).items():
+        check_finite(value, f"{where}: ties.{metric}.{key}")
+    own = (one.results.get("self_retrieval") or {}).get("rate@1")
+    spent = {}
+    for key in ("generate_ms", "embed_ms"):
+        column = one.per_query.get(key)
+        spent[key] = None if column is None or column.isna().all() else float(column.mean())
+    return {
+        "Forced stops": None if forced is None else f"{percent(forced)} %",
+        "Tokens, mean / p95": None
+        if mean is None
+        else f"{mean:.1f}" + ("" if most is None else f" / {most:.0f}"),
+        "Generate, ms a query": f"{spent['generate_ms']:.1f}" if spent["generate_ms"] else None,
+        "Embed, ms a query": None if spent["embed_ms"] is None else f"{spent['embed_ms']:.1f}",
+        "Ties, worst–best": None if ties is None else f"{percent(ties['worst'])}–{percent(ties['best'])} %",
+        "Own picture first": None if own is None else f"{percent(own)} %",
+    }

@@ -1,0 +1,143 @@
+"""Training logs (``metrics.jsonl``) as curves: stages of one run end to end, or several runs side by side."""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eval.pages.charts import Band, Series, line_chart
+from eval.pages.evaluations import check_finite
+from eval.pages.wording import number
+from rge.common.errors import UserError
+
+CURVE_NAMES = {
+    "loss": ("Loss", False),
+    "loss_lm": ("Rationale loss (nats a token)", False),
+    "loss_contrastive": ("Contrastive loss (nats)", False),
+    "hit_at_1": ("In-batch hit@1", True),
+    "forced_rate": ("Forced stops", True),
+    "rationale_tokens_mean": ("Rationale length (tokens)", False),
+}
+"""Keys of ``metrics.jsonl`` that are drawn, in this order: name of the chart, and whether it shows per cent."""
+
+
+def curves_of(paths: Sequence[Path]) -> dict[str, Any] | None:
+    """Charts of training logs for a page; None without logs."""
+    if not paths:
+        return None
+    runs = read_training_logs(paths)
+    keys = list(dict.fromkeys(key for run in runs for key in run.curves))
+    keys = [key for key in CURVE_NAMES if key in keys] + sorted(set(keys) - set(CURVE_NAMES))
+    charts = []
+    for key in keys:
+        name, is_percent = CURVE_NAMES.get(key, (key.replace("_", " ").capitalize(), False))
+        series = [Series(run.label, *run.curves[key]) for run in runs if key in run.curves]
+        bands = runs[0].stages if len(runs) == 1 else []
+        last = "" if len(series) > 1 else f"ends at {number(series[0].y[-1] * (100 if is_percent else 1))}"
+        charts.append(
+            {
+                "name": name,
+                "last": last + ("%" if last and is_percent else ""),
+                "svg": line_chart(series, name=name, bands=bands, percent=is_percent),
+            }
+        )
+    return {"charts": charts, "labels": [run.label for run in runs] if len(runs) > 1 else []}
+
+
+@dataclass
+class Training:
+    """Curves of one run: key -> (steps, values), and the stages on the same step axis."""
+
+    label: str
+    curves: dict[str, tuple[list[float], list[float]]] = field(default_factory=dict)
+    stages: list[Band] = field(default_factory=list)
+
+
+def read_training_logs(paths: Sequence[Path]) -> list[Training]:
+    """Read ``metrics.jsonl`` files.
+
+    Files without a stage in common are stages of one run and are laid end to end, in the order given; otherwise each
+    file is a run of its own. A stage that counts its steps from the beginning continues the axis; a step met again
+    within a stage (a resumed run) replaces the earlier one.
+
+    Args:
+        paths: one JSON object a line, with ``step`` and any of the losses, ``forced_rate``,
+            ``rationale_tokens_mean``; ``stage`` where the run has several.
+
+    Raises:
+        UserError: a file is missing or empty, a line is not a JSON object with a step, or a value is not finite.
+    """
+    logs = [(Path(path), _read_log(Path(path))) for path in paths]
+    stages = [{entry.get("stage") for entry in entries} for _, entries in logs]
+    flat = [stage for found in stages for stage in found]
+    if len(logs) > 1 and None not in flat and len(flat) == len(set(flat)):
+        return [_training("", [entry for _, entries in logs for entry in entries])]
+    labels = _short_names([path for path, _ in logs])
+    return [_training(label, entries) for label, (_, entries) in zip(labels, logs, strict=True)]
+
+
+def _read_log(path: Path) -> list[dict[str, Any]]:
+    try:
+        content = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"training log {path} cannot be read: {error.strerror or error}") from error
+    entries = []
+    lines = content.splitlines()
+    for place, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            if place == len(lines) and not content.endswith("\n"):
+                break  # a run that was killed, or is still going, may end in half a line
+            raise UserError(f"{path}:{place} is not JSON: {error}") from error
+        if not isinstance(entry, dict) or "step" not in entry:
+            raise UserError(f"{path}:{place} must be a JSON object with a step, got {line[:80]}")
+        for key in ("step", *filter(_is_curve, entry)):
+            if entry[key] is not None:
+                check_finite(entry[key], f"{path}:{place}: {key}")
+        entries.append(entry)
+    if not entries:
+        raise UserError(f"training log {path} is empty")
+    return entries
+
+
+def _is_curve(key: str) -> bool:
+    return key in CURVE_NAMES or key.startswith("loss")
+
+
+def _training(label: str, entries: Sequence[Mapping[str, Any]]) -> Training:
+    training = Training(label)
+    values: dict[str, dict[float, float]] = defaultdict(dict)
+    offset, last, stage = 0.0, 0.0, object()
+    for entry in entries:
+        if entry.get("stage") != stage:
+            stage = entry.get("stage")
+            if entry["step"] + offset <= last:
+                offset = last
+            training.stages.append(Band(str(stage or "").replace("_", " "), last, last))
+        x = entry["step"] + offset
+        last = max(last, x)
+        training.stages[-1] = Band(training.stages[-1].label, training.stages[-1].start, last)
+        for key in filter(_is_curve, entry):
+            if entry[key] is not None:
+                values[key][x] = float(entry[key])
+    for key, points in values.items():
+        steps = sorted(points)
+        training.curves[key] = (steps, [points[step] for step in steps])
+    return training
+
+
+def _short_names(paths: Sequence[Path]) -> list[str]:
+    """What tells the files apart: their paths without the parts that all of them share."""
+    parts = [path.with_suffix("").parts for path in paths]
+    if len(parts) < 2:
+        return [""]
+    kept = [
+        [part for place, part in enumerate(one) if any(place >= len(o) or o[place] != part for o in parts)]
+        for one in parts
+    ]
+    return ["/".join(one) or str(path) for one, path in zip(kept, paths, strict=True)]

@@ -1,0 +1,64 @@
+"""How numbers and names are put on a page."""
+
+import math
+
+LONG_QUESTION, LONG_RATIONALE = 260, 420
+"""Characters; what is longer folds."""
+_SLICE_WORDS = {"seen": "Seen pairs", "held_out": "Held\u2011out pairs"}
+
+
+def percent(value: float, like: float | None = None) -> str:
+    """A fraction as per cent without the sign: one decimal, two below one per cent, a true minus sign.
+
+    Args:
+        value: a fraction of 1.
+        like: take the number of decimals that this value has; a bound looks like the value it belongs to.
+    """
+    size = abs(value if like is None else like)
+    digits = 2 if 0 < size < 0.00995 else 1
+    return f"{100 * value:.{digits}f}".replace("-", "\u2212")
+
+
+def signed(value: float, plus: str = "+") -> str:
+    """A difference in per cent points, one decimal, with a true minus sign or ``plus`` before it."""
+    return (f"{plus}{100 * value:.1f}" if value >= 0 else f"{100 * value:.1f}").replace("-", "\u2212")
+
+
+def cut_at(text: str, limit: int) -> int:
+    """Where to fold a text that is longer than ``limit`` characters: at the last space before, if one is near."""
+    space = text.rfind(" ", limit - 60, limit)
+    return space if space > 0 else limit
+
+
+def slice_label(name: str) -> str:
+    """Heading of a slice."""
+    words = name.replace("_", " ")
+    return _SLICE_WORDS.get(name, words[:1].upper() + words[1:])
+
+
+def slice_order(name: str) -> tuple[int, str]:
+    """Sort key of slices: seen before held-out, the rest by name."""
+    known = list(_SLICE_WORDS)
+    return (known.index(name) if name in known else len(known), name)
+
+
+def tag(column: str, value: str) -> str:
+    """A value of a column of queries, in words."""
+    words = value.replace("held_out", "held-out").replace("_", " ")
+    return f"{words} pair" if column == "pair" else words
+
+
+def number(value: float, *, digits: int = 3) -> str:
+    """A number for people: ``digits`` significant digits, no exponent between 0.001 and a million.
+
+    Args:
+        value: finite.
+        digits: significant digits of small numbers; whole numbers keep all of theirs.
+    """
+    if value == 0:
+        return "0"
+    if abs(value) >= 10 ** (digits - 1) or value == int(value):
+        return f"{value:,.0f}"
+    if abs(value) < 1e-3:
+        return f"{value:.{digits - 1}g}"
+    return f"{value:.{digits - 1 - math.floor(math.log10(abs(value)))}f}".rstrip("0").rstrip(".")

@@ -1,0 +1,609 @@
+"""One command for a machine with GPUs: is every fast path right, and what does a step of the 3B take?
+
+    python scripts/gpu_check.py [out=gpu_check] [steps=20] [queries=64] [micro_batch=8] [checks=all] [rehearse=false]
+
+Attach ``gpu_check.html`` and ``gpu_check.json`` of ``out`` to an issue, whatever they say. Checks, each by itself, so that one
+that fails ends no other:
+
+    kernels     flash attention of prompts, branches, pictures and single tokens against ordinary attention, with gradients
+    form        a step of a small model: as a GPU computes it against rows side by side in float32
+    rollout     rationales written by captured steps against the same ones launched kernel by kernel
+    training    the recipe's model with random weights at the recipe's sizes: seconds, memory and FLOP/s against the plan
+    back_ends   a few steps of the demo under DDP, ZeRO and FSDP2, on as many GPUs as there are
+    vllm        the tests of rollout.backend=vllm, where vLLM is installed
+
+``queries`` is the share of a batch that one GPU has, 512 / 8 in the 3B's recipe. ``rehearse=true`` goes through all of it on a
+CPU with a tiny model: it shows that the command works, and names what could not run. The exit code is 1 if a check failed.
+"""
+
+import html
+import importlib.util
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from PIL import Image  # noqa: E402
+from transformers import AutoModelForImageTextToText  # noqa: E402
+
+from rge.common.errors import UserError  # noqa: E402
+from rge.common.files import write_bytes  # noqa: E402
+from rge.common.options import one_of, parse_options  # noqa: E402
+from rge.common.schema import Item  # noqa: E402
+from rge.config import Recipe, load_recipe  # noqa: E402
+from rge.data.collate import Batch  # noqa: E402
+from rge.model import varlen, vision_tower  # noqa: E402
+from rge.model.backbone import Backbone, load_backbone  # noqa: E402
+from rge.model.embedding_model import EmbeddingModel, encode_prompts  # noqa: E402
+from rge.model.families import family_of  # noqa: E402
+from rge.model.prompts import PromptBuilder  # noqa: E402
+from rge.plan.costs import GIB, RESERVED_GIB, flops, memory, shapes_of  # noqa: E402
+from rge.plan.known_models import TABLE  # noqa: E402
+from rge.plan.report import load_of, read_options  # noqa: E402
+from rge.rollout.generate import Rationale, generate  # noqa: E402
+from rge.scratch import build as scratch  # noqa: E402
+from rge.step import Objective, training_step  # noqa: E402
+
+CHECKS = ("kernels", "form", "rollout", "training", "back_ends", "vllm")
+LIMIT_S = 3600.0
+"""How long a command of its own may take before it is ended and its check has failed."""
+
+PEAK_TFLOPS = {
+    "H100": 989.0,
+    "H200": 989.0,
+    "GH200": 989.0,
+    "B200": 2250.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "4090": 165.0,
+}
+"""Dense bfloat16, as published by the maker, by a part of the device's name."""
+
+KERNEL_SHAPES: dict[str, tuple[int, int, int, list[int], list[int] | None, bool]] = {
+    "prompts": (16, 2, 128, [1150, 900, 31, 1], None, True),
+    "branches": (16, 2, 128, [130, 129, 40, 2], [1279, 1278, 90, 33], True),
+    "pictures": (16, 16, 80, [4096, 1024, 64], None, False),
+    "windows": (16, 16, 80, [64] * 40 + [32, 16], None, False),
+}
+"""Heads, key heads, head size, lengths of queries and of keys where they differ, and whether it is causal; the 3B's."""
+
+SMALL_TEXT = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+SMALL_VISION = {
+    "depth": 2, "hidden_size": 128, "intermediate_size": 256, "num_heads": 2, "patch_size": 14, "window_size": 56,
+    "fullatt_block_indexes": [1],
+}  # fmt: skip
+
+
+@dataclass
+class Options:
+    """What is checked, and how large."""
+
+    out: Path = Path("gpu_check")
+    recipe: str = "qwen25vl_3b"
+    steps: int = 20
+    queries: int = 64
+    micro_batch: int = 8
+    checks: tuple[str, ...] = ("all",)
+    rehearse: bool = False
+
+
+class NotRun(Exception):
+    """A check needs something that this machine lacks; the message says what."""
+
+
+@dataclass
+class Result:
+    """What a check found.
+
+    Attributes:
+        name: of the check.
+        state: ``passed``, ``failed`` or ``not run``.
+        seconds: that it took.
+        says: what failed or is missing, or what was shown.
+        figures: numbers by name.
+    """
+
+    name: str
+    state: str
+    seconds: float
+    says: str
+    figures: dict[str, Any]
+
+
+class Machine:
+    """What the checks run on: the first GPU, or in a rehearsal the CPU."""
+
+    def __init__(self, options: Options):
+        self.options, self.gpus = options, torch.cuda.device_count() if torch.cuda.is_available() else 0
+        self.device = torch.device("cuda:0" if self.gpus and not options.rehearse else "cpu")
+        self.recipe: Recipe = load_recipe([f"recipe={options.recipe}"])
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether this is the real thing."""
+        return self.device.type == "cuda"
+
+    def wait(self) -> None:
+        """Until the device has done all that it was given."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def describe(self) -> dict[str, Any]:
+        """Device and versions, without anything that names the machine."""
+        found = {
+            "date": datetime.now().strftime("%Y-%m-%d %H:%M"),
+            "rehearsal": not self.on_gpu,
+            "GPUs": self.gpus,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }
+        if self.gpus:
+            properties = torch.cuda.get_device_properties(0)
+            found |= {
+                "device": properties.name,
+                "memory, GiB": round(properties.total_memory / GIB, 1),
+                "capability": f"{properties.major}.{properties.minor}",
+                "CUDA": torch.version.cuda,
+            }
+        return found
+
+    def peak_tflops(self) -> float | None:
+        """Of the device, or None where it is not known."""
+        name = torch.cuda.get_device_name(0) if self.gpus else ""
+        return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
+
+
+def small_embedder(machine: Machine, dtype: torch.dtype, form: str, **settings: Any) -> EmbeddingModel:
+    """A small model that starts from the same random weights each time."""
+    return _embedder(machine, SMALL_TEXT, SMALL_VISION, None, dtype, form, 28 * 28, 112 * 112, **settings)
+
+
+def _embedder(
+    machine: Machine, text: dict, vision: dict, rows: int | None, dtype: torch.dtype, form: str, least: int, most: int,
+    **settings: Any,
+) -> EmbeddingModel:  # fmt: skip
+    """A model of these sizes on the device, with a small tokenizer; `rows` of its embedding matrix if not the tokenizer's."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["what opens this", "a key opens a lock", "an egg becomes a chick"]
+        # The processor is of the real kind; the weights here are only made where they are used.
+        tiny = SMALL_TEXT if rows is None else {**SMALL_TEXT, "num_hidden_layers": 1}
+        scratch.build(
+            Path(folder) / "model", words, seed=0, vocab_size=512, text=tiny, vision=SMALL_VISION,
+            min_pixels=least, max_pixels=most,
+        )  # fmt: skip
+        backbone = load_backbone(Path(folder) / "model", add_emb=True, min_pixels=least, max_pixels=most)
+    model = backbone.model
+    if rows is not None:
+        of_token = backbone.processor.tokenizer.convert_tokens_to_ids  # type: ignore[attr-defined]
+        config = scratch.make_config(rows, of_token, dict(text), dict(vision))
+        torch.manual_seed(0)
+        with torch.device(machine.device):
+            model = AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    vision_tower.speed_up(model, form)
+    for module in model.modules():
+        if hasattr(module, "asked"):
+            module.asked = form
+    unused = range(len(backbone.processor.tokenizer), rows or 0)  # type: ignore[attr-defined]
+    return EmbeddingModel(
+        Backbone(
+            model.to(machine.device, dtype),
+            backbone.processor,
+            backbone.emb_id,
+            [*backbone.suppressed_ids, *unused],
+            form,
+        ),
+        **settings,
+    )
+
+
+def make_batch(embedder: EmbeddingModel, recipe: Recipe, queries: int, side_px: int, rationale: int) -> Batch:
+    """Queries with a picture and a labelled negative each; oracle rationales of that many tokens."""
+    chance = np.random.default_rng(0)
+    builder = PromptBuilder(embedder.processor, recipe.data.profile, recipe.data.max_prompt_tokens)
+    batch = Batch([], [], [], [], [], [], [], [], [])
+
+    def prompt(side: str, name: str) -> Any:
+        image = Image.fromarray(chance.integers(0, 255, (side_px, side_px, 3), dtype=np.uint8))
+        return builder.build(Item(name, "what opens this " * int(chance.integers(2, 12))), side, [image])
+
+    for number in range(queries):
+        batch.record_ids.append(str(number))
+        batch.seeds.append(number)
+        batch.queries.append(prompt("query", f"q{number}"))
+        ids = chance.integers(0, min(embedder.suppressed_ids), rationale - 1)
+        batch.oracle_ids.append([*ids.tolist(), embedder.emb_id])
+        batch.positive.append(len(batch.candidates))
+        batch.negatives.append([len(batch.candidates) + 1])
+        batch.right_answers.append([2 * number])
+        batch.candidates.extend(prompt("candidate", f"c{number}{kind}") for kind in "pn")
+        batch.candidate_identity.extend([2 * number, 2 * number + 1])
+    return batch
+
+
+def check_kernels(machine: Machine) -> tuple[str, dict[str, Any]]:
+    """Flash attention against ordinary attention at the 3B's shapes."""
+    if not machine.on_gpu:
+        raise NotRun(
+            "flash attention has no CPU kernel (its emulation is held against a loop in tests/rge/test_varlen.py)"
+        )
+    generator, figures = torch.Generator().manual_seed(0), {}
+    for name, (heads, key_heads, size, q_lengths, given, causal) in KERNEL_SHAPES.items():
+        k_lengths = given or q_lengths
+        states = [
+            torch.randn(sum(lengths), count, size, generator=generator).to(machine.device, torch.bfloat16)
+            for lengths, count in ((q_lengths, heads), (k_lengths, key_heads), (k_lengths, key_heads))
+        ]
+        runs = varlen.make_runs(q_lengths, k_lengths, machine.device)
+        settings = {"scale": size**-0.5, "causal": causal, "window": None}
+        figures[name] = varlen.verify(varlen._flash, states, runs, settings, f"check of {name}")
+    return "relative differences of outputs and gradients, the greatest of each", figures
+
+
+def _one_step(
+    machine: Machine, embedder: EmbeddingModel, batch: Batch, micro: int
+) -> tuple[dict, dict[str, torch.Tensor]]:
+    """A step on given rationales, so that forms see the same tokens."""
+    chosen = [[7] * (3 + row % 5) for row in range(len(batch.queries))]
+    rationales = [Rationale(tuple(ids), False, None, 0.0) for ids in chosen]
+    report = training_step(
+        embedder, embedder, batch, Objective(1 / 11, 10 / 11), rationales=rationales, micro_batch_size=micro,
+        backward=lambda loss: loss.backward(),
+    )  # fmt: skip
+    machine.wait()
+    return report, {n: p.grad.float().cpu() for n, p in embedder.named_parameters() if p.grad is not None}
+
+
+def check_form(machine: Machine) -> tuple[str, dict[str, Any]]:
+    """The form of a GPU against rows side by side in float32."""
+    dtype = torch.bfloat16 if machine.on_gpu else torch.float32
+    plain = small_embedder(machine, torch.float32, "sdpa")
+    batch = make_batch(plain, machine.recipe, 5, 112, 12)
+    report, expected = _one_step(machine, plain, batch, 2)
+    report_fast, found = _one_step(machine, small_embedder(machine, dtype, "varlen"), batch, 2)
+    flat = [torch.cat([gradients[name].flatten() for name in expected]) for gradients in (expected, found)]
+    cosine = float(torch.nn.functional.cosine_similarity(flat[0], flat[1], dim=0))
+    figures = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "cosine of the gradients": cosine,
+        "loss, rows in float32": report["loss"],
+        "loss, varlen": report_fast["loss"],
+    }
+    least = 0.98 if machine.on_gpu else 1 - 1e-6
+    if not cosine >= least or not math.isclose(report["loss"], report_fast["loss"], rel_tol=0.05):
+        raise AssertionError(f"the forms differ (at least {least:g} is asked of the cosine): {figures}")
+    return "a step with gradient caching, both losses", figures
+
+
+def check_rollout(machine: Machine) -> tuple[str, dict[str, Any]]:
+    """Captured steps against plain ones; the first use in a process checks itself besides."""
+    dtype = torch.bfloat16 if machine.on_gpu else torch.float32
+    written, seconds = [], []
+    for graphs in (False, True):
+        embedder = small_embedder(machine, dtype, "varlen", cuda_graphs=graphs).eval()
+        batch = make_batch(embedder, machine.recipe, 12, 112, 12)
+        settings = {"max_new_tokens": 48, "batch_size": 12}
+        generate(embedder, batch.queries, **settings)
+        machine.wait()
+        began = time.perf_counter()
+        rationales = generate(embedder, batch.queries, **settings)
+        machine.wait()
+        seconds.append(time.perf_counter() - began)
+        written.append([rationale.ids for rationale in rationales])
+    equal = sum(one == other for one, other in zip(*written, strict=True))
+    figures = {
+        "rows": len(written[0]),
+        "equal": equal,
+        "s, kernel by kernel": seconds[0],
+        "s, captured": seconds[1],
+    }
+    if equal < len(written[0]):
+        raise AssertionError(f"captured steps wrote other tokens: {figures}")
+    if not machine.on_gpu:
+        return "steps are captured on a GPU only: here both are plain", figures
+    return "greedy, the same tokens", figures
+
+
+def check_training(machine: Machine) -> tuple[str, dict[str, Any]]:
+    """Whole steps, rollout and optimizer included, at the recipe's sizes, against the plan."""
+    options, recipe = machine.options, machine.recipe
+    if machine.on_gpu:
+        known = TABLE[str(recipe.model.path)]
+        if known["model_type"] != "qwen2_5_vl":
+            raise NotRun(
+                f"recipe={options.recipe} is a {known['model_type']}; this check makes Qwen2.5-VL only"
+            )
+        sizes = dict(known["text_config"])
+        rows = sizes.pop("vocab_size")
+        sizes["tie_word_embeddings"] = known["tie_word_embeddings"]
+        dtype, side, rationale = (
+            torch.bfloat16,
+            math.isqrt(recipe.model.max_pixels),
+            recipe.rollout.max_new_tokens,
+        )
+        vision = {name: value for name, value in known["vision_config"].items() if name != "out_hidden_size"}
+        form = "auto"
+        queries, micro, steps = options.queries, options.micro_batch, options.steps
+        embedder = _embedder(
+            machine, sizes, vision, rows, dtype, form, recipe.model.min_pixels, recipe.model.max_pixels
+        )
+    else:
+        dtype, side, rationale = torch.float32, 112, 12
+        queries, micro, steps = min(options.queries, 4), min(options.micro_batch, 2), min(options.steps, 3)
+        embedder = _embedder(machine, SMALL_TEXT, SMALL_VISION, 1024, dtype, "varlen", 28 * 28, 112 * 112)
+    if recipe.model.gradient_checkpointing:
+        embedder.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    embedder.train()
+    batch = make_batch(embedder, recipe, queries, side, rationale)
+    optimizer = torch.optim.AdamW(embedder.parameters(), lr=1e-6, weight_decay=0.0)
+    objective = Objective(recipe.loss.alpha_lm, recipe.loss.alpha_con, recipe.loss.temperature)  # type: ignore[arg-type]
+    if machine.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    whole, rollouts, losses = [], [], []
+    for _ in range(steps):
+        machine.wait()
+        began = time.perf_counter()
+        encoded = encode_prompts(embedder, embedder, batch.queries) if micro >= queries else None
+        rationales = generate(
+            embedder,
+            batch.queries,
+            max_new_tokens=rationale,
+            batch_size=recipe.rollout.batch_size,
+            encoded=encoded,
+        )
+        machine.wait()
+        rollouts.append(time.perf_counter() - began)
+        report = training_step(
+            embedder, embedder, batch, objective, rationales=rationales, micro_batch_size=micro,
+            backward=lambda loss: loss.backward(), encoded=encoded,
+        )  # fmt: skip
+        torch.nn.utils.clip_grad_norm_(embedder.parameters(), recipe.optim.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        machine.wait()
+        whole.append(time.perf_counter() - began)
+        losses.append(report["loss"])
+    if not all(map(math.isfinite, losses)):
+        raise AssertionError(f"losses are not finite: {losses}")
+    # The first step compiles, checks and captures.
+    seconds = statistics.median(whole[1:] or whole)
+    counted = _flops_of(machine, embedder, batch, rationales, micro)
+    figures: dict[str, Any] = {
+        "parameters, G": sum(parameter.numel() for parameter in embedder.parameters()) / 1e9,
+        "queries": queries,
+        "tokens of a query's prompt": len(batch.queries[0]),
+        "steps": steps,
+        "s, first step": whole[0],
+        "s, a step (median of the others)": seconds,
+        "s, of that the rollout": statistics.median(rollouts[1:] or rollouts),
+        "loss, first": losses[0],
+        "loss, last": losses[-1],
+        "TFLOP of a step, planned": counted / 1e12,
+        "TFLOP/s": counted / seconds / 1e12,
+    }
+    if peak := machine.peak_tflops() if machine.on_gpu else None:
+        figures |= {"peak TFLOP/s": peak, "utilisation": counted / seconds / peak / 1e12}
+    planned = _planned_memory(machine, embedder, batch, rationale, micro)
+    figures |= {
+        "GiB, planned": sum(planned.values()) / GIB,
+        "GiB, planned by kind": {kind: round(size / GIB, 3) for kind, size in planned.items()},
+        "GiB, set aside by the plan besides": RESERVED_GIB,
+        "GiB, measured peak": torch.cuda.max_memory_allocated() / GIB if machine.on_gpu else "not on a CPU",
+    }
+    return f"random weights, {embedder.model.dtype}, one process, AdamW", figures
+
+
+def _load(machine: Machine, embedder: EmbeddingModel, batch: Batch, own: float, micro: int) -> Any:
+    recipe = machine.recipe
+    given, _ = read_options(["num_gpus=8"])
+    planned = load_of(recipe, embedder.model, given)
+    grid = batch.queries[0].image_grid
+    assert grid is not None
+    patches = int(grid[0].prod())
+    family, config = family_of(embedder.model), embedder.model.config
+    spans = family.vision_spans(config, patches)
+    places = patches // family.patches_per_placeholder(config)
+    mean = round(statistics.mean(map(len, batch.queries)))
+    return replace(
+        planned, queries=len(batch.queries), candidates=len(batch.candidates), chunks=-(-len(batch.queries) // micro),
+        prompt=mean, candidate=round(statistics.mean(map(len, batch.candidates))), own=own,
+        oracle=len(batch.oracle_ids[0]) - 1, query_patches=patches, candidate_patches=patches, query_placeholders=places,
+        candidate_placeholders=places, query_spans=spans, candidate_spans=spans,
+    )  # fmt: skip
+
+
+def _flops_of(machine: Machine, embedder: EmbeddingModel, batch: Batch, rationales: Any, micro: int) -> float:
+    own = max(1, round(statistics.mean(len(rationale.ids) for rationale in rationales)))
+    load = _load(machine, embedder, batch, own, micro)
+    found = flops(
+        shapes_of(embedder.model), load, checkpointing=machine.recipe.model.gradient_checkpointing, trainable=1.0,
+        train_vision=True,
+    )  # fmt: skip
+    return sum(found.values())
+
+
+def _planned_memory(
+    machine: Machine, embedder: EmbeddingModel, batch: Batch, rationale: int, micro: int
+) -> dict[str, float]:
+    shapes = shapes_of(embedder.model)
+    found = memory(
+        shapes, _load(machine, embedder, batch, rationale, micro), back_end="zero2", num_gpus=8,
+        dtype_bytes=embedder.model.dtype.itemsize, checkpointing=machine.recipe.model.gradient_checkpointing,
+        trained=shapes.parameters, optimizer_states=2, rollout_rows=machine.recipe.rollout.batch_size,
+        micro_queries=min(micro, len(batch.queries)),
+    )  # fmt: skip
+    # The work of one of eight processes, but with nobody to share with and everything in the weights' dtype.
+    each = float(shapes.parameters * embedder.model.dtype.itemsize)
+    return {**found, "weights": each, "gradients": each, "optimizer": 2 * each}
+
+
+def check_back_ends(machine: Machine) -> tuple[str, dict[str, Any]]:
+    """A few steps of the demo under each launch config."""
+    if machine.gpus < 2:
+        raise NotRun(
+            f"DDP, ZeRO-1, ZeRO-2, ZeRO-3 and FSDP2 need two GPUs, here {'is one' if machine.gpus else 'are none'}"
+        )
+    figures: dict[str, Any] = {}
+    for name in ("ddp", "zero1", "zero2", "zero3", "fsdp2"):
+        with tempfile.TemporaryDirectory() as folder:
+            began = time.perf_counter()
+            out = _run(
+                [
+                    sys.executable, "-m", "accelerate.commands.launch", "--config_file",
+                    str(ROOT / "recipes" / "accelerate" / f"{name}_8.yaml"), "--num_processes", str(machine.gpus),
+                    str(ROOT / "rge" / "train.py"), "recipe=demo", "model.dtype=bfloat16", "model.scratch.naming=null",
+                    "cold_start.steps=2", "joint.steps=2", f"out={folder}/run",
+                ]
+            )  # fmt: skip
+            figures[name] = f"{time.perf_counter() - began:.0f} s" if out is None else f"failed: {out}"
+    if any(str(value).startswith("failed") for value in figures.values()):
+        raise AssertionError(json.dumps(figures))
+    return f"two steps of both stages on {machine.gpus} GPUs", figures
+
+
+def check_vllm(machine: Machine) -> tuple[str, dict[str, Any]]:
+    """The tests of vLLM's rollout."""
+    if importlib.util.find_spec("vllm") is None:
+        raise NotRun("vLLM is not installed: pip install -e '.[vllm]' in an environment of its own")
+    failed = _run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "vllm", str(ROOT / "tests/rge/test_vllm_rollout.py")]
+    )
+    if failed is not None:
+        raise AssertionError(failed)
+    return "tests/rge/test_vllm_rollout.py", {}
+
+
+def _run(command: list[str]) -> str | None:
+    """Run a command; the end of what it wrote if it fails."""
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"not done after {LIMIT_S:.0f} s"
+    return None if done.returncode == 0 else (done.stdout + done.stderr)[-2000:]
+
+
+def run_checks(machine: Machine) -> list[Result]:
+    """Every check that was asked for, in order; none ends another."""
+    asked = CHECKS if "all" in machine.options.checks else machine.options.checks
+    results = []
+    for name in CHECKS:
+        if name not in asked:
+            continue
+        print(f"{name} ...", flush=True)
+        began = time.perf_counter()
+        with _memory_given_back(machine):
+            try:
+                says, figures = FUNCTIONS[name](machine)
+                state = "passed"
+            except NotRun as missing:
+                state, says, figures = "not run", str(missing), {}
+            except Exception as problem:  # noqa: BLE001 - whatever it is, it belongs into the report
+                state, figures = "failed", {"trace": traceback.format_exc()[-4000:]}
+                says = f"{type(problem).__name__}: {problem}"
+        results.append(Result(name, state, time.perf_counter() - began, says, figures))
+        print(f"{name}: {state}: {says}", flush=True)
+    return results
+
+
+FUNCTIONS: dict[str, Callable[[Machine], tuple[str, dict[str, Any]]]] = {
+    "kernels": check_kernels,
+    "form": check_form,
+    "rollout": check_rollout,
+    "training": check_training,
+    "back_ends": check_back_ends,
+    "vllm": check_vllm,
+}
+
+
+@contextmanager
+def _memory_given_back(machine: Machine) -> Iterator[None]:
+    yield
+    if machine.on_gpu:
+        torch.cuda.empty_cache()
+
+
+def page(machine: dict[str, Any], results: list[Result]) -> str:
+    """One file, no script, nothing from elsewhere."""
+
+    def table(values: dict[str, Any]) -> str:
+        rows = (
+            f"<tr><th>{html.escape(str(name))}</th><td><pre>{html.escape(_shown(value))}</pre></td></tr>"
+            for name, value in values.items()
+        )
+        return f"<table>{''.join(rows)}</table>"
+
+    parts = [
+        f'<section class="{result.state.replace(" ", "-")}"><h2>{html.escape(result.name)}: {result.state}</h2>'
+        f"<p>{html.escape(result.says)} ({result.seconds:.0f} s)</p>{table(result.figures)}</section>"
+        for result in results
+    ]
+    note = "<p><strong>A rehearsal on a CPU with a tiny model. No figure here is a GPU's.</strong></p>"
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>gpu_check</title><style>'
+        "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+        "th{text-align:left;padding-right:2rem;font-weight:normal;vertical-align:top}pre{margin:0;white-space:pre-wrap}"
+        "section{border-left:.4rem solid #888;padding-left:1rem;margin:1.5rem 0}"
+        ".passed{border-color:#2a7}.failed{border-color:#c33}</style>"
+        f"<h1>gpu_check</h1>{note * bool(machine['rehearsal'])}{table(machine)}{''.join(parts)}</html>\n"
+    )
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+
+def main(argv: list[str]) -> int:
+    """Run, write both files, say where they are."""
+    options = parse_options(Options, argv)
+    one_of("checks", options.checks, [*CHECKS, "all"])
+    for name in ("steps", "queries", "micro_batch"):
+        if getattr(options, name) < 1:
+            raise UserError(f"{name} must be at least 1, got {getattr(options, name)}")
+    machine = Machine(options)
+    if not machine.gpus and not options.rehearse:
+        raise UserError(
+            "torch sees no GPU here; rehearse=true goes through the checks on the CPU with a tiny model"
+        )
+    described = machine.describe()
+    results = run_checks(machine)
+    options.out.mkdir(parents=True, exist_ok=True)
+    found = {
+        "machine": described,
+        "options": asdict(options),
+        "results": [asdict(result) for result in results],
+    }
+    write_bytes(options.out / "gpu_check.json", json.dumps(found, indent=1, default=str).encode())
+    write_bytes(options.out / "gpu_check.html", page(described, results).encode())
+    print(f"attach to an issue: {options.out / 'gpu_check.html'} and {options.out / 'gpu_check.json'}")
+    return int(any(result.state == "failed" for result in results))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as problem:
+        sys.exit(f"error: {problem}")

@@ -1,0 +1,529 @@
+"""Every key of a recipe does something: changed, it changes training, the logs, what is written, or it is refused.
+
+Two keys once did nothing at all (``data.positives`` and ``data.sort_by_length`` were not copied to where batches are
+made), and a test that passed one of them asserted nothing about it. So here each key has an entry that says what must
+differ between two short runs, or between what two builders made; a key without an entry fails.
+"""
+
+import copy
+import dataclasses
+import functools
+import gc
+import hashlib
+import json
+import multiprocessing.process
+import random
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_type_hints
+
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from family_models import TEXT, VISION
+
+from rge import check, train
+from rge.checkpoints import checkpoint_manager, training_state
+from rge.common.errors import UserError
+from rge.config import DataConfig, ModelConfig, Recipe, RecipeError, TrainConfig, flat, load_recipe, to_dict
+from rge.data import loader
+from rge.data.collate import Batch
+from rge.distributed import launch
+from rge.model import embedding_model
+from rge.model.embedding_model import embedder_to_train
+from rge.model.prompts import Prompt
+from rge.plan.report import OWN, _reserved
+from rge.rollout import vllm_writer
+from rge.rollout.writer import make_writer
+from rge.scratch.starting_point import starting_point
+
+WORDS = ["what", "egg", "key", "opens", "this", "turns", "into", "a", "locked", "chick", "over", "time"]
+TIMES = {"elapsed_s", "wait_s", "rollout_s", "step_s", "val_s", "wait_share", "tokens_per_s"}
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Overrides of which the one before the last ``;`` is another value of the key, and what of a run must differ.
+
+    Attributes:
+        override: gives the key another value.
+        what: of what `runs` observes.
+        given: further overrides of both runs.
+    """
+
+    override: str
+    what: str
+    given: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An override that is refused, here or by the recipe, with a message."""
+
+    override: str
+    message: str
+    given: tuple[str, ...] = ()
+
+
+LORA = ("model.lora={rank: 2, alpha: 4}",)
+TWO_SOURCES = ("joint.sources=[{path: HOME/records.jsonl}, {path: HOME/others.jsonl}]",)
+TWO_COLD = ("cold_start.sources=[{path: HOME/records.jsonl}, {path: HOME/others.jsonl}]", "stage=cold_start")
+HELD_OUT = ("validation.path=HOME/held_out.jsonl", "validation.every=1", "validation.max_records=4")
+BAD = ("joint.sources=[{path: HOME/bad.jsonl}]", "data.on_bad=skip", "data.max_bad_share=0.5")
+BOARD = ("log.trackers=[tensorboard]",)
+
+
+def stage_keys(name: str, given: tuple[str, ...], two: tuple[str, ...]) -> dict[str, Changes]:
+    return {
+        f"{name}.steps": Changes(f"{name}.steps=3", "metrics", given),
+        f"{name}.epochs": Changes(f"{name}.epochs=0.7", "metrics", (*given, f"{name}.steps=null")),
+        f"{name}.batch_size": Changes(f"{name}.batch_size=3", "metrics", given),
+        f"{name}.lr": Changes(f"{name}.lr=0.1", "weights", given),
+        f"{name}.warmup_steps": Changes(f"{name}.warmup_steps=2", "weights", given),
+        f"{name}.schedule": Changes(f"{name}.schedule=constant", "weights", given),
+        f"{name}.min_lr_ratio": Changes(f"{name}.min_lr_ratio=0.5", "weights", given),
+        f"{name}.sources.path": Changes(f"{name}.sources=[{{path: HOME/others.jsonl}}]", "metrics", given),
+        f"{name}.sources.weight": Changes(
+            two[0].replace("s.jsonl},", "s.jsonl, weight: 9},"), "metrics", two
+        ),
+    }
+
+
+ENTRIES: dict[str, Changes | Refused] = {
+    "stage": Changes("stage=cold_start", "exports"),
+    "init": Changes("init=LIVELY", "metrics"),
+    "model.path": Changes("model.path=LIVELY", "metrics"),
+    "model.dtype": Changes("model.dtype=bfloat16", "weights"),
+    "model.attn_implementation": Changes("model.attn_implementation=eager", "weights"),
+    "model.vision_attn_implementation": Changes("model.vision_attn_implementation=eager", "weights"),
+    "model.gradient_checkpointing": Changes("model.gradient_checkpointing=true", "calls"),
+    "model.freeze_vision": Changes("model.freeze_vision=true", "weights"),
+    "model.lora.rank": Changes("model.lora.rank=3", "weights", LORA),
+    "model.lora.alpha": Changes("model.lora.alpha=99", "weights", LORA),
+    "model.lora.dropout": Changes("model.lora.dropout=0.5", "weights", LORA),
+    "model.lora.targets": Changes("model.lora.targets=[q_proj]", "weights", LORA),
+    "model.lora.dora": Changes("model.lora.dora=true", "weights", LORA),
+    "model.lora.rslora": Changes("model.lora.rslora=true", "weights", LORA),
+    "model.lora.vision": Changes("model.lora.vision=true", "weights", LORA),
+    "model.min_pixels": Changes("model.min_pixels=3136", "metrics"),
+    "model.max_pixels": Changes("model.max_pixels=784", "metrics"),
+    "data.profile": Changes("data.profile=rge", "metrics"),
+    "data.max_prompt_tokens": Changes("data.max_prompt_tokens=64", "metrics"),
+    "data.max_negatives": Changes("data.max_negatives=2", "metrics"),
+    "data.positives": Changes("data.positives=all", "metrics"),
+    "data.batches": Changes("data.batches=homogeneous", "metrics", TWO_SOURCES),
+    "data.sort_by_length": Changes("data.sort_by_length=false", "weights", ("train.micro_batch_size=2",)),
+    "data.num_workers": Changes("data.num_workers=1", "processes"),
+    "data.on_bad": Refused("data.on_bad=stop", "picture HOME/gone.png does not exist", BAD),
+    "data.max_bad_share": Refused("data.max_bad_share=0.01", "1 of 12 records of joint are bad, more than", BAD),
+    "data.augment": Changes("data.augment=drawing", "metrics"),
+    "loss.ratio": Changes("loss.ratio=none", "metrics"),
+    "loss.alpha_lm": Changes("loss.alpha_lm=0.5", "metrics"),
+    "loss.alpha_con": Changes("loss.alpha_con=0.5", "metrics"),
+    "loss.temperature": Changes("loss.temperature=1.0", "metrics"),
+    "loss.anchor": Changes("loss.anchor=none", "metrics"),
+    "loss.matryoshka_dims": Changes("loss.matryoshka_dims=[16]", "metrics"),
+    "loss.lm_on_candidates": Changes("loss.lm_on_candidates=false", "metrics"),
+    "rollout.max_new_tokens": Changes("rollout.max_new_tokens=2", "metrics"),
+    "rollout.temperature": Changes("rollout.temperature=1.0", "metrics"),
+    "rollout.batch_size": Changes("rollout.batch_size=1", "calls"),
+    "rollout.prompt_pass": Changes("rollout.prompt_pass=twice", "calls"),
+    "rollout.num_rationales": Changes("rollout.num_rationales=2", "metrics", ("rollout.temperature=1.0",)),
+    "rollout.reuse_steps": Changes("rollout.reuse_steps=9", "metrics", ("joint.steps=4",)),
+    "rollout.direct_share": Changes("rollout.direct_share=0.5", "metrics"),
+    **stage_keys("cold_start", ("stage=cold_start",), TWO_COLD),
+    **stage_keys("joint", (), TWO_SOURCES),
+    "optim.name": Changes("optim.name=muon", "weights"),
+    "optim.vision_lr_ratio": Changes("optim.vision_lr_ratio=0.1", "weights"),
+    "optim.betas": Changes("optim.betas=[0.5, 0.6]", "weights"),
+    "optim.eps": Changes("optim.eps=0.1", "weights"),
+    "optim.weight_decay": Changes("optim.weight_decay=0.5", "weights"),
+    "optim.max_grad_norm": Changes("optim.max_grad_norm=0.001", "weights", ("optim.eps=0.1",)),
+    "train.seed": Changes("train.seed=1", "metrics"),
+    "train.micro_batch_size": Changes("train.micro_batch_size=2", "calls"),
+    "train.save_every": Changes("train.save_every=1", "files"),
+    "train.keep_last": Changes("train.keep_last=1", "files", ("joint.steps=3", "train.save_every=1")),
+    "train.background_save": Changes("train.background_save=false", "saves", ("train.save_every=1",)),
+    "train.log_every": Changes("train.log_every=3", "metrics", ("joint.steps=4",)),
+    "train.num_processes": Refused("train.num_processes=2", "train.num_processes=2, but 1 run"),
+    "validation.path": Changes("validation.path=HOME/held_out.jsonl", "metrics"),
+    "validation.every": Changes("validation.every=2", "metrics", HELD_OUT),
+    "validation.max_records": Changes("validation.max_records=2", "metrics", HELD_OUT),
+    "validation.metric": Changes("validation.metric=loss", "exports", HELD_OUT),
+    "validation.keep_best": Changes("validation.keep_best=0", "exports", HELD_OUT),
+    "log.trackers": Changes("log.trackers=[tensorboard]", "files"),
+    "log.project": Changes("log.project=another", "files", BOARD),
+    "rollout.backend": Refused("rollout.backend=vllm", "rollout.backend=vllm needs vLLM, which is not installed"),
+}  # fmt: skip
+
+SCRATCH = {
+    "vocab_size": 330,
+    "text": {**TEXT, "intermediate_size": 32},
+    "vision": {**VISION, "intermediate_size": 32},
+    "naming": None,
+    "naming_steps": 3,
+    "naming_batch_size": 3,
+    "naming_lr": 0.1,
+}
+"""Other values than the fixture's, each of which must build another backbone."""
+
+
+def keys(cls: type = Recipe, prefix: str = "") -> list[str]:
+    """Every key that holds a value, those of lists' entries included."""
+    found = []
+    for name, kind in get_type_hints(cls).items():
+        inner = [it for it in (kind, *getattr(kind, "__args__", ())) if dataclasses.is_dataclass(it)]
+        found += keys(inner[0], f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
+    return found
+
+
+# --------------------------------------------------------------------------------------------------- runs
+
+
+@dataclass
+class Run:
+    """What was seen of one.
+
+    Attributes:
+        recipe: its keys and values.
+        metrics: lines of metrics.jsonl without times.
+        weights: checksum of the final ones.
+        exports: place, step and metric of every checkpoint.
+        files: what is in the folder, checkpoints left out.
+        calls: of any part of the model.
+        processes: started.
+        saves: whether each state was on the disk when training went on.
+    """
+
+    recipe: dict[str, Any] = field(default_factory=dict)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    weights: str = ""
+    exports: list[tuple[str, int, Any]] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    calls: int = 0
+    processes: int = 0
+    saves: list[bool] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory, tiny_path):
+    """Records, and a recipe for one joint stage of two steps."""
+    from PIL import Image, ImageDraw
+
+    folder = tmp_path_factory.mktemp("keys")
+    chance = random.Random(0)
+    for number in range(4):
+        image = Image.new("RGB", (30 + 9 * number, 40), "white")
+        ImageDraw.Draw(image).ellipse((5, 5, 30, 30), fill=(60 * number, 90, 255 - 50 * number))
+        image.save(folder / f"{number}.png")
+
+    def record(name: str, number: int) -> dict:
+        def target(kind: str, **more: str) -> dict:
+            return {"id": f"{kind}{name}{number}", "text": " ".join(chance.choices(WORDS, k=3)), **more}
+
+        rationales = [" ".join(chance.choices(WORDS, k=chance.randint(2, 9))) for _ in range(2)]
+        text = " ".join(chance.choices(WORDS, k=chance.randint(4, 20)))
+        return {
+            "id": f"{name}{number}", "group": name, "source": "s", "split": "train",
+            "query": {"text": text, "images": [f"{number % 4}.png"][: number % 2]},
+            "positives": [target(kind, rationale=rationales.pop()) for kind in "pq"],
+            "negatives": [target(kind) for kind in "mn"],
+        }  # fmt: skip
+
+    for name in ("records", "others", "held_out"):
+        lines = [json.dumps(record(name, number)) + "\n" for number in range(12)]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    broken = record("broken", 1) | {"query": {"images": ["gone.png"]}}
+    (folder / "bad.jsonl").write_text("".join([json.dumps(broken) + "\n", *lines[1:]]))
+    stage = {
+        "steps": 2,
+        "batch_size": 4,
+        "lr": 3e-3,
+        "sources": [{"path": str(folder / "records.jsonl")}],
+    }
+    recipe = {
+        "model": {
+            "path": str(tiny_path), "dtype": "float32", "gradient_checkpointing": False, "min_pixels": 784,
+            "max_pixels": 3136,
+        },
+        "data": {"profile": "plain", "num_workers": 0},
+        "rollout": {"max_new_tokens": 4},
+        "stage": "joint",
+        "cold_start": stage,
+        "joint": stage,
+        "train": {"micro_batch_size": 4, "log_every": 1},
+    }  # fmt: skip
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(recipe))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def arguments(home, lively_path):
+    """Overrides as arguments, with their places filled in."""
+
+    def fill(*overrides: str) -> list[str]:
+        filled = [it.replace("HOME", str(home)).replace("LIVELY", str(lively_path)) for it in overrides]
+        return [f"recipe={home / 'tiny.yaml'}", *filled]
+
+    return fill
+
+
+@pytest.fixture(scope="module")
+def runs(home, arguments):
+    """What a run with these overrides shows; a run of several entries is made once.
+
+    The program is the real one. What would only take time is left out: reading the same weights again and writing
+    checkpoints, of which is kept what was to be written.
+    """
+    patch = pytest.MonkeyPatch()
+    read = functools.cache(lambda path, **given: embedder_load(path, **given))
+    embedder_load = embedding_model.load_backbone
+    patch.setattr(embedding_model, "load_backbone", lambda path, **given: copy.deepcopy(read(path, **given)))
+    now = Run()
+
+    def export(embedder, path, settings, state_dict=None):
+        weights = embedder.model.state_dict() if state_dict is None else state_dict
+        digest = hashlib.sha256()
+        for value in weights.values():
+            digest.update(str(value.dtype).encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
+        now.weights = digest.hexdigest()
+        metric = settings.get("validation", {}).get("metric")
+        now.exports.append(("/".join(path.parts[-2:]), settings["step"], metric))
+
+    def counted_start(process):
+        now.processes += 1
+        return real_start(process)
+
+    def save(states, *given):
+        real_save(states, *given)
+        now.saves.append(states._thread is None)
+
+    def call(*_):
+        now.calls += 1
+
+    real_start, real_save = multiprocessing.process.BaseProcess.start, training_state.States.save
+    patch.setattr(checkpoint_manager, "export", export)
+    patch.setattr(multiprocessing.process.BaseProcess, "start", counted_start)
+    patch.setattr(training_state.States, "save", save)
+    gc.freeze()  # a run ends with a full collection, which would go through everything that pytest holds
+
+    @functools.cache
+    def run(*overrides: str) -> Run:
+        nonlocal now
+        now = Run()
+        out = home / "runs" / str(len(list((home / "runs").glob("*"))))
+        counting = torch.nn.modules.module.register_module_forward_hook(call)
+        try:
+            recipe = load_recipe([*arguments(*overrides), f"out={out}"])
+            patch.setattr(train, "load_recipe", lambda _: recipe)
+            now.recipe = flat(to_dict(recipe))
+            train.main([])
+        finally:
+            counting.remove()
+        for path in sorted(out.rglob("*")):
+            if path.name == "metrics.jsonl":
+                lines = [json.loads(line) for line in path.read_text().splitlines()]
+                now.metrics += [
+                    {name: value for name, value in line.items() if name not in TIMES} for line in lines
+                ]
+            now.files.append(str(path.relative_to(out)).split("events.out")[0].split("/1")[0])
+        return now
+
+    yield run
+    patch.undo()
+    gc.unfreeze()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", [key for key, entry in ENTRIES.items() if isinstance(entry, Changes)])
+def test_another_value_makes_another_run(key, runs):
+    entry = ENTRIES[key]
+    assert isinstance(entry, Changes)
+    one, other = runs(*entry.given), runs(*entry.given, entry.override)
+    names = one.recipe.keys() | other.recipe.keys()
+    changed = [name for name in names if one.recipe.get(name) != other.recipe.get(name)]
+    assert [name for name in changed if name == key or key.startswith(f"{name}.")], changed
+    assert getattr(one, entry.what) != getattr(other, entry.what)
+
+
+@pytest.mark.slow
+def test_the_same_values_make_the_same_run(runs):
+    """What differs above differs by the key, and not by chance."""
+    runs()
+    one, again = runs("log.project=rge"), runs("train.seed=0")
+    for name in ("metrics", "weights", "exports", "files", "calls", "processes", "saves"):
+        assert getattr(one, name) == getattr(again, name), name
+    for given in ((*HELD_OUT, *BOARD, "train.save_every=1"),):
+        one, again = runs(*given), runs(*given, "train.seed=0")
+        for name in ("metrics", "weights", "exports", "files", "calls", "saves"):
+            assert getattr(one, name) == getattr(again, name), name
+
+
+@pytest.mark.parametrize("key", [key for key, entry in ENTRIES.items() if isinstance(entry, Refused)])
+def test_another_value_is_refused(key, arguments, home):
+    entry = ENTRIES[key]
+    accelerator = Accelerator(cpu=True)
+    assert check.examine(load_recipe(arguments(*entry.given)), accelerator)[0] == []
+    [problem] = check.examine(load_recipe(arguments(*entry.given, entry.override)), accelerator)[0]
+    assert entry.message.replace("HOME", str(home)) in problem
+
+
+# ------------------------------------------------------------------------- what two builders make of them
+
+
+def test_recipe_names_the_run(home):
+    text = (home / "tiny.yaml").read_text()
+    (home / "other.yaml").write_text(text)
+    assert [load_recipe([f"recipe={home / name}.yaml"]).out for name in ("tiny", "other")] == [
+        "runs/tiny",
+        "runs/other",
+    ]
+
+
+def test_out_is_where_everything_goes(home, runs):
+    runs()
+    assert (home / "runs/0/joint/metrics.jsonl").is_file()
+
+
+@pytest.fixture(scope="module")
+def built(home, tmp_path_factory):
+    """Checksum of the backbone that a recipe with `model.scratch` builds."""
+    values = {"vocab_size": 300, "text": TEXT, "vision": VISION, "naming": str(home / "naming.jsonl")}
+    values |= {"naming_steps": 2, "naming_batch_size": 2, "naming_lr": 1e-3}
+    records = [json.loads(line) for line in (home / "records.jsonl").read_text().splitlines()]
+    lines = [json.dumps(record) + "\n" for record in records if record["query"]["images"]]
+    (home / "naming.jsonl").write_text("".join(lines))
+
+    def build(**changes: Any) -> str:
+        recipe = yaml.safe_load((home / "tiny.yaml").read_text())
+        recipe["model"] |= {"path": None, "max_pixels": 784, "scratch": {**values, **changes}}
+        folder = tmp_path_factory.mktemp("scratch")
+        (folder / "scratch.yaml").write_text(yaml.safe_dump(recipe))
+        path = starting_point(
+            load_recipe([f"recipe={folder / 'scratch.yaml'}", f"out={folder / 'out'}"]), Accelerator(cpu=True)
+        )
+        files = sorted(it for it in Path(path).iterdir() if it.suffix in (".json", ".safetensors"))
+        return hashlib.sha256(b"".join(it.read_bytes() for it in files if it.name != "eyes.json")).hexdigest()
+
+    return functools.cache(lambda name=None: build(**({} if name is None else {name: SCRATCH[name]})))
+
+
+@pytest.mark.parametrize("name", SCRATCH)
+def test_another_value_builds_another_backbone(name, built):
+    assert built(name) != built()
+
+
+def test_revision_chooses_among_a_hubs_commits(tmp_path, tiny_path, lively_path, monkeypatch):
+    cache = tmp_path / "models--nobody--tiny"
+    for name, commit, source in (("main", "a" * 40, tiny_path), ("v1", "b" * 40, lively_path)):
+        (cache / "snapshots" / commit).mkdir(parents=True)
+        (cache / "refs").mkdir(exist_ok=True)
+        (cache / "refs" / name).write_text(commit)
+        for path in Path(source).iterdir():
+            (cache / "snapshots" / commit / path.name).symlink_to(path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    config = ModelConfig(path="nobody/tiny", min_pixels=784, max_pixels=3136)
+    newest, first = (
+        embedder_to_train("nobody/tiny", dataclasses.replace(config, revision=name)) for name in (None, "v1")
+    )
+    one, other = (it.model.get_input_embeddings().weight[:9] for it in (newest, first))
+    assert not torch.equal(one, other)
+
+
+def test_deterministic_is_torchs(arguments):
+    try:
+        for value in ("false", "true"):
+            launch.make_accelerator(load_recipe(arguments(f"train.deterministic={value}")).train)
+            assert torch.are_deterministic_algorithms_enabled() == (value == "true")
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_vllm_memory_is_the_engines_and_the_plans(arguments, lively, monkeypatch):
+    given = []
+    monkeypatch.setattr(vllm_writer, "find_spec", lambda name: name)
+    monkeypatch.setattr(vllm_writer, "make_engine", lambda *_, memory, **more: given.append(memory))
+    options = {name: default for name, (default, _) in OWN.items()}
+    reserved = []
+    for share in (0.2, 0.4):
+        recipe = load_recipe(arguments("rollout.backend=vllm", f"rollout.vllm_memory={share}"))
+        make_writer(lively, lively, recipe, recipe.joint, Accelerator(cpu=True))
+        reserved.append(_reserved(recipe, options))
+    assert given == [0.2, 0.4]
+    assert reserved[0] < reserved[1]
+
+
+def test_back_end_is_the_least_that_is_shared_out(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ddp = SimpleNamespace(num_processes=2, distributed_type=DistributedType.MULTI_GPU)
+    launch.check_launch(ddp, TrainConfig(back_end="ddp"))
+    with pytest.raises(
+        UserError, match="train.back_end=zero2, but the launch config runs DDP, which shares out less"
+    ):
+        launch.check_launch(ddp, TrainConfig(back_end="zero2"))
+
+
+def test_prefetch_mb_bounds_what_waits(monkeypatch):
+    grid = torch.tensor([[1, 10, 20]])
+    prompt = Prompt(
+        "q", torch.arange(3), torch.zeros(3), torch.zeros(200, 3, 28, 28, dtype=torch.uint8), grid
+    )
+    batch = Batch(["r"], [prompt], [[1]], [], [], [], [], [[1]], [1])  # 0.45 MiB
+    queues = []
+
+    class Seen(loader._Queue):
+        def __init__(self, *given):
+            super().__init__(*given)
+            queues.append(self)
+
+    monkeypatch.setattr(loader, "_Queue", Seen)
+    for limit_mb, number in ((1, 2), (2, 4)):
+        batches = iter(
+            loader.Loader([batch] * 12, range(12), DataConfig(num_workers=1, prefetch_mb=limit_mb))
+        )
+        next(batches)
+        deadline = time.monotonic() + 60
+        while len(queues[-1].waiting) < number and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)  # for one too many
+        assert len(queues[-1].waiting) == number
+        batches.close()
+
+
+def test_cuda_graphs_are_the_embedders_to_capture(tiny_path):
+    """What a GPU does with it is tested where there is one (`rge.rollout.generate`)."""
+    config = ModelConfig(path=str(tiny_path), min_pixels=784, max_pixels=3136)
+    for value in (True, False):
+        assert (
+            embedder_to_train(str(tiny_path), dataclasses.replace(config, cuda_graphs=value)).cuda_graphs
+            == value
+        )
+
+
+ELSEWHERE = {
+    "train.back_end": test_back_end_is_the_least_that_is_shared_out,
+    "data.prefetch_mb": test_prefetch_mb_bounds_what_waits,
+    "recipe": test_recipe_names_the_run,
+    "out": test_out_is_where_everything_goes,
+    "model.revision": test_revision_chooses_among_a_hubs_commits,
+    "model.cuda_graphs": test_cuda_graphs_are_the_embedders_to_capture,
+    "rollout.vllm_memory": test_vllm_memory_is_the_engines_and_the_plans,
+    "train.deterministic": test_deterministic_is_torchs,
+    **{f"model.scratch.{name}": test_another_value_builds_another_backbone for name in SCRATCH},
+}
+"""Keys that a run of two steps cannot show, and the test that does."""
+
+
+def test_every_key_stands_here_and_every_entry_is_a_key():
+    assert sorted([*ENTRIES, *ELSEWHERE]) == sorted(keys())
+
+
+def test_a_key_without_an_effect_would_be_noticed(runs):
+    """The instrument itself: two runs that differ in nothing that counts look alike."""
+    assert runs().metrics == runs("train.save_every=77").metrics
+    with pytest.raises(RecipeError, match="unknown key data.nothing"):
+        runs("data.nothing=1")

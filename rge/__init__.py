@@ -4,7 +4,7 @@ from rge.common import torchvision_cpu
 
 __version__ = "0.1.0"
 
-torchvision_cpu.make_importable()
+torchvision_cpu.before_torchvision()
 
 
 def __getattr__(name: str):

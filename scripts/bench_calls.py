@@ -19,11 +19,12 @@ import time
 import urllib.request
 from collections import Counter
 
-from data_prep.calls.cache import ReplyCache
-from data_prep.calls.client import Caller, ModelConfig
-from data_prep.calls.local_server import Answer, LocalServer, chat
-from data_prep.calls.request import Request
 from data_prep.options import read_options
+from rge.calls.caller import Caller
+from rge.calls.local_server import Answer, LocalServer, chat
+from rge.calls.model_config import ModelConfig
+from rge.calls.request import Request
+from rge.calls.store import AnswerStore
 
 WORDS = {"calls": "2000", "concurrency": "256", "delay_s": "1.0"}
 
@@ -48,7 +49,7 @@ def serve(delay_s: float) -> None:
 def ask(url: str, cache: str, calls: int, concurrency: int) -> None:
     """The caller: one prompt after the other."""
     model = ModelConfig(name="local", base_url=url, concurrency=concurrency)
-    kept = ReplyCache(cache)
+    kept = AnswerStore(cache)
     caller = Caller({"local": model}, kept)
     caller.run([Request("local", (f"question {number}",)) for number in range(calls)])
     assert kept.num_replies() == calls
@@ -95,7 +96,7 @@ def main(words: list[str]) -> None:
         process.wait()
         time.sleep(2 * delay_s)
         at_kill = counts(url) - first
-        cache = ReplyCache(f"{folder}/killed")
+        cache = AnswerStore(f"{folder}/killed")
         prompts = [f"question {number}" for number in range(calls)]
         kept = {prompt for prompt in prompts if cache.get(Request("local", (prompt,)).key())}
         subprocess.run(resumed, check=True)

@@ -22,6 +22,8 @@ ONLY_IN = {
     "peft": {"rge/model/adapters.py", "eval/models/qwen.py"},
     "sentence_transformers": {"eval/models/sentence.py", "rge/integrations/sentence_transformers.py"},
     "wandb": {"rge/logs.py"},
+    "openai": {"rge/calls/transport.py"},
+    "anthropic": {"rge/calls/transport.py"},
     "transformers": {
         "rge/model/backbone.py",
         "rge/model/families.py",

@@ -10,16 +10,17 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_prep.calls.cache import ReplyCache
-from data_prep.calls.client import Caller, ModelConfig, check_model
-from data_prep.calls.replies import ReplyError
-from data_prep.calls.request import Picture, Request
 from data_prep.options import read_options
 from data_prep.rationales import checks, prompts
+from rge.calls.caller import Caller, Outcome
+from rge.calls.model_config import ModelConfig, check_model
+from rge.calls.replies import ReplyError
+from rge.calls.request import Picture, Request
+from rge.calls.store import AnswerStore
 from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.common.images import picture_bytes
@@ -202,8 +203,8 @@ def write(records: Path, out: Path, model: ModelConfig, settings: Settings) -> d
         from data_prep.rationales.gain import GainJudge
 
         judge = GainJudge(settings.select)
-    cache = ReplyCache(out.with_name(f"{out.name}.replies.sqlite"))
-    caller = Caller({model.name: model}, cache, progress="rationales")
+    store = AnswerStore(out.with_name(f"{out.name}.replies.sqlite"))
+    caller = Caller({model.name: model}, store, progress=True)
     tally = _Tally()
     lines: list[str] = []
     for window in _windows(records):
@@ -242,10 +243,10 @@ def write(records: Path, out: Path, model: ModelConfig, settings: Settings) -> d
         "leak_mean": _mean(tally.leaks),
         "leak_above_limit": sum(score > settings.max_leak for score in tally.leaks),
         **({"gain_mean": _mean(tally.gains), "select": settings.select} if judge is not None else {}),
-        "models": cache.ledger(),
+        "models": [asdict(one) for one in store.ledger()],
     }
     write_text(out.with_name(f"{out.name}.report.json"), json.dumps(report, indent=1) + "\n")
-    cache.close()
+    store.close()
     return report
 
 
@@ -262,7 +263,9 @@ def _ask_all(
         ]
         return [
             _read(outcome, pairs[row][1], settings)
-            for (row, _), outcome in zip(wanted, caller.run(requests), strict=True)
+            for (row, _), outcome in zip(
+                wanted, caller.run(requests, read=prompts.read, title="rationales"), strict=True
+            )
         ]
 
     found = dict(zip(asked, ask(asked, rewrite=False), strict=True))
@@ -278,7 +281,7 @@ def _ask_all(
     return [[found[row, sample] for sample in range(settings.candidates)] for row in range(len(pairs))]
 
 
-def _read(outcome, positive: Positive, settings: Settings) -> _Written:
+def _read(outcome: Outcome, positive: Positive, settings: Settings) -> _Written:
     if outcome.lost:
         raise UserError(f"a call got no answer: {outcome.error}. What was answered is kept; run this again")
     try:
@@ -336,6 +339,8 @@ def _request(
         temperature=settings.temperature,
         max_tokens=max(256, 4 * settings.max_words),
         sample=sample,
+        form="<rationale>your rationale</rationale>",
+        fields=(("rationale", None),),
     )
 
 

@@ -1,7 +1,7 @@
 """What the writer of rationales is asked. Shape and rules follow RGE's Table 9; the words and examples are ours."""
 
-from data_prep.calls.replies import Reply, check_complete, tag
-from data_prep.calls.request import Part
+from rge.calls.replies import Reply, check_complete, tag
+from rge.calls.request import Part
 from rge.common.schema import Positive, Record
 
 TASK = "Task: explain an answer"

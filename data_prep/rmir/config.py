@@ -10,7 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from data_prep.calls.client import ModelConfig, check_model
+from rge.calls.model_config import ModelConfig, check_model
 from rge.common.errors import UserError
 from rge.config import RecipeError, nearest, split_override
 

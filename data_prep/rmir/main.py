@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from data_prep.calls.client import CHARACTERS_A_TOKEN
 from data_prep.options import nearest
 from data_prep.rmir import prompts
 from data_prep.rmir.config import RmirConfig, load_config, models_used
@@ -15,6 +14,7 @@ from data_prep.rmir.pictures.library import list_library
 from data_prep.rmir.results import report
 from data_prep.rmir.run import STAGES, Run, RunError, done, identities
 from data_prep.rmir.stages import WORK
+from rge.calls.model_config import CHARACTERS_A_TOKEN
 from rge.common.errors import UserError
 
 
@@ -88,8 +88,11 @@ def status(run: Run) -> str:
         parts = len(list(run.path(stage).rglob("part-*.parquet"))) if run.path(stage).is_dir() else 0
         state = f"done in {found['seconds']:.1f} s, {found['calls']:,} calls" if found else "not done"
         lines.append(f"{stage:<9} {state}{f' ({parts} parts written)' if parts and not found else ''}")
-    for model, figures in run.cache.ledger().items():
-        lines.append(f"{model}: {figures['calls']:,} calls, {figures['cost']:.4f} spent")
+    for one in run.store.ledger():
+        lost = (
+            f", and at most {one.lost_cost:.4f} by {one.lost_calls:,} lost attempts" if one.lost_calls else ""
+        )
+        lines.append(f"{one.endpoint}: {one.calls:,} calls, {one.cost:.4f} spent{lost}")
     return "\n".join(lines)
 
 

@@ -21,10 +21,10 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from data_prep.calls.local_server import Answer, LocalServer, chat
 from data_prep.demo.tables import HERE, Fact, Question, Tables, read_tables
 from data_prep.rmir import prompts
 from data_prep.rmir.config import CATEGORIES, OracleConfig
+from rge.calls.local_server import Answer, LocalServer, chat
 
 LIBRARY = HERE / "data" / "train" / "pictures.parquet"
 WITHOUT_CAPTION = 7

@@ -2,7 +2,12 @@
 examples are ours. The wording is part of the key of every kept answer: changing it asks (and pays) anew.
 """  # noqa: D205
 
-from data_prep.calls.replies import (
+from collections.abc import Sequence
+from typing import Any
+
+from data_prep.rmir.arithmetic import ABSTAIN, FALSE, TRUE
+from data_prep.rmir.config import CATEGORIES
+from rge.calls.replies import (
     Abstained,
     BadValue,
     MissingTag,
@@ -12,9 +17,7 @@ from data_prep.calls.replies import (
     one_of,
     tag,
 )
-from data_prep.calls.request import Part, Picture
-from data_prep.rmir.arithmetic import ABSTAIN, FALSE, TRUE
-from data_prep.rmir.config import CATEGORIES
+from rge.calls.request import Picture, Request
 
 GENERATE_TASK, FILTER_TASK, JUDGE_TASK = (
     "Task: write questions",
@@ -126,20 +129,69 @@ Answer in exactly this format:
 """
 
 
-def generate_parts(picture: Picture, categories: list[str]) -> tuple[Part, ...]:
-    """Ask for one question of each category."""
-    codes = ", ".join(CATEGORIES[category] for category in categories)
-    return GENERATE.format(codes=codes), picture
+FORM = "Answer in exactly this format"
+"""With this the format of each prompt begins; it is said again where an answer could not be read."""
+_GENERATED = (("query", None), ("target_desc", None), ("reasoning", None))
 
 
-def filter_parts(picture: Picture, query: str, target: str) -> tuple[Part, ...]:
-    """Ask whether a question is valid."""
-    return FILTER, picture, f"<query>{query}</query>\n<target_desc>{target}</target_desc>"
+def generate_request(model: str, picture: Picture, categories: Sequence[str], **settings: Any) -> Request:
+    """Ask for one question of each category.
+
+    Args:
+        model: of the config.
+        picture: asked about.
+        categories: of `CATEGORIES`.
+        settings: of `rge.calls.request.Request`.
+    """
+    codes = [CATEGORIES[category] for category in categories]
+    text = GENERATE.format(codes=", ".join(codes))
+    fields = (("input_desc", None), *((f"Example_{code}_1", _GENERATED) for code in codes))
+    return Request(model, (text, picture), shared_parts=1, form=_form(text), fields=fields, **settings)
 
 
-def judge_parts(picture: Picture, query: str, target: Picture) -> tuple[Part, ...]:
-    """Ask whether a target answers a question."""
-    return f"{JUDGE}\nINPUT:", picture, f"<query>{query}</query>\nTARGET:", target
+def filter_request(model: str, picture: Picture, query: str, target: str, **settings: Any) -> Request:
+    """Ask whether a question is valid; see `generate_request`."""
+    fields = (("input_desc", None), ("reasoning", None), ("is_valid", ("yes", "no")))
+    parts = (FILTER, picture, f"<query>{query}</query>\n<target_desc>{target}</target_desc>")
+    return Request(model, parts, shared_parts=2, form=_form(FILTER), fields=fields, **settings)
+
+
+def judge_request(model: str, picture: Picture, query: str, target: Picture, **settings: Any) -> Request:
+    """Ask whether a target answers a question; see `generate_request`."""
+    fields = (
+        ("target_desc", None),
+        ("input_desc", None),
+        ("reasoning", None),
+        ("consistent", ("True", "False", "ABSTAIN")),
+    )
+    # What all candidates of a query share comes first, its picture included, so that a provider's prompt cache holds it.
+    parts = (f"{JUDGE}\nINPUT:", picture, f"<query>{query}</query>\nTARGET:", target)
+    return Request(model, parts, shared_parts=3, form=_form(JUDGE), fields=fields, **settings)
+
+
+def _form(prompt: str) -> str:
+    _, _, form = prompt.partition(FORM)
+    return form.partition(":\n")[2].partition("\n\n")[0].strip()
+
+
+def check_generated(
+    reply: Reply, categories: Sequence[str], max_query_words: int, max_target_words: int
+) -> None:
+    """Check that something of an answer can be used: a question or an abstention.
+
+    Raises:
+        ReplyError: of the first category, where every one has one.
+    """
+    errors = []
+    for category in categories:
+        try:
+            read_generated(reply, category, max_query_words, max_target_words)
+            return
+        except Abstained:
+            return
+        except ReplyError as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def read_generated(

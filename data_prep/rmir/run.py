@@ -9,28 +9,32 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_prep.calls.cache import ReplyCache
-from data_prep.calls.client import Caller, Outcome
-from data_prep.calls.request import Part, Picture, Request
 from data_prep.rmir import frames
 from data_prep.rmir.config import RmirConfig, to_dict
 from data_prep.rmir.pictures.encoders import identity
+from rge.calls.caller import Caller, Counts, Outcome, Read
+from rge.calls.failures import RequestRejected
+from rge.calls.model_config import known_as
+from rge.calls.request import Picture, Request
+from rge.calls.store import AnswerStore
 from rge.common.errors import UserError
 from rge.common.files import write_text
 
+EXPORTED = ("licence",)
+"""Settings of the library that only the export reads."""
 STAGES = ("seed", "generate", "filter", "retrieve", "judge", "keep", "pool", "split", "audit")
-SETTINGS = {
-    "seed": ("library", "image_encoder", "caption_encoder", "seed"),
-    "generate": ("generate",),
-    "filter": ("filter",),
-    "retrieve": ("retrieve",),
-    "judge": ("judge",),
-    "keep": ("keep",),
-    "pool": (),
-    "split": ("split", "export"),
-    "audit": ("audit",),
+READS = {
+    "seed": (),
+    "generate": ("seed",),
+    "filter": ("seed", "generate"),
+    "retrieve": ("seed", "generate", "filter"),
+    "judge": ("seed", "generate", "retrieve"),
+    "keep": ("judge",),
+    "pool": ("keep",),
+    "split": ("seed", "generate", "retrieve", "keep", "pool"),
+    "audit": ("seed", "generate", "retrieve", "judge", "keep", "pool", "split"),
 }
-"""Sections of the config that a stage's result depends on, besides the stages before it."""
+"""Whose tables a stage reads; any other stage may change and leave it as it is."""
 
 
 class RunError(UserError):
@@ -47,21 +51,53 @@ def identities(config: RmirConfig) -> list[dict[str, Any]]:
 
 
 def fingerprint(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]] | None = None) -> str:
-    """Of everything that a stage's result depends on: its settings and those of the stages before it.
+    """Of everything that a stage's result depends on, and of nothing else: what it reads of the config, and of which stages.
 
     Args:
         config: of the run.
         stage: one of `STAGES`.
         encoders: of `identities`; None looks at them now, which reads local weights.
     """
+    encoders = encoders or identities(config)
+    found = {
+        "settings": _settings(config, stage, encoders),
+        "stages": {before: fingerprint(config, before, encoders) for before in READS[stage]},
+    }
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
+def _settings(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]]) -> list[Any]:
+    # One rule a stage; a stage that begins to read another setting must say so here.
+    image, caption, *more = encoders
     whole = to_dict(config)
-    names = [name for step in STAGES[: STAGES.index(stage) + 1] for name in SETTINGS[step]]
-    models = {name: model["name"] for name, model in whole["models"].items()}
-    whole["image_encoder"], whole["caption_encoder"], *more = encoders or identities(config)
-    for spec, encoder in zip(whole["retrieve"]["more"], more, strict=True):
-        spec["encoder"] = encoder
-    text = json.dumps([{name: whole[name] for name in names}, models], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    names = known_as(config.models)
+
+    def answers_of(label: str) -> list[Any]:
+        model = config.models[label]
+        return [names[label], model.answers_by(), model.reasks, model.max_side_px]
+
+    if stage == "seed":
+        library = {key: value for key, value in whole["library"].items() if key not in EXPORTED}
+        return [library, image, caption, whole["seed"]]
+    if stage in ("generate", "filter"):
+        return [whole[stage], answers_of(whole[stage]["model"])]
+    if stage == "retrieve":
+        indices = [
+            {**spec, "encoder": encoder}
+            for spec, encoder in zip(whole["retrieve"]["more"], more, strict=True)
+        ]
+        return [{**whole["retrieve"], "more": indices}]
+    if stage == "judge":
+        return [whole["judge"], [answers_of(spec.model) for spec in config.judge.judges]]
+    if stage == "keep":
+        return [config.keep.min_confidence]
+    if stage == "split":
+        library = {key: value for key, value in whole["library"].items() if key in EXPORTED}
+        return [whole["split"], whole["export"], config.keep.remove_doubted_inputs, library]
+    if stage == "audit":
+        families = [config.models[spec.model].family or spec.model for spec in config.judge.judges]
+        return [whole["audit"], families]
+    return []
 
 
 def done(
@@ -104,12 +140,12 @@ class Run:
             ) from None
         # Looked at once: weights that change while the run works must not pass for those it began with.
         self.encoders = identities(config)
-        self.cache = ReplyCache(self.out / "replies.sqlite")
-        self._pictures: dict[str, Picture] = {}
+        self.store = AnswerStore(self.out / "replies.sqlite")
+        self._caller: Caller | None = None
 
     def close(self) -> None:
         """Give the folder free."""
-        self.cache.close()
+        self.store.close()
         self._lock.close()
 
     def path(self, stage: str, name: str = "") -> Path:
@@ -141,20 +177,39 @@ class Run:
         if found := self.done(stage):
             return found
         self._renew(stage)
-        spent = self.total_cost()
-        asked = self.cache.num_replies()
+        spent = self.store.total_cost()
+        asked = self.store.num_replies()
+        self._num_answered, self._rejected = 0, []
+        before = self._met()
         began = time.perf_counter()
         counts = work(self)
+        if self._rejected and not self._num_answered:
+            self._empty(stage)  # or the rows without answers would pass for its result next time
+            raise RequestRejected(
+                f"{stage}: all {len(self._rejected)} calls were rejected, such as: {self._rejected[0]}. The stage is not "
+                "done; change the model's settings and run the same command again"
+            )
         report = {
             "stage": stage,
             "fingerprint": self.fingerprint(stage),
             "counts": counts,
             "seconds": round(time.perf_counter() - began, 2),
-            "calls": self.cache.num_replies() - asked,
-            "cost": round(self.total_cost() - spent, 6),
+            "calls": self.store.num_replies() - asked,
+            "cost": round(self.store.total_cost() - spent, 6),
+            "met": {
+                kind: number - before[kind] for kind, number in self._met().items() if number > before[kind]
+            },
         }
         write_text(self.path(stage, "done.json"), json.dumps(report, indent=1) + "\n")
         return report
+
+    def _met(self) -> dict[str, int]:
+        counts = self._caller.counts if self._caller is not None else Counts()
+        return {
+            kind: value
+            for kind, value in vars(counts).items()
+            if isinstance(value, int) and kind not in ("asked", "cached")
+        }
 
     def _renew(self, stage: str) -> None:
         # Parts are only good for the settings they were made with.
@@ -165,15 +220,14 @@ class Run:
         marker = self.path(stage, "settings")
         if marker.is_file() and marker.read_text() == made_with:
             return
+        self._empty(stage)
+        write_text(marker, made_with)
+
+    def _empty(self, stage: str) -> None:
         folder = self.path(stage)
         if folder.is_dir():
             for file in sorted(folder.rglob("*"), reverse=True):
                 file.rmdir() if file.is_dir() else file.unlink()
-        write_text(marker, made_with)
-
-    def total_cost(self) -> float:
-        """Of all models so far."""
-        return sum(figures["cost"] for figures in self.cache.ledger().values())
 
     # ---------------------------------------------------------------------------------------------------------- calls
 
@@ -181,29 +235,27 @@ class Run:
         """A seed picture as part of a prompt."""
         return Picture(image["ref"], image["sha256"], self.config.models[model].max_side_px)
 
-    def ask(
-        self, title: str, requests: Sequence[tuple[str, tuple[Part, ...], dict[str, Any]]]
-    ) -> list[Outcome]:
+    def ask(self, title: str, requests: Sequence[Request], read: Read) -> list[Outcome]:
         """Ask models of the config.
 
         Args:
             title: of the progress bar.
-            requests: (model of the config, parts of the prompt, settings of the request).
+            requests: their ``model`` is a name of the config.
+            read: an answer that it cannot read is asked for again.
 
         Raises:
             RunError: calls were lost; everything answered is kept, the same command asks the rest.
         """
-        names = {name: model.name for name, model in self.config.models.items()}
-        models = {model.name: model for model in self.config.models.values()}
-        caller = Caller(models, self.cache, progress=title if self.progress else None)
-        outcomes = caller.run(
-            [Request(names[model], parts, **settings) for model, parts, settings in requests]
-        )
+        if self._caller is None:  # one for all stages: what it learns of an endpoint's limits lasts
+            self._caller = Caller(self.config.models, self.store, progress=self.progress)
+        outcomes = self._caller.run(requests, read=read, title=title)
         if lost := [outcome for outcome in outcomes if outcome.lost]:
             raise RunError(
                 f"{title}: {len(lost)} of {len(requests)} calls got no answer, such as: {lost[0].error}. The other answers "
                 "are kept; run the same command again"
             )
+        self._rejected += [str(outcome.error) for outcome in outcomes if outcome.failed]
+        self._num_answered += sum(not outcome.failed for outcome in outcomes)
         return outcomes
 
     def in_shards(

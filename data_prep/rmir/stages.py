@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from data_prep.calls.replies import ReplyError
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames, prompts
 from data_prep.rmir.config import CATEGORIES, ConfigError, EncoderConfig
@@ -22,6 +21,8 @@ from data_prep.rmir.pictures.near_duplicates import near_duplicates
 from data_prep.rmir.results.audit import audit
 from data_prep.rmir.results.export import export
 from data_prep.rmir.run import Run, reasons
+from rge.calls.model_config import known_as
+from rge.calls.replies import Refused, Reply, ReplyError
 from rge.common.files import replacing
 
 Rows = list[dict[str, Any]]
@@ -190,17 +191,18 @@ def generate(run: Run) -> dict[str, Any]:
         ]
     settings = {"temperature": config.temperature, "max_tokens": config.max_tokens}
 
+    def readable(reply: Reply) -> None:
+        prompts.check_generated(reply, config.categories, config.max_query_words, config.max_target_words)
+
     def work(shard: Rows) -> dict[str, Rows]:
         requests = [
-            (
-                config.model,
-                prompts.generate_parts(run.picture(image, config.model), config.categories),
-                settings,
+            prompts.generate_request(
+                config.model, run.picture(image, config.model), config.categories, **settings
             )
             for image in shard
         ]
         found: dict[str, Rows] = {"queries": [], "rejected": []}
-        for image, outcome in zip(shard, run.ask("generate", requests), strict=True):
+        for image, outcome in zip(shard, run.ask("generate", requests, readable), strict=True):
             for category in config.categories:
                 name = f"{image['id']}-{CATEGORIES[category]}-1"
                 try:
@@ -236,17 +238,17 @@ def filter_queries(run: Run) -> dict[str, Any]:
 
     def work(shard: Rows) -> dict[str, Rows]:
         requests = [
-            (
+            prompts.filter_request(
                 config.model,
-                prompts.filter_parts(
-                    run.picture(images[query["image_id"]], config.model), query["query"], query["target_desc"]
-                ),
-                settings,
+                run.picture(images[query["image_id"]], config.model),
+                query["query"],
+                query["target_desc"],
+                **settings,
             )
             for query in shard
         ]
         found: dict[str, Rows] = {"valid": [], "rejected": []}
-        for query, outcome in zip(shard, run.ask("filter", requests), strict=True):
+        for query, outcome in zip(shard, run.ask("filter", requests, prompts.read_filtered), strict=True):
             name = query["query_id"]
             try:
                 if outcome.error is not None:
@@ -358,10 +360,12 @@ def judge(run: Run) -> dict[str, Any]:
     for row in run.rows("retrieve", "triplets"):
         candidates.setdefault(row["query_id"], []).append(row["candidate_id"])
     # The number of the draw counts within a model, so that one more judge of it leaves the others' answers valid.
-    panel = []
+    names = known_as(run.config.models)
+    panel: list[tuple[str, int]] = []
     for spec in config.judges:
-        before = sum(model == spec.model for model, _ in panel)
+        before = sum(names[model] == names[spec.model] for model, _ in panel)
         panel += [(spec.model, before + number) for number in range(spec.count)]
+    settings = {"temperature": config.temperature, "max_tokens": config.max_tokens}
 
     def work(shard: list[str]) -> dict[str, Rows]:
         asked, requests = [], []
@@ -369,24 +373,22 @@ def judge(run: Run) -> dict[str, Any]:
             query = queries[name]
             for candidate in candidates[name]:
                 for model, sample in panel:
-                    parts = prompts.judge_parts(
-                        run.picture(images[query["image_id"]], model),
-                        query["query"],
-                        run.picture(images[candidate], model),
-                    )
-                    settings = {
-                        "temperature": config.temperature,
-                        "max_tokens": config.max_tokens,
-                        "sample": sample,
-                    }
+                    given = run.picture(images[query["image_id"]], model)
+                    target = run.picture(images[candidate], model)
                     asked.append((name, candidate, model, sample))
-                    requests.append((model, parts, settings))
+                    requests.append(
+                        prompts.judge_request(model, given, query["query"], target, sample=sample, **settings)
+                    )
         rows = []
-        for (name, candidate, model, sample), outcome in zip(asked, run.ask("judge", requests), strict=True):
+        for (name, candidate, model, sample), outcome in zip(
+            asked, run.ask("judge", requests, prompts.read_judged), strict=True
+        ):
             try:
                 if outcome.error is not None:
                     raise outcome.error
                 verdict, reasoning = prompts.read_judged(outcome.reply)
+            except Refused as error:
+                verdict, reasoning = maths.ABSTAIN, f"{error.kind}: {error}"
             except ReplyError as error:
                 verdict, reasoning = maths.ERROR, f"{error.kind}: {error}"
             rows.append(

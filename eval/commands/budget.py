@@ -45,12 +45,12 @@ from eval.commands.run import Condition, RunOptions, Session, default_loader, st
 from eval.embedding.fill_cache import Embeds
 from eval.embedding.identity import versions
 from eval.embedding.processes import join
-from eval.judging.answer_store import Answers
 from eval.pages.budget_curves import BASES, BUDGET, as_file
 from eval.scoring.fuse import choose, gated, margin, max_score, mean_embedding, together
 from eval.scoring.output_files import FORMAT, PER_QUERY, check_out
 from eval.scoring.search import Ranking
 from eval.scoring.stats import Bootstrap, cluster_bootstrap, index_of, interval
+from rge.calls.store import AnswerStore
 from rge.common.errors import UserError
 from rge.common.files import write_bytes
 from rge.common.options import one_of
@@ -361,8 +361,8 @@ def _base(session: Session) -> _Base:
     return _Base(candidate_CD, encoded, ranked)
 
 
-def _answers(session: Session) -> Answers:
-    return Answers(session.embeddings.root / "judge.sqlite")
+def _answers(session: Session) -> AnswerStore:
+    return AnswerStore(session.embeddings.root / "judge.sqlite")
 
 
 def _fill_scores(session: Session, base: _Base | None, judge: Judge, depth: int) -> None:

@@ -5,13 +5,12 @@
 The score of a pair is sigmoid(logit of "yes" - logit of "no") for the first token of the answer. Equal scores keep the
 order of the first ranking; what is below the top n stays as it is. The judge is a directory with a Qwen vision-language
 model, trained by us or not, or a model behind an OpenAI-compatible endpoint. Its scores are kept by content
-(`eval.judging.answer_store`), so a deeper or a repeated run asks for what is new.
+(`rge.calls.store`), so a deeper or a repeated run asks for what is new.
 """
 
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -25,13 +24,14 @@ from eval.benchmarks.suite import each_member, is_suite, join_members, load_suit
 from eval.embedding.fill_cache import Silent
 from eval.embedding.identity import set_mismatch
 from eval.embedding.processes import ALONE, Team, join
-from eval.judging.answer_store import Answers, key_of
-from eval.judging.endpoint import Endpoint, is_address, sendable
+from eval.judging.endpoint import Endpoint, is_address, picture
 from eval.scoring.evaluation import write_evaluation
 from eval.scoring.output_files import RUN, check_out, read_results, set_figures, summary
 from eval.scoring.search import Ranking
 from eval.scoring.trec import read_run
 from eval.sets.retrieval_set import RetrievalSet, content_digest, load_set, with_readable_content
+from rge.calls.request import Part
+from rge.calls.store import AnswerStore, key_of
 from rge.common.errors import UserError
 from rge.common.schema import Item
 
@@ -119,7 +119,7 @@ def rerank_command(options: RerankOptions) -> Path:
     def judge() -> Judge:  # loaded once for all members, and only after what is cheap has been checked
         return load_judge(options)
 
-    answers = Answers(options.cache or options.out / "judge.sqlite") if team.is_first else None
+    answers = AnswerStore(options.cache or options.out / "judge.sqlite") if team.is_first else None
     if old.get("suite"):
         _members(options, old, judge, answers, team)
     else:
@@ -133,7 +133,7 @@ def _members(
     options: RerankOptions,
     old: dict[str, Any],
     judge: Callable[[], "Judge"],
-    answers: Answers | None,
+    answers: AnswerStore | None,
     team: Team,
 ) -> None:
     """Every member of a suite by itself, then all of them together."""
@@ -166,7 +166,7 @@ def _members(
 
 
 def _one(
-    options: RerankOptions, judge: Callable[[], "Judge"], answers: Answers | None, team: Team
+    options: RerankOptions, judge: Callable[[], "Judge"], answers: AnswerStore | None, team: Team
 ) -> dict[str, Any]:
     """Rerank the evaluation of one set; what results.json says of it."""
     old = read_results(options.of)
@@ -313,28 +313,24 @@ class RemoteJudge:
         endpoint: see `eval.judging.endpoint`.
         yes: word for a match.
         no: word for none.
-        concurrency: pairs under way at once.
     """
 
-    def __init__(self, endpoint: Endpoint, *, yes: str, no: str, concurrency: int):
-        self._endpoint, self._words, self._concurrency = endpoint, (yes, no), concurrency
+    def __init__(self, endpoint: Endpoint, *, yes: str, no: str):
+        self._endpoint, self._words = endpoint, (yes, no)
         self.name = {"judge": endpoint.model, "words": [yes, no]}
 
     def score(self, pairs: Sequence[tuple[Item, Item]]) -> list[float | None]:
         """See `Judge`."""
         yes, no = self._words
-
-        def ask(pair: tuple[Item, Item]) -> float | None:
-            query, candidate = pair
-            parts: list[str | bytes] = [QUESTION.format(yes=yes, no=no), "Query:"]
-            parts += [sendable(ref) for ref in query.images]
+        prompts = []
+        for query, candidate in pairs:
+            parts: list[Part] = [QUESTION.format(yes=yes, no=no), "Query:"]
+            parts += [picture(ref) for ref in query.images]
             parts += [text for text in (query.instruction, query.text) if text]
-            parts += ["Candidate:", *(sendable(ref) for ref in candidate.images)]
+            parts += ["Candidate:", *(picture(ref) for ref in candidate.images)]
             parts += [candidate.text] if candidate.text else []
-            return self._endpoint.yes_or_no(parts, yes=yes, no=no).probability
-
-        with ThreadPoolExecutor(self._concurrency) as pool:
-            return list(pool.map(ask, pairs))
+            prompts.append(parts)
+        return [one.probability for one in self._endpoint.yes_or_no(prompts, yes=yes, no=no)]
 
 
 def as_item(query: Item, candidate: Item, yes: str, no: str) -> Item:
@@ -389,15 +385,15 @@ def load_judge(options: JudgeOptions) -> Judge:
         )
     if options.judge_model is None:
         raise UserError(f"judge={judge} is an address: judge_model= names the model there")
-    endpoint = Endpoint(judge, options.judge_model, options.judge_key_env)
-    return RemoteJudge(endpoint, yes=yes, no=no, concurrency=options.batch_size)
+    endpoint = Endpoint(judge, options.judge_model, options.judge_key_env, concurrency=options.batch_size)
+    return RemoteJudge(endpoint, yes=yes, no=no)
 
 
 def rerank(
     wanted: RetrievalSet,
     ranking: Ranking,
     judge: Judge,
-    answers: Answers | None,
+    answers: AnswerStore | None,
     *,
     top_n: int,
     chunk: int,
@@ -433,7 +429,7 @@ def rerank(
     about = {"version": VERSION, "question": QUESTION} | judge.name
     keys = team.once(lambda: _keys(wanted, query_P, row_P, about))
     unique = list(dict.fromkeys(keys))
-    known: dict[str, Any] = team.once(lambda: _opened(answers).get(unique))
+    known: dict[str, Any] = team.once(lambda: _opened(answers).get_values(unique))
     todo = {
         key: (int(q), int(row)) for key, q, row in zip(keys, query_P, row_P, strict=True) if key not in known
     }
@@ -456,7 +452,7 @@ def rerank(
                 new = {key: [score, ms] for key, score in zip(mine[number], scores, strict=True)}
             for found in team.gather(new):
                 if team.is_first and found:
-                    _opened(answers).put(found)
+                    _opened(answers).put_values(found)
                 known |= found
                 bar.update(len(found))
     unanswered = sum(known[key][0] is None for key in keys)
@@ -494,7 +490,7 @@ def reorder(ranking: Ranking, score_QN: np.ndarray) -> Ranking:
     return Ranking(rows_QW, score_QW, ranking.depth)
 
 
-def _opened(answers: Answers | None) -> Answers:
+def _opened(answers: AnswerStore | None) -> AnswerStore:
     if answers is None:
         raise ValueError("the first process needs a file of answers")
     return answers

@@ -7,16 +7,15 @@ reformulations; the words here are ours, and they stand in results.json.
 """
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from eval.judging.answer_store import Answers, key_of
-from eval.judging.endpoint import Endpoint, sendable
+from eval.judging.endpoint import Endpoint, picture
 from eval.sets.retrieval_set import RetrievalSet, content_digest
+from rge.calls.store import AnswerStore, key_of
 from rge.common.errors import UserError
 from rge.common.options import one_of
 from rge.common.schema import Item
@@ -36,7 +35,6 @@ PROMPTS = {
 }
 """Kind -> (system prompt, request after question and pictures)."""
 MAX_TOKENS = 512
-CONCURRENCY = 8
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Rewriter:
 
     kind: str
     endpoint: Endpoint
-    answers: Answers
+    answers: AnswerStore
 
     def about(self) -> dict[str, Any]:
         """For results.json."""
@@ -76,7 +74,7 @@ def load_rewriter(
         raise UserError(
             f"rewrite={kind} needs rewriter=ADDRESS of an OpenAI-compatible endpoint and rewriter_model=NAME"
         )
-    return Rewriter(kind, Endpoint(url, model, key_env), Answers(cache / "rewrites.sqlite"))
+    return Rewriter(kind, Endpoint(url, model, key_env), AnswerStore(cache / "rewrites.sqlite"))
 
 
 def rewritten(wanted: RetrievalSet, rewriter: Rewriter) -> RetrievalSet:
@@ -102,19 +100,20 @@ def additions(queries: Sequence[Item], rewriter: Rewriter) -> list[str | None]:
         for row, query in enumerate(queries)
         if query.images or rewriter.kind != "caption"
     }
-    known = rewriter.answers.get(list(dict.fromkeys(keys.values())))
+    known = rewriter.answers.get_values(list(dict.fromkeys(keys.values())))
     todo = {key: queries[row] for row, key in keys.items() if key not in known}
-
-    def ask(one: tuple[str, Item]) -> tuple[str, str]:
-        key, query = one
-        pictures = [sendable(ref) for ref in query.images]
+    keys_todo = list(todo)
+    prompts = []
+    for query in todo.values():
         # A caption is of the pictures alone: it must not repeat or answer the question.
         asked = [] if rewriter.kind == "caption" or not query.text else [query.text]
-        text = rewriter.endpoint.write([*asked, *pictures, request], system=system, max_tokens=MAX_TOKENS)
-        rewriter.answers.put({key: text})
-        return key, text
+        prompts.append([*asked, *(picture(ref) for ref in query.images), request])
+    with tqdm(total=len(todo), desc=rewriter.kind, disable=not todo) as bar:
 
-    with ThreadPoolExecutor(CONCURRENCY) as pool:
-        done = tqdm(pool.map(ask, todo.items()), total=len(todo), desc=rewriter.kind, disable=not todo)
-        known |= dict(done)
+        def keep(place: int, text: str) -> None:
+            rewriter.answers.put_values({keys_todo[place]: text})
+            known[keys_todo[place]] = text
+            bar.update()
+
+        rewriter.endpoint.write(prompts, system=system, max_tokens=MAX_TOKENS, on_text=keep)
     return [known[keys[row]] if row in keys else None for row in range(len(queries))]

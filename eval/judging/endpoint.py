@@ -1,32 +1,26 @@
 """A vision-language model behind an OpenAI-compatible endpoint: texts, and yes or no as a probability.
 
-The official client retries time-outs, lost connections, 429 and 5xx with growing waits; what it gives up on stops the
-run, and everything answered so far is kept (`eval.judging.answer_store`).
+Calls are made by `rge.calls`: limited, retried, pictures without metadata. What cannot be had stops the run, and everything
+answered so far is kept by whoever asked (`rge.calls.store.AnswerStore`).
 """
 
-import base64
-import io
+import hashlib
 import math
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import openai
-
+from rge.calls.caller import Caller, Outcome
+from rge.calls.model_config import ModelConfig
+from rge.calls.replies import Reply
+from rge.calls.request import Part, Picture, Request
+from rge.calls.store import AnswerStore
 from rge.common.errors import UserError
-from rge.common.images import load_image
+from rge.common.images import picture_bytes
 from rge.common.schema import ImageRef
 
-MAX_RETRIES = 6
-TIMEOUT_S = 120.0
 TOP_LOGPROBS = 20
 """Most alternatives that the API gives for a token."""
-MAX_SIDE_PX = 1024
-"""Longer sides of pictures are scaled down to this before they are sent."""
-
-Part = str | bytes
-"""A text, or the encoded bytes of a picture as they are sent."""
+CONCURRENCY = 8
 
 
 @dataclass(frozen=True)
@@ -49,95 +43,100 @@ class Endpoint:
         url: such as ``http://HOST:8000/v1``.
         model: name that the endpoint knows it by.
         key_env: environment variable that holds the key; None: it needs none.
+        concurrency: calls under way at once.
 
     Raises:
         UserError: the variable is not set.
     """
 
-    def __init__(self, url: str, model: str, key_env: str | None = None):
-        key = "none" if key_env is None else os.environ.get(key_env, "").strip()
-        if not key:
-            raise UserError(f"the environment variable {key_env} (key_env) is not set")
+    def __init__(self, url: str, model: str, key_env: str | None = None, *, concurrency: int = CONCURRENCY):
         self.url, self.model = url, model
-        self._client = openai.OpenAI(base_url=url, api_key=key, max_retries=MAX_RETRIES, timeout=TIMEOUT_S)
+        config = ModelConfig(
+            name=model, base_url=url, key_env=key_env, concurrency=concurrency, send_seed=False, reasks=0
+        )
+        # What is kept of an answer is for the caller to say: the answers themselves are not.
+        self._caller = Caller({model: config}, AnswerStore(None))
 
-    def write(self, parts: Sequence[Part], *, system: str | None = None, max_tokens: int) -> str:
-        """A text, greedily decoded.
+    def write(
+        self,
+        prompts: Sequence[Sequence[Part]],
+        *,
+        max_tokens: int,
+        system: str | None = None,
+        on_text: Callable[[int, str], object] = lambda place, text: None,
+    ) -> list[str]:
+        """Texts, greedily decoded.
+
+        Args:
+            prompts: texts and pictures of each.
+            max_tokens: cap on each answer.
+            system: instructions in front of each.
+            on_text: called with place and text as soon as one is there.
 
         Raises:
-            UserError: there is no answer.
+            UserError: one has no answer.
         """
-        reply = self._ask(parts, system, max_tokens=max_tokens)
-        text = (reply.message.content or "").strip()
-        if not text:
-            raise UserError(
-                f"{self.model} at {self.url} answered nothing (stopped by {reply.finish_reason!r})"
-            )
-        return text
+        requests = [Request(self.model, tuple(parts), system, max_tokens=max_tokens) for parts in prompts]
+        texts = [""] * len(requests)
 
-    def yes_or_no(self, parts: Sequence[Part], *, yes: str, no: str) -> Verdict:
+        def take(place: int, outcome: Outcome) -> None:
+            reply = self._reply(outcome)
+            texts[place] = reply.text.strip()
+            if not texts[place]:
+                raise UserError(f"{self.model} at {self.url} answered nothing (stopped by {reply.stop!r})")
+            on_text(place, texts[place])
+
+        self._caller.run(requests, take)
+        return texts
+
+    def yes_or_no(self, prompts: Sequence[Sequence[Part]], *, yes: str, no: str) -> list[Verdict]:
         """Sigmoid of the difference of two tokens' log probabilities.
 
         Tokens that differ in case or surrounding blanks only are added up. Where one of the two is not among the most
         likely tokens, the least likely one that is listed stands for it, which is an upper bound.
 
         Raises:
-            UserError: there is no answer, or the endpoint gives no log probabilities.
+            UserError: one has no answer, or the endpoint gives no log probabilities.
         """
-        reply = self._ask(parts, None, max_tokens=1, logprobs=True, top_logprobs=TOP_LOGPROBS)
-        content = reply.logprobs.content if reply.logprobs is not None else None
-        if not content:
+        requests = [
+            Request(self.model, tuple(parts), max_tokens=1, top_logprobs=TOP_LOGPROBS) for parts in prompts
+        ]
+        verdicts: dict[int, Verdict] = {}
+
+        def take(place: int, outcome: Outcome) -> None:
+            verdicts[place] = self._verdict(self._reply(outcome), yes, no)
+
+        self._caller.run(requests, take)
+        return [verdicts[place] for place in range(len(requests))]
+
+    def _verdict(self, reply: Reply, yes: str, no: str) -> Verdict:
+        if not reply.top_logprobs:
             raise UserError(
                 f"{self.model} at {self.url} gives no log probabilities (logprobs), which a reranker needs"
             )
-        listed = [(one.token.strip().lower(), float(one.logprob)) for one in content[0].top_logprobs]
-        said = content[0].token
+        listed = [(token.strip().lower(), logprob) for token, logprob in reply.top_logprobs]
         sums = [
             _log_sum([logprob for token, logprob in listed if token == word.strip().lower()])
             for word in (yes, no)
         ]
         if sums == [None, None]:
-            return Verdict(None, said)
+            return Verdict(None, reply.first_token)
         least = min(logprob for _, logprob in listed)
         for_yes, for_no = (least if value is None else value for value in sums)
-        return Verdict(1 / (1 + math.exp(min(for_no - for_yes, 700.0))), said)
+        return Verdict(1 / (1 + math.exp(min(for_no - for_yes, 700.0))), reply.first_token)
 
-    def _ask(self, parts: Sequence[Part], system: str | None, **settings: Any) -> Any:
-        content = [
-            {"type": "text", "text": part}
-            if isinstance(part, str)
-            else {"type": "image_url", "image_url": {"url": _data_url(part)}}
-            for part in parts
-        ]
-        messages: list[Any] = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": content})
-        try:
-            reply = self._client.chat.completions.create(
-                model=self.model, messages=messages, temperature=0.0, **settings
-            )
-        except openai.AuthenticationError as error:
-            raise UserError(f"{self.url} rejects the key: {_short(error)}") from None
-        except openai.OpenAIError as error:
+    def _reply(self, outcome: Outcome) -> Reply:
+        if outcome.reply is None:
             raise UserError(
-                f"{self.model} at {self.url} gave no answer: {_short(error)}; what was answered is kept, the same "
-                "command continues"
-            ) from None
-        if not reply.choices:
-            raise UserError(f"{self.model} at {self.url} sent no choices: it is no chat endpoint")
-        return reply.choices[0]
+                f"{self.model} at {self.url} gave no answer: {outcome.error}; what was answered is kept, the same command "
+                "continues"
+            )
+        return outcome.reply
 
 
-def sendable(ref: ImageRef, max_side_px: int = MAX_SIDE_PX) -> bytes:
-    """A picture as PNG, its longer side at most so many pixels.
-
-    Raises:
-        rge.common.images.ImageError: it cannot be read.
-    """
-    image = load_image(ref)
-    image.thumbnail((max_side_px, max_side_px))
-    out = io.BytesIO()
-    image.save(out, "PNG")
-    return out.getvalue()
+def picture(ref: ImageRef) -> Picture:
+    """A picture as a part of a prompt."""
+    return Picture(ref, hashlib.sha256(picture_bytes(ref)).hexdigest())
 
 
 def is_address(text: str) -> bool:
@@ -145,16 +144,8 @@ def is_address(text: str) -> bool:
     return text.startswith(("http://", "https://"))
 
 
-def _data_url(picture: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(picture).decode()}"
-
-
 def _log_sum(values: Sequence[float]) -> float | None:
     if not values:
         return None
     most = max(values)
     return most + math.log(sum(math.exp(value - most) for value in values))
-
-
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

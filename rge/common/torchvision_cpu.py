@@ -5,9 +5,12 @@ PyPI's torchvision links its native operators against CUDA. Beside ``torch+cpu``
 ``qwen_vl_utils`` and ``peft`` with it. Declaring the two schemas that are looked up at import time is enough: rge
 uses torchvision's pure-Python transforms only and never calls those operators.
 
+It is done when torchvision is first looked for, so that what needs no model (calls, data preparation, metrics) does not
+wait for torch: four seconds of processor time and 300 MB a process.
+
 ``import rge`` does it. A checkpoint has to load by plain transformers too, in a program that never heard of rge:
 ``python -m rge.common.torchvision_cpu``, which ``scripts/setup.sh`` calls, puts a hook into this interpreter's
-site-packages that does it where torchvision is imported, and nowhere else. It does nothing where torchvision loads by
+site-packages that does it where torchvision is imported, and nowhere else. It writes nothing where torchvision loads by
 itself; delete the two files to be rid of it.
 """
 
@@ -15,9 +18,9 @@ import logging
 import subprocess
 import sys
 import sysconfig
+from importlib.abc import MetaPathFinder
 from pathlib import Path
-
-import torch
+from typing import Any
 
 HOOK = "rge_torchvision_hook"
 _SOURCE = '''"""Written by `python -m rge.common.torchvision_cpu`: PyPI's torchvision beside a CPU build of torch."""
@@ -27,7 +30,7 @@ import sys
 
 
 class Finder:
-    """Finds torchvision as ever; where it is executed, `import rge` declares what it looks up."""
+    """Finds torchvision as ever; where it is executed, rge declares before what it looks up."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):
@@ -40,9 +43,11 @@ class Finder:
 
         def after_rge(module):
             try:
-                import rge  # noqa: F401
+                from rge.common.torchvision_cpu import make_importable
             except ImportError:
                 pass  # rge was removed: torchvision then says itself what is wrong
+            else:
+                make_importable()
             execute(module)
 
         spec.loader.exec_module = after_rge
@@ -52,7 +57,21 @@ class Finder:
 sys.meta_path.insert(0, Finder)
 '''
 
-_library: torch.library.Library | None = None
+_library: Any = None
+
+
+class _BeforeTorchvision(MetaPathFinder):
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        """Called by Python for every module that is not loaded yet; finds none itself."""
+        if fullname == "torchvision" and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            make_importable()
+
+
+def before_torchvision() -> None:
+    """Have `make_importable` called just before torchvision is imported or looked for."""
+    if "torchvision" not in sys.modules:
+        sys.meta_path.insert(0, _BeforeTorchvision())
 
 
 def make_importable() -> bool:
@@ -63,6 +82,8 @@ def make_importable() -> bool:
         a torchvision that loads by itself, or a second call).
     """
     global _library
+    import torch
+
     if "+cpu" not in torch.__version__:
         return False
     try:

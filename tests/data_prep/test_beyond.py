@@ -8,7 +8,6 @@ import pytest
 from PIL import Image, ImageFilter
 
 from data_prep.__main__ import main
-from data_prep.calls.client import ModelConfig
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames, stages
 from data_prep.rmir.config import ConfigError, IndexSpec, load_config
@@ -18,6 +17,7 @@ from data_prep.rmir.pictures.near_duplicates import near_duplicates, phash
 from data_prep.rmir.results import audit, review
 from data_prep.rmir.results.agreement import fleiss_kappa, panel_statistics, wilson
 from data_prep.rmir.run import Run
+from rge.calls.model_config import ModelConfig
 from rge.common.errors import UserError
 from rge.common.files import write_text
 

@@ -7,9 +7,9 @@ import pytest
 from PIL import Image
 
 from data_prep.__main__ import main
-from data_prep.calls.local_server import LocalServer, chat
 from data_prep.rationales import checks, prompts
 from data_prep.rationales.gain import GainJudge, gains
+from rge.calls.local_server import LocalServer, chat
 from rge.common.errors import UserError
 from rge.common.schema import Item, Positive, QueryPart, Record
 from rge.data.sources import RecordFile

@@ -21,9 +21,6 @@ from forked import Program
 from PIL import Image
 
 from data_prep.__main__ import main
-from data_prep.calls.client import BudgetReached, KeyRejected, ModelConfig
-from data_prep.calls.local_server import Answer, LocalServer
-from data_prep.calls.replies import Abstained, BadValue, MissingTag, Refused, Reply, Truncated
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames, oracle, prompts, stages
 from data_prep.rmir.config import (
@@ -46,6 +43,10 @@ from data_prep.rmir.results import report
 from data_prep.rmir.results.export import export
 from data_prep.rmir.run import STAGES, Run, RunError
 from eval.sets.retrieval_set import load_set
+from rge.calls.failures import BudgetReached, KeyRejected
+from rge.calls.local_server import Answer, LocalServer
+from rge.calls.model_config import ModelConfig
+from rge.calls.replies import Abstained, BadValue, MissingTag, Refused, Reply, Truncated
 from rge.common.files import FileError, write_text
 from rge.common.fingerprint import set_fingerprint
 from rge.common.images import load_image
@@ -624,7 +625,7 @@ def test_stopped_by_the_budget_and_resumed_no_call_is_paid_twice(tmp_path, monke
         assert not run.done("keep")
         run_stages(run, STAGES)
     assert set(counted.values()) == {1}
-    assert sum(counted.values()) == answered == run.cache.num_replies()
+    assert sum(counted.values()) == answered == run.store.num_replies()
     funnel = {(what, unit): number for what, number, unit in report.collect(run)["funnel"]}
     assert funnel["judgements", "calls"] == 3 * funnel["candidates retrieved", "triplets"]
     assert funnel["pictures listed", "images"] == len((tmp_path / "library.csv").read_text().splitlines()) - 1
@@ -672,7 +673,7 @@ def test_a_stage_that_gets_no_answers_says_so_and_is_not_done(tmp_path, answer, 
             run_stages(run, STAGES)
         assert run.done("seed")
         assert not run.done("generate")
-        assert run.cache.num_replies() == 0
+        assert run.store.num_replies() == 0
         run.close()
 
 

@@ -5,11 +5,11 @@ import json
 import pytest
 from eval_fakes import FakeEncoder, loader, tables, write_tables
 
-from data_prep.calls.local_server import LocalServer, chat
 from eval.commands.bm25 import Bm25Options, bm25, rank
 from eval.commands.run import RunOptions, run
 from eval.embedding.rewrite import PROMPTS, load_rewriter, rewritten
 from eval.sets.retrieval_set import load_set
+from rge.calls.local_server import LocalServer, chat
 from rge.common.errors import UserError
 
 
@@ -42,7 +42,7 @@ def test_a_caption_is_of_the_pictures_alone_and_asked_for_once(content, server, 
         rewriter = load_rewriter("caption", server.url, "m", None, tmp_path / "cache")
         found = rewritten(wanted, rewriter)
         rewriter.answers.close()
-    assert len(server.asked) == 5  # q00 shows nothing
+    assert len(server.asked) == 3  # q00 shows nothing, and two others show what has been described
     assert found.queries[0] == wanted.queries[0]
     assert found.queries[1].text.startswith("question 1\nword")
     assert found.queries[1].images == wanted.queries[1].images

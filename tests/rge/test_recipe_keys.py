@@ -23,6 +23,7 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from family_models import TEXT, VISION
 
@@ -321,6 +322,7 @@ def runs(home, arguments):
             recipe = load_recipe([*arguments(*overrides), f"out={out}"])
             patch.setattr(train, "load_recipe", lambda _: recipe)
             now.recipe = flat(to_dict(recipe))
+            AcceleratorState._reset_state(True)  # it remembers the first run's precision
             train.main([])
         finally:
             counting.remove()

@@ -1,6 +1,8 @@
 """What a run did, what it cost and what it threw away: a table, a picture, and the paper's ratios beside ours."""
 
 import json
+from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,17 @@ PAPER: dict[str, float | None] = {
 images. How many of the seed pictures were asked about, and how many triplets were unanimous, it does not say."""
 
 
+MET = {
+    "reasked": "asked again, for it could not be read",
+    "unreadable": "unreadable to the end",
+    "refused": "refused by the provider's policy",
+    "failed": "rejected by the endpoint",
+    "limited": "429",
+    "retries": "retries",
+}
+"""What happened to calls, see `rge.calls.caller.Counts`, in the words of the report."""
+
+
 def collect(run: Run) -> dict[str, Any]:
     """Everything the finished stages reported, as one dict."""
     stages = {stage: found for stage in STAGES if (found := run.done(stage))}
@@ -26,7 +39,7 @@ def collect(run: Run) -> dict[str, Any]:
         "stages": stages,
         "funnel": funnel(stages),
         "ratios": ratios(stages),
-        "models": run.cache.ledger(),
+        "models": [asdict(one) for one in run.store.ledger()],
     }
 
 
@@ -97,11 +110,31 @@ def markdown(report: dict[str, Any]) -> str:
         if isinstance(rejected, dict):
             lines += [f"| {stage} | {reason} | {number:,} |" for reason, number in rejected.items()]
     lines += ["", "| model | calls | input tokens | output tokens | cost |", "|---|---:|---:|---:|---:|"]
-    for model, figures in report["models"].items():
+    names = Counter(_model_of(figures["endpoint"]) for figures in report["models"])
+    for figures in report["models"]:
+        # The address where it tells two apart; a server of one run is at another port in the next.
+        name = _model_of(figures["endpoint"])
+        shown = name if names[name] == 1 else figures["endpoint"]
         lines.append(
-            f"| {model} | {figures['calls']:,} | {figures['input_tokens']:,} | {figures['output_tokens']:,} "
+            f"| {shown} | {figures['calls']:,} | {figures['input_tokens']:,} | {figures['output_tokens']:,} "
             f"| {figures['cost']:.4f} |"
         )
+        if figures["lost_calls"]:
+            lines.append(
+                f"| {shown}, lost attempts (at most) | {figures['lost_calls']:,} | | | {figures['lost_cost']:.4f} |"
+            )
+    met = {stage: found["met"] for stage, found in report["stages"].items() if found.get("met")}
+    if met:
+        kinds = [kind for kind in MET if any(found.get(kind) for found in met.values())]
+        lines += [
+            "",
+            f"| stage | {' | '.join(MET[kind] for kind in kinds)} |",
+            f"|---|{'---:|' * len(kinds)}",
+        ]
+        lines += [
+            f"| {stage} | {' | '.join(f'{found.get(kind, 0):,}' for kind in kinds)} |"
+            for stage, found in met.items()
+        ]
     if "seed" in report["stages"]:
         encoders = report["stages"]["seed"]["counts"]["encoders"]
         lines += [
@@ -196,3 +229,7 @@ def write(run: Run) -> Path:
     write_text(run.out / "funnel.svg", svg(report["funnel"]))
     write_text(run.out / "report.md", f"![funnel](funnel.svg)\n\n{markdown(report)}")
     return run.out / "report.md"
+
+
+def _model_of(endpoint: str) -> str:
+    return endpoint.partition(" at ")[0]

@@ -1,20 +1,11 @@
 """What is asked of a model, and the key under which its answer is kept."""
 
-import base64
 import hashlib
-import io
 import json
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any
 
-from PIL import Image
-
-from rge.common.images import load_image, picture_bytes
 from rge.common.schema import ImageRef
-
-SENDABLE = {"JPEG": "image/jpeg", "PNG": "image/png", "WEBP": "image/webp"}
-"""Formats that every server reads; a picture of another format, or too large, is sent as JPEG."""
-JPEG_QUALITY = 90
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +31,19 @@ class Request:
     """One call.
 
     Attributes:
-        model: name the server knows the model by.
+        model: which of the caller's models is asked.
         parts: the user's message, texts and pictures in the order they are read.
         system: instructions in front of it, or None.
         temperature: sampling temperature.
         max_tokens: cap on the answer.
         sample: number of the draw. Two judges that are the same model ask the same thing; this keeps their answers
             apart, and is sent as the ``seed``.
+        n: draws by this one call; the first is number ``sample``.
+        shared_parts: how many of the first parts later requests begin with as well: a provider that caches prompts is told so.
+        form: what the answer must look like, for an answer that is asked for again.
+        fields: tags of the answer, with the words that each may hold (None: any text) or the tags inside it; for an
+            endpoint that holds answers to a JSON schema. None: the answer has no such form.
+        top_logprobs: likeliest tokens whose log probabilities are wanted.
     """
 
     model: str
@@ -55,11 +52,21 @@ class Request:
     temperature: float = 0.0
     max_tokens: int = 1024
     sample: int = 0
+    n: int = 1
+    shared_parts: int = 0
+    form: str | None = None
+    fields: tuple[tuple[str, Any], ...] | None = None
+    top_logprobs: int = 0
 
-    def key(self) -> str:
-        """sha256 over model, texts, picture contents and settings; no path, address or secret is part of it."""
-        body = {
-            "model": self.model,
+    def key(self, known_as: str | None = None, answers_by: dict[str, Any] | None = None) -> str:
+        """Sha256 over model, texts, picture contents and settings; no path, address or secret is part of it.
+
+        Args:
+            known_as: the model's name; None: ``model``.
+            answers_by: further settings that change the answer.
+        """
+        body: dict[str, Any] = {
+            "model": known_as or self.model,
             "system": self.system,
             "parts": [
                 {"sha256": part.sha256, "max_side_px": part.max_side_px}
@@ -69,7 +76,18 @@ class Request:
             ],
             "settings": [self.temperature, self.max_tokens, self.sample],
         }
-        return hashlib.sha256(json.dumps(body, ensure_ascii=False, sort_keys=True).encode()).hexdigest()
+        # Only what is given: the key of a plain request of today is that of all days.
+        more = dict(answers_by or {})
+        if more.get("structured"):
+            more["structured"] = self.fields
+        if self.n > 1:
+            more["n"] = self.n
+        if self.top_logprobs:
+            more["top_logprobs"] = self.top_logprobs
+        if more:
+            body["more"] = more
+        text = json.dumps(body, ensure_ascii=False, sort_keys=True)
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
     def num_characters(self) -> int:
         """Length of its texts."""
@@ -78,31 +96,3 @@ class Request:
     def num_pictures(self) -> int:
         """How many pictures it shows."""
         return sum(isinstance(part, Picture) for part in self.parts)
-
-
-def sendable(picture: Picture) -> tuple[str, bytes]:
-    """Media type and bytes of a picture as it is sent.
-
-    Returns:
-        The file as it is where every server can read it, else a JPEG of it.
-
-    Raises:
-        ImageError: it cannot be read or decoded.
-    """
-    data = picture_bytes(picture.ref)
-    with Image.open(io.BytesIO(data)) as header:
-        kind, mode, longest = header.format, header.mode, max(header.size)
-    if kind in SENDABLE and mode in ("RGB", "RGBA", "L", "P") and longest <= picture.max_side_px:
-        return SENDABLE[kind], data
-    image = load_image(picture.ref)
-    image.thumbnail((picture.max_side_px, picture.max_side_px), Image.Resampling.LANCZOS)
-    out = io.BytesIO()
-    image.save(out, "JPEG", quality=JPEG_QUALITY)
-    return "image/jpeg", out.getvalue()
-
-
-@lru_cache(maxsize=256)
-def encoded(picture: Picture) -> tuple[str, str]:
-    """Media type and base64 of a picture; the last few are kept, for one picture is judged a hundred times."""
-    media_type, data = sendable(picture)
-    return media_type, base64.b64encode(data).decode()

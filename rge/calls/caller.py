@@ -1,0 +1,572 @@
+"""Ask models: limited, retried, within a budget, and never twice for the same.
+
+The clients' own retries are switched off: here a retry is counted, waits with jitter, honours ``Retry-After`` and stops
+at what no retry can mend. An answer is kept before it is looked at, so that a malformed one is paid for once; then it is
+asked for again with the format named.
+"""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tqdm import tqdm
+
+from rge.calls.failures import (
+    BudgetReached,
+    CallFailed,
+    EndpointDown,
+    Lost,
+    Rejected,
+    RequestRejected,
+    StopCalls,
+)
+from rge.calls.keys import Mask, read_key
+from rge.calls.model_config import ModelConfig, check_model, known_as
+from rge.calls.pace import Pace
+from rge.calls.pictures import Pictures
+from rge.calls.replies import (
+    UNREADABLE,
+    NotAChat,
+    Refused,
+    Reply,
+    ReplyError,
+    Truncated,
+    cached_tokens,
+    read_replies,
+    usage,
+)
+from rge.calls.request import Picture, Request
+from rge.calls.store import AnswerStore, Kept
+from rge.calls.transport import Answer, Connections, PolicyAnswer, Send, Shown
+from rge.common.errors import UserError
+from rge.common.images import ImageError
+
+MAX_FAILURES_IN_A_ROW = 20
+"""Calls lost, or rejected, one after the other before an endpoint is held to be down, or set up wrongly."""
+KEPT_OF_FAILURE = 20_000
+"""Characters of a body that is no answer, for the record of failures."""
+Read = Callable[[Reply], object]
+"""Looks into a reply; raises one of `rge.calls.replies.UNREADABLE` where it is to be asked for again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a request.
+
+    Attributes:
+        key: under which the answer is kept that counts: of the last time it was asked for.
+        cached: nothing was asked; the answer was kept from before.
+        reply: the answer; None with ``error``.
+        error: why there is none.
+        failed: the call itself failed, and nothing is kept. False for a malformed answer, which is.
+        lost: it failed by no fault of the request (time-outs, 5xx): worth asking again.
+        reasked: how often it was asked for again because it could not be read.
+    """
+
+    key: str
+    cached: bool
+    reply: Reply | None = None
+    error: ReplyError | None = None
+    failed: bool = False
+    lost: bool = False
+    reasked: int = 0
+
+
+@dataclass
+class Counts:
+    """What a caller did so far.
+
+    Attributes:
+        asked: calls that were answered.
+        cached: requests whose answer was kept from before.
+        retries: further attempts at lost calls.
+        limited: attempts that the endpoint refused for their rate.
+        failed: calls that gave nothing to keep.
+        refused: answers in which the provider's policy declines.
+        reasked: answers asked for again because they could not be read.
+        unreadable: requests that gave no readable answer however often they were asked.
+        reasons: messages of the failed calls.
+    """
+
+    asked: int = 0
+    cached: int = 0
+    retries: int = 0
+    limited: int = 0
+    failed: int = 0
+    refused: int = 0
+    reasked: int = 0
+    unreadable: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class _Draw:
+    # One request of the user on its way: how often it was asked for again, and why.
+    position: int
+    request: Request
+    reasked: int = 0
+    cached: bool = True
+
+
+@dataclass(slots=True)
+class _Call:
+    # What one HTTP call answers: draws of one prompt, and other positions that want the same.
+    key: str
+    request: Request
+    draws: list[_Draw]
+
+
+class Caller:
+    """Asks models and keeps their answers. What it learns of an endpoint lasts as long as it does.
+
+    Args:
+        models: by the name used in requests.
+        store: where answers are kept.
+        progress: show progress bars.
+        rng: of the waits.
+
+    Raises:
+        UserError: a model's settings cannot be right, or the variable of its key is not set.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, ModelConfig],
+        store: AnswerStore,
+        *,
+        progress: bool = False,
+        rng: random.Random | None = None,
+    ):
+        self.models, self.store, self.counts, self.progress = dict(models), store, Counts(), progress
+        self._rng = rng or random.Random()
+        for name, model in models.items():
+            check_model(name, model)
+        self._mask = Mask(read_key(model.name, model.key_env) for model in models.values() if model.key_env)
+        self._known_as = known_as(models)
+        self._lines = {model.endpoint: _Line(model.endpoint) for model in models.values()}
+
+    def key(self, request: Request) -> str:
+        """Under which the answer to a request is kept."""
+        model = self.models[request.model]
+        return request.key(self._known_as[request.model], model.answers_by())
+
+    def run(
+        self,
+        requests: Sequence[Request],
+        on_outcome: Callable[[int, Outcome], object] | None = None,
+        *,
+        read: Read | None = None,
+        title: str = "calls",
+    ) -> list[Outcome]:
+        """Answer requests, from the store where possible.
+
+        Args:
+            requests: what to ask; equal ones are asked once.
+            on_outcome: called with the position of a request as soon as it is answered.
+            read: an answer that it cannot read is asked for again, see `ModelConfig.reasks`.
+            title: of the progress bar.
+
+        Returns:
+            One outcome a request, in their order.
+
+        Raises:
+            KeyRejected: at the first 401 or 403.
+            BudgetReached: nothing more can be asked within the budget; everything answered is kept.
+            EndpointDown: it answers nothing.
+            RequestRejected: it accepts no request.
+            StoreError: an answer cannot be kept.
+        """
+        outcomes: list[Outcome | None] = [None] * len(requests)
+        # disable=None: no bar where standard error is a file
+        disable = None if self.progress else True
+        with tqdm(total=len(requests), desc=title, disable=disable, smoothing=0.05) as bar:
+
+            def done(position: int, outcome: Outcome) -> None:
+                outcomes[position] = outcome
+                bar.update()
+                if on_outcome is not None:
+                    on_outcome(position, outcome)
+
+            batch = _Batch(self, read or (lambda reply: None), done)
+            todo = batch.kept([_Draw(position, request) for position, request in enumerate(requests)])
+            if todo:
+                asyncio.run(self._ask_all(todo, batch))
+        return outcomes  # type: ignore[return-value]
+
+    async def _ask_all(self, calls: list[_Call], batch: "_Batch") -> None:
+        by_model: dict[str, list[_Call]] = {}
+        for call in calls:
+            by_model.setdefault(call.request.model, []).append(call)
+        spent: list[BudgetReached] = []
+
+        async def ask(name: str, calls: list[_Call], pictures: Pictures) -> None:
+            try:
+                await self._ask_model(self.models[name], calls, batch, pictures)
+            except* BudgetReached as errors:
+                # The other models' calls are under way and paid for: they finish first.
+                spent.append(_first(errors))  # type: ignore[arg-type]
+
+        try:
+            with Pictures() as pictures:
+                async with asyncio.TaskGroup() as group:
+                    for name, some in by_model.items():
+                        group.create_task(ask(name, some, pictures))
+        except* UserError as errors:
+            raise _first(errors) from None
+        if spent:
+            raise spent[0]
+        for name in by_model:
+            self._lines[self.models[name].endpoint].check_accepted()
+
+    async def _ask_model(
+        self, model: ModelConfig, calls: list[_Call], batch: "_Batch", pictures: Pictures
+    ) -> None:
+        line = self._lines[model.endpoint]
+        line.start()
+        queue = iter(calls)
+        num_workers = min(model.concurrency, len(calls))
+        async with Connections(model, num_workers, self._mask) as senders:
+
+            async def worker(send: Send) -> None:
+                for call in queue:
+                    again = [call]
+                    while again:
+                        again = (
+                            batch.answered(again[0], await self._ask(model, line, send, again[0], pictures))
+                            + again[1:]
+                        )
+
+            async with asyncio.TaskGroup() as group:
+                for number in range(num_workers):
+                    group.create_task(worker(senders[number % len(senders)]))
+
+    async def _ask(
+        self, model: ModelConfig, line: "_Line", send: Send, call: _Call, pictures: Pictures
+    ) -> "Kept | CallFailed":
+        request = call.request
+        try:
+            # Before an attempt begins: scaling a photograph is no part of the time that the endpoint is given.
+            shown = {part: await pictures(part) for part in request.parts if isinstance(part, Picture)}
+            kept = await self._attempts(model, line, send, call, shown)
+            self.counts.asked += 1
+            return kept
+        except (CallFailed, ImageError) as error:
+            failure = error if isinstance(error, CallFailed) else CallFailed(self._mask(str(error)))
+            raw = getattr(error.__cause__, "raw", None)
+            shown_raw = self._mask(raw.decode("utf-8", "replace"))[:KEPT_OF_FAILURE] if raw else None
+            self.store.fail(call.key, model.name, failure.kind, str(failure), shown_raw)
+            self.counts.failed += 1
+            self.counts.reasons[str(failure)[:120]] += 1
+            if isinstance(error, CallFailed):
+                line.failed(failure)
+            return failure
+
+    async def _attempts(
+        self, model: ModelConfig, line: "_Line", send: Send, call: _Call, shown: Shown
+    ) -> Kept:
+        tokens = model.estimate(call.request)
+        attempt, limited_since = 0, None
+        while True:
+            await line.pace.turn()
+            number = await self._admitted(model, line, call.key, tokens)
+            sent_at, answer = time.monotonic(), None
+            try:
+                async with asyncio.timeout(model.timeout_s):
+                    answer = await self._answer(send, call.request, shown)
+            except TimeoutError:
+                lost = Lost(f"no answer within {model.timeout_s:g} s", billed=True)
+            except Lost as error:
+                lost = error
+            except Rejected as error:
+                self.store.free(number)
+                line.rejected(model, self._mask(str(error)), error.about_input)
+                raise CallFailed(f"{model.name}: {self._mask(str(error))}") from error
+            except StopCalls:
+                self.store.free(number)
+                line.is_refusing = True
+                raise
+            except asyncio.CancelledError:
+                # Another call ended the run. Where that was because all are turned away, this one is as well.
+                (self.store.free if line.is_refusing else self.store.lose)(number)
+                raise
+            finally:
+                line.left()
+            if answer is not None:
+                line.pace.answered(answer.headers)
+                return self._keep(model, line, call, number, answer, tokens, time.monotonic() - sent_at)
+            (self.store.lose if lost.billed else self.store.free)(number)
+            now = time.monotonic()
+            if lost.limited:
+                self.counts.limited += 1
+                limited_since = limited_since or now
+                line.pace.limited(sent_at, lost.wait_s, model.backoff_s, model.max_backoff_s)
+                if now - limited_since < model.max_limited_s:
+                    continue
+                waited = f"still refused after {model.max_limited_s:g} s (max_limited_s)"
+                raise CallFailed(f"{model.name}: {self._mask(str(lost))}, {waited}", lost=True) from lost
+            if attempt == model.max_retries:
+                message = f"{model.name}: {self._mask(str(lost))} ({attempt + 1} attempts)"
+                raise CallFailed(message, lost=True) from lost
+            self.counts.retries += 1
+            wait_s = min(model.max_backoff_s, model.backoff_s * 2**attempt) * self._rng.random()
+            attempt += 1
+            await asyncio.sleep(max(wait_s, min(lost.wait_s or 0.0, model.max_backoff_s)))
+
+    async def _answer(self, send: Send, request: Request, shown: Shown) -> Answer:
+        try:
+            answer = await send(request, shown)
+        except PolicyAnswer as refused:
+            return refused.answer
+        try:
+            read_replies(answer.body)
+        except NotAChat as error:
+            raise Lost(
+                f"the endpoint's answer is no chat reply: {error}", billed=True, raw=answer.body
+            ) from None
+        except ReplyError:
+            pass  # an empty answer is an answer, and may have been billed
+        return answer
+
+    def _keep(
+        self,
+        model: ModelConfig,
+        line: "_Line",
+        call: _Call,
+        number: int,
+        answer: Answer,
+        expected: tuple[int, int],
+        took_s: float,
+    ) -> Kept:
+        refused = _refused(answer.body)
+        # A provider bills what it answers; what its policy stopped it does not, unless it says so.
+        guesses = (0, 0) if refused else expected
+        input_tokens, output_tokens = (
+            said if said is not None else guess
+            for said, guess in zip(usage(answer.body), guesses, strict=True)
+        )
+        cached = min(cached_tokens(answer.body), input_tokens)
+        cost = model.cost(input_tokens, output_tokens, cached)
+        kept = Kept(answer.body, input_tokens, output_tokens, cost, took_s)
+        self.store.put(number, call.key, model.name, kept, cached)
+        line.accepted()
+        self.counts.refused += refused
+        return kept
+
+    async def _admitted(self, model: ModelConfig, line: "_Line", key: str, tokens: tuple[int, int]) -> int:
+        worst = model.cost(*tokens)
+        while True:
+            number = self.store.begin(model.endpoint, key, tokens, worst, model.budget)
+            if number is not None:
+                line.under_way += 1
+                return number
+            if not line.under_way:
+                raise BudgetReached(
+                    f"{model.name}: {self.store.spent(model.endpoint):.4f} of the budget {model.budget:g} is spent, and the "
+                    f"next call might cost {worst:.4f}; nothing more is asked. Raise the model's budget and run the same "
+                    "command again"
+                )
+            await line.somebody_left()
+
+    def outcome(self, draw: _Draw, key: str, found: Reply | ReplyError) -> Outcome:
+        """An answer as the user gets it: without keys, which a server may echo."""
+        if isinstance(found, ReplyError):
+            # The error may quote the answer.
+            found.args = (self._mask(str(found)),)
+            return Outcome(key, draw.cached, error=found, reasked=draw.reasked)
+        return Outcome(
+            key, draw.cached, reply=replace(found, text=self._mask(found.text)), reasked=draw.reasked
+        )
+
+
+class _Batch:
+    """The requests of one `Caller.run`: which calls they need, and what becomes of the answers."""
+
+    def __init__(self, caller: Caller, read: Read, done: Callable[[int, Outcome], None]):
+        self._caller, self._read, self._done = caller, read, done
+
+    def kept(self, draws: list[_Draw]) -> list[_Call]:
+        """Answer from the store what is there, and group the rest into calls."""
+        calls: dict[str, _Call] = {}
+        waiting = draws
+        while waiting:
+            left: list[_Draw] = []
+            for group in self._grouped(waiting):
+                request = replace(group[0].request, n=_span(group))
+                key = self._caller.key(request)
+                if key in calls:
+                    calls[key].draws += group
+                elif kept := self._caller.store.get(key):
+                    left += self._looked_at(_Call(key, request, group), kept)
+                else:
+                    calls[key] = _Call(key, request, group)
+            waiting = left
+        return list(calls.values())
+
+    def answered(self, call: _Call, found: Kept | CallFailed) -> list[_Call]:
+        """Hand out an answer; what cannot be read is to be asked for by the calls that are returned."""
+        for draw in call.draws:
+            draw.cached = False
+        if isinstance(found, CallFailed):
+            for draw in call.draws:
+                lost = found.lost
+                self._done(
+                    draw.position,
+                    Outcome(call.key, False, error=found, failed=True, lost=lost, reasked=draw.reasked),
+                )
+            return []
+        return self.kept(self._looked_at(call, found))
+
+    def _looked_at(self, call: _Call, kept: Kept) -> list[_Draw]:
+        again: list[_Draw] = []
+        try:
+            found = read_replies(kept.raw)
+        except ReplyError as error:
+            found = [error]
+        model = self._caller.models[call.request.model]
+        for draw in call.draws:
+            place = draw.request.sample - call.request.sample
+            if place >= len(found) and not isinstance(found[0], Refused):
+                # A server that does not know `n` sends one draw: the others are still to be asked for.
+                again.append(draw)
+                continue
+            one = found[place] if place < len(found) else found[0]
+            error = one if isinstance(one, ReplyError) else None
+            if error is None:
+                try:
+                    self._read(one)  # type: ignore[arg-type]
+                except UNREADABLE as unreadable:
+                    error = unreadable
+                except ReplyError:
+                    pass  # a refusal or an abstention: an answer
+            counts = self._caller.counts
+            if isinstance(error, UNREADABLE):
+                if draw.reasked < model.reasks:
+                    counts.reasked += 1
+                    request = _asked_again(draw.request, error, draw.reasked + 1)
+                    again.append(_Draw(draw.position, request, draw.reasked + 1, draw.cached))
+                    continue
+                counts.unreadable += 1
+            counts.cached += draw.cached
+            self._done(draw.position, self._caller.outcome(draw, call.key, one))
+        return again
+
+    def _grouped(self, draws: Iterable[_Draw]) -> list[list[_Draw]]:
+        """Draws of one prompt whose numbers follow one another, at most `draws_a_call` of them; others alone."""
+        groups: list[list[_Draw]] = []
+        open_groups: dict[Request, list[_Draw]] = {}
+        for draw in draws:
+            most = self._caller.models[draw.request.model].draws_a_call
+            prompt = replace(draw.request, sample=0)
+            group = open_groups.get(prompt) if most > 1 and not draw.reasked else None
+            if group and draw.request.sample == group[-1].request.sample + 1 and len(group) < most:
+                group.append(draw)
+                continue
+            groups.append([draw])
+            open_groups[prompt] = groups[-1]
+        return groups
+
+
+class _Line:
+    """What is known of one endpoint, for all models that stand behind it: its pace, and how its last calls went."""
+
+    def __init__(self, endpoint: str):
+        self.endpoint, self.pace = endpoint, Pace()
+        self.under_way = 0
+        self._lost_in_a_row = self._rejected_in_a_row = 0
+        self._was_accepted = self.is_refusing = False
+        self._rejection: str | None = None
+
+    def start(self) -> None:
+        """A new batch of calls; conditions belong to an event loop, and each batch has its own."""
+        self._somebody_left = asyncio.Event()
+        self.under_way = 0
+
+    async def somebody_left(self) -> None:
+        """Wait until a call ends."""
+        self._somebody_left.clear()
+        await self._somebody_left.wait()
+
+    def left(self) -> None:
+        """A call ended."""
+        self.under_way -= 1
+        self._somebody_left.set()
+
+    def accepted(self) -> None:
+        """An answer came."""
+        self._lost_in_a_row = self._rejected_in_a_row = 0
+        self._was_accepted = True
+
+    def failed(self, error: CallFailed) -> None:
+        """A call was lost after all its attempts.
+
+        Raises:
+            EndpointDown: it is one of many in a row.
+        """
+        if error.lost:
+            self._lost_in_a_row += 1
+            if self._lost_in_a_row >= MAX_FAILURES_IN_A_ROW:
+                raise EndpointDown(f"{self._lost_in_a_row} calls in a row failed, the last with: {error}")
+
+    def rejected(self, model: ModelConfig, reason: str, about_input: bool) -> None:
+        """A request was rejected as it stands.
+
+        Raises:
+            RequestRejected: at once where the endpoint has accepted none yet and does not speak of this one's length or
+                pictures; else where many in a row are rejected.
+        """
+        self._rejected_in_a_row += 1
+        self._rejection = f"{model.name}: the endpoint rejects the request; {reason}"
+        if (not about_input and not self._was_accepted) or self._rejected_in_a_row >= MAX_FAILURES_IN_A_ROW:
+            self.is_refusing = True
+            raise self._error()
+
+    def check_accepted(self) -> None:
+        """At the end of a batch: a stage whose calls were all rejected is not done.
+
+        Raises:
+            RequestRejected: nothing was accepted so far.
+        """
+        if self._rejection is not None and not self._was_accepted:
+            raise self._error()
+
+    def _error(self) -> RequestRejected:
+        return RequestRejected(
+            f"{self._rejection}. Change the model's settings (token_limit, send_temperature, send_seed, extra_body, "
+            "max_side_px ...) and run the same command again; what was answered is kept"
+        )
+
+
+def _span(group: list[_Draw]) -> int:
+    return group[-1].request.sample - group[0].request.sample + 1
+
+
+def _asked_again(request: Request, error: ReplyError, number: int) -> Request:
+    said = f"Your last answer could not be read: {error.kind}."
+    form = f" Answer in exactly this format:\n{request.form}" if request.form else ""
+    first = request.parts if number == 1 else request.parts[:-1]  # the remark of the time before
+    # A number of its own, or a model at temperature 0 with a seed would say the same again.
+    return replace(
+        request,
+        parts=(*first, f"{said}{form}"),
+        sample=request.sample + 1_000_000 if number == 1 else request.sample + 1,
+        max_tokens=2 * request.max_tokens if isinstance(error, Truncated) else request.max_tokens,
+    )
+
+
+def _refused(body: bytes) -> bool:
+    try:
+        read_replies(body)
+    except Refused:
+        return True
+    except ReplyError:
+        pass
+    return False
+
+
+def _first(errors: BaseExceptionGroup) -> BaseException:
+    first: Any = errors.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first

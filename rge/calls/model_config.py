@@ -1,0 +1,168 @@
+"""One model behind one endpoint, as the user gives it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from rge.calls.request import Request
+from rge.common.errors import UserError
+
+APIS = ("openai", "anthropic")
+TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
+CHARACTERS_A_TOKEN = 3
+"""Of a prompt, for estimates; low, so that estimates are rather too high."""
+
+
+@dataclass
+class ModelConfig:
+    """A model behind an endpoint."""
+
+    name: str = "???"
+    """Name the endpoint knows it by."""
+    base_url: str | None = None
+    """Such as http://HOST:8000/v1 of vLLM; null: the provider's own."""
+    api: str = "openai"
+    """openai (any compatible endpoint) or anthropic (needs the extra ``claude``)."""
+    key_env: str | None = None
+    """Environment variable that holds the key; null: the endpoint needs none."""
+    concurrency: int = 32
+    """Calls under way at once; fewer where the endpoint asks for it (429, headers)."""
+    timeout_s: float = 120.0
+    """For one attempt, whole."""
+    max_retries: int = 6
+    """Attempts after the first, on 5xx, time-outs and lost connections."""
+    backoff_s: float = 1.0
+    """Upper bound of the first wait; doubles with every attempt, the wait is drawn below it."""
+    max_backoff_s: float = 60.0
+    """Longest wait before the next attempt, also where the endpoint asks for a longer one."""
+    max_limited_s: float = 600.0
+    """How long a call waits for its turn at an endpoint that answers 429; then it is lost."""
+    reasks: int = 2
+    """How often an answer that cannot be read is asked for again, with the format named."""
+    input_price: float = 0.0
+    """Per million tokens."""
+    cached_price: float | None = None
+    """Per million input tokens that the provider had in its prompt cache; null: as ``input_price``."""
+    output_price: float = 0.0
+    """Per million tokens."""
+    budget: float | None = None
+    """What the endpoint may cost in all, over all runs on one file of answers; null: no limit."""
+    picture_tokens: int = 1500
+    """Of one picture, for estimates."""
+    send_seed: bool = True
+    """Send the number of the draw as ``seed``, where the endpoint knows the field."""
+    send_temperature: bool = True
+    """False for models that refuse any temperature but their own."""
+    token_limit: str = "max_tokens"
+    """Field that caps the answer: max_tokens, or max_completion_tokens as newer models of OpenAI want it."""
+    reasoning_effort: str | None = None
+    """Of models that reason before they answer, such as low; null: not sent. Give ``max_tokens`` room for it."""
+    structured: bool = False
+    """Have the endpoint hold answers to a JSON schema, verdicts to their words (OpenAI, vLLM)."""
+    draws_a_call: int = 1
+    """Draws of one prompt by one call (``n``), where the endpoint knows the field: the prompt is paid for once."""
+    extra_body: dict[str, Any] = field(default_factory=dict)
+    """Further fields of every request, as they are."""
+    max_side_px: int = 1024
+    """Longer sides of pictures are scaled down to this."""
+    family: str | None = None
+    """Models that share blind spots, for the agreement statistics of judges; null: the model is its own family."""
+
+    @property
+    def endpoint(self) -> str:
+        """Name and address: what budgets, rates and the ledger go by."""
+        return f"{self.name} at {self.base_url or self.api}"
+
+    def cost(self, input_tokens: int, output_tokens: int, cached_tokens: int = 0) -> float:
+        """Price of a call; cached tokens are a part of the input tokens."""
+        cached_price = self.input_price if self.cached_price is None else self.cached_price
+        fresh = (input_tokens - cached_tokens) * self.input_price
+        return (fresh + cached_tokens * cached_price + output_tokens * self.output_price) / 1e6
+
+    def estimate(self, request: Request) -> tuple[int, int]:
+        """Input tokens, and output tokens at most."""
+        prompt = request.num_characters() // CHARACTERS_A_TOKEN + request.num_pictures() * self.picture_tokens
+        return prompt, request.max_tokens * request.n
+
+    def answers_by(self) -> dict[str, Any]:
+        """The settings that change what the model answers, as far as they are given: part of the key of its answers."""
+        found: dict[str, Any] = {}
+        if self.extra_body:
+            found["extra_body"] = self.extra_body
+        if self.reasoning_effort is not None:
+            found["reasoning_effort"] = self.reasoning_effort
+        if not self.send_temperature:
+            found["send_temperature"] = False
+        if self.structured:
+            found["structured"] = True
+        return found
+
+
+def check_model(name: str, model: ModelConfig) -> None:
+    """Check what types cannot say.
+
+    Raises:
+        UserError: names the setting and the mend.
+    """
+    where = f"models.{name}"
+    for setting, allowed in (("api", APIS), ("token_limit", TOKEN_LIMITS)):
+        if (value := getattr(model, setting)) not in allowed:
+            raise UserError(f"{where}.{setting} must be one of {', '.join(allowed)}; got {value!r}")
+    for setting in (
+        "concurrency",
+        "timeout_s",
+        "max_side_px",
+        "picture_tokens",
+        "max_limited_s",
+        "draws_a_call",
+    ):
+        if not getattr(model, setting) > 0:
+            raise UserError(f"{where}.{setting} must be > 0, got {getattr(model, setting)}")
+    for setting in ("max_retries", "reasks"):
+        if getattr(model, setting) < 0:
+            raise UserError(f"{where}.{setting} must be >= 0, got {getattr(model, setting)}")
+    if model.budget is not None and not (model.input_price > 0 or model.output_price > 0):
+        raise UserError(
+            f"{where}.budget needs input_price and output_price: without prices nothing is ever spent"
+        )
+    if model.api == "anthropic":
+        for setting in ("draws_a_call", "structured", "reasoning_effort", "token_limit"):
+            if getattr(model, setting) != getattr(ModelConfig, setting):
+                raise UserError(
+                    f"{where}.{setting} is for api=openai; Anthropic's messages know no such field"
+                )
+    if set(model.extra_body) & {"model", "messages", "n", "seed"}:
+        raise UserError(
+            f"{where}.extra_body must leave model, messages, n and seed alone: answers are kept by them"
+        )
+    try:
+        json.dumps(model.extra_body)
+    except TypeError as error:
+        raise UserError(f"{where}.extra_body is sent as JSON: {error}") from None
+    if model.base_url is not None:
+        url = httpx.URL(model.base_url)
+        if url.scheme not in ("http", "https") or not url.host:
+            raise UserError(f"{where}.base_url must be http(s)://HOST..., got {model.base_url!r}")
+        if url.userinfo or url.query:
+            raise UserError(f"{where}.base_url must hold no user, password or query; keys come by key_env")
+
+
+def known_as(models: Mapping[str, ModelConfig]) -> dict[str, str]:
+    """The name under which answers of each model are kept.
+
+    It is the model's own, whatever its address: a server that moves to another port keeps its answers. Where one name is
+    served at two addresses, the second and later ones carry the name that the configuration gives them, for they may be other
+    weights.
+
+    Args:
+        models: by that name.
+    """
+    found: dict[str, str] = {}
+    first: dict[str, str | None] = {}
+    for label, model in models.items():
+        same = first.setdefault(model.name, model.base_url) == model.base_url
+        found[label] = model.name if same else f"{model.name} as {label}"
+    return found

@@ -1,0 +1,290 @@
+"""Every answer ever paid for, and every attempt that may have been billed, in one append-only SQLite file.
+
+Why SQLite and not a JSON-lines file: several processes may write at once, a killed one leaves no half line, and a key is
+looked up without reading the file. In WAL mode a commit survives the death of the process (a power cut may cost the
+last few answers, never the file). Triggers refuse changing or deleting an answer. Like every file of SQLite in WAL mode
+it must lie on a local disk, not on a network file system.
+
+An attempt is entered before it is sent, at the most it may cost: so a budget holds for several processes at once, and what
+was under way when one was killed stays in the ledger, marked as an estimate.
+"""
+
+import hashlib
+import json
+import sqlite3
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rge.calls.write_ahead_log import open_wal
+from rge.common.errors import UserError
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS replies (
+    key TEXT PRIMARY KEY, model TEXT NOT NULL, raw BLOB NOT NULL, input_tokens INTEGER NOT NULL,
+    output_tokens INTEGER NOT NULL, cost REAL NOT NULL, seconds REAL NOT NULL,
+    at TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP);
+CREATE TABLE IF NOT EXISTS failures (
+    key TEXT NOT NULL, model TEXT NOT NULL, kind TEXT NOT NULL, message TEXT NOT NULL, raw BLOB,
+    at TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP);
+CREATE TABLE IF NOT EXISTS attempts (
+    id INTEGER PRIMARY KEY, endpoint TEXT NOT NULL, key TEXT NOT NULL, state TEXT NOT NULL, input_tokens INTEGER NOT NULL,
+    cached_tokens INTEGER NOT NULL DEFAULT 0, output_tokens INTEGER NOT NULL, cost REAL NOT NULL,
+    at TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP);
+CREATE INDEX IF NOT EXISTS attempts_under_way ON attempts (endpoint) WHERE state = 'under way';
+CREATE TABLE IF NOT EXISTS spending (
+    endpoint TEXT NOT NULL, estimated INTEGER NOT NULL, calls INTEGER NOT NULL, input_tokens INTEGER NOT NULL,
+    cached_tokens INTEGER NOT NULL, output_tokens INTEGER NOT NULL, cost REAL NOT NULL, PRIMARY KEY (endpoint, estimated));
+CREATE TRIGGER IF NOT EXISTS replies_stay BEFORE UPDATE ON replies
+    BEGIN SELECT RAISE(ABORT, 'an answer is never changed'); END;
+CREATE TRIGGER IF NOT EXISTS replies_remain BEFORE DELETE ON replies
+    BEGIN SELECT RAISE(ABORT, 'an answer is never deleted'); END;
+"""
+_SPEND = """
+INSERT INTO spending SELECT endpoint, state != 'answered', 1, input_tokens, cached_tokens, output_tokens, cost
+    FROM attempts WHERE id = ?
+    ON CONFLICT (endpoint, estimated) DO UPDATE SET calls = calls + 1, input_tokens = input_tokens + excluded.input_tokens,
+    cached_tokens = cached_tokens + excluded.cached_tokens, output_tokens = output_tokens + excluded.output_tokens,
+    cost = cost + excluded.cost
+"""
+_SPENT = """
+SELECT (SELECT total(cost) FROM spending WHERE endpoint = :endpoint)
+    + (SELECT total(cost) FROM attempts WHERE endpoint = :endpoint AND state = 'under way')
+"""
+_AT_ONCE = 500
+"""Keys of one query; SQLite's default allows 999."""
+
+
+class StoreError(UserError):
+    """The file of answers cannot be used; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """An answer with its price.
+
+    Attributes:
+        raw: the body of the server's answer, byte for byte.
+        input_tokens: as billed.
+        output_tokens: as billed.
+        cost: in the currency of the prices.
+        seconds: from sending to the whole answer.
+    """
+
+    raw: bytes
+    input_tokens: int
+    output_tokens: int
+    cost: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Spending:
+    """What was paid at one endpoint.
+
+    Attributes:
+        endpoint: name and address.
+        calls: that were answered.
+        input_tokens: of these, as billed; those from the provider's prompt cache among them.
+        cached_tokens: from its prompt cache.
+        output_tokens: as billed.
+        cost: of the answered calls.
+        lost_calls: attempts without an answer that the provider may have billed all the same: timed out, cut off, or
+            under way when the process ended.
+        lost_cost: of these at most, estimated.
+    """
+
+    endpoint: str
+    calls: int
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    cost: float
+    lost_calls: int
+    lost_cost: float
+
+
+class AnswerStore:
+    """The file of answers; may be used from several threads and processes.
+
+    Args:
+        path: of the file; made if missing. None: a file that ends with this object.
+
+    Raises:
+        StoreError: it is no such file, or cannot be opened.
+    """
+
+    def __init__(self, path: str | Path | None):
+        self.path = Path(path) if path is not None else None
+        self._lock = threading.Lock()
+        try:
+            if self.path is None:
+                self._db = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+            else:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._db = open_wal(self.path, any_thread=True)
+                self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.executescript(_SCHEMA)
+        except (OSError, sqlite3.DatabaseError) as error:
+            raise StoreError(f"{path} cannot be used as the file of answers: {error}") from None
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
+
+    # -------------------------------------------------------------------------------------------------------- answers
+
+    def get(self, key: str) -> Kept | None:
+        """The answer kept under a key."""
+        with self._lock:
+            row = self._db.execute(
+                "SELECT raw, input_tokens, output_tokens, cost, seconds FROM replies WHERE key = ?", (key,)
+            ).fetchone()
+        # A file of before raw answers were kept as bytes has texts.
+        return Kept(row[0].encode() if isinstance(row[0], str) else row[0], *row[1:]) if row else None
+
+    def num_replies(self) -> int:
+        """How many answers are kept."""
+        with self._lock:
+            return self._db.execute("SELECT count(*) FROM replies").fetchone()[0]
+
+    def get_values(self, keys: Sequence[str]) -> dict[str, Any]:
+        """What was kept by `put_values`, by key, as far as it is there."""
+        found = {}
+        with self._lock:
+            for start in range(0, len(keys), _AT_ONCE):
+                part = list(keys[start : start + _AT_ONCE])
+                marks = ",".join("?" * len(part))
+                rows = self._db.execute(f"SELECT key, raw FROM replies WHERE key IN ({marks})", part)
+                found.update({key: json.loads(raw) for key, raw in rows})
+        return found
+
+    def put_values(self, values: Mapping[str, Any]) -> None:
+        """Keep JSON values that cost nothing here, such as scores by a model of one's own; see `put`."""
+        rows = [(key, json.dumps(value).encode()) for key, value in values.items()]
+        with self._writing("answers"):
+            self._db.executemany(
+                "INSERT OR IGNORE INTO replies VALUES (?, '', ?, 0, 0, 0, 0, CURRENT_TIMESTAMP)", rows
+            )
+
+    # --------------------------------------------------------------------------------------------------------- ledger
+
+    def begin(
+        self, endpoint: str, key: str, tokens: tuple[int, int], worst: float, budget: float | None
+    ) -> int | None:
+        """Enter an attempt before it is sent, at the most it may cost.
+
+        Args:
+            endpoint: name and address.
+            key: of the request.
+            tokens: of input and output, at most.
+            worst: cost of these.
+            budget: what the endpoint may cost in all; None: no limit.
+
+        Returns:
+            Its number; None, and nothing is entered, where the budget does not allow it.
+
+        Raises:
+            StoreError: the disk is full, or the file is lost.
+        """
+        with self._writing("an attempt"):
+            if budget is not None and self._spent(endpoint) + worst > budget:
+                return None
+            return self._db.execute(
+                "INSERT INTO attempts (endpoint, key, state, input_tokens, output_tokens, cost)"
+                " VALUES (?, ?, 'under way', ?, ?, ?)",
+                (endpoint, key, *tokens, worst),
+            ).lastrowid
+
+    def put(self, attempt: int, key: str, model: str, kept: Kept, cached_tokens: int = 0) -> None:
+        """Keep the answer to an attempt and enter its price; on return it is safe from the death of the process.
+
+        Where another process kept an answer to the same key in the meantime, its answer stays and both are paid.
+
+        Raises:
+            StoreError: the disk is full, or the file is lost.
+        """
+        with self._writing("an answer"):
+            self._db.execute(
+                "INSERT OR IGNORE INTO replies (key, model, raw, input_tokens, output_tokens, cost, seconds)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (key, model, kept.raw, kept.input_tokens, kept.output_tokens, kept.cost, kept.seconds),
+            )
+            self._db.execute(
+                "UPDATE attempts SET state = 'answered', input_tokens = ?, cached_tokens = ?, output_tokens = ?, cost = ?"
+                " WHERE id = ?",
+                (kept.input_tokens, cached_tokens, kept.output_tokens, kept.cost, attempt),
+            )
+            self._db.execute(_SPEND, (attempt,))
+
+    def lose(self, attempt: int) -> None:
+        """An attempt that gave no answer, and that the provider may have billed: it stays at the most it may cost."""
+        with self._writing("an attempt"):
+            self._db.execute("UPDATE attempts SET state = 'lost' WHERE id = ?", (attempt,))
+            self._db.execute(_SPEND, (attempt,))
+
+    def free(self, attempt: int) -> None:
+        """An attempt that the provider refused, which is not billed."""
+        with self._writing("an attempt"):
+            self._db.execute("DELETE FROM attempts WHERE id = ?", (attempt,))
+
+    def fail(self, key: str, model: str, kind: str, message: str, raw: str | None) -> None:
+        """Note a call that gave nothing to keep; it is asked again by the next run."""
+        with self._writing("a failure"):
+            self._db.execute(
+                "INSERT INTO failures (key, model, kind, message, raw) VALUES (?, ?, ?, ?, ?)",
+                (key, model, kind, message, raw),
+            )
+
+    def spent(self, endpoint: str) -> float:
+        """What an endpoint has cost so far, over all runs and processes; what is under way counts at most."""
+        with self._lock:
+            return self._spent(endpoint)
+
+    def ledger(self) -> list[Spending]:
+        """What was paid, by endpoint."""
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT endpoint, estimated, calls, input_tokens, cached_tokens, output_tokens, cost FROM spending"
+                " UNION ALL SELECT endpoint, 1, count(*), 0, 0, 0, total(cost) FROM attempts WHERE state = 'under way'"
+                " GROUP BY endpoint"
+            ).fetchall()
+        names = sorted({row[0] for row in rows})
+        found = []
+        for name in names:
+            answered = next((row[2:] for row in rows if row[0] == name and not row[1]), (0, 0, 0, 0, 0.0))
+            lost = [(row[2], row[6]) for row in rows if row[0] == name and row[1]]
+            calls, cost = (sum(column) for column in zip(*lost, strict=True)) if lost else (0, 0.0)
+            found.append(Spending(name, *answered, calls, cost))
+        return found
+
+    def total_cost(self) -> float:
+        """Of all answered calls so far."""
+        return sum(one.cost for one in self.ledger())
+
+    def _spent(self, endpoint: str) -> float:
+        return self._db.execute(_SPENT, {"endpoint": endpoint}).fetchone()[0]
+
+    @contextmanager
+    def _writing(self, what: str) -> Iterator[None]:
+        with self._lock:
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                yield
+                self._db.execute("COMMIT")
+            except sqlite3.DatabaseError as error:
+                raise StoreError(
+                    f"{self.path}: {what} could not be kept ({error}); nothing more is asked. Make room and run the "
+                    "same command again"
+                ) from None
+            finally:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+
+
+def key_of(*parts: Any) -> str:
+    """Sha256 over JSON values, hexadecimal: a key for `AnswerStore.put_values`."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=False).encode()).hexdigest()

@@ -1,0 +1,120 @@
+"""Take out of an encoded picture what is not picture: place, time, device, author and thumbnail of EXIF, comments, profiles.
+
+JPEG, PNG and WebP are rebuilt from the parts that a decoder needs to make the pixels, so that these stay as they are, bit
+for bit. What is not on that list is left out, also what nobody has heard of.
+"""
+
+import io
+import re
+import struct
+
+from PIL import Image
+
+from rge.common.images import ImageError, load_image
+
+JPEG_QUALITY = 95
+"""Of a JPEG that must be encoded anew, for its pixels lie on their side."""
+_PNG_HEAD, _PNG_PARTS = b"\x89PNG\r\n\x1a\n", (b"IHDR", b"PLTE", b"IDAT", b"IEND", b"tRNS", b"gAMA", b"sBIT")
+_WEBP_PARTS = (b"VP8 ", b"VP8L", b"VP8X", b"ALPH")
+_EXIF_ORIENTATION = 0x0112
+# In coded JPEG data a marker is FF and neither 00 (a literal FF), nor D0 to D7 (restart), nor FF (fill).
+_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
+
+
+def without_metadata(data: bytes) -> bytes:
+    """The same picture without anything but its pixels, turned upright if its EXIF says so.
+
+    Args:
+        data: an encoded picture of any format that `rge.common.images.load_image` reads.
+
+    Returns:
+        A JPEG, PNG or WebP whose decoded pixels are equal; equal bytes where there was nothing to remove. Where pixels had to be
+        turned: a PNG or lossless WebP of equal pixels, or a JPEG of quality `JPEG_QUALITY`. Pictures of other formats
+        become PNG.
+
+    Raises:
+        ImageError: it cannot be decoded.
+    """
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            kind, turned = image.format, image.getexif().get(_EXIF_ORIENTATION, 1) not in (0, 1)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ImageError(f"picture <{len(data)} bytes> cannot be decoded: {error}") from None
+    if not turned:
+        try:
+            if kind in ("JPEG", "MPO"):
+                return _jpeg(data)
+            if kind == "PNG":
+                return _png(data)
+            if kind == "WEBP":
+                return _webp(data)
+        except (ValueError, struct.error, IndexError):
+            pass  # a broken container that decodes all the same: its pixels are written anew
+    out = io.BytesIO()
+    image = load_image(data)
+    if kind in ("JPEG", "MPO"):
+        image.save(out, "JPEG", quality=JPEG_QUALITY)
+    elif kind == "WEBP":
+        image.save(out, "WEBP", lossless=True)
+    else:
+        image.save(out, "PNG")
+    return out.getvalue()
+
+
+def _jpeg(data: bytes) -> bytes:
+    # Kept: tables, frames and scans, the JFIF header (its density, not its thumbnail) and Adobe's APP14, which says how
+    # colours are coded. A phone puts further pictures with EXIF of their own behind the end.
+    out, at = [data[:2]], 2
+    while True:
+        if data[at] != 0xFF:
+            raise ValueError("no marker")
+        kind = data[at + 1]
+        if kind == 0xFF:
+            at += 1
+            continue
+        if kind == 0xD9:
+            return b"".join([*out, b"\xff\xd9"])
+        (size,) = struct.unpack_from(">H", data, at + 2)
+        part, at = data[at : at + 2 + size], at + 2 + size
+        if kind == 0xE0 and part[4:9] == b"JFIF\0":
+            out.append(b"\xff\xe0\x00\x10" + part[4:16] + b"\0\0")
+        elif kind == 0xEE or not (0xE0 <= kind <= 0xEF or kind == 0xFE):
+            out.append(part)
+        if kind == 0xDA:
+            found = _MARKER.search(data, at)
+            if found is None:
+                raise ValueError("no end")
+            out.append(data[at : found.start()])
+            at = found.start()
+
+
+def _png(data: bytes) -> bytes:
+    out, at = [_PNG_HEAD], len(_PNG_HEAD)
+    while True:
+        (size,) = struct.unpack_from(">I", data, at)
+        kind, part = data[at + 4 : at + 8], data[at : at + 12 + size]
+        if len(part) < 12 + size:
+            raise ValueError("cut short")
+        if kind in _PNG_PARTS:
+            out.append(part)
+        elif kind[:1].isupper():
+            raise ValueError("a part that a decoder must know, and we do not")
+        at += 12 + size
+        if kind == b"IEND":
+            return b"".join(out)
+
+
+def _webp(data: bytes) -> bytes:
+    out, at = [], 12
+    (end,) = struct.unpack_from("<I", data, 4)
+    while at < min(8 + end, len(data)):
+        (size,) = struct.unpack_from("<I", data, at + 4)
+        kind, part = data[at : at + 4], data[at : at + 8 + size + size % 2]
+        if kind == b"VP8X":
+            # Of the flags, alpha stays; profile, EXIF, XMP and animation go with their parts.
+            part = part[:8] + bytes([part[8] & 0x10]) + part[9:]
+        if kind in _WEBP_PARTS:
+            out.append(part)
+        at += len(part) or 1
+    body = b"WEBP" + b"".join(out)
+    return b"RIFF" + struct.pack("<I", len(body)) + body

@@ -17,7 +17,7 @@ TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo demo-baseline test lint format clean
+.PHONY: help setup demo demo-baseline test lint format docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -42,6 +42,10 @@ lint: setup ## ruff (rules and format) and mypy on the pure modules
 format: setup ## let ruff rewrite what it can
 	@$(PY) -m ruff check --fix --quiet .
 	@$(PY) -m ruff format .
+
+docs: setup ## build the pages of docs/ as a site with search: site/index.html
+	@$(PY) -m mkdocs build --quiet --strict
+	@echo "site/index.html"
 
 clean: ## remove .venv and caches; runs/ stays, it holds your training
 	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -2,7 +2,7 @@
 
 from rge.common import torchvision_cpu
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 torchvision_cpu.before_torchvision()
 

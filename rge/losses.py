@@ -3,14 +3,31 @@
 Shape suffixes: B = queries of this rank, C = candidates of all ranks, N = selected tokens, D = hidden size, V = vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rge.common.registry import Registry
 
+ContrastiveLoss = Callable[..., Tensor]
+"""As `info_nce`: called with (q_BD, c_CD, positive_BC, ignored_BC, temperature=...), returns a sum over the B queries."""
+
+CONTRASTIVE_LOSSES: Registry[ContrastiveLoss] = Registry("contrastive loss", "rge.losses")
+
+
+def register_loss(name: str) -> Callable[[ContrastiveLoss], ContrastiveLoss]:
+    """Decorator: ``loss.terms={NAME: WEIGHT}`` can name the function, in training and in validation alike.
+
+    Args:
+        name: what recipes call it; it is logged as ``loss_NAME``.
+    """
+    return lambda loss: CONTRASTIVE_LOSSES.add(name, loss)
+
+
+@register_loss("info_nce")
 def info_nce(
     q_BD: Tensor,
     c_CD: Tensor,
@@ -59,30 +76,35 @@ def info_nce(
     return (nll_BC.masked_fill(~positive_BC, 0.0).sum(dim=1) / positive_BC.sum(dim=1)).sum()
 
 
-def nested_info_nce(
+def contrastive_losses(
     q_BD: Tensor,
     c_CD: Tensor,
     positive_BC: Tensor,
     ignored_BC: Tensor,
     *,
+    terms: Mapping[str, float],
     temperature: float,
-    sizes: Sequence[int],
-) -> Tensor:
-    """Mean of `info_nce` over the full embedding and its first n components, for each n of `sizes`.
+    sizes: Sequence[int] = (),
+) -> dict[str, Tensor]:
+    """The registered losses that a recipe names, each the mean over the full embedding and its first n components.
 
-    Source: Matryoshka Representation Learning (arXiv:2205.13147). Differs: the paper's sum with weights of one is a
-    mean here, so that the ratio to the LM loss stays what the recipe says. A cut embedding is normalised again.
+    Source of the mean: Matryoshka Representation Learning (arXiv:2205.13147). Differs: the paper's sum with weights of
+    one is a mean here, so that the ratio to the LM loss stays what the recipe says. A cut embedding is normalised again.
 
     Args:
-        q_BD: as of `info_nce`, like the next four.
+        q_BD: as of `info_nce`, like the next three and `temperature`.
         c_CD: candidates.
         positive_BC: right answers.
         ignored_BC: neither right nor wrong.
+        terms: names of registered losses, and their weights.
         temperature: tau.
-        sizes: numbers of components besides the full one; none gives `info_nce` itself.
+        sizes: numbers of components besides the full one.
+
+    Returns:
+        By name, without the weights, summed over B; and ``contrastive_loss``, their weighted sum, which is trained.
 
     Raises:
-        ValueError: a size that is not below the full one, or is named twice; and as `info_nce`.
+        ValueError: a size that is not below the full one, or is named twice; and as the losses.
     """
     full = q_BD.shape[1]
     if len({full, *sizes}) != len(sizes) + 1 or max(sizes, default=0) > full:
@@ -91,8 +113,17 @@ def nested_info_nce(
         )
     cuts = [(q_BD, c_CD)]
     cuts += [(F.normalize(q_BD[:, :n], dim=-1), F.normalize(c_CD[:, :n], dim=-1)) for n in sizes]
-    losses = [info_nce(q, c, positive_BC, ignored_BC, temperature=temperature) for q, c in cuts]
-    return torch.stack(losses).mean()
+    found = {}
+    for name in terms:
+        loss = CONTRASTIVE_LOSSES[name]
+        found[name] = torch.stack(
+            [loss(q, c, positive_BC, ignored_BC, temperature=temperature) for q, c in cuts]
+        ).mean()
+    (first, weight), *others = terms.items()
+    total = found[first] * weight
+    for name, weight in others:
+        total = total + found[name] * weight
+    return found | {"contrastive_loss": total}
 
 
 def hit_at_1(q_BD: Tensor, c_CD: Tensor, positive_BC: Tensor, ignored_BC: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ Shape suffixes: B = queries of this rank, N = candidates of this rank, C = candi
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from rge.config import LossConfig
 from rge.data.collate import Batch
 from rge.distributed import collectives as dist
-from rge.losses import hit_at_1, nested_info_nce
+from rge.losses import contrastive_losses, hit_at_1
 from rge.model.attention import EncodedPrompts
 from rge.model.dropout import RandomState, drops_out
 from rge.model.embedding_model import EmbeddingModel, Readout
@@ -41,7 +41,8 @@ class Objective:
         temperature: of InfoNCE.
         anchor: ``self``, ``oracle`` or ``none``: which query state InfoNCE sees.
         lm_on_candidates: whether ``<emb>`` after a candidate's prompt is an LM label too.
-        matryoshka_dims: further sizes of the embedding that InfoNCE is averaged over, see `nested_info_nce`.
+        matryoshka_dims: further sizes of the embedding that the contrastive losses are averaged over.
+        terms: contrastive losses by their registered names, with their weights within L_con.
     """
 
     alpha_lm: float
@@ -50,6 +51,7 @@ class Objective:
     anchor: str = "self"
     lm_on_candidates: bool = True
     matryoshka_dims: tuple[int, ...] = ()
+    terms: Mapping[str, float] = field(default_factory=lambda: {"info_nce": 1.0})
 
     @classmethod
     def of(cls, loss: LossConfig, stage: str) -> "Objective":
@@ -63,6 +65,21 @@ class Objective:
             loss.anchor,
             loss.lm_on_candidates,
             tuple(loss.matryoshka_dims),
+            dict(loss.terms),
+        )
+
+    def contrastive(
+        self, q_BD: Tensor, c_CD: Tensor, positive_BC: Tensor, ignored_BC: Tensor
+    ) -> dict[str, Tensor]:
+        """The contrastive losses, see `contrastive_losses`; the same in training and in validation."""
+        return contrastive_losses(
+            q_BD,
+            c_CD,
+            positive_BC,
+            ignored_BC,
+            terms=self.terms,
+            temperature=self.temperature,
+            sizes=self.matryoshka_dims,
         )
 
     @property
@@ -112,8 +129,8 @@ def training_step(
         encoded: of `encode_prompts`, where the step is one chunk.
 
     Returns:
-        Report, equal on all ranks: loss, loss_lm, loss_contrastive and hit_at_1 where they exist; with them how many
-        negatives a query had in the loss's denominator, on average, and how many of those are labelled ones.
+        Report, equal on all ranks: loss, loss_lm, loss_contrastive, its terms where there are several (``loss_info_nce``) and
+        hit_at_1 where they exist; with them how many negatives a query had in the loss's denominator, on average, and how many of those are labelled ones.
 
     Raises:
         FloatingPointError: the loss is not finite; names the records of this rank.
@@ -136,7 +153,7 @@ def training_step(
         )
     nlls: list[Tensor] = []
     totals: list[Tensor] = []
-    con_and_hits: list[Tensor] = []
+    losses: dict[str, Tensor] = {}
     counts = [0, 0]
     draws = None
     if objective.alpha_con > 0 and len(chunks) > 1:
@@ -147,9 +164,8 @@ def training_step(
                 embedder, batch, objective, rationales, chunks, micro_batch_size
             )
         q_BD, t_ND = q_BD.requires_grad_(), t_ND.requires_grad_()
-        loss, hits, counts = _contrastive(q_BD, t_ND, batch, objective)
-        (loss * con_scale).backward()
-        con_and_hits = [loss.detach(), hits]
+        losses, hits, counts = _contrastive(q_BD, t_ND, batch, objective)
+        (losses["contrastive_loss"] * con_scale).backward()
         grad_q_BD, grad_t_ND = q_BD.grad, t_ND.grad
     for number, (queries, candidates) in enumerate(chunks):
         last = number == len(chunks) - 1
@@ -161,9 +177,8 @@ def training_step(
             nlls += [q.nll.detach(), t.nll.detach()]
             if objective.alpha_con > 0:
                 if len(chunks) == 1:
-                    loss, hits, counts = _contrastive(q.state_ND, t.state_ND, batch, objective)
-                    con_and_hits = [loss.detach(), hits]
-                    total = total + loss * con_scale
+                    losses, hits, counts = _contrastive(q.state_ND, t.state_ND, batch, objective)
+                    total = total + losses["contrastive_loss"] * con_scale
                 else:
                     total = (
                         total
@@ -174,19 +189,25 @@ def training_step(
             backward(total)
     if embedder.pictures is not None:
         embedder.pictures.clear()
-    values = _on_host([*totals, *nlls, *con_and_hits])
+    contrastive = {}
+    if len(objective.terms) > 1:
+        contrastive = {f"loss_{name}": losses[name].detach() for name in objective.terms if losses}
+    if losses:
+        contrastive |= {"loss_contrastive": losses["contrastive_loss"].detach(), "hit_at_1": hits}
+    values = _on_host([*totals, *nlls, *contrastive.values()])
     for value in values[: len(totals)]:
         if not math.isfinite(value):
             raise FloatingPointError(f"the loss is {value}; records of this batch: {batch.record_ids}")
     nll = sum(values[len(totals) :][: len(nlls)])
-    con, hits_at_1 = values[-2:] if con_and_hits else (0.0, 0.0)
-    nll, con, hits_at_1, negatives, labelled = dist.sum_over_ranks([nll, con, hits_at_1, *counts], device)
+    sums = [nll, *counts, *values[len(totals) + len(nlls) :]]
+    nll, negatives, labelled, *sums = dist.sum_over_ranks(sums, device)
     report = {}
     if total_lm_tokens:
         report["loss_lm"] = nll / total_lm_tokens
     if objective.alpha_con > 0:
-        report["loss_contrastive"] = con / (total_queries * num_each)
-        report["hit_at_1"] = hits_at_1 / (total_queries * num_each)
+        report |= {
+            name: total / (total_queries * num_each) for name, total in zip(contrastive, sums, strict=True)
+        }
         report["negatives_mean"] = negatives / total_queries
         report["labelled_negatives_mean"] = labelled / total_queries
     report["loss"] = objective.alpha_lm * report.get("loss_lm", 0.0) + objective.alpha_con * report.get(
@@ -329,8 +350,8 @@ def _states_with_dropout(
 
 def _contrastive(
     q_BD: Tensor, t_ND: Tensor, batch: Batch, objective: Objective
-) -> tuple[Tensor, Tensor, list[int]]:
-    """Summed InfoNCE of this rank's queries, its number of hits at rank 1, and those of negatives and labelled ones."""
+) -> tuple[dict[str, Tensor], Tensor, list[int]]:
+    """Summed losses of this rank's queries, its number of hits at rank 1, and those of negatives and labelled ones."""
     device = q_BD.device
     sizes = dist.gather_sizes(t_ND.shape[0], device)
     offset = sum(sizes[: dist.rank()])
@@ -347,16 +368,9 @@ def _contrastive(
     # Several own rationales are several anchors of one query.
     num_each = q_BD.shape[0] // positive_BC.shape[0]
     positive_BC, ignored_BC = (mask.repeat_interleave(num_each, dim=0) for mask in (positive_BC, ignored_BC))
-    loss = nested_info_nce(
-        q_BD,
-        c_CD,
-        positive_BC,
-        ignored_BC,
-        temperature=objective.temperature,
-        sizes=objective.matryoshka_dims,
-    )
+    losses = objective.contrastive(q_BD, c_CD, positive_BC, ignored_BC)
     hits = hit_at_1(q_BD.detach(), c_CD.detach(), positive_BC, ignored_BC)
-    return loss, hits, [int(negative_BC.sum()), labelled]
+    return losses, hits, [int(negative_BC.sum()), labelled]
 
 
 def candidate_masks(batch: Batch, identity_C: Tensor, offset: int) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from rge.config import Recipe
 from rge.data.collate import Batch, Collator
 from rge.data.sources import Draw, RecordError, RecordFile
 from rge.distributed import collectives as dist
-from rge.losses import hit_at_1, info_nce
+from rge.losses import hit_at_1
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.packing import Branch
 from rge.rollout.generate import generate
@@ -127,7 +127,7 @@ class Validation:
         return found
 
     def _contrastive(self, chunks: Sequence[Batch], q_BD: Tensor, t_ND: Tensor) -> tuple[float, float]:
-        """Every query against the candidates of all records: summed InfoNCE and number of hits."""
+        """Every query against the candidates of all records: summed losses and number of hits."""
         sizes = dist.gather_sizes(t_ND.shape[0], t_ND.device)
         c_CD = dist.gather_rows(t_ND, sizes)
         own = torch.tensor(
@@ -139,7 +139,7 @@ class Validation:
         for batch in chunks:
             positive_BC, ignored_BC = candidate_masks(batch, identity_C, first)
             q = q_BD[row : row + len(batch.queries)]
-            con += float(info_nce(q, c_CD, positive_BC, ignored_BC, temperature=self.objective.temperature))
+            con += float(self.objective.contrastive(q, c_CD, positive_BC, ignored_BC)["contrastive_loss"])
             hits += float(hit_at_1(q, c_CD, positive_BC, ignored_BC))
             row += len(batch.queries)
             first += len(batch.candidates)

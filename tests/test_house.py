@@ -115,6 +115,74 @@ def test_commands_in_the_docs_exist(page):
         assert (page.parent / link).exists(), link
 
 
+THINGS = {
+    "how to install it": "pip install -e .",
+    "how to see it work": "make demo",
+    "how to train on my data": "A training record is one line of JSON",
+    "what a record looks like": '"positives": [{"id"',
+    "how to check my data": "rge.check",
+    "what it will cost": "rge.plan",
+    "how to weigh the losses": "loss.ratio=1:10",
+    "how to choose the anchor": "loss.anchor=self|oracle|none",
+    "how to run a sweep": "scripts/ablate.py",
+    "how to use many GPUs": "ZeRO-3",
+    "how to resume": "resumes",
+    "how to train adapters": "model.lora=",
+    "how to embed a picture": "encode_query(",
+    "how to load it in another library": "SentenceTransformer(",
+    "how to evaluate": "python -m eval run",
+    "how to compare two models": "python -m eval compare",
+    "how to evaluate on my own pictures": "eval import folder",
+    "how to make training data": "python -m data_prep rmir",
+    "how to add a benchmark": "benchmark",
+    "what every key means": "loss.temperature",
+    "where the code of the step is": "`step.py`",
+    "what a bad picture does": "data.on_bad",
+    "how to cite it": "CITATION.cff",
+}
+"""What a newcomer looks for, and words that stand where it is answered."""
+
+
+def test_everything_a_newcomer_looks_for_is_two_links_from_the_readme():
+    def links(page: Path) -> set[Path]:
+        found = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+        return {path for link in found if (path := (page.parent / link).resolve()).suffix == ".md"}
+
+    pages = {ROOT / "README.md"}
+    for _ in range(2):
+        pages |= {link for page in pages for link in links(page)}
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    assert not {thing for thing, words in THINGS.items() if words not in text}
+    assert {page.resolve() for page in PAGES} <= pages, "a page that nobody finds"
+
+
+def test_the_annotated_tree_is_todays():
+    made = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "docs_site.py"], capture_output=True, text=True, check=True
+    ).stdout
+    assert made == (ROOT / "docs" / "tree.md").read_text(encoding="utf-8"), (
+        "run: python scripts/docs_site.py > docs/tree.md"
+    )
+
+
+def test_the_docs_build_as_a_site_without_a_broken_link(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--quiet",
+        "--strict",
+        "--site-dir",
+        tmp_path / "site",
+    ]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    page = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
+    assert "embedders that reason before they embed" in page
+    assert (tmp_path / "site" / "search" / "search_index.json").is_file()
+
+
 # ------------------------------------------------------------------------------------------------- scripts/setup.sh
 
 TOOLS = (

@@ -4,7 +4,10 @@ import base64
 import functools
 import http.server
 import json
+import re
+import shutil
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -309,3 +312,26 @@ def test_rge_gives_the_embedder_away():
     assert rge.Embedder is Embedder
     with pytest.raises(AttributeError, match="no attribute 'Embeder'"):
         rge.Embeder  # noqa: B018
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/use.md"])
+def test_the_examples_run_as_they_are_printed(page, described, picture, tmp_path, monkeypatch):
+    """From the folder of the clone, where `make demo` has left its checkpoint."""
+    root = Path(__file__).resolve().parents[2]
+    blocks = re.findall(r"```python\n(.*?)```", (root / page).read_text(encoding="utf-8"), re.DOTALL)
+    assert blocks
+    shutil.copytree(described.checkpoint, tmp_path / "clone/runs/demo/joint/final")
+    monkeypatch.chdir(tmp_path / "clone")
+    for seed, name in enumerate(("padlock", "key", "nail")):
+        picture(40, 50, seed).save(f"{name}.png")
+    for block in blocks:
+        names: dict = {}
+        exec(block, names)  # noqa: S102 - our own page
+        if "scores" in names:
+            assert names["scores"].shape == (2,)
+            assert names["query"] @ names["query"] == pytest.approx(1, abs=1e-5)
+        if "best" in names:
+            assert names["best"] in (0, 1)
+            assert isinstance(names["rationale"], str)
+        if "queries" in names:
+            assert names["documents"].shape == (2, 32)

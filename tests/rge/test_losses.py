@@ -6,7 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rge.losses import hit_at_1, info_nce, nested_info_nce, rationale_nll
+from rge.common.errors import UserError
+from rge.losses import (
+    CONTRASTIVE_LOSSES,
+    contrastive_losses,
+    hit_at_1,
+    info_nce,
+    rationale_nll,
+    register_loss,
+)
 
 
 def unit_rows(rows: int, width: int, seed: int) -> torch.Tensor:
@@ -167,6 +175,10 @@ def test_nll_rejects_unequal_lengths(head):
         rationale_nll(torch.zeros(3, 6, dtype=torch.float64), head, torch.tensor([0, 1]))
 
 
+def nested(*tensors, **settings):
+    return contrastive_losses(*tensors, terms={"info_nce": 1.0}, **settings)["contrastive_loss"]
+
+
 def test_nested_losses_are_the_mean_over_the_sizes():
     q, c = unit_rows(3, 8, 0).requires_grad_(), unit_rows(5, 8, 1)
     positive, ignored = columns(3, 5, [[0], [1], [2, 3]]), columns(3, 5, [[4], [], []])
@@ -183,12 +195,33 @@ def test_nested_losses_are_the_mean_over_the_sizes():
             for column in positive[row].nonzero().flatten().tolist():
                 terms = torch.exp(score[row, [column, *others]] / 0.2)
                 expected = expected - torch.log(terms[0] / terms.sum()) / int(positive[row].sum()) / 3
-    found = nested_info_nce(q, c, positive, ignored, temperature=0.2, sizes=[4, 1])
+    found = nested(q, c, positive, ignored, temperature=0.2, sizes=[4, 1])
     torch.testing.assert_close(found, expected)
     [gradient] = torch.autograd.grad(found, q, retain_graph=True)
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, q)[0])
-    whole = nested_info_nce(q, c, positive, ignored, temperature=0.2, sizes=[])
+    whole = nested(q, c, positive, ignored, temperature=0.2, sizes=[])
     assert torch.equal(whole, info_nce(q, c, positive, ignored, temperature=0.2))
     for wrong in ([8], [9], [4, 4]):
         with pytest.raises(ValueError, match="embeddings have 8 components; sizes to cut to must be smaller"):
-            nested_info_nce(q, c, positive, ignored, temperature=0.2, sizes=wrong)
+            nested(q, c, positive, ignored, temperature=0.2, sizes=wrong)
+
+
+def test_losses_are_named_and_weighed():
+    @register_loss("spread")
+    def spread(q_BD, c_CD, positive_BC, ignored_BC, *, temperature):
+        return (q_BD @ c_CD.T / temperature).logsumexp(dim=1).sum()
+
+    try:
+        q, c = unit_rows(3, 8, 0), unit_rows(5, 8, 1)
+        masks = columns(3, 5, [[0], [1], [2]]), columns(3, 5, [[4], [], []])
+        terms = {"info_nce": 1.0, "spread": 0.25}
+        found = contrastive_losses(q, c, *masks, terms=terms, temperature=0.2)
+        assert torch.equal(found["info_nce"], info_nce(q, c, *masks, temperature=0.2))
+        assert torch.equal(found["spread"], spread(q, c, *masks, temperature=0.2))
+        torch.testing.assert_close(found["contrastive_loss"], found["info_nce"] + 0.25 * found["spread"])
+        with pytest.raises(
+            UserError, match="must be one of info_nce, spread, got 'spred'; did you mean 'spread'"
+        ):
+            contrastive_losses(q, c, *masks, terms={"spred": 1.0}, temperature=0.2)
+    finally:
+        del CONTRASTIVE_LOSSES._things["spread"]

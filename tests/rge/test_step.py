@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from family_models import counted_positions, every_family, stock_inputs
 
 from rge.data.collate import sorted_by_length
+from rge.losses import CONTRASTIVE_LOSSES, info_nce, register_loss
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel, encode_prompts
 from rge.model.families import FAMILIES
@@ -439,6 +440,33 @@ def test_matryoshka_sizes_reach_the_loss(lively, make_batch, roll_out, micro_bat
     objective = Objective(0.0, 1.0, TEMPERATURE, matryoshka_dims=(16, 5))
     report, _ = run_step(lively, batch, objective, rationales, micro_batch_size)
     assert report["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("micro_batch_size", [2, 100])
+def test_a_second_contrastive_loss_is_trained_by_its_weight(lively, make_batch, roll_out, micro_batch_size):
+    """Twice InfoNCE by two names is InfoNCE with the sum of the weights."""
+    register_loss("again")(info_nce)
+    try:
+        batch = make_batch(PromptBuilder(lively.processor))
+        rationales = roll_out(lively, batch)
+        both = Objective(0.3, 0.7, TEMPERATURE, terms={"info_nce": 0.5, "again": 0.25})
+        report, gradient = run_step(lively, batch, both, rationales, micro_batch_size)
+        one, expected = run_step(
+            lively,
+            batch,
+            Objective(0.3, 0.7, TEMPERATURE, terms={"info_nce": 0.75}),
+            rationales,
+            micro_batch_size,
+        )
+        assert report["loss"] == pytest.approx(one["loss"], rel=1e-6)
+        assert (
+            report["loss_again"] == report["loss_info_nce"] == pytest.approx(one["loss_contrastive"] / 0.75)
+        )
+        assert worst_gradient_error(gradient, expected)[0] < 1e-5
+        plain, _ = run_step(lively, batch, Objective(0.3, 0.7, TEMPERATURE), rationales, micro_batch_size)
+        assert plain["loss_contrastive"] == pytest.approx(one["loss_contrastive"] / 0.75)
+    finally:
+        del CONTRASTIVE_LOSSES._things["again"]
 
 
 def test_the_order_of_rows_changes_neither_loss_nor_gradient(lively, make_batch, roll_out):

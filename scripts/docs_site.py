@@ -1,0 +1,82 @@
+"""Hooks of `mkdocs.yml`: README, CONTRIBUTING and CHANGELOG are pages of the site too, with links that fit there.
+
+Also prints the annotated tree, one line a file from its own docstring: `python scripts/docs_site.py > docs/tree.md`.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BESIDE = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
+"""Pages outside docs/, and their names on the site."""
+
+READ_FIRST = (
+    "rge/train.py",
+    "rge/step.py",
+    "rge/model/packing.py",
+    "rge/rollout/generate.py",
+    "rge/losses.py",
+)
+
+
+def on_files(files, config):
+    """Add the pages that stand beside docs/."""
+    from mkdocs.structure.files import File
+
+    for name, page in BESIDE.items():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Links as they are in the repository, turned into links of the site; files that are no pages lose theirs."""
+    beside = page.file.src_uri in BESIDE.values()
+    folder = ROOT if beside else ROOT / "docs"
+
+    def link(found: re.Match) -> str:
+        words, target, anchor = found.group(1), found.group(2), found.group(3) or ""
+        path = (folder / target).resolve()
+        if not path.is_relative_to(ROOT):
+            return found.group(0)
+        name = path.relative_to(ROOT).as_posix()
+        if name.startswith("docs/") and path.is_file():
+            return f"{words}({name.removeprefix('docs/')}{anchor})"
+        return f"{words}({BESIDE[name]}{anchor})" if name in BESIDE else words.strip("![]")
+
+    return re.sub(r"(!?\[[^\]]*\])\(([^)#:\s]+)(#[^)]*)?\)", link, markdown)
+
+
+def tree() -> str:
+    """The annotated tree as Markdown."""
+    lines = [
+        "# What each file is for",
+        "",
+        "The first sentence of every file, as it says it itself (`python scripts/docs_site.py > docs/tree.md`). Read first: "
+        + ", ".join(f"`{name}`" for name in READ_FIRST)
+        + ".",
+    ]
+    for top in ("rge", "data_prep", "eval", "scripts"):
+        folders = sorted({path.parent for path in (ROOT / top).rglob("*.py")})
+        for folder in folders:
+            files = sorted(path for path in folder.glob("*.py") if path.name != "__init__.py")
+            package = folder / "__init__.py"
+            if not files:
+                continue
+            lines += ["", f"## `{folder.relative_to(ROOT).as_posix()}/`", ""]
+            if package.exists() and (says := _first_sentence(package)):
+                lines += [says, ""]
+            lines += ["| | |", "|---|---|"]
+            lines += [f"| `{path.name}` | {_first_sentence(path)} |" for path in files]
+    return "\n".join(lines) + "\n"
+
+
+def _first_sentence(path: Path) -> str:
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    return re.split(r"(?<=[.!?])\s", paragraph)[0].replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(tree(), end="")

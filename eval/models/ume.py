@@ -126,6 +126,10 @@ def load_ume(
         "generation": {"max_new_tokens": cap, "temperature": temperature or 0.0, "stop": GEN},
         "dtype": dtype,
         "reasons": "query",
+        "differs_from_release": [
+            "a rationale that reaches the cap is read at an appended <gen_emb>, not at its last token",
+            "decoding is greedy",
+        ],
         "recipe": {},
     }
     by_mode = {}

@@ -4,17 +4,15 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
-
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from typing import Any, TypeVar
 
 from rge.calls.model_config import ModelConfig, check_model
 from rge.common.errors import UserError
-from rge.config import RecipeError, nearest, split_override
+from rge.common.files import RECIPES
+from rge.common.options import parse_file
 
-CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "data_prep"
+CONFIGS = RECIPES / "data_prep"
+C = TypeVar("C", bound="RmirConfig")
 IMAGE_ENCODERS = ("siglip", "checkpoint", "pixels")
 CAPTION_ENCODERS = ("text", "minilm", "checkpoint", "hashing")
 CATEGORIES = {"functional": "FUNC", "temporal": "TEMP", "causal": "CAUS"}
@@ -78,7 +76,7 @@ class EncoderConfig:
 class IndexSpec:
     """One more index to retrieve candidates from, besides the paper's two."""
 
-    name: str = "???"
+    name: str
     """In tables and reports."""
     side: str = "image"
     """image or caption: what of a candidate is embedded."""
@@ -243,40 +241,20 @@ class RmirConfig:
 
 
 def load_config(words: Sequence[str], folder: Path = CONFIGS) -> RmirConfig:
-    """Read ``config=NAME`` (a file of `folder` without its ending, or a path) and apply ``key=value`` overrides.
+    """Read ``config=NAME`` (a file of `folder` without its ending, or a path) and apply ``key=value`` overrides."""
+    return load_options(RmirConfig, words, folder)
+
+
+def load_options(schema: type[C], words: Sequence[str], folder: Path = CONFIGS) -> C:
+    """Read a config, or a config and the further options of a command.
 
     Raises:
         ConfigError: no or an unknown config, an unknown key (the nearest is named), a value that cannot be right.
     """
     try:
-        pairs = [split_override(word) for word in words]
-    except RecipeError as error:
+        found = parse_file(schema, words, key="config", folder=folder, command="rge data rmir config=NAME")
+    except UserError as error:
         raise ConfigError(str(error)) from None
-    names = [value for key, value in pairs if key == "config"]
-    there = sorted(path.stem for path in folder.glob("*.yaml"))
-    if len(names) != 1:
-        raise ConfigError(f"give exactly one config=NAME or config=FILE.yaml; there are: {', '.join(there)}")
-    path = Path(names[0]) if names[0].endswith((".yaml", ".yml")) else folder / f"{names[0]}.yaml"
-    try:
-        layers = [(str(path), yaml.safe_load(path.read_text()) or {})]
-        layers += [
-            (f"{key}={value}", _nested(key, yaml.safe_load(value))) for key, value in pairs if key != "config"
-        ]
-    except OSError:
-        raise ConfigError(f"unknown config {names[0]!r}{nearest(names[0], there)}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"not valid YAML: {error}") from None
-    config = OmegaConf.structured(RmirConfig)
-    for origin, layer in layers:
-        try:
-            config = OmegaConf.merge(config, OmegaConf.create(layer))
-        except ConfigKeyError as error:
-            key = str(error.full_key or error.key)
-            raise ConfigError(f"{origin}: unknown key {key}{nearest(key, _keys(RmirConfig))}") from None
-        except (OmegaConfBaseException, ValueError) as error:
-            raise ConfigError(f"{origin}: {str(error).splitlines()[0]}") from None
-    found = OmegaConf.to_object(config)
-    assert isinstance(found, RmirConfig)
     check(found)
     return found
 
@@ -308,7 +286,7 @@ def check(config: RmirConfig) -> None:
         if spec.count < 1:
             raise ConfigError(f"retrieve.more.{number}.count must be >= 1, got {spec.count}")
     names = ["image", "caption", *(spec.name for spec in config.retrieve.more)]
-    if twice := [name for name in names if names.count(name) > 1 or name == "???"]:
+    if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"retrieve.more: each index needs a name of its own; got {twice[0]!r}")
     if not config.audit.ks or min(config.audit.ks) < 1:
         raise ConfigError(f"audit.ks needs numbers >= 1, got {config.audit.ks}")
@@ -354,23 +332,6 @@ def models_used(config: RmirConfig) -> list[tuple[str, str]]:
 def to_dict(config: Any) -> dict[str, Any]:
     """As plain containers."""
     return dataclasses.asdict(config)
-
-
-def _nested(key: str, value: Any) -> Any:
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return value
-
-
-def _keys(cls: type, prefix: str = "") -> list[str]:
-    keys = []
-    hints = get_type_hints(cls)
-    for item in dataclasses.fields(cls):
-        keys.append(prefix + item.name)
-        for kind in (hints[item.name], *getattr(hints[item.name], "__args__", ())):
-            if dataclasses.is_dataclass(kind):
-                keys += _keys(kind, f"{prefix}{item.name}.")  # type: ignore[arg-type]
-    return keys
 
 
 def _one_of(key: str, value: str, allowed: Sequence[str]) -> None:

@@ -428,11 +428,11 @@ def test_wrong_verdicts(finished, tmp_path, content, message):
 def test_a_run_that_is_not_finished(tmp_path):
     with pytest.raises(UserError, match="does not exist: finish the run first"):
         main(["review", f"run={tmp_path}", f"out={tmp_path / 'x.html'}"])
-    with pytest.raises(UserError, match="run is missing"):
+    with pytest.raises(UserError, match="missing run=..."):
         main(["agreement", "verdicts=x"])
 
 
 def test_a_family_is_a_setting_of_a_model():
     config = load_config(["config=demo", "models.judge.family=qwen"])
     assert config.models["judge"].family == "qwen"
-    assert ModelConfig().family is None
+    assert ModelConfig("m").family is None

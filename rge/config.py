@@ -155,6 +155,9 @@ class LossConfig:
     anchor: str = "self"
     """Query state that the contrastive loss sees, the paper's Table 4: `self` after the model's own rationale,
     `oracle` after the oracle's (leaks the target), `none` directly after the prompt."""
+    terms: dict[str, float] = field(default_factory=lambda: {"info_nce": 1.0})
+    """Contrastive losses and their weights within the contrastive part: registered ones by name (docs/extending.md). What is
+    given is added to `info_nce: 1`; a weight of 0 leaves one out."""
     matryoshka_dims: list[int] = field(default_factory=list)
     """Further sizes to which embeddings may be cut: InfoNCE becomes its mean over them and the full size."""
     lm_on_candidates: bool = True
@@ -401,6 +404,10 @@ def check(recipe: Recipe) -> None:
             f"model.min_pixels ({recipe.model.min_pixels}) must not exceed model.max_pixels ({recipe.model.max_pixels})"
         )
     _positive("loss.temperature", recipe.loss.temperature)
+    for name, weight in recipe.loss.terms.items():
+        _within(f"loss.terms.{name}", weight, 0)
+    if not any(recipe.loss.terms.values()):
+        raise RecipeError("loss.terms leaves no contrastive loss: give one of them a weight above 0")
     _positive("rollout.max_new_tokens", recipe.rollout.max_new_tokens)
     _positive("rollout.batch_size", recipe.rollout.batch_size)
     _positive("train.micro_batch_size", recipe.train.micro_batch_size)

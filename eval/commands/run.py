@@ -92,7 +92,7 @@ class RunOptions:
     seed: int = 0
     """Of the resampling, and of sampled rationales."""
     benchmark: str = "generic"
-    """Protocol of a known benchmark: generic, rmir, mmeb, mmbright or pinpoint."""
+    """Protocol of a benchmark: rmir, mmeb, mmbright, pinpoint, one that plugins= adds, or generic."""
     profile: str = "clean"
     """clean is the defensible protocol, official what the benchmark's released code computes."""
     prompts: str | None = None

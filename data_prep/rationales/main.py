@@ -9,11 +9,12 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import pyarrow.parquet as pq
 from pydantic import Field
 
 from data_prep.rationales import checks, prompts
@@ -35,6 +36,9 @@ WINDOW = 1000
 """Records asked about at a time."""
 GAIN_WINDOW = 256
 """Pairs whose targets a rationale must tell apart."""
+
+PICTURES = "pictures.parquet"
+"""Beside records of the rmir pipeline: id, caption and origin of each picture."""
 
 Pair = tuple[Record, Positive]
 
@@ -63,6 +67,9 @@ class Settings:
     """Checkpoint that chooses among them; null takes the first that passes the checks."""
     min_gain: float | None = None
     """A chosen rationale that gains less (nats) is left out; null keeps every one."""
+    captions: Path | None = None
+    """Parquet table with id and caption of target pictures, which the leak score compares with; null: ``pictures.parquet``
+    beside the records, if it is there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,10 +213,11 @@ def write(records: Path, out: Path, model: ModelConfig, settings: Settings) -> d
     store = AnswerStore(out.with_name(f"{out.name}.replies.sqlite"))
     caller = Caller({model.name: model}, store, progress=True)
     tally = _Tally()
+    captions = read_captions(records, settings.captions)
     lines: list[str] = []
     for window in _windows(records):
         pairs = [(record, positive) for record in window for positive in record.positives]
-        written = _ask_all(caller, pairs, records.parent, model, settings, tally)
+        written = _ask_all(caller, pairs, records.parent, model, settings, tally, captions)
         if judge is not None:
             for start in range(0, len(pairs), GAIN_WINDOW):
                 some = range(start, min(start + GAIN_WINDOW, len(pairs)))
@@ -251,7 +259,13 @@ def write(records: Path, out: Path, model: ModelConfig, settings: Settings) -> d
 
 
 def _ask_all(
-    caller: Caller, pairs: list[Pair], folder: Path, model: ModelConfig, settings: Settings, tally: _Tally
+    caller: Caller,
+    pairs: list[Pair],
+    folder: Path,
+    model: ModelConfig,
+    settings: Settings,
+    tally: _Tally,
+    captions: Mapping[str, str],
 ) -> list[list[_Written]]:
     """The candidates of each pair, checked; a leak that is not kept is a fault."""
     asked = [(row, sample) for row in range(len(pairs)) for sample in range(settings.candidates)]
@@ -262,7 +276,7 @@ def _ask_all(
             for row, sample in wanted
         ]
         return [
-            _read(outcome, pairs[row][1], settings)
+            _read(outcome, *pairs[row], settings, captions)
             for (row, _), outcome in zip(
                 wanted, caller.run(requests, read=prompts.read, title="rationales"), strict=True
             )
@@ -281,7 +295,9 @@ def _ask_all(
     return [[found[row, sample] for sample in range(settings.candidates)] for row in range(len(pairs))]
 
 
-def _read(outcome: Outcome, positive: Positive, settings: Settings) -> _Written:
+def _read(
+    outcome: Outcome, record: Record, positive: Positive, settings: Settings, captions: Mapping[str, str]
+) -> _Written:
     if outcome.lost:
         raise UserError(f"a call got no answer: {outcome.error}. What was answered is kept; run this again")
     try:
@@ -290,7 +306,11 @@ def _read(outcome: Outcome, positive: Positive, settings: Settings) -> _Written:
         text = prompts.read(outcome.reply)
     except ReplyError as error:
         return _Written(None, [error.kind])
-    return _Written(text, checks.faults(text, max_words=settings.max_words), checks.leak(text, positive.text))
+    leak = checks.leak(text, positive.text)
+    if positive.text is None:
+        known = f"{record.instruction or ''} {record.query.text or ''}"
+        leak = checks.picture_leak(text, captions.get(positive.id), known)
+    return _Written(text, checks.faults(text, max_words=settings.max_words), leak)
 
 
 def _choose(candidates: list[_Written], settings: Settings, tally: _Tally) -> str | None:
@@ -348,6 +368,23 @@ def _temperature(settings: Settings) -> float:
     if settings.temperature is not None:
         return settings.temperature
     return SAMPLING_TEMPERATURE if settings.candidates > 1 else 0.0
+
+
+def read_captions(records: Path, given: Path | None) -> dict[str, str]:
+    """Captions by id: of the table that is named, or of the one that the rmir pipeline writes beside its records.
+
+    Raises:
+        UserError: it is no such table.
+    """
+    path = given or records.with_name(PICTURES)
+    if given is None and not path.is_file():
+        return {}
+    try:
+        table = pq.read_table(path, columns=["id", "caption"])
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"captions={path} is no Parquet file with columns id and caption: {error}") from None
+    rows = zip(table["id"].to_pylist(), table["caption"].to_pylist(), strict=True)
+    return {str(name): caption for name, caption in rows if caption}
 
 
 def _mean(values: list[float]) -> float:

@@ -35,7 +35,13 @@ class LibraryConfig:
     caption_column: str | None = "caption"
     """Missing or empty captions are fine: such pictures are found by the image index alone."""
     licence: str = "unknown"
-    """Of the pictures, for the record."""
+    """Of the pictures, for the record; stands for those of which ``licence_column`` says nothing."""
+    source_column: str = "source"
+    """Where each picture is from, such as its page; written beside the data set where the table has this column."""
+    author_column: str = "author"
+    """Who made it."""
+    licence_column: str = "licence"
+    """Its own licence."""
     min_side_px: int = 32
     """Smaller pictures are left out and counted."""
     shard_size: int = 5000
@@ -117,6 +123,8 @@ class GenerateConfig:
     """Kinds of reasoning asked for."""
     max_inputs: int | None = None
     """Seed pictures that are asked about, drawn at random; null: all."""
+    content_policy: bool = True
+    """Have the model decline pictures that are politically sensitive or sexually explicit, as the paper's prompt A.1 does."""
     max_query_words: int = 25
     """Longer queries count as malformed."""
     max_target_words: int = 50
@@ -187,6 +195,9 @@ class SplitConfig:
 
     tsr_threshold: float = 0.9
     """Greater goes to the test set. The paper prints no value; this one is ours."""
+    tsr_list: str = "retrieved"
+    """What TSR reads of the image index's list: retrieved (all of it, as in "a list of retrieved images for a query"), or
+    surviving: without the doubted images, which the step before removes "from the entire seed dataset"."""
     disjoint: str = "none"
     """none; inputs or all: drop training queries that share their input, or any picture, with the test set."""
 
@@ -197,6 +208,8 @@ class AuditConfig:
 
     ks: list[int] = field(default_factory=lambda: [1, 5, 10])
     """A query counts as solved at k where one of its right answers is among the first k of the pool."""
+    memory_mb: int = 512
+    """Of scores at a time: queries are compared with the pool in blocks of that size."""
 
 
 @dataclass
@@ -327,8 +340,11 @@ def check(config: RmirConfig) -> None:
         raise ConfigError(f"retrieve.more: each index needs a name of its own; got {twice[0]!r}")
     if not config.audit.ks or min(config.audit.ks) < 1:
         raise ConfigError(f"audit.ks needs numbers >= 1, got {config.audit.ks}")
+    if config.audit.memory_mb < 1:
+        raise ConfigError(f"audit.memory_mb must be >= 1, got {config.audit.memory_mb}")
     if (most := config.library.near_duplicates) is not None and not 0 <= most <= 16:
         raise ConfigError(f"library.near_duplicates must be between 0 and 16 bits, or null; got {most}")
+    _one_of("split.tsr_list", config.split.tsr_list, ("retrieved", "surviving"))
     _one_of("split.disjoint", config.split.disjoint, ("none", "inputs", "all"))
     _one_of("export.rationale", config.export.rationale, ("generator", "none"))
     _one_of("runner", config.runner, ("native", "ray"))

@@ -19,6 +19,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from rge.common.errors import UserError
 from rge.common.prompt_profiles import PROFILES
+from rge.common.registry import load_plugins
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
@@ -157,6 +158,9 @@ class LossConfig:
     anchor: str = "self"
     """Query state that the contrastive loss sees, the paper's Table 4: `self` after the model's own rationale,
     `oracle` after the oracle's (leaks the target), `none` directly after the prompt."""
+    terms: dict[str, float] = field(default_factory=lambda: {"info_nce": 1.0})
+    """Contrastive losses and their weights within the contrastive part: registered ones by name (docs/extending.md). What is
+    given is added to `info_nce: 1`; a weight of 0 leaves one out."""
     matryoshka_dims: list[int] = field(default_factory=list)
     """Further sizes to which embeddings may be cut: InfoNCE becomes its mean over them and the full size."""
     lm_on_candidates: bool = True
@@ -287,6 +291,8 @@ class Recipe:
     out: str = "runs/${recipe}"
     stage: str = "all"
     """all | cold_start | joint. `all` continues the joint stage from the cold start's checkpoint."""
+    plugins: list[str] = field(default_factory=list)
+    """Modules of your own that register losses, families, prompt profiles or augmentations (docs/extending.md)."""
     init: str | None = None
     """Checkpoint to start from instead of `model.path` or `model.scratch`, e.g. another run's cold start."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -347,6 +353,7 @@ def load_recipe(arguments: Sequence[str], recipes: Path = RECIPES) -> Recipe:
     except OmegaConfBaseException as error:
         raise RecipeError(_explain(str(path), error)) from None
     assert isinstance(recipe, Recipe)
+    load_plugins(recipe.plugins)
     check(recipe)
     return recipe
 
@@ -384,7 +391,6 @@ def check(recipe: Recipe) -> None:
     _one_of("train.back_end", recipe.train.back_end, BACK_ENDS)
     _one_of("data.profile", recipe.data.profile, list(PROFILES))
     _one_of("optim.name", recipe.optim.name, ["adamw", "muon"])
-    _one_of("data.augment", recipe.data.augment, ["none", "drawing"])
     _one_of("data.positives", recipe.data.positives, ["draw", "all"])
     _one_of("data.batches", recipe.data.batches, ["mixed", "homogeneous"])
     _one_of("data.on_bad", recipe.data.on_bad, ["stop", "skip"])
@@ -408,6 +414,10 @@ def check(recipe: Recipe) -> None:
             f"model.min_pixels ({recipe.model.min_pixels}) must not exceed model.max_pixels ({recipe.model.max_pixels})"
         )
     _positive("loss.temperature", recipe.loss.temperature)
+    for name, weight in recipe.loss.terms.items():
+        _within(f"loss.terms.{name}", weight, 0)
+    if not any(recipe.loss.terms.values()):
+        raise RecipeError("loss.terms leaves no contrastive loss: give one of them a weight above 0")
     _positive("rollout.max_new_tokens", recipe.rollout.max_new_tokens)
     _positive("rollout.batch_size", recipe.rollout.batch_size)
     _positive("train.micro_batch_size", recipe.train.micro_batch_size)

@@ -65,7 +65,7 @@ class Objective:
             loss.anchor,
             loss.lm_on_candidates,
             tuple(loss.matryoshka_dims),
-            dict(loss.terms),
+            {name: weight for name, weight in loss.terms.items() if weight},
         )
 
     def contrastive(

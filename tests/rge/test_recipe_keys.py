@@ -125,6 +125,8 @@ ENTRIES: dict[str, Changes | Refused] = {
     "loss.ratio": Changes("loss.ratio=none", "metrics"),
     "loss.alpha_lm": Changes("loss.alpha_lm=0.5", "metrics"),
     "loss.alpha_con": Changes("loss.alpha_con=0.5", "metrics"),
+    "loss.terms": Changes("loss.terms={info_nce: 0.5}", "weights"),
+    "plugins": Refused("plugins=[no_such_module]", "plugins=no_such_module: no module of that name"),
     "loss.temperature": Changes("loss.temperature=1.0", "metrics"),
     "loss.anchor": Changes("loss.anchor=none", "metrics"),
     "loss.matryoshka_dims": Changes("loss.matryoshka_dims=[16]", "metrics"),

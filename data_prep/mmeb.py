@@ -1,4 +1,4 @@
-"""The command line: ``python -m data_prep mmeb src=DIR out=DIR [split=original] [sets=NAME,...] [key=value ...]``.
+"""The command line: ``rge data mmeb src=DIR out=DIR [split=original] [sets=NAME,...] [key=value ...]``.
 
 Reads MMEB's training files (``TIGER-Lab/MMEB-train``) and writes training records, one file a set. Layout: a folder a set
 with ``original-*.parquet``, ``diverse_instruction-*.parquet`` or ``train-*.parquet`` (or .jsonl) and the columns ``qry``,
@@ -18,18 +18,19 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import Field
 from tqdm import tqdm
 
-from data_prep.options import nearest, read_options
 from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.common.images import ImageError, load_image
-from rge.common.mmeb_prompts import INSTRUCTIONS, SETS, canonical, plain, reword, split_instruction
+from rge.common.mmeb_prompts import SETS, canonical, plain, reword, split_instruction
+from rge.common.options import nearest, one_of, parse_options, split_word
 from rge.common.schema import Positive, QueryPart, Record, Target
 
 COLUMNS = ("qry", "qry_image_path", "pos_text", "pos_image_path")
@@ -37,10 +38,6 @@ NEGATIVES = ("neg_text", "neg_image_path")
 SPLITS = ("original", "diverse_instruction", "train")
 TRAINED = tuple(name for name, about in SETS.items() if about["distribution"] == "IND")
 """The 20 sets that have a training part."""
-DEFAULTS = {
-    "part": "train", "src": "", "out": "", "images": "", "split": "original", "sets": "all", "instructions": "vlm2vec",
-    "max_per_set": "", "seed": "0", "missing": "error", "decode": "false",
-}  # fmt: skip
 BATCH_ROWS = 4096
 
 
@@ -57,28 +54,49 @@ class _Work:
     known: dict[str, str | None] = field(default_factory=dict)
 
 
+@dataclass
+class MmebOptions:
+    """Read MMEB's files: training records, one file a set, or retrieval sets of its evaluation files."""
+
+    src: Path
+    """The release's files."""
+    out: Path
+    """Folder to write to; pictures are referred to where they are."""
+    part: Literal["train", "eval"] = "train"
+    """train, or eval: the importer of `rge eval import mmeb`, which takes only src, out, images, sets, instructions, decode."""
+    images: Path | None = None
+    """Folder that picture paths start from; null: src, src/images, src/MMEB-images."""
+    split: Literal["original", "diverse_instruction", "train"] = "original"
+    """Which of a set's training files."""
+    sets: tuple[str, ...] = ("all",)
+    """Sets, by name; all: every set that has this part, and all must be there."""
+    instructions: Literal["vlm2vec", "rge"] = "vlm2vec"
+    """vlm2vec leaves the texts as released; rge rewords them as the released RGE evaluation does."""
+    max_per_set: Annotated[int, Field(ge=1)] | None = None
+    """Rows drawn of each set; null: all."""
+    seed: int = 0
+    """Of that draw."""
+    missing: Literal["error", "drop"] = "error"
+    """drop leaves out and counts rows whose picture is not there."""
+    decode: bool = False
+    """Open every picture; an unreadable one counts as missing."""
+
+
 def main(words: Sequence[str]) -> None:
     """Convert.
 
     Args:
-        words: see `DEFAULTS`. ``images`` is the folder that picture paths start from (default: src, src/images,
-            src/MMEB-images). ``instructions=rge`` rewords as the released RGE evaluation does. ``max_per_set`` draws so
-            many rows of each set. ``missing=drop`` leaves out and counts rows whose picture is not there;
-            ``decode=true`` opens every picture and treats an unreadable one the same way.
+        words: see `MmebOptions`.
 
     Raises:
         UserError: a word is wrong, a set or a picture is missing, a row is not what the layout says.
     """
-    options = DEFAULTS | read_options(words, DEFAULTS)
-    for key in ("src", "out"):
-        if not options[key]:
-            raise UserError(f"{key} is missing: {key}=...")
-    _one_of("part", options["part"], ("train", "eval"))
-    if options["part"] == "eval":
+    options = parse_options(MmebOptions, words, "rge data mmeb")
+    if options.part == "eval":
         passed = ("src", "out", "images", "sets", "instructions", "decode")
-        given = dict(word.split("=", 1) for word in words)
+        given = dict(split_word(word) for word in words)
         if wrong := [key for key in given if key not in (*passed, "part")]:
-            raise UserError(f"{wrong[0]} has no meaning with part=eval (known: {', '.join(passed)})")
+            raise UserError(f"{wrong[0]} has no meaning with part=eval{nearest(wrong[0], passed)}")
         command = [sys.executable, "-m", "eval", "import", "mmeb"]
         done = subprocess.run(
             [*command, *(f"{key}={value}" for key, value in given.items() if key != "part")], check=False
@@ -86,29 +104,21 @@ def main(words: Sequence[str]) -> None:
         if done.returncode:
             raise UserError("MMEB's evaluation files were not imported; the reason stands above")
         return
-    _one_of("split", options["split"], SPLITS)
-    _one_of("instructions", options["instructions"], INSTRUCTIONS)
-    _one_of("missing", options["missing"], ("error", "drop"))
-    _one_of("decode", options["decode"], ("true", "false"))
-    try:
-        most, seed = int(options["max_per_set"] or 0), int(options["seed"])
-    except ValueError as error:
-        raise UserError(f"a number is needed: {error}") from None
     report = convert(
-        Path(options["src"]),
-        Path(options["out"]),
-        images=Path(options["images"]) if options["images"] else None,
-        split=options["split"],
-        sets=None if options["sets"] == "all" else options["sets"].split(","),
-        instructions=options["instructions"],
-        max_per_set=most or None,
-        seed=seed,
-        drop_missing=options["missing"] == "drop",
-        decode=options["decode"] == "true",
+        options.src,
+        options.out,
+        images=options.images,
+        split=options.split,
+        sets=None if options.sets == ("all",) else options.sets,
+        instructions=options.instructions,
+        max_per_set=options.max_per_set,
+        seed=options.seed,
+        drop_missing=options.missing == "drop",
+        decode=options.decode,
     )
     for name, counts in report["sets"].items():
         print(f"{name}: {', '.join(f'{key} {value:,}' for key, value in counts.items())}")
-    print(Path(options["out"]) / "report.json")
+    print(options.out / "report.json")
 
 
 def convert(
@@ -132,7 +142,7 @@ def convert(
         images: folder that picture paths start from.
         split: ``original``, ``diverse_instruction`` or ``train``.
         sets: names; None takes every set of `src`, and all 20 must be there.
-        instructions: see `main`.
+        instructions: see `MmebOptions`.
         max_per_set: rows drawn of each set; None takes all.
         seed: of that draw.
         drop_missing: leave out rows without their picture instead of stopping.
@@ -146,7 +156,7 @@ def convert(
     """
     names = [canonical(name) for name in sets or TRAINED]
     for name in names:
-        _one_of("sets", name, TRAINED)
+        one_of("sets", [name], TRAINED)
     files = {name: _files(src, name, split) for name in names}
     if absent := [name for name, found in files.items() if not found]:
         there = sorted(path.name for path in src.iterdir() if path.is_dir()) if src.is_dir() else []
@@ -317,8 +327,3 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
         return
     for batch in pq.ParquetFile(file).iter_batches(BATCH_ROWS):
         yield from batch.to_pylist()
-
-
-def _one_of(key: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise UserError(f"{key}: unknown {value!r}{nearest(value, allowed)}")

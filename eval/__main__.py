@@ -1,12 +1,12 @@
-"""``python -m eval run|score|compare|report key=value ...``; without keys, a command explains its own.
+"""``rge eval run|score|compare|report key=value ...``; ``--help`` after a command lists its keys.
 
-``python -m eval budget checkpoint=DIR set=DIR out=DIR`` puts accuracy against tokens and time (several rationales, gate,
-judge), ``python -m eval rerank of=DIR out=DIR judge=MODEL`` lets a vision-language model reorder a finished ranking,
-``python -m eval import rmir|pinpoint|mmeb|mmbright src=DIR out=DIR`` makes a retrieval set of a benchmark's release,
-``python -m eval import folder src=DIR out=DIR`` makes one of a folder of photos and a spreadsheet,
-``python -m eval check set=DIR`` looks any set over before a model is asked,
-``python -m eval audit set=DIR train=FILE.jsonl`` looks for a set's pictures in training files,
-``python -m eval export format=pinpoint|top50|mmeb|mteb eval=DIR out=FILE`` writes what others read.
+``rge eval budget checkpoint=DIR set=DIR out=DIR`` puts accuracy against tokens and time (several rationales, gate,
+judge), ``rge eval rerank of=DIR out=DIR judge=MODEL`` lets a vision-language model reorder a finished ranking,
+``rge eval import rmir|pinpoint|mmeb|mmbright src=DIR out=DIR`` makes a retrieval set of a benchmark's release,
+``rge eval import folder src=DIR out=DIR`` makes one of a folder of photos and a spreadsheet,
+``rge eval check set=DIR`` looks any set over before a model is asked,
+``rge eval audit set=DIR train=FILE.jsonl`` looks for a set's pictures in training files,
+``rge eval export format=pinpoint|top50|mmeb|mteb eval=DIR out=FILE`` writes what others read.
 ``plugins=MODULE,...`` with any command imports modules that register benchmarks, embedders or metrics, see
 docs/extending.md.
 """
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from eval.benchmarks.registry import BENCHMARKS
 from eval.embedding.processes import leave
 from rge.common.errors import UserError
-from rge.common.options import explain, parse_options
+from rge.common.options import HELP, help_text, parse_options
 from rge.common.registry import load_plugins
 
 if TYPE_CHECKING:
@@ -54,15 +54,14 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     words = [word for word in words if not word.startswith(PLUGINS)]
+    asked = any(word in HELP for word in argv)
     if name not in ("report", "import") and _entry(name) is None:
-        print(
-            f"there are folder, {', '.join(BENCHMARKS)}" if name.startswith("import") else __doc__,
-            file=sys.stderr,
-        )
-        return 2
-    if not words or words in (["help"], ["--help"], ["-h"]):
+        shown = f"there are folder, {', '.join(BENCHMARKS)}" if name.startswith("import") else str(__doc__)
+        print(shown, file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
+    if not words or asked:
         print(usage(name))
-        return 2
+        return 0 if asked else 2
     try:
         if name == "report":
             from eval.commands.report import report_command
@@ -113,12 +112,12 @@ def usage(name: str) -> str:
     if name == "report":
         from eval.commands.report import ReportOptions
 
-        return f"python -m eval report key=value ...\n{explain(ReportOptions)}"
+        return help_text(ReportOptions, "rge eval report")
     if name == "import":
         return "\n\n".join(usage(f"import {benchmark}") for benchmark in ("folder", *BENCHMARKS))
     entry = _entry(name)
     assert entry is not None
-    return f"python -m eval {name} key=value ...\n{explain(entry[0])}"
+    return help_text(entry[0], f"rge eval {name}")
 
 
 if __name__ == "__main__":

@@ -28,9 +28,10 @@ from tqdm import tqdm
 
 from rge.checkpoints.resume import check_state, finished
 from rge.checkpoints.run_lock import held
+from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.images import ImageError, PictureIndex, load_image
-from rge.config import Recipe, RecipeError, StageConfig, load_recipe, split_override
+from rge.config import CheckOptions, Recipe, RecipeError, StageConfig, load_options
 from rge.data.augment import AUGMENTATIONS
 from rge.data.sources import MAX_REPORTED, Mixture, RecordFile
 from rge.distributed import collectives as dist
@@ -40,7 +41,8 @@ from rge.losses import CONTRASTIVE_LOSSES
 from rge.model.backbone import check_sizes, read_config
 from rge.plan.costs import GIB, shapes_of, trained_parameters
 from rge.plan.known_models import outline
-from rge.plan.report import OPTIMIZER_STATES, OWN, plan
+from rge.plan.options import PlanOptions
+from rge.plan.report import OPTIMIZER_STATES, plan
 from rge.rollout.vllm_writer import check_possible
 from rge.rollout.writer import encodes_once
 from rge.step import Objective
@@ -72,18 +74,13 @@ class Checked:
 
 def main(arguments: list[str]) -> int:
     """Check a recipe; 1 if anything is wrong."""
-    options = dict(split_override(argument) for argument in arguments if argument.startswith("pictures="))
-    if options.get("pictures", "false") not in ("true", "false"):
-        raise RecipeError(f"pictures must be true or false, got {options['pictures']!r}")
-    recipe = load_recipe([argument for argument in arguments if not argument.startswith("pictures=")])
+    recipe = load_options(CheckOptions, arguments, command="rge check recipe=NAME")
     raise_descriptor_limit()
     accelerator = launch.make_accelerator(recipe.train, recipe.model.dtype)
     launched = "WORLD_SIZE" in os.environ
     problems: list[str] = []
     if accelerator.is_main_process:
-        problems, found = examine(
-            recipe, accelerator, with_launch=launched, decode=options.get("pictures") == "true"
-        )
+        problems, found = examine(recipe, accelerator, with_launch=launched, decode=recipe.pictures)
         if not problems and found.stages:
             with ExitStack() as kept:
                 _attempt(problems, kept.enter_context, held(Path(recipe.out)))
@@ -412,8 +409,7 @@ def _banner(recipe: Recipe, found: Checked, model: nn.Module, accelerator: Accel
     lines = [
         f"{back_end}, {name}; float32 weights trained, computed in {recipe.model.dtype}; into {recipe.out}"
     ]
-    options = {key: default for key, (default, _) in OWN.items()}
-    options |= {
+    options = PlanOptions().values() | {
         "num_gpus": accelerator.num_processes,
         "back_end": back_end.key,
     }
@@ -445,7 +441,4 @@ def _banner(recipe: Recipe, found: Checked, model: nn.Module, accelerator: Accel
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except UserError as problem:
-        sys.exit(f"error: {problem}")
+    start(main)

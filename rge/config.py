@@ -5,23 +5,20 @@ overrides. A key that does not exist is an error that names the nearest one. Who
 (``recipe.optim``, a stage, ``recipe.data``), never a copy of its keys: what is copied by hand is forgotten by hand.
 """
 
-import difflib
+import json
 import math
-import re
-from collections.abc import Hashable, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_type_hints
-
-import yaml
-from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from typing import Any, TypeVar
 
 from rge.common.errors import UserError
+from rge.common.files import RECIPES as RECIPES
+from rge.common.options import parse_file
 from rge.common.prompt_profiles import PROFILES
 from rge.common.registry import load_plugins
 
-RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+R = TypeVar("R", bound="Recipe")
 
 BACK_ENDS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 """How several processes share a model out, from nothing to everything; the last two share out alike."""
@@ -106,7 +103,8 @@ class ModelConfig:
 class SourceConfig:
     """One file of training records and its share of every batch."""
 
-    path: str = MISSING
+    path: str
+    """JSON lines, see `rge.common.schema`; pictures stand beside the file."""
     weight: float = 1.0
     """Share of the batch relative to the other sources' weights."""
 
@@ -159,8 +157,7 @@ class LossConfig:
     """Query state that the contrastive loss sees, the paper's Table 4: `self` after the model's own rationale,
     `oracle` after the oracle's (leaks the target), `none` directly after the prompt."""
     terms: dict[str, float] = field(default_factory=lambda: {"info_nce": 1.0})
-    """Contrastive losses and their weights within the contrastive part: registered ones by name (docs/extending.md). What is
-    given is added to `info_nce: 1`; a weight of 0 leaves one out."""
+    """Contrastive losses and their weights within the contrastive part: registered ones by name (docs/extending.md)."""
     matryoshka_dims: list[int] = field(default_factory=list)
     """Further sizes to which embeddings may be cut: InfoNCE becomes its mean over them and the full size."""
     lm_on_candidates: bool = True
@@ -287,8 +284,10 @@ class LogConfig:
 class Recipe:
     """A whole run."""
 
-    recipe: str = MISSING
-    out: str = "runs/${recipe}"
+    recipe: str
+    """Name of the recipe's file."""
+    out: str = "runs/{recipe}"
+    """Folder of the run; ``{recipe}`` is the recipe's name."""
     stage: str = "all"
     """all | cold_start | joint. `all` continues the joint stage from the cold start's checkpoint."""
     plugins: list[str] = field(default_factory=list)
@@ -311,13 +310,30 @@ class Recipe:
         return ["cold_start", "joint"] if self.stage == "all" else [self.stage]
 
 
+@dataclass
+class CheckOptions(Recipe):
+    """What can be known to be wrong with a run before it starts: every key of the recipe, and how closely to look."""
+
+    pictures: bool = False
+    """Decode every picture once, on all cores; without, each is only looked up where it should be."""
+
+
 def load_recipe(arguments: Sequence[str], recipes: Path = RECIPES) -> Recipe:
-    """Read a recipe by name and apply ``key=value`` overrides.
+    """Read a recipe by name and apply ``key=value`` overrides; see `load_options`."""
+    return load_options(Recipe, arguments, recipes)
+
+
+def load_options(
+    schema: type[R], arguments: Sequence[str], recipes: Path = RECIPES, command: str = "rge train recipe=NAME"
+) -> R:
+    """Read a recipe, or a recipe and the further options of a command.
 
     Args:
+        schema: `Recipe`, or a dataclass that adds keys to it.
         arguments: ``recipe=NAME`` (a file of `recipes` without its ending, or a path to a YAML file) and overrides
             such as ``loss.alpha_lm=0.5``.
         recipes: folder of the recipes.
+        command: what is typed before the overrides, for ``--help``.
 
     Returns:
         A typed, checked recipe. `LossConfig.alpha_lm` and `alpha_con` are filled in and sum to one.
@@ -326,41 +342,23 @@ def load_recipe(arguments: Sequence[str], recipes: Path = RECIPES) -> Recipe:
         RecipeError: no or an unknown recipe, an unknown key (the nearest is named), a value of the wrong type or
             outside its range.
     """
-    overrides = [split_override(argument) for argument in arguments]
-    names = [value for key, value in overrides if key == "recipe"]
-    if len(names) != 1:
-        raise RecipeError(f"give exactly one recipe=NAME; there are: {', '.join(_available(recipes))}")
-    path = _recipe_path(names[0], recipes)
     try:
-        document = _parse(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"recipe {path} cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise RecipeError(f"recipe {path} is not valid YAML: {error}") from error
-    if not isinstance(document, dict):
-        raise RecipeError(f"recipe {path} must be a mapping of keys to values, got {type(document).__name__}")
-    layers = [(str(path), document)]
-    layers += [(f"{key}={value}", _nested(key, value)) for key, value in overrides if key != "recipe"]
-    layers.append(("recipe", {"recipe": path.stem}))
-    config = OmegaConf.structured(Recipe)
-    for origin, layer in layers:
-        try:
-            config = OmegaConf.merge(config, OmegaConf.create(layer))
-        except OmegaConfBaseException as error:
-            raise RecipeError(_explain(origin, error)) from None
-    try:
-        recipe = OmegaConf.to_object(config)
-    except OmegaConfBaseException as error:
-        raise RecipeError(_explain(str(path), error)) from None
-    assert isinstance(recipe, Recipe)
+        recipe = parse_file(schema, arguments, key="recipe", folder=recipes, command=command)
+    except UserError as error:
+        raise RecipeError(str(error)) from None
+    recipe.out = recipe.out.replace("{recipe}", recipe.recipe)
     load_plugins(recipe.plugins)
     check(recipe)
     return recipe
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
-    """The resolved recipe as JSON's own containers, so that it equals what a checkpoint gives back."""
-    return _lists(asdict(recipe))
+    """The recipe as JSON's own containers, so that it equals what a checkpoint gives back.
+
+    What a command adds to the recipe's keys is left out.
+    """
+    whole = json.loads(json.dumps(asdict(recipe)))
+    return {item.name: whole[item.name] for item in fields(Recipe)}
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -369,12 +367,6 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return leaves
-
-
-def _lists(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {key: _lists(value) for key, value in tree.items()}
-    return [_lists(value) for value in tree] if isinstance(tree, (list, tuple)) else tree
 
 
 def check(recipe: Recipe) -> None:
@@ -526,67 +518,6 @@ def _loss_weights(loss: LossConfig) -> tuple[float, float]:
     return lm, con
 
 
-def split_override(argument: str) -> tuple[str, str]:
-    """Split ``key=value``.
-
-    Raises:
-        RecipeError: there is no ``=``.
-    """
-    key, mark, value = argument.partition("=")
-    if not mark or not key:
-        raise RecipeError(f"arguments are key=value, got {argument!r}")
-    return key.lstrip("-"), value
-
-
-def nearest(key: str, known: Sequence[str]) -> str:
-    """A hint naming the known key most like `key`."""
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    if not close:
-        close = difflib.get_close_matches(
-            key.rsplit(".", 1)[-1], [name.rsplit(".", 1)[-1] for name in known], n=1
-        )
-        close = [name for name in known if close and name.rsplit(".", 1)[-1] == close[0]]
-    return f"; did you mean {close[0]}?" if close else f"; known keys: {', '.join(sorted(known))}"
-
-
-def _known_keys(cls: type, prefix: str = "") -> list[str]:
-    keys = []
-    hints = get_type_hints(cls)
-    for item in fields(cls):
-        keys.append(prefix + item.name)
-        kind = hints[item.name]
-        for candidate in (kind, *getattr(kind, "__args__", ())):
-            if is_dataclass(candidate):
-                keys += _known_keys(candidate, f"{prefix}{item.name}.")  # type: ignore[arg-type]
-    return keys
-
-
-def _explain(origin: str, error: OmegaConfBaseException) -> str:
-    key = getattr(error, "full_key", None) or getattr(error, "key", None)
-    if isinstance(error, ConfigKeyError):
-        known = _known_keys(Recipe)
-        owner = getattr(error, "object_type", None)
-        if owner is not Recipe and str(key) == str(getattr(error, "key", None)) and is_dataclass(owner):
-            known = [item.name for item in fields(owner)]  # inside a list, where the full key is not known
-        return f"{origin}: unknown key {key}{nearest(str(key), known)}"
-    reason = str(error).splitlines()[0]
-    return f"{origin}: {key}: {reason}" if key else f"{origin}: {reason}"
-
-
-def _available(recipes: Path) -> list[str]:
-    return sorted(path.stem for path in recipes.glob("*.yaml"))
-
-
-def _recipe_path(name: str, recipes: Path) -> Path:
-    path = Path(name) if name.endswith((".yaml", ".yml")) else recipes / f"{name}.yaml"
-    if not path.is_file():
-        available = _available(recipes)
-        close = difflib.get_close_matches(name, available, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise RecipeError(f"unknown recipe {name!r}: {hint}there are: {', '.join(available)}")
-    return path
-
-
 def _one_of(key: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise RecipeError(f"{key} must be one of {', '.join(allowed)}; got {value!r}")
@@ -601,51 +532,3 @@ def _within(key: str, value: float, low: float, high: float = math.inf) -> None:
     if not (low <= value <= high and math.isfinite(value)):
         limits = f">= {low} and finite" if high == math.inf else f"between {low} and {high}"
         raise RecipeError(f"{key} must be {limits}, got {value}")
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML with the numbers of YAML 1.2: ``1:10`` is a text and not seventy, ``1e-4`` a number.
-
-    A key given twice is an error, not a matter of order.
-    """
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"found the key {key.value!r} twice", key.start_mark
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-_NUMBERS = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"}
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?\d[\d_]*$"), list("-+0123456789"))
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"^[-+]?(\d[\d_]*\.?|\d[\d_]*\.\d[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"
-    ),
-    list("-+.0123456789"),
-)
-
-
-def _parse(text: str) -> Any:
-    document = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
-    return {} if document is None else document
-
-
-def _nested(key: str, value: str) -> dict[str, Any]:
-    """``a.b=v`` as ``{a: {b: v}}``."""
-    try:
-        tree = yaml.load(value, _Loader)  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{key}={value}: the value is not valid YAML: {error}") from error
-    for part in reversed(key.split(".")):
-        tree = {part: tree}
-    return tree

@@ -28,8 +28,11 @@ from rge.common.schema import Encoded, ImageRef, Item
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.packing import Branch
-from rge.model.prompts import PromptBuilder
+from rge.model.prompts import Prompt, PromptBuilder
 from rge.rollout.generate import generate
+
+CLOSE = {"greedy": 2e-3, "drawn": 1e-4}
+"""`Rationale.margin` below which float32 in another batch might choose another token; rounding moves it by some 1e-5."""
 
 Picture = ImageRef | Path | Image.Image
 """A path, ``library.parquet#row``, a web address, a data URL, encoded bytes, or a decoded picture."""
@@ -50,6 +53,7 @@ class Embedder:
     ):
         self.model, self.builder, self.checkpoint, self.settings = model.eval(), builder, checkpoint, settings
         self.checkpoint_hash = checkpoint_hash(checkpoint)
+        self.exact = False
 
     @classmethod
     def from_pretrained(
@@ -279,7 +283,11 @@ class Embedder:
         seeds: Sequence[int] | None = None,
         on_progress: Callable[[int], object] | None = None,
     ) -> Encoded:
-        """Embed items. A row does not depend on the other rows, on the batch size or on padding.
+        """Embed items. A row does not depend on the other rows, on the batch size or on padding, but for rounding.
+
+        Where ``self.exact`` is set it does not depend on them in the last bit either: every state is computed with its
+        row alone. Rationales are still written in batches, in float32; one that a rounding error might have changed
+        (`CLOSE`) is written again alone. In other dtypes all of them are.
 
         Args:
             items: what to embed.
@@ -322,34 +330,56 @@ class Embedder:
 
     def _reasoning(self, prompts, batch_size, prepare_ms, seeds, on_progress):
         settings = self.settings["generation"]
+        asked = {key: settings[key] for key in ("max_new_tokens", "temperature")}
+        together = batch_size if not self.exact or self.settings["dtype"] == "float32" else 1
         rationales = generate(
             self.model,
             prompts,
-            max_new_tokens=settings["max_new_tokens"],
-            temperature=settings["temperature"],
-            batch_size=batch_size,
+            **asked,
+            batch_size=together,
             seeds=seeds,
             on_progress=on_progress,
+            margins=self.exact and together > 1,
         )
+        states, read_ms = [rationale.state_D for rationale in rationales], [0.0] * len(rationales)
+        if self.exact:
+            close = CLOSE["drawn" if asked["temperature"] > 0 else "greedy"]
+            for row, rationale in enumerate(rationales):
+                if rationale.margin < close:
+                    own = None if seeds is None else [seeds[row]]
+                    rationales[row] = generate(self.model, [prompts[row]], **asked, batch_size=1, seeds=own)[
+                        0
+                    ]
+            for row, rationale in enumerate(rationales):
+                states[row], read_ms[row] = self._state(prompts[row], rationale.ids)
         return [
             (
-                rationale.state_D.float().cpu().numpy(),
+                state.float().cpu().numpy(),
                 self.builder.decode(rationale.ids),
                 len(rationale.ids),
                 "forced" if rationale.forced else "emb",
                 rationale.seconds * 1000,
-                prepare_ms,
+                prepare_ms + ms,
             )
-            for rationale in rationales
+            for rationale, state, ms in zip(rationales, states, read_ms, strict=True)
         ]
+
+    @torch.no_grad()
+    def _state(self, prompt: Prompt, ids: Sequence[int]) -> tuple[Tensor, float]:
+        """State (D,) after a rationale, computed alone, and milliseconds."""
+        began = time.perf_counter()
+        packed = self.model.pack([prompt], [[Branch([*ids, self.model.emb_id], read_state=True)]])
+        state = self.model(packed)[0].state_ND[0]
+        return state, (time.perf_counter() - began) * 1000
 
     @torch.no_grad()
     def _direct(self, prompts, batch_size, prepare_ms, on_progress):
         branch = Branch([self.model.emb_id], read_state=True)
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         found: list[tuple | None] = [None] * len(prompts)
-        for start in range(0, len(order), batch_size):
-            rows = order[start : start + batch_size]
+        together = 1 if self.exact else batch_size
+        for start in range(0, len(order), together):
+            rows = order[start : start + together]
             began = time.perf_counter()
             packed = self.model.pack([prompts[row] for row in rows], [[branch]] * len(rows))
             states = self.model(packed)[0].state_ND.float().cpu().numpy()

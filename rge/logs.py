@@ -11,7 +11,8 @@ from accelerate.utils import LoggerType
 from tqdm import tqdm
 
 from rge.common.files import write_text
-from rge.config import LogConfig, Recipe, RecipeError, flat, nearest, to_dict
+from rge.common.options import nearest
+from rge.config import LogConfig, Recipe, RecipeError, flat, to_dict
 
 
 def tracker_problems(log: LogConfig) -> list[str]:

@@ -14,7 +14,6 @@ The oracle's tokens cannot reach the contrastive state: the branches do not see 
 same command started again resumes; a finished stage is left alone. Benchmarks are run by ``python -m eval``.
 """
 
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,7 +25,7 @@ from accelerate.utils import set_seed
 
 from rge.check import Checked, checked
 from rge.checkpoints.checkpoint_manager import Keeper
-from rge.common.errors import UserError
+from rge.common.commands import start
 from rge.config import Recipe, StageConfig, load_recipe
 from rge.data.bad_records import BadRecords
 from rge.data.collate import Collator, StepBatches
@@ -192,9 +191,4 @@ def build_batches(
 
 if __name__ == "__main__":
     torch.set_float32_matmul_precision("highest")
-    try:
-        main(sys.argv[1:])
-    except UserError as problem:
-        sys.exit(f"error: {problem}")
-    except KeyboardInterrupt:  # before the first step; from then on it saves
-        sys.exit(130)
+    start(main)

@@ -18,15 +18,26 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
+from dataclasses import dataclass
 
-from data_prep.options import read_options
 from rge.calls.caller import Caller
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig
 from rge.calls.request import Request
 from rge.calls.store import AnswerStore
+from rge.common.options import parse_options
 
-WORDS = {"calls": "2000", "concurrency": "256", "delay_s": "1.0"}
+
+@dataclass
+class Options:
+    """How long many calls at once take, and what a kill costs."""
+
+    calls: int = 2000
+    """Prompts asked."""
+    concurrency: int = 256
+    """Calls under way at once."""
+    delay_s: float = 1.0
+    """What the server waits before it answers."""
 
 
 def serve(delay_s: float) -> None:
@@ -69,12 +80,8 @@ def main(words: list[str]) -> None:
         return serve(float(words[1]))
     if words[:1] == ["ask"]:
         return ask(words[1], words[2], int(words[3]), int(words[4]))
-    options = WORDS | read_options(words, WORDS)
-    calls, concurrency, delay_s = (
-        int(options["calls"]),
-        int(options["concurrency"]),
-        float(options["delay_s"]),
-    )
+    options = parse_options(Options, words)
+    calls, concurrency, delay_s = options.calls, options.concurrency, options.delay_s
     ideal_s = math.ceil(calls / concurrency) * delay_s
     this = [sys.executable, __file__]
     with tempfile.TemporaryDirectory() as folder:

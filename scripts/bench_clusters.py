@@ -12,14 +12,31 @@ import resource
 import subprocess
 import sys
 import time
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from data_prep.options import read_options
+from rge.common.options import parse_options
 
-WORDS = {
-    "images": "200000", "width": "768", "clusters": "1000", "per_cluster": "10", "iterations": "10", "queries": "1000",
-}  # fmt: skip
+
+@dataclass
+class Options:
+    """Time and memory of clustering and retrieval over made-up embeddings."""
+
+    images: int = 200_000
+    """Pictures of the library."""
+    width: int = 768
+    """Dimensions of an embedding."""
+    clusters: int = 1000
+    """Clusters of k-means."""
+    per_cluster: int = 10
+    """Pictures drawn of each, which make up the seed set."""
+    iterations: int = 10
+    """Of k-means."""
+    queries: int = 1000
+    """Retrieved for, in the seed set."""
+
+
 PAPER = {
     "images": 2_018_175, "width": 1152, "clusters": 50_000, "iterations": 20, "seed": 500_000, "queries": 100_000,
 }  # fmt: skip
@@ -47,7 +64,7 @@ def part(name: str, sizes: dict[str, int]) -> dict[str, float]:
 
     Args:
         name: kmeans or retrieval.
-        sizes: see `WORDS`.
+        sizes: see `Options`.
 
     Returns:
         Seconds, CPU seconds, memory before the work and its peak in bytes.
@@ -116,8 +133,7 @@ def main(words: list[str]) -> None:
     if words[:1] == ["part"]:
         print(json.dumps(part(words[1], json.loads(words[2]))))
         return
-    options = WORDS | read_options(words, WORDS)
-    sizes = {key: int(value) for key, value in options.items()}
+    sizes = asdict(parse_options(Options, words))
     found = {}
     for name in ("kmeans", "retrieval"):
         command = [sys.executable, __file__, "part", name, json.dumps(sizes)]

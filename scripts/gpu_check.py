@@ -57,7 +57,8 @@ from rge.model.families import family_of  # noqa: E402
 from rge.model.prompts import PromptBuilder  # noqa: E402
 from rge.plan.costs import GIB, RESERVED_GIB, flops, memory, shapes_of  # noqa: E402
 from rge.plan.known_models import TABLE  # noqa: E402
-from rge.plan.report import load_of, read_options  # noqa: E402
+from rge.plan.options import PlanOptions  # noqa: E402
+from rge.plan.report import load_of  # noqa: E402
 from rge.rollout.generate import Rationale, generate  # noqa: E402
 from rge.scratch import build as scratch  # noqa: E402
 from rge.step import Objective, training_step  # noqa: E402
@@ -416,7 +417,7 @@ def check_training(machine: Machine) -> tuple[str, dict[str, Any]]:
 
 def _load(machine: Machine, embedder: EmbeddingModel, batch: Batch, own: float, micro: int) -> Any:
     recipe = machine.recipe
-    given, _ = read_options(["num_gpus=8"])
+    given = PlanOptions(num_gpus=8).values()
     planned = load_of(recipe, embedder.model, given)
     grid = batch.queries[0].image_grid
     assert grid is not None
@@ -468,18 +469,22 @@ def check_back_ends(machine: Machine) -> tuple[str, dict[str, Any]]:
     for name in ("ddp", "zero1", "zero2", "zero3", "fsdp2"):
         with tempfile.TemporaryDirectory() as folder:
             began = time.perf_counter()
-            out = _run(
-                [
-                    sys.executable, "-m", "accelerate.commands.launch", "--config_file",
-                    str(ROOT / "recipes" / "accelerate" / f"{name}_8.yaml"), "--num_processes", str(machine.gpus),
-                    str(ROOT / "rge" / "train.py"), "recipe=demo", "model.dtype=bfloat16", "model.scratch.naming=null",
-                    "cold_start.steps=2", "joint.steps=2", f"out={folder}/run",
-                ]
-            )  # fmt: skip
+            out = _run(launch_command(f"{name}_8", machine.gpus, Path(folder) / "run"))
             figures[name] = f"{time.perf_counter() - began:.0f} s" if out is None else f"failed: {out}"
     if any(str(value).startswith("failed") for value in figures.values()):
         raise AssertionError(json.dumps(figures))
     return f"two steps of both stages on {machine.gpus} GPUs", figures
+
+
+def launch_command(config: str, processes: int, out: Path) -> list[str]:
+    """Two steps of both stages of the demo, from random weights, under a launch config."""
+    return [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file",
+        str(ROOT / "recipes" / "accelerate" / f"{config}.yaml"), "--num_processes", str(processes),
+        str(ROOT / "rge" / "train.py"), "recipe=demo", "optim.name=adamw", "model.dtype=bfloat16",
+        "model.scratch.naming=null",
+        "cold_start.steps=2", "joint.steps=2", "train.num_processes=" + str(processes), f"out={out}",
+    ]  # fmt: skip
 
 
 def check_vllm(machine: Machine) -> tuple[str, dict[str, Any]]:
@@ -503,7 +508,12 @@ def _run(command: list[str]) -> str | None:
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"not done after {LIMIT_S:.0f} s"
-    return None if done.returncode == 0 else (done.stdout + done.stderr)[-2000:]
+    if done.returncode == 0:
+        return None
+    lines = (done.stdout + done.stderr).splitlines()
+    # A launcher writes a page of its own below what went wrong.
+    reasons = [line for line in lines if "rror: " in line]
+    return "\n".join([*reasons[:20], "...", *lines[-40:]])
 
 
 def run_checks(machine: Machine) -> list[Result]:

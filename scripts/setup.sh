@@ -128,5 +128,8 @@ if ! install "$VENV/constraints.txt"; then
 fi
 "$VENV/bin/python" -W ignore -c 'import rge, faiss, peft, trl, accelerate, transformers.models.qwen2_5_vl.modeling_qwen2_5_vl' >>"$LOG" 2>&1 ||
     fail "the installed packages cannot be imported (end of $LOG); the same command starts over"
+# Checkpoints load by plain transformers too, in programs that never import rge (rge/common/torchvision_cpu.py).
+"$VENV/bin/python" -W ignore -m rge.common.torchvision_cpu >>"$LOG" 2>&1 ||
+    fail "torchvision cannot be imported (end of $LOG): install one that fits this torch"
 key >"$STAMP"
 echo "setup: .venv is ready ($(($(date +%s) - began)) s)"

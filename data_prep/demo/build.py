@@ -1,4 +1,4 @@
-"""Rebuild the shipped picture set: ``python -m data_prep demo [out=DIR] [icons=DIR]``.
+"""Rebuild the shipped picture set: ``rge data demo [out=DIR] [icons=DIR]``.
 
 The tables beside this file are the source; the result is written from them alone and is the same every time.
 
@@ -14,6 +14,7 @@ The tables beside this file are the source; the result is written from them alon
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep.demo import retrieval
@@ -22,26 +23,33 @@ from data_prep.demo.pictures import render_family, write_library
 from data_prep.demo.records import naming_records, relation_records, text_records
 from data_prep.demo.splits import VALID_GALLERY, VALID_QUERIES, split
 from data_prep.demo.tables import HERE, read_tables
-from data_prep.options import read_options
+from rge.common.options import parse_options
 from rge.common.schema import Record
 
 OUT = HERE / "data"
 
 
+@dataclass
+class DemoOptions:
+    """Rebuild the shipped picture set from its tables and icon packages; the result is the same every time."""
+
+    out: Path = OUT
+    """Folder to write to; the shipped one where nothing is given."""
+    icons: Path | None = None
+    """Icon packages laid out like ``node_modules``; missing ones are fetched with npm into it. null: a cache in the home
+    directory."""
+
+
 def main(words: Sequence[str]) -> None:
     """The command line.
-
-    Args:
-        words: ``out=DIR`` (default: the shipped folder), ``icons=DIR`` (icon packages laid out like
-            ``node_modules``; missing ones are fetched with npm into it; default: a cache in the home directory).
 
     Raises:
         UserError: an unknown key, or packages that cannot be had.
     """
-    options = read_options(words, ("out", "icons"))
-    out = Path(options.get("out", OUT))
+    options = parse_options(DemoOptions, words, "rge data demo")
+    out = options.out
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rge" / "icons"
-    build(out, Path(options.get("icons", cache)))
+    build(out, options.icons or cache)
     files = sorted(path for path in out.rglob("*") if path.is_file())
     for path in files:
         print(f"{path.stat().st_size:>9,}  {path.relative_to(out)}")

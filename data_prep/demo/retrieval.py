@@ -16,6 +16,13 @@ from rge.common.fingerprint import set_fingerprint
 
 NUM_TEST_PHRASINGS = 2
 NUM_VALID_GALLERY = 128
+SLICE_NOTES = {
+    "pair": {
+        "seen": "this question about this thing was trained with other drawings of it",
+        "held_out": "this question about this thing was trained in words only, never about a picture",
+    }
+}
+"""What a reader of the figures has to know about the values of ``pair``."""
 
 Cell = Callable[[Concept], dict[str, object]]
 """How a picture is stored: its bytes, or a reference to a library."""
@@ -30,6 +37,7 @@ class SetRows:
     sources: list[Concept] = field(default_factory=list)
     qrels: list[tuple[str, str, int]] = field(default_factory=list)
     negatives: list[tuple[str, str]] = field(default_factory=list)
+    rationales: list[tuple[str, str, str]] = field(default_factory=list)
 
 
 def test_rows(tables: Tables, splits: Splits) -> SetRows:
@@ -69,7 +77,7 @@ def referred(family: Family, folder: str) -> Cell:
 def write_set(
     folder: Path, name: str, rows: SetRows, family: Family, query_cell: Cell, corpus_cell: Cell, licence: str
 ) -> None:
-    """Write a retrieval set (the layout is that of `eval.sets.retrieval_set`: corpus, queries, qrels, negatives, meta).
+    """Write a retrieval set (the layout is that of `eval.sets.retrieval_set`: corpus, queries, judgements, meta).
 
     The fingerprint is `rge.common.fingerprint.set_fingerprint` of ids, qrels and negatives: sha256 over sorted JSON rows.
 
@@ -100,6 +108,9 @@ def write_set(
     write_table(folder / "queries.parquet", pa.table(queries))
     write_table(folder / "qrels.parquet", _pairs(rows.qrels, ("query-id", "corpus-id", "score")))
     write_table(folder / "negatives.parquet", _pairs(rows.negatives, ("query-id", "corpus-id")))
+    write_table(
+        folder / "rationales.parquet", _pairs(rows.rationales, ("query-id", "corpus-id", "rationale"))
+    )
     counts = {pair: sum(query["pair"] == pair for query in rows.queries) for pair in ("seen", "held_out")}
     meta = {
         "name": name,
@@ -113,6 +124,7 @@ def write_set(
             **counts,
         },
         "report_by": ["pair"],
+        "slice_notes": SLICE_NOTES,
         "fingerprint": set_fingerprint(
             corpus_ids=corpus["id"], query_ids=queries["id"], qrels=rows.qrels, negatives=rows.negatives
         ),
@@ -137,6 +149,9 @@ def _ask(rows: SetRows, tables: Tables, fact: Fact, pair: str, family: Family, n
         )
         rows.sources.append(tables.concepts[fact.source])
         rows.qrels += [(name, tables.concepts[answer].picture(family), 1) for answer in fact.answers]
+        rows.rationales += [
+            (name, tables.concepts[answer].picture(family), text) for answer, text in fact.answers.items()
+        ]
         rows.negatives += [(name, tables.concepts[wrong].picture(family)) for wrong in fact.wrong]
 
 

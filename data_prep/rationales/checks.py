@@ -15,6 +15,8 @@ FORBIDDEN = (
     "<emb>",
 )
 """A rationale must read as if its writer had not seen the answer; and `<emb>` is the trainer's own mark."""
+NAMED_WORDS = 2
+"""Words of a caption that name its thing, such as "fire engine"."""
 _STOP_WORDS = set(
     "a an the of on in at to for from with and or is are was were be it its this that these those".split()
 )
@@ -27,7 +29,7 @@ def leak(rationale: str, target: str | None) -> float:
 
     Args:
         rationale: what was written.
-        target: the target's text; None for a target that is only a picture, which cannot be copied.
+        target: the target's text; None for a target that is only a picture (see `picture_leak`).
 
     Returns:
         Between 0 and 1.
@@ -39,6 +41,27 @@ def leak(rationale: str, target: str | None) -> float:
     there = {tuple(written[at : at + size]) for at in range(len(written) - size + 1)}
     pairs = {tuple(wanted[at : at + size]) for at in range(len(wanted) - size + 1)}
     return len(pairs & there) / len(pairs)
+
+
+def picture_leak(rationale: str, caption: str | None, known: str = "") -> float:
+    """How much a rationale describes of what only the target picture shows.
+
+    A rationale may name what is needed: `NAMED_WORDS` of the caption's words are free. What it says beyond that, of what
+    neither query nor instruction says, it can only have seen in the target.
+
+    Args:
+        rationale: what was written.
+        caption: of the target picture; None or one that says no more than a name gives nothing to describe.
+        known: texts of query and instruction.
+
+    Returns:
+        Between 0 (names it at most) and 1 (says all that the caption says).
+    """
+    details = set(_words(caption or "")) - set(_words(known))
+    beyond = len(details) - NAMED_WORDS
+    if beyond < 1:
+        return 0.0
+    return max(0, len(details & set(_words(rationale))) - NAMED_WORDS) / beyond
 
 
 def faults(

@@ -1,4 +1,4 @@
-"""The command line: ``python -m data_prep rationales records=FILE.jsonl out=FILE.jsonl model=NAME [key=value ...]``.
+"""The command line: ``rge data rationales records=FILE.jsonl out=FILE.jsonl model=NAME [key=value ...]``.
 
 Every positive of every record gets a rationale by a model that sees query and target. One that fails a check is left
 out with its reason; a record without any is left out too. Answers are kept beside the result, so the command resumes.
@@ -9,12 +9,14 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from data_prep.options import read_options
+import pyarrow.parquet as pq
+from pydantic import Field
+
 from data_prep.rationales import checks, prompts
 from rge.calls.caller import Caller, Outcome
 from rge.calls.model_config import ModelConfig, check_model
@@ -24,15 +26,10 @@ from rge.calls.store import AnswerStore
 from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.common.images import picture_bytes
+from rge.common.options import parse_options
 from rge.common.schema import Positive, Record
 from rge.data.sources import RecordFile
 
-DEFAULTS = {
-    "records": "", "out": "", "model": "", "base_url": "", "api": "openai", "key_env": "", "concurrency": "32",
-    "max_words": "50", "temperature": "", "task": "auto", "leak": "keep", "max_leak": "0.5", "candidates": "1",
-    "select": "", "min_gain": "", "input_price": "0", "output_price": "0", "picture_tokens": "1500", "budget": "",
-    "dry_run": "false",
-}  # fmt: skip
 SAMPLING_TEMPERATURE = 0.7
 """Of several candidates, where none is given: at 0 all of them would be the same."""
 WINDOW = 1000
@@ -40,33 +37,69 @@ WINDOW = 1000
 GAIN_WINDOW = 256
 """Pairs whose targets a rationale must tell apart."""
 
+PICTURES = "pictures.parquet"
+"""Beside records of the rmir pipeline: id, caption and origin of each picture."""
+
 Pair = tuple[Record, Positive]
 
 
-@dataclass(frozen=True)
+AtLeastOne = Annotated[int, Field(ge=1)]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How rationales are asked for and chosen.
+    """How rationales are asked for and chosen."""
 
-    Attributes:
-        task: auto or one of `prompts.TASKS`.
-        leak: what becomes of a rationale that copies more than `max_leak` of its target: keep, drop, or rewrite (asked
-            once more, then dropped).
-        max_leak: see `checks.leak`.
-        max_words: of a rationale.
-        temperature: of the writer.
-        candidates: rationales written for each pair.
-        select: checkpoint that chooses among them; None takes the first that passes.
-        min_gain: a chosen rationale that gains less (nats) is left out; None keeps every one.
-    """
-
-    task: str = "auto"
-    leak: str = "keep"
+    task: Literal[("auto", *prompts.TASKS)] = "auto"  # type: ignore[valid-type]
+    """What is asked for; auto: what each record's category calls for."""
+    leak: Literal["keep", "drop", "rewrite"] = "keep"
+    """What becomes of a rationale that copies more than `max_leak` of its target: keep, drop, or rewrite (asked once more,
+    then dropped)."""
     max_leak: float = 0.5
-    max_words: int = 50
-    temperature: float = 0.0
-    candidates: int = 1
+    """See `data_prep.rationales.checks.leak`."""
+    max_words: AtLeastOne = 50
+    """Of a rationale."""
+    temperature: float | None = None
+    """Of the writer; null: 0, or 0.7 where several are written, which at 0 would all be the same."""
+    candidates: AtLeastOne = 1
+    """Rationales written for each pair."""
     select: str | None = None
+    """Checkpoint that chooses among them; null takes the first that passes the checks."""
     min_gain: float | None = None
+    """A chosen rationale that gains less (nats) is left out; null keeps every one."""
+    captions: Path | None = None
+    """Parquet table with id and caption of target pictures, which the leak score compares with; null: ``pictures.parquet``
+    beside the records, if it is there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RationaleOptions(Settings):
+    """Write oracle rationales for training records by a model that sees query and target."""
+
+    records: Path
+    """Training records, JSON lines."""
+    out: Path
+    """Training records with rationales; pictures are referred to where they are."""
+    model: str
+    """Name the endpoint knows the writer by."""
+    base_url: str | None = None
+    """Such as http://HOST:8000/v1 of vLLM; null: the provider's own."""
+    api: Literal["openai", "anthropic"] = "openai"
+    """openai (any compatible endpoint) or anthropic (needs the extra ``claude``)."""
+    key_env: str | None = None
+    """Environment variable that holds the key; null: the endpoint needs none."""
+    concurrency: AtLeastOne = 32
+    """Calls under way at once."""
+    input_price: float = 0.0
+    """Per million tokens."""
+    output_price: float = 0.0
+    """Per million tokens."""
+    picture_tokens: int = 1500
+    """Of one picture, for estimates."""
+    budget: float | None = None
+    """What the model may cost in all, over all runs on one cache; null: no limit."""
+    dry_run: bool = False
+    """Ask nothing; print calls, tokens and money."""
 
 
 @dataclass
@@ -89,60 +122,34 @@ def main(words: Sequence[str]) -> None:
     """Write rationales, or say what they would cost (``dry_run=true``).
 
     Args:
-        words: see `DEFAULTS` and `Settings`.
+        words: see `RationaleOptions`.
 
     Raises:
         UserError: a word is wrong, a file cannot be read, or the calls cannot go on.
     """
-    options = DEFAULTS | read_options(words, DEFAULTS)
-    for key in ("records", "out", "model"):
-        if not options[key]:
-            raise UserError(f"{key} is missing: {key}=...")
-    if options["leak"] not in ("keep", "drop", "rewrite"):
-        raise UserError(f"leak must be keep, drop or rewrite, got {options['leak']!r}")
-    if options["task"] not in ("auto", *prompts.TASKS):
-        raise UserError(f"task must be auto or one of {', '.join(prompts.TASKS)}; got {options['task']!r}")
-    if options["dry_run"] not in ("true", "false"):
-        raise UserError(f"dry_run must be true or false, got {options['dry_run']!r}")
-    try:
-        model = ModelConfig(
-            name=options["model"],
-            base_url=options["base_url"] or None,
-            api=options["api"],
-            key_env=options["key_env"] or None,
-            concurrency=int(options["concurrency"]),
-            input_price=float(options["input_price"]),
-            output_price=float(options["output_price"]),
-            picture_tokens=int(options["picture_tokens"]),
-            budget=float(options["budget"]) if options["budget"] else None,
-        )
-        several = int(options["candidates"]) > 1
-        settings = Settings(
-            task=options["task"],
-            leak=options["leak"],
-            max_leak=float(options["max_leak"]),
-            max_words=int(options["max_words"]),
-            temperature=float(options["temperature"] or (SAMPLING_TEMPERATURE if several else 0)),
-            candidates=int(options["candidates"]),
-            select=options["select"] or None,
-            min_gain=float(options["min_gain"]) if options["min_gain"] else None,
-        )
-    except ValueError as error:
-        raise UserError(f"a number is needed: {error}") from None
+    options = parse_options(RationaleOptions, words, "rge data rationales")
+    model = ModelConfig(
+        name=options.model,
+        base_url=options.base_url,
+        api=options.api,
+        key_env=options.key_env,
+        concurrency=options.concurrency,
+        input_price=options.input_price,
+        output_price=options.output_price,
+        picture_tokens=options.picture_tokens,
+        budget=options.budget,
+    )
     check_model(model.name, model)
-    if settings.candidates < 1:
-        raise UserError(f"candidates must be >= 1, got {settings.candidates}")
-    if several and settings.temperature == 0:
+    if options.candidates > 1 and options.temperature == 0:
         raise UserError(
             "temperature=0 writes the same rationale every time: candidates needs a temperature above 0"
         )
-    if settings.min_gain is not None and settings.select is None:
+    if options.min_gain is not None and options.select is None:
         raise UserError("min_gain needs select=CHECKPOINT: the embedder that measures the gain")
-    records, out = Path(options["records"]), Path(options["out"])
-    if options["dry_run"] == "true":
-        print(estimate(records, model, settings))
+    if options.dry_run:
+        print(estimate(options.records, model, options))
         return
-    report = write(records, out, model, settings)
+    report = write(options.records, options.out, model, options)
     print(json.dumps(report, indent=1))
 
 
@@ -206,10 +213,11 @@ def write(records: Path, out: Path, model: ModelConfig, settings: Settings) -> d
     store = AnswerStore(out.with_name(f"{out.name}.replies.sqlite"))
     caller = Caller({model.name: model}, store, progress=True)
     tally = _Tally()
+    captions = read_captions(records, settings.captions)
     lines: list[str] = []
     for window in _windows(records):
         pairs = [(record, positive) for record in window for positive in record.positives]
-        written = _ask_all(caller, pairs, records.parent, model, settings, tally)
+        written = _ask_all(caller, pairs, records.parent, model, settings, tally, captions)
         if judge is not None:
             for start in range(0, len(pairs), GAIN_WINDOW):
                 some = range(start, min(start + GAIN_WINDOW, len(pairs)))
@@ -251,7 +259,13 @@ def write(records: Path, out: Path, model: ModelConfig, settings: Settings) -> d
 
 
 def _ask_all(
-    caller: Caller, pairs: list[Pair], folder: Path, model: ModelConfig, settings: Settings, tally: _Tally
+    caller: Caller,
+    pairs: list[Pair],
+    folder: Path,
+    model: ModelConfig,
+    settings: Settings,
+    tally: _Tally,
+    captions: Mapping[str, str],
 ) -> list[list[_Written]]:
     """The candidates of each pair, checked; a leak that is not kept is a fault."""
     asked = [(row, sample) for row in range(len(pairs)) for sample in range(settings.candidates)]
@@ -262,7 +276,7 @@ def _ask_all(
             for row, sample in wanted
         ]
         return [
-            _read(outcome, pairs[row][1], settings)
+            _read(outcome, *pairs[row], settings, captions)
             for (row, _), outcome in zip(
                 wanted, caller.run(requests, read=prompts.read, title="rationales"), strict=True
             )
@@ -281,7 +295,9 @@ def _ask_all(
     return [[found[row, sample] for sample in range(settings.candidates)] for row in range(len(pairs))]
 
 
-def _read(outcome: Outcome, positive: Positive, settings: Settings) -> _Written:
+def _read(
+    outcome: Outcome, record: Record, positive: Positive, settings: Settings, captions: Mapping[str, str]
+) -> _Written:
     if outcome.lost:
         raise UserError(f"a call got no answer: {outcome.error}. What was answered is kept; run this again")
     try:
@@ -290,7 +306,11 @@ def _read(outcome: Outcome, positive: Positive, settings: Settings) -> _Written:
         text = prompts.read(outcome.reply)
     except ReplyError as error:
         return _Written(None, [error.kind])
-    return _Written(text, checks.faults(text, max_words=settings.max_words), checks.leak(text, positive.text))
+    leak = checks.leak(text, positive.text)
+    if positive.text is None:
+        known = f"{record.instruction or ''} {record.query.text or ''}"
+        leak = checks.picture_leak(text, captions.get(positive.id), known)
+    return _Written(text, checks.faults(text, max_words=settings.max_words), leak)
 
 
 def _choose(candidates: list[_Written], settings: Settings, tally: _Tally) -> str | None:
@@ -336,12 +356,35 @@ def _request(
     return Request(
         model.name,
         parts,
-        temperature=settings.temperature,
+        temperature=_temperature(settings),
         max_tokens=max(256, 4 * settings.max_words),
         sample=sample,
         form="<rationale>your rationale</rationale>",
         fields=(("rationale", None),),
     )
+
+
+def _temperature(settings: Settings) -> float:
+    if settings.temperature is not None:
+        return settings.temperature
+    return SAMPLING_TEMPERATURE if settings.candidates > 1 else 0.0
+
+
+def read_captions(records: Path, given: Path | None) -> dict[str, str]:
+    """Captions by id: of the table that is named, or of the one that the rmir pipeline writes beside its records.
+
+    Raises:
+        UserError: it is no such table.
+    """
+    path = given or records.with_name(PICTURES)
+    if given is None and not path.is_file():
+        return {}
+    try:
+        table = pq.read_table(path, columns=["id", "caption"])
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"captions={path} is no Parquet file with columns id and caption: {error}") from None
+    rows = zip(table["id"].to_pylist(), table["caption"].to_pylist(), strict=True)
+    return {str(name): caption for name, caption in rows if caption}
 
 
 def _mean(values: list[float]) -> float:

@@ -4,17 +4,15 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
-
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from typing import Any, TypeVar
 
 from rge.calls.model_config import ModelConfig, check_model
 from rge.common.errors import UserError
-from rge.config import RecipeError, nearest, split_override
+from rge.common.files import RECIPES
+from rge.common.options import parse_file
 
-CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "data_prep"
+CONFIGS = RECIPES / "data_prep"
+C = TypeVar("C", bound="RmirConfig")
 IMAGE_ENCODERS = ("siglip", "checkpoint", "pixels")
 CAPTION_ENCODERS = ("text", "minilm", "checkpoint", "hashing")
 CATEGORIES = {"functional": "FUNC", "temporal": "TEMP", "causal": "CAUS"}
@@ -36,7 +34,13 @@ class LibraryConfig:
     caption_column: str | None = "caption"
     """Missing or empty captions are fine: such pictures are found by the image index alone."""
     licence: str = "unknown"
-    """Of the pictures, for the record."""
+    """Of the pictures, for the record; stands for those of which ``licence_column`` says nothing."""
+    source_column: str = "source"
+    """Where each picture is from, such as its page; written beside the data set where the table has this column."""
+    author_column: str = "author"
+    """Who made it."""
+    licence_column: str = "licence"
+    """Its own licence."""
     min_side_px: int = 32
     """Smaller pictures are left out and counted."""
     shard_size: int = 5000
@@ -78,7 +82,7 @@ class EncoderConfig:
 class IndexSpec:
     """One more index to retrieve candidates from, besides the paper's two."""
 
-    name: str = "???"
+    name: str
     """In tables and reports."""
     side: str = "image"
     """image or caption: what of a candidate is embedded."""
@@ -107,6 +111,8 @@ class GenerateConfig:
     categories: list[str] = field(default_factory=lambda: list(CATEGORIES))
     max_inputs: int | None = None
     """Seed pictures that are asked about, drawn at random; null: all."""
+    content_policy: bool = True
+    """Have the model decline pictures that are politically sensitive or sexually explicit, as the paper's prompt A.1 does."""
     max_query_words: int = 25
     max_target_words: int = 50
 
@@ -164,6 +170,9 @@ class SplitConfig:
 
     tsr_threshold: float = 0.9
     """Greater goes to the test set. The paper prints no value; this one is ours."""
+    tsr_list: str = "retrieved"
+    """What TSR reads of the image index's list: retrieved (all of it, as in "a list of retrieved images for a query"), or
+    surviving: without the doubted images, which the step before removes "from the entire seed dataset"."""
     disjoint: str = "none"
     """none; inputs or all: drop training queries that share their input, or any picture, with the test set."""
 
@@ -174,6 +183,8 @@ class AuditConfig:
 
     ks: list[int] = field(default_factory=lambda: [1, 5, 10])
     """A query counts as solved at k where one of its right answers is among the first k of the pool."""
+    memory_mb: int = 512
+    """Of scores at a time: queries are compared with the pool in blocks of that size."""
 
 
 @dataclass
@@ -243,40 +254,20 @@ class RmirConfig:
 
 
 def load_config(words: Sequence[str], folder: Path = CONFIGS) -> RmirConfig:
-    """Read ``config=NAME`` (a file of `folder` without its ending, or a path) and apply ``key=value`` overrides.
+    """Read ``config=NAME`` (a file of `folder` without its ending, or a path) and apply ``key=value`` overrides."""
+    return load_options(RmirConfig, words, folder)
+
+
+def load_options(schema: type[C], words: Sequence[str], folder: Path = CONFIGS) -> C:
+    """Read a config, or a config and the further options of a command.
 
     Raises:
         ConfigError: no or an unknown config, an unknown key (the nearest is named), a value that cannot be right.
     """
     try:
-        pairs = [split_override(word) for word in words]
-    except RecipeError as error:
+        found = parse_file(schema, words, key="config", folder=folder, command="rge data rmir config=NAME")
+    except UserError as error:
         raise ConfigError(str(error)) from None
-    names = [value for key, value in pairs if key == "config"]
-    there = sorted(path.stem for path in folder.glob("*.yaml"))
-    if len(names) != 1:
-        raise ConfigError(f"give exactly one config=NAME or config=FILE.yaml; there are: {', '.join(there)}")
-    path = Path(names[0]) if names[0].endswith((".yaml", ".yml")) else folder / f"{names[0]}.yaml"
-    try:
-        layers = [(str(path), yaml.safe_load(path.read_text()) or {})]
-        layers += [
-            (f"{key}={value}", _nested(key, yaml.safe_load(value))) for key, value in pairs if key != "config"
-        ]
-    except OSError:
-        raise ConfigError(f"unknown config {names[0]!r}{nearest(names[0], there)}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"not valid YAML: {error}") from None
-    config = OmegaConf.structured(RmirConfig)
-    for origin, layer in layers:
-        try:
-            config = OmegaConf.merge(config, OmegaConf.create(layer))
-        except ConfigKeyError as error:
-            key = str(error.full_key or error.key)
-            raise ConfigError(f"{origin}: unknown key {key}{nearest(key, _keys(RmirConfig))}") from None
-        except (OmegaConfBaseException, ValueError) as error:
-            raise ConfigError(f"{origin}: {str(error).splitlines()[0]}") from None
-    found = OmegaConf.to_object(config)
-    assert isinstance(found, RmirConfig)
     check(found)
     return found
 
@@ -308,12 +299,15 @@ def check(config: RmirConfig) -> None:
         if spec.count < 1:
             raise ConfigError(f"retrieve.more.{number}.count must be >= 1, got {spec.count}")
     names = ["image", "caption", *(spec.name for spec in config.retrieve.more)]
-    if twice := [name for name in names if names.count(name) > 1 or name == "???"]:
+    if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"retrieve.more: each index needs a name of its own; got {twice[0]!r}")
     if not config.audit.ks or min(config.audit.ks) < 1:
         raise ConfigError(f"audit.ks needs numbers >= 1, got {config.audit.ks}")
+    if config.audit.memory_mb < 1:
+        raise ConfigError(f"audit.memory_mb must be >= 1, got {config.audit.memory_mb}")
     if (most := config.library.near_duplicates) is not None and not 0 <= most <= 16:
         raise ConfigError(f"library.near_duplicates must be between 0 and 16 bits, or null; got {most}")
+    _one_of("split.tsr_list", config.split.tsr_list, ("retrieved", "surviving"))
     _one_of("split.disjoint", config.split.disjoint, ("none", "inputs", "all"))
     _one_of("export.rationale", config.export.rationale, ("generator", "none"))
     _one_of("runner", config.runner, ("native", "ray"))
@@ -354,23 +348,6 @@ def models_used(config: RmirConfig) -> list[tuple[str, str]]:
 def to_dict(config: Any) -> dict[str, Any]:
     """As plain containers."""
     return dataclasses.asdict(config)
-
-
-def _nested(key: str, value: Any) -> Any:
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return value
-
-
-def _keys(cls: type, prefix: str = "") -> list[str]:
-    keys = []
-    hints = get_type_hints(cls)
-    for item in dataclasses.fields(cls):
-        keys.append(prefix + item.name)
-        for kind in (hints[item.name], *getattr(hints[item.name], "__args__", ())):
-            if dataclasses.is_dataclass(kind):
-                keys += _keys(kind, f"{prefix}{item.name}.")  # type: ignore[arg-type]
-    return keys
 
 
 def _one_of(key: str, value: str, allowed: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,32 @@ def read_table(path: Path, name: str) -> pa.Table:
             raise TableError(f"{part}: expected the schema {name}:\n{SCHEMAS[name]}\ngot:\n{table.schema}")
         tables.append(table)
     return pa.concat_tables(tables)
+
+
+def scan(path: Path, name: str, columns: Sequence[str], runner: str) -> Any:
+    """Some columns of all parts in a folder as a Daft DataFrame, read when they are needed and not all at once.
+
+    Args:
+        path: of the folder; with one part at least.
+        name: of the schema, which every part must have.
+        columns: what is read.
+        runner: native or ray.
+
+    Raises:
+        TableError: a part is broken, or has other columns.
+    """
+    import daft
+
+    _choose_runner(runner)
+    parts = sorted(path.glob("part-*.parquet"))
+    for part in parts:
+        try:
+            schema = pq.read_schema(part)
+        except (OSError, pa.ArrowInvalid) as error:
+            raise TableError(f"{part} cannot be read: {error}") from None
+        if not schema.equals(SCHEMAS[name]):
+            raise TableError(f"{part}: expected the schema {name}:\n{SCHEMAS[name]}\ngot:\n{schema}")
+    return daft.read_parquet(absolute(map(str, parts))).select(*columns)
 
 
 def read_rows(path: Path, name: str) -> list[dict[str, Any]]:

@@ -1,13 +1,14 @@
-"""The command line: ``python -m data_prep rmir [status] config=NAME [stage=all|NAME] [dry_run=true] [key=value ...]``."""
+"""The command line: ``rge data rmir [status] config=NAME [stage=all|NAME] [dry_run=true] [key=value ...]``."""
 
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from data_prep.options import nearest
 from data_prep.rmir import prompts
-from data_prep.rmir.config import RmirConfig, load_config, models_used
+from data_prep.rmir.config import RmirConfig, load_options, models_used
 from data_prep.rmir.oracle import OracleProcess, write_library
 from data_prep.rmir.pictures.download import is_address
 from data_prep.rmir.pictures.library import list_library
@@ -15,34 +16,42 @@ from data_prep.rmir.results import report
 from data_prep.rmir.run import STAGES, Run, RunError, done, identities
 from data_prep.rmir.stages import WORK
 from rge.calls.model_config import CHARACTERS_A_TOKEN
-from rge.common.errors import UserError
+
+
+@dataclass
+class RmirCommand(RmirConfig):
+    """Make reasoning-intensive retrieval data from any pictures, by models behind endpoints; what is done is kept.
+
+    ``config=NAME``, these options, and every key of the config; ``config=demo`` needs no model, key or network.
+    """
+
+    stage: Literal[
+        "all", "seed", "generate", "filter", "retrieve", "judge", "keep", "pool", "split", "audit"
+    ] = "all"
+    """Stage to run; all of them, in order, where nothing is given."""
+    dry_run: bool = False
+    """Ask nothing; print calls, tokens and money."""
+    status: bool = False
+    """Show what is done and what was paid; the word ``status`` alone does the same."""
 
 
 def main(words: Sequence[str]) -> None:
     """Run stages, show what is done, or estimate.
 
     Args:
-        words: ``config=demo`` runs on the shipped pictures without any model; ``stage=NAME`` runs one stage;
-            ``dry_run=true`` asks nothing and prints calls, tokens and money; ``status`` shows what is done.
+        words: see `RmirCommand`.
 
     Raises:
         UserError: a word is wrong, or the run cannot go on.
     """
-    words = list(words)
-    show = "status" in words
-    words = [word for word in words if word != "status"]
-    stage, dry_run = _take(words, "stage", "all"), _take(words, "dry_run", "false")
-    if stage != "all" and stage not in STAGES:
-        raise UserError(f"unknown stage {stage!r}{nearest(stage, ('all', *STAGES))}")
-    if dry_run not in ("true", "false"):
-        raise UserError(f"dry_run must be true or false, got {dry_run!r}")
-    config = load_config(words)
+    config = load_options(RmirCommand, ["status=true" if word == "status" else word for word in words])
     if config.oracle is not None and config.library.path is None:
         config.library.path = str(Path(config.out) / "library.csv")
         write_library(Path(config.library.path))
-    if dry_run == "true":
+    if config.dry_run:
         print(estimate(config))
         return
+    show, stage = config.status, config.stage
     with ExitStack() as stack:
         if config.oracle is not None and not show:
             url = stack.enter_context(OracleProcess(config.oracle))
@@ -171,12 +180,3 @@ def estimate(config: RmirConfig) -> str:
     if unset:
         lines.append(f"Not set in the environment: {', '.join(unset)}")
     return "\n".join(lines)
-
-
-def _take(words: list[str], key: str, default: str) -> str:
-    found = [word for word in words if word.startswith(f"{key}=")]
-    for word in found:
-        words.remove(word)
-    if len(found) > 1:
-        raise UserError(f"{key} is given twice")
-    return found[0].partition("=")[2] if found else default

@@ -64,7 +64,7 @@ Kinds of reasoning, with examples
 Constraints
 {_CONSTRAINTS}
 
-The question: plain, everyday English, fewer than 25 words.
+{{policy}}The question: plain, everyday English, fewer than 25 words.
 The target: at most 50 words; an everyday scene or object of which a large photo library has a few pictures, not hundreds
 and not none. Leave out details that do not follow from the answer (no "red umbrella" where any umbrella will do).
 
@@ -80,6 +80,12 @@ Answer in exactly this format, with one block for each of {{codes}}:
 </Example_CODE_1>
 
 The picture:"""
+
+CONTENT_POLICY = """If the picture shows what is politically sensitive (protests, police, conflict, politicians) or sexually explicit, write
+nothing but: ABSTAIN DUE TO SENSITIVE IMAGE
+
+"""
+"""What the paper's prompt A.1 declines (``generate.content_policy``)."""
 
 FILTER = f"""{FILTER_TASK}
 
@@ -134,17 +140,20 @@ FORM = "Answer in exactly this format"
 _GENERATED = (("query", None), ("target_desc", None), ("reasoning", None))
 
 
-def generate_request(model: str, picture: Picture, categories: Sequence[str], **settings: Any) -> Request:
+def generate_request(
+    model: str, picture: Picture, categories: Sequence[str], *, content_policy: bool, **settings: Any
+) -> Request:
     """Ask for one question of each category.
 
     Args:
         model: of the config.
         picture: asked about.
         categories: of `CATEGORIES`.
+        content_policy: have the model decline what `CONTENT_POLICY` names.
         settings: of `rge.calls.request.Request`.
     """
     codes = [CATEGORIES[category] for category in categories]
-    text = GENERATE.format(codes=", ".join(codes))
+    text = GENERATE.format(codes=", ".join(codes), policy=CONTENT_POLICY if content_policy else "")
     fields = (("input_desc", None), *((f"Example_{code}_1", _GENERATED) for code in codes))
     return Request(model, (text, picture), shared_parts=1, form=_form(text), fields=fields, **settings)
 

@@ -20,7 +20,7 @@ from rge.calls.store import AnswerStore
 from rge.common.errors import UserError
 from rge.common.files import write_text
 
-EXPORTED = ("licence",)
+EXPORTED = ("licence", "source_column", "author_column", "licence_column")
 """Settings of the library that only the export reads."""
 STAGES = ("seed", "generate", "filter", "retrieve", "judge", "keep", "pool", "split", "audit")
 READS = {
@@ -96,7 +96,7 @@ def _settings(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]]
         return [whole["split"], whole["export"], config.keep.remove_doubted_inputs, library]
     if stage == "audit":
         families = [config.models[spec.model].family or spec.model for spec in config.judge.judges]
-        return [whole["audit"], families]
+        return [config.audit.ks, families]
     return []
 
 

@@ -197,7 +197,11 @@ def generate(run: Run) -> dict[str, Any]:
     def work(shard: Rows) -> dict[str, Rows]:
         requests = [
             prompts.generate_request(
-                config.model, run.picture(image, config.model), config.categories, **settings
+                config.model,
+                run.picture(image, config.model),
+                config.categories,
+                content_policy=config.content_policy,
+                **settings,
             )
             for image in shard
         ]
@@ -405,23 +409,40 @@ def judge(run: Run) -> dict[str, Any]:
         return {"judgements": rows}
 
     run.in_shards("judge", sorted(candidates), {"judgements": "judgements"}, work)
-    judgements = run.rows("judge", "judgements")
-    by_judge: dict[str, dict[str, int]] = {}
-    for row in judgements:
-        votes = by_judge.setdefault(f"{row['judge']} {row['sample']}", dict.fromkeys(maths.VERDICTS, 0))
-        votes[row["verdict"]] += 1
+    by_judge = count_votes(run)
     return {
         "triplets": sum(map(len, candidates.values())),
-        "judgements": len(judgements),
+        "judgements": sum(sum(votes.values()) for votes in by_judge.values()),
         "panel": len(panel),
         "by_judge": by_judge,
     }
 
 
+def count_votes(run: Run) -> dict[str, dict[str, int]]:
+    """How often each judge said what, counted by Daft; the judgements are never in memory all at once."""
+    folder, columns = run.path("judge", "judgements"), ["judge", "sample", "verdict"]
+    found: dict[str, dict[str, int]] = {}
+    if not any(folder.glob("part-*.parquet")):
+        return found
+    from daft import col, lit
+
+    frame = frames.scan(folder, "judgements", columns, run.config.runner).with_column("one", lit(1))
+    counted = frame.groupby(*columns).agg(col("one").count()).sort(["judge", "sample"])
+    for judge, sample, verdict, number in zip(*counted.to_pydict().values(), strict=True):
+        votes = found.setdefault(f"{judge} {sample}", dict.fromkeys(maths.VERDICTS, 0))
+        votes[verdict] = number
+    return found
+
+
 def keep(run: Run) -> dict[str, Any]:
     """Decide on each triplet, and collect the doubted images (3.1.5)."""
-    table = frames.read_table(run.path("judge", "judgements"), "judgements")
-    decided = decide(table, run.config.keep.min_confidence, run.config.runner)
+    folder = run.path("judge", "judgements")
+    if any(folder.glob("part-*.parquet")):
+        columns = ["query_id", "candidate_id", "verdict"]
+        frame = frames.scan(folder, "judgements", columns, run.config.runner)
+        decided = decide(frame, run.config.keep.min_confidence)
+    else:
+        decided = frames.SCHEMAS["decided"].empty_table()
     frames.write_table(run.path("keep", "decided.parquet"), decided)
     states = list(zip(decided["candidate_id"].to_pylist(), decided["state"].to_pylist(), strict=True))
     doubted = maths.doubted_images(states)
@@ -433,19 +454,16 @@ def keep(run: Run) -> dict[str, Any]:
     return {"triplets": len(states), **counted, "doubted_images": len(doubted)}
 
 
-def decide(judgements: pa.Table, min_confidence: float, runner: str = "native") -> pa.Table:
+def decide(judgements: Any, min_confidence: float) -> pa.Table:
     """Group the panel's verdicts by triplet (by Daft) and decide on each.
 
     Args:
-        judgements: table of that schema.
+        judgements: DataFrame with query_id, candidate_id and verdict.
         min_confidence: see `arithmetic.tally`.
-        runner: of Daft.
 
     Returns:
         The table ``decided``, sorted by query and candidate.
     """
-    if not judgements.num_rows:
-        return frames.SCHEMAS["decided"].empty_table()
     from daft import DataType, col
 
     kind = DataType.struct(
@@ -466,8 +484,7 @@ def decide(judgements: pa.Table, min_confidence: float, runner: str = "native") 
             "state": found.state,
         }
 
-    frame = frames.daft_frame(judgements.select(["query_id", "candidate_id", "verdict"]), runner)
-    frame = frame.groupby("query_id", "candidate_id").agg(col("verdict").agg_list())
+    frame = judgements.groupby("query_id", "candidate_id").agg(col("verdict").agg_list())
     frame = frame.with_column("found", col("verdict").apply(decision, return_dtype=kind))
     for name in ("majority", "confidence", "negativeness", "state"):
         frame = frame.with_column(name, col("found")[name])
@@ -503,6 +520,8 @@ def split(run: Run) -> dict[str, Any]:
         }
     ranked: dict[str, list[tuple[int, float]]] = {name: [] for name in positives}
     for row in run.rows("retrieve", "triplets"):
+        if config.split.tsr_list == "surviving" and row["candidate_id"] in doubted:
+            continue
         if row["query_id"] in ranked and row["image_rank"] is not None:
             value = negative[row["query_id"], row["candidate_id"]]
             ranked[row["query_id"]].append((row["image_rank"], value))

@@ -4,7 +4,8 @@ A file lists columns (their name, and where an evaluation of ours has the same f
 """
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,9 @@ class Published:
         main: place of the column that rows are ordered by.
         columns: headings.
         rows: (model, note, values); a value is a fraction of 1 or None.
+        profiles: of our protocols, those that compute the published figures' definition; the first is the released one.
+        made_with: choices of an import that published rows were measured with.
+        other_release: places of rows that are of another release of the benchmark.
     """
 
     key: str
@@ -57,6 +61,9 @@ class Published:
     main: int
     columns: list[Column]
     rows: list[tuple[str, str, list[float | None]]]
+    profiles: tuple[str, ...] = ("official",)
+    made_with: Mapping[str, Any] = field(default_factory=dict)
+    other_release: frozenset[int] = frozenset()
 
 
 def published() -> dict[str, Published]:
@@ -94,6 +101,8 @@ def _read(path: Path, benchmark: str) -> Published:
             path.stem, content["benchmark"], content.get("task"), content["title"], content["source"], content["url"],
             content["set"], content["notes"], content["main"], columns,
             [(row["model"], row.get("note", ""), row["values"]) for row in content["rows"]],
+            tuple(content.get("profiles", ("official",))), content.get("made_with", {}),
+            frozenset(number for number, row in enumerate(content["rows"]) if row.get("other_release")),
         )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is no published table: {type(error).__name__}: {error}") from error

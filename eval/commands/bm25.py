@@ -57,7 +57,7 @@ class Bm25Options:
     by: tuple[str, ...] = ()
     """Further query columns to report by, besides the set's ``report_by``."""
     benchmark: str = "generic"
-    """Protocol of a known benchmark: generic, rmir, mmeb, mmbright or pinpoint."""
+    """Protocol of a benchmark: rmir, mmeb, mmbright, pinpoint, one that plugins= adds, or generic."""
     profile: str = "clean"
     """clean is the defensible protocol, official what the benchmark's released code computes."""
     seed: int = 0

@@ -2,7 +2,7 @@
 
     python -m eval export format=pinpoint|top50|mmeb|mteb eval=DIR out=FILE.json
 
-``pinpoint``  ``{"00001": {"retrieved_items": [...]}}``, at most 50 a query: input of the released evaluate.py
+``pinpoint``  ``{"00001": {"retrieved_items": [...]}}``, all that is ranked: input of the released evaluate.py
 ``top50``     ``{query: [50 candidate ids]}``, as CIRCO's server takes it
 ``mmeb``      the leaderboard's JSON, from the evaluation of all 36 sets
 ``mteb``      a TaskResult of MTEB, for one retrieval set
@@ -65,7 +65,7 @@ def export(options: ExportOptions) -> Path:
     ]:
         print(f"WARNING: {warning}", file=sys.stderr, flush=True)
     if options.format in ("pinpoint", "top50"):
-        content: Any = dict(_top(options.eval / RUN))
+        content: Any = dict(_top(options.eval / RUN, MOST if options.format == "top50" else None))
         if len(content) < results["set"]["num_queries"]:
             raise UserError(
                 f"{options.eval / RUN} has {len(content)} of {results['set']['num_queries']} queries; evaluate.py would "
@@ -83,7 +83,7 @@ def export(options: ExportOptions) -> Path:
     return options.out
 
 
-def _top(path: Path) -> Iterator[tuple[str, list[str]]]:
+def _top(path: Path, most: int | None) -> Iterator[tuple[str, list[str]]]:
     """The first candidates of each query; a run of ours lists a query's lines together, best first."""
     query, names = None, list[str]()
     try:
@@ -97,7 +97,7 @@ def _top(path: Path) -> Iterator[tuple[str, list[str]]]:
                 if query is not None:
                     yield query, names
                 query, names = one, []
-            if len(names) < MOST:
+            if most is None or len(names) < most:
                 names.append(candidate)
     if query is not None:
         yield query, names

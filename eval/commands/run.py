@@ -63,7 +63,10 @@ class RunOptions:
     query_modality: tuple[str, ...] = ("both",)
     """both, text and/or image: what a query keeps; the shortcut ablations."""
     batch_size: int = 32
-    """Items embedded at once; changes speed and memory, not the embeddings."""
+    """Items embedded at once, and rationales written at once; changes speed and memory, not the embeddings."""
+    exact: bool | None = None
+    """Embed every item alone, so that run.trec is the same to the last digit whatever batch_size= and however many
+    processes; null: in float32 on a CPU. Without it embeddings differ by rounding (some 1e-6)."""
     limit: int | None = None
     """Only the first so many queries, for a quick look; the pool stays whole."""
     cache: Path | None = None
@@ -92,7 +95,7 @@ class RunOptions:
     seed: int = 0
     """Of the resampling, and of sampled rationales."""
     benchmark: str = "generic"
-    """Protocol of a known benchmark: generic, rmir, mmeb, mmbright or pinpoint."""
+    """Protocol of a benchmark: rmir, mmeb, mmbright, pinpoint, one that plugins= adds, or generic."""
     profile: str = "clean"
     """clean is the defensible protocol, official what the benchmark's released code computes."""
     prompts: str | None = None
@@ -361,6 +364,13 @@ def _load(options: RunOptions, load: Callable[..., Embeds] | None, of_set: str |
     )
     if "reasoning" in options.query_mode and "reasoning" not in encoder.settings.get("modes", MODES):
         raise UserError(f"{name} writes no rationale: give query_mode=direct")
+    exact = options.exact
+    if exact is None:
+        exact = encoder.settings["dtype"] == "float32" and encoder.settings.get("device", "cpu") == "cpu"
+    if exact:
+        encoder.settings = encoder.settings | {"exact": True}  # also part of the cache's name
+        if hasattr(encoder, "exact"):
+            encoder.exact = True
     profile = options.prompts or of_set
     if profile is not None and profile != encoder.settings["profile"]:
         builder, reword = (getattr(encoder, name, None) for name in ("builder", "reword"))
@@ -427,6 +437,11 @@ def _measured_with(
         "settings": {key: value for key, value in encoder.settings.items() if key != "recipe"},
         "decoding": encoder.settings["generation"],
         "dtype": encoder.settings["dtype"],
+        "exact": encoder.settings.get("exact", False),
+        # of the adapter of somebody's release: whether the model is asked as their own code asks it; else None
+        "asked_as_released": None
+        if (differs := encoder.settings.get("differs_from_release")) is None
+        else not differs,
         "code": code_hash(type(encoder).__module__),
         "batch_size": options.batch_size,
         "depth": options.depth,

@@ -39,7 +39,7 @@ class ScoreOptions:
     seed: int = 0
     """Of the resampling."""
     benchmark: str = "generic"
-    """Protocol of a known benchmark: generic, rmir, mmeb, mmbright or pinpoint."""
+    """Protocol of a benchmark: rmir, mmeb, mmbright, pinpoint, one that plugins= adds, or generic."""
     profile: str = "clean"
     """clean is the defensible protocol, official what the benchmark's released code computes."""
     overwrite: bool = False

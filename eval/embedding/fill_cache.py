@@ -37,6 +37,8 @@ class Embeds(Protocol):
     checkpoint: Path
     checkpoint_hash: str
     settings: dict[str, Any]
+    # Optional: ``exact``, a bool that is set to True where every row has to be computed alone. An embedder without it
+    # is handed one item at a time then.
 
     def encode(
         self,
@@ -84,6 +86,8 @@ def fill(
         raise UserError(f"batch_size must be at least 1, got {batch_size}")
     # As the first process saw it: a shard that another one has just written must not change who makes the next.
     done = team.once(lambda: covered(cache))
+    alone = encoder.settings.get("exact") and not hasattr(encoder, "exact")
+    at_once = 1 if alone else batch_size
     name = f"{side}, {mode}"
     counted = int(done.sum())
     with (progress if team.is_first else Silent)(
@@ -104,7 +108,7 @@ def fill(
                 continue
             seeds = None if seed is None else [_item_seed(seed, item.id) for item in batch]
             encoded = encoder.encode(
-                batch, side=side, mode=mode, batch_size=batch_size, seeds=seeds, on_progress=count
+                batch, side=side, mode=mode, batch_size=at_once, seeds=seeds, on_progress=count
             )
             check_embeddings(encoded.embeddings, [item.id for item in batch], side)
             write_shard(cache, start, encoded)

@@ -29,7 +29,7 @@ ENCODER_CODE = "rge.embedder"
 ELSEWHERE = (
     "adapter", "model", "revision", "profile", "wording", "own_prompts", "instruction", "max_prompt_tokens",
     "max_text_tokens", "pixels", "generation", "dtype", "device", "recipe", "stage", "step", "git_commit", "rge_version",
-    "format", "modes", "reasons", "notes",
+    "format", "modes", "reasons", "notes", "exact",
 )  # fmt: skip
 """Settings of an embedder that have a part of their own, or are in the hash of its files; the rest is hashed together."""
 OLD = "was written before results had an identity: whether texts, pictures, code and versions agree cannot be checked"

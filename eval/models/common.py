@@ -57,6 +57,7 @@ class DirectEncoder(Generic[T]):
     def __init__(self, facts: Facts, adapter: str, wording: Profile, dtype: str, settings: dict[str, Any]):
         self.checkpoint, self.checkpoint_hash = facts.path, hash_of_files(facts)
         self.wording = wording
+        self.exact = False
         self.settings: dict[str, Any] = {
             "adapter": adapter,
             "model": facts.name,
@@ -105,6 +106,7 @@ class DirectEncoder(Generic[T]):
             raise UserError(f"{self.settings['model']} writes no rationale: give query_mode=direct")
         rows: list[np.ndarray] = []
         times: list[float] = []
+        together = 1 if self.exact else batch_size
         for start in range(0, len(items), WINDOW_BATCHES * batch_size):
             part = items[start : start + WINDOW_BATCHES * batch_size]
             began = time.perf_counter()
@@ -112,8 +114,8 @@ class DirectEncoder(Generic[T]):
             prepare_ms = (time.perf_counter() - began) * 1000 / len(part)
             order = sorted(range(len(part)), key=lambda row: prepared[row][0])
             found: dict[int, tuple[np.ndarray, float]] = {}
-            for first in range(0, len(order), batch_size):
-                chosen = order[first : first + batch_size]
+            for first in range(0, len(order), together):
+                chosen = order[first : first + together]
                 began = time.perf_counter()
                 states = normalise(self.embed([prepared[row][1] for row in chosen])).float().cpu().numpy()
                 spent = (time.perf_counter() - began) * 1000 / len(chosen)

@@ -14,6 +14,16 @@ RELEASE = {"min": 256 * 28 * 28, "max": 1024 * 28 * 28}
 """Pixel limits of the released evaluation."""
 RELEASE_TOKENS = 128
 """Cap on a rationale in the paper and in the released evaluation."""
+DIFFERS = (
+    "a rationale that reaches the cap is read at an appended <emb>, not at its last ordinary token",
+    "decoding is plain greedy, without the repetition penalty of Qwen's generation settings",
+    "special tokens are barred while a rationale is written",
+    "texts are stripped and their line breaks kept as the set has them; a picture's placeholder stands before the text, "
+    "wherever the release's text has it, and one without a picture is dropped",
+    "pictures are resized by the installed image backend, and those below 28 pixels by the processor's rule, not by a "
+    "resize of their short side before it",
+)
+"""What is known to differ from the released evaluation's code."""
 MAX_PROMPT_TOKENS = 32_768
 """The released evaluation cuts nothing shorter."""
 
@@ -34,9 +44,8 @@ def load_release(
     """The released RGE checkpoint (github.com/MCG-NJU/RGE), asked as its evaluation asks it.
 
     Chat template with the default system prompt; pictures, a newline, instruction and text, a newline; the query writes
-    at most 128 tokens up to ``<emb>``; a candidate is wrapped in "Summarize the ... in one word". Two things differ on
-    purpose: where the release embeds the last ordinary token of a rationale that reached the cap, ``<emb>`` is
-    appended (and counted as forced), and decoding is greedy without Qwen's repetition penalty.
+    at most 128 tokens up to ``<emb>``; a candidate is wrapped in "Summarize the ... in one word". What differs stands in
+    `DIFFERS`, and in the settings that results.json keeps.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
@@ -56,6 +65,7 @@ def load_release(
         },
         "dtype": dtype,
         "reasons": "query",
+        "differs_from_release": list(DIFFERS),
         "recipe": {},
     }
     builder = PromptBuilder(backbone.processor, "rge", MAX_PROMPT_TOKENS)

@@ -59,6 +59,16 @@ class UmeEncoder:
             by_mode["direct"].checkpoint_hash,
         )
 
+    @property
+    def exact(self) -> bool:
+        """See `rge.embedder.Embedder.encode`."""
+        return all(encoder.exact for encoder in self.by_mode.values())
+
+    @exact.setter
+    def exact(self, value: bool) -> None:
+        for encoder in self.by_mode.values():
+            encoder.exact = value
+
     def reword(self, profile: str) -> None:
         """Take the wording of a profile of `rge.model.prompts`; ``plain`` is for sets whose texts carry their instructions."""
         self._say(profile, PROFILES[profile])
@@ -116,6 +126,10 @@ def load_ume(
         "generation": {"max_new_tokens": cap, "temperature": temperature or 0.0, "stop": GEN},
         "dtype": dtype,
         "reasons": "query",
+        "differs_from_release": [
+            "a rationale that reaches the cap is read at an appended <gen_emb>, not at its last token",
+            "decoding is greedy",
+        ],
         "recipe": {},
     }
     by_mode = {}

@@ -1,6 +1,7 @@
 """Example cards of a report: a query, what the model wrote, what it found, and what was wanted."""
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pyarrow.parquet as pq
 from eval.pages.evaluations import RANK_COLUMN, TOP_COLUMN, Evaluation
 from eval.pages.examples import Gallery, choose_examples
 from eval.pages.wording import slice_order, tag
-from eval.sets.retrieval_set import RetrievalSet
+from eval.sets.retrieval_set import RetrievalSet, given_rationales
 from rge.common.errors import UserError
 
 NAME_COLUMNS = ("concept", "name", "label", "title")
@@ -60,6 +61,10 @@ def cards_of(
     needed = {name for lists in (ranked, wanted) for names in lists.values() for name in names}
     corpus = {item.id: item for item in loaded.corpus_items() if item.id in needed} if needed else {}
     names = _names(loaded.path / "corpus.parquet")
+    given: dict[str, set[str]] = defaultdict(set)
+    for (query_id, _), text in given_rationales(loaded).items():
+        given[query_id].add(text)
+    sayings = set().union(*given.values())
     lost = sorted(needed - corpus.keys())
     if lost:
         raise UserError(f"{main.directory} ranks candidate {lost[0]!r}, which {loaded.path} does not have")
@@ -98,6 +103,7 @@ def cards_of(
                 "pictures": pictures,
                 "text": item.text,
                 "rationale": _text(measured.get("rationale")),
+                "says": _says(_text(measured.get("rationale")), given.get(query_id, set()), sayings),
                 "forced": measured.get("stop_reason") == "forced",
                 "tokens": _rank(measured.get("rationale_tokens")),
                 "results": results,
@@ -115,8 +121,9 @@ def cards_of(
     facets = [(name, sorted(set(main.per_query[name].astype(str)), key=slice_order)) for name in strata]
     return {
         "cards": cards,
-        "found": next((card for card in cards if card["success"]), None),
-        "missed": next((card for card in cards if not card["success"]), None),
+        "found": _opening([card for card in cards if card["success"]], given="right"),
+        "missed": _opening([card for card in cards if not card["success"]], given="another"),
+        "opens_with_given": bool(sayings),
         "reasons": main.mode[0] == "reasoning",
         "success_rank": success_rank,
         "num_successes": sum(card["success"] for card in cards),
@@ -150,6 +157,22 @@ def _names(path: Path) -> dict[str, str]:
         for key, value in zip(table["id"], table[column], strict=True)
         if value
     }
+
+
+def _says(written: str | None, right: set[str], sayings: set[str]) -> str:
+    """Whether the set gives these words as a reason of this query, of another one, or not at all."""
+    return "right" if written in right else "another" if written in sayings else "own"
+
+
+def _opening(cards: Sequence[dict[str, Any]], *, given: str) -> dict[str, Any] | None:
+    """The card that the page opens with: the first one, where the set gives reasons the first that wrote one of them.
+
+    A model's own wording may contradict itself and still lead to a right answer, or to a wrong one for no reason that
+    can be seen; what a set gives as a reason of something does not. A success should give the ``right`` reason; a failure
+    a reason of ``another`` query, which shows what the model mistook the query for, or the right one.
+    """
+    order = (given, "right", "another", "own")
+    return min(cards, key=lambda card: order.index(card["says"]), default=None)
 
 
 def _text(value: Any) -> str | None:

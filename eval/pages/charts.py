@@ -6,6 +6,7 @@ sheet, which knows light from dark. `as_file` makes of a chart a file that stand
 
 import json
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -274,7 +275,7 @@ def curves_file(charts: Mapping[str, Sequence[Curve]], metric: str) -> str:
         _over_cost(curves, x_label, legend=True) | {"width": 400, "height": 220}
         for x_label, curves in charts.items()
     ]
-    return as_file({"title": title, "vconcat": panels}, title)
+    return as_file({"vconcat": panels}, title)
 
 
 def interval_chart(marks: Sequence[Mark], *, title: str, percent: bool = True) -> str:
@@ -349,12 +350,12 @@ def interval_chart(marks: Sequence[Mark], *, title: str, percent: bool = True) -
                 "layer": layers,
             }
         )
-    return as_file({"title": title, "vconcat": panels}, title)
+    return as_file({"vconcat": panels}, title)
 
 
 def as_file(spec: Mapping[str, Any], title: str) -> str:
     """A chart that stands alone: on paper white, light where a reader cannot choose, dark where they have."""
-    svg = _render({**spec, "padding": 14})
+    svg = _render({**spec, "title": textwrap.wrap(title, 52), "padding": 14})
     light, dark = palette()
     rules = []
     for name in sorted(light, key=len, reverse=True):

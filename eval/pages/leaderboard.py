@@ -45,6 +45,10 @@ MAX_OPEN_SLICES = 9
 """Slices whose bars are shown; more of them fold."""
 MAX_MEMBERS = 6
 """Members of a suite that examples are drawn from: each has to be read."""
+ROUNDED = 1e-5
+"""Released scorers round: their figure and ours within this are the same figure."""
+TRAINED = "TRAINED ON THE TEST"
+COUNTED = {"num_queries": "queries", "num_candidates": "candidates", "num_members": "sets"}
 GENERIC = ("recall@1", "recall@10", "mrr", "ndcg@10")
 
 
@@ -59,6 +63,10 @@ class Row:
         published: whether the figures are somebody else's.
         slices: slice -> figure of the main metric.
         evaluation: of a measured row.
+        labels: what sets the row apart, in a word or two each.
+        warnings: of its results.json.
+        comparable: whether it takes a place among the others; place None stands beside those that do not.
+        place: its number among the comparable rows of its board.
     """
 
     label: str
@@ -67,17 +75,21 @@ class Row:
     published: bool
     slices: dict[str, Figure]
     evaluation: Evaluation | None = None
+    labels: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+    comparable: bool = True
+    place: int | None = None
 
 
 @dataclass(frozen=True)
 class Board:
-    """Everything that one section of the page shows."""
+    """Everything that one section of the page shows; ``apart`` says why published rows take no places on it."""
 
     id: str
     title: str
     facts: str
     source: Published | None
-    comparable: bool
+    apart: list[str]
     columns: list[Column]
     main: int
     rows: list[Row]
@@ -151,8 +163,8 @@ def _write(boards: Sequence[Board], gallery: Gallery, out: Path, title: str | No
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
-_Key = tuple[str, str]
-"""Benchmark and fingerprint: evaluations that agree in both share a board."""
+_Key = tuple[str, ...]
+"""Benchmark, profile, limit, fingerprint and content: only evaluations that agree in all of these share a board."""
 
 
 def _groups(
@@ -172,10 +184,11 @@ def _groups(
         bases = [Path(directory) / name for name in BASES]
         for path in expand(Path(directory)) if curves is None else bases:
             one = read_evaluation(path)
-            key = (str(one.results.get("benchmark") or "generic"), one.results["set"]["fingerprint"])
+            key = _key(one.results)
             groups[key].append((label or _name(one), _note(one), one))
         if curves is not None:
             budgets[key].append((label or _name(one), on_page(curves)))
+    _join_old(groups, budgets)
     for members in groups.values():
         seen: set[tuple[str, str]] = set()
         for label, note, one in members:
@@ -187,6 +200,21 @@ def _groups(
     if not groups:
         raise UserError("runs must name at least one evaluation directory")
     return dict(groups), budgets
+
+
+def _key(results: Mapping[str, Any]) -> _Key:
+    wanted = results["set"]
+    words = (results.get("benchmark") or "generic", results.get("profile"), wanted.get("limit"))
+    return *map(str, words), wanted["fingerprint"], wanted.get("content") or ""
+
+
+def _join_old(*tables: dict[_Key, list[Any]]) -> None:
+    """Results from before contents were known join the one board that they can be of; they get no number there."""
+    for groups in tables:
+        for key in [key for key in groups if not key[-1]]:
+            same = [other for other in tables[0] if other[:-1] == key[:-1] and other[-1]]
+            if len(same) == 1:
+                groups[same[0]] = [*groups.get(same[0], []), *groups.pop(key)]
 
 
 def _name(one: Evaluation) -> str:
@@ -243,23 +271,20 @@ def _board(
     table = table_of(first.get("benchmark"), str(first["set"]["name"])) if which != "none" else None
     columns, main = (table.columns, table.main) if table else _generic_columns(first)
     metric = columns[main].path[-1]
-    rows = []
-    for label, note, one in members:
-        official = one.results.get("profile") == "official"
-        paths = [column.official if official and column.official else column.path for column in columns]
-        figures = [_figure(one, path) for path in paths]
-        said = f"{note}, official protocol" if official else note
-        rows.append(Row(label, said, figures, False, _slices(one, metric), one))
+    known = any(one.results["set"].get("content") for _, _, one in members)
+    rows = [_measured_row(*member, columns, metric, known) for member in members]
     theirs = _published_rows(table) if table else []
-    comparable = table is not None and all(first["set"].get(key) == n for key, n in table.counts.items())
-    if not comparable:
-        theirs, foreign = [], theirs
-    else:
-        foreign = []
-    rows = sorted(rows + theirs, key=lambda row: _order(row.figures[main]))
+    why = [] if table is None else _why_apart(first, table)
+    foreign = [row for row in theirs if why or not row.comparable]
+    rows = _numbered([*rows, *(row for row in theirs if row not in foreign)], main)
     facts = f"{first['set']['num_queries']:,} queries, {first['set']['num_candidates']:,} candidates"
     if first["set"].get("num_members"):
         facts += f" in {first['set']['num_members']} sets"
+    benchmark = first.get("benchmark") or "generic"
+    if benchmark != "generic":
+        facts += f", {first.get('profile')} protocol"
+    if first["set"].get("limit"):
+        facts += f", only the first {first['set']['limit']:,} queries"
     bars, labels = _bars(rows, foreign)
     costs = [cost for row in rows if (cost := _cost_row(row, main)) is not None]
     return Board(
@@ -267,7 +292,7 @@ def _board(
         title=str(first["set"]["name"]),
         facts=facts,
         source=table,
-        comparable=comparable,
+        apart=why,
         columns=columns,
         main=main,
         rows=rows,
@@ -282,12 +307,87 @@ def _board(
 
 
 def _published_only(number: int, table: Published) -> Board:
-    rows = sorted(_published_rows(table), key=lambda row: _order(row.figures[table.main]))
-    bars, labels = _bars(rows, [])
+    rows = _published_rows(table)
+    foreign = [row for row in rows if not row.comparable]
+    rows = _numbered([row for row in rows if row.comparable], table.main)
+    bars, labels = _bars(rows, foreign)
     return Board(
-        f"board{number}", table.title, "published figures only", table, True, table.columns, table.main, rows, [], [],
-        bars, labels, None, [],
+        f"board{number}", table.title, "published figures only", table, [], table.columns, table.main, rows,
+        sorted(foreign, key=lambda row: _order(row.figures[table.main])), [], bars, labels, None, [],
     )  # fmt: skip
+
+
+def _measured_row(
+    label: str, note: str, one: Evaluation, columns: Sequence[Column], metric: str, known: bool
+) -> Row:
+    """A row of ours.
+
+    Args:
+        label: its name.
+        note: how it was asked.
+        one: its evaluation.
+        columns: of the board.
+        metric: whose slices it has.
+        known: whether the board knows the content of its set, so that a row which does not say takes no place.
+    """
+    results, labels = one.results, []
+    official = results.get("profile") == "official"
+    if (results.get("benchmark") or "generic") != "generic":
+        labels.append(f"{results.get('profile')} protocol")
+    labels += [
+        f"{key}={value}" for key, value in (results["set"].get("made_with") or {}).items() if key != "task"
+    ]
+    warnings = [str(warning) for warning in results.get("warnings") or []]
+    comparable = True
+    if any(TRAINED in warning for warning in warnings):
+        labels.append("trained on the test: no place")
+        comparable = False
+    if results.get("coverage", 1.0) < 1.0:
+        labels.append(f"{100 * results['coverage']:.1f} % of the queries")
+        comparable = comparable and not official  # officially the others are left out, which flatters
+    if known and not results["set"].get("content"):
+        labels.append("written before sets had a content: no place")
+        comparable = False
+    figures = [_official(one, column) if official else _figure(one, column.path) for column in columns]
+    return Row(label, note, figures, False, _slices(one, metric), one, labels, warnings, comparable)
+
+
+def _official(one: Evaluation, column: Column) -> Figure | None:
+    """The released scorer's figure, with the interval of our own figure of the same name where they are the same."""
+    ours = _figure(one, column.path)
+    if column.official is None:
+        return ours
+    theirs = _figure(one, column.official)
+    if theirs is None or ours is None or abs(theirs.value - ours.value) > ROUNDED:
+        return theirs
+    return Figure(theirs.value, ours.low, ours.high)
+
+
+def _why_apart(results: Mapping[str, Any], table: Published) -> list[str]:
+    """Why rows of a published table cannot be numbered among measured ones; empty if they can."""
+    found, wanted = [], results["set"]
+    counts = {key: n for key, n in table.counts.items() if wanted.get(key) != n}
+    if counts or wanted.get("limit") is not None:
+        has = ", ".join(f"{n:,} {COUNTED.get(key, key)}" for key, n in table.counts.items())
+        found.append(f"the set measured here is not the published one (it has {has})")
+    if results.get("profile") not in table.profiles:
+        found.append(
+            f"the rows here have the {results.get('profile')} protocol, published ones the {table.profiles[0]} protocol"
+        )
+    for key, value in table.made_with.items():
+        made = (wanted.get("made_with") or {}).get(key)
+        if made != value:
+            found.append(f"the set was imported with {key}={made}, published rows are of {key}={value}")
+    return found
+
+
+def _numbered(rows: Sequence[Row], main: int) -> list[Row]:
+    """Rows by their main figure; the comparable ones numbered."""
+    place, out = 0, []
+    for row in sorted(rows, key=lambda row: _order(row.figures[main])):
+        place += row.comparable
+        out.append(replace(row, place=place if row.comparable else None))
+    return out
 
 
 def _order(figure: Figure | None) -> tuple[bool, float]:
@@ -305,7 +405,7 @@ def _generic_columns(results: Mapping[str, Any]) -> tuple[list[Column], int]:
 
 def _published_rows(table: Published) -> list[Row]:
     out = []
-    for model, note, values in table.rows:
+    for number, (model, note, values) in enumerate(table.rows):
         figures = [None if value is None else Figure(value) for value in values]
         slices = {
             column.path[1]: figure
@@ -314,7 +414,7 @@ def _published_rows(table: Published) -> list[Row]:
             and figure is not None
             and column.path[-1] == table.columns[table.main].path[-1]
         }
-        out.append(Row(model, note, figures, True, slices))
+        out.append(Row(model, note, figures, True, slices, comparable=number not in table.other_release))
     return out
 
 

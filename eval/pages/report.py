@@ -25,6 +25,7 @@ from eval.pages.tables import (
     cost_and_ties,
     main_table,
     metrics_table,
+    notes_of,
     random_floors,
     verdict_of,
 )
@@ -96,6 +97,7 @@ def write_report(
         metrics_table=metrics_table(evaluations, main),
         health=cost_and_ties(evaluations, metric),
         warnings=warnings_of(evaluations),
+        slice_notes=notes_of(loaded, table.by),
         examples=examples,
         pictures=gallery.pictures,
         sizes={picture.name: (picture.width, picture.height) for picture in gallery.pictures},

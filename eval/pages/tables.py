@@ -12,6 +12,7 @@ from eval.pages.wording import percent, slice_label, slice_order
 from eval.scoring.metrics import judge, metric_words, random_floor
 from eval.scoring.stats import cluster_bootstrap, index_of, interval
 from eval.sets.retrieval_set import RetrievalSet
+from rge.common.errors import UserError
 
 MAX_MAIN_SLICES = 4
 """Slices beside "all queries" in the main table; more have a table of their own."""
@@ -236,6 +237,21 @@ def verdict_of(evaluations: Sequence[Evaluation], main: Evaluation, metric: str)
     if floor is not None:
         found.append(("by chance", Figure(floor)))
     return [(words, figure) for words, figure in found if figure is not None]
+
+
+def notes_of(loaded: RetrievalSet, by: str) -> list[tuple[str, str]]:
+    """What the set itself says of the slices of the main table (``slice_notes`` of its meta.json): heading and words.
+
+    Raises:
+        UserError: they are not words by value by column.
+    """
+    notes = loaded.meta.get("slice_notes") or {}
+    of_column = notes.get(by) or {} if isinstance(notes, Mapping) else None
+    if not isinstance(of_column, Mapping) or not all(isinstance(words, str) for words in of_column.values()):
+        raise UserError(
+            f"{loaded.path}/meta.json: slice_notes must be {{column: {{value: words}}}}, got {notes!r}"
+        )
+    return [(slice_label(name), of_column[name]) for name in sorted(of_column, key=slice_order)]
 
 
 def cost_and_ties(evaluations: Sequence[Evaluation], metric: str) -> dict[str, Any]:

@@ -11,7 +11,9 @@ A set is a directory of Parquet files, readable by MTEB unchanged:
 ``excluded.parquet``    query-id, corpus-id: removed from that query's ranking (optional)
 ``candidates.parquet``  query-id, corpus-id: each query's own candidates (optional)
 ``names.parquet``       picture-id, name: what a picture also goes by in training files, see `eval.commands.audit` (optional)
-``meta.json``           name; ``report_by`` lists further query columns to report figures by; ``fingerprint``, where
+``rationales.parquet``  query-id, corpus-id, rationale: why a candidate is right, in words (optional)
+``meta.json``           name; ``report_by`` lists further query columns to report figures by; ``slice_notes`` says what
+                        their values mean, {column: {value: words}}; ``fingerprint``, where
                         given, is checked (see `rge.common.fingerprint`), and otherwise computed
 
 A picture is encoded bytes, ``{bytes, path}`` as Hugging Face stores it, a path relative to the directory, or
@@ -42,6 +44,7 @@ from rge.common.schema import ImageRef, Item
 Modality = Literal["both", "text", "image"]
 MODALITIES: tuple[Modality, ...] = ("both", "text", "image")
 NAMES = "names.parquet"
+RATIONALES = "rationales.parquet"
 UNCATEGORISED = "uncategorised"
 MAX_REPORT_VALUES = 50
 """A column with more values than this is no grouping, and its table would be unreadable."""
@@ -256,6 +259,21 @@ def further_names(wanted: RetrievalSet) -> dict[str, set[str]]:
     for one, name in zip(_strings(path, file, "picture-id"), _strings(path, file, "name"), strict=True):
         found.setdefault(one, set()).add(name)
     return found
+
+
+def given_rationales(wanted: RetrievalSet) -> dict[tuple[str, str], str]:
+    """(query id, candidate id) -> why that candidate is right, as the set says; empty where it does not.
+
+    Raises:
+        SetError: the file is there, but not with three columns of strings.
+    """
+    path = wanted.path / RATIONALES
+    if not path.exists():
+        return {}
+    names = ["query-id", "corpus-id", "rationale"]
+    file = _open(path, names)
+    queries, candidates, texts = (_strings(path, file, name) for name in names)
+    return dict(zip(zip(queries, candidates, strict=True), texts, strict=True))
 
 
 def content_digest(item: Item) -> tuple[str, tuple[str, ...]]:

@@ -20,7 +20,7 @@ CHARACTERS_A_TOKEN = 3
 class ModelConfig:
     """A model behind an endpoint."""
 
-    name: str = "???"
+    name: str
     """Name the endpoint knows it by."""
     base_url: str | None = None
     """Such as http://HOST:8000/v1 of vLLM; null: the provider's own."""

@@ -14,8 +14,11 @@ from datetime import UTC, datetime
 
 WINDOW_S = 1.0
 """Over which answers are counted to tell how many an endpoint gives."""
-CUT, GROWTH = 0.8, 1.005
-"""Of the rate, with a 429 and with an answer: in the long run one call in 40 gets a 429."""
+CUT, GROWTH, RECOVERY = 0.8, 1.005, 1.05
+"""Of the rate: with a 429; with an answer near the rate that was cut last; and with an answer further below it. In the long
+run one call in 40 gets a 429."""
+ENOUGH_ANSWERS = 8
+"""In the window, to tell a rate from; with fewer the endpoint is only given its pause."""
 MEMORY = 4096
 """Answers whose times are kept."""
 
@@ -34,6 +37,7 @@ class Pace:
         self._next_at = self._closed_until = self._cut_at = -1e9
         self._answered: deque[float] = deque(maxlen=MEMORY)
         self._cuts_in_a_row = 0
+        self._ceiling = 0.0
 
     async def turn(self) -> float:
         """Wait until the next call may be sent; returns when that is."""
@@ -58,7 +62,7 @@ class Pace:
         self._answered.append(now)
         self._cuts_in_a_row = 0
         if self.rate is not None:
-            self.rate *= GROWTH
+            self.rate *= RECOVERY if self.rate < 0.9 * self._ceiling else GROWTH
             if self.rate > 4 * max(self._seen(now, WINDOW_S), 1.0):
                 self.rate = None
         for kind in ("requests", "tokens"):
@@ -78,8 +82,10 @@ class Pace:
         now = self._clock()
         if sent_at >= self._cut_at:
             window_s = max(WINDOW_S, min(wait_s or 0.0, max_wait_s))
-            seen = self._seen(now, window_s)
-            self.rate = max(min(seen, self.rate or seen) * CUT, CUT / window_s)
+            if self.rate is None and (seen := self._seen(now, window_s)) * window_s >= ENOUGH_ANSWERS:
+                self.rate = seen
+            if self.rate is not None:
+                self._ceiling, self.rate = self.rate, self.rate * CUT
             self._cut_at = now
             self._cuts_in_a_row += 1
         wait_s = backoff_s * 2 ** (self._cuts_in_a_row - 1) if wait_s is None else wait_s

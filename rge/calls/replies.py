@@ -42,6 +42,12 @@ class Abstained(ReplyError):
     kind = "abstain"
 
 
+class Declined(Abstained):
+    """The model declined a picture for what it shows, as the prompt's content policy asks."""
+
+    kind = "abstain: sensitive picture"
+
+
 class MissingTag(ReplyError):
     """A tag of the output format is missing or empty."""
 
@@ -266,7 +272,7 @@ def check_complete(reply: Reply, last_tag: str) -> None:
     if f"</{last_tag}>".lower() in text.lower():
         return
     if text.upper().lstrip("*_\"' ").startswith("ABSTAIN"):
-        raise Abstained(_shown(text))
+        raise (Declined if "SENSITIVE" in text.upper() else Abstained)(_shown(text))
     if reply.stop == "refusal" or _REFUSAL.match(text):
         raise Refused(_shown(text) if text else "declined without a word")
     if reply.stop == "length":

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all: written under another name, then renamed."""
+"""Files that are there whole or not at all, written under another name and renamed; and those that come with the package."""
 
 import json
 import os
@@ -8,6 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rge.common.errors import UserError
+
+HOME = Path(__file__).resolve().parents[2]
+"""What holds the packages `rge`, `eval` and `data_prep`: the checkout, or site-packages."""
+RECIPES = HOME / "rge" / "recipes" if (HOME / "rge" / "recipes").is_dir() else HOME / "recipes"
+"""A wheel has them inside `rge`; a checkout beside it, where people look."""
 
 SUFFIX = ".tmp"
 """Of a file that is being written; what a killed process leaves behind has it too."""
@@ -64,3 +69,24 @@ def write_text(path: str | Path, text: str) -> None:
 def write_json(path: str | Path, content: Any, *, indent: int = 1) -> None:
     """Write JSON whole or not at all, see `replacing`."""
     write_text(path, json.dumps(content, indent=indent, ensure_ascii=False) + "\n")
+
+
+def find_shipped(path: str | Path) -> Path:
+    """Where a file or folder is that a recipe or a command names.
+
+    A path is relative to the working folder. One that is not there and begins with ``recipes/`` or ``data_prep/`` is
+    looked for among the files that came with the package, so that the demo can be run from any folder.
+
+    Args:
+        path: as it was written.
+
+    Returns:
+        A path that exists, else `path` as it was.
+    """
+    path = Path(path)
+    if path.is_absolute() or path.exists() or not path.parts:
+        return path
+    shipped = {"recipes": RECIPES, "data_prep": HOME / "data_prep"}.get(path.parts[0])
+    if shipped is None or not (found := shipped.joinpath(*path.parts[1:])).exists():
+        return path
+    return found

@@ -7,11 +7,55 @@ uses torchvision's pure-Python transforms only and never calls those operators.
 
 It is done when torchvision is first looked for, so that what needs no model (calls, data preparation, metrics) does not
 wait for torch: four seconds of processor time and 300 MB a process.
+
+``import rge`` does it. A checkpoint has to load by plain transformers too, in a program that never heard of rge:
+``python -m rge.common.torchvision_cpu``, which ``scripts/setup.sh`` calls, puts a hook into this interpreter's
+site-packages that does it where torchvision is imported, and nowhere else. It writes nothing where torchvision loads by
+itself; delete the two files to be rid of it.
 """
 
+import logging
+import subprocess
 import sys
+import sysconfig
 from importlib.abc import MetaPathFinder
+from pathlib import Path
 from typing import Any
+
+HOOK = "rge_torchvision_hook"
+_SOURCE = '''"""Written by `python -m rge.common.torchvision_cpu`: PyPI's torchvision beside a CPU build of torch."""
+
+import importlib.machinery
+import sys
+
+
+class Finder:
+    """Finds torchvision as ever; where it is executed, rge declares before what it looks up."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name != "torchvision":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def after_rge(module):
+            try:
+                from rge.common.torchvision_cpu import make_importable
+            except ImportError:
+                pass  # rge was removed: torchvision then says itself what is wrong
+            else:
+                make_importable()
+            execute(module)
+
+        spec.loader.exec_module = after_rge
+        return spec
+
+
+sys.meta_path.insert(0, Finder)
+'''
 
 _library: Any = None
 
@@ -50,3 +94,27 @@ def make_importable() -> bool:
             _library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         return True
     return False
+
+
+def write_hook(folder: Path) -> None:
+    """Put the hook into a site-packages folder, which Python reads at its next start."""
+    (folder / f"{HOOK}.py").write_text(_SOURCE, encoding="utf-8")
+    (folder / f"{HOOK}.pth").write_text(f"import {HOOK}\n", encoding="utf-8")
+
+
+def main() -> int:
+    """Write the hook where a fresh interpreter cannot import torchvision; 0 if it can in the end."""
+    plain = [sys.executable, "-c", "import torchvision"]
+    if subprocess.run(plain, capture_output=True, check=False).returncode == 0:
+        return 0
+    folder = Path(sysconfig.get_path("purelib"))
+    try:
+        write_hook(folder)
+    except OSError as error:
+        logging.error("%s cannot be written (%s): import rge before transformers", folder, error.strerror)
+        return 1
+    return subprocess.run(plain, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -104,7 +104,7 @@ class Pass:
             self._layout = (_Flat if flat else _SideBySide)(part, self.tails, v_TKd.device)  # type: ignore[arg-type]
         layout, split, outputs = self._layout, self.num_prompt_tokens, []
         if self.encoded is None:
-            known = layout.known(k_TKd[:split]), layout.known(v_TKd[:split])
+            known = layout.known(k_TKd[:split], v_TKd.dtype), layout.known(v_TKd[:split], v_TKd.dtype)
             if self.tails is None:
                 # Checkpointing computes a layer once more in the backward pass; the first result is the one in use.
                 self.kept.setdefault(layer, known)
@@ -148,8 +148,9 @@ class _Flat:
         self.tail_runs = make_runs(q_lengths, k_lengths, device)
         self.index_U = torch.cat(places).to(device, non_blocking=True)
 
-    def known(self, states_TKd: Tensor) -> Tensor:
-        return states_TKd
+    def known(self, states_TKd: Tensor, dtype: torch.dtype) -> Tensor:
+        # Under autocast keys are rotated in float32; they are kept in the dtype that they are used in.
+        return states_TKd.to(dtype)
 
     def prompts(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, kernel: "_Kernel") -> Tensor:
         return kernel.runs(q_THd, k_TKd, v_TKd, self.prompt_runs)
@@ -158,7 +159,7 @@ class _Flat:
         self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, keys: Tensor, values: Tensor, kernel: "_Kernel"
     ) -> Tensor:
         k_UKd, v_UKd = (
-            torch.cat([before.to(v_TKd.dtype), own.to(v_TKd.dtype)]).index_select(0, self.index_U)
+            torch.cat([before, own.to(before.dtype)]).index_select(0, self.index_U)
             for before, own in ((keys, k_TKd), (values, v_TKd))
         )
         return kernel.runs(q_THd, k_UKd, v_UKd, self.tail_runs)
@@ -175,7 +176,7 @@ class _SideBySide:
             self.tail_rows = _Rows(tails.index_BS, lengths, 0, tails.input_ids_T.shape[0])
         self._mask: Tensor | None = None
 
-    def known(self, states_TKd: Tensor) -> Tensor:
+    def known(self, states_TKd: Tensor, dtype: torch.dtype) -> Tensor:
         return self.prompt_rows.side_by_side(states_TKd)
 
     def prompts(self, q_THd: Tensor, k_BPKd: Tensor, v_BPKd: Tensor, kernel: "_Kernel") -> Tensor:
@@ -340,11 +341,11 @@ class RunningCache:
     def attend(self, layer: int, q_BHd: Tensor, k_BKd: Tensor, v_BKd: Tensor, kernel: "_Kernel") -> Tensor:
         """Outputs (B, H, d) of one new token a row, whose key and value are kept."""
         k_BCKd, v_BCKd = self.buffers[layer]
-        dtype, at = k_BCKd.dtype, (self.row_B, self.length_B)
-        k_BCKd.index_put_(at, k_BKd.to(dtype))
-        v_BCKd.index_put_(at, v_BKd.to(dtype))
+        dtype = k_BCKd.dtype
         if layer == 0:
-            self.seen_B = self.length_B + 1
+            self.seen_B, self.at = self.length_B + 1, (self.row_B, self.length_B.long())
+        k_BCKd.index_put_(self.at, k_BKd.to(dtype))
+        v_BCKd.index_put_(self.at, v_BKd.to(dtype))
         out = attend_last(
             q_BHd.to(dtype),
             k_BCKd,

@@ -1,12 +1,16 @@
-"""``python -m rge.plan recipe=NAME [key=value ...]``; see `rge.plan.report`."""
+"""``rge plan recipe=NAME [key=value ...]``; see `rge.plan.report`."""
 
-import sys
+from rge.common.commands import start
+from rge.plan.options import read_options
 
-from rge.common.errors import UserError
-from rge.plan.report import main
+
+def main(words: list[str]) -> int:
+    """Print the plan; 1 if it does not fit."""
+    options = read_options(words)
+    from rge.plan.report import show  # after --help, which needs no torch
+
+    return show(options)
+
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except UserError as problem:
-        sys.exit(f"error: {problem}")
+    start(main)

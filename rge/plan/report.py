@@ -1,6 +1,6 @@
 """What a recipe takes before it is run: parameters, tokens, FLOPs of a step, memory, communication, hours, and whether it fits.
 
-    python -m rge.plan recipe=qwen25vl_3b num_gpus=8 gpu_gib=80 back_end=zero2 [key=value of the recipe ...]
+    rge plan recipe=qwen25vl_3b num_gpus=8 gpu_gib=80 back_end=zero2 [key=value of the recipe ...]
 
 Everything is computed from the model's shapes and the recipe (rge/plan/costs.py); no weights are loaded and nothing runs. A step
 is planned at its largest: every prompt with its pictures at model.max_pixels, every rationale at the cap. The last line
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from rge.config import BACK_ENDS, Recipe, RecipeError, StageConfig, load_recipe, nearest, split_override
+from rge.config import BACK_ENDS, Recipe, RecipeError, StageConfig
 from rge.model.families import family_of
 from rge.plan.costs import (
     GIB,
@@ -31,77 +31,22 @@ from rge.plan.costs import (
     trained_parameters,
 )
 from rge.plan.known_models import outline
+from rge.plan.options import PlanCommand
 from rge.step import Objective
-
-OWN: dict[str, tuple[Any, str]] = {
-    "num_gpus": (8, "GPUs, one process each"),
-    "gpu_gib": (80.0, "memory of a GPU, GiB"),
-    "gpus_per_machine": (8, "GPUs that share a machine's memory"),
-    "peak_tflops": (989.0, "TFLOP/s of a GPU in the computing dtype; an H100's in bfloat16"),
-    "bandwidth_tbs": (3.35, "TB/s of its memory; an H100's"),
-    "utilisation": (0.35, "share of both that is reached"),
-    "steps": (0, "of the stage; 0: the recipe's where it says, else 1000"),
-    "back_end": ("", "ddp, zero1, zero2, zero3 or fsdp2; none: train.back_end"),
-    "for": ("joint", "stage: joint or cold_start"),
-    "query_pictures": (1, "pictures a query"),
-    "candidate_pictures": (1, "pictures a candidate"),
-    "text_tokens": (64, "tokens of a prompt beside pictures and template"),
-    "template_tokens": (24, "tokens of the chat template"),
-    "rationale_tokens": (0, "tokens of a rationale; 0: rollout.max_new_tokens"),
-}
-"""Options of this command, their defaults and meanings."""
 
 OPTIMIZER_STATES = {"adamw": 2, "muon": 1}
 """Numbers kept a parameter; Muon keeps one, except for what it leaves to AdamW."""
 
 
-def main(arguments: list[str]) -> int:
+def show(recipe: PlanCommand) -> int:
     """Print the plan; 1 if it does not fit."""
-    options, overrides = read_options(arguments)
-    recipe = load_recipe(overrides)
+    options = recipe.values()
     options["back_end"] = options["back_end"] or recipe.train.back_end
     model, origin = outline(recipe.model, recipe.init)
     found = plan(recipe, model, options)
     print(report(recipe, found, origin, options))  # noqa: T201 - this is a command
     print(json.dumps(found))  # noqa: T201
     return 0 if found["fits"] else 1
-
-
-def read_options(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """This command's options, complete and checked, and the recipe's overrides.
-
-    Raises:
-        RecipeError: an option has a value that it cannot have.
-    """
-    options = {name: default for name, (default, _) in OWN.items()}
-    overrides = []
-    for argument in arguments:
-        name, value = split_override(argument)
-        if name not in OWN:
-            if "." not in name and name not in Recipe.__dataclass_fields__:
-                known = [*OWN, *Recipe.__dataclass_fields__]
-                raise RecipeError(f"unknown option {name}{nearest(name, known)}")
-            overrides.append(argument)
-            continue
-        kind = type(OWN[name][0])
-        try:
-            options[name] = kind(value)
-        except ValueError:
-            raise RecipeError(f"{name} must be a number ({OWN[name][1]}), got {value!r}") from None
-        positive = name in ("num_gpus", "gpu_gib", "gpus_per_machine")
-        if kind is not str and options[name] < (1 if positive else 0):
-            raise RecipeError(f"{name} is too small: {value}")
-    for name in ("peak_tflops", "bandwidth_tbs", "utilisation"):
-        if options[name] <= 0 or (name == "utilisation" and options[name] > 1):
-            raise RecipeError(
-                f"{name} must be above 0{' and at most 1' * (name == 'utilisation')}, got {options[name]}"
-            )
-    for name, allowed in (("back_end", ("", *BACK_ENDS)), ("for", ("joint", "cold_start"))):
-        if options[name] not in allowed:
-            raise RecipeError(
-                f"{name} must be one of {', '.join(filter(None, allowed))}; got {options[name]!r}"
-            )
-    return options, overrides
 
 
 def plan(recipe: Recipe, model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:

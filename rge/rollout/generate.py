@@ -54,6 +54,8 @@ class Rationale:
         seconds: wall time of its batch divided by the batch's rows.
         age: steps since it was written.
         direct: nothing was written, on purpose: ``<emb>`` stands right after the prompt.
+        margin: the least that any of its tokens was chosen by: the lead of the best logit over the second, or of a drawn
+            number over the nearest one that would have drawn another token; infinite where nobody asked.
     """
 
     ids: tuple[int, ...]
@@ -62,6 +64,7 @@ class Rationale:
     seconds: float
     age: int = 0
     direct: bool = False
+    margin: float = float("inf")
 
 
 def generate(
@@ -76,6 +79,7 @@ def generate(
     num_each: int = 1,
     encoded: EncodedPrompts | None = None,
     places: Sequence[int] | None = None,
+    margins: bool = False,
 ) -> list[Rationale]:
     """Write rationales for every prompt.
 
@@ -93,6 +97,7 @@ def generate(
         num_each: rationales a prompt, all continued from one encoding of it.
         encoded: keys and values of the prompts, where they are known already; read without gradient.
         places: where in `encoded` each prompt is; None where it holds exactly these in this order.
+        margins: keep `Rationale.margin`.
 
     Returns:
         In the order of the prompts, `num_each` rationales of the first, then of the second ...
@@ -126,10 +131,10 @@ def generate(
             else:
                 known, known_at = encoded, [index if places is None else places[index] for index in chosen]
             repeated = [place for place in known_at for _ in range(num_each)]
-            batch = _generate_batch(embedder, known, repeated, max_new_tokens, temperature, uniform)
+            batch = _generate_batch(embedder, known, repeated, max_new_tokens, temperature, uniform, margins)
             seconds = (time.perf_counter() - began) / len(rows)
-            for row, (ids, forced, state) in zip(rows, batch, strict=True):
-                results[row] = Rationale(tuple(ids), forced, state, seconds)
+            for row, (ids, forced, state, least) in zip(rows, batch, strict=True):
+                results[row] = Rationale(tuple(ids), forced, state, seconds, margin=least)
             if on_progress is not None:
                 on_progress(len(chosen))
     finally:
@@ -152,14 +157,16 @@ def _generate_batch(
     max_new_tokens: int,
     temperature: float,
     uniform_RL: Tensor | None,
-) -> list[tuple[list[int], bool, Tensor]]:
-    """Continue the prompts at `places` of what was encoded: ids, whether `<emb>` was forced, state at it."""
-    writing = _Writing(embedder, encoded, places, max_new_tokens, temperature, uniform_RL)
+    margins: bool,
+) -> list[tuple[list[int], bool, Tensor, float]]:
+    """Continue the prompts at `places` of what was encoded: ids, whether `<emb>` was forced, state at it, margin."""
+    writing = _Writing(embedder, encoded, places, max_new_tokens, temperature, uniform_RL, margins)
     writing.run()
     found = []
-    for ids, state in zip(writing.written_RL.tolist(), writing.state_RD, strict=True):
+    least = [float("inf")] * len(places) if writing.margin_R is None else writing.margin_R.tolist()
+    for row, (ids, state) in enumerate(zip(writing.written_RL.tolist(), writing.state_RD, strict=True)):
         length = ids.index(embedder.emb_id)
-        found.append((ids[:length], length == max_new_tokens, state))
+        found.append((ids[:length], length == max_new_tokens, state, least[row]))
     return found
 
 
@@ -174,6 +181,7 @@ class _Writing:
         max_new_tokens: int,
         temperature: float,
         uniform_RL: Tensor | None,
+        margins: bool = False,
     ):
         self.embedder, self.max_new_tokens, self.temperature = embedder, max_new_tokens, temperature
         model, device = embedder.model, embedder.device
@@ -194,6 +202,7 @@ class _Writing:
         self.barred_V: Tensor | None = None
         self.written_RL = torch.full((R, max_new_tokens + 1), embedder.emb_id, device=device)
         self.state_RD = torch.empty(0)
+        self.margin_R = torch.full((R,), float("inf"), device=device) if margins else None
         self.row_B = torch.arange(R, device=device)
         self.token_B = part.last_id_B[rows]
         self.done_B = torch.zeros(R, dtype=torch.bool, device=device)
@@ -264,6 +273,10 @@ class _Writing:
                 self.barred_V.index_fill_(0, barred.to(logit_BV.device, non_blocking=True), float("-inf"))
             uniform_B = None if self.uniform_RL is None else self.uniform_RL[self.row_B, self.step_1]
             token_B = _choose(logit_BV + self.barred_V, self.temperature, uniform_B)
+            if self.margin_R is not None:
+                margin_B = _margin(logit_BV + self.barred_V, self.temperature, uniform_B, token_B)
+                margin_B = torch.where(self.done_B, float("inf"), margin_B).minimum(self.margin_R[self.row_B])
+                self.margin_R.index_put_((self.row_B,), margin_B)
             self.token_B.copy_(token_B.masked_fill(self.done_B, emb_id))
             self.written_RL.index_put_((self.row_B, self.step_1), self.token_B)
         self.step_1 += 1
@@ -346,3 +359,17 @@ def _choose(logit_BV: Tensor, temperature: float, uniform_B: Tensor | None) -> T
     cumulative_BV = torch.softmax(logit_BV.double() / temperature, dim=-1).cumsum(dim=-1)
     threshold_B1 = (uniform_B.to(logit_BV.device) * cumulative_BV[:, -1])[:, None]
     return torch.searchsorted(cumulative_BV, threshold_B1, right=True).flatten()
+
+
+def _margin(logit_BV: Tensor, temperature: float, uniform_B: Tensor | None, token_B: Tensor) -> Tensor:
+    """By how much each row's token was chosen, (B,) float32, see `Rationale.margin`."""
+    if uniform_B is None:
+        best_B2 = logit_BV.topk(2, dim=-1).values
+        return best_B2[:, 0] - best_B2[:, 1]
+    cumulative_BV = torch.softmax(logit_BV.double() / temperature, dim=-1).cumsum(dim=-1)
+    threshold_B = uniform_B.to(logit_BV.device) * cumulative_BV[:, -1]
+    above_B = cumulative_BV.gather(1, token_B[:, None])[:, 0]
+    below_B = torch.where(
+        token_B > 0, cumulative_BV.gather(1, (token_B - 1).clamp(min=0)[:, None])[:, 0], 0.0
+    )
+    return torch.minimum(above_B - threshold_B, threshold_B - below_B).float()

@@ -170,12 +170,11 @@ def test_near_duplicates_leave_the_library_and_are_counted(tmp_path, photo):
 
 
 def test_rank_of_the_first_right_one():
-    names = ["in", "a", "b", "c"]
     scores = np.array([0.9, 0.5, 0.7, 0.5])
-    assert audit.first_rank(names, scores, {"b"}, "in") == (1, 3)
-    assert audit.first_rank(names, scores, {"c"}, "in") == (3, 3), "a tie counts against it"
-    assert audit.first_rank(names, scores, {"in"}, "in") == (None, 3)
-    assert audit.first_rank(names, scores, {"x"}, "y") == (None, 4)
+    assert audit.first_rank(scores, [2], 0) == (1, 3)
+    assert audit.first_rank(scores, [3], 0) == (3, 3), "a tie counts against it"
+    assert audit.first_rank(scores, [0], 0) == (None, 3)
+    assert audit.first_rank(scores, [], None) == (None, 4)
 
 
 def test_chance():
@@ -304,6 +303,24 @@ def test_probes_rank_the_pool(finished):
     assert rows["q1", audit.TEXT]["num_right"] == 2
 
 
+def test_probes_in_blocks_find_the_same(finished, monkeypatch):
+    """One query at a time, and never more scores in memory than that."""
+    whole = audit.shortcuts(finished)
+    finished.config.audit.memory_mb = 2**-20 * 4 * 3  # three candidates of four bytes
+    sizes = []
+    original = audit.bridged
+
+    def watched(*arguments):
+        encoder = original(*arguments)
+        texts = encoder.texts
+        encoder.texts = lambda some: sizes.append(len(some)) or texts(some)
+        return encoder
+
+    monkeypatch.setattr(audit, "bridged", watched)
+    assert audit.shortcuts(finished) == whole
+    assert set(sizes) == {1}
+
+
 def test_what_the_sets_share(finished):
     found = audit.overlap(finished)
     assert found["train inputs that are test answers"] == 1, "`a` is an answer of q1 and what q2 is about"
@@ -428,11 +445,11 @@ def test_wrong_verdicts(finished, tmp_path, content, message):
 def test_a_run_that_is_not_finished(tmp_path):
     with pytest.raises(UserError, match="does not exist: finish the run first"):
         main(["review", f"run={tmp_path}", f"out={tmp_path / 'x.html'}"])
-    with pytest.raises(UserError, match="run is missing"):
+    with pytest.raises(UserError, match="missing run=..."):
         main(["agreement", "verdicts=x"])
 
 
 def test_a_family_is_a_setting_of_a_model():
     config = load_config(["config=demo", "models.judge.family=qwen"])
     assert config.models["judge"].family == "qwen"
-    assert ModelConfig().family is None
+    assert ModelConfig("m").family is None

@@ -260,6 +260,7 @@ def test_rebuilt_judgements_are_identical(name, make, tables, splits):
     made = make(tables, splits)
     assert made.qrels == [tuple(row.values()) for row in rows(name, "qrels.parquet")]
     assert made.negatives == [tuple(row.values()) for row in rows(name, "negatives.parquet")]
+    assert made.rationales == [tuple(row.values()) for row in rows(name, "rationales.parquet")]
     stored = [{key: row[key] for key in made.queries[0]} for row in rows(name, "queries.parquet")]
     assert made.queries == stored
 

@@ -175,10 +175,13 @@ def test_so_many_rows_of_a_set(release, tmp_path):
     ("words", "message"),
     [
         ([], r"lacks original files of 17 sets: .*there are: ImageNet_1K, MSCOCO_t2i, OK-VQA, images"),
-        (["sets=OKVQA"], r"unknown 'OKVQA'; did you mean 'OK-VQA'\?"),
+        (["sets=OKVQA"], r"sets must be one of .*got 'OKVQA'; did you mean 'OK-VQA'\?"),
         (["sets=OK-VQA", "split=diverse_instruction"], "lacks diverse_instruction files of 1 sets"),
-        (["sets=OK-VQA", "split=test"], "split: unknown 'test'"),
-        (["sets=OK-VQA", "max_per_set=few"], "a number is needed"),
+        (
+            ["sets=OK-VQA", "split=test"],
+            "split must be one of original, diverse_instruction, train, got 'test'",
+        ),
+        (["sets=OK-VQA", "max_per_set=few"], "max_per_set must be an integer, got 'few'"),
         (["part=eval", "split=train"], "split has no meaning with part=eval"),
     ],
 )

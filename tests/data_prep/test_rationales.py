@@ -128,15 +128,15 @@ def test_rationales_are_written_and_checked(records, tmp_path, capsys, leak, kep
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("leak=maybe", "leak must be keep, drop or rewrite"),
-        ("task=poetry", "task must be auto or one of"),
-        ("max_words=many", "a number is needed"),
+        ("leak=maybe", "leak must be one of keep, drop, rewrite, got 'maybe'"),
+        ("task=poetry", "task must be one of auto, "),
+        ("max_words=many", "max_words must be an integer, got 'many'"),
         ("out=", "out needs a value"),
         ("candidates=0", "candidates must be >= 1"),
         ("min_gain=0", "min_gain needs select=CHECKPOINT"),
         ("select=nowhere", "nowhere"),
         ("dry_run=maybe", "dry_run must be true or false"),
-        ("concurrency=0", "concurrency must be > 0"),
+        ("concurrency=0", "concurrency must be >= 1, got 0"),
     ],
 )
 def test_wrong_words(records, word, message):

@@ -26,7 +26,10 @@ def test_pinpoint_and_top50(done, tmp_path):
     assert main(["export", "format=pinpoint", f"eval={done}", f"out={tmp_path / 'p.json'}"]) == 0
     export(ExportOptions("top50", done, tmp_path / "t.json"))
     items, top = (json.loads((tmp_path / name).read_text()) for name in ("p.json", "t.json"))
-    assert {query: one["retrieved_items"] for query, one in items.items()} == top
+    assert {query: one["retrieved_items"][:50] for query, one in items.items()} == top
+    assert {len(one["retrieved_items"]) for one in items.values()} == {
+        60
+    }  # evaluate.py reads all that is listed
     assert len(top) == 24
     assert {len(names) for names in top.values()} == {50}
     assert all(len(set(names)) == 50 for names in top.values())  # CIRCO refuses repeated ids

@@ -229,4 +229,8 @@ def test_a_checkpoint_that_lost_its_rge_json_is_no_other_model(lively, data, tmp
         "taken for the released RGE checkpoint" in one for one in results_of(tmp_path / "out")["warnings"]
     )
     assert main([*words, f"model={tmp_path / 'own'}", "adapter=rge-release", "overwrite=true"]) == 0
-    assert not any("taken for" in one for one in results_of(tmp_path / "out")["warnings"])
+    results = results_of(tmp_path / "out")
+    assert not any("taken for" in one for one in results["warnings"])
+    assert results["asked_as_released"] is False
+    assert results["settings"]["differs_from_release"]
+    assert results["identity"]["embedder"]["release"] is False

@@ -116,7 +116,7 @@ def test_a_set_that_is_not_the_published_one_is_kept_apart(world, tmp_path):
 
 def test_published_rows_stand_among_measured_ones_where_the_set_is_the_same(world, tmp_path):
     results = json.loads((world / "mmeb_eval" / "results.json").read_text())
-    results["set"]["num_members"] = 36
+    results["set"]["num_members"], results["profile"] = 36, "official"
     copy = tmp_path / "full"
     copy.mkdir()
     (copy / "results.json").write_text(json.dumps(results))
@@ -233,6 +233,29 @@ def test_scatter_places_points_and_speaks():
         scatter([], name="y", x_label="x")
 
 
+def test_warnings_stand_at_the_top_and_costs_only_where_there_are_some(world, tmp_path):
+    """Two copies of an evaluation: one with a warning, one as a ranking made elsewhere would leave it."""
+    warned, foreign = tmp_path / "warned", tmp_path / "foreign"
+    for folder in (warned, foreign):
+        shutil.copytree(world / "clip", folder)
+    results = json.loads((warned / "results.json").read_text())
+    (warned / "results.json").write_text(
+        json.dumps(results | {"warnings": ["TRAINED ON THE TEST: 3 <pictures>"]})
+    )
+    frame = pd.read_parquet(foreign / "per_query.parquet")
+    frame.assign(rationale_tokens=None, generate_ms=None, embed_ms=None).to_parquet(
+        foreign / "per_query.parquet"
+    )
+    page = write_leaderboard([f"a:{warned}", f"b:{foreign}"], tmp_path / "p.html", num_examples=0).read_text()
+    warning = "a, direct: TRAINED ON THE TEST: 3 &lt;pictures&gt;"
+    assert page.count(warning) == 1
+    assert page.index(warning) < page.index("<nav" if "<nav" in page else '<section class="board"')
+    assert len(re.findall(r'data-label="Embed, ms"', page)) == 1
+    assert '<b class="num">1</b> a, direct' in page
+    alone = write_leaderboard([f"b:{foreign}"], tmp_path / "q.html", num_examples=0).read_text()
+    assert "Accuracy against cost" not in alone
+
+
 @pytest.mark.slow
 def test_in_a_browser(world, tmp_path):
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -251,6 +274,12 @@ def test_in_a_browser(world, tmp_path):
                 "e.getBoundingClientRect().right > document.documentElement.clientWidth + 1).length"
             )
             assert browser.js(wide) == 0
+            cut = "[...document.querySelectorAll('.stack')].map(t => t.closest('.scroll')).filter(s => s.scrollWidth > s.clientWidth).length"
+            if width < 640:
+                assert browser.js(cut) == 0
+                assert browser.js(
+                    "getComputedStyle(document.querySelector('.boardtable td.main'), '::before').content"
+                )
             assert browser.complaints() == []
             assert {url.split(":")[0] for url in browser.requests()} <= {"file", "data"}
         assert browser.js(f"{visible}.length") == 24  # twelve on each of the two boards

@@ -553,6 +553,93 @@ def test_large_pictures_are_scaled_down_and_small_ones_kept(tmp_path):
     assert (gallery.pictures[2].width, gallery.pictures[2].height) == (10, 30)
 
 
+def test_what_a_slice_means_is_said_by_the_set_and_by_nobody_else(world):
+    assert "never" not in Page(written(world)).all("figcaption")[0]["text"]
+    meta = json.loads((world / "set/meta.json").read_text())
+    meta["slice_notes"] = {"pair": {"held_out": "trained in <words> only", "seen": "trained"}, "category": {}}
+    (world / "set/meta.json").write_text(json.dumps(meta))
+    caption = " ".join(Page(written(world)).all("figcaption")[0]["text"].split())
+    assert "Seen pairs: trained. Held\u2011out pairs: trained in <words> only." in caption
+    meta["slice_notes"] = {"pair": "trained"}
+    (world / "set/meta.json").write_text(json.dumps(meta))
+    with pytest.raises(UserError, match=r"slice_notes must be \{column: \{value: words\}\}"):
+        written(world)
+
+
+def opening(html: str) -> list[str]:
+    hero = Page(html)
+    return [
+        card["attrs"]["data-query"] for card in hero.inside(hero.all("section", id="figures")[0], "article")
+    ]
+
+
+def test_the_page_opens_with_reasons_that_the_set_gives(world):
+    """Successes: the reason of that query; failures: of any query, since a wrong one shows what was mistaken."""
+    path = world / "out/reasoning-both/per_query.parquet"
+    frame = pd.read_parquet(path).set_index(evaluations.QUERY_COLUMN)
+    first_found, first_missed = opening(written(world))
+    drawn = [card["attrs"]["data-query"] for card in Page(written(world)).all("article")]
+    found = [name for name in drawn if frame.at[name, RANK_COLUMN] == 1]
+    missed = [name for name in drawn if frame.at[name, RANK_COLUMN] > 1]
+    assert (first_found, first_missed) == (
+        found[0],
+        missed[0],
+    )  # a set without reasons: the first of the draw
+
+    frame.at[found[0], "rationale"] = "a reason of another query"
+    frame.at[found[3], "rationale"] = "a reason of this query"
+    frame.at[missed[5], "rationale"] = "a reason of another query"
+    frame.reset_index().to_parquet(path)
+    given = [(found[3], "c1", "a reason of this query"), ("q7", "c7", "a reason of another query")]
+    given = [row for row in given if row[0] not in (found[0], missed[5])]
+    pd.DataFrame(given, columns=["query-id", "corpus-id", "rationale"]).to_parquet(
+        world / "set/rationales.parquet"
+    )
+    html = written(world)
+    assert opening(html) == [found[3], missed[5]]
+    assert "whose words the set gives as a reason too" in html
+
+
+def test_warnings_of_results_stand_before_the_figures(world):
+    def warn(results):
+        results["warnings"] = ["TRAINED ON THE TEST: 3 of 40 <pictures>"]
+        results["identity"] = {"code": "1"}
+
+    for folder in [*(world / "out").iterdir(), world / "none/direct-both"]:
+        edit(folder, warn)
+    edit(world / "out/direct-both", lambda r: r.update(coverage=0.975))
+    edit(world / "out/direct-both", lambda r: r["set"].update(limit=40))
+    page = Page(written(world))
+    said = [node["text"] for node in page.all("p", cls="warn")]
+    assert said == [
+        "Mind: TRAINED ON THE TEST: 3 of 40 <pictures>",
+        "Mind: Direct: the ranking covers 97.5 % of the queries",
+        "Mind: Direct: a look at the first 40 queries only",
+    ]
+    places = [page.elements.index(node) for node in page.all("p", cls="warn")]
+    assert max(places) < page.elements.index(page.all("table")[0])
+
+
+def test_a_ranking_made_elsewhere_has_no_empty_columns_of_cost(world):
+    folder = world / "out/direct-both"
+    frame = pd.read_parquet(folder / "per_query.parquet")
+    frame = frame.assign(rationale=None, rationale_tokens=None, generate_ms=None, embed_ms=None)
+    frame.to_parquet(folder / "per_query.parquet")
+
+    def foreign(results):
+        results.update(query_mode=None, query_modality=None, rationale={}, tag="theirs")
+
+    edit(folder, foreign)
+    page = Page(write_report([folder], world / "r.html").read_text())
+    heads = {node["text"] for node in page.all("th", scope="col")}
+    assert "Ties, worst–best" in heads
+    assert not heads & {"Forced stops", "Tokens, mean / p95", "Generate, ms a query", "Embed, ms a query"}
+    edit(folder, lambda r: r.pop("ties"))
+    assert "Cost and ties" not in write_report([folder], world / "r.html").read_text()
+    both = Page(written(world))
+    assert "Forced stops" in {node["text"] for node in both.all("th", scope="col")}
+
+
 # --- which examples -------------------------------------------------------------------------------------------------
 
 
@@ -880,6 +967,15 @@ def test_in_a_browser(world, tmp_path):
             grounds.append(browser.js("getComputedStyle(document.body).backgroundColor"))
             assert browser.complaints() == []
             assert {url.split(":")[0] for url in browser.requests()} <= {"file", "data"}
+            cut = "[...document.querySelectorAll('.stack')].map(t => t.closest('.scroll')).filter(s => s.scrollWidth > s.clientWidth).length"
+            assert browser.js(cut) == 0
+            if width >= 390:  # text of charts as it appears
+                smallest = (
+                    "Math.min(...[...document.querySelectorAll('.chart text')].map(t => parseFloat(getComputedStyle(t).fontSize)"
+                    " * t.ownerSVGElement.getBoundingClientRect().width / t.ownerSVGElement.viewBox.baseVal.width))"
+                )
+                assert browser.js(smallest) >= 10.5
+                assert browser.js("document.querySelectorAll('.chart text').length") > 10
             assert sum(url.startswith("file:") for url in browser.requests()) == 1
         assert grounds[0] == grounds[2] != grounds[1] == grounds[3]
 

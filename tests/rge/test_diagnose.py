@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from rge.checkpoints.export import export, settings_of
+from rge.common.errors import UserError
 from rge.common.schema import Item
-from rge.config import RecipeError, load_recipe, to_dict
+from rge.config import load_recipe, to_dict
 from rge.data.sources import RecordError
 from rge.diagnose import __main__ as command
 from rge.diagnose import leakage, sensitivity
@@ -321,20 +322,26 @@ def test_an_oracle_rationale_leaks_and_an_own_one_does_not(checkpoint, records):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["leek"], "unknown diagnosis 'leek'; did you mean leakage"),
-        (["leakage"], "give checkpoint=..."),
-        (["leakage", "checkpoint=x"], "give data=..."),
-        (["leakage", "checkpoint=x", "data=y", "step=3"], "unknown option step; did you mean steps"),
-        (["leakage", "checkpoint=x", "data=y", "steps=many"], "steps must be a number, got 'many'"),
-        (["sensitivity", "checkpoint=x", "data=y", "limit=0"], "limit must be > 0, got 0"),
-        (["invariance", "checkpoint=x", "data=y", "backend=hf"], "backend must be own or vllm, got 'hf'"),
+        (["leek"], "unknown command 'leek'; did you mean leakage"),
+        (["leakage"], "missing checkpoint=..., data=..."),
+        (["leakage", "checkpoint=x"], "missing data=..."),
+        (["leakage", "checkpoint=x", "data=y", "step=3"], "unknown key step; did you mean steps"),
+        (["leakage", "checkpoint=x", "data=y", "steps=many"], "steps must be an integer, got 'many'"),
+        (["sensitivity", "checkpoint=x", "data=y", "limit=0"], "limit must be >= 1, got 0"),
+        (
+            ["invariance", "checkpoint=x", "data=y", "backend=hf"],
+            "backend must be one of own, vllm, got 'hf'",
+        ),
     ],
 )
 def test_wrong_commands(arguments, message):
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(UserError, match=message):
         command.main(arguments)
 
 
 def test_help(capsys):
-    assert command.main(["help"]) == 0
-    assert "python -m rge.diagnose leakage" in capsys.readouterr().out
+    for words, shown in ((["--help"], "leakage"), (["leakage", "--help"], "steps=100  (integer)")):
+        with pytest.raises(SystemExit) as ended:
+            command.main(words)
+        assert ended.value.code == 0
+        assert shown in capsys.readouterr().out

@@ -178,3 +178,23 @@ def test_flash_attention_does_not_compute_in_float32(lively_path, backbone_of, m
         embedder.attention = "varlen"
         with pytest.raises(KernelError, match="set model.attn_implementation=sdpa"):
             encode_prompts(embedder, embedder, batch.queries)
+
+
+def test_under_mixed_precision(lively_path, backbone_of, make_batch):
+    """Float32 weights under autocast, as DDP trains: flash attention in bfloat16, and keys kept in it, not cast anew."""
+    embedder = EmbeddingModel(backbone_of(lively_path))
+    batch = make_batch(PromptBuilder(embedder.processor))
+    # To torch's C++ the tensors are on the CPU, so that is the autocast that they see.
+    with FakeGpu() as gpu, torch.autocast("cpu", dtype=torch.bfloat16):
+        gpu.move(embedder)
+        optimizer = trainer(embedder, checkpointing=False)
+        encoded = encode_prompts(embedder, embedder, batch.queries)
+        assert {states.dtype for states in (*encoded.keys, *encoded.values)} == {torch.bfloat16}
+        losses = []
+        for _ in range(2):
+            gpu.attention.clear()  # of the first step, with what checks the kernels
+            losses.append(run_step(embedder, batch, optimizer, gpu, 100)[1]["loss"])
+        gpu.phase = "-"
+        assert losses[1] < losses[0]
+        assert {kind for _, kind in gpu.attention} == {"_varlen_attn", "_varlen_attn_backward"}
+        assert all(parameter.dtype == torch.float32 for parameter in embedder.parameters())

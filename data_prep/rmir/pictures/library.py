@@ -3,7 +3,8 @@
 import csv
 import hashlib
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,14 @@ def list_library(config: LibraryConfig) -> list[dict[str, Any]]:
     path = Path(config.path or "")
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES)
-        rows = [
-            {"id": file.relative_to(path).with_suffix("").as_posix(), "ref": str(file), "caption": None}
-            for file in files
-        ]
+        stems = Counter(file.with_suffix("") for file in files)
+
+        def name(file: Path) -> str:
+            # `a.jpg` beside `a.png`: both keep their ending, so that neither's id depends on which comes first.
+            kept = file if stems[file.with_suffix("")] > 1 else file.with_suffix("")
+            return kept.relative_to(path).as_posix()
+
+        rows = [{"id": name(file), "ref": str(file), "caption": None} for file in files]
     elif path.is_file():
         rows = list(_table_rows(path, config))
     else:
@@ -50,6 +55,47 @@ def list_library(config: LibraryConfig) -> list[dict[str, Any]]:
             raise LibraryError(f"library.path {config.path}: the id {row['id']!r} occurs twice")
         seen.add(row["id"])
     return rows
+
+
+def origins_of(config: LibraryConfig, wanted: Collection[str]) -> dict[str, dict[str, str]]:
+    """Source, author and licence of some pictures, by id, as far as the library is a table that says so.
+
+    Args:
+        config: names the columns.
+        wanted: ids.
+    """
+    named = {"source": config.source_column, "author": config.author_column, "licence": config.licence_column}
+    path = Path(config.path or "")
+    if not path.is_file():
+        return {}
+    if path.suffix == ".parquet":
+        there = pq.read_schema(path).names
+        columns = [config.id_column, *(column for column in named.values() if column in there)]
+        rows = pq.read_table(path, columns=columns).to_pylist()
+    else:
+        rows = _plain_rows(path)
+    return {
+        str(row[config.id_column]): {
+            key: str(row[column]) for key, column in named.items() if row.get(column)
+        }
+        for row in rows
+        if str(row.get(config.id_column)) in wanted
+    }
+
+
+def _plain_rows(path: Path) -> list[dict[str, Any]]:
+    if path.suffix == ".jsonl":
+        rows = []
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            try:
+                rows += [json.loads(line)] if line.strip() else []
+            except ValueError as error:
+                raise LibraryError(f"{path}:{number} is not JSON: {error}") from None
+        return rows
+    if path.suffix in (".csv", ".tsv"):
+        with path.open(encoding="utf-8", newline="") as lines:
+            return list(csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ","))
+    raise LibraryError(f"library.path {path} must be a folder, or .parquet, .csv, .tsv or .jsonl")
 
 
 def _table_rows(path: Path, config: LibraryConfig) -> Iterator[dict[str, Any]]:
@@ -72,18 +118,8 @@ def _table_rows(path: Path, config: LibraryConfig) -> Iterator[dict[str, Any]]:
                 f"{path}: encoded pictures must be in a column image, with their ids in a column id"
             )
         rows = pq.read_table(path, columns=wanted).to_pylist()
-    elif path.suffix == ".jsonl":
-        rows = []
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            try:
-                rows += [json.loads(line)] if line.strip() else []
-            except ValueError as error:
-                raise LibraryError(f"{path}:{number} is not JSON: {error}") from None
-    elif path.suffix in (".csv", ".tsv"):
-        with path.open(encoding="utf-8", newline="") as lines:
-            rows = list(csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ","))
     else:
-        raise LibraryError(f"library.path {path} must be a folder, or .parquet, .csv, .tsv or .jsonl")
+        rows = _plain_rows(path)
     for number, row in enumerate(rows, start=1):
         for column in columns[: 1 if inside else 2]:
             if not row.get(column):

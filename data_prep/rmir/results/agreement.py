@@ -12,11 +12,12 @@ SAID = (TRUE, FALSE, ABSTAIN)
 """What is counted; an answer that could not be read counts as an abstention, as in `arithmetic.tally`."""
 
 
-def fleiss_kappa(counts_NK: np.ndarray) -> float:
+def fleiss_kappa(counts_NK: np.ndarray, weight_N: np.ndarray | None = None) -> float:
     """Fleiss' kappa: agreement of a panel of fixed size, corrected for chance (Fleiss, 1971).
 
     Args:
         counts_NK: how many raters put subject n into category k; every row has the same sum.
+        weight_N: how many subjects each row stands for; None: one.
 
     Returns:
         1 where all agree, 0 where they agree as often as chance would; nan for fewer than two raters or no subject, and
@@ -34,8 +35,9 @@ def fleiss_kappa(counts_NK: np.ndarray) -> float:
     n = raters[0]
     if n < 2:
         return math.nan
-    observed = ((counts_NK**2).sum(axis=1) - n).mean() / (n * (n - 1))
-    expected = ((counts_NK.sum(axis=0) / counts_NK.sum()) ** 2).sum()
+    weight_N = np.ones(len(counts_NK)) if weight_N is None else weight_N
+    observed = np.average((counts_NK**2).sum(axis=1) - n, weights=weight_N) / (n * (n - 1))
+    expected = (np.average(counts_NK / n, axis=0, weights=weight_N) ** 2).sum()
     return math.nan if expected >= 1 else float((observed - expected) / (1 - expected))
 
 
@@ -55,12 +57,15 @@ def wilson(successes: int, total: int, z: float = 1.959964) -> tuple[float, floa
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def panel_statistics(votes: Mapping[str, Sequence[str]], families: Mapping[str, str]) -> dict[str, Any]:
+def panel_statistics(
+    votes: Mapping[str, Sequence[str]], families: Mapping[str, str], weight_N: np.ndarray | None = None
+) -> dict[str, Any]:
     """Agreement of a panel and the bias of each judge.
 
     Args:
         votes: verdicts of each judge on the same triplets, in the same order.
         families: of each judge.
+        weight_N: how many triplets each place of the votes stands for; None: one.
 
     Returns:
         ``kappa`` of the whole panel; ``judges``: share of true, false, abstain and error, ``bias`` (share of true less
@@ -71,6 +76,13 @@ def panel_statistics(votes: Mapping[str, Sequence[str]], families: Mapping[str, 
     names = list(votes)
     if not names or not len(votes[names[0]]):
         return {"kappa": math.nan, "judges": {}, "families": {}, "between": {}}
+    if weight_N is None:
+        weight_N = np.ones(len(votes[names[0]]))
+
+    def mean(found_N: np.ndarray, where_N: np.ndarray | bool = True) -> float:
+        weights = weight_N * where_N
+        return float(np.average(found_N, weights=weights)) if weights.sum() else math.nan
+
     said_JN = np.stack([_codes(votes[name]) for name in names])
     counts_NK = np.stack([(said_JN == code).sum(axis=0) for code in range(len(SAID))], axis=1)
     judges = {}
@@ -80,14 +92,14 @@ def panel_statistics(votes: Mapping[str, Sequence[str]], families: Mapping[str, 
         others_NK[np.arange(len(own)), own] -= 1
         major, clear = _majority(others_NK)
         shares = {
-            verdict: float(np.mean([vote == verdict for vote in votes[name]])) for verdict in (*SAID, ERROR)
+            verdict: mean(np.array([vote == verdict for vote in votes[name]])) for verdict in (*SAID, ERROR)
         }
         rest = np.delete(said_JN, row, axis=0)
         judges[name] = {
             "family": families[name],
             **shares,
-            "bias": float((own == 0).mean() - (rest == 0).mean()) if len(rest) else math.nan,
-            "agrees": float((own == major)[clear].mean()) if clear.any() else math.nan,
+            "bias": mean(own == 0) - mean((rest == 0).mean(axis=0)) if len(rest) else math.nan,
+            "agrees": mean(own == major, clear),
         }
     members = {
         family: [row for row, name in enumerate(names) if families[name] == family]
@@ -104,15 +116,17 @@ def panel_statistics(votes: Mapping[str, Sequence[str]], families: Mapping[str, 
             both = a_clear & b_clear
             pairs_NK = np.stack([(a == code).astype(int) + (b == code) for code in range(len(SAID))], axis=1)
             between[f"{left} and {right}"] = {
-                "triplets": int(both.sum()),
-                "same": float((a == b)[both].mean()) if both.any() else math.nan,
-                "kappa": fleiss_kappa(pairs_NK[both]),
+                "triplets": int(weight_N[both].sum()),
+                "same": mean(a == b, both),
+                "kappa": fleiss_kappa(pairs_NK[both], weight_N[both]),
             }
     return {
-        "kappa": fleiss_kappa(counts_NK),
+        "kappa": fleiss_kappa(counts_NK, weight_N),
         "judges": judges,
         "families": {
-            family: fleiss_kappa(counts) for family, counts in by_family.items() if len(members[family]) > 1
+            family: fleiss_kappa(counts, weight_N)
+            for family, counts in by_family.items()
+            if len(members[family]) > 1
         },
         "between": between,
     }

@@ -46,17 +46,31 @@ def audit(run: Run) -> dict[str, Any]:
 
 
 def judges(run: Run) -> dict[str, Any]:
-    """`panel_statistics` of all triplets."""
+    """`panel_statistics` of all triplets.
+
+    Daft counts how often each pattern of the panel's votes occurs: five judges have at most 1,024, however many triplets
+    there are.
+    """
+    folder = run.path("judge", "judgements")
+    if not any(folder.glob("part-*.parquet")):
+        return panel_statistics({}, {})
+    from daft import col, lit
+
+    columns = ["query_id", "candidate_id", "judge", "sample", "verdict"]
+    frame = frames.scan(folder, "judgements", columns, run.config.runner)
+    number = col("sample").cast("string")
+    frame = frame.with_column("vote", col("judge") + lit("\t") + number + lit("\t") + col("verdict"))
+    frame = frame.groupby("query_id", "candidate_id").agg(col("vote").agg_list())
+    frame = frame.with_column("vote", col("vote").list_sort().list_join("\n")).with_column("one", lit(1))
+    found = frame.groupby("vote").agg(col("one").count()).sort("vote").to_pydict()
     votes: dict[str, list[str]] = {}
     families: dict[str, str] = {}
-    table = frames.read_table(run.path("judge", "judgements"), "judgements")
-    table = table.sort_by([("query_id", "ascending"), ("candidate_id", "ascending")])
-    columns = [table[name].to_pylist() for name in ("judge", "sample", "verdict")]
-    for judge, sample, verdict in zip(*columns, strict=True):
-        name = f"{judge} {sample + 1}"
-        votes.setdefault(name, []).append(verdict)
-        families[name] = run.config.models[judge].family or judge
-    return panel_statistics(dict(sorted(votes.items())), families)
+    for pattern in found["vote"]:
+        for judge, sample, verdict in (vote.split("\t") for vote in pattern.split("\n")):
+            name = f"{judge} {int(sample) + 1}"
+            votes.setdefault(name, []).append(verdict)
+            families[name] = run.config.models[judge].family or judge
+    return panel_statistics(dict(sorted(votes.items())), families, np.array(found["one"]))
 
 
 def indices(run: Run) -> dict[str, dict[str, float]]:
@@ -96,61 +110,73 @@ def shortcuts(run: Run) -> list[dict[str, Any]]:
             positives.setdefault(row["query_id"], set()).add(row["candidate_id"])
     if not queries:
         return []
-    image_ND = np.load(run.path("seed", "images.npy"))
+    image_ND = np.load(run.path("seed", "images.npy"), mmap_mode="r")
     pool_PD = image_ND[[places[name] for name in pool]]
     encoder = bridged(run.config.image_encoder, [image["caption"] for image in images], image_ND)
     captioned = [image["id"] for image in images if image["caption"]]
     caption_of = {name: place for place, name in enumerate(captioned)}
     with_caption = [name for name in pool if name in caption_of]
-    texts = [query["query"] for query in queries]
-    scores = {
-        TEXT: (pool, encoder.texts(texts) @ pool_PD.T),
-        IMAGE: (pool, image_ND[[places[query["image_id"]] for query in queries]] @ pool_PD.T),
-        DESCRIPTION: (pool, encoder.texts([query["target_desc"] for query in queries]) @ pool_PD.T),
-    }
+    ranked = {TEXT: pool, IMAGE: pool, DESCRIPTION: pool}
     if with_caption:
-        caption_PD = np.load(run.path("seed", "captions.npy"))[[caption_of[name] for name in with_caption]]
+        caption_ND = np.load(run.path("seed", "captions.npy"), mmap_mode="r")
+        caption_PD = caption_ND[[caption_of[name] for name in with_caption]]
         captioner = text_encoder(run.config.caption_encoder)
-        scores[TEXT_TO_CAPTIONS] = (with_caption, captioner.texts(texts, query=True) @ caption_PD.T)
+        ranked[TEXT_TO_CAPTIONS] = with_caption
+    place_in = {
+        id(names): {name: place for place, name in enumerate(names)} for names in (pool, with_caption)
+    }
+
+    def scores(probe: str, block: list[dict[str, Any]]) -> np.ndarray:
+        if probe == TEXT:
+            return encoder.texts([query["query"] for query in block]) @ pool_PD.T
+        if probe == TEXT_TO_CAPTIONS:
+            return captioner.texts([query["query"] for query in block], query=True) @ caption_PD.T
+        if probe == IMAGE:
+            return image_ND[[places[query["image_id"]] for query in block]] @ pool_PD.T
+        return encoder.texts([query["target_desc"] for query in block]) @ pool_PD.T
+
+    # As many queries at a time as their scores fit: queries times pool would be 37 GB at 100,000 of each.
+    size = max(1, int(run.config.audit.memory_mb * 2**20 / (4 * max(len(pool), 1))))
     rows = []
     for probe in PROBES:
-        if probe not in scores:
+        names = ranked.get(probe)
+        if names is None:
             continue
-        names, score_QP = scores[probe]
-        for query, score_P in zip(queries, score_QP, strict=True):
-            right = positives[query["query_id"]]
-            rank, ranked = first_rank(names, score_P, right, query["image_id"])
-            rows.append(
-                {
-                    "query_id": query["query_id"],
-                    "category": query["category"],
-                    "split": splits[query["query_id"]],
-                    "probe": probe,
-                    "rank": rank,
-                    "num_right": len(right & set(names)),
-                    "num_ranked": ranked,
-                }
-            )
+        place_of = place_in[id(names)]
+        for start in range(0, len(queries), size):
+            block = queries[start : start + size]
+            for query, score_P in zip(block, scores(probe, block), strict=True):
+                right = [place_of[name] for name in positives[query["query_id"]] if name in place_of]
+                rank, number = first_rank(score_P, right, place_of.get(query["image_id"]))
+                rows.append(
+                    {
+                        "query_id": query["query_id"],
+                        "category": query["category"],
+                        "split": splits[query["query_id"]],
+                        "probe": probe,
+                        "rank": rank,
+                        "num_right": len(right),
+                        "num_ranked": number,
+                    }
+                )
     return rows
 
 
-def first_rank(
-    names: Sequence[str], score_P: np.ndarray, right: set[str], without: str
-) -> tuple[int | None, int]:
+def first_rank(score_P: np.ndarray, right: Sequence[int], without: int | None) -> tuple[int | None, int]:
     """Rank (from 1) of the best right candidate, ties against it, and how many candidates were ranked.
 
     Args:
-        names: of the candidates.
-        score_P: of each.
-        right: the right ones; None is returned where none of them is ranked.
-        without: a candidate that is left out.
+        score_P: of each candidate.
+        right: places of the right ones; None is returned where none of them is ranked.
+        without: place of a candidate that is left out; None leaves out none.
     """
-    ranked = np.array([name != without for name in names])
-    good = np.array([name in right for name in names]) & ranked
-    if not good.any():
-        return None, int(ranked.sum())
+    number = len(score_P) - (without is not None)
+    good = [place for place in right if place != without]
+    if not good:
+        return None, number
     best = score_P[good].max()
-    return int((ranked & ~good & (score_P >= best)).sum()) + 1, int(ranked.sum())
+    left_out = good if without is None else [*good, without]
+    return int((score_P >= best).sum() - (score_P[left_out] >= best).sum()) + 1, number
 
 
 def chance(num_right: int, num_ranked: int, k: int) -> float:

@@ -11,20 +11,15 @@ import pyarrow.parquet as pq
 
 from data_prep.demo.pictures import IMAGE
 from data_prep.rmir import arithmetic as maths
+from data_prep.rmir.config import LibraryConfig
+from data_prep.rmir.pictures.library import origins_of
 from data_prep.rmir.run import Run, RunError
 from rge.common.fingerprint import set_fingerprint
 from rge.common.images import ImageError, picture_bytes
+from rge.common.picture_metadata import without_metadata
 from rge.common.schema import Positive, QueryPart, Record, Target
 
-KINDS = {
-    b"\xff\xd8": "jpg",
-    b"\x89P": "png",
-    b"RI": "webp",
-    b"GI": "gif",
-    b"BM": "bmp",
-    b"II": "tif",
-    b"MM": "tif",
-}
+KINDS = {b"\xff\xd8": "jpg", b"\x89P": "png", b"RI": "webp"}
 PICTURES_A_GROUP = 256
 """Rows of a row group: a set is written and read without holding all its pictures."""
 
@@ -84,8 +79,8 @@ def _export(
     def stored(name: str) -> str:
         # Ids may hold what file names may not; two ids never meet because a picture is named by its content.
         if name not in named:
-            data = picture_bytes(images[name]["ref"])
-            path = f"images/{images[name]['sha256'][:16]}.{KINDS.get(data[:2], 'img')}"
+            data = without_metadata(picture_bytes(images[name]["ref"]))
+            path = f"images/{images[name]['sha256'][:16]}.{KINDS[data[:2]]}"
             (waiting / path).write_bytes(data)
             named[name] = path
         return named[name]
@@ -113,6 +108,8 @@ def _export(
             row = record.model_dump(exclude_none=True, exclude_defaults=True)
             out.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n")
     test = sorted(name for name, part in splits.items() if part == "test")
+    used = {*named, *pool, *(queries[name]["image_id"] for name in test)}
+    _write_origins(waiting / "pictures.parquet", config.library, images, sorted(used), named)
     in_pool = set(pool)
     qrels = [(name, key, 1) for name in test for key in positives[name]]
     negatives = [(name, key) for name in test for key in rejected[name] if key in in_pool]
@@ -130,11 +127,24 @@ def _export(
     }
 
 
+def _write_origins(
+    path: Path, library: LibraryConfig, images: dict, used: list[str], named: dict[str, str]
+) -> None:
+    """Every picture of the data set with its caption, source, author and licence."""
+    origins = origins_of(library, set(used))
+    columns: dict[str, list[str | None]] = {"id": used, "path": [named.get(name) for name in used]}
+    columns["caption"] = [images[name]["caption"] for name in used]
+    for key in ("source", "author", "licence"):
+        columns[key] = [origins.get(name, {}).get(key) for name in used]
+    columns["licence"] = [licence or library.licence for licence in columns["licence"]]
+    pq.write_table(pa.table({key: pa.array(found, pa.string()) for key, found in columns.items()}), path)
+
+
 def _write_set(run: Run, folder: Path, pool, test, images, queries, qrels, negatives, excluded) -> None:
     folder.mkdir()
 
     def cell(name: str) -> dict[str, Any]:
-        return {"bytes": picture_bytes(images[name]["ref"]), "path": None}
+        return {"bytes": without_metadata(picture_bytes(images[name]["ref"])), "path": None}
 
     features = {"id": _value(), "image": {"_type": "Image"}, "text": _value()}
     _write_pictures(

@@ -1,7 +1,7 @@
 """A person checks a sample of the panel's decisions: a page to look at, and what its verdicts say.
 
-    python -m data_prep review run=DIR out=review.html [sample=200] [split=test] [seed=0]
-    python -m data_prep agreement run=DIR verdicts=FILE.json[,FILE.json]
+    rge data review run=DIR out=review.html [sample=200] [split=test] [seed=0]
+    rge data agreement run=DIR verdicts=FILE.json[,FILE.json]
 
 As in the RMIR paper (appendix B.1: 200 triplets, 81 % agreement) half of the sample are answers that the panel accepted, half
 ones that it rejected. The page does not say which, in no part of it.
@@ -14,20 +14,22 @@ import io
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from PIL import Image
+from pydantic import Field
 
-from data_prep.options import read_options
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames
 from data_prep.rmir.results.agreement import defined, fleiss_kappa, wilson
 from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.common.images import load_image
+from rge.common.options import parse_options
 
 PAGE = Path(__file__).parent / "templates" / "review.html"
 SIDE_PX = 640
@@ -39,34 +41,48 @@ class ReviewError(UserError):
     """The run or the verdicts cannot be used; the message says why."""
 
 
+@dataclass
+class ReviewOptions:
+    """Write a page on which a person accepts or rejects a sample of a run's triplets."""
+
+    run: Path
+    """Folder of a finished run."""
+    out: Path
+    """The HTML file to write."""
+    sample: Annotated[int, Field(ge=2)] = 200
+    """Triplets on the page: half accepted by the panel, half rejected, as far as there are."""
+    split: Literal["test", "train", "all"] = "test"
+    """Queries that they are drawn from."""
+    seed: int = 0
+    """Of the draw."""
+
+
+@dataclass
+class AgreementOptions:
+    """Compare verdicts of people with the panel's decisions."""
+
+    run: Path
+    """Folder of the run."""
+    verdicts: tuple[Path, ...]
+    """Files saved by the page, one a person."""
+
+
 def review(words: Sequence[str]) -> None:
     """Write the page.
 
     Args:
-        words: ``run``, ``out``; ``sample`` triplets; ``split`` is test, train or all; ``seed`` of the draw.
+        words: see `ReviewOptions`.
 
     Raises:
         UserError: a word is wrong, or the run is not finished.
     """
-    defaults = {"run": "", "out": "", "sample": "200", "split": "test", "seed": "0"}
-    options = defaults | read_options(words, defaults)
-    for key in ("run", "out"):
-        if not options[key]:
-            raise UserError(f"{key} is missing: {key}=...")
-    if options["split"] not in ("test", "train", "all"):
-        raise UserError(f"split must be test, train or all, got {options['split']!r}")
-    try:
-        size, seed = int(options["sample"]), int(options["seed"])
-    except ValueError as error:
-        raise UserError(f"a number is needed: {error}") from None
-    if size < 2:
-        raise UserError(f"sample must be >= 2, got {size}")
-    out = Path(options["run"])
-    chosen = draw(out, size, options["split"], seed)
-    write_text(Path(options["out"]), page(out, chosen))
+    options = parse_options(ReviewOptions, words, "rge data review")
+    out = options.run
+    chosen = draw(out, options.sample, options.split, options.seed)
+    write_text(options.out, page(out, chosen))
     kept = sum(row["state"] == maths.KEPT for row in chosen)
     print(
-        f"{options['out']}: {len(chosen)} triplets, {kept} accepted and {len(chosen) - kept} rejected by the panel"
+        f"{options.out}: {len(chosen)} triplets, {kept} accepted and {len(chosen) - kept} rejected by the panel"
     )
 
 
@@ -148,17 +164,13 @@ def agreement(words: Sequence[str]) -> None:
     """Compare verdicts with the panel's decisions, and print what was found.
 
     Args:
-        words: ``run`` and ``verdicts``: files saved by the page, with commas between them.
+        words: see `AgreementOptions`.
 
     Raises:
         UserError: a word is wrong, a file cannot be read, or a verdict is about no triplet of the run.
     """
-    options = {"run": "", "verdicts": ""} | read_options(words, ("run", "verdicts"))
-    for key in ("run", "verdicts"):
-        if not options[key]:
-            raise UserError(f"{key} is missing: {key}=...")
-    files = [Path(name) for name in options["verdicts"].split(",")]
-    report = compare(Path(options["run"]), files)
+    options = parse_options(AgreementOptions, words, "rge data agreement")
+    report = compare(options.run, options.verdicts)
     lines = ["| verdicts | agree with the panel | of | share | 95 % interval |", "|---|---:|---:|---:|---|"]
     for name, row in report["rows"].items():
         lines.append(
@@ -170,7 +182,7 @@ def agreement(words: Sequence[str]) -> None:
             f"{pair}: the same verdict on {row['same']} of {row['of']}, kappa {_figure(row['kappa'])}."
         )
     print("\n".join(lines))
-    write_text(Path(options["run"]) / "agreement.json", json.dumps(report, indent=1) + "\n")
+    write_text(options.run / "agreement.json", json.dumps(report, indent=1) + "\n")
 
 
 def compare(run: Path, files: Sequence[Path]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from eval.scoring.metrics import (
     Judged,
     average_precision_capped,
     compute,
+    cut,
     first_hit_rank,
     judge,
     names_of,
@@ -26,7 +27,7 @@ from eval.scoring.search import Ranking
 from eval.scoring.stats import LEVEL, cluster_bootstrap, index_of, interval
 from eval.sets.retrieval_set import RetrievalSet, integer_column, string_column
 
-DEPTH, CUTS = 50, (1, 5, 10, 50)
+CUTS = (1, 5, 10, 50)
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class Pinpoint(Protocol):
         listed_Q = integer_column(wanted, "num_listed_positives")
         bad_Q = integer_column(wanted, "num_listed_negatives")
         in_pool_Q = np.array([len(rows) for rows, _ in wanted.positives], np.int64)
-        rows_QW = ranking.rows_QW[:, :DEPTH]
-        judged = judge(
+        rows_QW = ranking.rows_QW
+        wide = judge(
             rows_QW,
             wanted.positives,
             None,
@@ -51,26 +52,32 @@ class Pinpoint(Protocol):
         negative_QK = np.stack(
             [np.isin(row, listed) for row, listed in zip(rows_QW, wanted.negatives or [], strict=True)]
         )
-        judged = replace(judged, negative_QK=negative_QK, num_negatives_Q=bad_Q)
+        wide = replace(wide, negative_QK=negative_QK, num_negatives_Q=bad_Q)
+        # Whatever is listed is scored: negatives leave the whole list, and only then it is cut.
+        judged = cut(wide, ranking.depth)
         more = [
             f"{kind}@{k}" for kind in ("precision", "recall", "map_capped", "negative_recall") for k in CUTS
         ]
         more += [f"delta_map_capped@{k}" for k in CUTS]
         names = tuple(dict.fromkeys((*names_of(), *more)))
-        score_QK = ranking.score_QW[:, :DEPTH]
         value_QM = pinpoint_values(names, judged)
         pool_Q = wanted.pool_sizes()
         random_QM = np.full(value_QM.shape, np.nan)
         for m, name in enumerate(names):
             if not name.startswith(("negative", "delta")):
-                random_QM[:, m] = random_floor(name, judged, pool_Q, depth=DEPTH)
+                random_QM[:, m] = random_floor(name, judged, pool_Q, depth=ranking.depth)
+
+        def tied(*, best: bool) -> np.ndarray:
+            order = tied_order(wide, ranking.score_QW, best=best)
+            return pinpoint_values(names, cut(order, ranking.depth))
+
         return self._skip(
             wanted,
             Scored(
                 names,
                 value_QM=value_QM,
-                best_QM=pinpoint_values(names, tied_order(judged, score_QK, best=True)),
-                worst_QM=pinpoint_values(names, tied_order(judged, score_QK, best=False)),
+                best_QM=tied(best=True),
+                worst_QM=tied(best=False),
                 random_QM=random_QM,
                 first_hit_Q=first_hit_rank(judged),
             ),
@@ -137,7 +144,7 @@ def pinpoint_values(names: Sequence[str], judged: Judged) -> np.ndarray:
 
     Args:
         names: metrics.
-        judged: the first 50 ranks; positives and negatives counted as listed, a candidate may be both.
+        judged: the whole list of each query; positives and negatives counted as listed, a candidate may be both.
     """
     assert judged.negative_QK is not None
     removed_last = np.argsort(judged.negative_QK, axis=1, kind="stable")
@@ -228,7 +235,8 @@ PROTOCOLS = (
         ("map_capped@10", "delta_map_capped@10", "negative_recall@10", "precision@10"),
         "micro",
         (
-            "as evaluate.py: the top 50 are scored; AP@k over min(listed positives, k), recall over listed positives, "
+            "as evaluate.py: all that is listed is scored, and negatives leave the whole list before it is cut at k "
+            "(the released retrieval lists 50: depth=50); AP@k over min(listed positives, k), recall over listed positives, "
             "repeated ones included, so that a perfect ranking stays below 1",
             "negative_recall@k over min(listed negatives, k), None and repeated ones included; 0 without negatives",
             "a candidate that is positive and negative counts as both",

@@ -94,7 +94,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "split": ("split",),
 }
 IGNORED = (
-    "source", "target_desc", "target_description", "reasoning", "tsr", "confidence", "title", "metadata", "language",
+    "source", "input_desc", "input_description", "target_desc", "target_description", "reasoning", "tsr", "confidence", "title", "metadata", "language",
     "modality", "num_positives", "licence", "license",
 )  # fmt: skip
 POOL_ALIASES: dict[str, tuple[str, ...]] = {

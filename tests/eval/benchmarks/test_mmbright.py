@@ -2,11 +2,12 @@
 
 import io
 import json
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
-from eval_fakes import FakeEncoder, loader, picture
+from eval_fakes import FakeEncoder, loader, picture, write_set
 from PIL import Image
 
 from eval.benchmarks.mmbright.importer import MmbrightOptions, document_key, image_key, import_mmbright
@@ -222,6 +223,25 @@ def test_run_on_a_suite_of_domains(src, tmp_path):
 def test_ties_as_in_trec_eval():
     ranking = Ranking(np.array([[0, 2, 5, 1]], np.int32), np.array([[3.0, 3.0, 2.0, 1.0]], np.float32), 4)
     assert trec_ties(ranking).rows_QW.tolist() == [[2, 0, 5, 1]]
+
+
+def test_task_3_scales_single_scores(tmp_path):
+    """The released code of task 3 multiplies float32 scores by 100, and some that differed are equal then."""
+    line = np.float32(0.7) + np.arange(64, dtype=np.float32)[::-1] * np.float32(2**-24)
+    at = next(
+        n
+        for n in range(63)
+        if line[n] > line[n + 1] and line[n] * np.float32(100) == line[n + 1] * np.float32(100)
+    )
+    data = load_set(write_set(tmp_path / "set", num_queries=3, num_candidates=6))
+    right = (np.array([0], np.int32), np.ones(1))
+    ranking = Ranking(np.array([[0, 5]] * 3, np.int32), np.stack([line[at : at + 2]] * 3), 2)
+    found = {}
+    for task in (2, 3):
+        wanted = replace(data, meta=data.meta | {"task": task}, positives=[right] * 3, negatives=None)
+        scored = protocol_for("mmbright", "official").score(wanted, ranking)
+        found[task] = scored.value_QM[0, scored.names.index("mrr")]
+    assert found == {2: 1.0, 3: 0.5}  # equal in task 3, and trec_eval has larger ids first
 
 
 def test_refusals(src, tmp_path):

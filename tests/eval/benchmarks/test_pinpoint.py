@@ -233,15 +233,39 @@ def test_queries_without_a_ranking(release, wanted, tmp_path):
     assert clean["micro"]["map_capped@10"]["value"] == pytest.approx((1 / 2 + 1 / 2 + 1 + 0) / 4)
 
 
-def test_official_looks_at_fifty(release, wanted):
+def test_official_removes_negatives_from_all_that_is_listed(release, wanted):
+    """Fifty negatives before the one right answer: evaluate.py deletes them first and finds it at rank 1."""
+    from dataclasses import replace
+
+    from eval.benchmarks.registry import protocol_for
+    from eval.scoring.search import Ranking
+
+    bad = [name for name in wanted.corpus_ids if name != "siga"]
+    right, wrong = wanted.corpus_ids.index("siga"), wanted.corpus_ids.index(bad[0])
+    # as many rows as there are names: the same negative again stands for others
+    rows = np.full((4, 60), wrong, np.int32)
+    rows[:, 55] = right
+    rows[:, 56:] = -1
+    scores = np.where(rows < 0, -np.inf, np.linspace(1, 0, 60)[None].repeat(4, 0))
+    one = np.array([right], np.int32)
+    made = replace(wanted, positives=[(one, np.ones(1))] * 4, negatives=[np.array([wrong], np.int32)] * 4)
+    found = protocol_for("pinpoint", "official").score(made, Ranking(rows, scores, 60))
+    column = dict(zip(found.names, found.value_QM.T, strict=True))
+    assert column["map_capped@10"].max() == 0.0
+    assert column["delta_map_capped@10"].min() > 0.0
+    assert column["mrr"].max() == pytest.approx(1 / 56)
+
+
+def test_official_looks_no_deeper_than_the_ranking(release, wanted):
     from eval.benchmarks.registry import protocol_for
     from eval.scoring.search import Ranking
 
     rows = np.full((4, 60), -1, np.int32)
     rows[:, 55] = wanted.corpus_ids.index("siga")
-    ranking = Ranking(rows, np.linspace(1, 0, 60)[None].repeat(4, 0), 60)
-    found = protocol_for("pinpoint", "official").score(wanted, ranking)
-    assert found.value_QM[:, found.names.index("mrr")].max() == 0.0
+    for depth, found_at in ((50, 0.0), (60, 1 / 56)):
+        ranking = Ranking(rows, np.linspace(1, 0, 60)[None].repeat(4, 0), depth)
+        found = protocol_for("pinpoint", "official").score(wanted, ranking)
+        assert found.value_QM[:, found.names.index("mrr")].max() == pytest.approx(found_at)
 
 
 def test_options_and_refusals(release, tmp_path, capsys):

@@ -136,6 +136,7 @@ def test_all_layouts_give_the_same_set(release):
             "category": CODES[q["category"]],
             "target_image": t,
             "judges": v,
+            "input_desc": "what the query shows",
         }
         for q in QUERIES
         for t, v in [(name, [True] * 5) for name in q["right"]]

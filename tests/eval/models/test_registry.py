@@ -44,6 +44,7 @@ def test_the_released_checkpoint_has_the_limits_of_its_evaluation(lively_path):
     assert settings["generation"] == {"max_new_tokens": 128, "temperature": 0.0, "stop": "<emb>"}
     assert (settings["pixels"], settings["profile"]) == ({"min": 200_704, "max": 802_816}, "rge")
     assert settings["model"] == str(lively_path)
+    assert any("repetition penalty" in one for one in settings["differs_from_release"])
     prompt = encoder.builder.build(Item("1", "What opens this?"), "query")
     assert encoder.builder.tokenizer.decode(prompt.input_ids) == (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nWhat opens this?\n<|im_end|>\n"

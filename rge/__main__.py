@@ -1,0 +1,64 @@
+"""``rge COMMAND``, or ``python -m rge COMMAND``: one entrance to everything that is here.
+
+Each command is also a module: ``rge plan`` is ``python -m rge.plan``. Several processes are started with
+``accelerate launch -m rge.train recipe=...``.
+"""
+
+import runpy
+import sys
+
+from rge import __version__
+from rge.common.commands import pick, start
+from rge.common.files import RECIPES
+from rge.common.options import available, offer_help
+from rge.config import CheckOptions, Recipe
+
+COMMANDS = {
+    "train": ("rge.train", "train a recipe"),
+    "check": ("rge.check", "what is wrong with a run, before it starts"),
+    "plan": ("rge.plan", "what a recipe takes: FLOPs, memory, communication"),
+    "diagnose": ("rge.diagnose", "whether a checkpoint's rationales matter, leak, or depend on the batch"),
+    "eval": ("eval", "evaluate, compare and report"),
+    "data": ("data_prep", "prepare training data and retrieval sets"),
+    "recipes": ("", "list the recipes and launch configs that are installed; with a name, print its path"),
+}
+WITH_TORCH = {"train": Recipe, "check": CheckOptions}
+"""Commands whose modules begin with torch, which takes seconds: their keys are listed without it."""
+
+
+def main(words: list[str]) -> int:
+    """Hand the words to the command's module."""
+    if words[:1] == ["--version"]:
+        print(f"rge {__version__}")  # noqa: T201 - this is a command
+        return 0
+    name, rest = pick(words, {name: about for name, (_, about) in COMMANDS.items()}, "rge")
+    if name == "recipes":
+        return recipes(rest)
+    if name in WITH_TORCH:
+        offer_help(WITH_TORCH[name], rest, f"rge {name} recipe=NAME")
+    sys.argv = [f"rge {name}", *rest]
+    runpy.run_module(COMMANDS[name][0], run_name="__main__", alter_sys=True)
+    return 0
+
+
+def recipes(names: list[str]) -> int:
+    """Print the paths of recipes, or of everything that can be named."""
+    for name in names or [
+        *available(RECIPES),
+        *(f"accelerate/{one}" for one in available(RECIPES / "accelerate")),
+    ]:
+        path = RECIPES / f"{name.removesuffix('.yaml')}.yaml"
+        if not path.is_file():
+            print(f"error: there is no {path}; `rge recipes` lists what there is", file=sys.stderr)  # noqa: T201
+            return 2
+        print(path if names else name)  # noqa: T201
+    return 0
+
+
+def console() -> None:
+    """The console script."""
+    start(main)
+
+
+if __name__ == "__main__":
+    console()

@@ -1,0 +1,67 @@
+"""What `rge plan` is asked, beside the recipe; free of torch, so that ``--help`` is quick."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from rge.config import BACK_ENDS, Recipe, load_options
+
+AtLeastOne = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+
+
+@dataclass
+class PlanOptions:
+    """The machine, and what a step is made of."""
+
+    num_gpus: AtLeastOne = 8
+    """GPUs, one process each."""
+    gpu_gib: Annotated[float, Field(ge=1)] = 80.0
+    """Memory of a GPU, GiB."""
+    gpus_per_machine: AtLeastOne = 8
+    """GPUs that share a machine's memory."""
+    peak_tflops: Annotated[float, Field(gt=0)] = 989.0
+    """TFLOP/s of a GPU in the computing dtype; an H100's in bfloat16."""
+    bandwidth_tbs: Annotated[float, Field(gt=0)] = 3.35
+    """TB/s of its memory; an H100's."""
+    utilisation: Annotated[float, Field(gt=0, le=1)] = 0.35
+    """Share of both that is reached."""
+    steps: NotNegative = 0
+    """Of the stage; 0: the recipe's where it says, else 1000."""
+    back_end: Literal[BACK_ENDS] | None = None  # type: ignore[valid-type]
+    """How parameters, gradients and optimizer state are spread over the GPUs; null: train.back_end."""
+    for_: Literal["joint", "cold_start"] = "joint"
+    """Stage that is planned."""
+    query_pictures: NotNegative = 1
+    """Pictures a query."""
+    candidate_pictures: NotNegative = 1
+    """Pictures a candidate."""
+    text_tokens: NotNegative = 64
+    """Tokens of a prompt beside pictures and template."""
+    template_tokens: NotNegative = 24
+    """Tokens of the chat template."""
+    rationale_tokens: NotNegative = 0
+    """Tokens of a rationale; 0: rollout.max_new_tokens."""
+
+    def values(self) -> dict[str, Any]:
+        """The options by the names they are typed with."""
+        return {item.name.removesuffix("_"): getattr(self, item.name) for item in fields(PlanOptions)}
+
+
+@dataclass
+class PlanCommand(PlanOptions, Recipe):
+    """What a recipe takes before it is run: FLOPs, memory and communication of a step, and whether it fits.
+
+    ``recipe=NAME``, the options of this command, and every key of the recipe.
+    """
+
+
+def read_options(words: Sequence[str]) -> PlanCommand:
+    """The recipe and this command's options.
+
+    Raises:
+        RecipeError: an option or a key of the recipe has a value that it cannot have, or does not exist.
+    """
+    return load_options(PlanCommand, words, command="rge plan recipe=NAME")

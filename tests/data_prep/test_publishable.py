@@ -1,0 +1,358 @@
+"""Libraries and data sets as they come and go: origins, metadata, what a change redoes, leaks, odd answers of judges."""
+
+import asyncio
+import csv
+import hashlib
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from data_prep.rationales import checks
+from data_prep.rationales.main import read_captions
+from data_prep.rmir import frames, oracle, prompts, stages
+from data_prep.rmir.config import (
+    EncoderConfig,
+    GenerateConfig,
+    LibraryConfig,
+    OracleConfig,
+    RetrieveConfig,
+    RmirConfig,
+)
+from data_prep.rmir.main import run_stages
+from data_prep.rmir.pictures.library import list_library
+from data_prep.rmir.run import STAGES, Run, fingerprint
+from rge.calls.failures import RequestRejected
+from rge.calls.local_server import Answer, LocalServer, chat
+from rge.calls.model_config import ModelConfig
+from rge.calls.replies import Declined, Reply
+from rge.calls.request import Picture
+from rge.common.images import load_image, picture_bytes
+from rge.common.picture_metadata import without_metadata
+
+
+def config_of(out: Path, library: Path, url: str) -> RmirConfig:
+    models = {name: ModelConfig(name=name, base_url=url, concurrency=8) for name in ("writer", "judge")}
+    config = RmirConfig(
+        out=str(out),
+        library=LibraryConfig(path=str(library)),
+        image_encoder=EncoderConfig("pixels", None),
+        caption_encoder=EncoderConfig("hashing", None),
+        models=models,
+        generate=GenerateConfig(max_inputs=6),
+        retrieve=RetrieveConfig(by_image=4, by_caption=3),
+    )
+    config.seed.clusters, config.seed.per_cluster = 12, 30
+    return config
+
+
+def one_family(path: Path) -> None:
+    oracle.write_library(path)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], *(line for line in lines if line.startswith("noto/"))]) + "\n")
+
+
+def test_two_pictures_that_differ_in_their_ending_are_two(tmp_path):
+    for number, name in enumerate(("a.jpg", "a.png", "b.png")):
+        Image.new("RGB", (40, 40), (number * 40, 0, 0)).save(tmp_path / name)
+    assert [row["id"] for row in list_library(LibraryConfig(path=str(tmp_path)))] == ["a.jpg", "a.png", "b"]
+
+
+# ---------------------------------------------------------------------------------------------------- what a change redoes
+
+
+@pytest.mark.parametrize(
+    ("setting", "redone"),
+    [
+        (("models.judge.name", "other"), "judge keep pool split audit"),
+        (("models.judge.max_side_px", 512), "judge keep pool split audit"),
+        (("models.judge.concurrency", 1), ""),
+        (("models.writer.max_side_px", 512), "generate filter retrieve judge keep pool split audit"),
+        (("models.writer.base_url", "http://elsewhere/v1"), ""),
+        (("models.judge.reasoning_effort", "low"), "judge keep pool split audit"),
+        (("models.judge.family", "one house"), "audit"),
+        (("keep.min_confidence", 0.8), "keep pool split audit"),
+        (("keep.remove_doubted_inputs", True), "split audit"),
+        (("library.licence", "CC0"), "split audit"),
+        (("split.tsr_list", "surviving"), "split audit"),
+        (("audit.ks", [3]), "audit"),
+        (("audit.memory_mb", 7), ""),
+        (("export.name", "mine"), "split audit"),
+        (("seed.seed", 1), " ".join(STAGES)),
+    ],
+    ids=lambda one: one[0] if isinstance(one, tuple) else "",
+)
+def test_a_change_redoes_what_reads_it_and_nothing_else(tmp_path, setting, redone):
+    config = config_of(tmp_path, tmp_path, "http://host/v1")
+    before = {stage: fingerprint(config, stage) for stage in STAGES}
+    (*path, last), value = setting[0].split("."), setting[1]
+    place = config
+    for name in path:
+        place = place[name] if isinstance(place, dict) else getattr(place, name)
+    setattr(place, last, value)
+    assert [stage for stage in STAGES if fingerprint(config, stage) != before[stage]] == redone.split()
+
+
+# ------------------------------------------------------------------------------------------------------- odd providers
+
+
+def test_unreadable_judgements_are_asked_for_again_and_the_pool_is_the_same(tmp_path):
+    """Every tenth judgement comes without its tag the first time; nothing is lost by it."""
+    one_family(tmp_path / "library.csv")
+    answers = oracle.Oracle(OracleConfig(transient=0, malformed=0, judge_errors=0))
+    pools, met = [], []
+    for odd in (False, True):
+        seen = [0]
+
+        async def answer(path, body, odd=odd, seen=seen):
+            content = body["messages"][-1]["content"]
+            again = content[-1].get("text", "").startswith("Your last answer could not be read: missing tag.")
+            if content[0].get("text", "").startswith(prompts.JUDGE_TASK):
+                seen[0] += 1
+                if odd and seen[0] % 10 == 0 and not again:
+                    return chat("I would say so.")
+            if again:
+                assert "<consistent>True, False or ABSTAIN</consistent>" in content[-1]["text"]
+                body["messages"][-1]["content"] = content[:-1]
+            return await answers(path, body)
+
+        with LocalServer(answer) as server:
+            run = Run(
+                config_of(tmp_path / f"out {odd}", tmp_path / "library.csv", server.url), progress=False
+            )
+            run_stages(run, STAGES)
+        pools.append([row["id"] for row in run.rows("pool", "pool")])
+        met.append(run.done("judge")["met"])
+        run.close()
+    assert pools[0] == pools[1] != []
+    assert met[0] == {}
+    assert met[1]["reasked"] > 10
+
+
+def test_a_stage_whose_calls_are_all_rejected_is_not_done_and_goes_on_after_the_mend(tmp_path):
+    one_family(tmp_path / "library.csv")
+    answers = oracle.Oracle(OracleConfig(transient=0, malformed=0))
+
+    async def picky(path, body):
+        if "max_tokens" in body:
+            return Answer({"error": {"message": "use max_completion_tokens"}}, 400)
+        return await answers(path, body)
+
+    with LocalServer(picky) as server:
+        config = config_of(tmp_path / "out", tmp_path / "library.csv", server.url)
+        run = Run(config, progress=False)
+        with pytest.raises(RequestRejected, match="use max_completion_tokens"):
+            run_stages(run, STAGES)
+        assert run.done("seed")
+        assert not run.done("generate")
+        run.close()
+        for model in config.models.values():
+            model.token_limit = "max_completion_tokens"
+        run = Run(config, progress=False)
+        run_stages(run, ["generate"])
+        assert run.done("generate")["counts"]["queries"] > 0
+        run.close()
+
+
+def test_pictures_that_are_all_rejected_leave_their_stage_open(tmp_path):
+    one_family(tmp_path / "library.csv")
+
+    async def cannot(path, body):
+        return Answer({"error": {"message": "Could not process image"}}, 400)
+
+    with LocalServer(cannot) as server:
+        run = Run(config_of(tmp_path / "out", tmp_path / "library.csv", server.url), progress=False)
+        with pytest.raises(RequestRejected, match="Could not process image"):
+            run_stages(run, STAGES)
+        assert not run.done("generate")
+        assert not list(run.path("generate").rglob("part-*"))
+        run.close()
+
+
+def test_judges_that_a_policy_stops_abstain(tmp_path):
+    one_family(tmp_path / "library.csv")
+    answers = oracle.Oracle(OracleConfig(transient=0, malformed=0))
+
+    async def filtered(path, body):
+        if body["messages"][-1]["content"][0]["text"].startswith(prompts.JUDGE_TASK):
+            return Answer({"error": {"code": "content_filter", "message": "filtered"}}, 400)
+        return await answers(path, body)
+
+    with LocalServer(filtered) as server:
+        run = Run(config_of(tmp_path / "out", tmp_path / "library.csv", server.url), progress=False)
+        run_stages(run, STAGES[: STAGES.index("keep") + 1])
+        kept = run.done("keep")["counts"]
+        votes = stages.count_votes(run)
+        assert kept["abstained"] == kept["triplets"] > 0
+        assert all(found["abstain"] == sum(found.values()) for found in votes.values())
+        assert run.done("judge")["met"]["refused"] > 0
+        run.close()
+
+
+# --------------------------------------------------------------------------------------------------------- the paper's text
+
+
+def test_the_content_policy_is_asked_for_and_its_abstention_is_counted():
+    picture = Picture("a", "1")
+    with_policy, without = (
+        prompts.generate_request("m", picture, ["causal"], content_policy=wanted).parts[0]
+        for wanted in (True, False)
+    )
+    assert prompts.CONTENT_POLICY in with_policy
+    assert with_policy.replace(prompts.CONTENT_POLICY, "") == without
+    with pytest.raises(Declined):
+        prompts.read_generated(Reply("ABSTAIN DUE TO SENSITIVE IMAGE", "stop", 1, 1), "causal", 25, 50)
+    prompts.check_generated(Reply("ABSTAIN DUE TO SENSITIVE IMAGE", "stop", 1, 1), ["causal"], 25, 50)
+    assert GenerateConfig().content_policy
+
+
+def test_every_prompt_says_its_format_again():
+    picture = Picture("a", "1")
+    for request, last in (
+        (prompts.generate_request("m", picture, ["causal"], content_policy=True), "</Example_CODE_1>"),
+        (prompts.filter_request("m", picture, "q", "t"), "<is_valid>yes or no</is_valid>"),
+        (
+            prompts.judge_request("m", picture, "q", picture),
+            "<consistent>True, False or ABSTAIN</consistent>",
+        ),
+    ):
+        assert request.form.startswith("<")
+        assert request.form.endswith(last)
+
+
+# ------------------------------------------------------------------------------------------------------------------- leaks
+
+NAMES = [
+    "The cork sits too tight for fingers, so a corkscrew is needed.",
+    "To open it somebody takes a corkscrew with a handle.",
+    "A tool pulls the cork out of the bottle.",
+]
+DESCRIBES = [
+    "It shows a corkscrew with a wooden handle on a green tablecloth beside glasses.",
+    "On a green tablecloth lies, beside two glasses, a wooden corkscrew.",
+]
+
+
+def test_the_leak_of_a_picture_separates_naming_from_describing():
+    caption, known = (
+        "A corkscrew with a wooden handle on a green tablecloth beside two glasses",
+        "What opens this?",
+    )
+    named = [checks.picture_leak(text, caption, known) for text in NAMES]
+    described = [checks.picture_leak(text, caption, known) for text in DESCRIBES]
+    assert named == [0, 0, 0]
+    assert min(described) > 0.5
+    assert checks.picture_leak(DESCRIBES[0], None) == 0
+    assert checks.picture_leak("A fire engine comes.", "a fire engine") == 0, "a name is no description"
+    assert checks.picture_leak(DESCRIBES[0], caption, caption) == 0, "what the query says is no secret"
+
+
+# ------------------------------------------------------------------------------------------------------------------ export
+
+
+def test_the_data_set_says_where_each_picture_is_from_and_nothing_of_its_camera(tmp_path):
+    """A photograph on its side with a device in its EXIF, and a table that knows two authors."""
+    one_family(tmp_path / "plain.csv")
+    exif = Image.Exif()
+    exif[0x0110] = "MyPhone"
+    with (tmp_path / "plain.csv").open() as lines:
+        rows = list(csv.DictReader(lines))
+    by_bytes = {}
+    (tmp_path / "photos").mkdir()
+    for number, row in enumerate(rows):
+        path = tmp_path / "photos" / f"{number}.png"
+        load_image(row["image"]).save(path, exif=exif)
+        by_bytes[str(path)] = picture_bytes(row["image"])
+        row |= {
+            "image": str(path),
+            "author": "Ada" if number % 2 else "",
+            "licence": "CC0" if number % 2 else "",
+        }
+    with (tmp_path / "library.csv").open("w", newline="") as out:
+        table = csv.DictWriter(out, [*rows[0]])
+        table.writeheader()
+        table.writerows(rows)
+    answers = oracle.Oracle(OracleConfig(transient=0, malformed=0, bad_queries=0))
+    # The oracle knows pictures by their bytes: it is told those that are sent.
+    for path, original in by_bytes.items():
+        sent = without_metadata(Path(path).read_bytes())
+        answers.shown[hashlib.sha256(sent).hexdigest()] = answers.shown[hashlib.sha256(original).hexdigest()]
+    received = []
+
+    async def answer(path, body):
+        received.append(json.dumps(body))
+        await asyncio.sleep(0)
+        return await answers(path, body)
+
+    with LocalServer(answer) as server:
+        config = config_of(tmp_path / "out", tmp_path / "library.csv", server.url)
+        config.library.licence = "see LICENSES"
+        run = Run(config, progress=False)
+        run_stages(run, STAGES)
+    assert received
+    expected = {row["id"]: row for row in rows}
+    for threshold, suffix in (
+        (0.0, ".parquet"),
+        (1.0, ".png"),
+    ):  # all of it as test set, then as training set
+        config.split.tsr_threshold = threshold
+        run_stages(run, ["split"])
+        files = [path for path in (tmp_path / "out" / "dataset").rglob("*") if path.is_file()]
+        assert any(path.suffix == suffix for path in files)
+        assert not any(b"MyPhone" in path.read_bytes() for path in files)
+        origins = {
+            row["id"]: row for row in pq.read_table(tmp_path / "out/dataset/pictures.parquet").to_pylist()
+        }
+        assert origins
+        for name, found in origins.items():
+            assert found["author"] == (expected[name]["author"] or None)
+            assert found["licence"] == (expected[name]["licence"] or "see LICENSES")
+            assert found["path"] is None or (tmp_path / "out/dataset" / found["path"]).is_file()
+    run.close()
+    captions = read_captions(tmp_path / "out/dataset/train.jsonl", None)
+    assert captions == {name: row["caption"] for name, row in origins.items() if row["caption"]}
+
+
+def test_doubted_images_may_leave_the_list_before_tsr(tmp_path):
+    """Ranks kept, doubted, rejected of K = 3: [0, 0, 1] as retrieved, [0, 1, 1] without the doubted one, padded."""
+    values = {}
+    for how in ("retrieved", "surviving"):
+        config = config_of(tmp_path / how, tmp_path, "http://host/v1")
+        config.retrieve.by_image, config.split.tsr_list = 3, how
+        run = Run(config, progress=False)
+        Image.new("RGB", (40, 40)).save(tmp_path / "a.png")
+
+        def table(stage, name, schema, rows, run=run):
+            columns = frames.SCHEMAS[schema].names
+            frames.write_rows(
+                run.path(stage, name), schema, [{key: row.get(key) for key in columns} for row in rows]
+            )
+
+        names = ("in", "right", "doubted", "wrong")
+        ref = str(tmp_path / "a.png")
+        table(
+            "seed",
+            "images.parquet",
+            "images",
+            [{"id": name, "ref": ref, "sha256": "1" * 64} for name in names],
+        )
+        query = {"query_id": "q", "image_id": "in", "category": "causal", "query": "?", "target_desc": "t"}
+        table("generate", "queries/part-00000.parquet", "generated", [query])
+        votes = {"right": ["true"] * 5, "doubted": ["true"] * 3 + ["false"] * 2, "wrong": ["false"] * 5}
+        table("retrieve", "triplets.parquet", "triplets", [
+            {"query_id": "q", "candidate_id": name, "position": rank, "image_rank": rank + 1, "found_by": ["image"]}
+            for rank, name in enumerate(votes)
+        ])  # fmt: skip
+        table("judge", "judgements/part-00000.parquet", "judgements", [
+            {"query_id": "q", "candidate_id": name, "judge": "judge", "sample": number, "verdict": verdict}
+            for name, verdicts in votes.items() for number, verdict in enumerate(verdicts)
+        ])  # fmt: skip
+        stages.keep(run)
+        stages.pool(run)
+        stages.split(run)
+        values[how] = run.rows("split", "splits")[0]["tsr"]
+        run.close()
+    assert values["retrieved"] == pytest.approx((1 / 3 + 1 / 2 + 1) / 3)
+    assert values["surviving"] == pytest.approx((2 / 3 + 1 + 1) / 3)

@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     words = [word for word in words if not word.startswith(PLUGINS)]
     asked = any(word in HELP for word in argv)
-    if name not in ("report", "import") and _entry(name) is None:
+    if name not in ("report", "import") and command_of(name) is None:
         shown = f"there are folder, {', '.join(BENCHMARKS)}" if name.startswith("import") else str(__doc__)
         print(shown, file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
 
             print(report_command(words))
         else:
-            entry = _entry(name)
+            entry = command_of(name)
             assert entry is not None
             schema, command = entry
             done = command(parse_options(schema, words))
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _entry(name: str) -> tuple[type, Callable[..., Any]] | None:
+def command_of(name: str) -> tuple[type, Callable[..., Any]] | None:
     """Options and function of ``run`` or ``import rmir``; None if there is no such command."""
     first, _, benchmark = name.partition(" ")
     if first == "import" and benchmark != "folder":
@@ -115,7 +115,7 @@ def usage(name: str) -> str:
         return help_text(ReportOptions, "rge eval report")
     if name == "import":
         return "\n\n".join(usage(f"import {benchmark}") for benchmark in ("folder", *BENCHMARKS))
-    entry = _entry(name)
+    entry = command_of(name)
     assert entry is not None
     return help_text(entry[0], f"rge eval {name}")
 

@@ -38,12 +38,17 @@ class ScratchConfig:
     vocab_size: int = 2048
     """BPE vocabulary learned from the training records' texts, special tokens not counted."""
     text: dict[str, Any] = field(default_factory=dict)
+    """Sizes of the language model, as its Hugging Face config calls them."""
     vision: dict[str, Any] = field(default_factory=dict)
+    """Sizes of the vision tower, as its Hugging Face config calls them."""
     naming: str | None = None
     """Records whose query pictures teach the vision tower to name things before anything else; null skips it."""
     naming_steps: int = 1000
+    """Optimizer steps of that naming."""
     naming_batch_size: int = 64
+    """Pictures a step of that naming."""
     naming_lr: float = 3e-3
+    """Learning rate of that naming."""
 
 
 @dataclass
@@ -51,6 +56,7 @@ class LoraConfig:
     """Low-rank adapters instead of full fine-tuning; the ``<emb>`` row is trained beside them. Merged on export."""
 
     rank: int = 16
+    """Inner dimension of an adapter."""
     alpha: float = 32.0
     """Adapters are scaled by alpha / rank."""
     dropout: float = 0.0
@@ -75,6 +81,7 @@ class ModelConfig:
     revision: str | None = None
     """Commit or tag of a hub model; null: the newest."""
     scratch: ScratchConfig | None = None
+    """Build a model of one's own sizes instead of loading one; null with `path`."""
     dtype: str = "bfloat16"
     """Dtype of forward and backward: float32 or bfloat16. Weights that are trained, their gradients summed over micro
     batches and the optimizer's state are float32 in any case and on every back end; so are embeddings and losses.
@@ -91,6 +98,7 @@ class ModelConfig:
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: about a third more compute, memory per layer instead of per op."""
     freeze_vision: bool = False
+    """Leave the vision tower as it is."""
     lora: LoraConfig | None = None
     """Train adapters only; null trains all weights."""
     min_pixels: int = 200_704
@@ -205,12 +213,15 @@ class StageConfig:
     batch_size: int = 512
     """Queries per optimizer step over all ranks; for the contrastive loss also the in-batch negatives' number."""
     lr: float = 2e-5
+    """Highest learning rate."""
     warmup_steps: int = 0
+    """Steps over which the learning rate rises to `lr`."""
     schedule: str = "cosine"
     """cosine | linear | constant, after the warm-up."""
     min_lr_ratio: float = 0.0
     """The schedule ends at this share of `lr`."""
     sources: list[SourceConfig] = field(default_factory=list)
+    """Files of training records and their shares."""
 
 
 @dataclass
@@ -222,8 +233,11 @@ class OptimConfig:
     vision_lr_ratio: float = 1.0
     """Learning rate of the vision tower and its merger as a share of the stage's."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of AdamW's running means of the gradient and of its square."""
     eps: float = 1e-8
+    """Added to the root of the latter, so that nothing is divided by zero."""
     weight_decay: float = 0.0
+    """Share of a weight, times the learning rate, taken off it in each step."""
     max_grad_norm: float = 1.0
     """Gradient clipping by global norm; the same on every back end. 0 switches it off."""
 
@@ -233,6 +247,7 @@ class TrainConfig:
     """The loop."""
 
     seed: int = 0
+    """Of everything random: order of the records, augmentation, dropout, sampled rationales."""
     micro_batch_size: int = 8
     """Queries per forward and backward on one rank. Memory depends on this, the result does not."""
     save_every: int = 500
@@ -243,6 +258,7 @@ class TrainConfig:
     """Resumable checkpoints are copied into main memory and written while training goes on; false waits for the disk.
     Sharded back ends (DeepSpeed, FSDP) always wait."""
     log_every: int = 10
+    """Steps between lines of metrics.jsonl and of trackers."""
     back_end: str = "ddp"
     """What several processes have to share out at the least: ddp (nothing), zero1 (the optimizer's state and float32
     weights), zero2 (gradients too), zero3 or fsdp2 (everything). A launch that names no back end gets this one; a launch
@@ -278,6 +294,7 @@ class LogConfig:
     trackers: list[str] = field(default_factory=list)
     """Accelerate's trackers by name, e.g. wandb, tensorboard."""
     project: str = "rge"
+    """Project that trackers file the run under."""
 
 
 @dataclass

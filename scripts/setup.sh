@@ -53,7 +53,7 @@ key() { # what the environment depends on; a moved clone needs a new one, since 
 intact() { # the packages that matter still have their files; nothing is imported, so it is quick
     "$VENV/bin/python" -I - 2>/dev/null <<'PY'
 import importlib.util, sys
-names = ("torch", "torchvision", "transformers", "accelerate", "peft", "trl", "datasets", "faiss", "pyarrow", "pandas", "PIL", "omegaconf", "pytest", "xdist", "ruff", "mypy", "rge")
+names = ("torch", "torchvision", "transformers", "accelerate", "peft", "trl", "datasets", "faiss", "pyarrow", "pandas", "PIL", "pydantic", "pytest", "xdist", "ruff", "mypy", "rge")
 # A folder without __init__.py is a namespace: found, but from no file.
 specs = [importlib.util.find_spec(name) for name in names]
 sys.exit(not all(spec and spec.origin for spec in specs))

@@ -29,6 +29,7 @@ class LibraryConfig:
     path: str | None = None
     """A folder of picture files (searched through), or a table: .parquet, .csv, .tsv or .jsonl."""
     id_column: str = "id"
+    """Column of the pictures' ids."""
     image_column: str = "image"
     """Paths relative to the table's folder, or the encoded pictures (Parquet)."""
     caption_column: str | None = "caption"
@@ -55,9 +56,11 @@ class DownloadConfig:
     """Fetching the pictures of a library that lists web addresses."""
 
     concurrency: int = 32
+    """Pictures under way at once."""
     timeout_s: float = 30.0
     """For one attempt, whole."""
     max_retries: int = 3
+    """Attempts after the first."""
     backoff_s: float = 1.0
     """Upper bound of the first wait; doubles with every attempt."""
     max_bytes: int = 30_000_000
@@ -74,6 +77,7 @@ class EncoderConfig:
     path: str | None = None
     """Hub name or folder of siglip, text and checkpoint."""
     batch_size: int = 64
+    """Pictures or texts embedded at once."""
     fallback: str | None = None
     """Kind to use where this one is not there (no such folder, extra not installed); the report names it. null: an error."""
 
@@ -96,9 +100,13 @@ class SeedConfig:
     """Seed set: k-means clusters of the library, some pictures of each."""
 
     clusters: int = 50_000
+    """Clusters of the pictures' embeddings."""
     per_cluster: int = 10
+    """Pictures drawn of each cluster."""
     iterations: int = 20
+    """Of k-means."""
     seed: int = 0
+    """Of the clusters and of every draw."""
 
 
 @dataclass
@@ -106,15 +114,21 @@ class GenerateConfig:
     """Queries and descriptions of their targets."""
 
     model: str = "writer"
+    """Name, under `models`, of the one that writes queries."""
     temperature: float = 0.25
+    """Of its sampling."""
     max_tokens: int = 2048
+    """Of one answer."""
     categories: list[str] = field(default_factory=lambda: list(CATEGORIES))
+    """Kinds of reasoning asked for."""
     max_inputs: int | None = None
     """Seed pictures that are asked about, drawn at random; null: all."""
     content_policy: bool = True
     """Have the model decline pictures that are politically sensitive or sexually explicit, as the paper's prompt A.1 does."""
     max_query_words: int = 25
+    """Longer queries count as malformed."""
     max_target_words: int = 50
+    """Longer descriptions of targets count as malformed."""
 
 
 @dataclass
@@ -122,8 +136,11 @@ class FilterConfig:
     """Check of each query against the three constraints."""
 
     model: str = "writer"
+    """Name, under `models`, of the one that checks queries."""
     temperature: float = 0.0
+    """Of its sampling."""
     max_tokens: int = 1024
+    """Of one answer."""
 
 
 @dataclass
@@ -131,7 +148,9 @@ class RetrieveConfig:
     """Candidates of each query, from two indices over the seed set."""
 
     by_image: int = 16
+    """Candidates of each query from the image index."""
     by_caption: int = 4
+    """Candidates of each query from the caption index."""
     exclude_input: bool = True
     """Do not offer a query its own input picture. The paper does not say."""
     more: list[IndexSpec] = field(default_factory=list)
@@ -143,7 +162,9 @@ class JudgeSpec:
     """Some judges of one model."""
 
     model: str = "writer"
+    """Name under `models`."""
     count: int = 1
+    """Judges it stands for; each is asked anew."""
 
 
 @dataclass
@@ -151,8 +172,11 @@ class JudgeConfig:
     """The panel."""
 
     judges: list[JudgeSpec] = field(default_factory=lambda: [JudgeSpec("writer", 1), JudgeSpec("judge", 4)])
+    """Models of the panel, and how many judges each is."""
     temperature: float = 0.85
+    """Of the judges' sampling."""
     max_tokens: int = 1024
+    """Of one answer."""
 
 
 @dataclass
@@ -160,6 +184,7 @@ class KeepConfig:
     """Confidence filter."""
 
     min_confidence: float = 1.0
+    """Share of the panel that must agree for a verdict to stand."""
     remove_doubted_inputs: bool = False
     """Also drop the queries asked about a doubted image. A doubted target is no doubt about what is asked of it."""
 
@@ -192,7 +217,9 @@ class ExportConfig:
     """What is written for training and evaluation."""
 
     name: str = "rmir"
+    """Of the data set, in its records."""
     instruction: str = "Find the image that answers the question about the given image."
+    """Task instruction of every query."""
     rationale: str = "generator"
     """generator: the reasoning written with the query stands as the rationale of its positives; none: no rationale."""
 
@@ -202,11 +229,13 @@ class ExpectConfig:
     """Guesses of the dry run, to be corrected by a small run."""
 
     queries_per_input: float = 2.5
+    """Queries that come of one input picture."""
     share_valid: float = 0.6
     """The paper's filter keeps about 60 %."""
     output_tokens: dict[str, int] = field(
         default_factory=lambda: {"generate": 600, "filter": 200, "judge": 200}
     )
+    """Tokens of an answer, by stage."""
 
 
 @dataclass
@@ -216,11 +245,15 @@ class OracleConfig:
     bad_queries: float = 0.4
     """Generated queries that break a constraint; the filter should find them."""
     malformed: float = 0.005
+    """Share of answers that cannot be read."""
     transient: float = 0.02
     """First attempts that get 429, 503 or a web page."""
     filter_errors: float = 0.05
+    """Share of wrong verdicts of the filter."""
     judge_errors: float = 0.005
+    """Share of wrong verdicts of a judge."""
     seed: int = 0
+    """Of its errors."""
 
 
 @dataclass
@@ -228,6 +261,7 @@ class RmirConfig:
     """One run."""
 
     out: str = "runs/rmir"
+    """Folder of the run."""
     library: LibraryConfig = field(default_factory=LibraryConfig)
     image_encoder: EncoderConfig = field(
         default_factory=lambda: EncoderConfig("siglip", "google/siglip2-so400m-patch14-384")
@@ -236,6 +270,7 @@ class RmirConfig:
         default_factory=lambda: EncoderConfig("text", "Qwen/Qwen3-Embedding-0.6B")
     )
     models: dict[str, ModelConfig] = field(default_factory=dict)
+    """Models behind endpoints, by the names that the stages use."""
     seed: SeedConfig = field(default_factory=SeedConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
@@ -248,7 +283,9 @@ class RmirConfig:
     export: ExportConfig = field(default_factory=ExportConfig)
     expect: ExpectConfig = field(default_factory=ExpectConfig)
     oracle: OracleConfig | None = None
+    """Answer from the shipped tables instead of asking models; null: ask the models."""
     queries_per_shard: int = 500
+    """Queries judged at once; what is lost when the run is stopped."""
     runner: str = "native"
     """Of Daft: native, or ray for a cluster (RAY_ADDRESS)."""
 

@@ -32,7 +32,7 @@ from eval.scoring.output_files import (
 )
 from eval.scoring.stats import NUM_RESAMPLES, Bootstrap, cluster_bootstrap, index_of, interval
 from rge.common.errors import UserError
-from rge.common.files import write_bytes
+from rge.common.files import find_shipped, write_bytes
 
 SUITE = "suite.json"
 SHARED = (
@@ -66,7 +66,7 @@ class Suite:
 
 def is_suite(path: Path) -> bool:
     """Whether a directory is a suite."""
-    return (path / SUITE).is_file()
+    return (find_shipped(path) / SUITE).is_file()
 
 
 def write_suite(path: Path, *, name: str, benchmark: str, column: str, members: Mapping[str, Mapping[str, str]], **meta: Any) -> None:  # fmt: skip

@@ -35,7 +35,7 @@ LEAST = 8
 
 @dataclass
 class AuditOptions:
-    """Options of ``python -m eval audit``."""
+    """Options of `rge eval audit`."""
 
     set: Path | None = None
     """Retrieval set directory or suite; with evals= only where it was moved."""

@@ -28,7 +28,7 @@ METHODS = ("lucene", "robertson", "atire", "bm25l", "bm25+")
 
 @dataclass
 class Bm25Options:
-    """Options of ``python -m eval bm25``."""
+    """Options of `rge eval bm25`."""
 
     set: Path
     """Retrieval set directory, see `eval.sets.retrieval_set`, or a suite of them, see `eval.benchmarks.suite`."""

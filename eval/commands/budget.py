@@ -65,7 +65,7 @@ CHUNK = 512
 
 @dataclass(kw_only=True)
 class BudgetOptions(RunOptions):
-    """Options of ``python -m eval budget``; those of ``run``, and these."""
+    """Options of `rge eval budget`; those of ``run``, and these."""
 
     k: int = 8
     """Rationales drawn for a query; 0: none, so neither fusion."""

@@ -26,7 +26,7 @@ SMALL_CATEGORY = 10
 
 @dataclass
 class CheckOptions:
-    """Options of ``python -m eval check``."""
+    """Options of `rge eval check`."""
 
     set: Path
     """Retrieval set directory, or a suite of them."""

@@ -44,7 +44,7 @@ DEFAULT_METRICS = ("recall@1", "recall@5", "recall@10", "mrr", "ndcg@10")
 
 @dataclass
 class CompareOptions:
-    """Options of ``python -m eval compare``."""
+    """Options of `rge eval compare`."""
 
     a: Path
     """Evaluation directory."""

@@ -37,7 +37,7 @@ _MTEB = {
 
 @dataclass
 class ExportOptions:
-    """Options of ``python -m eval export``."""
+    """Options of `rge eval export`."""
 
     format: str
     """pinpoint, top50, mmeb or mteb."""

@@ -17,34 +17,30 @@ from rge.common.options import one_of, parse_options
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Options of ``python -m eval report``.
-
-    Attributes:
-        runs: evaluation directories, or directories that hold them.
-        out: the HTML file to write.
-        log: ``metrics.jsonl`` files of training.
-        baseline: ``LABEL:DIR`` of evaluations of other checkpoints.
-        title: heading of the page; null for the default.
-        metric: metric of the main table.
-        examples: how many queries are shown with pictures.
-        set: where the retrieval set is now; null for where results.json says it was.
-        seed: draws other examples.
-        page: ``set`` for conditions of one set, ``leaderboard`` for many models; ``auto`` takes the second where
-            evaluations are of a suite or of several sets.
-        published: published tables of a leaderboard: ``auto`` those of the benchmarks at hand, ``all``, ``none``.
-    """
+    """One HTML page from finished evaluations."""
 
     runs: tuple[str, ...]
+    """Evaluation directories, or directories that hold them."""
     out: Path
+    """The HTML file to write."""
     log: tuple[str, ...] = ()
+    """``metrics.jsonl`` files of training."""
     baseline: tuple[str, ...] = ()
+    """``LABEL:DIR`` of evaluations of other checkpoints."""
     title: str | None = None
+    """Heading of the page; null for the default."""
     metric: str = "recall@1"
+    """Metric of the main table."""
     examples: int = 48
+    """How many queries are shown with pictures."""
     set: Path | None = None
+    """Where the retrieval set is now; null for where results.json says it was."""
     seed: int = 0
+    """Draws other examples."""
     page: str = "auto"
+    """``set`` for conditions of one set, ``leaderboard`` for many models; ``auto`` takes the second where evaluations are of a suite or of several sets."""
     published: str = "auto"
+    """Published tables of a leaderboard: ``auto`` those of the benchmarks at hand, ``all``, ``none``."""
 
 
 def _is_for_leaderboard(runs: Sequence[str]) -> bool:

@@ -46,7 +46,7 @@ VERSION = 1
 
 @dataclass
 class RerankOptions:
-    """Options of ``python -m eval rerank``."""
+    """Options of `rge eval rerank`."""
 
     of: Path
     """Evaluation directory whose ranking is reordered, of `run`, `score`, `bm25` or `budget`; a set's or a suite's."""

@@ -44,7 +44,7 @@ MAX_INSTRUCTIONS = 20
 
 @dataclass(kw_only=True)
 class RunOptions:
-    """Options of ``python -m eval run``."""
+    """Options of `rge eval run`."""
 
     checkpoint: Path | None = None
     """Checkpoint directory with ``rge.json``; the same as model=DIR."""

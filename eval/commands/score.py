@@ -22,7 +22,7 @@ from rge.common.errors import UserError
 
 @dataclass
 class ScoreOptions:
-    """Options of ``python -m eval score``."""
+    """Options of `rge eval score`."""
 
     run: Path
     """TREC run file: query Q0 candidate rank score tag. For a suite: a directory with MEMBER.trec."""

@@ -37,6 +37,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rge.common.errors import UserError
+from rge.common.files import find_shipped
 from rge.common.fingerprint import set_fingerprint
 from rge.common.images import ImageError, picture_bytes
 from rge.common.schema import ImageRef, Item
@@ -168,7 +169,7 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
     Raises:
         SetError: see the messages; each names the file and the row.
     """
-    root = Path(path)
+    root = find_shipped(path)
     if not root.is_dir():
         raise SetError(f"set {root} is not a directory")
     meta = _meta(root / "meta.json")

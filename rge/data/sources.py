@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from tqdm import tqdm
 
 from rge.common.errors import UserError
-from rge.common.files import replacing
+from rge.common.files import find_shipped, replacing
 from rge.common.images import PictureIndex
 from rge.common.prompt_profiles import EMB_TOKEN
 from rge.common.schema import Record, Target
@@ -80,7 +80,7 @@ class RecordFile:
         progress: bool = False,
         on_bad: str = "stop",
     ):
-        self.path = Path(path)
+        self.path = find_shipped(path)
         if not self.path.is_file():
             raise RecordError(f"training records {self.path} do not exist")
         offsets, ids = Column(), Column()

@@ -28,6 +28,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
 )
 
+from rge.common.files import find_shipped
 from rge.config import BACK_ENDS, RECIPES, TrainConfig
 from rge.distributed.collectives import LaunchError, let_deepspeed_build
 
@@ -78,7 +79,7 @@ def make_accelerator(train: TrainConfig, dtype: str = "float32") -> Accelerator:
     _check_precision(dtype)
     plugin: DeepSpeedPlugin | FullyShardedDataParallelPlugin | None = None
     if _asked("DEEPSPEED"):
-        plugin = _deepspeed(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"), train, dtype)
+        plugin = _deepspeed(_config_file(), train, dtype)
     elif _asked("FSDP"):
         plugin = _fsdp2(FullyShardedDataParallelPlugin(), dtype)
     elif _launched() > 1 and train.back_end.startswith("zero"):
@@ -303,3 +304,9 @@ def _command(key: str) -> str:
     else:
         config = "cpu_2" if key in ("ddp", "fsdp2") else f"cpu_{key}"
     return f"accelerate launch --config_file recipes/accelerate/{config}.yaml --num_processes {_launched()} {_script()}"
+
+
+def _config_file() -> str | None:
+    """The json that a launch config names; those that are shipped are found from any folder."""
+    found = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    return None if found is None else str(find_shipped(found))

@@ -48,7 +48,7 @@ SEPARATORS = re.compile(r"[;|\n]")
 
 @dataclass
 class FolderOptions:
-    """Options of ``python -m eval import folder``."""
+    """Options of `rge eval import folder`."""
 
     src: Path
     """Folder with the pictures, at any depth."""

@@ -55,7 +55,7 @@ NO_IMAGE = "__NO_IMAGE__"
 
 @dataclass
 class MmbrightOptions:
-    """Options of ``python -m eval import mmbright``."""
+    """Options of `rge eval import mmbright`."""
 
     src: Path
     """Snapshot of the data set."""

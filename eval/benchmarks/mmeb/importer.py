@@ -35,7 +35,7 @@ APART = ("qry_inst", "tgt_inst")
 
 @dataclass
 class MmebOptions:
-    """Options of ``python -m eval import mmeb``."""
+    """Options of `rge eval import mmeb`."""
 
     src: Path
     """Directory with a folder or file for each set."""

@@ -42,7 +42,7 @@ SINGLE, MULTI = "one image", "two images"
 
 @dataclass
 class PinpointOptions:
-    """Options of ``python -m eval import pinpoint``."""
+    """Options of `rge eval import pinpoint`."""
 
     src: Path
     """Directory of the release."""

@@ -106,7 +106,7 @@ POOL = ("corpus", "pool", "candidates", "candidate_pool", "image_pool", "index")
 
 @dataclass
 class RmirOptions:
-    """Options of ``python -m eval import rmir``."""
+    """Options of `rge eval import rmir`."""
 
     src: Path
     """Directory of the release."""

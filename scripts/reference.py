@@ -1,0 +1,88 @@
+"""Write docs/reference.md: every key of every command, from the dataclasses that read them.
+
+python scripts/reference.py
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from data_prep.demo.build import DemoOptions  # noqa: E402
+from data_prep.mmeb import MmebOptions  # noqa: E402
+from data_prep.rationales.main import RationaleOptions  # noqa: E402
+from data_prep.rmir.main import RmirCommand  # noqa: E402
+from data_prep.rmir.results.review import AgreementOptions, ReviewOptions  # noqa: E402
+from eval.__main__ import COMMANDS, command_of  # noqa: E402
+from eval.benchmarks.registry import BENCHMARKS  # noqa: E402
+from eval.commands.report import ReportOptions  # noqa: E402
+from rge.common.options import keys  # noqa: E402
+from rge.config import CheckOptions, Recipe  # noqa: E402
+from rge.diagnose.__main__ import DIAGNOSES  # noqa: E402
+from rge.plan.options import PlanOptions  # noqa: E402
+
+PAGE = ROOT / "docs" / "reference.md"
+DATA = {
+    "demo": DemoOptions, "rmir": RmirCommand, "review": ReviewOptions, "agreement": AgreementOptions,
+    "rationales": RationaleOptions, "mmeb": MmebOptions,
+}  # fmt: skip
+
+
+def commands() -> Iterator[tuple[str, type, type | None]]:
+    """Every command, its options, and those that it shares with a command before it."""
+    yield "rge train", Recipe, None
+    yield "rge check", CheckOptions, Recipe
+    yield "rge plan", PlanOptions, None
+    for name, schema in DIAGNOSES.items():
+        yield f"rge diagnose {name}", schema, None
+    run = command_of("run")[0]
+    for name in (*COMMANDS, *(f"import {benchmark}" for benchmark in ("folder", *BENCHMARKS))):
+        schema = command_of(name)[0]
+        yield f"rge eval {name}", schema, run if schema is not run and issubclass(schema, run) else None
+    yield "rge eval report", ReportOptions, None
+    for name, schema in DATA.items():
+        yield f"rge data {name}", schema, None
+
+
+def page() -> str:
+    """The page's text."""
+    lines = [
+        "# Reference",
+        "",
+        "Every key of every command. `...` has to be given; `[]` stands for each entry of a list, `*` for each name of a mapping.",
+        "Written by `python scripts/reference.py`; `rge COMMAND --help` prints the same.",
+    ]
+    for command, schema, shared in commands():
+        known = {key.name for key in keys(shared)} if shared else set()
+        title = f"{command} recipe=NAME" if command in ("rge train", "rge check", "rge plan") else command
+        lines += [
+            "",
+            f"## {command}",
+            "",
+            inspect.cleandoc(schema.__doc__ or ""),
+            "",
+            f"`{title} key=value ...`",
+            "",
+        ]
+        if shared or command == "rge plan":
+            whose = "rge eval run" if shared and shared is not Recipe else "rge train"
+            lines += [f"Also every key of [{whose}](#{whose.replace(' ', '-')}).", ""]
+        lines += ["| key | default | type | meaning |", "|---|---|---|---|"]
+        for key in keys(schema):
+            if key.name not in known:
+                cells = (
+                    f"`{key.name}`",
+                    "..." if key.default is None else f"`{key.default}`",
+                    key.kind,
+                    key.about,
+                )
+                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(PAGE.relative_to(ROOT))

@@ -32,10 +32,12 @@ from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.images import ImageError, PictureIndex, load_image
 from rge.config import CheckOptions, Recipe, RecipeError, StageConfig, load_options
+from rge.data.augment import AUGMENTATIONS
 from rge.data.sources import MAX_REPORTED, Mixture, RecordFile
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.logs import tracker_problems
+from rge.losses import CONTRASTIVE_LOSSES
 from rge.model.backbone import check_sizes, read_config
 from rge.plan.costs import GIB, shapes_of, trained_parameters
 from rge.plan.known_models import outline
@@ -159,6 +161,10 @@ def examine(
             found.summary += [f"will be left out (data.on_bad=skip): {fault}" for fault in faults]
         else:
             problems += faults
+    for name in recipe.loss.terms:
+        _attempt(problems, CONTRASTIVE_LOSSES.__getitem__, name)
+    if recipe.data.augment != "none":
+        _attempt(problems, AUGMENTATIONS.__getitem__, recipe.data.augment)
     for name in stages:
         _check_stage(problems, recipe, name, accelerator)
         _check_bad_share(problems, recipe, name, found)

@@ -16,6 +16,7 @@ from rge.common.errors import UserError
 from rge.common.files import RECIPES as RECIPES
 from rge.common.options import parse_file
 from rge.common.prompt_profiles import PROFILES
+from rge.common.registry import load_plugins
 
 R = TypeVar("R", bound="Recipe")
 
@@ -164,8 +165,7 @@ class LossConfig:
     """Query state that the contrastive loss sees, the paper's Table 4: `self` after the model's own rationale,
     `oracle` after the oracle's (leaks the target), `none` directly after the prompt."""
     terms: dict[str, float] = field(default_factory=lambda: {"info_nce": 1.0})
-    """Contrastive losses and their weights within the contrastive part: registered ones by name (docs/extending.md). What is
-    given is added to `info_nce: 1`; a weight of 0 leaves one out."""
+    """Contrastive losses and their weights within the contrastive part: registered ones by name (docs/extending.md)."""
     matryoshka_dims: list[int] = field(default_factory=list)
     """Further sizes to which embeddings may be cut: InfoNCE becomes its mean over them and the full size."""
     lm_on_candidates: bool = True
@@ -307,6 +307,8 @@ class Recipe:
     """Folder of the run; ``{recipe}`` is the recipe's name."""
     stage: str = "all"
     """all | cold_start | joint. `all` continues the joint stage from the cold start's checkpoint."""
+    plugins: list[str] = field(default_factory=list)
+    """Modules of your own that register losses, families, prompt profiles or augmentations (docs/extending.md)."""
     init: str | None = None
     """Checkpoint to start from instead of `model.path` or `model.scratch`, e.g. another run's cold start."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -362,6 +364,7 @@ def load_options(
     except UserError as error:
         raise RecipeError(str(error)) from None
     recipe.out = recipe.out.replace("{recipe}", recipe.recipe)
+    load_plugins(recipe.plugins)
     check(recipe)
     return recipe
 
@@ -397,7 +400,6 @@ def check(recipe: Recipe) -> None:
     _one_of("train.back_end", recipe.train.back_end, BACK_ENDS)
     _one_of("data.profile", recipe.data.profile, list(PROFILES))
     _one_of("optim.name", recipe.optim.name, ["adamw", "muon"])
-    _one_of("data.augment", recipe.data.augment, ["none", "drawing"])
     _one_of("data.positives", recipe.data.positives, ["draw", "all"])
     _one_of("data.batches", recipe.data.batches, ["mixed", "homogeneous"])
     _one_of("data.on_bad", recipe.data.on_bad, ["stop", "skip"])

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from rge.common.registry import Registry
+
 EMB_TOKEN = "<emb>"
 
 
@@ -19,21 +21,39 @@ class Profile:
     candidate_both: str
 
 
-PROFILES = {
+PROFILES: Registry[Profile] = Registry("prompt profile", "rge.prompt_profiles")
+"""By the name that ``data.profile`` gives."""
+
+
+def register_profile(name: str, profile: Profile) -> Profile:
+    """Let recipes and evaluations name a wording.
+
+    Args:
+        name: for ``data.profile`` and ``prompts=``.
+        profile: the wording.
+    """
+    return PROFILES.add(name, profile)
+
+
+register_profile(
+    "rge",
     # Candidate wordings as in the released RGE evaluation, which wraps candidates in "summarize ... in one word".
-    "rge": Profile(
+    Profile(
         query="{instruction} {text}",
         query_without_instruction="{text}",
         candidate_text="Summarize the following text in one word: {text}",
         candidate_image="Summarize the given image in one word.",
         candidate_both="Summarize the given image and text in one word: {text}",
     ),
+)
+register_profile(
+    "plain",
     # Nothing added: for sets whose texts already carry their instruction (MMEB) and for models trained from scratch.
-    "plain": Profile(
+    Profile(
         query="{instruction} {text}",
         query_without_instruction="{text}",
         candidate_text="{text}",
         candidate_image="",
         candidate_both="{text}",
     ),
-}
+)

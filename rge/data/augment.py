@@ -1,11 +1,17 @@
 """Picture augmentation for models trained from scratch on few drawings; off for pretrained backbones."""
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 from PIL import Image, ImageOps
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as transform
+
+from rge.common.registry import Registry
+
+Augmentation = Callable[[Image.Image, int], Image.Image]
+"""An RGB picture and a seed, from which everything random has to come; an RGB picture."""
 
 BACKGROUND = [255, 255, 255]
 
@@ -37,4 +43,17 @@ def augment_drawing(image: Image.Image, seed: int) -> Image.Image:
     return Image.fromarray((pixels.clip(0, 1) * 255).astype(np.uint8))
 
 
-AUGMENTATIONS = {"drawing": augment_drawing}
+AUGMENTATIONS: Registry[Augmentation] = Registry("augmentation", "rge.augmentations")
+"""By the name that ``data.augment`` gives; ``none`` is none."""
+
+
+def register_augmentation(name: str) -> Callable[[Augmentation], Augmentation]:
+    """Decorator: ``data.augment=NAME`` sends every picture of training through the function.
+
+    Args:
+        name: for ``data.augment``.
+    """
+    return lambda augmentation: AUGMENTATIONS.add(name, augmentation)
+
+
+register_augmentation("drawing")(augment_drawing)

@@ -148,7 +148,7 @@ class Collator:
         need_candidates: bool = True,
     ):
         self.files, self.builder, self.settings = files, builder, settings
-        self.augment = AUGMENTATIONS.get(settings.augment)
+        self.augment = None if settings.augment == "none" else AUGMENTATIONS[settings.augment]
         self.need_oracle, self.need_candidates = need_oracle, need_candidates
 
     def collate(self, draws: Sequence[Draw], drawn: Collection[Draw] = ()) -> Batch:

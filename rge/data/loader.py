@@ -186,7 +186,9 @@ class _Queue:
         """Read batches in the order of their steps, as long as there is room."""
         try:
             if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # a thread's own; memory is pinned for this one's context
+                torch.cuda.set_device(
+                    self.device.index or 0
+                )  # a thread's own; memory is pinned for this one's context
             for place, step in enumerate(self.steps):
                 if not self._read_one(self.workers[place % len(self.workers)], step):
                     return

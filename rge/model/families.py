@@ -1,7 +1,7 @@
 """What differs between families of vision-language models, one small class each. The only place that knows.
 
 The rest of rge sees token ids, three-axis positions, one feature row a picture placeholder, and last-layer states. To
-add a family: subclass `Family`, put it into `FAMILIES`, and add a tiny model of it to ``tests/family_models.py``; the tests
+add a family: subclass `Family`, register it (`register_family`), and add a tiny model of it to ``tests/family_models.py``; the tests
 there check it against stock transformers.
 
 Shape suffixes: B = rows, T = tokens, D = hidden size, P = patches or tiles, F = placeholders, L = layers fed by deepstack.
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rge.common.registry import Registry
 from rge.model.vision_tower import sizes_of
 
 
@@ -234,13 +235,24 @@ class Idefics3(Family):
         return [(vision.image_size // vision.patch_size) ** 2] * vision.num_hidden_layers
 
 
-FAMILIES: dict[str, Family] = {
-    "qwen2_vl": Family(),
-    "qwen2_5_vl": Family(),
-    "qwen3_vl": Qwen3VL(),
-    "idefics3": Idefics3(),
-}
+FAMILIES: Registry[Family] = Registry("family of models", "rge.families")
 """By the `model_type` of a model's config."""
+
+
+def register_family(model_type: str, family: Family) -> Family:
+    """Let backbones of a type be trained and used.
+
+    Args:
+        model_type: of the model's config.
+        family: what differs from Qwen2-VL.
+    """
+    return FAMILIES.add(model_type, family)
+
+
+register_family("qwen2_vl", Family())
+register_family("qwen2_5_vl", Family())
+register_family("qwen3_vl", Qwen3VL())
+register_family("idefics3", Idefics3())
 
 
 def family_of(model: nn.Module) -> Family:
@@ -291,6 +303,9 @@ def normalised(image_processor: Any, pixels_PCHW: Tensor) -> Tensor:
     Returns:
         (P, channels * frames * height * width) patches, or (P, channels, height, width) tiles.
     """
+    frames = getattr(image_processor, "temporal_patch_size", None)
+    if frames is not None:  # repeated as bytes: a quarter of what repeating floats would move
+        pixels_PCHW = pixels_PCHW[:, :, None].expand(-1, -1, frames, -1, -1).flatten(2, 3)
     values_PCHW = image_processor.rescale_and_normalize(
         pixels_PCHW,
         image_processor.do_rescale,
@@ -299,10 +314,7 @@ def normalised(image_processor: Any, pixels_PCHW: Tensor) -> Tensor:
         tuple(image_processor.image_mean),
         tuple(image_processor.image_std),
     ).float()
-    frames = getattr(image_processor, "temporal_patch_size", None)
-    if frames is None:
-        return values_PCHW
-    return values_PCHW[:, :, None].expand(-1, -1, frames, -1, -1).flatten(1)
+    return values_PCHW if frames is None else values_PCHW.flatten(1)
 
 
 def grid_of_tiles(tiles_PCHW: Tensor) -> Tensor:

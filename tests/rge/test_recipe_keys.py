@@ -34,6 +34,7 @@ from rge.config import DataConfig, ModelConfig, Recipe, RecipeError, TrainConfig
 from rge.data import loader
 from rge.data.collate import Batch
 from rge.distributed import launch
+from rge.losses import CONTRASTIVE_LOSSES
 from rge.model import embedding_model
 from rge.model.embedding_model import embedder_to_train
 from rge.model.prompts import Prompt
@@ -470,6 +471,20 @@ def test_back_end_is_the_least_that_is_shared_out(monkeypatch):
         launch.check_launch(ddp, TrainConfig(back_end="zero2"))
 
 
+def test_plugins_are_imported(home, arguments, monkeypatch):
+    monkeypatch.chdir(home)
+    (home / "my_losses.py").write_text(
+        "from rge.losses import info_nce, register_loss\nregister_loss('mine')(info_nce)\n"
+    )
+    mine = ("loss.terms={mine: 1}",)
+    [problem] = check.examine(load_recipe(arguments(*mine)), Accelerator(cpu=True))[0]
+    assert "contrastive loss must be one of info_nce, got 'mine'" in problem
+    assert check.examine(load_recipe(arguments(*mine, "plugins=[my_losses]")), Accelerator(cpu=True))[0] == []
+    with pytest.raises(UserError, match="plugins=no_such_module: no module of that name"):
+        load_recipe(arguments("plugins=[no_such_module]"))
+    del CONTRASTIVE_LOSSES._things["mine"]
+
+
 def test_prefetch_mb_bounds_what_waits(monkeypatch):
     grid = torch.tensor([[1, 10, 20]])
     prompt = Prompt(
@@ -509,6 +524,7 @@ def test_cuda_graphs_are_the_embedders_to_capture(tiny_path):
 
 ELSEWHERE = {
     "train.back_end": test_back_end_is_the_least_that_is_shared_out,
+    "plugins": test_plugins_are_imported,
     "data.prefetch_mb": test_prefetch_mb_bounds_what_waits,
     "recipe": test_recipe_names_the_run,
     "out": test_out_is_where_everything_goes,

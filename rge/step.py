@@ -180,6 +180,8 @@ def training_step(
                     losses, hits, counts = _contrastive(q.state_ND, t.state_ND, batch, objective)
                     total = total + losses["contrastive_loss"] * con_scale
                 else:
+                    assert grad_q_BD is not None
+                    assert grad_t_ND is not None
                     total = (
                         total
                         + (q.state_ND * grad_q_BD[_rows_of(queries, num_each)]).sum()

@@ -76,7 +76,7 @@ class Validation:
         chunks: list[Batch] = []
         q_parts: list[Tensor] = []
         t_parts: list[Tensor] = []
-        nll, num_tokens, forced = 0.0, 0, 0
+        nll, num_tokens, forced = 0.0, 0.0, 0.0
         for number in range(self.num_chunks):
             rows = self.rows[number * self.micro_batch_size : (number + 1) * self.micro_batch_size]
             # A process that is out of records repeats one, for the forward's sake, and leaves it out of the sums.

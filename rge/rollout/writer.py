@@ -222,8 +222,9 @@ def is_direct(seed: int, share: float) -> bool:
 
 def sample_seeds(seed: int, count: int) -> list[int]:
     """Seeds of a query's rationales: its own, and further ones drawn from it."""
-    more = np.random.SeedSequence([seed]).generate_state(count - 1, np.uint64) if count > 1 else []
-    return [seed, *map(int, more)]
+    if count == 1:
+        return [seed]
+    return [seed, *map(int, np.random.SeedSequence([seed]).generate_state(count - 1, np.uint64))]
 
 
 def _checksum(ids: Any) -> str:

@@ -109,7 +109,7 @@ def test_commands_in_the_docs_exist(page):
     assert set(re.findall(r"python -m eval ([a-z0-9]+)", text)) <= {*COMMANDS, "import", "report"}
     for script in re.findall(r"(?:python|sh|launch) ((?:scripts|rge)/[\w./]+)", text):
         assert (ROOT / script).is_file(), script
-    for recipe in re.findall(r"\brecipe=([a-z]\w*)", text):
+    for recipe in re.findall(r"\brecipe=([a-z]\w*)(?!\w*\.yaml)\b", text):
         assert (ROOT / "recipes" / f"{recipe}.yaml").is_file(), recipe
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert (page.parent / link).exists(), link

@@ -125,7 +125,7 @@ def test_a_wheel_without_the_checkout_trains_the_demo_from_an_empty_folder(tmp_p
     assert json.loads((home / "runs/demo/joint/final/rge.json").read_text())["recipe"]["joint"]["steps"] == 2
     shown = rge("eval", "run", "checkpoint=runs/demo/joint/final", "set=data_prep/demo/data/test", "out=runs/eval", "limit=4",
                 "query_mode=direct", "report=false")  # fmt: skip
-    assert "hit@1" in shown
+    assert "recall@1" in shown
 
 
 # ----------------------------------------------------------------------------------------------------------- reference

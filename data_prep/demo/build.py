@@ -33,8 +33,8 @@ OUT = HERE / "data"
 class DemoOptions:
     """Rebuild the shipped picture set from its tables and icon packages; the result is the same every time."""
 
-    out: Path = OUT
-    """Folder to write to; the shipped one where nothing is given."""
+    out: Path | None = None
+    """Folder to write to; null: the shipped one."""
     icons: Path | None = None
     """Icon packages laid out like ``node_modules``; missing ones are fetched with npm into it. null: a cache in the home
     directory."""
@@ -47,7 +47,7 @@ def main(words: Sequence[str]) -> None:
         UserError: an unknown key, or packages that cannot be had.
     """
     options = parse_options(DemoOptions, words, "rge data demo")
-    out = options.out
+    out = options.out or OUT
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rge" / "icons"
     build(out, options.icons or cache)
     files = sorted(path for path in out.rglob("*") if path.is_file())

@@ -24,7 +24,7 @@ from eval.scoring.output_files import RESULTS, read_results
 from eval.scoring.rationale_quality import rationale_quality, shortcut_rates
 from eval.sets.retrieval_set import RetrievalSet, further_names, load_set, picture_ids
 from rge.common.errors import UserError
-from rge.common.files import write_bytes
+from rge.common.files import find_shipped, write_bytes
 from rge.common.images import ImageError, picture_bytes
 from rge.common.schema import ImageRef, Item
 
@@ -153,8 +153,8 @@ def training_files(recipe: Any) -> list[Path]:
         return list(dict.fromkeys(path for value in recipe.values() for path in training_files(value)))
     if isinstance(recipe, list):
         return list(dict.fromkeys(path for value in recipe for path in training_files(value)))
-    if isinstance(recipe, str) and recipe.endswith(".jsonl") and Path(recipe).is_file():
-        return [Path(recipe)]
+    if isinstance(recipe, str) and recipe.endswith(".jsonl") and find_shipped(recipe).is_file():
+        return [find_shipped(recipe)]
     return []
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rge.common.files import find_shipped
 from rge.config import SourceConfig
 
 RECORDS_READ = 4096
@@ -49,7 +50,7 @@ def training_data(sources: Sequence[SourceConfig]) -> dict[str, Any]:
     for source in sources:
         found = [
             (record.get("source", ""), record.get("category", ""), record.get("instruction") or None)
-            for record in _some_records(Path(source.path))
+            for record in _some_records(find_shipped(source.path))
         ]
         for name, category, instruction in found:
             total[instruction] += source.weight / len(found)

@@ -186,12 +186,13 @@ def test_chunks_draw_the_dropout_of_their_first_forward(lively, make_batch, roll
     torch.manual_seed(5)
     chunks = _chunks(batch, [len(batch.queries)], 2)
     readouts = [_forward(lively, lively, batch, objective, rationales, *chunk) for chunk in chunks]
-    con, _ = _contrastive(
+    losses, *_ = _contrastive(
         torch.cat([q.state_ND for q, _ in readouts]),
         torch.cat([t.state_ND for _, t in readouts]),
         batch,
         objective,
     )
+    con = losses["contrastive_loss"]
     nll = sum(q.nll + t.nll for q, t in readouts)
     tokens = sum(q.num_tokens + t.num_tokens for q, t in readouts)
     total = 0.3 * nll / tokens + 0.7 * con / len(batch.queries)

@@ -221,7 +221,7 @@ def test_invariance_compares_the_rationales_of_vllm(checkpoint, records, monkeyp
 
     class Double:
         def __init__(self, embedder, accelerator, *, max_new_tokens, batch_size, **settings):
-            self.embedder = Embedder.from_pretrained(checkpoint).embedder
+            self.embedder = Embedder.from_pretrained(checkpoint).model
             self.cap, self.batch_size = max_new_tokens, batch_size
             if stale:
                 with torch.no_grad():

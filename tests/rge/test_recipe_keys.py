@@ -38,7 +38,8 @@ from rge.losses import CONTRASTIVE_LOSSES
 from rge.model import embedding_model
 from rge.model.embedding_model import embedder_to_train
 from rge.model.prompts import Prompt
-from rge.plan.report import OWN, _reserved
+from rge.plan.options import PlanCommand
+from rge.plan.report import _reserved
 from rge.rollout import vllm_writer
 from rge.rollout.writer import make_writer
 from rge.scratch.starting_point import starting_point
@@ -451,7 +452,7 @@ def test_vllm_memory_is_the_engines_and_the_plans(arguments, lively, monkeypatch
     given = []
     monkeypatch.setattr(vllm_writer, "find_spec", lambda name: name)
     monkeypatch.setattr(vllm_writer, "make_engine", lambda *_, memory, **more: given.append(memory))
-    options = {name: default for name, (default, _) in OWN.items()}
+    options = PlanCommand(recipe="tiny").values()
     reserved = []
     for share in (0.2, 0.4):
         recipe = load_recipe(arguments("rollout.backend=vllm", f"rollout.vllm_memory={share}"))

@@ -262,7 +262,7 @@ def test_what_the_recipe_says_of_data_reaches_the_batches(records, embedder):
     def made(**data):
         sources = [SourceConfig(str(file.path), weight) for file, weight in zip(records, (2, 1), strict=True)]
         stage = StageConfig(batch_size=6, sources=sources)
-        recipe = Recipe(data=DataConfig(**{"sort_by_length": False, **data}), joint=stage)
+        recipe = Recipe(recipe="tiny", data=DataConfig(**{"sort_by_length": False, **data}), joint=stage)
         by_path = {str(file.path): file for file in records}
         batches = train.build_batches(recipe, stage, Objective(0.5, 0.5), embedder, by_path)
         return [content(batches[step]) for step in range(4)]

@@ -70,7 +70,7 @@ def test_tensorboard_gets_every_figure_at_its_step_and_the_recipe(accelerator, t
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     stage = StageConfig(sources=[SourceConfig("a.jsonl")])
-    recipe = Recipe(out=str(tmp_path), joint=stage, log=LogConfig(["tensorboard"], "mine"))
+    recipe = Recipe(recipe="tiny", out=str(tmp_path), joint=stage, log=LogConfig(["tensorboard"], "mine"))
     start_trackers(accelerator, recipe)
     write(accelerator, tmp_path / "joint", 0, 3)
     accelerator.end_training()
@@ -94,6 +94,6 @@ def test_a_tracker_that_cannot_be_had_is_an_error(accelerator, monkeypatch):
     with pytest.raises(
         RecipeError, match="log.trackers=wandb needs its library, which is not installed: pip install wandb"
     ):
-        start_trackers(accelerator, Recipe(log=LogConfig(["wandb"])))
+        start_trackers(accelerator, Recipe(recipe="tiny", log=LogConfig(["wandb"])))
     assert "comet-ml" in tracker_problems(LogConfig(["comet_ml"]))[0]
     assert "no tracker 'all'" in tracker_problems(LogConfig(["all"]))[0]

@@ -401,7 +401,8 @@ def test_two_processes_train_as_one_does(whole, home):
         (
             ["train.num_processes=2"],
             {"launcher": accelerate("--cpu", "--num_processes", "2")},
-            "train.num_processes=2, but 1 run",
+            "train.num_processes=2, but 1 run; pass the number to accelerate launch as well "
+            "(`accelerate launch --cpu --num_processes 2` starts one process: use --multi_gpu with ACCELERATE_USE_CPU=true)",
         ),
         (["loss.alfa=1"], {}, "unknown key loss.alfa; did you mean loss.alpha_"),
         (["joint.sources=[{path: gone.jsonl}]"], {}, "training records gone.jsonl do not exist"),

@@ -54,6 +54,7 @@ def records(tmp_path, picture):
 def make(records, embedder, objective, micro_batch_size=3, max_records=100, **settings):
     collator = Collator([records], PromptBuilder(embedder.processor), PLAIN, **settings)
     recipe = Recipe(
+        recipe="tiny",
         rollout=RolloutConfig(max_new_tokens=6),
         train=TrainConfig(micro_batch_size=micro_batch_size),
         validation=ValidationConfig(max_records=max_records),

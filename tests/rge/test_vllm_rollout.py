@@ -39,6 +39,7 @@ SETTINGS = {"max_prompt_tokens": 512, "max_new_tokens": CAP, "batch_size": 3, "m
 def recipe_of(rollout: RolloutConfig, micro_batch_size: int = 2) -> Recipe:
     """Five queries a step, in micro batches."""
     return Recipe(
+        recipe="tiny",
         rollout=rollout,
         data=DataConfig(max_prompt_tokens=512),
         joint=StageConfig(batch_size=5),

@@ -25,7 +25,9 @@ from rge.step import Objective, training_step
 
 OBJECTIVE = Objective(0.4, 0.6, 0.07)
 SETTINGS = RolloutConfig(max_new_tokens=9, batch_size=4)
-RECIPE = Recipe(rollout=SETTINGS, joint=StageConfig(batch_size=5), train=TrainConfig(micro_batch_size=2))
+RECIPE = Recipe(
+    recipe="tiny", rollout=SETTINGS, joint=StageConfig(batch_size=5), train=TrainConfig(micro_batch_size=2)
+)
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@
 
 ``FOLDER/task.pt`` holds ``batches`` and ``rationales`` (one a rank), ``objective``, ``micro_batch_size``, ``lr``, ``steps``
 and ``cases``, each a name, the recipe's ``train.back_end`` and its ``model.dtype``. For each the first process writes
-``FOLDER/NAME_WORLD.pt``: the gradient of the first step, and what AdamW's steps made of the losses and the weights.
+``FOLDER/NAME_WORLD.pt``: the gradient of the first step, and what AdamW's steps made of the losses and the weights. With
+``descent`` (``batches``, ``objective``, ``lr``, ``steps``) one process also writes the losses of those.
 """
 
 import os
@@ -62,6 +63,30 @@ def accumulated_in(accelerator: Accelerator, model, embedder: EmbeddingModel) ->
         if hasattr(optimizer, "grad_acc_dtype")
         else optimizer.gradient_accumulation_dtype
     )
+
+
+def descend(checkpoint: str, task: dict, back_end: str, dtype: str) -> list[float]:
+    """Losses of ``task["descent"]``: AdamW, one batch after the other, round after round; one process."""
+    as_launched()
+    accelerator = launch.make_accelerator(TrainConfig(back_end=back_end), dtype)
+    embedder = EmbeddingModel(load_backbone(checkpoint, dtype=dtype)).eval()
+    settings = task["descent"]
+    optimizer = torch.optim.AdamW(embedder.parameters(), lr=settings["lr"])
+    model, optimizer = dist.prepare(accelerator, embedder, optimizer, max_grad_norm=1.0)
+    losses = []
+    for step in range(settings["steps"]):
+        report = training_step(
+            model,
+            embedder,
+            settings["batches"][step % len(settings["batches"])],
+            settings["objective"],
+            rationales=None,
+            micro_batch_size=100,
+            backward=accelerator.backward,
+        )
+        dist.optimizer_step(accelerator, model, optimizer, max_grad_norm=1.0)
+        losses.append(report["loss"])
+    return losses
 
 
 def run(checkpoint: str, task: dict, back_end: str, dtype: str, kind: str, folder: Path | None) -> dict:
@@ -128,6 +153,8 @@ if __name__ == "__main__":
             "gradient": run(checkpoint, task, back_end, dtype, "gradient", None),
             "adamw": run(checkpoint, task, back_end, dtype, "adamw", out),
         }
+        if "descent" in task:
+            found["descent"] = descend(checkpoint, task, back_end, dtype)
         if dist.rank() == 0:
             torch.save(found, f"{out}.pt")
     if world > 1:

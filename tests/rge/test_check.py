@@ -246,4 +246,4 @@ def test_the_command_says_all_and_ends_with_one(home):
     assert "error: 2 things are wrong, and nothing was started:" in done.stderr
     assert "Traceback" not in done.stderr
     done = forked.run("-m", "rge.check", f"recipe={home / 'tiny.yaml'}", "pictures=perhaps")
-    assert (done.returncode, done.stderr) == (1, "error: pictures must be true or false, got 'perhaps'\n")
+    assert (done.returncode, done.stderr) == (2, "error: pictures must be true or false, got 'perhaps'\n")

@@ -351,7 +351,9 @@ def test_another_value_makes_another_run(key, runs):
     one, other = runs(*entry.given), runs(*entry.given, entry.override)
     names = one.recipe.keys() | other.recipe.keys()
     changed = [name for name in names if one.recipe.get(name) != other.recipe.get(name)]
-    assert [name for name in changed if name == key or key.startswith(f"{name}.")], changed
+    assert [name for name in changed if f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}.")], (
+        changed
+    )
     assert getattr(one, entry.what) != getattr(other, entry.what)
 
 

@@ -907,7 +907,7 @@ def test_command(world):
     ("words", "message"),
     [
         (["out=x"], "missing runs="),
-        (["runs=a", "out=x", "logs=y"], "unknown key 'logs', did you mean 'log'"),
+        (["runs=a", "out=x", "logs=y"], r"unknown key logs; did you mean log\?"),
         (["runs=a", "out=x", "baseline=dir"], "baseline must be LABEL:DIR, got 'dir'"),
         (["runs=a", "out=x", "examples=many"], "examples must be an integer, got 'many'"),
     ],

@@ -34,7 +34,7 @@ demo-baseline: setup ## the same, and its fair rival: a model that was trained w
 test: setup lint ## what CI runs: lint, types, all tests that need neither a GPU nor the network
 	@$(OFFLINE) $(ONE_THREAD) $(PY) -m pytest $(TWO_PROCESSES) -m "not gpu and not net"
 
-lint: setup ## ruff (rules and format) and mypy on the pure modules
+lint: setup ## ruff (rules and format) and mypy
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check --quiet . || { echo "run: make format"; exit 1; }
 	@$(PY) -m mypy

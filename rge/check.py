@@ -90,7 +90,9 @@ def main(arguments: list[str]) -> int:
             print("\n".join([*found.summary, "nothing is wrong"]))  # noqa: T201
         if not launched:
             print("launch: not looked at; put `accelerate launch` in the place of `python` for that")  # noqa: T201
-    return int(bool(dist.from_main(problems)))
+    return int(
+        bool(problems)
+    )  # of the main process, which alone has looked; it may take longer than others would wait
 
 
 @contextmanager
@@ -174,7 +176,7 @@ def examine(
     _check_machine(problems, recipe)
     if model is not None:
         _attempt(problems, check_sizes, recipe.loss.matryoshka_dims, model)
-        _check_disk(problems, recipe, found, model, accelerator)
+        _attempt(problems, _check_disk, problems, recipe, found, model, accelerator)
         if not problems:
             found.summary += _banner(recipe, found, model, accelerator)
     return problems, found
@@ -213,10 +215,13 @@ def _records(problems: list[str], recipe: Recipe, stages: list[str]) -> dict[str
     def need(path: str, rationale: bool) -> None:
         needs[path] = needs.get(path, False) or rationale
 
-    oracle = {name: Objective.of(recipe.loss, name).needs_oracle for name in stages}
-    for name in stages:
+    # Finished stages count too: what a run leaves out must not change when it is started again.
+    oracle = {name: Objective.of(recipe.loss, name).needs_oracle for name in recipe.stages()}
+    read = {source.path for name in stages for source in getattr(recipe, name).sources}
+    for name in recipe.stages():
         for source in getattr(recipe, name).sources:
-            need(source.path, oracle[name])
+            if source.path in read:
+                need(source.path, oracle[name])
     if recipe.validation.path is not None:
         need(recipe.validation.path, any(oracle.values()))
     if (

@@ -2,11 +2,14 @@
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from rge.common.files import find_shipped
+from rge.common.schema import Record
 from rge.config import SourceConfig
 
 RECORDS_READ = 4096
@@ -76,18 +79,26 @@ def training_data(sources: Sequence[SourceConfig]) -> dict[str, Any]:
 
 
 def _some_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Records of a file, evenly spread over its bytes; its schema was checked when it was opened for training."""
+    """Records of a file, evenly spread over its bytes."""
     size = path.stat().st_size
     with path.open("rb") as lines:
         if size < 16 << 20:
-            yield from (json.loads(line) for line in lines if line.strip())
+            yield from _parsed(lines)
             return
         for number in range(RECORDS_READ):
             lines.seek(size * number // RECORDS_READ)
             if number:
                 lines.readline()  # the rest of a record that began before
-            if (line := lines.readline()).strip():
-                yield json.loads(line)
+            yield from _parsed([lines.readline()])
+
+
+def _parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        try:
+            Record.model_validate_json(line)
+        except ValidationError:
+            continue  # blank, or left out of training too (data.on_bad=skip)
+        yield json.loads(line)
 
 
 def model_card(settings: dict[str, Any], name: str) -> str:

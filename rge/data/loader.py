@@ -199,7 +199,9 @@ class _Queue:
         header = bytearray(_HEADER.size)
         worker.read_into(memoryview(header), step)
         head_bytes, pixel_bytes = _HEADER.unpack(header)
-        num_bytes = head_bytes + pixel_bytes
+        # Pinned memory comes in powers of two.
+        pinned = self.device.type == "cuda" and pixel_bytes > 0
+        num_bytes = head_bytes + (1 << (pixel_bytes - 1).bit_length() if pinned else pixel_bytes)
         with self.changed:
             self.changed.wait_for(lambda: self.closed or self._has_room(num_bytes))
             if self.closed:

@@ -37,7 +37,7 @@ class ReasoningEmbedder(InputModule):
     @classmethod
     def load(cls, model_name_or_path: str, revision: str | None = None, **_: Any) -> "ReasoningEmbedder":
         """Load a checkpoint; sentence-transformers calls this."""
-        return cls(Embedder.from_pretrained(model_name_or_path, revision=revision, device="cpu"))
+        return cls(Embedder.from_pretrained(model_name_or_path, revision=revision))
 
     def save(self, output_path: str, *_: Any, **__: Any) -> None:
         """Copy the checkpoint."""

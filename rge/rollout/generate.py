@@ -30,7 +30,8 @@ _log = logging.getLogger(__name__)
 
 def _cuda_graph(work: Callable[[], None]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Only this thread's calls are looked at: the loader's thread pins memory meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         work()
     return graph.replay
 

@@ -21,6 +21,8 @@ def test_every_type():
     words = ["out=x/y=z", "names=a, b", "limit=3", "rate=1e-3", "deep=true", "word=null"]
     assert parse_options(Options, words) == Options(Path("x/y=z"), ("a", "b"), 3, 0.001, True, "null")
     assert parse_options(Options, ["out=o", "limit=null"]) == Options(Path("o"))
+    assert parse_options(Options, ["out=o", "limit=010"]).limit == 10  # YAML 1.1 would say eight
+    assert parse_options(Options, ["out=o", "limit=08"]).limit == 8
 
 
 @pytest.mark.parametrize(

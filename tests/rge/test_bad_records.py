@@ -387,7 +387,7 @@ def test_a_run_ends_with_the_records_name(home, tmp_path, num_workers):
         began = time.monotonic()
         done = program.finished()
         assert time.monotonic() - began < 25  # a few steps, and ten seconds
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "error: record 'bad' of " in done.stderr
     assert "truncated.jpg cannot be decoded" in done.stderr
     assert "Traceback" not in done.stderr
@@ -402,7 +402,7 @@ def test_both_of_two_processes_end_with_the_records_name(home, tmp_path, num_wor
         began = time.monotonic()
         done = [rank.finished() for rank in ranks]
         assert time.monotonic() - began < 25  # a few steps, and ten seconds
-    assert [each.returncode for each in done] == [1, 1]
+    assert [each.returncode for each in done] == [2, 2]
     for each in done:
         assert "record 'bad' of" in each.stderr
         assert "truncated.jpg cannot be decoded" in each.stderr

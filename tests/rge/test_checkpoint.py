@@ -8,6 +8,7 @@ import torch
 from family_models import every_family
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
+from rge.checkpoints.description import training_data
 from rge.checkpoints.export import (
     CheckpointError,
     checkpoint_hash,
@@ -18,7 +19,7 @@ from rge.checkpoints.export import (
 )
 from rge.checkpoints.resume import check_same_recipe, finished
 from rge.common.schema import Item
-from rge.config import load_recipe, to_dict
+from rge.config import SourceConfig, load_recipe, to_dict
 from rge.embedder import Embedder
 from rge.model.prompts import PromptBuilder
 from rge.rollout.generate import generate
@@ -180,3 +181,29 @@ def test_a_finished_stage_is_recognised(lively, settings, recipe, tmp_path):
     shutil.rmtree(tmp_path / "final")
     (tmp_path / "tmp_final").mkdir()
     assert not finished(tmp_path, recipe(), "joint")
+
+
+def test_instructions_are_counted_by_weight_and_task(tmp_path):
+    """Lines that training leaves out (data.on_bad=skip) are left out here too."""
+
+    def line(name, instruction, category="c", source="s"):
+        return json.dumps({
+            "id": name, "group": "g", "source": source, "split": "train", "category": category,
+            "instruction": instruction, "query": {"text": "what"}, "positives": [{"id": "t", "text": "an egg"}],
+        })  # fmt: skip
+
+    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    bad = ["", "{", "[1, 2]", '{"id": "x", "instruction": ["a"]}']
+    first.write_text(
+        "\n".join([line("1", "Find it."), line("2", "Find it."), line("3", "Name it.", "n"), *bad])
+    )
+    second.write_text(line("4", None, source="other") + "\n")
+    found = training_data([SourceConfig(str(first), 0.8), SourceConfig(str(second), 0.2)])
+    assert found["instructions"] == {
+        "default": "Find it.",
+        "known": ["Find it.", "Name it."],
+        "by_task": {"other": None, "s/c": "Find it.", "s/n": "Name it."},
+    }
+    heavier = training_data([SourceConfig(str(first), 0.3), SourceConfig(str(second), 0.7)])
+    assert heavier["instructions"]["default"] is None
+    assert heavier["training_data"] == ["first.jsonl", "second.jsonl"]

@@ -120,7 +120,7 @@ def test_batches_come_whole_and_in_order(num_workers, steps):
     assert len(found) == len(steps)
     for step, batch in zip(steps, found, strict=True):
         assert_same(batch, batch_of(step))
-    assert children() == before
+    assert set(children()) <= set(before)  # what another test left may have ended meanwhile
 
 
 @pytest.mark.parametrize("limit_mb", [1, 4])
@@ -222,7 +222,7 @@ def test_training_does_not_wait_for_ever(monkeypatch):
     before = children()
     with pytest.raises(WorkerError, match="no batch came from the data workers for"):
         list(Loader(Made(lambda step: time.sleep(60)), range(3), settings(2)))
-    assert children() == before
+    assert set(children()) <= set(before)
 
 
 def test_leaving_early_ends_the_workers():

@@ -112,8 +112,12 @@ def model_card(settings: dict[str, Any], name: str) -> str:
     base = (recipe.get("model") or {}).get("path")
     front = ["library_name: sentence-transformers", "pipeline_tag: image-text-to-text"]
     tags = ["rge", "sentence-transformers", "multimodal-retrieval", "reasoning", "feature-extraction"]
-    if base and not Path(base).exists() and base.count("/") == 1:
-        front.insert(0, f"base_model: {base}")
+    described = "none, built from nothing"
+    if base:
+        on_hub = base.count("/") == 1 and not Path(base).exists()
+        if on_hub:
+            front.insert(0, f"base_model: {base}")
+        described = f"{base if on_hub else Path(base).name}. Its licence holds for these weights too"
     front += ["tags:", *(f"- {tag}" for tag in tags)]
     instructions = settings.get("instructions") or {}
     default = instructions.get("default")
@@ -146,7 +150,7 @@ def model_card(settings: dict[str, Any], name: str) -> str:
         "",
         "## Training",
         "",
-        f"* Base model: {base or 'none, built from nothing'}. Its licence holds for these weights too.",
+        f"* Base model: {described}.",
         f"* Stage `{settings['stage']}` of recipe `{recipe.get('recipe', 'unknown')}`, {settings['step']} steps.",
         f"* Training data: {', '.join(settings.get('training_data') or ['not recorded'])}.",
         f"* Instruction of most training queries: {repr(default) if default else 'none'}. "

@@ -8,7 +8,7 @@ import torch
 from family_models import every_family
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
-from rge.checkpoints.description import training_data
+from rge.checkpoints.description import model_card, training_data
 from rge.checkpoints.export import (
     CheckpointError,
     checkpoint_hash,
@@ -207,3 +207,27 @@ def test_instructions_are_counted_by_weight_and_task(tmp_path):
     heavier = training_data([SourceConfig(str(first), 0.3), SourceConfig(str(second), 0.7)])
     assert heavier["instructions"]["default"] is None
     assert heavier["training_data"] == ["first.jsonl", "second.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("base", "said", "front"),
+    [
+        (
+            "Qwen/Qwen2.5-VL-3B-Instruct",
+            "Qwen/Qwen2.5-VL-3B-Instruct. Its licence holds for these weights too.",
+            True,
+        ),
+        ("HERE/a model", "a model. Its licence holds for these weights too.", False),
+        (None, "none, built from nothing.", False),
+    ],
+)
+def test_the_card_names_the_base_and_no_folder_of_a_machine(tmp_path, base, said, front):
+    path = base and base.replace("HERE", str(tmp_path))
+    settings = settings_of(
+        emb_id=1, profile="rge", max_prompt_tokens=64, min_pixels=784, max_pixels=7056, max_new_tokens=8,
+        reasons="query", recipe={"model": {"path": path}}, stage="joint", step=1,
+    )  # fmt: skip
+    card = model_card(settings, "mine/joint/final")
+    assert f"* Base model: {said}\n" in card
+    assert ("base_model: " in card) == front
+    assert str(tmp_path) not in card

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Things by name, in the order in which they were added.
+    """Things by name: names in alphabetical order, so that it does not matter which module was imported first.
 
     Args:
         kind: what one of them is, for messages: ``metric``.
@@ -53,14 +53,14 @@ class Registry(Generic[T]):
             return self._things[name]
         near = difflib.get_close_matches(name, self._things, n=1, cutoff=0.5)
         raise UserError(
-            f"{self.kind} must be one of {', '.join(self._things)}, got {name!r}"
+            f"{self.kind} must be one of {', '.join(self)}, got {name!r}"
             f"{f'; did you mean {near[0]!r}?' if near else ''} (plugins=MODULE adds those of a module of yours)"
         )
 
     def __iter__(self) -> Iterator[str]:
-        """Names."""
+        """Names, sorted."""
         self._load()
-        return iter(self._things)
+        return iter(sorted(self._things))
 
     def __contains__(self, name: object) -> bool:
         """Whether something is called so."""
@@ -68,7 +68,7 @@ class Registry(Generic[T]):
         return name in self._things
 
     def values(self) -> list[T]:
-        """All things."""
+        """All things, in the order in which they were added."""
         self._load()
         return list(self._things.values())
 

@@ -8,8 +8,8 @@ counted.
 Shape suffixes: B = queries of this rank, K = rationales a query, C = candidates of all ranks, D = hidden size.
 """
 
-import importlib
 import inspect
+import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rge.common.errors import UserError
-from rge.common.registry import Registry
+from rge.common.registry import Registry, load_plugins
 from rge.config import RewardConfig
 
 
@@ -148,10 +148,10 @@ def find_reward(config: RewardConfig) -> Reward:
     module, mark, name = config.name.partition(":")
     if mark:
         try:
-            function = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
+            load_plugins([module])  # the current folder counts as installed
+            found = Reward(getattr(sys.modules[module], name))
+        except (ImportError, AttributeError, UserError) as error:
             raise UserError(f"rl.rewards: {config.name} cannot be had: {error}") from error
-        found = Reward(function)
     else:
         found = REWARDS[config.name]
     try:

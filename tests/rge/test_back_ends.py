@@ -319,7 +319,8 @@ def test_steps_of_two_processes_equal_one(found, name):
         # Whose rationale stands in for another's depends on who is beside whom on a process.
         for report in (first["report"], second["report"], one["report"]):
             assert report.pop("hit_at_1_counterfactual", 1.0) >= 0
-        assert first["report"] == second["report"] == pytest.approx(one["report"], rel=1e-4)
+        # A policy's loss at its writing is a mean of advantages, nearly nothing.
+        assert first["report"] == second["report"] == pytest.approx(one["report"], rel=1e-4, abs=1e-6)
         assert first["norm"] == pytest.approx(one["norm"], rel=1e-4)
         assert first["weights"].keys() == one["weights"].keys()
         updates, one_tensor = differences(first["weights"], one["weights"], one["before"])

@@ -91,8 +91,8 @@ def paired(tmp_path_factory):
 
 
 def rl_recipe(loss_type: str) -> Recipe:
-    """The stage rl, with rewards of ranks, of other queries' candidates, and of words."""
-    rewards = [RewardConfig(name) for name in ("margin", "ndcg", "grace", "length")]
+    """The stage rl, with rewards of all candidates, of those of other queries, and of words."""
+    rewards = [RewardConfig(name) for name in ("margin", "grace", "length")]
     return Recipe(
         recipe="tiny",
         stage="rl",

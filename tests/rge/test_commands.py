@@ -1,6 +1,5 @@
 """How commands end and show progress: exit codes by one rule, an output that nobody reads, a bar that goes to a file."""
 
-import json
 import os
 import signal
 import subprocess
@@ -35,7 +34,11 @@ FAILURE = {"rank": 3, "host": "h", "reason": "KeyError: 'x'", "code": 1}
         (raises(UserError("key=3: wrong")), 2, "error: key=3: wrong\n"),
         (raises(SystemExit(143)), 143, ""),  # stopped by a signal, with a state
         (raises(KeyboardInterrupt()), 130, ""),
-        (raises(RankError(FAILURE)), 1, "error: rank 3 (h) failed: KeyError: 'x'\n"),  # as the other one ended
+        (
+            raises(RankError(FAILURE)),
+            1,
+            "error: rank 3 (h) failed: KeyError: 'x'\n",
+        ),  # as the other one ended
         (raises(RankError({**FAILURE, "code": 2})), 2, "error: rank 3 (h) failed: KeyError: 'x'\n"),
     ],
 )
@@ -99,7 +102,9 @@ def test_a_bar_in_a_file_is_a_line_now_and_then(monkeypatch, capsys):
 def test_a_bar_on_a_terminal_is_written_over():
     here, there = os.openpty()
     termios.tcsetwinsize(there, (24, 80))
-    code = "from rge.common.commands import progress_bar\nfor _ in progress_bar(range(3), mininterval=0): pass"
+    code = (
+        "from rge.common.commands import progress_bar\nfor _ in progress_bar(range(3), mininterval=0): pass"
+    )
     process = subprocess.Popen([sys.executable, "-c", code], stderr=there)
     os.close(there)
     written = b""
@@ -109,10 +114,3 @@ def test_a_bar_on_a_terminal_is_written_over():
     os.close(here)
     assert process.wait(60) == 0
     assert written.count(b"\r") > 3
-
-
-def test_numbers_of_lines_do_not_break_json(capsys):
-    """What a command prints for programs goes to the standard output, where there are no bars."""
-    for _ in progress_bar(range(3), mininterval=0, delay=0):
-        print(json.dumps({"a": 1}))
-    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [{"a": 1}] * 3

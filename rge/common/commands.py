@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import IO, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 from tqdm import tqdm
 
@@ -52,7 +52,7 @@ def _code_of(main: Callable[[list[str]], int | None]) -> int | str | None:
         return SIGNALLED + signal.SIGINT
 
 
-def _nobody_reads(stream: IO[str]) -> bool:
+def _nobody_reads(stream: TextIO) -> bool:
     try:
         poll = select.poll()
         poll.register(stream.fileno(), 0)
@@ -84,7 +84,7 @@ def progress_bar(items: Iterable[T] | None = None, **options: Any) -> "tqdm[T]":
 class _Lines:
     """Makes lines of what is meant to be written over."""
 
-    def __init__(self, file: IO[str]):
+    def __init__(self, file: TextIO):
         self.file, self.last, self.encoding = file, "", file.encoding
 
     def write(self, text: str) -> None:

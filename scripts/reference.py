@@ -22,6 +22,7 @@ from eval.commands.report import ReportOptions  # noqa: E402
 from rge.common.options import keys  # noqa: E402
 from rge.config import CheckOptions, Recipe  # noqa: E402
 from rge.diagnose.__main__ import DIAGNOSES  # noqa: E402
+from rge.index.options import EmbedOptions, IndexOptions, SearchOptions  # noqa: E402
 from rge.plan.options import PlanOptions  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference.md"
@@ -36,6 +37,9 @@ def commands() -> Iterator[tuple[str, type, type | None]]:
     yield "rge train", Recipe, None
     yield "rge check", CheckOptions, Recipe
     yield "rge plan", PlanOptions, None
+    yield "rge embed", EmbedOptions, None
+    yield "rge index", IndexOptions, None
+    yield "rge search", SearchOptions, None
     for name, schema in DIAGNOSES.items():
         yield f"rge diagnose {name}", schema, None
     run = command_of("run")[0]

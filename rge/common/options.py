@@ -208,6 +208,19 @@ def split_word(word: str) -> tuple[str, str]:
     return key, value
 
 
+def positional(words: Sequence[str], *names: str) -> list[str]:
+    """Leading words that are no ``key=value``, as the values of `names` in this order: ``INDEX "a question"``.
+
+    What stands before the ``=`` of a ``key=value`` is a key's name, so a question with an ``=`` in it is still one.
+    """
+    found = list(words)
+    for place, name in enumerate(names[: len(found)]):
+        if found[place] in HELP or re.match(r"-*[A-Za-z_][\w.\[\]]*=", found[place]):
+            break
+        found[place] = f"{name}={found[place]}"
+    return found
+
+
 def names_of(schema: type) -> set[str]:
     """The names of a dataclass's own keys, as they are typed."""
     return {_typed(item.name) for item in fields(schema)}

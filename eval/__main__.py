@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.registry import BENCHMARKS
 from eval.embedding.processes import leave
+from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.options import HELP, help_text, parse_options
 from rge.common.registry import load_plugins
@@ -121,4 +122,4 @@ def usage(name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    start(main)

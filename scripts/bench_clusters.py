@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from rge.common import commands
 from rge.common.options import parse_options
 
 
@@ -162,4 +163,4 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    commands.start(main)

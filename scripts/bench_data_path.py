@@ -29,6 +29,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
+from rge.common.commands import start
 from rge.common.images import load_image
 from rge.common.schema import Item
 from rge.config import DataConfig
@@ -255,4 +256,4 @@ if __name__ == "__main__":
     if len(sys.argv) > 1 and sys.argv[1].startswith("--"):
         print(json.dumps(measure(sys.argv[1][2:], json.loads(sys.argv[3]), Path(sys.argv[2]))))
     else:
-        main(sys.argv[1:])
+        start(main)

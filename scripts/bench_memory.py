@@ -24,6 +24,8 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from bench_step import peak_growth  # noqa: E402
 
+from rge.common.commands import start  # noqa: E402
+from rge.common.errors import UserError  # noqa: E402
 from rge.common.schema import Item  # noqa: E402
 from rge.data.collate import Batch  # noqa: E402
 from rge.model.backbone import load_backbone  # noqa: E402
@@ -136,8 +138,8 @@ def main(arguments: list[str]) -> None:
     for argument in arguments:
         key, mark, value = argument.partition("=")
         if not mark or key not in options:
-            sys.exit(
-                f"error: unknown argument {argument!r}; known: {', '.join(f'{name}=' for name in options)}"
+            raise UserError(
+                f"unknown argument {argument!r}; known: {', '.join(f'{name}=' for name in options)}"
             )
         options[key] = value
     micro, repeats = int(options["micro_batch"]), int(options["repeats"])
@@ -185,4 +187,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["point"]:
         print(json.dumps(point(sys.argv[2], *map(int, sys.argv[3:6]))))
     else:
-        main(sys.argv[1:])
+        start(main)

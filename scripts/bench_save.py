@@ -22,6 +22,8 @@ import torch  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 
 from rge.checkpoints.training_state import States  # noqa: E402
+from rge.common.commands import start  # noqa: E402
+from rge.common.errors import UserError  # noqa: E402
 
 WIDTH = 1000
 
@@ -77,8 +79,8 @@ def main(arguments: list[str]) -> None:
     for argument in arguments:
         key, mark, value = argument.partition("=")
         if not mark or key not in options:
-            sys.exit(
-                f"error: unknown argument {argument!r}; known: {', '.join(f'{name}=' for name in options)}"
+            raise UserError(
+                f"unknown argument {argument!r}; known: {', '.join(f'{name}=' for name in options)}"
             )
         options[key] = value
     torch.set_num_threads(1)
@@ -95,4 +97,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    start(main)

@@ -11,7 +11,6 @@ OMP_NUM_THREADS. The last line is one JSON object.
 """
 
 import json
-import sys
 import time
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ import numpy as np
 
 from eval.scoring.metrics import compute, cut, judge, names_of, tied_order
 from eval.scoring.search import Ranking, rows_within, search
+from rge.common import commands
 from rge.common.options import parse_options
 
 
@@ -119,4 +119,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    commands.start(main)

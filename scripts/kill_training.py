@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from rge import train  # noqa: E402
+from rge.common.commands import start  # noqa: E402
+from rge.common.errors import UserError  # noqa: E402
 
 RECIPE: dict[str, Any] = {
     "model": {
@@ -153,8 +155,8 @@ def main(arguments: list[str]) -> int:
     for argument in arguments:
         key, mark, value = argument.partition("=")
         if not mark or key not in options:
-            sys.exit(
-                f"error: unknown argument {argument!r}; known: {', '.join(f'{name}=' for name in options)}"
+            raise UserError(
+                f"unknown argument {argument!r}; known: {', '.join(f'{name}=' for name in options)}"
             )
         options[key] = value
     kills, chance = int(options["kills"]), random.Random(int(options["seed"]))
@@ -209,4 +211,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    start(main)

@@ -19,6 +19,7 @@ import pandas as pd
 from PIL import Image
 
 from eval.sets.retrieval_set import load_set
+from rge.common.commands import start
 from rge.common.images import picture_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -214,4 +215,4 @@ def lines(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    start(main)

@@ -168,7 +168,7 @@ def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
         ("rollout.reuse_steps=-1", "rollout.reuse_steps must be >= 0"),
         ("rollout.direct_share=1.5", "rollout.direct_share must be between 0 and 1"),
         ("rollout.direct_share=1", "rollout.direct_share=1 leaves no rationale to write"),
-        ("data.profile=rgb", "data.profile must be one of rge, plain; got 'rgb'"),
+        ("data.profile=rgb", "data.profile must be one of plain, rge; got 'rgb'"),
         ("joint.schedule=step", "joint.schedule must be one of cosine, linear, constant; got 'step'"),
         ("loss.temperature=0", "loss.temperature must be > 0 and finite, got 0.0"),
         ("loss.temperature=.nan", "loss.temperature must be > 0 and finite, got nan"),

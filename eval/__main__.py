@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.registry import BENCHMARKS
 from eval.embedding.processes import leave
+from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.options import HELP, help_text, names_of, parse_options
 from rge.common.registry import PluginOptions, load_plugins
@@ -109,4 +110,4 @@ def usage(name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    start(main)

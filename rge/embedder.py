@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from tqdm import tqdm
 
 from rge.checkpoints.export import CheckpointError, checkpoint_hash, read_settings
+from rge.common.commands import progress_bar
 from rge.common.images import fetch_picture
 from rge.common.schema import Encoded, ImageRef, Item
 from rge.model.backbone import load_backbone
@@ -260,7 +260,7 @@ class Embedder:
             )
         if progress is None:
             progress = len(items) > 4 * batch_size and sys.stderr.isatty()
-        with tqdm(total=len(items), disable=not progress, unit="item") as bar:
+        with progress_bar(total=len(items), disable=not progress, unit="item") as bar:
             found = self.encode(
                 items, side=side, mode=mode, batch_size=batch_size, seeds=seeds, on_progress=bar.update
             )

@@ -38,7 +38,7 @@ import pandas as pd
 from eval.pages.charts import Mark, interval_chart
 from eval.scoring import stats
 from rge.common.commands import start
-from rge.common.errors import UserError
+from rge.common.errors import SIGNALLED, UserError
 from rge.common.files import write_text
 from rge.common.options import names_of, offer_help, parse_options, split_word
 from rge.config import load_recipe
@@ -325,9 +325,11 @@ def run(command: list[str]) -> None:
     """Run a command; stop with its exit code if it fails, so that giving the sweep again continues there."""
     code = subprocess.run(command, check=False).returncode
     if code:
-        sys.exit(
-            f"stopped: {shlex.join(command)} ended with code {code}; give the same command again to continue"
+        print(
+            f"stopped: {shlex.join(command)} ended with code {code}; give the same command again to continue",
+            file=sys.stderr,
         )
+        sys.exit(code if code > 0 else SIGNALLED - code)
 
 
 def collect(cells: list[Cell], values: list[str], options: Options) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from rge.common.commands import start
+from rge.common.errors import SIGNALLED
 from rge.common.files import write_json
 from rge.common.options import parse_options
 
@@ -204,7 +206,7 @@ def main(arguments: list[str]) -> int:
         write_json(record_path, record, indent=2)
         if code:
             print(f"{title}: stopped (exit code {code}); the same command continues", file=sys.stderr)
-            return 1
+            return code if code > 0 else SIGNALLED - code
         print(f"{title}: {seconds / 60:.1f} min", flush=True)
     minutes = {step.name: round(record[step.name]["seconds"] / 60, 2) for step in todo}
     rows = figures(baseline)
@@ -236,7 +238,7 @@ def run(command: Sequence[str]) -> int:
         with contextlib.suppress(KeyboardInterrupt):
             process.wait()
         process.kill()
-        return 130
+        return SIGNALLED + signal.SIGINT
 
 
 def digest(step: Step) -> str:

@@ -9,10 +9,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from tqdm import tqdm
-
 from eval.benchmarks.suite import is_suite, load_suite
 from eval.sets.retrieval_set import RetrievalSet, SetError, content_digest, load_set, with_content
+from rge.common.commands import progress_bar
 from rge.common.images import ImageError, load_image
 from rge.common.registry import PluginOptions
 from rge.common.schema import Item
@@ -75,7 +74,7 @@ def check_set(path: Path) -> Checked:
     bad: list[str] = []
     rows_of: dict[str, list[str]] = defaultdict(list)
     digests, pictured, worded = [], 0, 0
-    for item in tqdm(
+    for item in progress_bar(
         wanted.corpus_items(), desc="candidates", total=len(wanted.corpus_ids), unit="item", delay=2
     ):
         digest = _digest(item, "candidate", bad)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from eval.embedding.fill_cache import Embeds, Mode, Side, check_collapse, cut, fill
 from eval.embedding.identity import software
@@ -25,6 +24,7 @@ from eval.embedding.shards import (
     read_embeddings,
 )
 from eval.sets.retrieval_set import Modality, RetrievalSet, content_digest
+from rge.common.commands import progress_bar
 from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import Encoded, Item
 
@@ -54,7 +54,7 @@ def contents_of(wanted: RetrievalSet, modalities: Sequence[Modality]) -> Content
     row_of_C[wanted.file_rows_C] = np.arange(len(row_of_C))
     candidates: list[str] = []
     rows_of_picture: dict[str, list[int]] = {}
-    items = tqdm(
+    items = progress_bar(
         wanted.corpus_items(), desc=f"{'reading the pool':>17}", total=len(row_of_C), unit="item", delay=2
     )
     for file_row, item in enumerate(items):

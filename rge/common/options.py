@@ -14,7 +14,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -254,8 +254,12 @@ def build(schema: type[T], layers: Sequence[tuple[str, dict[str, Any]]]) -> T:
         UserError: everything that is wrong, a line each.
     """
     tree: dict[str, Any] = {}
-    for _, layer in layers:
+    unresolved = []
+    for origin, layer in layers:
         tree = _merged(tree, layer)
+        unresolved += [f"{origin}{key}={text}{_NOT_RESOLVED}" for key, text in _interpolated(layer)]
+    if unresolved:
+        raise UserError("\n".join(unresolved))
     try:
         # As JSON: strict about kinds (a text is no number), but lists may become tuples and texts paths.
         found: T = _adapter(schema).validate_json(json.dumps(tree, default=str), strict=True)  # type: ignore[arg-type]
@@ -267,6 +271,24 @@ def build(schema: type[T], layers: Sequence[tuple[str, dict[str, Any]]]) -> T:
             problems = [one for one in problems if one not in missing]
             problems.append("missing " + ", ".join(one.removeprefix("missing ") for one in missing))
         raise UserError("\n".join(dict.fromkeys(problems))) from None
+
+
+_NOT_RESOLVED = (
+    ": ${...} of OmegaConf and Hydra is not resolved here; write the value itself (a shell resolves ${NAME} in double quotes; "
+    "in a recipe's out, {recipe} stands for its name)"
+)
+
+
+def _interpolated(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Every text that holds ``${...}``, which would else become a folder of that name, with its key."""
+    if isinstance(value, dict):
+        for key, one in value.items():
+            yield from _interpolated(one, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        for place, one in enumerate(value):
+            yield from _interpolated(one, f"{name}[{place}]")
+    elif isinstance(value, str) and re.search(r"\$\{[^}]*\}", value):
+        yield name, value
 
 
 def one_of(key: str, values: Sequence[str], allowed: Sequence[str]) -> None:

@@ -159,7 +159,7 @@ ENTRIES: dict[str, Changes | Refused] = {
     "rl.rewards.options": Changes(
         "rl.rewards=[{name: grace, options: {temperature: 1.0}}]", "metrics", (*RL, "rl.rewards=[{name: grace}]")
     ),
-    "rl.loss_type": Changes("rl.loss_type=dr_grpo", "metrics", RL),
+    "rl.loss_type": Changes("rl.loss_type=rloo", "weights", RL),
     "rl.scale_rewards": Changes("rl.scale_rewards=none", "weights", RL),
     "rl.std_floor": Changes("rl.std_floor=1.0", "weights", RL),
     "rl.epsilon": Changes("rl.epsilon=1e-5", "metrics", TWO_UPDATES),

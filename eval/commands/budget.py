@@ -40,11 +40,12 @@ from eval.benchmarks.suite import (
     member_bootstraps,
     member_options,
 )
-from eval.commands.rerank import Judge, load_judge, rerank
+from eval.commands.rerank import rerank
 from eval.commands.run import Condition, RunOptions, Session, default_loader, start
 from eval.embedding.fill_cache import Embeds
 from eval.embedding.identity import versions
 from eval.embedding.processes import join
+from eval.judging.judges import Judge, load_judge
 from eval.pages.budget_curves import BASES, BUDGET, as_file
 from eval.scoring.fuse import choose, gated, margin, max_score, mean_embedding, together
 from eval.scoring.output_files import FORMAT, PER_QUERY, check_out

@@ -34,6 +34,7 @@ from typing import Any
 from rge.common.commands import start
 from rge.common.errors import SIGNALLED
 from rge.common.files import write_json
+from rge.common.options import parse_options
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = "data_prep/demo/data"
@@ -62,6 +63,14 @@ CONDITIONS = (
     "direct-image",
 )
 """Folders that the evaluation writes: query mode and what of the query is shown."""
+
+
+@dataclass
+class Options:
+    """What the demo trains."""
+
+    baseline: bool = False
+    """Also train and evaluate the model that never had a rationale."""
 
 
 @dataclass(frozen=True)
@@ -172,10 +181,7 @@ def launcher() -> tuple[str, ...]:
 
 def main(arguments: list[str]) -> int:
     """Run what is not finished, then print the table and the page's path."""
-    if arguments not in ([], ["baseline=true"], ["baseline=false"]):
-        print(f"usage: python scripts/demo.py [baseline=true], got {' '.join(arguments)}", file=sys.stderr)
-        return 2
-    baseline = arguments == ["baseline=true"]
+    baseline = parse_options(Options, arguments, "python scripts/demo.py").baseline
     os.chdir(ROOT)
     record_path = ROOT / RUN / "steps.json"
     record_path.parent.mkdir(parents=True, exist_ok=True)

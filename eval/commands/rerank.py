@@ -33,6 +33,7 @@ from rge.calls.request import Part
 from rge.calls.store import AnswerStore, key_of
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
+from rge.common.registry import PluginOptions
 from rge.common.schema import Item
 
 HELD_CANDIDATES = 4096
@@ -45,7 +46,7 @@ VERSION = 1
 
 
 @dataclass
-class RerankOptions:
+class RerankOptions(PluginOptions):
     """Options of `rge eval rerank`."""
 
     of: Path

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eval.judging.endpoint import Endpoint, picture
+from eval.judging.endpoint import Endpoint, Part, picture
 from eval.sets.retrieval_set import RetrievalSet, content_digest
 from rge.calls.store import AnswerStore, key_of
 from rge.common.commands import progress_bar
@@ -102,7 +102,7 @@ def additions(queries: Sequence[Item], rewriter: Rewriter) -> list[str | None]:
     known = rewriter.answers.get_values(list(dict.fromkeys(keys.values())))
     todo = {key: queries[row] for row, key in keys.items() if key not in known}
     keys_todo = list(todo)
-    prompts = []
+    prompts: list[list[Part]] = []
     for query in todo.values():
         # A caption is of the pictures alone: it must not repeat or answer the question.
         asked = [] if rewriter.kind == "caption" or not query.text else [query.text]

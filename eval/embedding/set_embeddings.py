@@ -155,13 +155,10 @@ class Embeddings:
         if done is not None:
             return done
         settings = keyed_settings(self.encoder, mode) | {"seed": seed, "software": software(self.encoder)}
-        named = {
-            "checkpoint_hash": self.encoder.checkpoint_hash,
-            "settings": settings,
-            "side": side,
-            "mode": mode,
-        }
-        key = cache_key(**named, modality=modality, fingerprint=self.wanted.fingerprint, contents=contents)
+        encoder = encoder_key(
+            checkpoint_hash=self.encoder.checkpoint_hash, settings=settings, side=side, mode=mode
+        )
+        key = cache_key(encoder, modality=modality, fingerprint=self.wanted.fingerprint, contents=contents)
         about = {"side": side, "mode": mode, "modality": modality, "set": self.wanted.name}
         about["checkpoint_hash"] = self.encoder.checkpoint_hash
         names = contents
@@ -170,7 +167,7 @@ class Embeddings:
             ids = [item.id for item in items] if side == "query" else self._file_ids()
             names = [f"{content} {name}" for content, name in zip(contents, ids, strict=True)]
         opened = (self.root, key, len(contents), about)
-        self.team.once(lambda: open_cache(*opened, encoder=encoder_key(**named), names=names) and None)
+        self.team.once(lambda: open_cache(*opened, encoder=encoder, names=names) and None)
         cache = cache_at(*opened, names=names)
         fill(
             self.encoder,
@@ -195,7 +192,7 @@ class Embeddings:
 def keyed_settings(encoder: Embeds, mode: Mode) -> dict[str, Any]:
     """What of an encoder's settings decides its embeddings, with the prompts' wording itself."""
     settings = {key: value for key, value in encoder.settings.items() if key != "notes"}
-    profile = settings.get("profile")
+    profile = str(settings.get("profile"))
     if profile in PROFILES:
         settings["templates"] = asdict(PROFILES[profile])
     if mode == "direct":  # nothing is generated, so another cap on rationales changes nothing

@@ -74,6 +74,17 @@ class Outcome:
     lost: bool = False
     reasked: int = 0
 
+    def answer(self) -> Reply:
+        """The reply.
+
+        Raises:
+            ReplyError: there is none, and why.
+        """
+        if self.error is not None:
+            raise self.error
+        assert self.reply is not None
+        return self.reply
+
 
 @dataclass
 class Counts:

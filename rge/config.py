@@ -434,9 +434,15 @@ def load_options(
 def to_dict(recipe: Recipe) -> dict[str, Any]:
     """The recipe as JSON's own containers, so that it equals what a checkpoint gives back.
 
-    What a command adds to the recipe's keys is left out.
+    What a command adds to the recipe's keys is left out, and of each source what it does not use.
     """
     whole = json.loads(json.dumps(asdict(recipe)))
+    unused = asdict(SourceConfig()) | {"weight": None}
+    for stage in ("cold_start", "joint"):
+        whole[stage]["sources"] = [
+            {name: value for name, value in source.items() if value != unused[name]}
+            for source in whole[stage]["sources"]
+        ]
     return {item.name: whole[item.name] for item in fields(Recipe)}
 
 

@@ -13,6 +13,7 @@ from pydantic import (
     ConfigDict,
     Field,
     GetPydanticSchema,
+    PlainSerializer,
     ValidatorFunctionWrapHandler,
     WrapValidator,
     model_validator,
@@ -31,7 +32,11 @@ def _bytes_too(value: object, check: ValidatorFunctionWrapHandler) -> ImageRef:
 
 Picture = Annotated[
     ImageRef,
-    GetPydanticSchema(lambda _, schema: schema.generate_schema(Annotated[Text, WrapValidator(_bytes_too)])),
+    GetPydanticSchema(
+        lambda _, schema: schema.generate_schema(
+            Annotated[Text, WrapValidator(_bytes_too), PlainSerializer(lambda ref: ref)]
+        )
+    ),
 ]
 """A reference in a file; from a data set, encoded bytes too. Not a union, whose messages would name both."""
 

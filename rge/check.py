@@ -5,7 +5,7 @@
 
 Training does the same by itself before anything else. All stages are looked at: a path that only the joint stage reads
 would else be found wrong when the cold start is over, hours later. ``pictures=true`` decodes every picture once, on all
-cores; without it, each is looked up where it should be. The exit code is 1 if anything is wrong.
+cores; without it, each is looked up where it should be. The exit code is 2 if anything is wrong, of every process.
 """
 
 import multiprocessing
@@ -25,12 +25,11 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator
 from torch import nn
-from tqdm import tqdm
 
 from rge.checkpoints.resume import check_state, finished
 from rge.checkpoints.run_lock import held
 from rge.common.commands import start
-from rge.common.errors import UserError
+from rge.common.errors import USER, UserError
 from rge.common.images import ImageError, PictureIndex, load_image
 from rge.common.schema import ImageRef
 from rge.config import CheckOptions, Recipe, RecipeError, RecordsConfig, StageConfig, load_options
@@ -76,7 +75,7 @@ class Checked:
 
 
 def main(arguments: list[str]) -> int:
-    """Check a recipe; 1 if anything is wrong."""
+    """Check a recipe; 2 if anything is wrong."""
     recipe = load_options(CheckOptions, arguments, command="rge check recipe=NAME")
     raise_descriptor_limit()
     accelerator = launch.make_accelerator(recipe.train, recipe.model.dtype)
@@ -93,16 +92,15 @@ def main(arguments: list[str]) -> int:
             print("\n".join([*found.summary, "nothing is wrong"]))  # noqa: T201
         if not launched:
             print("launch: not looked at; put `accelerate launch` in the place of `python` for that")  # noqa: T201
-    return int(
-        bool(problems)
-    )  # of the main process, which alone has looked; it may take longer than others would wait
+    # Of the main process, which alone has looked; it may take longer than others would wait.
+    return USER if problems else 0
 
 
 @contextmanager
 def checked(recipe: Recipe, accelerator: Accelerator) -> Iterator[Checked]:
     """Check a run on the main process, and keep its folder from others while inside.
 
-    What is wrong is printed by the main process, all of it, and ends every process.
+    What is wrong, all of it, is printed once on each machine, and ends every process.
 
     Raises:
         SystemExit: something is wrong.
@@ -115,13 +113,13 @@ def checked(recipe: Recipe, accelerator: Accelerator) -> Iterator[Checked]:
             problems, found = examine(recipe, accelerator)
             if not problems and found.stages:
                 _attempt(problems, kept.enter_context, held(Path(recipe.out)))
-            if problems:
-                print(_report(problems), file=sys.stderr, flush=True)  # noqa: T201
-            else:
+            if not problems:
                 print("\n".join(found.summary), flush=True)  # noqa: T201
         problems, found = dist.from_main((problems, found))
         if problems:
-            raise SystemExit(1)
+            if accelerator.is_local_main_process:
+                print(_report(problems), file=sys.stderr, flush=True)  # noqa: T201
+            raise SystemExit(USER)
         assert found is not None
         yield found
 
@@ -280,7 +278,7 @@ def _undecodable(files: Sequence[Records]) -> list[str]:
     pictures = shown()
     with (
         ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")) as pool,
-        tqdm(desc="pictures", unit="picture") as bar,
+        progress_bar(desc="pictures", unit="picture") as bar,
     ):
         # So many at a time: of a data set each is its bytes.
         while some := list(islice(pictures, 4096)):

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from tqdm import tqdm
 
 from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import each_member, is_suite, join_members, load_suite, member_dirs
@@ -32,7 +31,9 @@ from eval.scoring.trec import read_run
 from eval.sets.retrieval_set import RetrievalSet, content_digest, load_set, with_readable_content
 from rge.calls.request import Part
 from rge.calls.store import AnswerStore, key_of
+from rge.common.commands import progress_bar
 from rge.common.errors import UserError
+from rge.common.registry import PluginOptions
 from rge.common.schema import Item
 
 HELD_CANDIDATES = 4096
@@ -45,7 +46,7 @@ VERSION = 1
 
 
 @dataclass
-class RerankOptions:
+class RerankOptions(PluginOptions):
     """Options of `rge eval rerank`."""
 
     of: Path
@@ -397,7 +398,7 @@ def rerank(
     *,
     top_n: int,
     chunk: int,
-    progress: Callable[..., Any] = tqdm,
+    progress: Callable[..., Any] = progress_bar,
     team: Team = ALONE,
 ) -> Judged:
     """Score the best ``top_n`` candidates of every query and reorder them.
@@ -412,7 +413,7 @@ def rerank(
         answers: where scores are kept; only the first process needs it.
         top_n: candidates of each query that are scored.
         chunk: pairs scored before they are kept.
-        progress: like `tqdm.tqdm`; the first process counts what all have done.
+        progress: like `rge.common.commands.progress_bar`; the first process counts what all have done.
         team: the processes that share the work.
 
     Returns:

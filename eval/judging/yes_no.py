@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import nn
 
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import Prompt
@@ -40,7 +41,7 @@ def next_token_logits(
     """
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     out = np.empty((len(prompts), len(ids)), np.float32)
-    head = embedder.model.get_output_embeddings()
+    head: nn.Module = embedder.model.get_output_embeddings()  # type: ignore[operator]  # of a transformers model
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
         hidden_BD = embedder.states_before_answer([prompts[row] for row in rows])

@@ -111,10 +111,10 @@ def load_ume(
     """
     device, dtype = place(device, dtype)
     backbone = load_backbone(facts.path, dtype=dtype, emb_token=GEN)
-    tokenizer = backbone.processor.tokenizer  # type: ignore[attr-defined]
+    tokenizer = backbone.processor.tokenizer
     tags = set(tokenizer.convert_tokens_to_ids([tag for tag in WRITTEN if tag in tokenizer.get_vocab()]))
     backbone.suppressed_ids = [token for token in backbone.suppressed_ids if token not in tags]
-    size = backbone.processor.image_processor.size  # type: ignore[attr-defined]
+    size = backbone.processor.image_processor.size
     cap = MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens
     settings = {
         "adapter": "ume-r1",

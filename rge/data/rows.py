@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import ValidationError
-from tqdm import tqdm
 
+from rge.common.commands import progress_bar
 from rge.common.images import PictureIndex
 from rge.common.schema import Positive, QueryPart, Record, Target
 from rge.config import RecordsConfig
@@ -311,7 +311,7 @@ class RowRecords(Records):
     def _light_records(self, progress: bool = False) -> Iterator[tuple[int, Record | None, list[str]]]:
         """Number, record without its pictures' bytes, or what is wrong with it."""
         rows, columns, _ = self._opened()
-        with tqdm(
+        with progress_bar(
             total=len(rows), desc=f"checking {self.name}", disable=not progress or len(rows) < 1_000_000
         ) as bar:
             for start in range(0, len(rows), AT_ONCE):

@@ -18,8 +18,8 @@ from typing import BinaryIO
 
 import numpy as np
 from pydantic import ValidationError
-from tqdm import tqdm
 
+from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.files import find_shipped, replacing
 from rge.common.images import PictureIndex
@@ -238,7 +238,7 @@ class RecordFile(Records):
     def _read(self, need_rationale: bool, pictures: PictureIndex | None, progress: bool) -> Iterator[Scanned]:
         size = self.path.stat().st_size
         quick = size < 100_000_000  # a second or two
-        bar = tqdm(
+        bar = progress_bar(
             total=size,
             unit="B",
             unit_scale=True,

@@ -242,7 +242,7 @@ def test_the_command_says_all_and_ends_with_one(home):
     done = forked.run(
         "-m", "rge.check", f"recipe={home / 'tiny.yaml'}", "log.trackers=[nothing]", "joint.sources=[{path: gone}]"
     )  # fmt: skip
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "error: 2 things are wrong, and nothing was started:" in done.stderr
     assert "Traceback" not in done.stderr
     done = forked.run("-m", "rge.check", f"recipe={home / 'tiny.yaml'}", "pictures=perhaps")

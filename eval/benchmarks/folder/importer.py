@@ -31,6 +31,7 @@ from eval.benchmarks.release_files import (
 )
 from eval.sets.retrieval_set import MAX_REPORT_VALUES, RetrievalSet
 from rge.common.options import one_of
+from rge.common.registry import PluginOptions
 
 TABLES = tuple(f"queries{ending}" for ending in (".csv", ".tsv", ".jsonl", ".json", ".parquet"))
 ALIASES = {
@@ -47,7 +48,7 @@ SEPARATORS = re.compile(r"[;|\n]")
 
 
 @dataclass
-class FolderOptions:
+class FolderOptions(PluginOptions):
     """Options of `rge eval import folder`."""
 
     src: Path

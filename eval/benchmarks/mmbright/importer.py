@@ -43,6 +43,7 @@ from eval.benchmarks.release_files import (
 from eval.benchmarks.suite import is_suite, write_suite
 from rge.common.images import ImageError
 from rge.common.options import one_of
+from rge.common.registry import PluginOptions
 
 TASKS = ("1", "2", "3", "4")
 POLICIES = ("first", "vconcat", "all")
@@ -54,7 +55,7 @@ NO_IMAGE = "__NO_IMAGE__"
 
 
 @dataclass
-class MmbrightOptions:
+class MmbrightOptions(PluginOptions):
     """Options of `rge eval import mmbright`."""
 
     src: Path

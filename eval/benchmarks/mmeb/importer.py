@@ -27,6 +27,7 @@ from eval.benchmarks.release_files import (
 from eval.benchmarks.suite import is_suite, write_suite
 from rge.common.mmeb_prompts import INSTRUCTIONS, SETS, plain, reword
 from rge.common.options import one_of
+from rge.common.registry import PluginOptions
 
 COLUMNS = ("qry_text", "qry_img_path", "tgt_text", "tgt_img_path")
 APART = ("qry_inst", "tgt_inst")
@@ -34,7 +35,7 @@ APART = ("qry_inst", "tgt_inst")
 
 
 @dataclass
-class MmebOptions:
+class MmebOptions(PluginOptions):
     """Options of `rge eval import mmeb`."""
 
     src: Path

@@ -34,6 +34,7 @@ from eval.benchmarks.release_files import (
 )
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.options import one_of
+from rge.common.registry import PluginOptions
 
 TABLE, INDEX = "pinpoint_licensed.parquet", "index_signatures.txt"
 COLUMNS = ("query_id", "instruction", "query_image_signature", "positive_candidates", "negative_candidates")
@@ -41,7 +42,7 @@ SINGLE, MULTI = "one image", "two images"
 
 
 @dataclass
-class PinpointOptions:
+class PinpointOptions(PluginOptions):
     """Options of `rge eval import pinpoint`."""
 
     src: Path

@@ -34,6 +34,7 @@ from eval.benchmarks.release_files import (
 )
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.options import one_of
+from rge.common.registry import PluginOptions
 
 NUM_QUERIES, NUM_CANDIDATES, MAX_POSITIVES = 1634, 35_803, 20
 CATEGORY_COUNTS = {"functional": 546, "temporal": 656, "causal": 432}
@@ -105,7 +106,7 @@ POOL = ("corpus", "pool", "candidates", "candidate_pool", "image_pool", "index")
 
 
 @dataclass
-class RmirOptions:
+class RmirOptions(PluginOptions):
     """Options of `rge eval import rmir`."""
 
     src: Path

@@ -28,7 +28,7 @@ from torch import nn
 
 from rge.checkpoints.resume import check_state, finished
 from rge.checkpoints.run_lock import held
-from rge.common.commands import start
+from rge.common.commands import progress_bar, start
 from rge.common.errors import USER, UserError
 from rge.common.images import ImageError, PictureIndex, load_image
 from rge.common.schema import ImageRef

@@ -578,7 +578,7 @@ def test_a_stream_is_the_same_killed_or_whole_and_on_two_processes(recipe, home,
         program.wait_until(lambda: list((tmp_path / "killed" / "joint" / "state").glob("step_*[2468]")))
         program.send(signal.SIGKILL)
     wrong = forked.run(*words, "data.num_workers=1")
-    assert wrong.returncode == 1
+    assert wrong.returncode == 2
     assert "was saved by 1 processes with data.num_workers=2, and now there are 1 with 1" in wrong.stderr
     assert run(recipe, tmp_path / "killed", *given) == whole
     mine, theirs = (

@@ -266,6 +266,19 @@ class RecordFile(Records):
                 if record is not None:
                     yield number, start, record.id
 
+    @classmethod
+    def known(cls, path: Path, offsets: np.ndarray, bad: list[BadRecord]) -> "RecordFile":
+        """A file that was opened and checked before, as it was found then; see `rge.data.verdicts`."""
+        file = cls.__new__(cls)
+        file.path, file._offsets, file.bad = path, offsets, bad
+        file.name, file.size = str(path), len(offsets)
+        return file
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """Where in the file each record starts, bytes."""
+        return self._offsets
+
     def __getitem__(self, index: int) -> Record:
         """The record at `index`, its picture references made absolute.
 

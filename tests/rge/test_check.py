@@ -276,6 +276,7 @@ def test_the_banner_says_time_and_memory_with_their_uncertainty(home, monkeypatc
 
     class File(list):
         bad: list = []
+        size = 3
 
     found.records = {str(home / "records.jsonl"): File([None] * 3)}
     lines = check._banner(recipe, found, check._outline(recipe), Gpus())

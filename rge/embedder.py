@@ -369,6 +369,26 @@ class Embedder:
         ]
 
     @torch.no_grad()
+    def encode_after(
+        self, prompts: Sequence[Prompt], rationales: Sequence[Sequence[int]], *, batch_size: int = 64
+    ) -> np.ndarray:
+        """Embeddings (N, D) of prompts after given rationales, whoever wrote them.
+
+        Args:
+            prompts: of `builder`.
+            rationales: token ids, without ``<emb>``; empty ones are what direct mode reads.
+            batch_size: rows a forward.
+        """
+        order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]) + len(rationales[row]))
+        found = np.empty((len(prompts), self.size), np.float32)
+        for start in range(0, len(order), batch_size):
+            rows = order[start : start + batch_size]
+            branches = [[Branch([*rationales[row], self.model.emb_id], read_state=True)] for row in rows]
+            packed = self.model.pack([prompts[row] for row in rows], branches)
+            found[rows] = self.model(packed)[0].state_ND.float().cpu().numpy()
+        return found
+
+    @torch.no_grad()
     def _state(self, prompt: Prompt, ids: Sequence[int]) -> tuple[Tensor, float]:
         """State (D,) after a rationale, computed alone, and milliseconds."""
         began = time.perf_counter()

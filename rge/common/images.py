@@ -73,10 +73,14 @@ class PictureIndex:
     """Which pictures there are, without opening them: a folder or library is listed once, whatever the number asked for.
 
     One look a folder instead of one a picture: on a network disk that is minutes instead of hours.
+
+    Attributes:
+        asked: folders and libraries that answers came from, until somebody clears it.
     """
 
     def __init__(self) -> None:
         self._listed: dict[str, frozenset[str] | str] = {}
+        self.asked: set[str] = set()
 
     def fault(self, ref: str) -> str | None:
         """Why a picture cannot be there, or None.
@@ -86,6 +90,7 @@ class PictureIndex:
         """
         path, mark, row = ref.partition(".parquet#")
         folder, name = (path + ".parquet", row) if mark else os.path.split(ref)
+        self.asked.add(folder)
         if folder not in self._listed:
             self._listed[folder] = _rows_of(folder) if mark else _files_in(folder)
         names = self._listed[folder]

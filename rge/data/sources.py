@@ -122,6 +122,18 @@ class RecordFile:
                 + self._listed(faults)
             )
 
+    @classmethod
+    def known(cls, path: Path, offsets: np.ndarray, bad: list[BadRecord]) -> "RecordFile":
+        """A file that was opened and checked before, as it was found then; see `rge.data.verdicts`."""
+        file = cls.__new__(cls)
+        file.path, file._offsets, file.bad = path, offsets, bad
+        return file
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """Where in the file each record starts, bytes."""
+        return self._offsets
+
     def _without(self, faults: "Sequence[_Fault]") -> list[BadRecord]:
         """Leave out the records that have a fault."""
         reasons: dict[int, list[_Fault]] = {}

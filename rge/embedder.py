@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rge.checkpoints.export import CheckpointError, checkpoint_hash, read_settings
 from rge.common.commands import progress_bar
+from rge.common.errors import UserError
 from rge.common.images import fetch_picture
 from rge.common.schema import Encoded, ImageRef, Item
 from rge.model.backbone import load_backbone
@@ -103,6 +104,15 @@ class Embedder:
     def size(self) -> int:
         """Components of an embedding."""
         return self.model.model.config.get_text_config().hidden_size
+
+    def check_dimensions(self, dimensions: int | None) -> None:
+        """Raise `UserError` where embeddings cannot be cut to so many components."""
+        allowed = {self.size, *self.settings.get("dimensions", ())}
+        if dimensions is not None and dimensions not in allowed:
+            raise UserError(
+                f"dimensions must be one of {', '.join(map(str, sorted(allowed)))}, the sizes this checkpoint was trained "
+                f"for, got {dimensions}"
+            )
 
     @property
     def default_instruction(self) -> str | None:
@@ -256,12 +266,7 @@ class Embedder:
     def _answer(
         self, items, side, mode, single, dimensions, return_rationales, as_tensor, batch_size, seeds, progress
     ):  # fmt: skip
-        allowed = {self.size, *self.settings.get("dimensions", ())}
-        if dimensions is not None and dimensions not in allowed:
-            raise ValueError(
-                f"dimensions must be one of {', '.join(map(str, sorted(allowed)))}, the sizes this checkpoint was trained "
-                f"for, got {dimensions}"
-            )
+        self.check_dimensions(dimensions)
         if progress is None:
             progress = len(items) > 4 * batch_size and sys.stderr.isatty()
         with progress_bar(total=len(items), disable=not progress, unit="item") as bar:

@@ -28,7 +28,7 @@ from rge.common.images import fetch_picture
 from rge.common.schema import Encoded, ImageRef, Item
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel
-from rge.model.packing import Branch
+from rge.model.packing import Branch, by_length
 from rge.model.prompts import Prompt, PromptBuilder
 from rge.rollout.generate import generate
 
@@ -384,10 +384,11 @@ class Embedder:
             rationales: token ids, without ``<emb>``; empty ones are what direct mode reads.
             batch_size: rows a forward.
         """
-        order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]) + len(rationales[row]))
+        lengths = [
+            len(prompt) + len(rationale) for prompt, rationale in zip(prompts, rationales, strict=True)
+        ]
         found = np.empty((len(prompts), self.size), np.float32)
-        for start in range(0, len(order), batch_size):
-            rows = order[start : start + batch_size]
+        for rows in by_length(lengths, batch_size):
             branches = [[Branch([*rationales[row], self.model.emb_id], read_state=True)] for row in rows]
             packed = self.model.pack([prompts[row] for row in rows], branches)
             found[rows] = self.model(packed)[0].state_ND.float().cpu().numpy()

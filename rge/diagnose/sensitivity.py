@@ -11,11 +11,6 @@ import torch
 
 from rge.diagnose.pairs import Pairs, elsewhere, hits, interval
 from rge.embedder import Embedder
-<<<<<<< HEAD
-=======
-from rge.model.packing import Branch, by_length
-from rge.model.prompts import Prompt
->>>>>>> main
 from rge.rollout.generate import generate
 
 
@@ -78,24 +73,6 @@ def sensitivity(encoder: Embedder, pairs: Pairs, *, batch_size: int, seed: int =
     }
 
 
-<<<<<<< HEAD
-=======
-@torch.no_grad()
-def after(
-    encoder: Embedder, prompts: list[Prompt], rationales: list[list[int]], batch_size: int
-) -> np.ndarray:
-    """Embeddings (Q, D) of prompts after given rationales."""
-    embedder = encoder.model
-    lengths = [len(prompt) + len(rationale) for prompt, rationale in zip(prompts, rationales, strict=True)]
-    found = np.empty((len(prompts), encoder.model.model.config.get_text_config().hidden_size), np.float32)
-    for rows in by_length(lengths, batch_size):
-        branches = [[Branch([*rationales[row], embedder.emb_id], read_state=True)] for row in rows]
-        packed = embedder.pack([prompts[row] for row in rows], branches)
-        found[rows] = embedder(packed)[0].state_ND.float().cpu().numpy()
-    return found
-
-
->>>>>>> main
 def verdict(conditions: dict[str, Any]) -> str:
     """One sentence on what the swap says, by whether its interval leaves zero out."""
     mean, low, high = conditions["swapped"]["difference"]

@@ -669,7 +669,7 @@ def test_a_source_is_what_each_of_its_keys_says(key, arguments, named, monkeypat
             words = [f"stage={stage}", f"{stage}.sources=[{source}]"]
         problems: list[str] = []
         recipe = load_recipe(arguments(*words))
-        found = check._records(problems, recipe, recipe.stages())
+        found = check._records(problems, recipe, recipe.stages(), check.Verdicts())
         wanted = recipe.validation if stage == "validation" else getattr(recipe, stage).sources[0]
         if problems:
             return problems

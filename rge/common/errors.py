@@ -1,8 +1,21 @@
 """The one root of errors that are the user's to mend: every command shows them as one message, without a traceback."""
 
+import pickle
+import traceback
+
 
 class UserError(ValueError):
     """Something the user gave is wrong: an option, a file, a launch. The message names it and the mend.
 
     Any other exception is a bug, and keeps its traceback.
     """
+
+
+def portable(error: Exception) -> Exception:
+    """The error as it may travel to another process, with where it came from."""
+    error.add_note("".join(traceback.format_exception(error)))
+    try:
+        again = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
+    except Exception:  # noqa: BLE001 - whatever its class makes of that
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error if type(again) is type(error) else RuntimeError(f"{type(error).__name__}: {error}")

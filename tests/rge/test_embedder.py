@@ -335,3 +335,56 @@ def test_the_examples_run_as_they_are_printed(page, described, picture, tmp_path
             assert isinstance(names["rationale"], str)
         if "queries" in names:
             assert names["documents"].shape == (2, 32)
+
+
+@pytest.mark.slow
+def test_several_devices_embed_as_one_does(described, items, picture):
+    """Two processes on the CPU: bit for bit what one gives, whatever it is asked."""
+    both = Embedder.from_pretrained(described.checkpoint, device=["cpu", "cpu"], temperature=1.5)
+    one = Embedder.from_pretrained(described.checkpoint, device=["cpu"], temperature=1.5)
+    for exact in (False, True):
+        one.exact = both.exact = exact
+        seen = []
+        options = {"side": "query", "mode": "reasoning", "batch_size": 1, "seeds": range(21)}
+        found, expected = both.encode(items, **options, on_progress=seen.append), one.encode(items, **options)
+        assert np.array_equal(found.embeddings, expected.embeddings)
+        assert found.rationales == expected.rationales
+        assert found.stop_reasons == expected.stop_reasons
+        assert np.array_equal(found.num_rationale_tokens, expected.num_rationale_tokens)
+        assert sum(seen) == 21
+    assert (both.size, both.settings, both.checkpoint_hash) == (32, one.settings, one.checkpoint_hash)
+    images = [picture(40, 30, seed) for seed in range(20)]
+    assert np.array_equal(
+        both.encode_document(images=images, batch_size=2), one.encode_document(images=images, batch_size=2)
+    )
+    with pytest.raises(ImageError, match=r"gone\.png cannot be read"):
+        both.encode_document(images=[*images, "gone.png"], batch_size=1)
+    assert np.array_equal(both.encode_document("a"), one.encode_document("a"))
+    with pytest.raises(AttributeError, match="model"):
+        both.model  # noqa: B018 - the workers have it
+    both.close()
+    with pytest.raises(ValueError, match="device names no device"):
+        Embedder.from_pretrained(described.checkpoint, device=[])
+
+
+def test_pictures_on_the_web_are_fetched_when_their_turn_comes(described, picture, tmp_path, monkeypatch):
+    """A list may be longer than its pictures fit into memory: at most a window of them is held."""
+    image, waiting, most = picture(30, 30), [], []
+
+    def fetch(address):
+        waiting.append(address)
+        most.append(len(waiting))
+        return image
+
+    def window(self, job, on_progress):
+        waiting.clear()
+        return embed(self, job, on_progress)
+
+    embed = Embedder._window
+    monkeypatch.setattr("rge.embedder.fetch_picture", fetch)
+    monkeypatch.setattr(Embedder, "_window", window)
+    found = described.encode_document(
+        images=[f"https://example.org/{n}.png" for n in range(40)], batch_size=2
+    )
+    assert found.shape == (40, 32)
+    assert max(most) == 16

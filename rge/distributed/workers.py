@@ -101,7 +101,7 @@ class Workers:
         waited_for = 0
         while job is not None or waited_for:
             for worker in self._workers:
-                if job is not None and worker.is_idle:
+                if job is not None and worker.is_idle and all(one.is_ready for one in self._workers):
                     worker.send((self._round, *job))
                     waited_for += 1
                     job = next(jobs, None)

@@ -164,15 +164,20 @@ def quantized(kind: str | None, config: PretrainedConfig, dtype: str, device: st
         kind: ``8bit`` (LLM.int8) or ``4bit`` (NF4); None: none.
         config: of the model.
         dtype: of everything else, and of the products.
-        device: where the weights go.
+        device: where the weights go; 4 bits only on a GPU.
 
     Raises:
-        BackboneError: unknown, or bitsandbytes is not there.
+        BackboneError: unknown, not possible on that device, or bitsandbytes is not there.
     """
     if kind is None:
         return {}
     if kind not in QUANTIZATIONS:
         raise BackboneError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, got {kind!r}")
+    if kind == "4bit" and not device.startswith("cuda"):
+        raise BackboneError(
+            f"quantization=4bit needs a GPU, device is {device}; there, quantization=8bit works (smaller and slower than "
+            "without), and dtype=bfloat16 halves the memory"
+        )
     if importlib.util.find_spec("bitsandbytes") is None:
         raise BackboneError(f"quantization={kind} needs bitsandbytes: pip install 'rge[quantization]'")
     with torch.device("meta"):

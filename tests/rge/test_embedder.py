@@ -17,6 +17,7 @@ from rge.checkpoints.export import CheckpointError, export, settings_of
 from rge.common.images import ImageError
 from rge.common.schema import Item
 from rge.embedder import Embedder
+from rge.model.backbone import BackboneError
 from rge.model.packing import Branch
 
 
@@ -314,27 +315,44 @@ def test_rge_gives_the_embedder_away():
         rge.Embeder  # noqa: B018
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/use.md"])
-def test_the_examples_run_as_they_are_printed(page, described, picture, tmp_path, monkeypatch):
-    """From the folder of the clone, where `make demo` has left its checkpoint."""
+def blocks_of(page):
     root = Path(__file__).resolve().parents[2]
-    blocks = re.findall(r"```python\n(.*?)```", (root / page).read_text(encoding="utf-8"), re.DOTALL)
-    assert blocks
+    return re.findall(r"```python\n(.*?)```", (root / page).read_text(encoding="utf-8"), re.DOTALL)
+
+
+EXAMPLES = [(page, number) for page in ("README.md", "docs/use.md") for number in range(len(blocks_of(page)))]
+
+
+@pytest.mark.parametrize(("page", "number"), EXAMPLES)
+def test_the_examples_run_as_they_are_printed(page, number, described, picture, tmp_path, monkeypatch):
+    """From the folder of the clone, where `make demo` has left its checkpoint; libraries that are not installed are skipped."""
+    block, root = blocks_of(page)[number], Path(__file__).resolve().parents[2]
+    for library in ("mteb", "langchain_core", "llama_index", "sentence_transformers"):
+        if f"from {library}" in block or f"import {library}" in block or f"integrations.{library}" in block:
+            pytest.importorskip(library)
     shutil.copytree(described.checkpoint, tmp_path / "clone/runs/demo/joint/final")
+    (tmp_path / "clone/data_prep").symlink_to(root / "data_prep")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
     monkeypatch.chdir(tmp_path / "clone")
     for seed, name in enumerate(("padlock", "key", "nail")):
         picture(40, 50, seed).save(f"{name}.png")
-    for block in blocks:
-        names: dict = {}
-        exec(block, names)  # noqa: S102 - our own page
-        if "scores" in names:
-            assert names["scores"].shape == (2,)
-            assert names["query"] @ names["query"] == pytest.approx(1, abs=1e-5)
-        if "best" in names:
-            assert names["best"] in (0, 1)
-            assert isinstance(names["rationale"], str)
-        if "queries" in names:
-            assert names["documents"].shape == (2, 32)
+    names: dict = {}
+    exec(block, names)  # noqa: S102 - our own page
+    if "scores" in names:
+        assert names["scores"].shape == (2,)
+        assert names["query"] @ names["query"] == pytest.approx(1, abs=1e-5)
+    if "best" in names:
+        assert names["best"] in (0, 1)
+        assert isinstance(names["rationale"], str)
+    if "queries" in names:
+        assert names["documents"].shape == (2, 32)
+    if "figures" in names:
+        assert 0 < names["figures"]["recall_at_20"] < 1
+    if "hits" in names:
+        assert names["hits"][0].page_content in ("a key", "a nail")
+    if "picture" in names:
+        assert [len(names[name]) for name in ("query", "picture")] == [32, 32]
+        assert [len(one) for one in names["documents"]] == [32, 32]
 
 
 @pytest.mark.slow
@@ -388,3 +406,28 @@ def test_pictures_on_the_web_are_fetched_when_their_turn_comes(described, pictur
     )
     assert found.shape == (40, 32)
     assert max(most) == 16
+
+
+def test_quantization_that_cannot_be_is_refused(described, monkeypatch):
+    with pytest.raises(BackboneError, match="quantization must be one of 8bit, 4bit, got 'int8'"):
+        Embedder.from_pretrained(described.checkpoint, quantization="int8")
+    with pytest.raises(
+        BackboneError, match="4bit needs a GPU, device is cpu; there, quantization=8bit works"
+    ):
+        Embedder.from_pretrained(described.checkpoint, device="cpu", quantization="4bit")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(BackboneError, match=r"8bit needs bitsandbytes: pip install 'rge\[quantization\]'"):
+        Embedder.from_pretrained(described.checkpoint, quantization="8bit")
+
+
+def test_eight_bits_hold_the_text_models_matrices(described):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    coarse = Embedder.from_pretrained(described.checkpoint, device="cpu", quantization="8bit")
+    kinds = {name: type(one) for name, one in coarse.model.model.named_modules() if name.endswith("_proj")}
+    assert {kind for name, kind in kinds.items() if "visual" in name} == {torch.nn.Linear}
+    assert {kind for name, kind in kinds.items() if "visual" not in name} == {bitsandbytes.nn.Linear8bitLt}
+    assert coarse.settings["quantization"] == "8bit"
+    cosine = (coarse.encode_document(["a", "b"]) * described.encode_document(["a", "b"])).sum(axis=1)
+    assert (cosine > 0.99).all()
+    assert (cosine < 1 - 1e-7).any()
+    assert isinstance(coarse.encode_query("a", return_rationales=True)[1], str)

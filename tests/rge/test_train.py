@@ -257,6 +257,8 @@ def test_the_best_checkpoints_by_validation_are_kept(whole):
             settings = read_settings(path)
             assert settings["validation"][metric] == found[settings["step"]]
             Embedder.from_pretrained(path)
+        last = read_settings(whole / stage / "final")["validation"]
+        assert last[metric] == found[max(found)]
 
 
 @pytest.mark.slow

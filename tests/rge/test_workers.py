@@ -133,7 +133,9 @@ def test_what_cannot_start_is_said():
 def test_silence_has_a_limit(workers, monkeypatch):
     before = done(workers, [1, 2]) and pids(workers)
     monkeypatch.setattr(module, "SILENCE_S", 0.3)
-    with pytest.raises(WorkerError, match=r"the worker on [ab] was silent for 0 s while it worked"):
+    with pytest.raises(
+        WorkerError, match=r"the worker on [ab] was silent for 0 s while it worked; all workers were ended"
+    ):
         done(workers, ["sleep", "sleep"])
     assert all(map(is_gone, before))
 

@@ -137,7 +137,7 @@ def register(
     folder = local_folder(checkpoint, revision)
     settings = read_settings(folder)
     if name is None:
-        on_hub = not Path(checkpoint).expanduser().exists()
+        on_hub = "/" in str(checkpoint) and not Path(checkpoint).expanduser().exists()
         name = str(checkpoint) if on_hub else "/".join(folder.resolve().parts[-2:])
     meta = ModelMeta(
         loader=cast(Any, ReasoningEncoder),

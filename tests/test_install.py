@@ -51,7 +51,7 @@ def imported() -> set[str]:
 
 
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
-    by_module = {"llama_index": ["llama-index-core"]} | packages_distributions()  # which need not be installed
+    by_module = {"llama_index": ["llama-index-core"]} | packages_distributions()  # or not
     extras = PROJECT["optional-dependencies"]
     used_in_extras = {plain(one) for name, listed in extras.items() if name != "dev" for one in listed}
     declared = {plain(one) for one in PROJECT["dependencies"]} | used_in_extras

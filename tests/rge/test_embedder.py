@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hub import hub
+from huggingface_hub.errors import HfHubHTTPError
 
 from rge.checkpoints.export import CheckpointError, export, settings_of
 from rge.common.images import ImageError
@@ -287,24 +289,31 @@ def test_the_hub_out_of_reach_is_one_sentence(monkeypatch):
         Embedder.from_pretrained("runs/a/b")
 
 
-def test_a_checkpoint_is_uploaded_whole(described, monkeypatch):
-    calls = []
-
-    class Api:
-        def __init__(self, token):
-            calls.append(token)
-
-        def create_repo(self, name, **options):
-            calls.append((name, options))
-
-        def upload_folder(self, *, repo_id, folder_path):
-            calls.append((repo_id, sorted(path.name for path in folder_path.iterdir())))
-            return "commit"
-
-    monkeypatch.setattr("huggingface_hub.HfApi", Api)
-    assert described.push_to_hub("me/mine", private=True, token="t") == "commit"
-    assert calls[:2] == ["t", ("me/mine", {"private": True, "exist_ok": True})]
-    assert {"README.md", "rge.json", "model.safetensors", "modules.json", "config.json"} <= set(calls[2][1])
+def test_a_checkpoint_goes_to_the_hub_and_comes_back(described, monkeypatch, tmp_path):
+    """By huggingface_hub's own client and protocol, to a hub on this machine."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    card = described.checkpoint / "README.md"
+    card.write_text(card.read_text() + "\nMine. # final\n")
+    before = {path.name: path.read_bytes() for path in described.checkpoint.iterdir()}
+    with hub(monkeypatch) as held:
+        address = described.push_to_hub("me/mine", private=True, token="hf_test")
+        assert address.endswith("/me/mine/commit/" + "1" * 40)
+        assert (held.created["name"], held.created["visibility"]) == ("mine", "private")
+        uploaded = dict(held.files)
+        again = Embedder.from_pretrained("me/mine", revision="main")
+        with pytest.raises(HfHubHTTPError, match="401"):
+            described.push_to_hub("me/mine", token="hf_wrong")
+    readme = uploaded.pop("README.md").decode()
+    assert readme.splitlines().count("# me/mine") == 1
+    assert 'Embedder.from_pretrained("me/mine")' in readme
+    assert 'SentenceTransformer("me/mine"' in readme
+    assert readme.endswith("Mine. # final\n")
+    assert {path.name: path.read_bytes() for path in described.checkpoint.iterdir()} == before
+    before.pop("README.md")
+    assert uploaded == before
+    assert again.checkpoint_hash == described.checkpoint_hash
+    assert np.array_equal(again.encode_query("a"), described.encode_query("a"))
 
 
 def test_rge_gives_the_embedder_away():

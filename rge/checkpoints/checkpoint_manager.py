@@ -134,7 +134,7 @@ class Keeper:
             figures = self.validation.measure(self.embedder)
         self._validated = {
             "metric": self.metric.removeprefix("val_"),
-            "path": self.recipe.validation.path,
+            "path": self.recipe.validation.label,
             **figures,
         }
         self._keep_if_best(step, figures)
@@ -171,9 +171,7 @@ class Keeper:
     def finish(self) -> None:
         """Export the trained model as a checkpoint that evaluation and plain transformers load."""
         self.states.wait()
-        self._export(
-            self.folder / "final", self.num_steps, self._validated
-        )  # of the last step, which always is
+        self._export(self.folder / "final", self.num_steps, self._validated)  # the last step is measured
         self.accelerator.free_memory()
         self.accelerator.print(f"{self.name}: wrote {self.folder / 'final'}")
 

@@ -23,11 +23,12 @@ from torch import Tensor
 
 from rge.checkpoints.export import CheckpointError, checkpoint_hash, read_settings
 from rge.common.commands import progress_bar
+from rge.common.errors import UserError
 from rge.common.images import fetch_picture
 from rge.common.schema import Encoded, ImageRef, Item
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel
-from rge.model.packing import Branch
+from rge.model.packing import Branch, by_length
 from rge.model.prompts import Prompt, PromptBuilder
 from rge.rollout.generate import generate
 
@@ -103,6 +104,15 @@ class Embedder:
     def size(self) -> int:
         """Components of an embedding."""
         return self.model.model.config.get_text_config().hidden_size
+
+    def check_dimensions(self, dimensions: int | None) -> None:
+        """Raise `UserError` where embeddings cannot be cut to so many components."""
+        allowed = {self.size, *self.settings.get("dimensions", ())}
+        if dimensions is not None and dimensions not in allowed:
+            raise UserError(
+                f"dimensions must be one of {', '.join(map(str, sorted(allowed)))}, the sizes this checkpoint was trained "
+                f"for, got {dimensions}"
+            )
 
     @property
     def default_instruction(self) -> str | None:
@@ -256,12 +266,7 @@ class Embedder:
     def _answer(
         self, items, side, mode, single, dimensions, return_rationales, as_tensor, batch_size, seeds, progress
     ):  # fmt: skip
-        allowed = {self.size, *self.settings.get("dimensions", ())}
-        if dimensions is not None and dimensions not in allowed:
-            raise ValueError(
-                f"dimensions must be one of {', '.join(map(str, sorted(allowed)))}, the sizes this checkpoint was trained "
-                f"for, got {dimensions}"
-            )
+        self.check_dimensions(dimensions)
         if progress is None:
             progress = len(items) > 4 * batch_size and sys.stderr.isatty()
         with progress_bar(total=len(items), disable=not progress, unit="item") as bar:
@@ -367,6 +372,27 @@ class Embedder:
             )
             for rationale, state, ms in zip(rationales, states, read_ms, strict=True)
         ]
+
+    @torch.no_grad()
+    def encode_after(
+        self, prompts: Sequence[Prompt], rationales: Sequence[Sequence[int]], *, batch_size: int = 64
+    ) -> np.ndarray:
+        """Embeddings (N, D) of prompts after given rationales, whoever wrote them.
+
+        Args:
+            prompts: of `builder`.
+            rationales: token ids, without ``<emb>``; empty ones are what direct mode reads.
+            batch_size: rows a forward.
+        """
+        lengths = [
+            len(prompt) + len(rationale) for prompt, rationale in zip(prompts, rationales, strict=True)
+        ]
+        found = np.empty((len(prompts), self.size), np.float32)
+        for rows in by_length(lengths, batch_size):
+            branches = [[Branch([*rationales[row], self.model.emb_id], read_state=True)] for row in rows]
+            packed = self.model.pack([prompts[row] for row in rows], branches)
+            found[rows] = self.model(packed)[0].state_ND.float().cpu().numpy()
+        return found
 
     @torch.no_grad()
     def _state(self, prompt: Prompt, ids: Sequence[int]) -> tuple[Tensor, float]:

@@ -6,7 +6,7 @@ the generative one goes on with an instruction to think, to answer and to write 
 discriminative embedding is the state at ``<disc_emb>``, and a causal model does not see what comes after it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -78,22 +78,12 @@ class UmeEncoder:
         for encoder in self.by_mode.values():
             encoder.builder.profile = wording
 
-    def encode(
-        self,
-        items: Sequence[Item],
-        *,
-        side: Literal["query", "candidate"],
-        mode: Literal["reasoning", "direct"],
-        batch_size: int = 64,
-        seeds: Sequence[int] | None = None,
-        on_progress: Callable[[int], object] | None = None,
-    ) -> Encoded:
-        """Embed items; see `rge.embedder.Embedder.encode`."""
+    def encode(self, items: Sequence[Item], *, mode: Literal["reasoning", "direct"], **asked: Any) -> Encoded:
+        """Embed items; arguments as of `rge.embedder.Embedder.encode`."""
         encoder = self.by_mode.get(mode)
         if encoder is None:
             raise ValueError(f"mode must be reasoning or direct, got {mode!r}")
-        more: dict[str, Any] = {"batch_size": batch_size, "seeds": seeds, "on_progress": on_progress}
-        return encoder.encode(items, side=side, mode=mode, **more)
+        return encoder.encode(items, mode=mode, **asked)
 
 
 def load_ume(

@@ -21,18 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from eval.benchmarks.release_files import (
-    Candidate,
     Pictures,
-    Query,
     ReleaseError,
     as_list,
     column_names,
     content_id,
     iter_rows,
     some,
-    write_set,
 )
 from eval.sets.retrieval_set import RetrievalSet
+from eval.sets.write_set import Candidate, Query, write_set
 from rge.common.options import one_of
 from rge.common.registry import PluginOptions
 

@@ -19,10 +19,8 @@ from typing import Any
 
 from eval.benchmarks.release_files import (
     TABLES,
-    Candidate,
     Fields,
     Pictures,
-    Query,
     ReleaseError,
     as_list,
     column_names,
@@ -30,9 +28,9 @@ from eval.benchmarks.release_files import (
     iter_rows,
     safe_id,
     some,
-    write_set,
 )
 from eval.sets.retrieval_set import RetrievalSet
+from eval.sets.write_set import Candidate, Query, write_set
 from rge.common.options import one_of
 from rge.common.registry import PluginOptions
 

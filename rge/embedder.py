@@ -311,17 +311,24 @@ class Embedder:
         if mode not in ("reasoning", "direct"):
             raise ValueError(f"mode must be reasoning or direct, got {mode!r}")
         results: list[tuple[np.ndarray, str, int, str, float, float]] = []
+        num_cut = 0
         # Pictures of one window are in memory at a time; within it, rows are sorted by length.
         window = 8 * batch_size
         for start in range(0, len(items), window):
             began = time.perf_counter()
             prompts = [self.builder.build(item, side) for item in items[start : start + window]]
+            num_cut += sum(prompt.num_cut_tokens > 0 for prompt in prompts)
             prepare_ms = (time.perf_counter() - began) * 1000 / len(prompts)
             if mode == "direct":
                 results += self._direct(prompts, batch_size, prepare_ms, on_progress)
             else:
                 window_seeds = None if seeds is None else seeds[start : start + window]
                 results += self._reasoning(prompts, batch_size, prepare_ms, window_seeds, on_progress)
+        if num_cut:
+            warnings.warn(
+                f"{num_cut} of {len(items)} prompts had more than {self.builder.max_tokens} tokens and lost the end of their text",
+                stacklevel=2,
+            )
         columns = list(zip(*results, strict=True)) if results else [()] * 6
         return Encoded(
             embeddings=np.stack(columns[0]) if results else np.empty((0, self.size), np.float32),

@@ -335,3 +335,12 @@ def test_the_examples_run_as_they_are_printed(page, described, picture, tmp_path
             assert isinstance(names["rationale"], str)
         if "queries" in names:
             assert names["documents"].shape == (2, 32)
+
+
+def test_prompts_that_are_cut_are_counted_aloud(encoder, items):
+    encoder.builder.max_tokens = 60
+    long = [Item("long", "egg " * 90), Item("short", "egg"), Item("longer", "egg " * 99)]
+    with pytest.warns(
+        UserWarning, match="2 of 3 prompts had more than 60 tokens and lost the end of their text"
+    ):
+        encoder.encode(long, side="query", mode="direct", batch_size=2)

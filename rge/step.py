@@ -185,8 +185,8 @@ def training_step(
     shares = dist.gather_sizes(len(batch.queries), device)
     chunks = _chunks(batch, shares, micro_batch_size)
     total_queries = sum(shares)
-    num_cut = sum(prompt.num_cut_tokens > 0 for prompt in (*batch.queries, *batch.candidates))
-    total_lm_tokens, num_cut = dist.sum_over_ranks([num_lm_tokens, num_cut], device)
+    cut = sum(prompt.num_cut_tokens > 0 for prompt in (*batch.queries, *batch.candidates))
+    total_lm_tokens, num_cut = dist.sum_over_ranks([num_lm_tokens, cut], device)
     # DDP averages over ranks, the losses are means over the global batch: sums / global count * world size.
     lm_scale = objective.alpha_lm * dist.world_size() / max(total_lm_tokens, 1)
     num_each = _num_each(batch, objective, rationales)
@@ -257,7 +257,7 @@ def training_step(
     nll = sum(values[len(totals) :][: len(nlls)])
     sums = [nll, *counts, *values[len(totals) + len(nlls) :]]
     nll, negatives, labelled, *sums = dist.sum_over_ranks(sums, device)
-    report = {"cut_prompts": num_cut}
+    report: dict[str, float] = {"cut_prompts": num_cut}
     if total_lm_tokens:
         report["loss_lm"] = nll / total_lm_tokens
     if objective.compares:

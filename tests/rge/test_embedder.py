@@ -316,7 +316,7 @@ def test_rge_gives_the_embedder_away():
 
 @pytest.mark.parametrize("page", ["README.md", "docs/use.md"])
 def test_the_examples_run_as_they_are_printed(page, described, picture, tmp_path, monkeypatch):
-    """From the folder of the clone, where `make demo` has left its checkpoint."""
+    """With the checkpoint that comes with the package, and where a run is named with what `make demo` leaves there."""
     root = Path(__file__).resolve().parents[2]
     blocks = re.findall(r"```python\n(.*?)```", (root / page).read_text(encoding="utf-8"), re.DOTALL)
     assert blocks

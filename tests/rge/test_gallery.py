@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -466,3 +468,15 @@ def test_the_demos_checkpoint_is_found_by_its_name_from_anywhere(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"demo has no rge\.json"):
         Embedder.from_pretrained("demo")
+
+
+def test_the_example_of_the_docs_runs_as_it_is_printed(photos, capsys):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "search.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    index(["pho tos", "out=gallery", "checkpoint=demo"])
+    shutil.copy(photos / "red.png", "padlock.png")
+    capsys.readouterr()
+    names: dict = {}
+    exec(block, names)  # noqa: S102 - our own page
+    assert len(names["hits"]) == 5
+    assert capsys.readouterr().out == f"{names['hits'][0].id} {names['hits'][0].score} False\n"

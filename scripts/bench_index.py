@@ -29,7 +29,7 @@ QUERIES, K = 50, 10
 
 
 @dataclass
-class BenchOptions:
+class Options:
     """What is measured."""
 
     rows: Annotated[int, Field(ge=1000)] = 100_000
@@ -71,7 +71,7 @@ def searched(index: Index, query_QD: np.ndarray, exact: bool) -> tuple[float, li
     return float(np.median(times)), found
 
 
-def measure(folder: Path, asked: BenchOptions, clustered: bool) -> None:
+def measure(folder: Path, asked: Options, clustered: bool) -> None:
     """Print one column of the table."""
     print(
         f"\n{asked.rows:,} vectors of {asked.dimensions}, {'around 2,000 centres' if clustered else 'evenly spread'}"
@@ -118,7 +118,7 @@ def measure(folder: Path, asked: BenchOptions, clustered: bool) -> None:
 
 def main(words: list[str]) -> int:
     """Measure both kinds of vectors."""
-    asked = parse_options(BenchOptions, words, "python scripts/bench_index.py")
+    asked = parse_options(Options, words, "python scripts/bench_index.py")
     for clustered in (True, False):
         with tempfile.TemporaryDirectory() as folder:
             measure(Path(folder) / "index", asked, clustered)

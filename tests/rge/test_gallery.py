@@ -19,6 +19,7 @@ pytest.importorskip("lancedb", exc_type=ImportError)
 from PIL import Image
 
 from rge.common.errors import UserError
+from rge.common.options import positional
 from rge.embedder import DEMO, Embedder
 from rge.index import search as search_command
 from rge.index.__main__ import main as index
@@ -326,6 +327,22 @@ def test_search_tells_the_rationale_and_the_hits(photos, capsys, demo, monkeypat
             search(["gallery", *nothing])
     with pytest.raises(UserError, match="there is no index at nothing"):
         search(["nothing", "x"])
+
+
+@pytest.mark.parametrize(
+    ("words", "read"),
+    [
+        (["a", "b?", "k=3"], ["index=a", "question=b?", "k=3"]),
+        (["a", "is x = y?"], ["index=a", "question=is x = y?"]),
+        (["a", "k=3", "b"], ["index=a", "k=3", "b"]),
+        (["--index=a", "b"], ["--index=a", "b"]),
+        (["a=b c"], ["a=b c"]),
+        (["a", "--help"], ["index=a", "--help"]),
+        ([], []),
+    ],
+)
+def test_leading_words_are_the_first_keys(words, read):
+    assert positional(words, "index", "question") == read
 
 
 def test_the_page_shows_any_text_as_text_and_needs_nothing_beside_it(photos, capsys, monkeypatch):

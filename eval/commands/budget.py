@@ -175,7 +175,7 @@ def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) ->
 def _page(options: BudgetOptions, content: Mapping[str, Any]) -> Path:
     page = options.out / PAGE
     if is_suite(options.set):
-        from eval.pages.leaderboard import write_leaderboard
+        from eval.pages.boards.leaderboard import write_leaderboard
 
         return write_leaderboard([str(options.out)], page)
     from eval.pages.report import write_report

@@ -140,7 +140,7 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
         _conditions(options)
         dirs = run_members(options, run, load or default_loader(options))
         if options.report and join().is_first:
-            from eval.pages.leaderboard import write_leaderboard
+            from eval.pages.boards.leaderboard import write_leaderboard
 
             print(f"\n{write_leaderboard([str(path) for path in dirs], options.out / 'report.html')}")
         return dirs

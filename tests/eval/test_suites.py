@@ -15,7 +15,7 @@ from eval.commands.budget import BudgetOptions, budget
 from eval.commands.compare import CompareOptions, compare
 from eval.commands.rerank import RerankOptions, rerank_command
 from eval.commands.run import RunOptions, run
-from eval.pages.leaderboard import write_leaderboard
+from eval.pages.boards.leaderboard import write_leaderboard
 from rge.common.errors import UserError
 
 SIZES = {"north": (8, 30), "south": (12, 24)}

@@ -10,9 +10,12 @@ Every figure of an evaluation comes from `Embedder.encode`, and so does every em
 """
 
 import sys
+import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,13 +24,16 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from rge.checkpoints.description import renamed_card
 from rge.checkpoints.export import CheckpointError, checkpoint_hash, read_settings
 from rge.common.commands import progress_bar
+from rge.common.errors import UserError
 from rge.common.images import fetch_picture
 from rge.common.schema import Encoded, ImageRef, Item
-from rge.model.backbone import load_backbone
+from rge.distributed.workers import Work, Workers
+from rge.model.backbone import load_backbone, read_config
 from rge.model.embedding_model import EmbeddingModel
-from rge.model.packing import Branch
+from rge.model.packing import Branch, by_length
 from rge.model.prompts import Prompt, PromptBuilder
 from rge.rollout.generate import generate
 
@@ -39,6 +45,22 @@ DEMO = Path(__file__).resolve().parent / "demo_checkpoint"
 
 Picture = ImageRef | Path | Image.Image
 """A path, ``library.parquet#row``, a web address, a data URL, encoded bytes, or a decoded picture."""
+
+
+WINDOW_BATCHES = 8
+"""Batches whose items are prepared together and sorted by length: as many pictures are in memory at a time."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Items whose pictures are in memory together, and how they are to be embedded; see `Embedder.encode`."""
+
+    items: Sequence[Item]
+    side: str
+    mode: str
+    batch_size: int
+    seeds: Sequence[int] | None
+    exact: bool
 
 
 class Embedder:
@@ -54,7 +76,11 @@ class Embedder:
     def __init__(
         self, model: EmbeddingModel, builder: PromptBuilder, checkpoint: Path, settings: dict[str, Any]
     ):
-        self.model, self.builder, self.checkpoint, self.settings = model.eval(), builder, checkpoint, settings
+        self.model, self.builder = model.eval(), builder
+        self._describe(checkpoint, settings)
+
+    def _describe(self, checkpoint: Path, settings: dict[str, Any]) -> None:
+        self.checkpoint, self.settings = checkpoint, settings
         self.checkpoint_hash = checkpoint_hash(checkpoint)
         self.exact = False
 
@@ -64,8 +90,9 @@ class Embedder:
         checkpoint: str | Path,
         *,
         revision: str | None = None,
-        device: str | None = None,
+        device: str | Sequence[str] | None = None,
         dtype: str | None = None,
+        quantization: Literal["8bit", "4bit"] | None = None,
         max_new_tokens: int | None = None,
         temperature: float | None = None,
     ) -> "Embedder":
@@ -75,8 +102,11 @@ class Embedder:
             checkpoint: directory with weights, processor and ``rge.json``, or the id of one on the Hugging Face hub;
                 ``demo`` is the small one that comes with the package.
             revision: commit, tag or branch on the hub.
-            device: e.g. ``cuda:0``; None takes a GPU if there is one.
+            device: e.g. ``cuda:0``; None takes a GPU if there is one. Several, e.g. ``["cuda:0", "cuda:1"]``, embed
+                together, each in a process of its own that is started when it is first needed; nothing is loaded here.
             dtype: weights' dtype; None takes float32 on CPU and the recipe's on GPU.
+            quantization: the text model's matrices as bitsandbytes holds them, in 8 or in 4 bits (extra ``quantization``).
+                Embeddings differ from the checkpoint's own then.
             max_new_tokens: overrides the checkpoint's cap on a rationale.
             temperature: overrides the checkpoint's greedy decoding.
 
@@ -84,18 +114,36 @@ class Embedder:
             CheckpointError: not a checkpoint of rge, or the hub cannot be reached.
             BackboneError: its weights or processor cannot be loaded, or have no ``<emb>``.
         """
-        folder = _local(checkpoint, revision)
+        folder = local_folder(checkpoint, revision)
         settings = read_settings(folder)
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = dtype or ("float32" if device == "cpu" else settings["recipe"]["model"]["dtype"])
+        devices = [device] if device is None or isinstance(device, str) else list(device)
+        if not devices:
+            raise ValueError("device names no device; None takes a GPU if there is one")
+        first = devices[0] or ("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = dtype or ("float32" if first == "cpu" else settings["recipe"]["model"]["dtype"])
         generation = dict(settings["generation"])
         if max_new_tokens is not None:
             generation["max_new_tokens"] = max_new_tokens
         if temperature is not None:
             generation["temperature"] = temperature
         settings = {**settings, "generation": generation, "dtype": dtype}
+        if quantization is not None:
+            settings["quantization"] = quantization
+        if len(devices) > 1:
+            return _SpreadEmbedder(folder, settings, devices)
+        return cls._load(folder, settings, first)
+
+    @classmethod
+    def _load(cls, folder: Path, settings: dict[str, Any], device: str) -> "Embedder":
         pixels = settings["pixels"]
-        backbone = load_backbone(folder, dtype=dtype, min_pixels=pixels["min"], max_pixels=pixels["max"])
+        backbone = load_backbone(
+            folder,
+            dtype=settings["dtype"],
+            min_pixels=pixels["min"],
+            max_pixels=pixels["max"],
+            quantization=settings.get("quantization"),
+            device=device,
+        )
         builder = PromptBuilder(backbone.processor, settings["profile"], settings["max_prompt_tokens"])
         return cls(EmbeddingModel(backbone).to(device), builder, folder, settings)
 
@@ -103,6 +151,18 @@ class Embedder:
     def size(self) -> int:
         """Components of an embedding."""
         return self.model.model.config.get_text_config().hidden_size
+
+    def close(self) -> None:
+        """End what holds the model on several devices; it would also end with this object, and starts again when needed."""
+
+    def check_dimensions(self, dimensions: int | None) -> None:
+        """Raise `UserError` where embeddings cannot be cut to so many components."""
+        allowed = {self.size, *self.settings.get("dimensions", ())}
+        if dimensions is not None and dimensions not in allowed:
+            raise UserError(
+                f"dimensions must be one of {', '.join(map(str, sorted(allowed)))}, the sizes this checkpoint was trained "
+                f"for, got {dimensions}"
+            )
 
     @property
     def default_instruction(self) -> str | None:
@@ -150,8 +210,7 @@ class Embedder:
             ImageError: a picture cannot be read.
         """
         single, rows = _rows(texts, images)
-        asked = self._instruction(instruction, task)
-        items = [Item(str(number), text, pictures, asked) for number, (text, pictures) in enumerate(rows)]
+        items = _Items(rows, self._instruction(instruction, task))
         mode = mode or ("direct" if self.settings["reasons"] == "none" else "reasoning")
         return self._answer(
             items,
@@ -193,7 +252,7 @@ class Embedder:
             progress: as of `encode_query`.
         """
         single, rows = _rows(texts, images)
-        items = [Item(str(number), text, pictures) for number, (text, pictures) in enumerate(rows)]
+        items = _Items(rows)
         return self._answer(
             items,
             "candidate",
@@ -227,7 +286,16 @@ class Embedder:
 
         api = HfApi(token=token)
         api.create_repo(repo_id, private=private, exist_ok=True)
-        return str(api.upload_folder(repo_id=repo_id, folder_path=self.checkpoint))
+        with tempfile.TemporaryDirectory() as folder:
+            # links: only the card differs, whose examples name the checkpoint as it is called there
+            for path in self.checkpoint.iterdir():
+                (Path(folder) / path.name).symlink_to(path.resolve())
+            card = self.checkpoint / "README.md"
+            if card.is_file():
+                (Path(folder) / card.name).unlink()
+                text = card.read_text(encoding="utf-8")
+                (Path(folder) / card.name).write_text(renamed_card(text, repo_id), encoding="utf-8")
+            return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
 
     def _instruction(self, given: str | None, task: str | None) -> str | None:
         known = self.settings.get("instructions")
@@ -256,12 +324,7 @@ class Embedder:
     def _answer(
         self, items, side, mode, single, dimensions, return_rationales, as_tensor, batch_size, seeds, progress
     ):  # fmt: skip
-        allowed = {self.size, *self.settings.get("dimensions", ())}
-        if dimensions is not None and dimensions not in allowed:
-            raise ValueError(
-                f"dimensions must be one of {', '.join(map(str, sorted(allowed)))}, the sizes this checkpoint was trained "
-                f"for, got {dimensions}"
-            )
+        self.check_dimensions(dimensions)
         if progress is None:
             progress = len(items) > 4 * batch_size and sys.stderr.isatty()
         with progress_bar(total=len(items), disable=not progress, unit="item") as bar:
@@ -310,26 +373,61 @@ class Embedder:
         """
         if mode not in ("reasoning", "direct"):
             raise ValueError(f"mode must be reasoning or direct, got {mode!r}")
-        results: list[tuple[np.ndarray, str, int, str, float, float]] = []
-        # Pictures of one window are in memory at a time; within it, rows are sorted by length.
-        window = 8 * batch_size
-        for start in range(0, len(items), window):
-            began = time.perf_counter()
-            prompts = [self.builder.build(item, side) for item in items[start : start + window]]
-            prepare_ms = (time.perf_counter() - began) * 1000 / len(prompts)
-            if mode == "direct":
-                results += self._direct(prompts, batch_size, prepare_ms, on_progress)
-            else:
-                window_seeds = None if seeds is None else seeds[start : start + window]
-                results += self._reasoning(prompts, batch_size, prepare_ms, window_seeds, on_progress)
-        columns = list(zip(*results, strict=True)) if results else [()] * 6
+        num = len(items)
+        found = Encoded(
+            embeddings=np.empty((num, self.size), np.float32),
+            rationales=[""] * num,
+            num_rationale_tokens=np.zeros(num, np.int64),
+            stop_reasons=[""] * num,
+            generate_ms=np.zeros(num),
+            embed_ms=np.zeros(num),
+        )
+        window = WINDOW_BATCHES * batch_size
+        jobs = (
+            Job(
+                items[start : start + window],
+                side,
+                mode,
+                batch_size,
+                None if seeds is None else seeds[start : start + window],
+                self.exact,
+            )
+            for start in range(0, num, window)
+        )
+
+        def put(number: int, part: Encoded) -> None:
+            rows = slice(number * window, number * window + len(part.rationales))
+            for field in fields(Encoded):
+                getattr(found, field.name)[rows] = getattr(part, field.name)
+
+        self._run(jobs, put, on_progress)
+        return found
+
+    def _run(
+        self,
+        jobs: Iterable[Job],
+        put: Callable[[int, Encoded], object],
+        on_progress: Callable[[int], object] | None,
+    ) -> None:
+        for number, job in enumerate(jobs):
+            put(number, self._window(job, on_progress))
+
+    def _window(self, job: Job, on_progress: Callable[[int], object] | None) -> Encoded:
+        began = time.perf_counter()
+        prompts = [self.builder.build(item, job.side) for item in job.items]
+        prepare_ms = (time.perf_counter() - began) * 1000 / len(prompts)
+        if job.mode == "direct":
+            results = self._direct(prompts, job.batch_size, prepare_ms, on_progress)
+        else:
+            results = self._reasoning(prompts, job.batch_size, prepare_ms, job.seeds, on_progress)
+        states, rationales, num_tokens, stop_reasons, generate_ms, embed_ms = zip(*results, strict=True)
         return Encoded(
-            embeddings=np.stack(columns[0]) if results else np.empty((0, self.size), np.float32),
-            rationales=list(columns[1]),
-            num_rationale_tokens=np.array(columns[2], dtype=np.int64),
-            stop_reasons=list(columns[3]),
-            generate_ms=np.array(columns[4], dtype=np.float64),
-            embed_ms=np.array(columns[5], dtype=np.float64),
+            embeddings=np.stack(states),
+            rationales=list(rationales),
+            num_rationale_tokens=np.array(num_tokens, dtype=np.int64),
+            stop_reasons=list(stop_reasons),
+            generate_ms=np.array(generate_ms, dtype=np.float64),
+            embed_ms=np.array(embed_ms, dtype=np.float64),
         )
 
     def _reasoning(self, prompts, batch_size, prepare_ms, seeds, on_progress):
@@ -369,6 +467,27 @@ class Embedder:
         ]
 
     @torch.no_grad()
+    def encode_after(
+        self, prompts: Sequence[Prompt], rationales: Sequence[Sequence[int]], *, batch_size: int = 64
+    ) -> np.ndarray:
+        """Embeddings (N, D) of prompts after given rationales, whoever wrote them.
+
+        Args:
+            prompts: of `builder`.
+            rationales: token ids, without ``<emb>``; empty ones are what direct mode reads.
+            batch_size: rows a forward.
+        """
+        lengths = [
+            len(prompt) + len(rationale) for prompt, rationale in zip(prompts, rationales, strict=True)
+        ]
+        found = np.empty((len(prompts), self.size), np.float32)
+        for rows in by_length(lengths, batch_size):
+            branches = [[Branch([*rationales[row], self.model.emb_id], read_state=True)] for row in rows]
+            packed = self.model.pack([prompts[row] for row in rows], branches)
+            found[rows] = self.model(packed)[0].state_ND.float().cpu().numpy()
+        return found
+
+    @torch.no_grad()
     def _state(self, prompt: Prompt, ids: Sequence[int]) -> tuple[Tensor, float]:
         """State (D,) after a rationale, computed alone, and milliseconds."""
         began = time.perf_counter()
@@ -395,7 +514,44 @@ class Embedder:
         return found
 
 
-def _local(checkpoint: str | Path, revision: str | None) -> Path:
+class _SpreadEmbedder(Embedder):
+    """An `Embedder` whose model is in worker processes, one a device; it has neither `model` nor `builder` itself."""
+
+    def __init__(self, checkpoint: Path, settings: dict[str, Any], devices: Sequence[str]):
+        self._describe(checkpoint, settings)
+        threads = max(1, torch.get_num_threads() // len(devices))
+        self._workers = Workers(partial(_worker, checkpoint, settings, threads), devices)
+
+    @property
+    def size(self) -> int:
+        return read_config(self.checkpoint).get_text_config().hidden_size
+
+    def close(self) -> None:
+        self._workers.close()
+
+    def _run(
+        self,
+        jobs: Iterable[Job],
+        put: Callable[[int, Encoded], object],
+        on_progress: Callable[[int], object] | None,
+    ) -> None:
+        self._workers.run(jobs, put, on_progress)
+
+
+def _worker(folder: Path, settings: dict[str, Any], threads: int, device: str) -> Work:
+    """What a worker does, see `rge.distributed.workers`."""
+    if device == "cpu":
+        torch.set_num_threads(threads)
+    embedder = Embedder._load(folder, settings, device)
+
+    def embed(job: Job, on_progress: Callable[[int], object]) -> Encoded:
+        embedder.exact = job.exact
+        return embedder._window(job, on_progress)
+
+    return embed
+
+
+def local_folder(checkpoint: str | Path, revision: str | None) -> Path:
     """The checkpoint's directory; one on the hub is fetched into the hub's cache."""
     folder = Path(checkpoint).expanduser()
     name = str(checkpoint)
@@ -455,6 +611,28 @@ def _rows(texts: Any, images: Any) -> tuple[bool, list[tuple[str | None, tuple[A
     ]
 
 
+class _Items(Sequence[Item]):
+    """Items of a caller. A picture on the web is fetched when its items' turn comes."""
+
+    def __init__(self, rows: Sequence[tuple[str | None, tuple[Any, ...]]], instruction: str | None = None):
+        self.rows, self.instruction = rows, instruction
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, at: Any) -> Any:
+        """One item, or a list of them."""
+        if isinstance(at, slice):
+            return [self[number] for number in range(*at.indices(len(self)))]
+        text, pictures = self.rows[at]
+        return Item(str(at), text, tuple(map(_fetched, pictures)), self.instruction)
+
+
+def _fetched(picture: Any) -> Any:
+    on_the_web = isinstance(picture, str) and picture.startswith(("http://", "https://", "data:"))
+    return fetch_picture(picture) if on_the_web else picture
+
+
 def _is_picture(value: Any) -> bool:
     return isinstance(value, str | bytes | Path | Image.Image)
 
@@ -466,8 +644,6 @@ def _pictures(value: Any) -> tuple[Any, ...]:
 
 
 def _picture(value: Any) -> Any:
-    if isinstance(value, str) and value.startswith(("http://", "https://", "data:")):
-        return fetch_picture(value)
     if not _is_picture(value):
         raise ValueError(
             f"a picture is a path, a web address, bytes or a PIL image, got {type(value).__name__}"

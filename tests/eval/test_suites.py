@@ -122,7 +122,7 @@ def test_the_leaderboard_page_shows_the_curves(curves, tmp_path):
     out, content = curves
     assert (out / "report.html").exists()
     page = write_leaderboard([f"Mine:{out}"], tmp_path / "p.html").read_text()
-    assert page.count('<tr class="measured">') == 2  # the rest is in the curves
+    assert page.count('<tr class="measured" ') == 2  # the rest is in the curves
     assert "What accuracy costs: Mine" in page
     for row in content["points"]:
         assert f'<th scope="row">{row["name"]}</th>' in page

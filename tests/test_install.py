@@ -22,9 +22,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("rge", "eval", "data_prep")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 NOT_IMPORTED = {
-    "datasets",  # becomes a training source
-    "qwen-vl-utils",  # its smart resize becomes the pictures' preprocessing
-    "flash-attn", "liger-kernel",  # the extra gpu; used or leaving
     "ray",  # Daft starts it by name
     "bitsandbytes", "deepspeed", "tensorboard", "wandb", "torchvision",  # transformers and accelerate import them
     "trl",  # vLLM's side
@@ -126,6 +123,12 @@ def test_a_wheel_without_the_checkout_trains_the_demo_from_an_empty_folder(tmp_p
     shown = rge("eval", "run", "checkpoint=runs/demo/joint/final", "set=data_prep/demo/data/test", "out=runs/eval", "limit=4",
                 "query_mode=direct", "report=false")  # fmt: skip
     assert "recall@1" in shown
+    for shipped in (
+        "demo_checkpoint/model.safetensors",
+        "explore/page/explore.js",
+        "index/templates/hits.html.jinja",
+    ):
+        assert (target / "rge" / shipped).is_file()
 
 
 # ----------------------------------------------------------------------------------------------------------- reference

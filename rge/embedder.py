@@ -130,7 +130,7 @@ class Embedder:
         if quantization is not None:
             settings["quantization"] = quantization
         if len(devices) > 1:
-            return _SpreadEmbedder(folder, settings, devices)
+            return _SpreadEmbedder(folder, settings, [each for each in devices if each is not None])
         return cls._load(folder, settings, first)
 
     @classmethod

@@ -502,7 +502,7 @@ def _adapter(schema: type) -> TypeAdapter[Any]:
 
 def _dataclasses(kind: Any) -> set[type]:
     if is_dataclass(kind):
-        return {kind}.union(*(_dataclasses(one) for one in get_type_hints(kind).values()))  # type: ignore[arg-type, return-value]
+        return {kind}.union(*(_dataclasses(one) for one in get_type_hints(kind).values()))  # type: ignore[return-value]
     return set().union(*(_dataclasses(one) for one in get_args(kind)))
 
 

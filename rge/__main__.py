@@ -19,6 +19,7 @@ COMMANDS = {
     "plan": ("rge.plan", "what a recipe takes: FLOPs, memory, communication"),
     "diagnose": ("rge.diagnose", "whether a checkpoint's rationales matter, leak, or depend on the batch"),
     "eval": ("eval", "evaluate, compare and report"),
+    "serve": ("rge.serving", "answer requests for embeddings, rationales and search over HTTP"),
     "data": ("data_prep", "prepare training data and retrieval sets"),
     "recipes": ("", "list the recipes and launch configs that are installed; with a name, print its path"),
 }

@@ -13,8 +13,9 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -25,11 +26,17 @@ from tqdm import tqdm
 from rge.checkpoints.export import CheckpointError, checkpoint_hash, read_settings
 from rge.common.images import fetch_picture
 from rge.common.schema import Encoded, ImageRef, Item
-from rge.model.backbone import load_backbone
+from rge.model.backbone import BackboneError, collapsed_ids, load_backbone
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.packing import Branch
 from rge.model.prompts import Prompt, PromptBuilder
 from rge.rollout.generate import generate
+
+if TYPE_CHECKING:
+    from rge.rollout.vllm_states import VllmStates  # imports vLLM
+
+_Row = tuple[np.ndarray, str, int, str, float, float]
+"""An item's part of each field of `Encoded`."""
 
 CLOSE = {"greedy": 2e-3, "drawn": 1e-4}
 """`Rationale.margin` below which float32 in another batch might choose another token; rounding moves it by some 1e-5."""
@@ -46,12 +53,19 @@ class Embedder:
         builder: makes prompts.
         checkpoint: directory it was loaded from.
         settings: content of ``rge.json``.
+        engine: writes rationales and computes states in the model's place; None: the model does.
     """
 
     def __init__(
-        self, model: EmbeddingModel, builder: PromptBuilder, checkpoint: Path, settings: dict[str, Any]
+        self,
+        model: EmbeddingModel,
+        builder: PromptBuilder,
+        checkpoint: Path,
+        settings: dict[str, Any],
+        engine: "VllmStates | None" = None,
     ):
         self.model, self.builder, self.checkpoint, self.settings = model.eval(), builder, checkpoint, settings
+        self.engine = engine
         self.checkpoint_hash = checkpoint_hash(checkpoint)
         self.exact = False
 
@@ -65,6 +79,9 @@ class Embedder:
         dtype: str | None = None,
         max_new_tokens: int | None = None,
         temperature: float | None = None,
+        engine: Literal["own", "vllm"] = "own",
+        vllm_memory: float = 0.8,
+        vllm_rows: int = 64,
     ) -> "Embedder":
         """Load a finished checkpoint.
 
@@ -75,6 +92,9 @@ class Embedder:
             dtype: weights' dtype; None takes float32 on CPU and the recipe's on GPU.
             max_new_tokens: overrides the checkpoint's cap on a rationale.
             temperature: overrides the checkpoint's greedy decoding.
+            engine: ``vllm`` lets vLLM write rationales and compute states (docs/serving.md).
+            vllm_memory: share of a GPU's memory for it.
+            vllm_rows: rows that it works on at once.
 
         Raises:
             CheckpointError: not a checkpoint of rge, or the hub cannot be reached.
@@ -93,12 +113,27 @@ class Embedder:
         pixels = settings["pixels"]
         backbone = load_backbone(folder, dtype=dtype, min_pixels=pixels["min"], max_pixels=pixels["max"])
         builder = PromptBuilder(backbone.processor, settings["profile"], settings["max_prompt_tokens"])
-        return cls(EmbeddingModel(backbone).to(device), builder, folder, settings)
+        model = EmbeddingModel(backbone)
+        if engine == "own":
+            return cls(model.to(device), builder, folder, settings)
+        settings["engine"] = engine
+        states = _vllm(model.eval(), folder, device, settings, vllm_memory, vllm_rows)
+        return cls(model, builder, folder, settings, states)
 
     @property
     def size(self) -> int:
         """Components of an embedding."""
         return self.model.model.config.get_text_config().hidden_size
+
+    @property
+    def sizes(self) -> list[int]:
+        """The sizes that an embedding may be cut to, its own included."""
+        return sorted({self.size, *self.settings.get("dimensions", ())})
+
+    @property
+    def query_mode(self) -> Literal["reasoning", "direct"]:
+        """How queries were trained: with a rationale or without."""
+        return "direct" if self.settings["reasons"] == "none" else "reasoning"
 
     @property
     def default_instruction(self) -> str | None:
@@ -146,9 +181,11 @@ class Embedder:
             ImageError: a picture cannot be read.
         """
         single, rows = _rows(texts, images)
-        asked = self._instruction(instruction, task)
+        asked, warning = self.instruction_for(instruction, task)
+        if warning:
+            warnings.warn(warning, stacklevel=2)
         items = [Item(str(number), text, pictures, asked) for number, (text, pictures) in enumerate(rows)]
-        mode = mode or ("direct" if self.settings["reasons"] == "none" else "reasoning")
+        mode = mode or self.query_mode
         return self._answer(
             items,
             "query",
@@ -225,49 +262,70 @@ class Embedder:
         api.create_repo(repo_id, private=private, exist_ok=True)
         return str(api.upload_folder(repo_id=repo_id, folder_path=self.checkpoint))
 
-    def _instruction(self, given: str | None, task: str | None) -> str | None:
+    def instruction_for(self, given: str | None, task: str | None = None) -> tuple[str | None, str | None]:
+        """The instruction that a query gets, and what there is to say about it.
+
+        Args:
+            given: by the caller; an empty one is none.
+            task: name of a task of training, where nothing is given.
+
+        Returns:
+            The instruction, and a warning where training did not know it.
+
+        Raises:
+            ValueError: an unknown task.
+        """
         known = self.settings.get("instructions")
         if given is not None:
             if given and known and given not in known["known"]:
-                warnings.warn(
-                    f"{self.checkpoint} was not trained with the instruction {given!r}; known are "
-                    + "; ".join(map(repr, known["known"][:8])),
-                    stacklevel=3,
+                return given, (
+                    f"{self.checkpoint.name} was not trained with the instruction {given!r}; known are "
+                    + "; ".join(map(repr, known["known"][:8]))
                 )
-            return given or None
+            return given or None, None
         if task is not None:
             tasks = known["by_task"] if known else {}
             if task not in tasks:
                 raise ValueError(
                     f"{self.checkpoint} knows no task {task!r}; known are {', '.join(tasks) or 'none'}"
                 )
-            return tasks[task]
+            return tasks[task], None
         if known is None and "recipe" in self.settings and self.settings["recipe"]:
-            warnings.warn(
-                f"{self.checkpoint} does not say with which instructions it was trained (an older export): give instruction=",
-                stacklevel=3,
+            return None, (
+                f"{self.checkpoint.name} does not say with which instructions it was trained (an older export): give "
+                "instruction="
             )
-        return self.default_instruction
+        return self.default_instruction, None
+
+    def cut(self, vectors: np.ndarray, dimensions: int | None) -> np.ndarray:
+        """The leading components of embeddings (N, D), of unit norm again.
+
+        Raises:
+            ValueError: a size that the checkpoint was not trained for.
+        """
+        if dimensions is None or dimensions == self.size:
+            return vectors
+        if dimensions not in self.sizes:
+            raise ValueError(
+                f"dimensions must be one of {', '.join(map(str, self.sizes))}, the sizes this checkpoint was trained for, "
+                f"got {dimensions}"
+            )
+        vectors = vectors[:, :dimensions]
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
     def _answer(
         self, items, side, mode, single, dimensions, return_rationales, as_tensor, batch_size, seeds, progress
     ):  # fmt: skip
-        allowed = {self.size, *self.settings.get("dimensions", ())}
-        if dimensions is not None and dimensions not in allowed:
-            raise ValueError(
-                f"dimensions must be one of {', '.join(map(str, sorted(allowed)))}, the sizes this checkpoint was trained "
-                f"for, got {dimensions}"
-            )
+        self.cut(
+            np.ones((1, self.size), np.float32), dimensions
+        )  # a wrong size shows before anything is embedded
         if progress is None:
             progress = len(items) > 4 * batch_size and sys.stderr.isatty()
         with tqdm(total=len(items), disable=not progress, unit="item") as bar:
             found = self.encode(
                 items, side=side, mode=mode, batch_size=batch_size, seeds=seeds, on_progress=bar.update
             )
-        vectors = found.embeddings
-        if dimensions is not None and dimensions < self.size:
-            vectors = vectors[:, :dimensions]
-            vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+        vectors = self.cut(found.embeddings, dimensions)
         answer: np.ndarray | Tensor = torch.from_numpy(vectors) if as_tensor else vectors
         if not return_rationales:
             return answer[0] if single else answer
@@ -306,7 +364,11 @@ class Embedder:
         """
         if mode not in ("reasoning", "direct"):
             raise ValueError(f"mode must be reasoning or direct, got {mode!r}")
-        results: list[tuple[np.ndarray, str, int, str, float, float]] = []
+        if self.exact and self.engine is not None:
+            raise ValueError(
+                "exact embeddings are computed row by row, which vLLM does not do: use engine=own"
+            )
+        results: list[_Row] = []
         # Pictures of one window are in memory at a time; within it, rows are sorted by length.
         window = 8 * batch_size
         for start in range(0, len(items), window):
@@ -318,6 +380,22 @@ class Embedder:
             else:
                 window_seeds = None if seeds is None else seeds[start : start + window]
                 results += self._reasoning(prompts, batch_size, prepare_ms, window_seeds, on_progress)
+        return self._encoded(results)
+
+    def encode_prompts(
+        self, prompts: Sequence[Prompt], *, mode: Literal["reasoning", "direct"], batch_size: int = 64
+    ) -> Encoded:
+        """Embed prompts that `builder` has made before, as a server does, which makes them where they come in.
+
+        Args:
+            prompts: of items.
+            mode: as of `encode`.
+            batch_size: rows a forward.
+        """
+        found = self._direct if mode == "direct" else self._reasoning
+        return self._encoded(found(prompts, batch_size, 0.0))
+
+    def _encoded(self, results: list[_Row]) -> Encoded:
         columns = list(zip(*results, strict=True)) if results else [()] * 6
         return Encoded(
             embeddings=np.stack(columns[0]) if results else np.empty((0, self.size), np.float32),
@@ -328,19 +406,24 @@ class Embedder:
             embed_ms=np.array(columns[5], dtype=np.float64),
         )
 
-    def _reasoning(self, prompts, batch_size, prepare_ms, seeds, on_progress):
+    def _reasoning(self, prompts, batch_size, prepare_ms, seeds=None, on_progress=None):
         settings = self.settings["generation"]
         asked = {key: settings[key] for key in ("max_new_tokens", "temperature")}
         together = batch_size if not self.exact or self.settings["dtype"] == "float32" else 1
-        rationales = generate(
-            self.model,
-            prompts,
-            **asked,
-            batch_size=together,
-            seeds=seeds,
-            on_progress=on_progress,
-            margins=self.exact and together > 1,
-        )
+        if self.engine is not None:
+            rationales = self.engine.generate(prompts, **asked, seeds=seeds)
+            if on_progress is not None:
+                on_progress(len(prompts))
+        else:
+            rationales = generate(
+                self.model,
+                prompts,
+                **asked,
+                batch_size=together,
+                seeds=seeds,
+                on_progress=on_progress,
+                margins=self.exact and together > 1,
+            )
         states, read_ms = [rationale.state_D for rationale in rationales], [0.0] * len(rationales)
         if self.exact:
             close = CLOSE["drawn" if asked["temperature"] > 0 else "greedy"]
@@ -373,7 +456,14 @@ class Embedder:
         return state, (time.perf_counter() - began) * 1000
 
     @torch.no_grad()
-    def _direct(self, prompts, batch_size, prepare_ms, on_progress):
+    def _direct(self, prompts, batch_size, prepare_ms, on_progress=None):
+        if self.engine is not None:
+            began = time.perf_counter()
+            states = self.engine.states(prompts)
+            embed_ms = prepare_ms + (time.perf_counter() - began) * 1000 / max(len(prompts), 1)
+            if on_progress is not None:
+                on_progress(len(prompts))
+            return [(state.numpy(), "", 0, "prefilled", 0.0, embed_ms) for state in states]
         branch = Branch([self.model.emb_id], read_state=True)
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         found: list[tuple | None] = [None] * len(prompts)
@@ -389,6 +479,39 @@ class Embedder:
             if on_progress is not None:
                 on_progress(len(rows))
         return found
+
+
+def _vllm(
+    model: EmbeddingModel, folder: Path, device: str, settings: dict[str, Any], memory: float, rows: int
+) -> "VllmStates":
+    """The checkpoint in vLLM; of `model`, what vLLM does not hold moves to the device.
+
+    Raises:
+        BackboneError: vLLM is not installed, does not know the family's pictures, or does not start.
+    """
+    if find_spec("vllm") is None:
+        raise BackboneError(
+            "engine=vllm needs vLLM, which is not installed: pip install 'rge[vllm]', in an environment of its own since it "
+            "pins torch and transformers (without a GPU: see docs/serving.md); or use engine=own"
+        )
+    collapsed_ids(model.model, [])  # an unsupported family is an error before anything is started
+    from rge.rollout.vllm_states import VllmStates
+
+    try:
+        return VllmStates(
+            model,
+            folder,
+            device=device,
+            dtype=settings["dtype"],
+            max_prompt_tokens=settings["max_prompt_tokens"],
+            max_new_tokens=settings["generation"]["max_new_tokens"],
+            batch_size=rows,
+            memory=memory,
+        )
+    except (ValueError, RuntimeError) as error:
+        raise BackboneError(
+            f"engine=vllm: vLLM does not start with vllm_memory={memory:g}: {error}"
+        ) from error
 
 
 def _local(checkpoint: str | Path, revision: str | None) -> Path:

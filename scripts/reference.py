@@ -23,6 +23,7 @@ from rge.common.options import keys  # noqa: E402
 from rge.config import CheckOptions, Recipe  # noqa: E402
 from rge.diagnose.__main__ import DIAGNOSES  # noqa: E402
 from rge.plan.options import PlanOptions  # noqa: E402
+from rge.serving.options import ServeOptions  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference.md"
 DATA = {
@@ -43,6 +44,7 @@ def commands() -> Iterator[tuple[str, type, type | None]]:
         schema = command_of(name)[0]
         yield f"rge eval {name}", schema, run if schema is not run and issubclass(schema, run) else None
     yield "rge eval report", ReportOptions, None
+    yield "rge serve", ServeOptions, None
     for name, schema in DATA.items():
         yield f"rge data {name}", schema, None
 

@@ -31,7 +31,12 @@ import torch
 from torch import Tensor, nn
 from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.config import get_layers_from_vllm_config
-from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.kv_transfer import (
+    ensure_kv_transfer_shutdown,
+    get_kv_transfer_group,
+    has_kv_transfer_group,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -92,6 +97,10 @@ class VllmStates:
         batch_size: int,
         memory: float,
     ):
+        if has_kv_transfer_group():
+            raise ValueError(
+                "there is an engine in this process already, and vLLM hands out states of one a process"
+            )
         model: Any = embedder.model
         self.embedder, self.max_new_tokens = embedder, max_new_tokens
         know_architectures([*model.config.architectures, "ExtractHiddenStatesModel"])
@@ -138,6 +147,13 @@ class VllmStates:
         )
         self.llm.collective_rpc(_fit, args=(torch.tensor(embedder.suppressed_ids),))
         embedder.to(device)
+
+    def close(self) -> None:
+        """Give the memory back; another engine may be made then."""
+        self.llm.llm_engine.engine_core.shutdown()
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
+        del self.llm
 
     @torch.no_grad()
     def generate(

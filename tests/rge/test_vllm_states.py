@@ -70,7 +70,11 @@ def ours(checkpoint):
 
 @pytest.fixture(scope="module")
 def vllm(checkpoint):
-    return Embedder.from_pretrained(checkpoint, engine="vllm", vllm_rows=16)
+    embedder = Embedder.from_pretrained(checkpoint, engine="vllm", vllm_rows=16)
+    with pytest.raises(BackboneError, match="there is an engine in this process already"):
+        Embedder.from_pretrained(checkpoint, engine="vllm")
+    yield embedder
+    embedder.engine.close()
 
 
 @pytest.fixture

@@ -24,8 +24,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field
-from tqdm import tqdm
 
+from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.common.images import ImageError, load_image
@@ -177,7 +177,7 @@ def convert(
             chosen = set(rng.choice(total, max_per_set, replace=False).tolist())
         lines: list[str] = []
         rows = enumerate(row for file in files[name] for row in _rows(file))
-        for number, row in tqdm(rows, total=total, desc=name, disable=None):
+        for number, row in progress_bar(rows, total=total, desc=name):
             if chosen is None or number in chosen:
                 record = _record(work, row, number, split)
                 if record is not None:

@@ -7,8 +7,7 @@ judge), ``rge eval rerank of=DIR out=DIR judge=MODEL`` lets a vision-language mo
 ``rge eval check set=DIR`` looks any set over before a model is asked,
 ``rge eval audit set=DIR train=FILE.jsonl`` looks for a set's pictures in training files,
 ``rge eval export format=pinpoint|top50|mmeb|mteb eval=DIR out=FILE`` writes what others read.
-``plugins=MODULE,...`` with any command imports modules that register benchmarks, embedders or metrics, see
-docs/extending.md.
+Every command knows ``plugins=MODULE,...``: modules that register benchmarks, embedders or metrics (docs/extending.md).
 """
 
 import sys
@@ -18,15 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.registry import BENCHMARKS
 from eval.embedding.processes import leave
+from rge.common.commands import start
 from rge.common.errors import UserError
-from rge.common.options import HELP, help_text, parse_options
-from rge.common.registry import load_plugins
+from rge.common.options import HELP, help_text, names_of, parse_options
+from rge.common.registry import PluginOptions, load_plugins
 
 if TYPE_CHECKING:
     from eval.sets.retrieval_set import RetrievalSet
 
-PLUGINS = "plugins="
-"""Understood by every command, before all else: modules that register benchmarks, embedders or metrics."""
 # Module, options and function by name: a command imports what it needs, so that a comparison of two tables does not
 # wait for the libraries of models.
 FOLDER = ("eval.benchmarks.folder.importer", "FolderOptions", "import_folder")
@@ -40,6 +38,7 @@ COMMANDS = {
     "bm25": ("eval.commands.bm25", "Bm25Options", "bm25"),
     "check": ("eval.commands.check", "CheckOptions", "check"),
     "audit": ("eval.commands.audit", "AuditOptions", "audit_command"),
+    "report": ("eval.commands.report", "ReportOptions", "report"),
     "export": ("eval.commands.export", "ExportOptions", "export"),
 }
 
@@ -48,32 +47,26 @@ def main(argv: Sequence[str]) -> int:
     """Run a command; 0 if it succeeded, 2 if what the user gave was wrong."""
     name = " ".join(argv[: 2 if argv[:1] == ["import"] else 1])
     words = argv[len(name.split()) :]
-    try:
-        load_plugins([one for word in words if word.startswith(PLUGINS) for one in _listed(word)])
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    words = [word for word in words if not word.startswith(PLUGINS)]
     asked = any(word in HELP for word in argv)
-    if name not in ("report", "import") and command_of(name) is None:
-        shown = f"there are folder, {', '.join(BENCHMARKS)}" if name.startswith("import") else str(__doc__)
-        print(shown, file=sys.stdout if asked else sys.stderr)
-        return 0 if asked else 2
-    if not words or asked:
-        print(usage(name))
-        return 0 if asked else 2
     try:
-        if name == "report":
-            from eval.commands.report import report_command
-
-            print(report_command(words))
-        else:
-            entry = command_of(name)
-            assert entry is not None
-            schema, command = entry
-            done = command(parse_options(schema, words))
-            if name.startswith("import"):
-                print(_imported(done))
+        # first: what they register may be the command (import), and is looked up by name in the others
+        plugins = [word for word in words if word.startswith("plugins=")]
+        load_plugins(parse_options(PluginOptions, plugins).plugins)
+        if name != "import" and command_of(name) is None:
+            shown = (
+                f"there are folder, {', '.join(BENCHMARKS)}" if name.startswith("import") else str(__doc__)
+            )
+            print(shown, file=sys.stdout if asked else sys.stderr)
+            return 0 if asked else 2
+        if words == plugins or asked:
+            print(usage(name))
+            return 0 if asked else 2
+        schema, command = known_command(name)
+        if "plugins" not in names_of(schema):  # the importer of a user's module need not know of modules
+            words = [word for word in words if word not in plugins]
+        done = command(parse_options(schema, words))
+        if name.startswith("import"):
+            print(_imported(done))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -93,9 +86,11 @@ def command_of(name: str) -> tuple[type, Callable[..., Any]] | None:
     return getattr(module, found[1]), getattr(module, found[2])
 
 
-def _listed(word: str) -> list[str]:
-    """Modules of ``plugins=a,b`` or ``plugins=[a, b]``."""
-    return [one.strip() for one in word.removeprefix(PLUGINS).strip("[]").split(",") if one.strip()]
+def known_command(name: str) -> tuple[type, Callable[..., Any]]:
+    """`command_of` of a name that is known."""
+    entry = command_of(name)
+    assert entry is not None, name
+    return entry
 
 
 def _imported(done: "RetrievalSet | list[str]") -> str:
@@ -109,16 +104,10 @@ def _imported(done: "RetrievalSet | list[str]") -> str:
 
 def usage(name: str) -> str:
     """Keys of a command with their defaults and meanings; those with ``...`` have to be given."""
-    if name == "report":
-        from eval.commands.report import ReportOptions
-
-        return help_text(ReportOptions, "rge eval report")
     if name == "import":
         return "\n\n".join(usage(f"import {benchmark}") for benchmark in ("folder", *BENCHMARKS))
-    entry = command_of(name)
-    assert entry is not None
-    return help_text(entry[0], f"rge eval {name}")
+    return help_text(known_command(name)[0], f"rge eval {name}")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    start(main)

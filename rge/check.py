@@ -5,17 +5,14 @@
 
 Training does the same by itself before anything else. All stages are looked at: a path that only the joint stage reads
 would else be found wrong when the cold start is over, hours later. ``pictures=true`` decodes every picture once, on all
-cores; without it, each is looked up where it should be. The exit code is 1 if anything is wrong.
+cores; without it, each is looked up where it should be. The exit code is 2 if anything is wrong, of every process.
 """
 
-import multiprocessing
 import os
 import resource
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,22 +21,21 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator
 from torch import nn
-from tqdm import tqdm
 
 from rge.checkpoints.resume import check_state, finished
 from rge.checkpoints.run_lock import held
 from rge.common.commands import start
-from rge.common.errors import UserError
-from rge.common.images import ImageError, PictureIndex, load_image
+from rge.common.errors import USER, UserError
 from rge.config import CheckOptions, Recipe, RecipeError, StageConfig, load_options
 from rge.data.augment import AUGMENTATIONS
 from rge.data.sources import MAX_REPORTED, Mixture, RecordFile
+from rge.data.verdicts import Verdicts
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.logs import tracker_problems
 from rge.losses import CONTRASTIVE_LOSSES
 from rge.model.backbone import check_sizes, read_config
-from rge.plan.costs import GIB, shapes_of, trained_parameters
+from rge.plan.costs import GIB, NCCL_GIB, descriptors, shapes_of, speed_of, trained_parameters
 from rge.plan.known_models import outline
 from rge.plan.options import PlanOptions
 from rge.plan.report import OPTIMIZER_STATES, plan
@@ -53,8 +49,7 @@ T = TypeVar("T")
 DESCRIPTORS = 1 << 16
 """Open files and connections that a process asks for, where the machine's hard limit lets it have so many."""
 
-LEAST_DESCRIPTORS = 256
-"""What a process needs beside its data workers: libraries, sockets, files that are being written."""
+SHARED_MEMORY = "/dev/shm"
 
 
 @dataclass
@@ -73,7 +68,7 @@ class Checked:
 
 
 def main(arguments: list[str]) -> int:
-    """Check a recipe; 1 if anything is wrong."""
+    """Check a recipe; 2 if anything is wrong."""
     recipe = load_options(CheckOptions, arguments, command="rge check recipe=NAME")
     raise_descriptor_limit()
     accelerator = launch.make_accelerator(recipe.train, recipe.model.dtype)
@@ -90,16 +85,15 @@ def main(arguments: list[str]) -> int:
             print("\n".join([*found.summary, "nothing is wrong"]))  # noqa: T201
         if not launched:
             print("launch: not looked at; put `accelerate launch` in the place of `python` for that")  # noqa: T201
-    return int(
-        bool(problems)
-    )  # of the main process, which alone has looked; it may take longer than others would wait
+    # Of the main process, which alone has looked; it may take longer than others would wait.
+    return USER if problems else 0
 
 
 @contextmanager
 def checked(recipe: Recipe, accelerator: Accelerator) -> Iterator[Checked]:
     """Check a run on the main process, and keep its folder from others while inside.
 
-    What is wrong is printed by the main process, all of it, and ends every process.
+    What is wrong, all of it, is printed once on each machine, and ends every process.
 
     Raises:
         SystemExit: something is wrong.
@@ -112,13 +106,13 @@ def checked(recipe: Recipe, accelerator: Accelerator) -> Iterator[Checked]:
             problems, found = examine(recipe, accelerator)
             if not problems and found.stages:
                 _attempt(problems, kept.enter_context, held(Path(recipe.out)))
-            if problems:
-                print(_report(problems), file=sys.stderr, flush=True)  # noqa: T201
-            else:
+            if not problems:
                 print("\n".join(found.summary), flush=True)  # noqa: T201
         problems, found = dist.from_main((problems, found))
         if problems:
-            raise SystemExit(1)
+            if accelerator.is_local_main_process:
+                print(_report(problems), file=sys.stderr, flush=True)  # noqa: T201
+            raise SystemExit(USER)
         assert found is not None
         yield found
 
@@ -156,9 +150,10 @@ def examine(
     for name in stages:
         _attempt(problems, check_state, out / name, recipe, name, accelerator)
     problems += tracker_problems(recipe.log)
-    found.records = _records(problems, recipe, stages)
+    verdicts = Verdicts()
+    found.records = _records(problems, recipe, stages, verdicts)
     if decode:
-        faults = _undecodable(list(found.records.values()))
+        faults = verdicts.undecodable(list(found.records.values()))
         if recipe.data.on_bad == "skip":
             found.summary += [f"will be left out (data.on_bad=skip): {fault}" for fault in faults]
         else:
@@ -173,7 +168,7 @@ def examine(
     if recipe.validation.path in found.records:
         _attempt(problems, num_records, found.records[recipe.validation.path], recipe)
     model = _attempt(problems, _outline, recipe)
-    _check_machine(problems, recipe)
+    _check_machine(problems, found, recipe, accelerator)
     if model is not None:
         _attempt(problems, check_sizes, recipe.loss.matryoshka_dims, model)
         _attempt(problems, _check_disk, problems, recipe, found, model, accelerator)
@@ -208,7 +203,9 @@ def _report(problems: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _records(problems: list[str], recipe: Recipe, stages: list[str]) -> dict[str, RecordFile]:
+def _records(
+    problems: list[str], recipe: Recipe, stages: list[str], verdicts: Verdicts
+) -> dict[str, RecordFile]:
     """Every record file that the stages read, opened, with its pictures looked up."""
     needs: dict[str, bool] = {}
 
@@ -233,56 +230,16 @@ def _records(problems: list[str], recipe: Recipe, stages: list[str]) -> dict[str
             need(source.path, False)  # texts for the tokenizer
         if recipe.model.scratch.naming is not None:
             need(recipe.model.scratch.naming, True)
-    pictures = PictureIndex()
     found = {}
     for path, rationale in needs.items():
 
         def opened(path: str = path, rationale: bool = rationale) -> RecordFile:
-            return RecordFile(
-                path,
-                need_rationale=rationale,
-                pictures=pictures,
-                progress=True,
-                on_bad="stop" if path == recipe.validation.path else recipe.data.on_bad,
-            )
+            on_bad = "stop" if path == recipe.validation.path else recipe.data.on_bad
+            return verdicts.open(path, need_rationale=rationale, on_bad=on_bad)
 
         if (file := _attempt(problems, opened)) is not None:
             found[path] = file
     return found
-
-
-def _undecodable(files: Sequence[RecordFile]) -> list[str]:
-    """Pictures that are there and cannot be decoded, each with the first record that shows it."""
-    owners: dict[str, str] = {}
-    for file in files:
-        for record in file:
-            targets = [it.image for it in (*record.positives, *record.negatives) if it.image]
-            for ref in (*record.query.images, *targets):
-                owners.setdefault(ref, f"{file.path}: record {record.id!r}")
-    names = list(owners)
-    faults: list[str] = []
-    with (
-        ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")) as pool,
-        tqdm(total=len(names), desc="pictures", unit="picture") as bar,
-    ):
-        try:
-            for ref, fault in zip(names, pool.map(_fault_of, names, chunksize=32), strict=True):
-                bar.update(1)
-                faults += [f"{owners[ref]}: {fault}"] if fault else []
-        except BrokenProcessPool:
-            faults.append(
-                f"one of the {32 * pool._max_workers} pictures after {names[bar.n]} ends the process that decodes it"
-            )
-    more = len(faults) - MAX_REPORTED
-    return [*faults[:MAX_REPORTED], *([f"... and {more} more pictures"] if more > 0 else [])]
-
-
-def _fault_of(ref: str) -> str | None:
-    try:
-        load_image(ref)
-    except ImageError as error:
-        return str(error)
-    return None
 
 
 def _check_stage(problems: list[str], recipe: Recipe, name: str, accelerator: Accelerator) -> None:
@@ -345,14 +302,32 @@ def _outline(recipe: Recipe) -> nn.Module:
         raise RecipeError(f"model.scratch lacks {error}") from None
 
 
-def _check_machine(problems: list[str], recipe: Recipe) -> None:
+def _check_machine(problems: list[str], found: Checked, recipe: Recipe, accelerator: Accelerator) -> None:
+    """Open files and shared memory of this process's machine against what will be wanted of them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    least = LEAST_DESCRIPTORS
-    if soft != resource.RLIM_INFINITY and soft < least:
+    needed, here = descriptors(recipe.data.num_workers), _open_files()
+    if soft != resource.RLIM_INFINITY and soft - here < needed:
         problems.append(
-            f"a process may open {soft} files (hard limit {hard}) and needs {least}: raise it with `ulimit -n`, or "
-            "in the container's or the service's settings"
+            f"a process may open {soft} files (hard limit {hard}), has {here} open, and may need {needed} more: raise it "
+            "with `ulimit -n`, or in the container's or the service's settings; or lower data.num_workers"
         )
+    # Batches go through pipes; of what runs here only NCCL puts anything there.
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+    if accelerator.device.type == "cuda" and beside > 1:
+        free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else 0
+        if free < NCCL_GIB * GIB:
+            found.summary.append(
+                f"warning: {SHARED_MEMORY} has {free / 2**20:,.0f} MiB free, and NCCL's guide asks for {NCCL_GIB:g} GiB "
+                f"for {beside} processes: where their GPUs cannot reach one another directly they will fail to start. In a "
+                "container, give it more (docker run --shm-size=1g)"
+            )
+
+
+def _open_files() -> int:
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:  # not Linux
+        return 0
 
 
 def _check_disk(
@@ -418,8 +393,11 @@ def _banner(recipe: Recipe, found: Checked, model: nn.Module, accelerator: Accel
         "num_gpus": accelerator.num_processes,
         "back_end": back_end.key,
     }
+    speed = speed_of(name, recipe.model.dtype)
     if gib is not None:
         options["gpu_gib"] = gib
+    if speed is not None:
+        options["peak_tflops"], options["bandwidth_tbs"] = speed
     for stage_name in found.stages:
         stage: StageConfig = getattr(recipe, stage_name)
         files = [found.records[source.path] for source in stage.sources]
@@ -429,20 +407,32 @@ def _banner(recipe: Recipe, found: Checked, model: nn.Module, accelerator: Accel
             f"{sum(map(len, files)):,} records in {len(files)} file{'s' * (len(files) > 1)}"
             + (f"; {left_out:,} more are bad and left out" if left_out else "")
         )
+        num_steps = _num_steps(recipe, stage_name, found)
         try:
-            figures = plan(recipe, model, {**options, "for": stage_name})
+            figures = plan(recipe, model, {**options, "for": stage_name, "steps": num_steps})
         except RecipeError as error:
             lines.append(f"  not planned: {error}")
             continue
         room = f" of {gib:,.1f}" if gib is not None else ""
-        lines.append(
+        lines += [
             f"  {figures['trained_parameters']:,} of {figures['parameters']:,} parameters trained; at most "
-            f"{sum(figures['tokens'].values()):,} tokens and {figures['flops'] / 1e12:,.3g} TFLOP a step; "
-            f"{figures['memory_total'] / GIB:,.1f}{room} GiB a process (rge.plan)"
-        )
+            f"{sum(figures['tokens'].values()):,} tokens and {figures['flops'] / 1e12:,.3g} TFLOP a step",
+            f"  estimated by rge.plan: {figures['memory_total'] / GIB:,.1f}{room} GiB a process "
+            f"({figures['memory_from'] / GIB:,.1f} to {figures['memory_to'] / GIB:,.1f}); "
+            + (
+                f"{_duration(figures['hours'])} ({_duration(figures['hours_from'])} to {_duration(figures['hours_to'])}) "
+                f"at {options['utilisation']:.0%} of what its maker gives for {name}"
+                if speed is not None
+                else f"no time, since the speed of {name} in {recipe.model.dtype} is not known (`rge plan` takes peak_tflops=)"
+            ),
+        ]
         if gib is not None and not figures["fits"]:
             lines.append("  warning: by the plan this does not fit: " + "; or ".join(figures["advice"]))
     return lines
+
+
+def _duration(hours: float) -> str:
+    return f"{hours:,.0f} h" if hours >= 10 else f"{hours:,.1f} h" if hours >= 1 else f"{60 * hours:,.0f} min"
 
 
 if __name__ == "__main__":

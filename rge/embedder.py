@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from tqdm import tqdm
 
 from rge.checkpoints.export import CheckpointError, checkpoint_hash, read_settings
+from rge.common.commands import progress_bar
 from rge.common.images import fetch_picture
 from rge.common.schema import Encoded, ImageRef, Item
 from rge.model.backbone import BackboneError, collapsed_ids, load_backbone
@@ -40,6 +40,9 @@ _Row = tuple[np.ndarray, str, int, str, float, float]
 
 CLOSE = {"greedy": 2e-3, "drawn": 1e-4}
 """`Rationale.margin` below which float32 in another batch might choose another token; rounding moves it by some 1e-5."""
+
+DEMO = Path(__file__).resolve().parent / "demo_checkpoint"
+"""What `make demo` trains, in bfloat16 (scripts/ship_demo.py); it comes with the package, under the name ``demo``."""
 
 Picture = ImageRef | Path | Image.Image
 """A path, ``library.parquet#row``, a web address, a data URL, encoded bytes, or a decoded picture."""
@@ -86,7 +89,8 @@ class Embedder:
         """Load a finished checkpoint.
 
         Args:
-            checkpoint: directory with weights, processor and ``rge.json``, or the id of one on the Hugging Face hub.
+            checkpoint: directory with weights, processor and ``rge.json``, or the id of one on the Hugging Face hub;
+                ``demo`` is the small one that comes with the package.
             revision: commit, tag or branch on the hub.
             device: e.g. ``cuda:0``; None takes a GPU if there is one.
             dtype: weights' dtype; None takes float32 on CPU and the recipe's on GPU.
@@ -321,7 +325,7 @@ class Embedder:
         )  # a wrong size shows before anything is embedded
         if progress is None:
             progress = len(items) > 4 * batch_size and sys.stderr.isatty()
-        with tqdm(total=len(items), disable=not progress, unit="item") as bar:
+        with progress_bar(total=len(items), disable=not progress, unit="item") as bar:
             found = self.encode(
                 items, side=side, mode=mode, batch_size=batch_size, seeds=seeds, on_progress=bar.update
             )
@@ -518,6 +522,8 @@ def _local(checkpoint: str | Path, revision: str | None) -> Path:
     """The checkpoint's directory; one on the hub is fetched into the hub's cache."""
     folder = Path(checkpoint).expanduser()
     name = str(checkpoint)
+    if name == "demo" and not folder.exists():
+        return DEMO
     if (
         folder.exists()
         or isinstance(checkpoint, Path)

@@ -8,8 +8,8 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType
-from tqdm import tqdm
 
+from rge.common.commands import progress_bar
 from rge.common.files import write_text
 from rge.common.options import nearest
 from rge.config import LogConfig, Recipe, RecipeError, flat, to_dict
@@ -90,7 +90,7 @@ class Logs:
         )
         self.began = time.perf_counter()
         self.wait_s = self.step_s = 0.0
-        self.bar = tqdm(
+        self.bar = progress_bar(
             total=num_steps,
             initial=first_step,
             desc=stage,

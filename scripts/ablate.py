@@ -27,7 +27,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,28 +37,46 @@ import pandas as pd
 
 from eval.pages.charts import Mark, interval_chart
 from eval.scoring import stats
-from rge.common.errors import UserError
+from rge.common.commands import start
+from rge.common.errors import SIGNALLED, UserError
 from rge.common.files import write_text
+from rge.common.options import names_of, offer_help, parse_options, split_word
 from rge.config import load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_SET = "data_prep/demo/data/test"
-OWN = {
-    "recipe": None,
-    "sweep": None,
-    "seeds": "3",
-    "init": "",
-    "set": "",
-    "out": "",
-    "metrics": "hit@1,recall@1,mrr",
-    "by": "pair",
-    "only": "0/1",
-    "index": "",
-    "list": "false",
-    "collect": "false",
-    "launcher": "",
-}
-"""Options of this script and their defaults; None must be given, "" is worked out in `complete`."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is swept, how often, and which of the runs this call makes; any other key goes to every run's recipe."""
+
+    recipe: str
+    """Of the runs: a name, or a YAML file."""
+    sweep: str
+    """KEY=[VALUE,VALUE,...]: the key of the recipe and the values it takes."""
+    seeds: int = 3
+    """Runs an arm, with train.seed 0, 1, ..."""
+    init: str = ""
+    """Checkpoint that every run starts from; empty: the recipe's own cold start."""
+    set: str = ""
+    """Retrieval set that every run is evaluated on; empty: the demo's, for the recipe demo."""
+    out: str = ""
+    """Folder of the sweep; empty: runs/ablate_RECIPE_KEY."""
+    metrics: tuple[str, ...] = ("hit@1", "recall@1", "mrr")
+    """Columns of per_query.parquet that the table has."""
+    by: str = "pair"
+    """Column whose values become slices beside all queries."""
+    only: str = "0/1"
+    """PART/PARTS: every so manieth run, for several machines without a scheduler."""
+    index: int | None = None
+    """Number of the one run to make, for a job array."""
+    list: bool = False
+    """Print the runs with their numbers, and make none."""
+    collect: bool = False
+    """Make no run, write the table."""
+    launcher: str = ""
+    """What stands before rge/train.py; empty: accelerate as configured, or two processes where there is no GPU."""
 
 
 class SweepError(UserError):
@@ -90,9 +109,9 @@ def main(arguments: list[str]) -> None:
         )
     options, arms, extra = read_options(arguments)
     os.chdir(ROOT)
-    key, values = parse_sweep(options["sweep"])
-    cells = plan(options, key, values, arms, extra)
-    if options["list"] == "true":
+    key, values = parse_sweep(options.sweep)
+    options, cells = plan(options, key, values, arms, extra)
+    if options.list:
         for number, cell in enumerate(cells):
             state = "finished" if results(cell.folder).is_file() else "open"
             print(f"{number}\t{key}={cell.value}\tseed {cell.seed}\t{state}\t{cell.folder}")
@@ -103,7 +122,7 @@ def main(arguments: list[str]) -> None:
         cell = cells[number]
         print(f"[{number + 1}/{len(cells)}] {key}={cell.value} seed {cell.seed}", flush=True)
         run_cell(options, cell)
-    if options["index"]:
+    if options.index is not None:
         return
     missing = [number for number, cell in enumerate(cells) if not results(cell.folder).is_file()]
     if missing:
@@ -111,45 +130,35 @@ def main(arguments: list[str]) -> None:
             f"{len(missing)} of {len(cells)} runs are not finished here, e.g. index={missing[0]} "
             f"({cells[missing[0]].folder})"
         )
-        if options["collect"] == "true":
+        if options.collect:
             raise SweepError(f"{message}; run them first")
         print(f"{message}; no table yet")
         return
-    out = Path(options["out"])
+    out = Path(options.out)
     table = collect(cells, values, options)
-    metrics = options["metrics"].split(",")
-    text = markdown(key, table, metrics)
+    text = markdown(key, table, options.metrics)
     write_text(out / "table.md", text)
     write_text(out / "table.json", json.dumps(table, indent=1))
-    write_text(out / "plot.svg", plot(key, table, metrics, int(options["seeds"])))
+    write_text(out / "plot.svg", plot(key, table, options.metrics, options.seeds))
     print(f"\n{text}\n{json.dumps(table)}")
 
 
-def read_options(arguments: list[str]) -> tuple[dict[str, str], dict[str, list[str]], list[str]]:
+def read_options(arguments: list[str]) -> tuple[Options, dict[str, list[str]], list[str]]:
     """Split the arguments into this script's options, overrides of single arms, and overrides of all runs."""
-    options: dict[str, Any] = dict(OWN)
+    offer_help(Options, arguments, "python scripts/ablate.py")
+    own, extra = [], []
     arms: dict[str, list[str]] = {}
-    extra = []
     for argument in arguments:
-        name, mark, value = argument.partition("=")
-        if not mark:
-            raise SweepError(f"arguments are key=value, got {argument!r}")
-        if name in OWN:
-            options[name] = value
+        name, value = split_word(argument)
+        if name in names_of(Options):
+            own.append(argument)
         elif name.startswith("with."):
             arms[name.removeprefix("with.")] = shlex.split(value)
         else:
             extra.append(argument)
-    missing = [name for name, value in options.items() if value is None]
-    if missing:
-        raise SweepError(
-            f"{', '.join(f'{name}=' for name in missing)} must be given; see the top of scripts/ablate.py"
-        )
-    for name in ("list", "collect"):
-        if options[name] not in ("true", "false"):
-            raise SweepError(f"{name} must be true or false, got {options[name]!r}")
-    if not re.fullmatch(r"[1-9]\d*", options["seeds"]):
-        raise SweepError(f"seeds must be a number >= 1, got {options['seeds']!r}")
+    options = parse_options(Options, own)
+    if options.seeds < 1:
+        raise SweepError(f"seeds must be at least 1, got {options.seeds}")
     return options, arms, extra
 
 
@@ -187,9 +196,9 @@ def folder_name(value: str) -> str:
 
 
 def plan(
-    options: dict[str, str], key: str, values: list[str], arms: dict[str, list[str]], extra: list[str]
-) -> list[Cell]:
-    """Every run of the sweep, seed by seed, each with a recipe that loads.
+    options: Options, key: str, values: list[str], arms: dict[str, list[str]], extra: list[str]
+) -> tuple[Options, list[Cell]]:
+    """The options with every place worked out, and every run of the sweep, seed by seed, each with a recipe that loads.
 
     Raises:
         SweepError: ``with.`` of a value that is not in the sweep, or a place that cannot be worked out.
@@ -197,15 +206,15 @@ def plan(
     """
     if unknown := [value for value in arms if value not in values]:
         raise SweepError(f"with.{unknown[0]} names no value of the sweep: {', '.join(values)}")
-    complete(options, key, load_recipe([f"recipe={options['recipe']}"]).out)
+    options = complete(options, key, load_recipe([f"recipe={options.recipe}"]).out)
     cells = []
-    for seed in range(int(options["seeds"])):
+    for seed in range(options.seeds):
         for value in values:
-            folder = Path(options["out"]) / folder_name(value) / f"seed_{seed}"
+            folder = Path(options.out) / folder_name(value) / f"seed_{seed}"
             overrides = (
-                f"recipe={options['recipe']}",
+                f"recipe={options.recipe}",
                 "stage=joint",
-                f"init={options['init']}",
+                f"init={options.init}",
                 f"out={folder}",
                 f"train.seed={seed}",
                 f"{key}={value}",
@@ -215,18 +224,20 @@ def plan(
             if seed == 0:
                 load_recipe(overrides)
             cells.append(Cell(value, seed, folder, overrides))
-    return cells
+    return options, cells
 
 
-def complete(options: dict[str, str], key: str, recipe_out: str) -> None:
+def complete(options: Options, key: str, recipe_out: str) -> Options:
     """Fill in what was not given: the recipe's own cold start, the demo's test set, a folder named after the key."""
-    options["init"] = options["init"] or f"{recipe_out}/cold_start/final"
-    options["out"] = options["out"] or f"runs/ablate_{options['recipe']}_{folder_name(key)}"
-    if not options["set"]:
-        if options["recipe"] != "demo":
-            raise SweepError("set= must be given: the retrieval set that every run is evaluated on")
-        options["set"] = DEMO_SET
-    options["launcher"] = options["launcher"] or default_launcher()
+    if not options.set and options.recipe != "demo":
+        raise SweepError("set= must be given: the retrieval set that every run is evaluated on")
+    return replace(
+        options,
+        init=options.init or f"{recipe_out}/cold_start/final",
+        out=options.out or f"runs/ablate_{options.recipe}_{folder_name(key)}",
+        set=options.set or DEMO_SET,
+        launcher=options.launcher or default_launcher(),
+    )
 
 
 def default_launcher() -> str:
@@ -237,50 +248,50 @@ def default_launcher() -> str:
     return f"{launch} --config_file recipes/accelerate/cpu_2.yaml"
 
 
-def choose(options: dict[str, str], count: int) -> list[int]:
+def choose(options: Options, count: int) -> list[int]:
     """Numbers of the runs that this call is to make.
 
     Raises:
         SweepError: an index outside the list, a part that does not exist, or both given.
     """
-    if options["collect"] == "true":
+    if options.collect:
         return []
-    if options["index"]:
-        if options["only"] != "0/1":
+    if options.index is not None:
+        if options.only != "0/1":
             raise SweepError("give index= or only=, not both")
-        if not options["index"].isdecimal() or int(options["index"]) >= count:
+        if not 0 <= options.index < count:
             raise SweepError(
                 f"index must be 0 to {count - 1}, since the sweep has {count} runs (a Slurm array: --array=0-{count - 1}); "
-                f"got {options['index']}"
+                f"got {options.index}"
             )
-        return [int(options["index"])]
-    part = re.fullmatch(r"(\d+)/([1-9]\d*)", options["only"])
+        return [options.index]
+    part = re.fullmatch(r"(\d+)/([1-9]\d*)", options.only)
     if part is None or int(part[1]) >= int(part[2]):
-        raise SweepError(f"only must be PART/PARTS such as 0/4 to 3/4, got {options['only']!r}")
+        raise SweepError(f"only must be PART/PARTS such as 0/4 to 3/4, got {options.only!r}")
     return list(range(int(part[1]), count, int(part[2])))
 
 
-def check_places(options: dict[str, str], will_run: bool) -> None:
+def check_places(options: Options, will_run: bool) -> None:
     """Fail before the first run, not after it, where the start or the set is missing."""
     if not will_run:
         return
-    if not (Path(options["set"]) / "queries.parquet").is_file():
-        raise SweepError(f"set={options['set']} is no retrieval set: it has no queries.parquet")
-    init = options["init"]
+    if not (Path(options.set) / "queries.parquet").is_file():
+        raise SweepError(f"set={options.set} is no retrieval set: it has no queries.parquet")
+    init = options.init
     if not Path(init).is_dir() and init.count("/") != 1:  # one slash: may be a hub id
         raise SweepError(
             f"init={init} does not exist; train it with "
-            f"`accelerate launch rge/train.py recipe={options['recipe']} stage=cold_start`, or name a checkpoint"
+            f"`accelerate launch rge/train.py recipe={options.recipe} stage=cold_start`, or name a checkpoint"
         )
 
 
-def run_cell(options: dict[str, str], cell: Cell) -> None:
+def run_cell(options: Options, cell: Cell) -> None:
     """Train and evaluate one run, unless both are done with the same settings.
 
     Without the note of an earlier call, rge/train.py decides whether its checkpoint belongs to these settings.
     """
     note = cell.folder / "cell.json"
-    asked = {"overrides": list(cell.overrides), "set": options["set"]}
+    asked = {"overrides": list(cell.overrides), "set": options.set}
     found = json.loads(note.read_text()) if note.is_file() else None
     if results(cell.folder).is_file():
         if found == asked:
@@ -290,18 +301,18 @@ def run_cell(options: dict[str, str], cell: Cell) -> None:
                 f"{cell.folder / 'eval'} is an evaluation on {found['set']}, now set={asked['set']}: "
                 "use another out=, or delete it"
             )
-    run([*shlex.split(options["launcher"]), "rge/train.py", *cell.overrides])
+    run([*shlex.split(options.launcher), "rge/train.py", *cell.overrides])
     evaluate(options, cell.folder)
     write_text(note, json.dumps(asked, indent=1))
 
 
-def evaluate(options: dict[str, str], folder: Path) -> None:
+def evaluate(options: Options, folder: Path) -> None:
     """Evaluate a run in the mode it was trained for."""
     if results(folder).is_file():
         return
     checkpoint = folder / "joint" / "final"
     mode = "direct" if json.loads((checkpoint / "rge.json").read_text())["reasons"] == "none" else "reasoning"
-    command = [sys.executable, "-m", "eval", "run", f"checkpoint={checkpoint}", f"set={options['set']}"]
+    command = [sys.executable, "-m", "eval", "run", f"checkpoint={checkpoint}", f"set={options.set}"]
     run([*command, f"out={folder / 'eval'}", f"query_mode={mode}", "report=false"])
 
 
@@ -314,28 +325,29 @@ def run(command: list[str]) -> None:
     """Run a command; stop with its exit code if it fails, so that giving the sweep again continues there."""
     code = subprocess.run(command, check=False).returncode
     if code:
-        sys.exit(
-            f"stopped: {shlex.join(command)} ended with code {code}; give the same command again to continue"
+        print(
+            f"stopped: {shlex.join(command)} ended with code {code}; give the same command again to continue",
+            file=sys.stderr,
         )
+        sys.exit(code if code > 0 else SIGNALLED - code)
 
 
-def collect(cells: list[Cell], values: list[str], options: dict[str, str]) -> list[dict[str, Any]]:
+def collect(cells: list[Cell], values: list[str], options: Options) -> list[dict[str, Any]]:
     """Figures of every arm and slice.
 
     Raises:
         SweepError: runs of different queries, or a metric that was not measured.
     """
-    metrics = options["metrics"].split(",")
+    metrics = list(options.metrics)
     frames = {cell: read_queries(cell.folder, metrics) for cell in cells}
     first = frames[cells[0]]
     for cell, frame in frames.items():
         if not frame["query_id"].equals(first["query_id"]):
             raise SweepError(f"{cell.folder} and {cells[0].folder} were evaluated on different queries")
     slices = {"all": np.ones(len(first), dtype=bool)}
-    if options["by"] in first:
+    if options.by in first:
         slices |= {
-            str(name): (first[options["by"]] == name).to_numpy()
-            for name in sorted(first[options["by"]].unique())
+            str(name): (first[options.by] == name).to_numpy() for name in sorted(first[options.by].unique())
         }
     rows = []
     for value in values:
@@ -361,7 +373,7 @@ def collect(cells: list[Cell], values: list[str], options: dict[str, str]) -> li
     return rows
 
 
-def read_queries(folder: Path, metrics: list[str]) -> pd.DataFrame:
+def read_queries(folder: Path, metrics: Sequence[str]) -> pd.DataFrame:
     """Per-query values of one run, by query id."""
     frame = pd.read_parquet(folder / "eval" / "per_query.parquet")
     if missing := [metric for metric in metrics if metric not in frame]:
@@ -383,7 +395,7 @@ def intervals(
     ]
 
 
-def markdown(key: str, table: list[dict[str, Any]], metrics: list[str]) -> str:
+def markdown(key: str, table: list[dict[str, Any]], metrics: Sequence[str]) -> str:
     """The table for people, in per cent."""
     header = f"| {key} | slice | queries | " + " | ".join(
         f"{metric}, 95 % interval (lowest to highest seed)" for metric in metrics
@@ -410,7 +422,7 @@ def markdown(key: str, table: list[dict[str, Any]], metrics: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(key: str, table: list[dict[str, Any]], metrics: list[str], seeds: int) -> str:
+def plot(key: str, table: list[dict[str, Any]], metrics: Sequence[str], seeds: int) -> str:
     """The same as a picture."""
     marks = [
         Mark(row["arm"], row["slice"], m, row[m]["mean"], row[m]["low"], row[m]["high"], row[m]["seeds"])
@@ -421,7 +433,4 @@ def plot(key: str, table: list[dict[str, Any]], metrics: list[str], seeds: int) 
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as problem:
-        sys.exit(f"error: {problem}")
+    start(main)

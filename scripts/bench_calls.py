@@ -25,6 +25,7 @@ from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig
 from rge.calls.request import Request
 from rge.calls.store import AnswerStore
+from rge.common.commands import start
 from rge.common.options import parse_options
 
 
@@ -129,4 +130,4 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    start(main)

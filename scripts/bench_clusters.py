@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from rge.common.commands import start
 from rge.common.options import parse_options
 
 
@@ -49,8 +50,8 @@ def embeddings(num: int, width: int) -> np.ndarray:
     rng = np.random.default_rng(0)
     centres = rng.standard_normal((1000, width), dtype=np.float32)
     found = np.empty((num, width), np.float32)
-    for start in range(0, num, 20_000):
-        rows = slice(start, min(start + 20_000, num))
+    for first in range(0, num, 20_000):
+        rows = slice(first, min(first + 20_000, num))
         size = rows.stop - rows.start
         found[rows] = centres[rng.integers(0, 1000, size)] + rng.standard_normal(
             (size, width), dtype=np.float32
@@ -162,4 +163,4 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    start(main)

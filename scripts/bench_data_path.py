@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Generator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
+from rge.common.commands import start
 from rge.common.images import load_image
+from rge.common.options import parse_options
 from rge.common.schema import Item
 from rge.config import DataConfig
 from rge.data.collate import Batch
@@ -37,7 +40,23 @@ from rge.data.loader import Loader
 from rge.model.families import normalised
 from rge.model.prompts import PromptBuilder
 
-OPTIONS = {"pictures": 8, "side": 1024, "steps": 12, "workers": 2, "prefetch_mb": 128}
+
+@dataclass
+class Options:
+    """Sizes that are measured."""
+
+    pictures: int = 8
+    """Prompts with a picture of a step's batch."""
+    side: int = 1024
+    """Pixels of a picture's side."""
+    steps: int = 12
+    """Batches that are taken."""
+    workers: int = 2
+    """Processes that decode."""
+    prefetch_mb: int = 128
+    """Bound of what is decoded ahead."""
+
+
 SETTLED_S = 6.0
 """Memory that has not grown for so long is all that will be taken."""
 
@@ -193,7 +212,7 @@ def measure(form: str, options: dict[str, int], folder: Path) -> dict[str, float
 
 def main(arguments: list[str]) -> None:
     """Make pictures, measure both forms, print the table."""
-    options = OPTIONS | {key: int(value) for key, value in (word.split("=") for word in arguments)}
+    options = vars(parse_options(Options, arguments, "python scripts/bench_data_path.py"))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _prepare(folder, options["side"])
@@ -252,7 +271,7 @@ def _prepare(folder: Path, side: int) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1 and sys.argv[1].startswith("--"):
+    if sys.argv[1:2] in (["--tensors"], ["--bytes"]):  # a process of its own
         print(json.dumps(measure(sys.argv[1][2:], json.loads(sys.argv[3]), Path(sys.argv[2]))))
     else:
-        main(sys.argv[1:])
+        start(main)

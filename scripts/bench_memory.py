@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from bench_step import peak_growth  # noqa: E402
 
+from rge.common.commands import start  # noqa: E402
+from rge.common.options import parse_options  # noqa: E402
 from rge.common.schema import Item  # noqa: E402
 from rge.data.collate import Batch  # noqa: E402
 from rge.model.backbone import load_backbone  # noqa: E402
@@ -36,6 +39,22 @@ from rge.step import Objective, training_step  # noqa: E402
 TEXT = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
 VISION = {"depth": 2, "hidden_size": 64, "intermediate_size": 256, "num_heads": 4, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}  # fmt: skip
 SIDE_PX = 56
+
+
+@dataclass
+class Options:
+    """Sizes that are measured."""
+
+    batches: tuple[int, ...] = (64, 128, 256, 512, 1024)
+    """Contrastive batches, taken in micro batches."""
+    micro_batch: int = 16
+    """Queries of a micro batch."""
+    repeats: int = 3
+    """Processes a point; the median counts."""
+    whole: tuple[int, ...] = (64, 128, 256)
+    """Those of the batches that are also run undivided; [] for none."""
+
+
 RATIONALE_TOKENS = 24
 
 
@@ -132,16 +151,8 @@ def measure(folder: str, size: int, micro_batch: int, first: int, repeats: int) 
 
 def main(arguments: list[str]) -> None:
     """Measure all points and print the table."""
-    options = {"batches": "64,128,256,512,1024", "micro_batch": "16", "repeats": "3", "whole": "64,128,256"}
-    for argument in arguments:
-        key, mark, value = argument.partition("=")
-        if not mark or key not in options:
-            sys.exit(
-                f"error: unknown argument {argument!r}; known: {', '.join(f'{name}=' for name in options)}"
-            )
-        options[key] = value
-    micro, repeats = int(options["micro_batch"]), int(options["repeats"])
-    sizes = {key: [int(size) for size in options[key].split(",") if size] for key in ("batches", "whole")}
+    options = parse_options(Options, arguments, "python scripts/bench_memory.py")
+    micro, repeats = options.micro_batch, options.repeats
     with tempfile.TemporaryDirectory() as folder:
         texts = ["what opens this", "a key opens it", "Find the picture that answers the question."]
         scratch.build(
@@ -154,9 +165,9 @@ def main(arguments: list[str]) -> None:
         )
         print(f"{'batch':>6}{'in micro batches':>28}{'undivided':>28}{'its inputs':>12}{'s':>8}", flush=True)
         rows = []
-        for size in sizes["batches"]:
+        for size in options.batches:
             row = measure(model, size, micro, micro, repeats)
-            if size in sizes["whole"]:
+            if size in options.whole:
                 row["whole"] = measure(model, size, size, micro, repeats)
             rows.append(row)
             whole = row.get("whole")
@@ -182,7 +193,7 @@ def _interval(row: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["point"]:
+    if sys.argv[1:2] == ["point"]:  # a process of its own, see `measure`
         print(json.dumps(point(sys.argv[2], *map(int, sys.argv[3:6]))))
     else:
-        main(sys.argv[1:])
+        start(main)

@@ -12,6 +12,7 @@ import shutil
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,22 @@ import torch  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 
 from rge.checkpoints.training_state import States  # noqa: E402
+from rge.common.commands import start  # noqa: E402
+from rge.common.options import parse_options  # noqa: E402
 
 WIDTH = 1000
+
+
+@dataclass
+class Options:
+    """Sizes that are measured."""
+
+    millions: tuple[float, ...] = (20.0, 80.0)
+    """Parameters of the model, in millions."""
+    repeats: int = 3
+    """Saves of each kind; the median counts."""
+    folder: Path = Path("runs/bench_save")
+    """Where states are written, and removed again."""
 
 
 def busy(seconds: float, until) -> list[float]:
@@ -73,20 +88,13 @@ def measure(millions: float, folder: Path) -> dict[str, float]:
 
 def main(arguments: list[str]) -> None:
     """Measure all sizes and print the table."""
-    options = {"millions": "20,80", "repeats": "3", "folder": "runs/bench_save"}
-    for argument in arguments:
-        key, mark, value = argument.partition("=")
-        if not mark or key not in options:
-            sys.exit(
-                f"error: unknown argument {argument!r}; known: {', '.join(f'{name}=' for name in options)}"
-            )
-        options[key] = value
+    options = parse_options(Options, arguments, "python scripts/bench_save.py")
     torch.set_num_threads(1)
     columns = ("state_mb", "waited_gap_s", "background_gap_s", "background_written_s", "slow_down")
     print(f"{'million parameters':>19}" + "".join(f"{name:>22}" for name in columns))
     rows: dict[str, Any] = {}
-    for millions in (float(size) for size in options["millions"].split(",")):
-        runs = [measure(millions, Path(options["folder"])) for _ in range(int(options["repeats"]))]
+    for millions in options.millions:
+        runs = [measure(millions, options.folder) for _ in range(options.repeats)]
         row = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
         row["gap_ratio"] = row["waited_gap_s"] / row["background_gap_s"]
         rows[f"{millions:g}"] = {name: round(value, 3) for name, value in row.items()}
@@ -95,4 +103,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    start(main)

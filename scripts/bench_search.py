@@ -11,7 +11,6 @@ OMP_NUM_THREADS. The last line is one JSON object.
 """
 
 import json
-import sys
 import time
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ import numpy as np
 
 from eval.scoring.metrics import compute, cut, judge, names_of, tied_order
 from eval.scoring.search import Ranking, rows_within, search
+from rge.common.commands import start
 from rge.common.options import parse_options
 
 
@@ -50,8 +50,8 @@ def unit(rng: np.random.Generator, rows: int, dim: int, spread: float) -> np.nda
 
 def with_numpy(query_QD: np.ndarray, candidate_CD: np.ndarray, depth: int) -> None:
     """Best ``depth`` by a matrix product and a partial sort."""
-    for start in range(0, len(query_QD), BLOCK_QUERIES):
-        score_BC = query_QD[start : start + BLOCK_QUERIES] @ candidate_CD.T
+    for first in range(0, len(query_QD), BLOCK_QUERIES):
+        score_BC = query_QD[first : first + BLOCK_QUERIES] @ candidate_CD.T
         top_BK = np.argpartition(-score_BC, depth - 1, axis=1)[:, :depth]
         np.take_along_axis(top_BK, np.argsort(-np.take_along_axis(score_BC, top_BK, axis=1), axis=1), axis=1)
 
@@ -61,8 +61,8 @@ def with_torch(query_QD: np.ndarray, candidate_CD: np.ndarray, depth: int) -> No
     import torch
 
     candidates = torch.from_numpy(candidate_CD)
-    for start in range(0, len(query_QD), BLOCK_QUERIES):
-        torch.topk(torch.from_numpy(query_QD[start : start + BLOCK_QUERIES]) @ candidates.T, depth, dim=1)
+    for first in range(0, len(query_QD), BLOCK_QUERIES):
+        torch.topk(torch.from_numpy(query_QD[first : first + BLOCK_QUERIES]) @ candidates.T, depth, dim=1)
 
 
 def score(ranking: Ranking, positives: list[tuple[np.ndarray, np.ndarray]], candidates: int) -> None:
@@ -119,4 +119,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    start(main)

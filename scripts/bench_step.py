@@ -50,6 +50,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils import flop_counter
 from transformers import GenerationConfig
 
+from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.options import one_of, parse_options
 from rge.common.schema import Item
@@ -622,7 +623,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (UserError, RuntimeError) as problem:
-        sys.exit(f"error: {problem}")
+    start(main)

@@ -12,7 +12,6 @@ is the host standing still until the device has done all it was given.
 """
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,7 +19,8 @@ import bench_step
 import torch
 from fake_gpu import FakeGpu
 
-from rge.common.options import UserError, parse_options
+from rge.common.commands import start
+from rge.common.options import parse_options
 from rge.model.embedding_model import encode_prompts
 from rge.rollout.generate import generate
 
@@ -161,7 +161,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as problem:
-        sys.exit(f"error: {problem}")
+    start(main)

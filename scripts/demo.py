@@ -22,6 +22,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -30,7 +31,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rge.common.commands import start
+from rge.common.errors import SIGNALLED
 from rge.common.files import write_json
+from rge.common.options import parse_options
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = "data_prep/demo/data"
@@ -59,6 +63,14 @@ CONDITIONS = (
     "direct-image",
 )
 """Folders that the evaluation writes: query mode and what of the query is shown."""
+
+
+@dataclass
+class Options:
+    """What the demo trains."""
+
+    baseline: bool = False
+    """Also train and evaluate the model that never had a rationale."""
 
 
 @dataclass(frozen=True)
@@ -169,10 +181,7 @@ def launcher() -> tuple[str, ...]:
 
 def main(arguments: list[str]) -> int:
     """Run what is not finished, then print the table and the page's path."""
-    if arguments not in ([], ["baseline=true"], ["baseline=false"]):
-        print(f"usage: python scripts/demo.py [baseline=true], got {' '.join(arguments)}", file=sys.stderr)
-        return 2
-    baseline = arguments == ["baseline=true"]
+    baseline = parse_options(Options, arguments, "python scripts/demo.py").baseline
     os.chdir(ROOT)
     record_path = ROOT / RUN / "steps.json"
     record_path.parent.mkdir(parents=True, exist_ok=True)
@@ -197,7 +206,7 @@ def main(arguments: list[str]) -> int:
         write_json(record_path, record, indent=2)
         if code:
             print(f"{title}: stopped (exit code {code}); the same command continues", file=sys.stderr)
-            return 1
+            return code if code > 0 else SIGNALLED - code
         print(f"{title}: {seconds / 60:.1f} min", flush=True)
     minutes = {step.name: round(record[step.name]["seconds"] / 60, 2) for step in todo}
     rows = figures(baseline)
@@ -229,7 +238,7 @@ def run(command: Sequence[str]) -> int:
         with contextlib.suppress(KeyboardInterrupt):
             process.wait()
         process.kill()
-        return 130
+        return SIGNALLED + signal.SIGINT
 
 
 def digest(step: Step) -> str:
@@ -290,4 +299,4 @@ def quoted(word: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    start(main)

@@ -44,6 +44,7 @@ import transformers  # noqa: E402
 from PIL import Image  # noqa: E402
 from transformers import AutoModelForImageTextToText  # noqa: E402
 
+from rge.common.commands import start  # noqa: E402
 from rge.common.errors import UserError  # noqa: E402
 from rge.common.files import write_bytes  # noqa: E402
 from rge.common.options import one_of, parse_options  # noqa: E402
@@ -613,7 +614,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except UserError as problem:
-        sys.exit(f"error: {problem}")
+    start(main)

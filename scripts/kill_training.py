@@ -16,6 +16,7 @@ import shutil
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,21 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from rge import train  # noqa: E402
+from rge.common.commands import start  # noqa: E402
+from rge.common.options import parse_options  # noqa: E402
+
+
+@dataclass
+class Options:
+    """How often, and where."""
+
+    kills: int = 20
+    """SIGKILLs, a third of each kind of moment."""
+    seed: int = 0
+    """Draws the moments."""
+    out: Path = Path("runs/kill_training")
+    """Folder of both runs; what is there is removed."""
+
 
 RECIPE: dict[str, Any] = {
     "model": {
@@ -149,16 +165,8 @@ def kill(run: Run, moment: str, chance: random.Random, start_up_s: float) -> dic
 
 def main(arguments: list[str]) -> int:
     """Run the experiment and print the table."""
-    options = {"kills": "20", "seed": "0", "out": "runs/kill_training"}
-    for argument in arguments:
-        key, mark, value = argument.partition("=")
-        if not mark or key not in options:
-            sys.exit(
-                f"error: unknown argument {argument!r}; known: {', '.join(f'{name}=' for name in options)}"
-            )
-        options[key] = value
-    kills, chance = int(options["kills"]), random.Random(int(options["seed"]))
-    out = Path(options["out"]).resolve()
+    options = parse_options(Options, arguments, "python scripts/kill_training.py")
+    kills, chance, out = options.kills, random.Random(options.seed), options.out.resolve()
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     # Enough steps that every kill finds a run to kill, whatever the steps between two of them.
@@ -209,4 +217,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    start(main)

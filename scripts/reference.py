@@ -16,12 +16,12 @@ from data_prep.mmeb import MmebOptions  # noqa: E402
 from data_prep.rationales.main import RationaleOptions  # noqa: E402
 from data_prep.rmir.main import RmirCommand  # noqa: E402
 from data_prep.rmir.results.review import AgreementOptions, ReviewOptions  # noqa: E402
-from eval.__main__ import COMMANDS, command_of  # noqa: E402
+from eval.__main__ import COMMANDS, known_command  # noqa: E402
 from eval.benchmarks.registry import BENCHMARKS  # noqa: E402
-from eval.commands.report import ReportOptions  # noqa: E402
 from rge.common.options import keys  # noqa: E402
 from rge.config import CheckOptions, Recipe  # noqa: E402
 from rge.diagnose.__main__ import DIAGNOSES  # noqa: E402
+from rge.index.options import EmbedOptions, IndexOptions, SearchOptions  # noqa: E402
 from rge.plan.options import PlanOptions  # noqa: E402
 from rge.serving.options import ServeOptions  # noqa: E402
 
@@ -37,14 +37,16 @@ def commands() -> Iterator[tuple[str, type, type | None]]:
     yield "rge train", Recipe, None
     yield "rge check", CheckOptions, Recipe
     yield "rge plan", PlanOptions, None
+    yield "rge embed", EmbedOptions, None
+    yield "rge index", IndexOptions, None
+    yield "rge search", SearchOptions, None
+    yield "rge serve", ServeOptions, None
     for name, schema in DIAGNOSES.items():
         yield f"rge diagnose {name}", schema, None
-    run = command_of("run")[0]
+    run = known_command("run")[0]
     for name in (*COMMANDS, *(f"import {benchmark}" for benchmark in ("folder", *BENCHMARKS))):
-        schema = command_of(name)[0]
+        schema = known_command(name)[0]
         yield f"rge eval {name}", schema, run if schema is not run and issubclass(schema, run) else None
-    yield "rge eval report", ReportOptions, None
-    yield "rge serve", ServeOptions, None
     for name, schema in DATA.items():
         yield f"rge data {name}", schema, None
 

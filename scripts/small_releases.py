@@ -10,7 +10,6 @@ they are for trying the commands, and for seeing a file layout before fetching t
 import hashlib
 import io
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,9 @@ import pandas as pd
 from PIL import Image
 
 from eval.sets.retrieval_set import load_set
+from rge.common.commands import start
 from rge.common.images import picture_bytes
+from rge.common.options import parse_options
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "data_prep" / "demo" / "data" / "test"
@@ -27,6 +28,16 @@ CATEGORIES = ("functional", "temporal", "causal")
 NAMES = ("concept", "name", "label", "title")
 """Columns of the demo's corpus that may say what a picture shows."""
 ASKED = "Represent the given image with the following question:"
+
+
+@dataclass
+class Options:
+    """Where, and how much."""
+
+    out: Path = Path("runs/small")
+    """Folder of the four releases."""
+    num: int = 24
+    """Questions of each."""
 
 
 @dataclass
@@ -38,18 +49,13 @@ class Demo:
     questions: list[dict[str, Any]]
 
 
-def main(words: list[str]) -> int:
+def main(words: list[str]) -> None:
     """Write the four releases and say where."""
-    given = dict(word.partition("=")[::2] for word in words)
-    if unknown := sorted(given.keys() - {"out", "num"}):
-        print(f"unknown key {unknown[0]!r}; keys are out and num", file=sys.stderr)
-        return 2
-    out, num = Path(given.get("out", "runs/small")), int(given.get("num", "24"))
-    demo = read(num)
+    options = parse_options(Options, words, "python scripts/small_releases.py")
+    demo = read(options.num)
     for write in (rmir, pinpoint, mmeb, mmbright):
-        write(demo, out / write.__name__)
-        print(out / write.__name__)
-    return 0
+        write(demo, options.out / write.__name__)
+        print(options.out / write.__name__)
 
 
 def read(num: int) -> Demo:
@@ -214,4 +220,4 @@ def lines(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    start(main)

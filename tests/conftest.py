@@ -7,6 +7,9 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["RGE_CACHE"] = (
+    "/dev/null/nowhere"  # nothing is remembered from test to test, or in a user's folder
+)
 
 sys.path.insert(0, str(Path(__file__).parent))  # shared, forked and family_models, in pytest's importlib mode
 

@@ -207,8 +207,9 @@ def test_runs_of_different_queries_make_no_table(ablate, tmp_path):
     pd.read_parquet(path).iloc[:-1].to_parquet(path)
     with pytest.raises(ablate.SweepError, match="were evaluated on different queries"):
         ablate.main([*ablate.given, "collect=true"])
+    given = [word for word in ablate.given if not word.startswith("metrics=")]
     with pytest.raises(ablate.SweepError, match=r"was not evaluated for ndcg@7; there are: .*hit@1"):
-        ablate.main([*ablate.given, "collect=true", "metrics=ndcg@7"])
+        ablate.main([*given, "collect=true", "metrics=ndcg@7"])
 
 
 @pytest.mark.parametrize(
@@ -222,14 +223,14 @@ def test_runs_of_different_queries_make_no_table(ablate, tmp_path):
         (["sweep=loss.anchor=[self,oracel]"], "loss.anchor must be one of self, oracle, none; got 'oracel'"),
         (["with.nothing=loss.ratio=none"], "with.nothing names no value of the sweep: self, oracle, none"),
         (["with.none=loss.ratoi=none"], "did you mean loss.ratio"),
-        (["seeds=0"], "seeds must be a number >= 1, got '0'"),
+        (["seeds=0"], "seeds must be at least 1, got 0"),
         (
             ["index=6"],
             r"index must be 0 to 5, since the sweep has 6 runs \(a Slurm array: --array=0-5\); got 6",
         ),
         (["index=1", "only=0/2"], "give index= or only=, not both"),
         (["only=4/4"], "only must be PART/PARTS such as 0/4 to 3/4, got '4/4'"),
-        (["collect=yes"], "collect must be true or false, got 'yes'"),
+        (["collect=perhaps"], "collect must be true or false, got 'perhaps'"),
         (["init=runs/nowhere/final"], "init=runs/nowhere/final does not exist; train it with"),
         (["set=recipes"], "set=recipes is no retrieval set"),
         (["recipe=qwen25vl_3b"], "set= must be given"),

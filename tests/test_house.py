@@ -156,6 +156,18 @@ def test_everything_a_newcomer_looks_for_is_two_links_from_the_readme():
     assert {page.resolve() for page in PAGES} <= pages, "a page that nobody finds"
 
 
+def test_scripts_read_their_words_by_the_one_parser():
+    """And end as every command does: `rge.common.commands.start` shows what is the user's to mend."""
+    scripts = {path: path.read_text(encoding="utf-8") for path in (ROOT / "scripts").glob("*.py")}
+    taking = {path.stem for path, text in scripts.items() if re.search(r"^def main\(\w", text, flags=re.M)}
+    assert {"ablate", "demo", "kill_training", "small_releases", "bench_memory", "bench_save"} <= taking
+    for path, text in scripts.items():
+        assert not re.search(r"argparse|sys\.argv\[1:\]\)|OmegaConf", text), path
+        if path.stem in taking:
+            assert "parse_options(Options, " in text, path
+            assert re.search(r"^ +start\(main\)$", text, flags=re.M), path
+
+
 def test_the_annotated_tree_is_todays():
     made = subprocess.run(
         [sys.executable, ROOT / "scripts" / "docs_site.py"], capture_output=True, text=True, check=True

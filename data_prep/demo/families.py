@@ -149,4 +149,7 @@ def _fetch(family: Family, package: Path) -> None:
         package.mkdir(parents=True, exist_ok=True)
         with tarfile.open(archive) as content:
             for member in ("icons.json", "package.json"):
-                (package / member).write_bytes(content.extractfile(f"package/{member}").read())
+                found = content.extractfile(f"package/{member}")
+                if found is None:
+                    raise UserError(f"{name}: {member} in the package is no file")
+                (package / member).write_bytes(found.read())

@@ -64,7 +64,9 @@ def render(icon: dict) -> bytes:
         .getchannel("A")
         .point(lambda alpha: 255 * (alpha > 8))
     )
-    x_0, y_0, x_1, y_1 = (edge * side / MEASURE_PX for edge in ink.getbbox())
+    box = ink.getbbox()
+    assert box is not None, "an icon without ink"
+    x_0, y_0, x_1, y_1 = (edge * side / MEASURE_PX for edge in box)
     wanted = max(x_1 - x_0, y_1 - y_0) * SIZE_PX / (SIZE_PX - 2 * MARGIN_PX)
     left, top = left + (x_0 + x_1 - wanted) / 2, top + (y_0 + y_1 - wanted) / 2
     drawn = _rasterise(icon["body"], left, top, wanted, SIZE_PX)

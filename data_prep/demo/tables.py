@@ -146,12 +146,13 @@ def read_tables(folder: Path = HERE) -> Tables:
 def _rows(path: Path, columns: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
     with path.open(encoding="utf-8", newline="") as lines:
         table = csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
-        if (table.fieldnames or [])[: len(columns)] != columns:
+        names = list(table.fieldnames or [])
+        if names[: len(columns)] != columns:
             raise TableError(f"{path.name}: columns must begin with {columns}, got {table.fieldnames}")
         for row in table:
             where = f"{path.name}:{table.line_num}"
             if None in row or None in row.values():
-                raise TableError(f"{where}: expected {len(table.fieldnames)} columns")
+                raise TableError(f"{where}: expected {len(names)} columns")
             yield where, row
 
 

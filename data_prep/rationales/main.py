@@ -301,9 +301,7 @@ def _read(
     if outcome.lost:
         raise UserError(f"a call got no answer: {outcome.error}. What was answered is kept; run this again")
     try:
-        if outcome.error is not None:
-            raise outcome.error
-        text = prompts.read(outcome.reply)
+        text = prompts.read(outcome.answer())
     except ReplyError as error:
         return _Written(None, [error.kind])
     leak = checks.leak(text, positive.text)

@@ -17,7 +17,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypedDict
 
 import pyarrow.parquet as pq
 
@@ -45,6 +45,13 @@ def write_library(path: Path) -> None:
         ):
             caption = "" if number % WITHOUT_CAPTION == 0 else concepts[concept].name
             rows.writerow([name, f"{LIBRARY}#{name}", caption])
+
+
+class Tokens(TypedDict):
+    """What an answer is said to have taken."""
+
+    input_tokens: int
+    output_tokens: int
 
 
 class Oracle:
@@ -93,10 +100,14 @@ class Oracle:
             EXPLAIN_TASK: self._explain,
         }
         answer = next((work for task, work in tasks.items() if texts.startswith(task)), None)
-        if answer is None or None in concepts:
+        known = [concept for concept in concepts if concept is not None]
+        if answer is None or len(known) < len(concepts):
             return Answer({"error": {"message": "the oracle knows neither this task nor this picture"}}, 400)
-        text = answer(rng, texts, concepts)
-        tokens = {"input_tokens": len(texts) // 4 + 80 * len(concepts), "output_tokens": len(text) // 4}
+        text = answer(rng, texts, known)
+        tokens: Tokens = {
+            "input_tokens": len(texts) // 4 + 80 * len(concepts),
+            "output_tokens": len(text) // 4,
+        }
         if rng.random() < self.config.malformed:
             return self._malformed(rng, text, tokens)
         return chat(text, **tokens)
@@ -180,7 +191,7 @@ class Oracle:
         meant = self.phrasings.get(query, set())
         return [fact for fact in self.facts.get(concept, ()) if fact.question in meant]
 
-    def _malformed(self, rng: random.Random, text: str, tokens: dict[str, int]) -> Answer:
+    def _malformed(self, rng: random.Random, text: str, tokens: Tokens) -> Answer:
         kind = rng.choice(["truncated", "no tag", "refusal", "empty", "sensitive"])
         if kind == "truncated":
             return chat(text[: len(text) // 2], stop="length", **tokens)

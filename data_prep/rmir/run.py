@@ -179,7 +179,8 @@ class Run:
         self._renew(stage)
         spent = self.store.total_cost()
         asked = self.store.num_replies()
-        self._num_answered, self._rejected = 0, []
+        self._num_answered = 0
+        self._rejected: list[str] = []
         before = self._met()
         began = time.perf_counter()
         counts = work(self)

@@ -3,7 +3,7 @@
 Source: RMIR, section 3.1. Differs: where the paper is silent the choice is a setting; see docs/data_prep.md.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +194,7 @@ def generate(run: Run) -> dict[str, Any]:
     def readable(reply: Reply) -> None:
         prompts.check_generated(reply, config.categories, config.max_query_words, config.max_target_words)
 
-    def work(shard: Rows) -> dict[str, Rows]:
+    def work(shard: Sequence[dict[str, Any]]) -> dict[str, Rows]:
         requests = [
             prompts.generate_request(
                 config.model,
@@ -210,10 +210,8 @@ def generate(run: Run) -> dict[str, Any]:
             for category in config.categories:
                 name = f"{image['id']}-{CATEGORIES[category]}-1"
                 try:
-                    if outcome.error is not None:
-                        raise outcome.error
                     read = prompts.read_generated(
-                        outcome.reply, category, config.max_query_words, config.max_target_words
+                        outcome.answer(), category, config.max_query_words, config.max_target_words
                     )
                 except ReplyError as error:
                     found["rejected"].append(_rejected(name, error, outcome.key))
@@ -240,7 +238,7 @@ def filter_queries(run: Run) -> dict[str, Any]:
     queries = run.rows("generate", "queries", "generated")
     settings = {"temperature": config.temperature, "max_tokens": config.max_tokens}
 
-    def work(shard: Rows) -> dict[str, Rows]:
+    def work(shard: Sequence[dict[str, Any]]) -> dict[str, Rows]:
         requests = [
             prompts.filter_request(
                 config.model,
@@ -255,9 +253,7 @@ def filter_queries(run: Run) -> dict[str, Any]:
         for query, outcome in zip(shard, run.ask("filter", requests, prompts.read_filtered), strict=True):
             name = query["query_id"]
             try:
-                if outcome.error is not None:
-                    raise outcome.error
-                valid, reasoning, description = prompts.read_filtered(outcome.reply)
+                valid, reasoning, description = prompts.read_filtered(outcome.answer())
             except ReplyError as error:
                 found["rejected"].append(_rejected(name, error, outcome.key))
                 continue
@@ -371,7 +367,7 @@ def judge(run: Run) -> dict[str, Any]:
         panel += [(spec.model, before + number) for number in range(spec.count)]
     settings = {"temperature": config.temperature, "max_tokens": config.max_tokens}
 
-    def work(shard: list[str]) -> dict[str, Rows]:
+    def work(shard: Sequence[str]) -> dict[str, Rows]:
         asked, requests = [], []
         for name in shard:
             query = queries[name]
@@ -388,9 +384,7 @@ def judge(run: Run) -> dict[str, Any]:
             asked, run.ask("judge", requests, prompts.read_judged), strict=True
         ):
             try:
-                if outcome.error is not None:
-                    raise outcome.error
-                verdict, reasoning = prompts.read_judged(outcome.reply)
+                verdict, reasoning = prompts.read_judged(outcome.answer())
             except Refused as error:
                 verdict, reasoning = maths.ABSTAIN, f"{error.kind}: {error}"
             except ReplyError as error:
@@ -543,7 +537,7 @@ def split(run: Run) -> dict[str, Any]:
         for name in sorted(splits)
     ]
     frames.write_rows(run.path("split", "splits.parquet"), "splits", rows)
-    written = export(run, {row["query_id"]: row["split"] for row in rows}, positives, doubted)
+    written = export(run, {str(row["query_id"]): str(row["split"]) for row in rows}, positives, doubted)
     return {
         "queries_with_an_answer": len(rows),
         "test": sum(row["split"] == "test" for row in rows),

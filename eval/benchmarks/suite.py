@@ -38,7 +38,7 @@ SUITE = "suite.json"
 SHARED = (
     "benchmark", "profile", "protocol", "query_mode", "query_modality", "candidate_mode", "model", "checkpoint",
     "checkpoint_hash", "prompts", "rewrite", "settings", "decoding", "dtype", "batch_size", "embedding_dims", "depth",
-    "seed", "tag", "code", "exact", "asked_as_released",
+    "seed", "tag", "code", "exact", "asked_as_released", "plugins",
 )  # fmt: skip
 """Keys of a member's results that hold for all members."""
 PER_MEMBER = ("set.", "embedder.run")

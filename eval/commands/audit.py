@@ -26,6 +26,7 @@ from eval.sets.retrieval_set import RetrievalSet, further_names, load_set, pictu
 from rge.common.errors import UserError
 from rge.common.files import find_shipped, write_bytes
 from rge.common.images import ImageError, picture_bytes
+from rge.common.registry import PluginOptions
 from rge.common.schema import ImageRef, Item
 
 WARN = "TRAINED ON THE TEST"
@@ -34,7 +35,7 @@ LEAST = 8
 
 
 @dataclass
-class AuditOptions:
+class AuditOptions(PluginOptions):
     """Options of `rge eval audit`."""
 
     set: Path | None = None

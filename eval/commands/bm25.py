@@ -22,12 +22,13 @@ from eval.scoring.search import DEPTH, Ranking, stack_rankings
 from eval.sets.retrieval_set import RetrievalSet, load_set, with_readable_content
 from rge.common.errors import UserError
 from rge.common.options import one_of
+from rge.common.registry import PluginOptions
 
 METHODS = ("lucene", "robertson", "atire", "bm25l", "bm25+")
 
 
 @dataclass
-class Bm25Options:
+class Bm25Options(PluginOptions):
     """Options of `rge eval bm25`."""
 
     set: Path

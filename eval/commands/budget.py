@@ -9,7 +9,8 @@ milliseconds.
 ``direct``, ``reasoning``    no rationale, one greedy rationale
 ``mean-K``, ``max-K``        K drawn rationales: mean of the embeddings, or each candidate's best score
 ``gate-P``                   the P per cent of queries with the smallest margin between their first and second candidate
-                             in direct mode reason; the others do not
+                             in direct mode reason; the others do not. Which end of the margins, and the threshold, are
+                             learned on another set with gate_from=
 ``*-both``                   candidates reason too
 ``judge-N-of-*``             a vision-language model reorders the first N (`eval.commands.rerank`)
 
@@ -40,14 +41,16 @@ from eval.benchmarks.suite import (
     member_bootstraps,
     member_options,
 )
-from eval.commands.rerank import Judge, load_judge, rerank
+from eval.commands.rerank import rerank
 from eval.commands.run import Condition, RunOptions, Session, default_loader, start
 from eval.embedding.fill_cache import Embeds
 from eval.embedding.identity import versions
 from eval.embedding.processes import join
+from eval.judging.judges import Judge, load_judge
 from eval.pages.budget_curves import BASES, BUDGET, as_file
-from eval.scoring.fuse import choose, gated, margin, max_score, mean_embedding, together
-from eval.scoring.output_files import FORMAT, PER_QUERY, check_out
+from eval.scoring.fuse import max_score, mean_embedding, together
+from eval.scoring.gate import Gate, choose, gains_above, gate_for, gated, margin
+from eval.scoring.output_files import FORMAT, PER_QUERY, check_out, read_results
 from eval.scoring.search import Ranking
 from eval.scoring.stats import Bootstrap, cluster_bootstrap, index_of, interval
 from rge.calls.store import AnswerStore
@@ -75,6 +78,9 @@ class BudgetOptions(RunOptions):
     """mean of embeddings and/or max of scores."""
     gate: tuple[str, ...] = ("0.1", "0.25", "0.5", "0.75")
     """Shares of the queries that reason, those with the smallest margins."""
+    gate_from: Path | None = None
+    """Evaluations in both modes of this checkpoint on another set, of `run query_mode=reasoning,direct` or of `budget`: there the
+    gate learns whether small or large margins should reason, and the thresholds. null: small ones, thresholds of this set."""
     margin: tuple[str, ...] = ()
     """Margins below which a query reasons, where a threshold is known, as from another set."""
     both_sides: bool = False
@@ -269,12 +275,43 @@ def _measure(
             f"{point.name:24} {plan.metric} {100 * row['value']:6.2f}  {row['tokens']:7.1f} tokens",
             flush=True,
         )
-    means = {row["name"]: row["value"] for row in rows}
-    for row in rows:
-        if "gate" in row:  # what as many queries chosen at random would give
-            share = row["gate"]["share"]
-            row["at_random"] = (1 - share) * means["direct"] + share * means["reasoning"]
     return session, rows
+
+
+def _learned(directory: Path, session: Session, plan: _Plan) -> dict[float, Gate]:
+    """A gate for each share, from evaluations in both modes on another set.
+
+    Raises:
+        UserError: they are not there, of another checkpoint, or of the set that is measured.
+    """
+    paths = [
+        next(
+            (path for path in (directory / mode, directory / f"{mode}-both") if path.is_dir()),
+            directory / mode,
+        )
+        for mode in BASES
+    ]
+    for path in paths:
+        results = read_results(path)
+        if results.get("checkpoint_hash") != session.encoder.checkpoint_hash:
+            raise UserError(f"gate_from: {path} is an evaluation of another checkpoint")
+        if results["set"]["fingerprint"] == session.wanted.fingerprint:
+            raise UserError(
+                f"gate_from: {path} is of the set that is measured here: a gate learned on it would only describe it"
+            )
+    direct, reasoned = (pd.read_parquet(path / PER_QUERY).set_index("query_id") for path in paths)
+    if plan.metric not in direct or set(direct.index) != set(reasoned.index):
+        raise UserError(
+            f"gate_from: {paths[0]} and {paths[1]} need the metric {plan.metric} of the same queries"
+        )
+    margin_Q = np.array([one[0] - one[1] if len(one) > 1 else np.inf for one in direct["top10_scores"]])
+    gain_Q = (reasoned[plan.metric].loc[direct.index] - direct[plan.metric]).to_numpy(np.float64)
+    above, alike = gains_above(margin_Q, gain_Q)
+    said = "large" if above else "small"
+    print(
+        f"gate: queries with {said} margins reason (rank correlation of margin and gain {alike:+.2f} in {directory})"
+    )
+    return {share: gate_for(margin_Q, share, above=above) for share in plan.shares}
 
 
 def table(content: Mapping[str, Any]) -> str:
@@ -287,17 +324,19 @@ def table(content: Mapping[str, Any]) -> str:
                 f"{100 * row['value']:.1f} [{100 * row['low']:.1f}, {100 * row['high']:.1f}]"
                 for row in content["points"]
             ],
-            "over direct": [
-                ""
-                if row["gain"] is None
-                else f"{100 * row['gain']['value']:+.1f} [{100 * row['gain']['low']:+.1f}, {100 * row['gain']['high']:+.1f}]"
-                for row in content["points"]
-            ],
+            "over direct": [_signed(row["gain"]) for row in content["points"]],
+            "over random": [_signed(row.get("over_random")) for row in content["points"]],
             "tokens": [f"{row['tokens']:.1f}" for row in content["points"]],
             "ms": [f"{row['ms']:.1f}" for row in content["points"]],
         }
     )
     return frame.to_string(index=False)
+
+
+def _signed(figure: Mapping[str, float] | None) -> str:
+    if figure is None:
+        return ""
+    return f"{100 * figure['value']:+.1f} [{100 * figure['low']:+.1f}, {100 * figure['high']:+.1f}]"
 
 
 def _check(options: BudgetOptions) -> _Plan:
@@ -404,15 +443,19 @@ def _points(
             yield Point(f"max-{number + 1}", "max of k", number + 1, max_score(rankings), fused, about=about)
 
     margin_Q = margin(ranked["direct"])
-    thresholds = [(f"gate-{100 * share:g}", float(np.quantile(margin_Q, share))) for share in plan.shares]
-    thresholds += [(f"gate-below-{value:g}", value) for value in plan.margins]
-    for name, threshold in thresholds:
-        reason_Q = margin_Q < threshold
-        share = float(reason_Q.mean())
-        about = {"gate": {"margin_below": threshold, "share": share}}
+    learned = {} if options.gate_from is None else _learned(options.gate_from, session, plan)
+    gates = [
+        (f"gate-{100 * share:g}", learned.get(share) or gate_for(margin_Q, share)) for share in plan.shares
+    ]
+    gates += [(f"gate-below-{value:g}", Gate(value)) for value in plan.margins]
+    for name, gate in gates:
+        reason_Q = gate.opens(margin_Q)
+        about = {"gate": gate.about() | {"share": float(reason_Q.mean())}}
+        if gate in learned.values():
+            about["gate"]["learned_from"] = str(options.gate_from)
         ranking = choose(reason_Q, ranked["reasoning"], ranked["direct"])
         chosen = gated(reason_Q, encoded["reasoning"], encoded["direct"])
-        yield Point(name, GATED, share, ranking, chosen, about=about)
+        yield Point(name, GATED, about["gate"]["share"], ranking, chosen, about=about)
 
     if options.both_sides:
         reasoned_CD = embeddings.candidates("reasoning")
@@ -475,18 +518,22 @@ def _add_gains(
     mean: Callable[[pd.DataFrame], Bootstrap],
 ) -> None:
     """Add the paired gain over direct mode to each row; ``mean`` takes per-query differences."""
-    direct = values["direct"]
-    for row in rows:
-        row["gain"] = None
-        if row["name"] == "direct":
-            continue
-        found = mean(direct.assign(value=values[row["name"]]["value"] - direct["value"]))
+    direct, reasoned = values["direct"], values["reasoning"]["value"]
+
+    def figure(difference: pd.Series) -> dict[str, float]:
+        found = mean(direct.assign(value=difference))
         low_M, high_M = interval(found)
-        row["gain"] = {
-            "value": float(found.estimate_M[0]),
-            "low": float(low_M[0]),
-            "high": float(high_M[0]),
-        }
+        return {"value": float(found.estimate_M[0]), "low": float(low_M[0]), "high": float(high_M[0])}
+
+    for row in rows:
+        own = values[row["name"]]["value"]
+        row["gain"] = None if row["name"] == "direct" else figure(own - direct["value"])
+        if "gate" in row:  # against as many queries of each member chosen at random
+            share = row["gate"]["share"]
+            share_Q = direct["category"].map(row["gate"]["shares"]) if "shares" in row["gate"] else share
+            expected = (1 - share_Q) * direct["value"] + share_Q * reasoned
+            row["over_random"] = figure(own - expected)
+            row["at_random"] = row["value"] - row["over_random"]["value"]
 
 
 def _joined(of_member: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -494,16 +541,19 @@ def _joined(of_member: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     parts = list(of_member.values())
     own = ("metric", "value", "low", "high")
     row = {key: value for key, value in parts[0].items() if key not in own}
-    for key in ("at", "tokens", "ms", "at_random"):
+    for key in ("at", "tokens", "ms"):
         if key in row:
             row[key] = float(np.mean([part[key] for part in parts]))
     for key in ("num_pairs", "num_unanswered"):
         if key in row:
             row[key] = sum(part[key] for part in parts)
     if "gate" in row:
-        row["gate"] = {
-            "margin_below": {name: part["gate"]["margin_below"] for name, part in of_member.items()},
-            "share": float(np.mean([part["gate"]["share"] for part in parts])),
+        of_gate = {name: part["gate"] for name, part in of_member.items()}
+        key = next(key for key in parts[0]["gate"] if key.startswith("margin_"))
+        row["gate"] |= {
+            key: {name: one[key] for name, one in of_gate.items()},
+            "share": float(np.mean([one["share"] for one in of_gate.values()])),
+            "shares": {name: one["share"] for name, one in of_gate.items()},
         }
     if "a_candidate_costs" in row:
         costs = [part["a_candidate_costs"] for part in parts]
@@ -522,6 +572,7 @@ def _content(options: BudgetOptions, metric: str, rows: Sequence[Mapping[str, An
         "draw_temperature",
         "fuse",
         "gate",
+        "gate_from",
         "margin",
         "both_sides",
         "judge",

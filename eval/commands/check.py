@@ -9,11 +9,11 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from tqdm import tqdm
-
 from eval.benchmarks.suite import is_suite, load_suite
 from eval.sets.retrieval_set import RetrievalSet, SetError, content_digest, load_set, with_content
+from rge.common.commands import progress_bar
 from rge.common.images import ImageError, load_image
+from rge.common.registry import PluginOptions
 from rge.common.schema import Item
 
 MOST = 10
@@ -25,7 +25,7 @@ SMALL_CATEGORY = 10
 
 
 @dataclass
-class CheckOptions:
+class CheckOptions(PluginOptions):
     """Options of `rge eval check`."""
 
     set: Path
@@ -74,7 +74,7 @@ def check_set(path: Path) -> Checked:
     bad: list[str] = []
     rows_of: dict[str, list[str]] = defaultdict(list)
     digests, pictured, worded = [], 0, 0
-    for item in tqdm(
+    for item in progress_bar(
         wanted.corpus_items(), desc="candidates", total=len(wanted.corpus_ids), unit="item", delay=2
     ):
         digest = _digest(item, "candidate", bad)
@@ -139,11 +139,11 @@ def _mind(wanted: RetrievalSet, rows_of: dict[str, list[str]], asked: list[str],
     if twice := len(asked) - len(set(asked)):
         found.append(f"{twice} queries ask exactly what another asks")
     group_of: dict[str, str] = {}
-    for query, group in zip(wanted.queries, wanted.columns["group"], strict=True):
-        for picture in content_digest(query)[1]:
+    for item, group in zip(wanted.queries, wanted.columns["group"], strict=True):
+        for picture in content_digest(item)[1]:
             if group_of.setdefault(picture, group) != group:
                 found.append(
-                    f"query {query.id!r} shares a picture with another group: give both one group, or intervals come out "
+                    f"query {item.id!r} shares a picture with another group: give both one group, or intervals come out "
                     "too narrow"
                 )
                 break

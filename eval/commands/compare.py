@@ -35,6 +35,7 @@ from eval.scoring.stats import (
 )
 from rge.common.errors import UserError
 from rge.common.files import write_bytes
+from rge.common.registry import PluginOptions
 
 COMPARE, PLOT = "compare.json", "compare.svg"
 BY_THE_WAY = ("software.", "numbers.")
@@ -43,7 +44,7 @@ DEFAULT_METRICS = ("recall@1", "recall@5", "recall@10", "mrr", "ndcg@10")
 
 
 @dataclass
-class CompareOptions:
+class CompareOptions(PluginOptions):
     """Options of `rge eval compare`."""
 
     a: Path
@@ -275,7 +276,11 @@ def _notes(options: CompareOptions, results_a: dict[str, Any], results_b: dict[s
         found += [f"{path}: {warning}" for warning in results.get("warnings") or []]
     apart = differences(results_a, results_b)
     if not any(map(old_results, (results_a, results_b))):
-        by_the_way = [key for key in apart if key.startswith(BY_THE_WAY)]
+        by_the_way = [
+            key
+            for key, pair in apart.items()
+            if key.startswith(BY_THE_WAY) or (key.startswith("plugins.") and None not in pair)
+        ]
         if by_the_way:
             said = ", ".join(f"{key} ({apart[key][0]!s:.24} and {apart[key][1]!s:.24})" for key in by_the_way)
             found.append(f"a and b also differ in what nobody means to compare: {said}")

@@ -23,6 +23,7 @@ from rge.common.errors import UserError
 from rge.common.files import write_bytes
 from rge.common.mmeb_prompts import SETS
 from rge.common.options import one_of
+from rge.common.registry import PluginOptions
 
 FORMATS = ("pinpoint", "top50", "mmeb", "mteb")
 MOST = 50
@@ -36,7 +37,7 @@ _MTEB = {
 
 
 @dataclass
-class ExportOptions:
+class ExportOptions(PluginOptions):
     """Options of `rge eval export`."""
 
     format: str

@@ -12,12 +12,13 @@ from eval.pages.evaluations import expand, read_evaluation
 from eval.pages.leaderboard import write_leaderboard
 from eval.pages.report import write_report
 from rge.common.errors import UserError
-from rge.common.options import one_of, parse_options
+from rge.common.options import one_of
+from rge.common.registry import PluginOptions
 
 
-@dataclass(frozen=True)
-class ReportOptions:
-    """One HTML page from finished evaluations."""
+@dataclass
+class ReportOptions(PluginOptions):
+    """Options of `rge eval report`: one HTML page from finished evaluations."""
 
     runs: tuple[str, ...]
     """Evaluation directories, or directories that hold them."""
@@ -57,19 +58,18 @@ def _is_for_leaderboard(runs: Sequence[str]) -> bool:
     return len(sets) > 1
 
 
-def report_command(argv: Sequence[str]) -> Path:
-    """``python -m eval report``: write the page that the options describe.
-
-    Args:
-        argv: ``key=value`` words, see `ReportOptions`.
-
-    Returns:
-        The file written.
+def report(options: ReportOptions) -> Path:
+    """``python -m eval report``: write the page that the options describe, and return it.
 
     Raises:
-        UserError: an option is missing, unknown or malformed; see `write_report` for the rest.
+        UserError: an option is malformed; see `write_report` for the rest.
     """
-    options = parse_options(ReportOptions, argv)
+    path = _page(options)
+    print(path)
+    return path
+
+
+def _page(options: ReportOptions) -> Path:
     one_of("page", [options.page], ("auto", "set", "leaderboard"))
     if options.page == "leaderboard" or (options.page == "auto" and _is_for_leaderboard(options.runs)):
         if options.log or options.baseline:

@@ -8,44 +8,42 @@ model, trained by us or not, or a model behind an OpenAI-compatible endpoint. It
 (`rge.calls.store`), so a deeper or a repeated run asks for what is new.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import each_member, is_suite, join_members, load_suite, member_dirs
 from eval.embedding.fill_cache import Silent
 from eval.embedding.identity import set_mismatch
 from eval.embedding.processes import ALONE, Team, join
-from eval.judging.endpoint import Endpoint, is_address, picture
+from eval.judging.judges import QUESTION, Judge, load_judge
 from eval.scoring.evaluation import write_evaluation
 from eval.scoring.output_files import RUN, check_out, read_results, set_figures, summary
 from eval.scoring.search import Ranking
 from eval.scoring.trec import read_run
 from eval.sets.retrieval_set import RetrievalSet, content_digest, load_set, with_readable_content
-from rge.calls.request import Part
 from rge.calls.store import AnswerStore, key_of
+from rge.common.commands import progress_bar
 from rge.common.errors import UserError
+from rge.common.registry import PluginOptions
 from rge.common.schema import Item
 
 HELD_CANDIDATES = 4096
 """Candidates whose pictures are in memory while their contents are hashed."""
 MAX_UNANSWERED = 0.01
 """Share of pairs that an endpoint may answer with neither word before its scores are held to be worthless."""
-QUESTION = "Does the candidate answer the query? Answer with {yes} or {no} only."
 VERSION = 1
 """Of the wording; part of every key."""
 
 
 @dataclass
-class RerankOptions:
+class RerankOptions(PluginOptions):
     """Options of `rge eval rerank`."""
 
     of: Path
@@ -78,15 +76,6 @@ class RerankOptions:
     """Of the resampling."""
     overwrite: bool = False
     """Replace the output of another ranking."""
-
-
-class Judge(Protocol):
-    """Scores pairs; ``name`` is part of the keys under which scores are kept."""
-
-    name: dict[str, Any]
-
-    def score(self, pairs: Sequence[tuple[Item, Item]]) -> list[float | None]:
-        """Probability of yes for (query, candidate) pairs; None where there is no answer."""
 
 
 @dataclass(frozen=True)
@@ -238,157 +227,6 @@ def _one(
     return about
 
 
-class LocalJudge:
-    """A Qwen vision-language model on this machine: ours, or any that `rge.model.backbone` loads.
-
-    All pictures of the query come first, then the candidate's, then the texts.
-
-    Args:
-        path: its directory, or id on the hub.
-        yes: word for a match; one token.
-        no: word for none; one token.
-        batch_size: pairs a forward.
-        device: such as ``cuda:0``; None takes a GPU if there is one.
-        dtype: of the weights; None: float32 on CPU, bfloat16 on a GPU.
-        max_tokens: longest prompt; a longer one loses the end of the candidate's text.
-
-    Raises:
-        UserError: a word is more than one token.
-        rge.model.backbone.BackboneError: it cannot be loaded.
-    """
-
-    def __init__(
-        self,
-        path: str,
-        *,
-        yes: str,
-        no: str,
-        batch_size: int,
-        device: str | None = None,
-        dtype: str | None = None,
-        max_tokens: int = 8192,
-    ):
-        import torch
-
-        from eval.judging.yes_no import word_id
-        from rge.model.backbone import load_backbone
-        from rge.model.embedding_model import EmbeddingModel
-        from rge.model.prompts import PromptBuilder
-
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
-        own = Path(path) / "rge.json"
-        pixels = (
-            json.loads(own.read_text(encoding="utf-8"))["pixels"]
-            if own.is_file()
-            else {"min": None, "max": None}
-        )
-        # <emb> is only added because every prompt builder knows it; the judge's answer never is one.
-        backbone = load_backbone(
-            path, dtype=dtype, min_pixels=pixels["min"], max_pixels=pixels["max"], add_emb=True
-        )
-        self._embedder = EmbeddingModel(backbone).to(device).eval()
-        self._builder = PromptBuilder(backbone.processor, "plain", max_tokens)
-        self._batch_size, self._words = batch_size, (yes, no)
-        try:
-            self._ids = [word_id(self._embedder, word) for word in (yes, no)]
-        except ValueError as error:
-            raise UserError(f"judge {path}: {error} (yes=, no=)") from None
-        self.name = {"judge": _identity(path), "words": [yes, no], "dtype": dtype, "max_tokens": max_tokens}
-
-    def score(self, pairs: Sequence[tuple[Item, Item]]) -> list[float | None]:
-        """See `Judge`."""
-        from eval.judging.yes_no import next_token_logits
-
-        prompts = [self._builder.build(as_item(*pair, *self._words), "query") for pair in pairs]
-        logit_N2 = next_token_logits(self._embedder, prompts, self._ids, batch_size=self._batch_size)
-        difference_N = (logit_N2[:, 0] - logit_N2[:, 1]).astype(np.float64)
-        return [1 / (1 + float(np.exp(min(-one, 700.0)))) for one in difference_N]
-
-
-class RemoteJudge:
-    """A model behind an endpoint; pictures stand where their texts are.
-
-    Args:
-        endpoint: see `eval.judging.endpoint`.
-        yes: word for a match.
-        no: word for none.
-    """
-
-    def __init__(self, endpoint: Endpoint, *, yes: str, no: str):
-        self._endpoint, self._words = endpoint, (yes, no)
-        self.name = {"judge": endpoint.model, "words": [yes, no]}
-
-    def score(self, pairs: Sequence[tuple[Item, Item]]) -> list[float | None]:
-        """See `Judge`."""
-        yes, no = self._words
-        prompts = []
-        for query, candidate in pairs:
-            parts: list[Part] = [QUESTION.format(yes=yes, no=no), "Query:"]
-            parts += [picture(ref) for ref in query.images]
-            parts += [text for text in (query.instruction, query.text) if text]
-            parts += ["Candidate:", *(picture(ref) for ref in candidate.images)]
-            parts += [candidate.text] if candidate.text else []
-            prompts.append(parts)
-        return [one.probability for one in self._endpoint.yes_or_no(prompts, yes=yes, no=no)]
-
-
-def as_item(query: Item, candidate: Item, yes: str, no: str) -> Item:
-    """One prompt for a pair: all pictures, then question, query and candidate in this order.
-
-    What is too long is cut at the end, so the question is always whole.
-    """
-    texts = [QUESTION.format(yes=yes, no=no)]
-    shown = [("query", len(query.images)), ("candidate", len(candidate.images))]
-    counts = [f"{num} of the {owner}" for owner, num in shown if num]
-    if counts:
-        texts.append(f"Pictures in this order: {', then '.join(counts)}.")
-    asked = " ".join(text for text in (query.instruction, query.text) if text)
-    texts.append(f"Query: {asked}" if asked else "Query: the picture.")
-    texts.append(f"Candidate: {candidate.text}" if candidate.text else "Candidate: the picture.")
-    return Item(f"{query.id} with {candidate.id}", "\n".join(texts), query.images + candidate.images)
-
-
-class JudgeOptions(Protocol):
-    """What options of a command say about its judge."""
-
-    @property
-    def judge(self) -> str | None:
-        """A directory, an id on the hub, or an address; None: no judge."""
-
-    judge_model: str | None
-    judge_key_env: str | None
-    yes: str
-    no: str
-    batch_size: int
-    device: str | None
-    dtype: str | None
-
-
-def load_judge(options: JudgeOptions) -> Judge:
-    """A judge by its directory or address.
-
-    Args:
-        options: with ``judge``; the words for yes and no differ.
-
-    Raises:
-        UserError: no judge, an address without ``judge_model``, or see `LocalJudge`.
-    """
-    yes, no, judge = options.yes, options.no, options.judge
-    if yes.strip().lower() == no.strip().lower():
-        raise UserError(f"yes={yes} and no={no} must be different words")
-    if judge is None:
-        raise UserError("judge= names a vision-language model: a directory or an address")
-    if not is_address(judge):
-        return LocalJudge(
-            judge, yes=yes, no=no, batch_size=options.batch_size, device=options.device, dtype=options.dtype
-        )
-    if options.judge_model is None:
-        raise UserError(f"judge={judge} is an address: judge_model= names the model there")
-    endpoint = Endpoint(judge, options.judge_model, options.judge_key_env, concurrency=options.batch_size)
-    return RemoteJudge(endpoint, yes=yes, no=no)
-
-
 def rerank(
     wanted: RetrievalSet,
     ranking: Ranking,
@@ -397,7 +235,7 @@ def rerank(
     *,
     top_n: int,
     chunk: int,
-    progress: Callable[..., Any] = tqdm,
+    progress: Callable[..., Any] = progress_bar,
     team: Team = ALONE,
 ) -> Judged:
     """Score the best ``top_n`` candidates of every query and reorder them.
@@ -412,7 +250,7 @@ def rerank(
         answers: where scores are kept; only the first process needs it.
         top_n: candidates of each query that are scored.
         chunk: pairs scored before they are kept.
-        progress: like `tqdm.tqdm`; the first process counts what all have done.
+        progress: like `rge.common.commands.progress_bar`; the first process counts what all have done.
         team: the processes that share the work.
 
     Returns:
@@ -528,9 +366,3 @@ def _candidates(wanted: RetrievalSet, parts: Sequence[Sequence[int]]) -> Iterato
             if at in row_of:
                 held[row_of[at]] = item
         yield held
-
-
-def _identity(path: str) -> str:
-    from rge.checkpoints.export import checkpoint_hash
-
-    return checkpoint_hash(Path(path)) if Path(path).is_dir() else path

@@ -35,6 +35,7 @@ from eval.sets.retrieval_set import MODALITIES, Modality, RetrievalSet, load_set
 from rge.common.errors import UserError
 from rge.common.options import one_of
 from rge.common.prompt_profiles import PROFILES
+from rge.common.registry import PluginOptions
 from rge.common.schema import Encoded
 
 MODES: tuple[Mode, ...] = ("reasoning", "direct")
@@ -43,7 +44,7 @@ MAX_INSTRUCTIONS = 20
 
 
 @dataclass(kw_only=True)
-class RunOptions:
+class RunOptions(PluginOptions):
     """Options of `rge eval run`."""
 
     checkpoint: Path | None = None

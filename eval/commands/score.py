@@ -18,10 +18,11 @@ from eval.scoring.output_files import check_out, summary
 from eval.scoring.trec import read_run
 from eval.sets.retrieval_set import load_set, with_readable_content
 from rge.common.errors import UserError
+from rge.common.registry import PluginOptions
 
 
 @dataclass
-class ScoreOptions:
+class ScoreOptions(PluginOptions):
     """Options of `rge eval score`."""
 
     run: Path

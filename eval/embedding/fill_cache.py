@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
-from tqdm import tqdm
 
 from eval.embedding.processes import ALONE, Team
 from eval.embedding.shards import Cache, covered, read, write_shard
+from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.schema import Encoded, Item
 
@@ -62,7 +62,7 @@ def fill(
     mode: Mode,
     batch_size: int,
     seed: int | None = None,
-    progress: Callable[..., Any] = tqdm,
+    progress: Callable[..., Any] = progress_bar,
     team: Team = ALONE,
 ) -> None:
     """Encode what a cache lacks; when this returns, every process finds it complete.
@@ -76,7 +76,7 @@ def fill(
         batch_size: items embedded at once; the same in all processes.
         seed: of sampled rationales; each item's own seed comes from it and the item's id, so that neither the batch
             size nor a resumption changes what is sampled. None for greedy decoding.
-        progress: like `tqdm.tqdm`; the first process counts what all have done.
+        progress: like `rge.common.commands.progress_bar`; the first process counts what all have done.
         team: the processes that share the work.
 
     Raises:

@@ -29,7 +29,7 @@ ENCODER_CODE = "rge.embedder"
 ELSEWHERE = (
     "adapter", "model", "revision", "profile", "wording", "own_prompts", "instruction", "max_prompt_tokens",
     "max_text_tokens", "pixels", "generation", "dtype", "device", "recipe", "stage", "step", "git_commit", "rge_version",
-    "format", "modes", "reasons", "notes", "exact",
+    "format", "modes", "reasons", "notes", "exact", "plugins",
 )  # fmt: skip
 """Settings of an embedder that have a part of their own, or are in the hash of its files; the rest is hashed together."""
 OLD = "was written before results had an identity: whether texts, pictures, code and versions agree cannot be checked"
@@ -46,6 +46,9 @@ def versions(names: Sequence[str] = VERSIONED) -> dict[str, str]:
     return found
 
 
+OURS = ("rge", "eval", "data_prep")
+
+
 @cache
 def code_hash(module: str = ENCODER_CODE) -> str:
     """Sha256 of the code that makes an embedding: a module, `rge.embedder`, and whatever of ours these import.
@@ -55,17 +58,28 @@ def code_hash(module: str = ENCODER_CODE) -> str:
     Args:
         module: that the encoder's class was written in.
     """
-    left, seen = [module, ENCODER_CODE], dict[str, str]()
-    while left:
-        name = left.pop()
-        found = _source(name)
-        if name in seen or found is None:
+    code = _code([module, ENCODER_CODE], ("rge", "eval.models", *_package(module)))
+    assert ENCODER_CODE in code
+    return _hash_of(code)
+
+
+def plugins_of(things: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Modules of somebody else's that decide a figure.
+
+    Args:
+        things: what decides it (``metric rbp``) -> the module that it is written in; those of ours are left out.
+
+    Returns:
+        Module -> ``gives``, what of it was used, and ``code``, a short hash of the module and of what it imports from its own
+        package.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for thing, module in things.items():
+        if not (own := _package(module)):
             continue
-        tree = ast.parse(found)
-        seen[name] = ast.dump(_without_docstrings(tree))
-        left += [one for one in _imports(tree) if one.split(".")[0] == "rge" or one.startswith("eval.models")]
-    assert ENCODER_CODE in seen
-    return hashlib.sha256("\0".join(f"{name}\0{seen[name]}" for name in sorted(seen)).encode()).hexdigest()
+        entry = found.setdefault(module, {"gives": [], "code": _hash_of(_code([module], own))[:12]})
+        entry["gives"].append(thing)
+    return found
 
 
 def software(encoder: Embeds) -> dict[str, Any]:
@@ -79,7 +93,7 @@ def identity_of(results: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         Part -> what decides it: ``set`` (ids, judgements, texts, pictures, wording and picture policy of the import),
         ``protocol``, ``embedder`` (all files that were loaded, the hub's commit), ``asked``, ``prompts``, ``pixels``,
-        ``generation``, ``numbers`` (dtype, device) and ``software``.
+        ``generation``, ``numbers`` (dtype, device), ``software`` and ``plugins`` (somebody's own embedder, metrics, protocol).
     """
     wanted, settings = results.get("set") or {}, results.get("settings") or {}
     model, prompts = results.get("model") or {}, results.get("prompts") or {}
@@ -116,6 +130,7 @@ def identity_of(results: Mapping[str, Any]) -> dict[str, Any]:
         "numbers": {"dtype": results.get("dtype"), "device": settings.get("device"), "exact": results.get("exact")},
         "software": {"code": results.get("code")}
         | {name: (results.get("versions") or {}).get(name) for name in NUMERIC},
+        "plugins": {name: one.get("code") for name, one in (results.get("plugins") or {}).items()},
     }  # fmt: skip
 
 
@@ -182,6 +197,32 @@ def _short(value: Any, digits: int = 12) -> str | None:
     return hashlib.sha256(text.encode()).hexdigest()[:digits]
 
 
+def _package(module: str) -> tuple[str, ...]:
+    """The package that a module of somebody else's belongs to; nothing for one of ours."""
+    top = module.split(".")[0]
+    return () if top in OURS else (top,)
+
+
+def _code(left: list[str], followed: Sequence[str]) -> dict[str, str]:
+    """Modules, and what they import of the packages that are followed -> their syntax trees as text."""
+    seen: dict[str, str] = {}
+    while left:
+        name = left.pop()
+        found = _source(name)
+        if name in seen or found is None:
+            continue
+        tree = ast.parse(found)
+        seen[name] = ast.dump(_without_docstrings(tree))
+        left += [
+            one for one in _imports(tree, name) if any(f"{one}.".startswith(f"{top}.") for top in followed)
+        ]
+    return seen
+
+
+def _hash_of(code: Mapping[str, str]) -> str:
+    return hashlib.sha256("\0".join(f"{name}\0{code[name]}" for name in sorted(code)).encode()).hexdigest()
+
+
 def _source(module: str) -> str | None:
     place = ROOT.joinpath(*module.split("."))
     files = [place.with_suffix(".py"), place / "__init__.py"]
@@ -193,13 +234,16 @@ def _source(module: str) -> str | None:
     return None
 
 
-def _imports(tree: ast.Module) -> list[str]:
+def _imports(tree: ast.Module, module: str) -> list[str]:
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.ImportFrom):
+            # a relative import, as packages of others have them: one dot is the module's own package
+            above = module.split(".")[: -node.level] if node.level else []
+            base = ".".join([*above, *filter(None, [node.module])])
+            found += [base, *(f"{base}.{alias.name}" for alias in node.names)]
     return found
 
 

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from eval.judging.endpoint import Endpoint, picture
+from eval.judging.endpoint import Endpoint, Part, picture
 from eval.sets.retrieval_set import RetrievalSet, content_digest
 from rge.calls.store import AnswerStore, key_of
+from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.options import one_of
 from rge.common.schema import Item
@@ -103,12 +102,12 @@ def additions(queries: Sequence[Item], rewriter: Rewriter) -> list[str | None]:
     known = rewriter.answers.get_values(list(dict.fromkeys(keys.values())))
     todo = {key: queries[row] for row, key in keys.items() if key not in known}
     keys_todo = list(todo)
-    prompts = []
+    prompts: list[list[Part]] = []
     for query in todo.values():
         # A caption is of the pictures alone: it must not repeat or answer the question.
         asked = [] if rewriter.kind == "caption" or not query.text else [query.text]
         prompts.append([*asked, *(picture(ref) for ref in query.images), request])
-    with tqdm(total=len(todo), desc=rewriter.kind, disable=not todo) as bar:
+    with progress_bar(total=len(todo), desc=rewriter.kind, disable=not todo) as bar:
 
         def keep(place: int, text: str) -> None:
             rewriter.answers.put_values({keys_todo[place]: text})

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from eval.embedding.fill_cache import Embeds, Mode, Side, check_collapse, cut, fill
 from eval.embedding.identity import software
@@ -25,6 +24,7 @@ from eval.embedding.shards import (
     read_embeddings,
 )
 from eval.sets.retrieval_set import Modality, RetrievalSet, content_digest
+from rge.common.commands import progress_bar
 from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import Encoded, Item
 
@@ -54,7 +54,7 @@ def contents_of(wanted: RetrievalSet, modalities: Sequence[Modality]) -> Content
     row_of_C[wanted.file_rows_C] = np.arange(len(row_of_C))
     candidates: list[str] = []
     rows_of_picture: dict[str, list[int]] = {}
-    items = tqdm(
+    items = progress_bar(
         wanted.corpus_items(), desc=f"{'reading the pool':>17}", total=len(row_of_C), unit="item", delay=2
     )
     for file_row, item in enumerate(items):
@@ -155,13 +155,10 @@ class Embeddings:
         if done is not None:
             return done
         settings = keyed_settings(self.encoder, mode) | {"seed": seed, "software": software(self.encoder)}
-        named = {
-            "checkpoint_hash": self.encoder.checkpoint_hash,
-            "settings": settings,
-            "side": side,
-            "mode": mode,
-        }
-        key = cache_key(**named, modality=modality, fingerprint=self.wanted.fingerprint, contents=contents)
+        encoder = encoder_key(
+            checkpoint_hash=self.encoder.checkpoint_hash, settings=settings, side=side, mode=mode
+        )
+        key = cache_key(encoder, modality=modality, fingerprint=self.wanted.fingerprint, contents=contents)
         about = {"side": side, "mode": mode, "modality": modality, "set": self.wanted.name}
         about["checkpoint_hash"] = self.encoder.checkpoint_hash
         names = contents
@@ -170,7 +167,7 @@ class Embeddings:
             ids = [item.id for item in items] if side == "query" else self._file_ids()
             names = [f"{content} {name}" for content, name in zip(contents, ids, strict=True)]
         opened = (self.root, key, len(contents), about)
-        self.team.once(lambda: open_cache(*opened, encoder=encoder_key(**named), names=names) and None)
+        self.team.once(lambda: open_cache(*opened, encoder=encoder, names=names) and None)
         cache = cache_at(*opened, names=names)
         fill(
             self.encoder,
@@ -195,7 +192,7 @@ class Embeddings:
 def keyed_settings(encoder: Embeds, mode: Mode) -> dict[str, Any]:
     """What of an encoder's settings decides its embeddings, with the prompts' wording itself."""
     settings = {key: value for key, value in encoder.settings.items() if key != "notes"}
-    profile = settings.get("profile")
+    profile = str(settings.get("profile"))
     if profile in PROFILES:
         settings["templates"] = asdict(PROFILES[profile])
     if mode == "direct":  # nothing is generated, so another cap on rationales changes nothing

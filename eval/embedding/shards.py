@@ -63,21 +63,15 @@ def encoder_key(*, checkpoint_hash: str, settings: dict[str, Any], side: str, mo
     )
 
 
-def cache_key(
-    *, checkpoint_hash: str, settings: dict[str, Any], side: str, mode: str, modality: str, fingerprint: str, contents: Iterable[str]
-) -> str:  # fmt: skip
+def cache_key(encoder: str, *, modality: str, fingerprint: str, contents: Iterable[str]) -> str:
     """Name of everything that determines a side's embeddings, 64 hexadecimal digits.
 
     Args:
-        checkpoint_hash: see `encoder_key`.
-        settings: likewise.
-        side: likewise.
-        mode: likewise.
+        encoder: see `encoder_key`.
         modality: both, text or image.
         fingerprint: of the retrieval set.
         contents: content digest of every item, in order.
     """
-    encoder = encoder_key(checkpoint_hash=checkpoint_hash, settings=settings, side=side, mode=mode)
     return _hash([encoder, modality, fingerprint, *contents])
 
 

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import nn
 
 from rge.model.embedding_model import EmbeddingModel
+from rge.model.packing import by_length
 from rge.model.prompts import Prompt
 
 
@@ -38,11 +40,9 @@ def next_token_logits(
         ids: token ids.
         batch_size: prompts a forward.
     """
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     out = np.empty((len(prompts), len(ids)), np.float32)
-    head = embedder.model.get_output_embeddings()
-    for start in range(0, len(order), batch_size):
-        rows = order[start : start + batch_size]
+    head: nn.Module = embedder.model.get_output_embeddings()  # type: ignore[operator]  # of a transformers model
+    for rows in by_length([len(prompt) for prompt in prompts], batch_size):
         hidden_BD = embedder.states_before_answer([prompts[row] for row in rows])
         out[rows] = head(hidden_BD).float()[:, list(ids)].cpu().numpy()
     return out

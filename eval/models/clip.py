@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor, nn
-from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
+from torch import Tensor
+from transformers import AutoImageProcessor, AutoModel, AutoTokenizer, PreTrainedModel
 
 from eval.models.common import BARE, DirectEncoder, no_rationales, place
 from eval.models.registry import Facts
@@ -35,13 +35,17 @@ class Shown:
 class TwoTowers(DirectEncoder[Shown]):
     """Text and picture features of one model, added."""
 
-    def __init__(self, facts: Facts, model: nn.Module, tokenizer: Any, image_processor: Any, dtype: str):
-        max_tokens = model.config.text_config.max_position_embeddings
+    def __init__(
+        self, facts: Facts, model: PreTrainedModel, tokenizer: Any, image_processor: Any, dtype: str
+    ):
+        config: Any = model.config
+        max_tokens = config.text_config.max_position_embeddings
         settings = {"pooling": "text feature + mean of picture features", "max_text_tokens": max_tokens}
         super().__init__(facts, "clip", BARE, dtype, settings)
-        self.model, self.tokenizer, self.image_processor = model.eval(), tokenizer, image_processor
+        self.model: Any = model.eval()  # towers are attributes that no type of the library knows
+        self.tokenizer, self.image_processor = tokenizer, image_processor
         # SigLIP was trained on padded texts and reads the last position; CLIP reads the end token wherever it is.
-        padding = True if model.config.model_type == "clip" else "max_length"
+        padding = True if config.model_type == "clip" else "max_length"
         self.reading = {
             "padding": padding,
             "truncation": True,

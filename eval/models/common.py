@@ -15,6 +15,7 @@ from rge.common.errors import UserError
 from rge.common.prompt_profiles import PROFILES, Profile
 from rge.common.schema import Encoded, Item
 from rge.model.embedding_model import normalise
+from rge.model.packing import by_length
 
 WINDOW_BATCHES = 8
 """Batches prepared at a time, within which rows are sorted by length; the pictures of one window are in memory."""
@@ -112,10 +113,8 @@ class DirectEncoder(Generic[T]):
             began = time.perf_counter()
             prepared = [self.prepare(item, side) for item in part]
             prepare_ms = (time.perf_counter() - began) * 1000 / len(part)
-            order = sorted(range(len(part)), key=lambda row: prepared[row][0])
             found: dict[int, tuple[np.ndarray, float]] = {}
-            for first in range(0, len(order), together):
-                chosen = order[first : first + together]
+            for chosen in by_length([length for length, _ in prepared], together):
                 began = time.perf_counter()
                 states = normalise(self.embed([prepared[row][1] for row in chosen])).float().cpu().numpy()
                 spent = (time.perf_counter() - began) * 1000 / len(chosen)

@@ -62,7 +62,8 @@ class LastToken(DirectEncoder[Prompt]):
             "pixels": {"min": size["shortest_edge"], "max": size["longest_edge"]},
         }
         super().__init__(facts, adapter, wording, dtype, settings)
-        self.model, self.flat = model.eval(), flat
+        self.model: Any = model.eval()  # its inner model is an attribute that no type of the library knows
+        self.flat = flat
         self.builder = builder(processor, wording, MAX_PROMPT_TOKENS, emb_token=None)
         self.pad_id = processor.tokenizer.pad_token_id
 
@@ -93,7 +94,7 @@ class LastToken(DirectEncoder[Prompt]):
         if self.flat:
             inputs["position_ids"] = torch.arange(ids_BT.shape[1]).expand(3, *ids_BT.shape)
         inputs = {key: value.to(device) for key, value in inputs.items()}
-        hidden_BTD = self.model.model(**inputs, use_cache=False).last_hidden_state  # type: ignore[operator]
+        hidden_BTD = self.model.model(**inputs, use_cache=False).last_hidden_state
         return hidden_BTD[torch.arange(len(batch), device=device), (lengths - 1).to(device)]
 
 
@@ -128,9 +129,10 @@ def _load(
         base = facts.base
     try:
         processor = AutoProcessor.from_pretrained(facts.path if _has_processor(facts) else base.path)
-        model, report = AutoModelForImageTextToText.from_pretrained(
+        loaded: Any = AutoModelForImageTextToText.from_pretrained(
             base.path, dtype=getattr(torch, dtype), output_loading_info=True
         )
+        model, report = loaded  # a pair, with this option
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{facts.name} cannot be loaded: {error}") from None
     if missing := sorted(report["missing_keys"]):
@@ -152,7 +154,7 @@ def _merged(model: nn.Module, facts: Facts) -> nn.Module:
     Raises:
         UserError: a weight of the adapter has no place, or a place no weight.
     """
-    config = PeftConfig.from_pretrained(facts.path)
+    config = PeftConfig.from_pretrained(str(facts.path))
     config.inference_mode = True
     adapted = get_peft_model(model, config)
     weights = load_file(facts.path / "adapter_model.safetensors")
@@ -166,7 +168,7 @@ def _merged(model: nn.Module, facts: Facts) -> nn.Module:
             key,
         )
         renamed[key] = weight
-    outcome = set_peft_model_state_dict(adapted, renamed)
+    outcome: Any = set_peft_model_state_dict(adapted, renamed)
     lost = sorted(outcome.unexpected_keys) + sorted(key for key in outcome.missing_keys if "lora_" in key)
     if lost:
         raise UserError(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from eval.embedding.fill_cache import Embeds
+from eval.embedding.identity import plugins_of
 from rge.common.errors import UserError
 from rge.common.registry import Registry
 
@@ -69,6 +70,11 @@ class Adapter:
     about: str
     matches: Callable[[Facts], bool]
     target: str | Callable[..., Embeds]
+
+    @property
+    def module(self) -> str:
+        """The module that loads a model of this family."""
+        return self.target.__module__ if callable(self.target) else self.target.partition(":")[0]
 
     def load(self, facts: Facts, **options: Any) -> Embeds:
         """Load a model of this family."""
@@ -216,6 +222,8 @@ def load_model(
     if adapter is None and (guess := _guessed(facts, chosen)):
         notes.append(guess)
     encoder.settings = encoder.settings | {"device": _device(device), "notes": notes}
+    if plugins := plugins_of({f"embedder {chosen.name}": chosen.module}):
+        encoder.settings = encoder.settings | {"plugins": plugins}  # also part of the cache's name
     return encoder
 
 

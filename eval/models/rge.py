@@ -49,8 +49,7 @@ def load_release(
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
-    pixels = {"min_pixels": RELEASE["min"], "max_pixels": RELEASE["max"]}
-    backbone = load_backbone(facts.path, dtype=dtype, **pixels)
+    backbone = load_backbone(facts.path, dtype=dtype, min_pixels=RELEASE["min"], max_pixels=RELEASE["max"])
     settings = {
         "adapter": "rge-release",
         "model": facts.name,

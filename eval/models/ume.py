@@ -6,7 +6,7 @@ the generative one goes on with an instruction to think, to answer and to write 
 discriminative embedding is the state at ``<disc_emb>``, and a causal model does not see what comes after it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -78,22 +78,12 @@ class UmeEncoder:
         for encoder in self.by_mode.values():
             encoder.builder.profile = wording
 
-    def encode(
-        self,
-        items: Sequence[Item],
-        *,
-        side: Literal["query", "candidate"],
-        mode: Literal["reasoning", "direct"],
-        batch_size: int = 64,
-        seeds: Sequence[int] | None = None,
-        on_progress: Callable[[int], object] | None = None,
-    ) -> Encoded:
-        """Embed items; see `rge.embedder.Embedder.encode`."""
+    def encode(self, items: Sequence[Item], *, mode: Literal["reasoning", "direct"], **asked: Any) -> Encoded:
+        """Embed items; arguments as of `rge.embedder.Embedder.encode`."""
         encoder = self.by_mode.get(mode)
         if encoder is None:
             raise ValueError(f"mode must be reasoning or direct, got {mode!r}")
-        more: dict[str, Any] = {"batch_size": batch_size, "seeds": seeds, "on_progress": on_progress}
-        return encoder.encode(items, side=side, mode=mode, **more)
+        return encoder.encode(items, mode=mode, **asked)
 
 
 def load_ume(
@@ -111,10 +101,10 @@ def load_ume(
     """
     device, dtype = place(device, dtype)
     backbone = load_backbone(facts.path, dtype=dtype, emb_token=GEN)
-    tokenizer = backbone.processor.tokenizer  # type: ignore[attr-defined]
+    tokenizer = backbone.processor.tokenizer
     tags = set(tokenizer.convert_tokens_to_ids([tag for tag in WRITTEN if tag in tokenizer.get_vocab()]))
     backbone.suppressed_ids = [token for token in backbone.suppressed_ids if token not in tags]
-    size = backbone.processor.image_processor.size  # type: ignore[attr-defined]
+    size = backbone.processor.image_processor.size
     cap = MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens
     settings = {
         "adapter": "ume-r1",

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.embedding.identity import versions, with_key
+from eval.embedding.identity import plugins_of, versions, with_key
+from eval.scoring.metrics import METRICS
 from eval.scoring.output_files import (
     FORMAT,
     RUN,
@@ -71,8 +72,18 @@ def write_evaluation(
         "statistics": statistics_settings(seed, NUM_RESAMPLES),
         "versions": versions(),
     } | dict(about)
+    # an embedder's plugin stands in its settings, which every evaluation of its embeddings keeps
+    results["plugins"] = (results.get("settings") or {}).get("plugins", {}) | plugins_of(
+        {f"metric {name}": METRICS[name].values.__module__ for name in _kinds(scored.names)}
+        | {f"protocol of {protocol.benchmark}": type(protocol).__module__}
+    )
     results["identity"] = with_key(results)
     invalidate(out)
     write_run(out / RUN, ranking, wanted.query_ids, wanted.corpus_ids, tag)
     write_tables(out, per_query_table(wanted, ranking, scored, encoded), results)
     return results
+
+
+def _kinds(names: Sequence[str]) -> list[str]:
+    """Metrics without their cutoffs, of those that are registered; a benchmark's own figures are its protocol's."""
+    return [kind for kind in dict.fromkeys(name.partition("@")[0] for name in names) if kind in METRICS]

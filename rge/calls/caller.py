@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tqdm import tqdm
-
 from rge.calls.failures import (
     BudgetReached,
     CallFailed,
@@ -42,6 +40,7 @@ from rge.calls.replies import (
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore, Kept
 from rge.calls.transport import Answer, Connections, PolicyAnswer, Send, Shown
+from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.images import ImageError
 
@@ -74,6 +73,17 @@ class Outcome:
     failed: bool = False
     lost: bool = False
     reasked: int = 0
+
+    def answer(self) -> Reply:
+        """The reply.
+
+        Raises:
+            ReplyError: there is none, and why.
+        """
+        if self.error is not None:
+            raise self.error
+        assert self.reply is not None
+        return self.reply
 
 
 @dataclass
@@ -181,9 +191,7 @@ class Caller:
             StoreError: an answer cannot be kept.
         """
         outcomes: list[Outcome | None] = [None] * len(requests)
-        # disable=None: no bar where standard error is a file
-        disable = None if self.progress else True
-        with tqdm(total=len(requests), desc=title, disable=disable, smoothing=0.05) as bar:
+        with progress_bar(total=len(requests), desc=title, disable=not self.progress, smoothing=0.05) as bar:
 
             def done(position: int, outcome: Outcome) -> None:
                 outcomes[position] = outcome

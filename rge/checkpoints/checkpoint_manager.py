@@ -21,17 +21,13 @@ from rge.checkpoints.description import training_data
 from rge.checkpoints.export import RGE_JSON, export, settings_of
 from rge.checkpoints.resume import check_same_recipe
 from rge.checkpoints.training_state import States, discard
+from rge.common.errors import SIGNALLED
 from rge.config import Recipe, to_dict
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.model.adapters import has_adapters, merged_weights
 from rge.model.embedding_model import EmbeddingModel
 from rge.validation import Validation
-
-STOPPED = 128
-"""What is added to a signal's number for the exit code: 143 after SIGTERM and 130 after SIGINT, what shells, Kubernetes
-and Slurm show for a process that this signal ended. Neither success, which would let a scheduler go on to the next job,
-nor 1, which would count as a crash of the program."""
 
 SAME_PRESS_S = 1.0
 """A SIGINT this soon after another is the same Ctrl-C: the terminal sends it to every process, and launchers pass it on."""
@@ -143,7 +139,8 @@ class Keeper:
 
         Raises:
             CheckpointError: this or an earlier state could not be written.
-            SystemExit: see `STOPPED`, after such a signal to any process.
+            SystemExit: after such a signal to any process: with 143 or 130, which is neither success, after which a scheduler
+                would go on to the next job, nor the 1 of a crash.
         """
         self.states.check()
         signals = (signal.SIGTERM, signal.SIGINT)
@@ -163,7 +160,7 @@ class Keeper:
                 file=sys.stderr,
             )
         dist.close()
-        raise SystemExit(STOPPED + stop)
+        raise SystemExit(SIGNALLED + stop)
 
     def finish(self) -> None:
         """Export the trained model as a checkpoint that evaluation and plain transformers load."""

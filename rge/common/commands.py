@@ -1,25 +1,100 @@
-"""How every command starts, chooses among commands below it, and ends."""
+"""How every command starts, chooses among commands below it, shows how far it is, and ends."""
 
+import os
+import select
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NoReturn, TextIO, TypeVar
 
-from rge.common.errors import UserError
+from tqdm import tqdm
+
+from rge.common.errors import SIGNALLED, UserError
 from rge.common.options import HELP, nearest
+
+T = TypeVar("T")
+
+LINE_S = 10.0
+"""Between two lines of progress where they go to a file: a night's log is then a page and not a book."""
 
 
 def start(main: Callable[[list[str]], int | None]) -> NoReturn:
     """Run a command on the words of the command line, and leave with its exit code.
 
-    What is the user's to mend is one message without a traceback, and exit code 2; Ctrl-C is exit code 130.
+    One rule for all: 0, it did what was asked; 1, it did and the answer is no (a plan that does not fit), or a bug, with its
+    traceback; 2, something is the user's to mend, one message without a traceback; 128 and a signal's number, that
+    signal ended it: 130 after Ctrl-C, 143 after SIGTERM, 141 where nobody reads the output any more (``| head``).
     """
     try:
-        sys.exit(main(sys.argv[1:]) or 0)
+        code = _code_of(main)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        closed = [stream for stream in (sys.stdout, sys.stderr) if _nobody_reads(stream)]
+        if not closed:
+            raise  # of some other pipe
+        for stream in closed:  # Python writes what is left once more when it ends
+            with suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        code = SIGNALLED + signal.SIGPIPE
+    sys.exit(code)
+
+
+def _code_of(main: Callable[[list[str]], int | None]) -> int | str | None:
+    try:
+        return main(sys.argv[1:]) or 0
+    except SystemExit as ended:
+        return ended.code
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)  # noqa: T201 - a command speaks to people
-        sys.exit(2)
+        return problem.exit_code
     except KeyboardInterrupt:
-        sys.exit(130)
+        return SIGNALLED + signal.SIGINT
+
+
+def _nobody_reads(stream: TextIO) -> bool:
+    try:
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)
+    except (OSError, ValueError):  # it has no file
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def progress_bar(items: Iterable[T] | None = None, **options: Any) -> "tqdm[T]":
+    """A progress bar: of `tqdm`, with its options. Where it goes to a file, a line every `LINE_S` seconds and one at the end.
+
+    Args:
+        items: to go through, or None.
+        options: such as ``total``, ``desc`` and ``disable``.
+    """
+    if not sys.stderr.isatty():
+        options = {
+            "file": _Lines(sys.stderr),
+            "mininterval": LINE_S,
+            "maxinterval": LINE_S,
+            "delay": LINE_S,
+            "ncols": 120,
+            **options,
+            "dynamic_ncols": False,
+        }
+    return tqdm(items, **options)
+
+
+class _Lines:
+    """Makes lines of what is meant to be written over."""
+
+    def __init__(self, file: TextIO):
+        self.file, self.last, self.encoding = file, "", file.encoding
+
+    def write(self, text: str) -> None:
+        line = text.strip("\r\n ")
+        if line and line != self.last:
+            self.file.write(line + "\n")
+            self.last = line
+
+    def flush(self) -> None:
+        self.file.flush()
 
 
 def pick(words: Sequence[str], commands: Mapping[str, str], usage: str) -> tuple[str, list[str]]:

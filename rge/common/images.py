@@ -73,10 +73,14 @@ class PictureIndex:
     """Which pictures there are, without opening them: a folder or library is listed once, whatever the number asked for.
 
     One look a folder instead of one a picture: on a network disk that is minutes instead of hours.
+
+    Attributes:
+        asked: folders and libraries that answers came from, until somebody clears it.
     """
 
     def __init__(self) -> None:
         self._listed: dict[str, frozenset[str] | str] = {}
+        self.asked: set[str] = set()
 
     def fault(self, ref: str) -> str | None:
         """Why a picture cannot be there, or None.
@@ -86,6 +90,7 @@ class PictureIndex:
         """
         path, mark, row = ref.partition(".parquet#")
         folder, name = (path + ".parquet", row) if mark else os.path.split(ref)
+        self.asked.add(folder)
         if folder not in self._listed:
             self._listed[folder] = _rows_of(folder) if mark else _files_in(folder)
         names = self._listed[folder]
@@ -157,11 +162,12 @@ def fetch_picture(address: str) -> bytes:
     return bytes(found)
 
 
-def load_image(ref: ImageRef | Image.Image) -> Image.Image:
+def load_image(ref: ImageRef | Image.Image, *, near_px: int | None = None) -> Image.Image:
     """Decode a picture to RGB; transparency is laid on white, EXIF rotation is applied.
 
     Args:
         ref: see `picture_bytes`; or a picture that is decoded already, which is treated alike.
+        near_px: for small copies: a JPEG may be decoded smaller than it is, as long as both sides keep so many pixels.
 
     Returns:
         An RGB image, fully decoded.
@@ -181,6 +187,8 @@ def load_image(ref: ImageRef | Image.Image) -> Image.Image:
             # A phone's MPO is a JPEG with previews after it: its first frame is the picture.
             if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
                 raise ImageError(f"picture {name} has {image.n_frames} frames: extract the one that is meant")
+            if near_px is not None:
+                image.draft(None, (near_px, near_px))  # several times faster; other formats ignore it
             image.load()
             return _decoded(image, name)
     except ImageError:

@@ -14,7 +14,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -109,7 +109,7 @@ def parse_options(schema: type[T], words: Sequence[str], command: str = "") -> T
     """Read ``key=value`` words into a dataclass.
 
     A word's value is a text, a path or a choice as it stands; anything else is YAML with the numbers of YAML 1.2. A list
-    of texts may be written with commas, ``null`` is None where that is possible.
+    of texts or numbers may be written with commas, ``null`` is None where that is possible.
 
     Args:
         schema: a dataclass; fields without a default must be given.
@@ -208,6 +208,19 @@ def split_word(word: str) -> tuple[str, str]:
     return key, value
 
 
+def positional(words: Sequence[str], *names: str) -> list[str]:
+    """Leading words that are no ``key=value``, as the values of `names` in this order: ``INDEX "a question"``.
+
+    What stands before the ``=`` of a ``key=value`` is a key's name, so a question with an ``=`` in it is still one.
+    """
+    found = list(words)
+    for place, name in enumerate(names[: len(found)]):
+        if found[place] in HELP or re.match(r"-*[A-Za-z_][\w.\[\]]*=", found[place]):
+            break
+        found[place] = f"{name}={found[place]}"
+    return found
+
+
 def names_of(schema: type) -> set[str]:
     """The names of a dataclass's own keys, as they are typed."""
     return {_typed(item.name) for item in fields(schema)}
@@ -226,10 +239,10 @@ def read_word(schema: type, key: str, text: str) -> Any:
     if not quoted:
         if any(kind in (str, Path) or get_origin(kind) is Literal for kind in kinds):
             return text
-        if not text.startswith("[") and any(
-            get_origin(kind) in (list, tuple) and get_args(kind)[0] in (str, Path) for kind in kinds
-        ):
-            return [part.strip() for part in text.split(",")]
+        inner = {get_args(kind)[0] for kind in kinds if get_origin(kind) in (list, tuple)}
+        if inner & {str, Path, int, float} and not text.startswith("["):
+            parts = [part.strip() for part in text.split(",")]
+            return parts if inner & {str, Path} else [_parse(part) for part in parts]
     try:
         return _parse(text)
     except yaml.YAMLError as error:
@@ -254,8 +267,12 @@ def build(schema: type[T], layers: Sequence[tuple[str, dict[str, Any]]]) -> T:
         UserError: everything that is wrong, a line each.
     """
     tree: dict[str, Any] = {}
-    for _, layer in layers:
+    unresolved = []
+    for origin, layer in layers:
         tree = _merged(tree, layer)
+        unresolved += [f"{origin}{key}={text}{_NOT_RESOLVED}" for key, text in _interpolated(layer)]
+    if unresolved:
+        raise UserError("\n".join(unresolved))
     try:
         # As JSON: strict about kinds (a text is no number), but lists may become tuples and texts paths.
         found: T = _adapter(schema).validate_json(json.dumps(tree, default=str), strict=True)  # type: ignore[arg-type]
@@ -267,6 +284,24 @@ def build(schema: type[T], layers: Sequence[tuple[str, dict[str, Any]]]) -> T:
             problems = [one for one in problems if one not in missing]
             problems.append("missing " + ", ".join(one.removeprefix("missing ") for one in missing))
         raise UserError("\n".join(dict.fromkeys(problems))) from None
+
+
+_NOT_RESOLVED = (
+    ": ${...} of OmegaConf and Hydra is not resolved here; write the value itself (a shell resolves ${NAME} in double quotes; "
+    "in a recipe's out, {recipe} stands for its name)"
+)
+
+
+def _interpolated(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Every text that holds ``${...}``, which would else become a folder of that name, with its key."""
+    if isinstance(value, dict):
+        for key, one in value.items():
+            yield from _interpolated(one, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        for place, one in enumerate(value):
+            yield from _interpolated(one, f"{name}[{place}]")
+    elif isinstance(value, str) and re.search(r"\$\{[^}]*\}", value):
+        yield name, value
 
 
 def one_of(key: str, values: Sequence[str], allowed: Sequence[str]) -> None:

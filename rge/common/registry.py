@@ -9,6 +9,7 @@ import importlib
 import importlib.metadata
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -87,6 +88,14 @@ class Registry(Generic[T]):
                     f"entry point {entry.name} = {entry.value} of {self.group} cannot be loaded: "
                     f"{type(error).__name__}: {error}; mend or uninstall the package that has it"
                 ) from error
+
+
+@dataclass(kw_only=True)
+class PluginOptions:
+    """What options derive from where modules of the user's may register something."""
+
+    plugins: tuple[str, ...] = ()
+    """Modules that register benchmarks, embedders or metrics (docs/extending.md); imported before anything else."""
 
 
 def load_plugins(modules: Sequence[str]) -> None:

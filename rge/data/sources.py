@@ -17,8 +17,8 @@ from typing import BinaryIO
 
 import numpy as np
 from pydantic import ValidationError
-from tqdm import tqdm
 
+from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.files import find_shipped, replacing
 from rge.common.images import PictureIndex
@@ -88,7 +88,7 @@ class RecordFile:
         offset = 0
         size = self.path.stat().st_size
         quick = size < 100_000_000  # a second or two
-        bar = tqdm(
+        bar = progress_bar(
             total=size,
             unit="B",
             unit_scale=True,
@@ -121,6 +121,18 @@ class RecordFile:
                 "training records break the format, and data.on_bad=skip leaves none:\n"
                 + self._listed(faults)
             )
+
+    @classmethod
+    def known(cls, path: Path, offsets: np.ndarray, bad: list[BadRecord]) -> "RecordFile":
+        """A file that was opened and checked before, as it was found then; see `rge.data.verdicts`."""
+        file = cls.__new__(cls)
+        file.path, file._offsets, file.bad = path, offsets, bad
+        return file
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """Where in the file each record starts, bytes."""
+        return self._offsets
 
     def _without(self, faults: "Sequence[_Fault]") -> list[BadRecord]:
         """Leave out the records that have a fault."""

@@ -11,7 +11,7 @@ import torch
 
 from rge.diagnose.pairs import Pairs, elsewhere, hits, interval
 from rge.embedder import Embedder
-from rge.model.packing import Branch
+from rge.model.packing import Branch, by_length
 from rge.model.prompts import Prompt
 from rge.rollout.generate import generate
 
@@ -79,10 +79,9 @@ def after(
 ) -> np.ndarray:
     """Embeddings (Q, D) of prompts after given rationales."""
     embedder = encoder.model
-    order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]) + len(rationales[row]))
+    lengths = [len(prompt) + len(rationale) for prompt, rationale in zip(prompts, rationales, strict=True)]
     found = np.empty((len(prompts), encoder.model.model.config.get_text_config().hidden_size), np.float32)
-    for start in range(0, len(order), batch_size):
-        rows = order[start : start + batch_size]
+    for rows in by_length(lengths, batch_size):
         branches = [[Branch([*rationales[row], embedder.emb_id], read_state=True)] for row in rows]
         packed = embedder.pack([prompts[row] for row in rows], branches)
         found[rows] = embedder(packed)[0].state_ND.float().cpu().numpy()

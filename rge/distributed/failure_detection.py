@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rge.common.errors import UserError
 from rge.distributed import collectives as dist
@@ -27,7 +28,11 @@ GRACE_S = 5.0
 
 
 class RankError(UserError):
-    """Another process failed first; the message is its reason."""
+    """Another process failed first; the message is its reason, and the exit code its own."""
+
+    def __init__(self, failure: dict[str, Any]):
+        super().__init__(_message(failure))
+        self.exit_code = failure["code"]
 
 
 @contextmanager
@@ -51,9 +56,9 @@ def fellow_ranks(silence_s: float = SILENCE_S) -> Iterator[None]:
         if dist.is_broken_exchange(error):
             # Another process's end, seen from here. Its reason comes, or silence in its place; both end this process.
             watch.join(silence_s + 2 * GRACE_S)
-        first = watch.failed(_reason(error))
+        first = watch.failed(error)
         if first["rank"] != watch.rank and first["reason"] != _reason(error):
-            raise RankError(_message(first)) from error
+            raise RankError(first) from error
         # The store may go with this process, and the others look once in a while.
         watch.join(2 * POLL_S)
         raise
@@ -74,9 +79,10 @@ class _Watch(threading.Thread):
         self._lock = threading.Lock()
         self._say("0")
 
-    def failed(self, reason: str) -> dict:
+    def failed(self, error: Exception) -> dict[str, Any]:
         """Tell the others why this process ends; returns who failed first, this one or another."""
-        mine = {"rank": self.rank, "host": socket.gethostname(), "reason": reason}
+        code = error.exit_code if isinstance(error, UserError) else 1
+        mine = {"rank": self.rank, "host": socket.gethostname(), "reason": _reason(error), "code": code}
         try:
             with self._lock:
                 # Sets the value only where there is none.
@@ -103,11 +109,13 @@ class _Watch(threading.Thread):
                 said, failure = self._look()
             except RuntimeError as error:
                 self._end(
-                    f"the store on the main process cannot be reached, so that process or its machine is gone: {error}"
+                    f"the store on the main process cannot be reached, so that process or its machine is gone: {error}",
+                    1,
                 )
                 return
             if failure:
-                self._end(_message(json.loads(failure)))
+                found = json.loads(failure)
+                self._end(_message(found), found["code"])
                 return
             # Polls are counted, not seconds: a suspended machine has silenced itself along with the others.
             silent_s = 0.0 if said != seen or said == "left" else silent_s + POLL_S
@@ -118,6 +126,7 @@ class _Watch(threading.Thread):
                         "rank": self.next_rank,
                         "host": "unknown host",
                         "reason": f"no sign of life for {silent_s:.0f} s: killed (out of memory?), stopped, or its machine is gone",
+                        "code": 1,
                     }
                     self.store.compare_set("failed", "", json.dumps(failure))
 
@@ -132,16 +141,16 @@ class _Watch(threading.Thread):
             failure = self.store.get("failed").decode() if self.store.check(["failed"]) else ""
         return said, failure
 
-    def _end(self, message: str) -> None:
+    def _end(self, message: str, code: int) -> None:
         # The main thread may be about to say more than this; where it hangs in an exchange, it never will.
         if not self._ended.wait(GRACE_S):
             print(f"error: {message}", file=sys.stderr, flush=True)  # noqa: T201
-            os._exit(1)
+            os._exit(code)
 
 
 def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _message(failure: dict) -> str:
+def _message(failure: dict[str, Any]) -> str:
     return f"rank {failure['rank']} ({failure['host']}) failed: {failure['reason']}"

@@ -45,7 +45,7 @@ class Backbone:
     """
 
     model: nn.Module
-    processor: object
+    processor: Any
     emb_id: int
     suppressed_ids: list[int]
     attention: str = "auto"

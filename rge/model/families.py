@@ -185,8 +185,17 @@ class Idefics3(Family):
         return position_ids_3BT[0]
 
     def features(self, model: nn.Module, pixel_values: Tensor, grid: Tensor) -> Tensor:
-        """(F, D); the tiles stand as pictures of one row."""
-        return torch.cat(model.model.get_image_features(pixel_values[None], return_dict=True).pooler_output)
+        """(F, D).
+
+        Not by the model's own `get_image_features`, which looks for tiles that are padding and for a mask's zeros on the
+        device and waits for the answers: tiles here are whole and of one size, so that none of them needs a mask.
+        """
+        tower = model.model.vision_model
+        height, width = (side // tower.patch_size for side in pixel_values.shape[2:])
+        shown = torch.ones(len(pixel_values), height, width, dtype=torch.bool, device=pixel_values.device)
+        states = tower.embeddings(pixel_values=pixel_values.to(tower.dtype), patch_attention_mask=shown)
+        states = tower.encoder(inputs_embeds=states, attention_mask=None).last_hidden_state
+        return model.model.connector(tower.post_layernorm(states)).flatten(0, 1)
 
     def plain_inputs(
         self,

@@ -16,7 +16,7 @@ Shape suffixes: B = rows, T = tokens of all rows, P = tokens of the longest prom
 longest tail, N = read-out states, M = predicted tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
@@ -268,3 +268,15 @@ def tail_mask(length_B: Tensor, longest_prompt: int, segment_BS: Tensor) -> Tens
     before = torch.arange(longest_prompt, device=device) < length_B[:, None]
     before_BSP = before[:, None, :] & (look != PADDING)
     return torch.cat([before_BSP, within], dim=2)[:, None]
+
+
+def by_length(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
+    """Rows in batches of about equal length, the shortest first, so that little is padded.
+
+    Args:
+        lengths: of each row.
+        batch_size: rows a batch.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    for start in range(0, len(order), batch_size):
+        yield order[start : start + batch_size]

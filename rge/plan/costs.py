@@ -9,6 +9,7 @@ takes each prompt with its own and its oracle rationale, one takes the candidate
 the batch takes several micro batches, candidates are encoded once more without gradient, and so are prompts.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,26 @@ PROCESS_GIB, WORKER_GIB = 3.0, 0.5
 
 PROCESS_DESCRIPTORS, WORKER_DESCRIPTORS = 128, 8
 """Open files of a process, sockets and libraries included, and those of each data worker that it has: upper bounds."""
+
+NCCL_GIB = 1.0
+"""Shared memory that NCCL's guide asks a container to have for its processes (docker run --shm-size=1g)."""
+
+ACTIVATIONS_OFF_BY = 1 / 3
+"""Share of the activations by which an estimate of them may be wrong: what tests/rge/test_plan.py holds them to."""
+
+SPEEDS = {
+    "B200": (2250.0, 8.0),
+    "H200": (989.0, 4.8),
+    "H100 PCIe": (756.0, 2.0),
+    "H100 NVL": (835.0, 3.9),
+    "H100": (989.0, 3.35),
+    "A100-SXM4-40GB": (312.0, 1.555),
+    "A100-PCIE-40GB": (312.0, 1.555),
+    "A100 80GB PCIe": (312.0, 1.935),
+    "A100": (312.0, 2.039),
+    "L40S": (362.0, 0.864),
+}
+"""TFLOP/s in bfloat16 without sparsity, and TB/s, as the maker gives them, by a part of the device's name; the first that fits."""
 
 UTILISATION = (0.2, 0.5)
 """Shares of a GPU's peak between which training of large models usually runs; a plan's hours are as uncertain as that."""
@@ -59,6 +80,13 @@ class Shapes:
     vision_layers: int
     vision_hidden: int
     vision_inner: int
+
+
+def speed_of(device: str, dtype: str) -> tuple[float, float] | None:
+    """TFLOP/s and TB/s of a device by its name; None where that is not known, as for any in float32."""
+    if dtype != "bfloat16":
+        return None
+    return next((speed for name, speed in SPEEDS.items() if name in device), None)
 
 
 def shapes_of(model: nn.Module) -> Shapes:
@@ -312,6 +340,7 @@ def host(
     num_workers: int,
     dtype_bytes: int,
     processes: int,
+    on_gpu: bool = True,
 ) -> dict[str, float]:
     """What one machine gives besides its GPUs, at its fullest: bytes of memory, bytes of shared memory, open files.
 
@@ -322,17 +351,26 @@ def host(
         num_workers: of a process.
         dtype_bytes: of a weight.
         processes: of the machine.
+        on_gpu: whether pixels wait in pinned memory, and processes talk by NCCL.
     """
-    # Batches that wait, one in each worker, and one in use; each is pixels in pinned memory.
-    batches = max(prefetch_bytes, batch_bytes) + (num_workers + 1) * batch_bytes
+    # Batches that wait, and one in use, are in pinned memory, which comes in powers of two. A worker holds its prompts'
+    # pictures and the run that they are put together in.
+    pinned = 2.0 ** math.ceil(math.log2(batch_bytes)) if on_gpu and batch_bytes else batch_bytes
+    batches = max(prefetch_bytes, pinned) + pinned + 2 * num_workers * batch_bytes
     weights = float(dtype_bytes * shapes.parameters)  # read here, before they are on a GPU
     each = PROCESS_GIB * GIB + num_workers * WORKER_GIB * GIB + max(batches, weights)
     return {
         "memory": processes * each,
         "of that, batches": processes * batches,
-        "shared memory": 0.0,  # batches go through pipes (rge/data/loader.py)
-        "descriptors of a process": PROCESS_DESCRIPTORS + num_workers * WORKER_DESCRIPTORS,
+        # Batches go through pipes (rge/data/loader.py).
+        "shared memory": NCCL_GIB * GIB if on_gpu and processes > 1 else 0.0,
+        "descriptors of a process": descriptors(num_workers),
     }
+
+
+def descriptors(num_workers: int) -> int:
+    """Open files of a process with so many data workers, at most."""
+    return PROCESS_DESCRIPTORS + num_workers * WORKER_DESCRIPTORS
 
 
 def step_seconds(

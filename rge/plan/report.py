@@ -16,6 +16,7 @@ from torch import nn
 from rge.config import BACK_ENDS, Recipe, RecipeError, StageConfig
 from rge.model.families import family_of
 from rge.plan.costs import (
+    ACTIVATIONS_OFF_BY,
     GIB,
     RESERVED_GIB,
     UTILISATION,
@@ -71,6 +72,7 @@ def plan(recipe: Recipe, model: nn.Module, options: dict[str, Any]) -> dict[str,
     kinds = memory(shapes, load, **settings)
     reserved = _reserved(recipe, options)
     total = sum(kinds.values()) + reserved
+    uncertain = ACTIVATIONS_OFF_BY * kinds["activations"]
     sent = {
         name: communication(
             shapes,
@@ -110,6 +112,8 @@ def plan(recipe: Recipe, model: nn.Module, options: dict[str, Any]) -> dict[str,
         "flops": sum(per_gpu.values()) * options["num_gpus"],
         "memory": {**kinds, "reserved": reserved},
         "memory_total": total,
+        "memory_from": total - uncertain,
+        "memory_to": total + uncertain,
         "bytes_sent": sent,
         "batch_bytes": batch_bytes,
         "host": host(
@@ -313,6 +317,10 @@ def report(recipe: Recipe, found: dict[str, Any], origin: str, options: dict[str
     lines += [_row(name, f"{size / GIB:,.2f} GiB") for name, size in memory_of.items() if size]
     lines += [
         _row("all", f"{found['memory_total'] / GIB:,.2f} of {options['gpu_gib']:g} GiB"),
+        _row(
+            "by what activations may be off",
+            f"{found['memory_from'] / GIB:,.1f} to {found['memory_to'] / GIB:,.1f} GiB",
+        ),
         "",
         "sent by a GPU in a step (estimate)",
         *[
@@ -326,7 +334,7 @@ def report(recipe: Recipe, found: dict[str, Any], origin: str, options: dict[str
         f"a machine of {min(options['num_gpus'], options['gpus_per_machine'])} processes (estimate)",
         _row("memory", f"{of_host['memory'] / GIB:,.0f} GiB"),
         _row("of that, batches", f"{of_host['of that, batches'] / GIB:,.1f} GiB"),
-        _row("shared memory, besides NCCL's", f"{of_host['shared memory'] / GIB:,.0f} GiB"),
+        _row("shared memory, NCCL's", f"{of_host['shared memory'] / GIB:,.0f} GiB"),
         _row("descriptors of a process", f"{of_host['descriptors of a process']:,.0f}"),
         "",
         f"time of {found['steps']:,} steps at {options['peak_tflops']:g} TFLOP/s and {options['bandwidth_tbs']:g} TB/s (estimate)",

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from PIL import Image
 from torch import Tensor, nn
-from tqdm import tqdm
 
+from rge.common.commands import progress_bar
 from rge.common.images import load_image
 from rge.config import OptimConfig, StageConfig
 from rge.data.sources import RecordFile
@@ -187,7 +187,7 @@ def teach(
     share = batch_size // dist.world_size()
     grid = torch.tensor([[1, side, side]] * share, device=accelerator.device)
     correct = counted = 0
-    bar = tqdm(
+    bar = progress_bar(
         range(steps), desc="eyes", unit="step", dynamic_ncols=True, disable=not accelerator.is_main_process
     )
     for step in bar:

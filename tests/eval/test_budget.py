@@ -95,6 +95,39 @@ def test_a_gate_takes_the_uncertain_queries(done):
     assert fixed["gate"]["share"] == pytest.approx((margins < 0.05).mean())
 
 
+def test_a_gate_is_held_against_chance(done):
+    _, out, content = done
+    row = next(row for row in content["points"] if row["name"] == "gate-50")
+    assert row["over_random"]["value"] == pytest.approx(row["value"] - row["at_random"])
+    assert row["over_random"]["low"] < row["over_random"]["value"] < row["over_random"]["high"]
+    assert "over_random" not in next(row for row in content["points"] if row["name"] == "mean-1")
+
+
+def test_a_gate_is_learned_on_another_set(done, set_dir, tmp_path):
+    encoder, out, _ = done
+    other = write_set(tmp_path / "other", num_queries=10, num_candidates=40)
+    more = {"checkpoint": "fake", "k": 0, "gate": ("0.5",), "metric": "mrr", "report": False}
+    found = BudgetOptions(set=other, out=tmp_path / "learned", gate_from=out, **more)
+    budget(found, loader(FakeEncoder()))
+    row = next(
+        r for r in json.loads((found.out / "budget.json").read_text())["points"] if r["name"] == "gate-50"
+    )
+    direct, reasoned = (frame(out, name) for name in ("direct", "reasoning"))
+    margins = direct["top10_scores"].map(lambda scores: scores[0] - scores[1])
+    above = margins.rank().corr((reasoned["mrr"] - direct["mrr"]).rank()) > 0
+    assert row["gate"]["learned_from"] == str(out)
+    assert row["gate"]["margin_above" if above else "margin_below"] == pytest.approx(margins.quantile(0.5))
+    with pytest.raises(UserError, match="is of the set that is measured here"):
+        budget(
+            BudgetOptions(set=set_dir, out=tmp_path / "same", gate_from=out, **more), loader(FakeEncoder())
+        )
+    with pytest.raises(UserError, match="is an evaluation of another checkpoint"):
+        budget(
+            BudgetOptions(set=other, out=tmp_path / "x", gate_from=out, **more),
+            loader(FakeEncoder(skill=0.5)),
+        )
+
+
 def test_a_judge_reorders_the_top_and_its_time_counts(done):
     _, out, content = done
     before, after = frame(out, "direct"), frame(out, "judge-5-of-direct")

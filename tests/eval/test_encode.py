@@ -14,7 +14,7 @@ from eval.embedding.fill_cache import (
     encode_side,
     mean_cosine,
 )
-from eval.embedding.shards import cache_key, open_cache
+from eval.embedding.shards import cache_key, encoder_key, open_cache
 from rge.common.errors import UserError
 from rge.common.files import write_bytes
 from rge.common.schema import Encoded, Item
@@ -175,8 +175,12 @@ KEY = {
     ],
 )
 def test_everything_that_matters_is_in_the_key(change):
-    assert cache_key(**KEY) != cache_key(**KEY | change)
-    assert cache_key(**KEY) == cache_key(**KEY)
+    def key(checkpoint_hash, settings, side, mode, **named):
+        encoder = encoder_key(checkpoint_hash=checkpoint_hash, settings=settings, side=side, mode=mode)
+        return cache_key(encoder, **named)
+
+    assert key(**KEY) != key(**KEY | change)
+    assert key(**KEY) == key(**KEY)
 
 
 def test_items_that_do_not_fit_the_cache_are_a_bug(tmp_path):

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from eval.scoring.fuse import choose, gated, margin, max_score, mean_embedding, together
+from eval.scoring.fuse import max_score, mean_embedding, together
+from eval.scoring.gate import choose, gains_above, gate_for, gated, margin
 from eval.scoring.search import Ranking, search
 from rge.common.schema import Encoded
 
@@ -77,3 +78,23 @@ def test_costs_add_up():
     np.testing.assert_array_equal(gate.num_rationale_tokens, np.where(reason_Q, one.num_rationale_tokens, 0))
     assert gate.stop_reasons == ["emb", "prefilled", "emb", "prefilled"]
     np.testing.assert_array_equal(gate.embeddings[1], direct.embeddings[1])
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_gate_learns_which_margins_gain(sign):
+    margin_Q = np.linspace(0.01, 1.0, 100)
+    gain_Q = np.where(margin_Q > 0.5, 1.0, 0.0) if sign > 0 else np.where(margin_Q > 0.5, 0.0, 1.0)
+    above, alike = gains_above(margin_Q, gain_Q)
+    assert above == (sign > 0)
+    assert np.sign(alike) == sign
+    gate = gate_for(margin_Q, 0.25, above=above)
+    through_Q = gate.opens(margin_Q)
+    assert through_Q.sum() == 25
+    assert gain_Q[through_Q].mean() == 1.0  # a random gate would get half of that
+    assert gate.about() == {("margin_above" if above else "margin_below"): gate.threshold}
+
+
+def test_a_gate_without_any_gain_or_with_undefined_ones():
+    assert gains_above(np.array([0.1, 0.2]), np.zeros(2)) == (False, 0.0)
+    above, alike = gains_above(np.array([0.1, 0.2, np.inf, 0.3]), np.array([0.0, 1.0, -5.0, np.nan]))
+    assert (above, alike) == (True, pytest.approx(1.0))

@@ -11,13 +11,14 @@ from eval_fakes import FakeEncoder, loader, picture, tables, write_set, write_ta
 from eval.__main__ import main
 from eval.commands.compare import CompareOptions, compare
 from eval.commands.export import ExportOptions, export
-from eval.commands.report import report_command
+from eval.commands.report import ReportOptions, report
 from eval.commands.run import RunOptions, run
 from eval.commands.score import ScoreOptions, score
 from eval.embedding import identity
 from eval.embedding.identity import code_hash, differences, identity_of
 from eval.sets.retrieval_set import load_set, with_content
 from rge.common.errors import UserError
+from rge.common.options import parse_options
 
 
 def results_of(path):
@@ -61,7 +62,9 @@ def test_the_same_ids_under_other_texts_or_pictures_are_another_set(data, tmp_pa
     with pytest.raises(UserError, match="ids and judgements are the same, but texts or pictures are not"):
         compare(CompareOptions(one, two))
     with pytest.raises(UserError, match="different retrieval sets .*texts or pictures"):
-        report_command([f"runs={one},{two}", f"out={tmp_path / 'page.html'}", "page=set"])
+        report(
+            parse_options(ReportOptions, [f"runs={one},{two}", f"out={tmp_path / 'page.html'}", "page=set"])
+        )
     # a ranking made elsewhere is of a set too
     run_file = one / "run.trec"
     for path, out in ((data, "mine"), (other, "theirs")):

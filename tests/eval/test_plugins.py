@@ -1,13 +1,16 @@
 """Registries: what is ours, a user's module, an installed package's; and every way in which that goes wrong."""
 
+import json
 import sys
 
 import numpy as np
 import pytest
+from eval_fakes import FakeEncoder, loader, write_set
 
-from eval.__main__ import main
+from eval.__main__ import COMMANDS, known_command, main
 from eval.benchmarks.registry import BENCHMARKS, Benchmark, protocol_for, register_benchmark
-from eval.models.registry import EMBEDDERS, adapters, register_embedder
+from eval.commands.run import RunOptions, run
+from eval.models.registry import EMBEDDERS, adapters, load_model, register_embedder
 from eval.scoring.metrics import (
     METRICS,
     compute,
@@ -19,6 +22,7 @@ from eval.scoring.metrics import (
 )
 from eval.scoring.protocol import Protocol
 from rge.common.errors import UserError
+from rge.common.options import keys
 from rge.common.registry import Registry, load_plugins
 
 
@@ -145,3 +149,97 @@ def test_a_users_embedder_is_asked_before_ours():
     assert adapters()[0].name == "mine"
     assert adapters()[0].load("facts", device=None) == "facts"
     assert adapters()[-1].name == "sentence-transformers"
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "import folder", "import rmir", "import mmeb"])
+def test_plugins_is_a_key_like_any_other(command, capsys):
+    assert "plugins" in [key.name for key in keys(known_command(command)[0])]
+    assert main([*command.split(), "plugin=x"]) == 2
+    assert "unknown key plugin; did you mean plugins?" in capsys.readouterr().err
+
+
+METRIC = """
+from eval.scoring.metrics import register_metric
+from plugin_four.helper import of_first
+@register_metric("first", cutoffs=(1,), words="the first one")
+def first(judged, k):
+    return of_first(judged)
+"""
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package with a metric, whose arithmetic is in a second module, imported anew whenever it is asked for."""
+
+    def write(factor):
+        module(tmp_path / "plugin_four", "__init__", METRIC)
+        module(
+            tmp_path / "plugin_four",
+            "helper",
+            f"def of_first(judged):\n    return judged.gain_QK[:, 0] * {factor}\n",
+        )
+        for name in ("plugin_four", "plugin_four.helper"):
+            sys.modules.pop(name, None)
+        METRICS._things.pop("first", None)
+
+    monkeypatch.chdir(tmp_path)
+    yield write
+    for name in ("plugin_four", "plugin_four.helper"):
+        sys.modules.pop(name, None)
+
+
+def test_a_figure_of_a_plugin_says_so_and_compare_says_what_differs(tmp_path, package, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # or a second version within a second is not read
+    data = write_set(tmp_path / "set", num_queries=6, num_candidates=20)
+    run(RunOptions(checkpoint="fake", set=data, out=tmp_path / "run", report=False), loader(FakeEncoder()))
+
+    def scored(name, *plugins):
+        assert (
+            main(
+                [
+                    "score",
+                    f"run={tmp_path / 'run/run.trec'}",
+                    f"set={data}",
+                    f"out={tmp_path / name}",
+                    *plugins,
+                ]
+            )
+            == 0
+        )
+        return json.loads((tmp_path / name / "results.json").read_text())
+
+    plain = scored("plain")
+    package(0.5)
+    half = scored("half", "plugins=plugin_four")
+    package(0.25)
+    quarter = scored("quarter", "plugins=plugin_four")
+    assert plain["plugins"] == {}
+    assert half["plugins"]["plugin_four"]["gives"] == ["metric first"]
+    assert half["micro"]["first@1"]["value"] == 2 * quarter["micro"]["first@1"]["value"]
+    assert len({one["identity"]["key"] for one in (plain, half, quarter)}) == 3
+    codes = [one["plugins"]["plugin_four"]["code"] for one in (half, quarter)]
+    assert main(["compare", f"a={tmp_path / 'plain'}", f"b={tmp_path / 'half'}"]) == 0
+    shown = capsys.readouterr()
+    assert "a and b differ in plugins.plugin_four" in shown.out
+    assert "WARNING" not in shown.err
+    assert main(["compare", f"a={tmp_path / 'half'}", f"b={tmp_path / 'quarter'}"]) == 0
+    assert f"plugins.plugin_four ({codes[0]} and {codes[1]})" in capsys.readouterr().err
+
+
+def test_an_embedder_of_a_plugin_is_named_in_what_it_makes(tmp_path, monkeypatch):
+    module(
+        tmp_path,
+        "plugin_five",
+        "def load(facts, **options):\n    from eval_fakes import FakeEncoder\n    return FakeEncoder('mine')\n",
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import plugin_five
+
+    register_embedder("mine", about="mine", matches=lambda facts: True)(plugin_five.load)
+    (tmp_path / "model").mkdir()
+    data = write_set(tmp_path / "set", num_queries=6, num_candidates=20)
+    run(RunOptions(model=str(tmp_path / "model"), set=data, out=tmp_path / "run", report=False), load_model)
+    made = json.loads((tmp_path / "run/results.json").read_text())
+    assert made["plugins"] == {
+        "plugin_five": {"gives": ["embedder mine"], "code": made["identity"]["plugins"]["plugin_five"]}
+    }

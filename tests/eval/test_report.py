@@ -13,7 +13,7 @@ import pytest
 from chromium import Chromium
 from PIL import Image
 
-from eval.commands.report import report_command
+from eval.commands.report import ReportOptions, report
 from eval.pages import charts, evaluations, examples
 from eval.pages.evaluations import RANK_COLUMN
 from eval.pages.examples import choose_examples
@@ -23,6 +23,7 @@ from eval.pages.wording import LONG_QUESTION, number
 from eval.scoring.stats import cluster_bootstrap, index_of, interval
 from rge.common.errors import UserError
 from rge.common.fingerprint import set_fingerprint
+from rge.common.options import parse_options
 
 METRICS = ("recall@1", "recall@5", "mrr")
 NASTY = 'It ends in <emb>; <script>alert("x")</script> & more.'
@@ -897,7 +898,7 @@ def test_command(world):
         "examples=6",
         "title=Mine",
     ]
-    assert report_command(words) == world / "sub/page.html"
+    assert report(parse_options(ReportOptions, words)) == world / "sub/page.html"
     page = Page((world / "sub/page.html").read_text())
     assert len(page.all("article")) == 6
     assert page.all("h1")[0]["text"] == "Mine"
@@ -914,7 +915,7 @@ def test_command(world):
 )
 def test_command_names_what_is_wrong(words, message):
     with pytest.raises(ValueError, match=message):
-        report_command(words)
+        report(parse_options(ReportOptions, words))
 
 
 # --- looks ----------------------------------------------------------------------------------------------------------

@@ -11,18 +11,10 @@ import pytest
 import torch
 from eval_fakes import FakeEncoder, loader, tables, write_set, write_tables
 
-from eval.commands.rerank import (
-    LocalJudge,
-    RemoteJudge,
-    RerankOptions,
-    as_item,
-    load_judge,
-    reorder,
-    rerank,
-    rerank_command,
-)
+from eval.commands.rerank import RerankOptions, reorder, rerank, rerank_command
 from eval.commands.run import RunOptions, run
 from eval.judging.endpoint import Endpoint
+from eval.judging.judges import LocalJudge, RemoteJudge, as_item, load_judge
 from eval.judging.yes_no import next_token_logits, word_id
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import load_set

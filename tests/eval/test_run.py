@@ -387,7 +387,7 @@ def test_nothing_half_written_looks_complete(set_dir, tmp_path, monkeypatch):
             {"profile": "official"},
             "profile=official is what a benchmark's released code computes: give bench",
         ),
-        ({"prompts": "rgee"}, "prompts must be one of rge, plain, got 'rgee'"),
+        ({"prompts": "rgee"}, "prompts must be one of plain, rge, got 'rgee'"),
         ({"candidate_mode": "both"}, "candidate_mode must be one of reasoning, direct, got 'both'"),
         ({"search_on": "tpu"}, "search_on must be one of cpu, gpu, got 'tpu'"),
         ({"memory_mb": 0.0}, "memory_mb must be above 0, got 0"),

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import struct
 import time
@@ -369,11 +370,14 @@ def train(home: Path, out: Path, *overrides: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def two_processes(*words: str):
-    """Two processes that no launcher watches, so that each has to end by itself."""
+def two_processes(*words: str, machines: int = 1):
+    """Two processes, of one machine or one of each of two, that no launcher watches, so that each has to end by itself."""
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
               "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true"}  # fmt: skip
-    ranks = [forked.Program(*words, RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in range(2)]
+    ranks = [
+        forked.Program(*words, RANK=str(rank), LOCAL_RANK=str(rank if machines == 1 else 0), **common)
+        for rank in range(2)
+    ]
     with ranks[0], ranks[1]:
         yield ranks
 
@@ -393,19 +397,35 @@ def test_a_run_ends_with_the_records_name(home, tmp_path, num_workers):
     assert "Traceback" not in done.stderr
 
 
+EVERYWHERE = {
+    "corrupt picture": (shows("damaged.png"), "record 'bad' of .*: picture .*damaged.png cannot be decoded"),
+    "missing picture": (shows("gone.png"), "kind.jsonl:7: .*gone.png does not exist .record 'bad'."),
+    "schema": (record("bad", negatifs=[]), "kind.jsonl:7: negatifs: Extra inputs are not permitted"),
+    "cut off": (json.dumps(record("bad")).encode()[:-9], "kind.jsonl:7: record: Invalid JSON"),
+    "repeated id": (record("r2"), "kind.jsonl:7: id: 'r2' stands already in line 3"),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_both_of_two_processes_end_with_the_records_name(home, tmp_path, num_workers):
-    metrics = tmp_path / "out" / "cold_start" / "metrics.jsonl"
-    with two_processes(*train(home, tmp_path / "out", f"data.num_workers={num_workers}")) as ranks:
-        ranks[0].wait_until(metrics.exists)
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", EVERYWHERE)
+def test_two_processes_end_with_every_kind_of_bad_record(home, tmp_path, kind, num_workers):
+    """As if on two machines, each of which shows what its own processes say."""
+    bad, message = EVERYWHERE[kind]
+    path = write(home, "kind", bad)
+    words = train(
+        home, tmp_path / "out", f"cold_start.sources=[{{path: '{path}'}}]", f"data.num_workers={num_workers}"
+    )
+    assert forked.run("-m", "rge", "--version").returncode == 0  # whoever is first waits for the imports
+    with two_processes(*words, machines=2) as ranks:
         began = time.monotonic()
         done = [rank.finished() for rank in ranks]
-        assert time.monotonic() - began < 25  # a few steps, and ten seconds
-    assert sorted(each.returncode for each in done) == [1, 2]  # the one that is told ends with 1
+        assert time.monotonic() - began < 20  # ten on a machine that does nothing else
     for each in done:
-        assert "record 'bad' of" in each.stderr
-        assert "truncated.jpg cannot be decoded" in each.stderr
+        assert each.returncode == 2, each.stderr
+        assert re.search(message, each.stderr), each.stderr
+        assert "Traceback" not in each.stderr
+    assert not list((tmp_path / "out").glob("*/final"))
 
 
 @pytest.mark.slow

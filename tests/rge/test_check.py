@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import re
 import resource
 import shutil
 from collections import namedtuple
@@ -9,13 +10,14 @@ from pathlib import Path
 
 import forked
 import pytest
+import torch
 import yaml
 from accelerate import Accelerator
 
 from rge import check
 from rge.checkpoints.export import RGE_JSON, settings_of
 from rge.checkpoints.training_state import DONE
-from rge.config import load_recipe, to_dict
+from rge.config import Recipe, load_recipe, to_dict
 
 SIZES = (
     "text: {hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1},"
@@ -85,6 +87,7 @@ def test_what_may_start_is_summed_up(home, accelerator):
     assert "parameters trained" in text
     assert "tokens and" in text
     assert "GiB a process" in text
+    assert "no time, since the speed of cpu in float32 is not known" in text
     assert not (home / "out").exists()
 
 
@@ -217,7 +220,7 @@ def limits(hard: int, results) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
     check.raise_descriptor_limit()
     problems: list[str] = []
-    check._check_machine(problems, None)
+    check._check_machine(problems, check.Checked([]), Recipe("r"), Accelerator(cpu=True))
     results.send((resource.getrlimit(resource.RLIMIT_NOFILE)[0], problems))
 
 
@@ -229,9 +232,58 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_goes_and_else_a_problem(
         assert here.poll(60)
         raised_to, problems = here.recv()
         assert raised_to == hard
-        assert [problem[:52] for problem in problems] == (
-            ["a process may open 100 files (hard limit 100) and ne"] if hard == 100 else []
+        assert [problem[:50] for problem in problems] == (
+            ["a process may open 100 files (hard limit 100), has"] if hard == 100 else []
         )
+
+
+class Gpus:
+    """What the pre-flight asks of an accelerator with two GPUs."""
+
+    num_processes = 2
+    device = torch.device("cuda", 0)
+
+
+def test_shared_memory_too_small_for_nccl_is_said(monkeypatch):
+    for free, processes, said in ((2**26, "2", True), (2**30, "2", False), (2**26, "1", False)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: Usage(0, 0, free))
+        problems: list[str] = []
+        found = check.Checked([])
+        check._check_machine(problems, found, Recipe("r"), Gpus())
+        assert problems == []
+        assert [line[:56] for line in found.summary] == (
+            ["warning: /dev/shm has 64 MiB free, and NCCL's guide asks"] if said else []
+        )
+
+
+Card = namedtuple("Card", "name total_memory")
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "said"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bfloat16", r"; \d+ min \(\d+ min to \d+ min\) at 35% of what its maker gives for NVIDIA H100"),
+        ("NVIDIA H100 80GB HBM3", "float32", "no time, since the speed of NVIDIA H100 80GB HBM3 in float32 is not known"),
+        ("Other 3000", "bfloat16", "no time, since the speed of Other 3000 in bfloat16 is not known .`rge plan` takes"),
+    ],
+)  # fmt: skip
+def test_the_banner_says_time_and_memory_with_their_uncertainty(home, monkeypatch, card, dtype, said):
+    recipe = recipe_of(home, f"model.dtype={dtype}", "joint.steps=200000", "cold_start.steps=200000")
+    found = check.Checked(["joint"])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Card(card, 80 * 2**30))
+    monkeypatch.setattr(check.launch, "back_end", lambda accelerator: check.launch.BackEnd("DDP", 2))
+
+    class File(list):
+        bad: list = []
+
+    found.records = {str(home / "records.jsonl"): File([None] * 3)}
+    lines = check._banner(recipe, found, check._outline(recipe), Gpus())
+    assert re.search(said, lines[-1])
+    total, least, most = map(
+        float, re.search(r"([\d.]+) of 80.0 GiB a process \(([\d.]+) to ([\d.]+)\)", lines[-1]).groups()
+    )
+    assert least <= total <= most
 
 
 @pytest.mark.slow
@@ -242,7 +294,7 @@ def test_the_command_says_all_and_ends_with_one(home):
     done = forked.run(
         "-m", "rge.check", f"recipe={home / 'tiny.yaml'}", "log.trackers=[nothing]", "joint.sources=[{path: gone}]"
     )  # fmt: skip
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "error: 2 things are wrong, and nothing was started:" in done.stderr
     assert "Traceback" not in done.stderr
     done = forked.run("-m", "rge.check", f"recipe={home / 'tiny.yaml'}", "pictures=perhaps")

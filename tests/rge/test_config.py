@@ -168,7 +168,7 @@ def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
         ("rollout.reuse_steps=-1", "rollout.reuse_steps must be >= 0"),
         ("rollout.direct_share=1.5", "rollout.direct_share must be between 0 and 1"),
         ("rollout.direct_share=1", "rollout.direct_share=1 leaves no rationale to write"),
-        ("data.profile=rgb", "data.profile must be one of rge, plain; got 'rgb'"),
+        ("data.profile=rgb", "data.profile must be one of plain, rge; got 'rgb'"),
         ("joint.schedule=step", "joint.schedule must be one of cosine, linear, constant; got 'step'"),
         ("loss.temperature=0", "loss.temperature must be > 0 and finite, got 0.0"),
         ("loss.temperature=.nan", "loss.temperature must be > 0 and finite, got nan"),
@@ -346,3 +346,22 @@ def test_what_vllm_cannot_do_is_said_before_anything_is_loaded(load):
     for temperature in ("0.001", "2.5"):
         with pytest.raises(RecipeError, match=f"rollout.temperature={temperature} is not possible with"):
             load("rollout.backend=vllm", f"rollout.temperature={temperature}")
+
+
+def test_what_another_library_would_fill_in_is_an_error_and_not_a_folder_of_that_name(tmp_path):
+    (tmp_path / "old.yaml").write_text(
+        "out: runs/${recipe}\nmodel: {path: '${oc.env:MODEL}'}\n"
+        "cold_start: {sources: [{path: a.jsonl}, {path: '${data}/b.jsonl'}]}\n"
+    )
+    with pytest.raises(RecipeError) as error:
+        load_recipe([f"recipe={tmp_path / 'old.yaml'}", "log.project=${name}"])
+    lines = str(error.value).splitlines()
+    assert [line.split(": ${...}")[0].removeprefix(f"{tmp_path}/old.yaml: ") for line in lines] == [
+        "out=runs/${recipe}",
+        "model.path=${oc.env:MODEL}",
+        "cold_start.sources[1].path=${data}/b.jsonl",
+        "log.project=${name}",
+    ]
+    assert "write the value itself" in lines[0]
+    assert "{recipe} stands for its name" in lines[0]
+    assert not load_recipe(["recipe=demo", "out=$5 {recipe}"]).out.startswith("runs")

@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from fake_gpu import DEVICE, FakeGpu, OnGpu  # noqa: E402
 
 CAP = 24
-TOWER = "rge/model/families.py"
 KERNELS_A_LAYER, KERNELS_A_TOKEN = 45, 40
 
 
@@ -127,17 +126,8 @@ def test_two_steps_on_a_gpu(lively_path, backbone_of, make_batch, options, caplo
     # Of the rollout: who is done, every eighth step, and what was written. Of all the rest: the losses, once.
     waits = {phase: gpu.of(gpu.waits, phase) for phase in ("prompts", "rollout", "step", "optimizer")}
     assert waits["prompts"] == waits["optimizer"] == 0, gpu.waits
-    # Idefics3's tower asks which tiles are padding, in transformers' own code, called by one line of ours.
-    asks = sum(
-        number for (phase, _, place), number in gpu.waits.items() if phase == "step" and TOWER in place
-    )
-    assert not asks or here.model.config.model_type == "idefics3"
-    assert waits["step"] - asks == 1, gpu.waits
-    asks = sum(
-        number for (phase, _, place), number in gpu.waits.items() if phase == "rollout" and TOWER in place
-    )
-    assert not asks or here.model.config.model_type == "idefics3"
-    assert waits["rollout"] - asks <= 2 + -(-CAP // 8), gpu.waits
+    assert waits["step"] == 1, gpu.waits
+    assert waits["rollout"] <= 2 + -(-CAP // 8), gpu.waits
     # Attention is flash attention and nothing else, but for Idefics3's vision tower, which is transformers' own.
     kinds = {kind for _, kind in gpu.attention}
     own = {"_varlen_attn", "_varlen_attn_backward"}

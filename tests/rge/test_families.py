@@ -120,3 +120,32 @@ def test_every_family_has_a_tiny_model():
     assert {"qwen2_5_vl", *(name[1:] for name in vars(family_models) if name[1:] in FAMILIES)} == set(
         FAMILIES
     )
+
+
+@pytest.mark.parametrize("lively_path", ["idefics3"], indirect=True)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_tiles_give_what_the_models_own_features_give(lively64, make_prompts, checkpointing):
+    """Without its looks for padding: values and every gradient of the tower, bit for bit."""
+    model, processor = lively64.model, lively64.processor.image_processor
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+    shown = [
+        prompt for prompt in make_prompts(PromptBuilder(lively64.processor), 6) if prompt.pixels is not None
+    ]
+    pixels = normalised(processor, torch.cat([prompt.pixels for prompt in shown])).double()
+    grid = torch.cat([prompt.image_grid for prompt in shown])
+    results = []
+    for features in (
+        torch.cat(model.model.get_image_features(pixels[None], return_dict=True).pooler_output),
+        family_of(model).features(model, pixels, grid),
+    ):
+        model.zero_grad()
+        (features * torch.arange(features.numel()).view_as(features).cos()).sum().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        results.append((features.detach(), gradients))
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1].keys() == results[1][1].keys()
+    assert len(results[0][1]) > 20
+    for name, gradient in results[0][1].items():
+        assert torch.equal(gradient, results[1][1][name]), name

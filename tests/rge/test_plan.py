@@ -3,8 +3,10 @@
 import importlib.util
 import json
 import re
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -15,6 +17,9 @@ from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enab
 
 from rge.common.schema import Item
 from rge.config import BACK_ENDS, RecipeError, load_recipe
+from rge.data.collate import StepBatches, flatten
+from rge.data.loader import Loader
+from rge.data.sources import Mixture, RecordFile
 from rge.model import varlen
 from rge.model import vision_tower as vision
 from rge.model.attention import Pass, install
@@ -33,12 +38,16 @@ from rge.model.prompts import Prompt, PromptBuilder
 from rge.plan import report as plan
 from rge.plan.__main__ import main
 from rge.plan.costs import (
+    GIB,
+    PROCESS_GIB,
+    WORKER_DESCRIPTORS,
     Load,
     Shapes,
     communication,
     flops,
     host,
     memory,
+    pixel_bytes,
     shapes_of,
     step_seconds,
 )
@@ -310,9 +319,14 @@ def test_a_machine_and_hours_by_hand():
         **{**dict.fromkeys(Shapes.__dataclass_fields__, 0), "parameters": 10**9, "layers": 2, "layer": 10**8}
     )
     found = host(shapes, batch_bytes=2**30, prefetch_bytes=2**32, num_workers=3, dtype_bytes=2, processes=2)
-    assert found["of that, batches"] == 2 * (4 + 3 + 1) * 2**30
+    # Four wait, one is in use, and each worker has one and its parts.
+    assert found["of that, batches"] == 2 * (4 + 1 + 3 * 2) * 2**30
     assert found["memory"] == found["of that, batches"] + 2 * (3 + 3 * 0.5) * 2**30
-    assert found["shared memory"] == 0
+    assert found["shared memory"] == 2**30
+    # Pinned memory comes in powers of two.
+    larger = host(shapes, batch_bytes=2**30 + 1, prefetch_bytes=0, num_workers=0, dtype_bytes=2, processes=1)
+    assert larger["of that, batches"] == 2 * 2**31
+    assert larger["shared memory"] == 0
     assert found["descriptors of a process"] == 128 + 3 * 8
     # Ten rationales of eight tokens, five at once: two passes of ten steps over 0.4 GB; 1 TFLOP at half of a TFLOP/s.
     load = Load(10, 0, 1, 1, 1, 8, 0, True, True, False, 0, 0, 0, 0)
@@ -485,3 +499,66 @@ def test_a_local_config_is_used(lively_path, capsys):
     assert str(lively_path) in shown.splitlines()[0]
     assert TABLE.keys() >= {"Qwen/Qwen2.5-VL-3B-Instruct"}
     assert set(FAMILIES) == {known["model_type"] for known in TABLE.values()}
+
+
+def memory_of_all(pids) -> int:
+    """Bytes of a machine's memory that these processes take; what they share counts once."""
+    lines = [line for pid in pids for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()]
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss_Anon"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_workers", "prefetch_mb"), [(1, 1), (2, 60)])
+def test_host_memory_and_descriptors_against_a_real_loader(
+    tmp_path, tiny_path, picture, num_workers, prefetch_mb
+):
+    """Pictures of 700 x 700 pixels, all of one size as a plan has them, and training that stands still."""
+    recipe_of = {
+        "model": {"path": str(tiny_path), "dtype": "float32", "min_pixels": 490_000, "max_pixels": 490_000},
+        "data": {"num_workers": num_workers, "prefetch_mb": prefetch_mb, "max_prompt_tokens": 4096, "max_negatives": 0},
+        "joint": {"batch_size": 8, "sources": [{"path": str(tmp_path / "records.jsonl")}]},
+        "stage": "joint",
+    }  # fmt: skip
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe_of))
+    recipe = load_recipe([f"recipe={tmp_path / 'recipe.yaml'}"])
+    for number in range(4):
+        picture(700, 700, number).save(tmp_path / f"{number}.jpg")
+    lines = [
+        {"id": f"r{n}", "group": "g", "source": "s", "split": "train", "query": {"text": "w", "images": [f"{n % 4}.jpg"]},
+         "positives": [{"id": f"t{n}", "image": f"{(n + 1) % 4}.jpg"}]}
+        for n in range(8)
+    ]  # fmt: skip
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    backbone = load_backbone(tiny_path, add_emb=True, min_pixels=490_000, max_pixels=490_000)
+    options = PlanOptions(num_gpus=1).values()
+    batch_bytes = pixel_bytes(backbone.model, plan.load_of(recipe, backbone.model, options))
+    planned = host(
+        shapes_of(backbone.model), batch_bytes=batch_bytes, prefetch_bytes=prefetch_mb << 20, num_workers=num_workers,
+        dtype_bytes=4, processes=1, on_gpu=False,
+    )  # fmt: skip
+    batches = StepBatches(
+        [RecordFile(tmp_path / "records.jsonl")], Mixture([8], [1.0], 8, seed=0),
+        PromptBuilder(backbone.processor, "plain", 4096), recipe.data, rank=0, world_size=1, need_oracle=False,
+    )  # fmt: skip
+    assert flatten(batches[0])[1].nbytes == batch_bytes
+
+    mine, before = psutil.Process(), {child.pid for child in psutil.Process().children()}
+    memory_before, files_before = memory_of_all([mine.pid]), mine.num_fds()
+    loader = iter(Loader(batches, range(40), recipe.data))
+    in_use = next(loader)
+    workers = {child.pid for child in mine.children()} - before
+    assert len(workers) == num_workers
+    seen: list[int] = []
+    while len(seen) < 20 or len(set(seen[-20:])) > 1:  # until everything that can wait does, for two seconds
+        assert len(seen) < 1200
+        time.sleep(0.1)
+        seen.append(memory_of_all([mine.pid, *workers]) - memory_before >> 20)
+    descriptors = mine.num_fds() - files_before
+    loader.close()
+    del in_use
+    # Beside batches a worker takes what its fork does not share; 0.5 GiB are set aside for that.
+    assert 0.8 * planned["of that, batches"] < seen[-1] << 20
+    assert seen[-1] << 20 < 1.1 * planned["of that, batches"] + num_workers * 80 * 2**20
+    assert seen[-1] << 20 < planned["memory"] - PROCESS_GIB * GIB
+    assert num_workers <= descriptors <= num_workers * WORKER_DESCRIPTORS
+    assert planned["shared memory"] == 0

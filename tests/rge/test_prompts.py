@@ -207,7 +207,7 @@ def test_a_picture_the_processor_refuses_names_the_item(builder, picture):
 
 
 def test_builder_errors(builder, tiny_path, embedder):
-    with pytest.raises(ValueError, match="unknown profile 'rgb'; there are: rge, plain"):
+    with pytest.raises(ValueError, match="unknown profile 'rgb'; there are: plain, rge"):
         PromptBuilder(embedder.processor, "rgb")
     from transformers import AutoProcessor
 

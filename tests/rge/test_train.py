@@ -192,7 +192,7 @@ def test_a_finished_run_is_left_alone(whole, home):
     ]
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.is_file()} == before
     refused = run(home, whole, "cold_start.lr=0.5")
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert "error: " in refused.stderr
     assert "cold_start.lr (there 0.003, now 0.5)" in refused.stderr
     assert "Traceback" not in refused.stderr
@@ -228,7 +228,7 @@ def test_a_killed_run_started_again_ends_with_the_same_weights(whole, home):
     (out / "joint/state/tmp_step_00000008").mkdir(parents=True, exist_ok=True)
     (out / "joint/state/tmp_step_00000008/model.safetensors").write_bytes(b"half")
     refused = run(home, out, "joint.lr=0.5")
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert "joint.lr (there 0.003, now 0.5)" in refused.stderr
     resumed = run(home, out)
     trained(resumed)
@@ -286,7 +286,7 @@ def test_ctrl_c_saves_and_exits_with_130_and_the_second_one_ends_at_once(whole, 
     with held(home, out, "joint", step, *keep) as program:
         program.wait_until(lambda: len(metrics_or_partial(out / "joint")) >= step)
         second = run(home, out, *keep)
-        assert second.returncode == 1
+        assert second.returncode == 2
         assert f"error: {out} is in use by process " in second.stderr
         assert not list(out.glob("joint/state/*"))
         program.send(signal.SIGINT, group=True)  # as a terminal does, to data workers too

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from tqdm import tqdm
 
 from data_prep.rmir.config import DownloadConfig
+from rge.common.commands import progress_bar
 from rge.common.files import FileError, write_bytes
 
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
@@ -65,8 +65,7 @@ async def _fetch_all(todo: list[str], folder: Path, config: DownloadConfig, prog
     limits = httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency)
     lost: dict[str, str] = {}
     queue = iter(todo)
-    # disable=None: no bar where standard error is a file
-    bar = tqdm(total=len(todo), desc="download", disable=None if progress else True)
+    bar = progress_bar(total=len(todo), desc="download", disable=not progress)
     client = httpx.AsyncClient(limits=limits, follow_redirects=True, timeout=config.timeout_s)
 
     async def worker() -> None:

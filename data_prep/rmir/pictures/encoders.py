@@ -79,7 +79,8 @@ class PixelEncoder:
 
     def __init__(self, side_px: int = 12, num_neighbours: int = 8):
         self.side_px, self.num_neighbours = side_px, num_neighbours
-        self._captions = self._vectors = None
+        self._captions: np.ndarray | None = None
+        self._vectors: np.ndarray | None = None
 
     def pictures(self, refs: Sequence[str]) -> np.ndarray:
         """(N, D) float32, unit norm."""
@@ -98,13 +99,13 @@ class PixelEncoder:
             captions: of the seed pictures.
             vectors: of the same pictures.
         """
-        rows = [row for row, caption in enumerate(captions) if caption]
-        self._captions = HashingEncoder().texts([captions[row] for row in rows])  # type: ignore[misc]
-        self._vectors = vectors[rows]
+        told = {row: caption for row, caption in enumerate(captions) if caption}
+        self._captions = HashingEncoder().texts(list(told.values()))
+        self._vectors = vectors[list(told)]
 
     def texts(self, texts: Sequence[str]) -> np.ndarray:
         """(N, D) float32, unit norm."""
-        if self._captions is None or not len(self._captions):
+        if self._captions is None or self._vectors is None or not len(self._captions):
             raise NotThere(
                 "pixels can place a text only where some pictures have captions (library.caption_column), and none has; "
                 "give image_encoder.kind=siglip or checkpoint"

@@ -1,9 +1,11 @@
 """Encoders of the Hugging Face format: SigLIP 2 for pictures; Qwen3-Embedding and MiniLM for captions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import AutoModel, AutoProcessor, AutoTokenizer
 
 from data_prep.rmir.pictures.vectors import unit
@@ -16,104 +18,111 @@ TASK = "Instruct: Given the description of a picture, find captions of pictures 
 """Qwen3-Embedding reads a task before a query and nothing before what is searched."""
 
 
-class SiglipEncoder:
-    """SigLIP and its like: anything with ``get_image_features`` and ``get_text_features``.
+class _OnHub:
+    """A model of the hub on the device that is there.
 
     Args:
         path: hub name or folder.
         batch_size: rows a forward.
-    """
-
-    def __init__(self, path: str, batch_size: int):
-        self.name, self.batch_size = path, batch_size
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model = AutoModel.from_pretrained(path).to(self.device).eval()
-        self.processor = AutoProcessor.from_pretrained(path)
-
-    def pictures(self, refs: Sequence[str]) -> np.ndarray:
-        """(N, D) float32, unit norm."""
-        return self._encode(
-            refs,
-            lambda batch: self.processor(images=[load_image(ref) for ref in batch], return_tensors="pt"),
-            self.model.get_image_features,
-        )
-
-    def texts(self, texts: Sequence[str]) -> np.ndarray:
-        """(N, D) float32, unit norm."""
-        return self._encode(
-            texts,
-            lambda batch: self.processor(
-                text=[text.lower() for text in batch],
-                padding="max_length",
-                truncation=True,
-                max_length=MAX_TEXT_TOKENS,
-                return_tensors="pt",
-            ),
-            self.model.get_text_features,
-        )
-
-    @torch.no_grad()
-    def _encode(self, items, prepare, forward) -> np.ndarray:
-        rows = []
-        for start in range(0, len(items), self.batch_size):
-            found = forward(**prepare(list(items[start : start + self.batch_size])).to(self.device))
-            rows.append(getattr(found, "pooler_output", found).float().cpu().numpy())
-        return unit(np.concatenate(rows))
-
-
-class HubTextEncoder:
-    """A text encoder that is read at its last token, as Qwen3-Embedding is.
-
-    Args:
-        path: hub name or folder.
-        batch_size: rows a forward.
-    """
-
-    def __init__(self, path: str, batch_size: int):
-        self.name, self.batch_size = path, batch_size
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model = AutoModel.from_pretrained(path).to(self.device).eval()
-        # With padding on the left the last token is at the end of every row.
-        self.tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
-
-    @torch.no_grad()
-    def texts(self, texts: Sequence[str], *, query: bool) -> np.ndarray:
-        """(N, D) float32, unit norm."""
-        rows = []
-        for start in range(0, len(texts), self.batch_size):
-            batch = [f"{TASK}{text}" if query else text for text in texts[start : start + self.batch_size]]
-            tokens = self.tokenizer(
-                batch, padding=True, truncation=True, max_length=MAX_CAPTION_TOKENS, return_tensors="pt"
-            ).to(self.device)
-            rows.append(self.model(**tokens).last_hidden_state[:, -1].float().cpu().numpy())
-        return unit(np.concatenate(rows))
-
-
-class MeanTextEncoder:
-    """A text encoder whose embedding is the mean of its tokens, as MiniLM's is.
-
-    Args:
-        path: hub name or folder.
-        batch_size: rows a forward.
-        name: for the report.
+        name: for the report; None: the path.
     """
 
     def __init__(self, path: str, batch_size: int, name: str | None = None):
         self.name, self.batch_size = name or path, batch_size
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model = AutoModel.from_pretrained(path).to(self.device).eval()
-        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.model: Any = AutoModel.from_pretrained(path).to(self.device).eval()
 
     @torch.no_grad()
+    def in_batches(self, items: Sequence[str], forward: Callable[[list[str]], Tensor]) -> np.ndarray:
+        """(N, D) float32, unit norm: `forward` gives the rows (B, D) of a batch."""
+        starts = range(0, len(items), self.batch_size)
+        rows = [forward(list(items[start : start + self.batch_size])).float().cpu() for start in starts]
+        return unit(torch.cat(rows).numpy())
+
+
+class SiglipEncoder(_OnHub):
+    """SigLIP and its like: anything with ``get_image_features`` and ``get_text_features``."""
+
+    def __init__(self, path: str, batch_size: int):
+        super().__init__(path, batch_size)
+        self.processor = AutoProcessor.from_pretrained(path)
+
+    def pictures(self, refs: Sequence[str]) -> np.ndarray:
+        """(N, D) float32, unit norm."""
+
+        def forward(batch: list[str]) -> Tensor:
+            fields = self.processor(images=[load_image(ref) for ref in batch], return_tensors="pt")
+            return self._read(self.model.get_image_features, fields)
+
+        return self.in_batches(refs, forward)
+
+    def texts(self, texts: Sequence[str]) -> np.ndarray:
+        """(N, D) float32, unit norm."""
+
+        def forward(batch: list[str]) -> Tensor:
+            fields = self.processor(
+                text=[text.lower() for text in batch],
+                padding="max_length",
+                truncation=True,
+                max_length=MAX_TEXT_TOKENS,
+                return_tensors="pt",
+            )
+            return self._read(self.model.get_text_features, fields)
+
+        return self.in_batches(texts, forward)
+
+    def _read(self, tower: Any, fields: Any) -> Tensor:
+        found = tower(**fields.to(self.device))
+        return getattr(found, "pooler_output", found)
+
+
+class _TextEncoder(_OnHub):
+    """A text encoder that reads captions.
+
+    Args:
+        path: hub name or folder.
+        batch_size: rows a forward.
+        name: for the report; None: the path.
+        padding_side: of the tokenizer; None: its own.
+    """
+
+    def __init__(
+        self, path: str, batch_size: int, name: str | None = None, *, padding_side: str | None = None
+    ):
+        super().__init__(path, batch_size, name)
+        side = {} if padding_side is None else {"padding_side": padding_side}
+        self.tokenizer = AutoTokenizer.from_pretrained(path, **side)
+
+    def read(self, batch: list[str]) -> tuple[Tensor, Tensor]:
+        """Last hidden states (B, T, D) and mask (B, T)."""
+        tokens = self.tokenizer(
+            batch, padding=True, truncation=True, max_length=MAX_CAPTION_TOKENS, return_tensors="pt"
+        ).to(self.device)
+        return self.model(**tokens).last_hidden_state, tokens["attention_mask"]
+
+
+class HubTextEncoder(_TextEncoder):
+    """A text encoder that is read at its last token, as Qwen3-Embedding is."""
+
+    def __init__(self, path: str, batch_size: int):
+        # With padding on the left the last token is at the end of every row.
+        super().__init__(path, batch_size, padding_side="left")
+
+    def texts(self, texts: Sequence[str], *, query: bool) -> np.ndarray:
+        """(N, D) float32, unit norm."""
+        asked = [f"{TASK}{text}" if query else text for text in texts]
+        return self.in_batches(asked, lambda batch: self.read(batch)[0][:, -1])
+
+
+class MeanTextEncoder(_TextEncoder):
+    """A text encoder whose embedding is the mean of its tokens, as MiniLM's is."""
+
     def texts(self, texts: Sequence[str], *, query: bool) -> np.ndarray:
         """(N, D) float32, unit norm; ``query`` makes no difference."""
-        rows = []
-        for start in range(0, len(texts), self.batch_size):
-            batch = list(texts[start : start + self.batch_size])
-            tokens = self.tokenizer(
-                batch, padding=True, truncation=True, max_length=MAX_CAPTION_TOKENS, return_tensors="pt"
-            ).to(self.device)
-            hidden = self.model(**tokens).last_hidden_state.float()
-            mask = tokens["attention_mask"][..., None].float()
-            rows.append(((hidden * mask).sum(1) / mask.sum(1)).cpu().numpy())
-        return unit(np.concatenate(rows))
+
+        def mean(batch: list[str]) -> Tensor:
+            hidden, mask = self.read(batch)
+            mask = mask[..., None].float()
+            return (hidden.float() * mask).sum(1) / mask.sum(1)
+
+        return self.in_batches(texts, mean)

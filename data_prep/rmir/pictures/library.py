@@ -42,7 +42,7 @@ def list_library(config: LibraryConfig) -> list[dict[str, Any]]:
             kept = file if stems[file.with_suffix("")] > 1 else file.with_suffix("")
             return kept.relative_to(path).as_posix()
 
-        rows = [{"id": name(file), "ref": str(file), "caption": None} for file in files]
+        rows: list[dict[str, Any]] = [{"id": name(file), "ref": str(file), "caption": None} for file in files]
     elif path.is_file():
         rows = list(_table_rows(path, config))
     else:
@@ -108,7 +108,8 @@ def _table_rows(path: Path, config: LibraryConfig) -> Iterator[dict[str, Any]]:
             schema.field(config.image_column).type
         )
         wanted = [config.id_column] if inside else columns
-        wanted = [*wanted, *([config.caption_column] if config.caption_column in schema.names else [])]
+        if config.caption_column is not None and config.caption_column in schema.names:
+            wanted = [*wanted, config.caption_column]
         if missing := set(columns) - set(schema.names):
             raise LibraryError(
                 f"{path}: no column {', '.join(sorted(missing))} (there are: {', '.join(schema.names)})"

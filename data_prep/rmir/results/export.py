@@ -132,7 +132,7 @@ def _write_origins(
 ) -> None:
     """Every picture of the data set with its caption, source, author and licence."""
     origins = origins_of(library, set(used))
-    columns: dict[str, list[str | None]] = {"id": used, "path": [named.get(name) for name in used]}
+    columns: dict[str, list[str | None]] = {"id": [*used], "path": [named.get(name) for name in used]}
     columns["caption"] = [images[name]["caption"] for name in used]
     for key in ("source", "author", "licence"):
         columns[key] = [origins.get(name, {}).get(key) for name in used]
@@ -146,7 +146,7 @@ def _write_set(run: Run, folder: Path, pool, test, images, queries, qrels, negat
     def cell(name: str) -> dict[str, Any]:
         return {"bytes": without_metadata(picture_bytes(images[name]["ref"])), "path": None}
 
-    features = {"id": _value(), "image": {"_type": "Image"}, "text": _value()}
+    features: dict[str, dict[str, Any]] = {"id": _value(), "image": {"_type": "Image"}, "text": _value()}
     _write_pictures(
         folder / "corpus.parquet",
         pa.schema([("id", pa.string()), ("image", IMAGE), ("text", pa.string())]),
@@ -158,9 +158,8 @@ def _write_set(run: Run, folder: Path, pool, test, images, queries, qrels, negat
     schema = pa.schema(
         [("id", pa.string()), ("image", pa.list_(IMAGE)), *((column, pa.string()) for column in columns)]
     )
-    features = {name: _value() for name in schema.names} | {
-        "image": {"feature": {"_type": "Image"}, "_type": "List"}
-    }
+    features = {name: _value() for name in schema.names}
+    features["image"] = {"feature": {"_type": "Image"}, "_type": "List"}
 
     def row(name: str) -> dict[str, Any]:
         query = queries[name]

@@ -19,18 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.benchmarks.release_files import (
-    PICTURES,
-    Candidate,
-    Fields,
-    Query,
-    ReleaseError,
-    iter_rows,
-    safe_id,
-    write_set,
-)
+from eval.benchmarks.release_files import PICTURES, Fields, ReleaseError, iter_rows, safe_id
 from eval.sets.retrieval_set import MAX_REPORT_VALUES, RetrievalSet
+from eval.sets.write_set import Candidate, Query, write_set
 from rge.common.options import one_of
+from rge.common.registry import PluginOptions
 
 TABLES = tuple(f"queries{ending}" for ending in (".csv", ".tsv", ".jsonl", ".json", ".parquet"))
 ALIASES = {
@@ -47,7 +40,7 @@ SEPARATORS = re.compile(r"[;|\n]")
 
 
 @dataclass
-class FolderOptions:
+class FolderOptions(PluginOptions):
     """Options of `rge eval import folder`."""
 
     src: Path

@@ -27,8 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from eval.benchmarks.release_files import (
-    Candidate,
-    Query,
     ReleaseError,
     as_list,
     column_names,
@@ -38,11 +36,12 @@ from eval.benchmarks.release_files import (
     some,
     stack,
     still,
-    write_set,
 )
 from eval.benchmarks.suite import is_suite, write_suite
+from eval.sets.write_set import Candidate, Query, write_set
 from rge.common.images import ImageError
 from rge.common.options import one_of
+from rge.common.registry import PluginOptions
 
 TASKS = ("1", "2", "3", "4")
 POLICIES = ("first", "vconcat", "all")
@@ -54,7 +53,7 @@ NO_IMAGE = "__NO_IMAGE__"
 
 
 @dataclass
-class MmbrightOptions:
+class MmbrightOptions(PluginOptions):
     """Options of `rge eval import mmbright`."""
 
     src: Path

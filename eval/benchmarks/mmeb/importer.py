@@ -14,19 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.benchmarks.release_files import (
-    Candidate,
-    Pictures,
-    Query,
-    ReleaseError,
-    as_list,
-    content_id,
-    iter_rows,
-    write_set,
-)
+from eval.benchmarks.release_files import Pictures, ReleaseError, as_list, content_id, iter_rows
 from eval.benchmarks.suite import is_suite, write_suite
+from eval.sets.write_set import Candidate, Query, write_set
 from rge.common.mmeb_prompts import INSTRUCTIONS, SETS, plain, reword
 from rge.common.options import one_of
+from rge.common.registry import PluginOptions
 
 COLUMNS = ("qry_text", "qry_img_path", "tgt_text", "tgt_img_path")
 APART = ("qry_inst", "tgt_inst")
@@ -34,7 +27,7 @@ APART = ("qry_inst", "tgt_inst")
 
 
 @dataclass
-class MmebOptions:
+class MmebOptions(PluginOptions):
     """Options of `rge eval import mmeb`."""
 
     src: Path

@@ -21,19 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from eval.benchmarks.release_files import (
-    Candidate,
     Pictures,
-    Query,
     ReleaseError,
     as_list,
     column_names,
     content_id,
     iter_rows,
     some,
-    write_set,
 )
 from eval.sets.retrieval_set import RetrievalSet
+from eval.sets.write_set import Candidate, Query, write_set
 from rge.common.options import one_of
+from rge.common.registry import PluginOptions
 
 TABLE, INDEX = "pinpoint_licensed.parquet", "index_signatures.txt"
 COLUMNS = ("query_id", "instruction", "query_image_signature", "positive_candidates", "negative_candidates")
@@ -41,7 +40,7 @@ SINGLE, MULTI = "one image", "two images"
 
 
 @dataclass
-class PinpointOptions:
+class PinpointOptions(PluginOptions):
     """Options of `rge eval import pinpoint`."""
 
     src: Path

@@ -19,10 +19,8 @@ from typing import Any
 
 from eval.benchmarks.release_files import (
     TABLES,
-    Candidate,
     Fields,
     Pictures,
-    Query,
     ReleaseError,
     as_list,
     column_names,
@@ -30,10 +28,11 @@ from eval.benchmarks.release_files import (
     iter_rows,
     safe_id,
     some,
-    write_set,
 )
 from eval.sets.retrieval_set import RetrievalSet
+from eval.sets.write_set import Candidate, Query, write_set
 from rge.common.options import one_of
+from rge.common.registry import PluginOptions
 
 NUM_QUERIES, NUM_CANDIDATES, MAX_POSITIVES = 1634, 35_803, 20
 CATEGORY_COUNTS = {"functional": 546, "temporal": 656, "causal": 432}
@@ -105,7 +104,7 @@ POOL = ("corpus", "pool", "candidates", "candidate_pool", "image_pool", "index")
 
 
 @dataclass
-class RmirOptions:
+class RmirOptions(PluginOptions):
     """Options of `rge eval import rmir`."""
 
     src: Path

@@ -1,0 +1,102 @@
+"""A gate: which queries reason, decided by how far direct mode's first candidate leads its second.
+
+A gate beats as many queries chosen at random exactly where the queries that it lets through gain more from a rationale than the
+others, that is where its signal goes with the gain (right after a rationale minus right without). A small lead means doubt only where
+direct mode knows something. Where direct mode is hardly ever right, the gain is whether reasoning succeeds, which a small
+lead says less of than a large one: crowded candidates are hard in both modes. So the direction is learned, on another set.
+
+Shape suffixes: Q = queries, W = width of a ranking.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from eval.scoring.search import Ranking
+from rge.common.schema import Encoded
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Queries whose margin lies below a threshold reason; or those above it.
+
+    Attributes:
+        threshold: of the margin.
+        above: whether those above it reason.
+    """
+
+    threshold: float
+    above: bool = False
+
+    def opens(self, margin_Q: np.ndarray) -> np.ndarray:
+        """Which queries reason, (Q,) bool."""
+        return margin_Q > self.threshold if self.above else margin_Q < self.threshold
+
+    def about(self) -> dict[str, float]:
+        """For results.json."""
+        return {"margin_above" if self.above else "margin_below": self.threshold}
+
+
+def gate_for(margin_Q: np.ndarray, share: float, *, above: bool = False) -> Gate:
+    """The gate that lets a share of these queries through, those with the smallest margins, or the largest."""
+    return Gate(float(np.quantile(margin_Q, 1 - share if above else share)), above)
+
+
+def gains_above(margin_Q: np.ndarray, gain_Q: np.ndarray) -> tuple[bool, float]:
+    """Whether queries with large margins gain more from a rationale, and the rank correlation that says so.
+
+    Args:
+        margin_Q: of direct mode.
+        gain_Q: metric after a rationale minus metric without; NaN where it is not defined.
+    """
+    known = np.isfinite(margin_Q) & np.isfinite(gain_Q)
+    ranks = pd.DataFrame({"margin": margin_Q[known], "gain": gain_Q[known]}).rank()
+    alike = ranks["margin"].corr(ranks["gain"])
+    return bool(alike > 0), 0.0 if np.isnan(alike) else float(alike)
+
+
+def margin(ranking: Ranking) -> np.ndarray:
+    """By how much each query's first candidate beats its second, (Q,); infinite where there is no second."""
+    second_Q = (
+        ranking.score_QW[:, 1] if ranking.score_QW.shape[1] > 1 else np.full(len(ranking.score_QW), -np.inf)
+    )
+    return ranking.score_QW[:, 0].astype(np.float64) - second_Q
+
+
+def choose(reason_Q: np.ndarray, reasoned: Ranking, direct: Ranking) -> Ranking:
+    """Each query's ranking from the one or the other.
+
+    Args:
+        reason_Q: bool, True takes ``reasoned``.
+        reasoned: ranking after a rationale.
+        direct: ranking without; equally deep.
+    """
+    width = max(reasoned.rows_QW.shape[1], direct.rows_QW.shape[1])
+
+    def widened(one: Ranking) -> tuple[np.ndarray, np.ndarray]:
+        more = ((0, 0), (0, width - one.rows_QW.shape[1]))
+        return np.pad(one.rows_QW, more, constant_values=-1), np.pad(
+            one.score_QW, more, constant_values=-np.inf
+        )
+
+    (rows, scores), (direct_rows, direct_scores) = widened(reasoned), widened(direct)
+    pick = reason_Q[:, None]
+    return Ranking(np.where(pick, rows, direct_rows), np.where(pick, scores, direct_scores), direct.depth)
+
+
+def gated(reason_Q: np.ndarray, reasoned: Encoded, direct: Encoded) -> Encoded:
+    """What a gate costs: every query is embedded directly, and those that it lets through reason as well."""
+
+    def either(name: str) -> list[str]:
+        pairs = zip(reason_Q, getattr(reasoned, name), getattr(direct, name), strict=True)
+        return [one if chosen else other for chosen, one, other in pairs]
+
+    return Encoded(
+        embeddings=np.where(reason_Q[:, None], reasoned.embeddings, direct.embeddings),
+        rationales=either("rationales"),
+        num_rationale_tokens=np.where(reason_Q, reasoned.num_rationale_tokens, 0),
+        stop_reasons=either("stop_reasons"),
+        generate_ms=np.where(reason_Q, reasoned.generate_ms, 0.0),
+        embed_ms=direct.embed_ms + np.where(reason_Q, reasoned.embed_ms, 0.0),
+    )

@@ -1,0 +1,242 @@
+"""What was found about records and pictures, remembered: who starts a run again need not read everything again.
+
+A record file is read through, and a picture decoded, once for each state that it has been in: size and time of the last
+change, of the folders and libraries of a file's pictures too. What is remembered is in ``$RGE_CACHE``, else in ``rge`` below
+``$XDG_CACHE_HOME`` or ``~/.cache``; whoever deletes that folder loses nothing but time. What cannot be read, or written, counts as
+not there. Only what is good is remembered, with what ``data.on_bad=skip`` leaves out: the rest is to be mended.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL
+import pydantic
+
+from rge.common import images, schema
+from rge.common.commands import progress_bar
+from rge.common.files import find_shipped, replacing, write_text
+from rge.common.images import ImageError, PictureIndex, load_image
+from rge.data import sources
+from rge.data.sources import MAX_REPORTED, BadRecord, Column, RecordFile
+
+RECENT_NS = 2 * 10**9
+"""What changed so shortly before it was looked at may have changed once more within a tick of the file system's clock."""
+
+KEPT_S = 90 * 24 * 3600.0
+"""After how long what nobody asked for is deleted."""
+
+
+def cache_folder() -> Path:
+    """Where verdicts are kept; see the head of this file."""
+    if found := os.environ.get("RGE_CACHE"):
+        return Path(found)
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "rge"
+
+
+class Verdicts:
+    """Opens record files and looks at their pictures, as far as nothing is known about them.
+
+    Args:
+        folder: of what is remembered.
+    """
+
+    def __init__(self, folder: Path | None = None):
+        self.folder = cache_folder() if folder is None else folder
+        self.pictures = PictureIndex()
+        self.began_ns = time.time_ns()
+
+    def open(self, path: str | Path, *, need_rationale: bool, on_bad: str) -> RecordFile:
+        """A record file with its pictures looked up; see `RecordFile`, also for what it raises."""
+        path = find_shipped(path)
+        entry = self._entry(path, need_rationale, on_bad)
+        if (found := self._recalled(entry, path)) is not None:
+            return found
+        before = _stamp(path)
+        self.pictures.asked.clear()
+        file = RecordFile(
+            path, need_rationale=need_rationale, pictures=self.pictures, progress=True, on_bad=on_bad
+        )
+        places = {place: _stamp(place) for place in sorted(self.pictures.asked)}
+        if all(map(self._settled, (before, *places.values()))) and before == _stamp(path):
+            self._keep(entry, file, {"stamp": before, "places": places})
+        return file
+
+    def undecodable(self, files: Sequence[RecordFile]) -> list[str]:
+        """Pictures that are there and cannot be decoded, each with the first record that shows it; on all cores."""
+        owners: dict[str, tuple[RecordFile, str]] = {}
+        for file in files:
+            for record in map(file.__getitem__, range(len(file))):
+                targets = [it.image for it in (*record.positives, *record.negatives) if it.image]
+                for ref in (*record.query.images, *targets):
+                    owners.setdefault(ref, (file, record.id))
+        if not (names := list(owners)):
+            return []
+        entries = {id(file): self._entry(file.path, "pictures") for file in files}
+        good: dict[int, list[int]] = {key: [] for key in entries}
+        known = np.unique(np.concatenate([_numbers(entry) for entry in entries.values()]))
+        faults: list[str] = []
+        workers = len(os.sched_getaffinity(0))
+        with (
+            ProcessPoolExecutor(
+                workers,
+                multiprocessing.get_context("fork"),
+                initializer=_Known.set,
+                initargs=(known, self.began_ns),
+            ) as pool,
+            progress_bar(total=len(names), desc="pictures", unit="picture") as bar,
+        ):
+            try:
+                for ref, (number, fault) in zip(names, pool.map(_look_at, names, chunksize=32), strict=True):
+                    bar.update(1)
+                    file, record_id = owners[ref]
+                    if fault is not None:
+                        faults.append(f"{file.path}: record {record_id!r}: {fault}")
+                    elif number is not None:
+                        good[id(file)].append(number)
+            except BrokenProcessPool:
+                faults.append(
+                    f"one of the {32 * workers} pictures after {names[bar.n]} ends the process that decodes it"
+                )
+        for key, numbers in good.items():
+            _write_array(entries[key], np.array(sorted(numbers), dtype=np.int64))
+        more = len(faults) - MAX_REPORTED
+        return [*faults[:MAX_REPORTED], *([f"... and {more} more pictures"] if more > 0 else [])]
+
+    def _entry(self, path: Path, *settings: object) -> Path:
+        """What a file's verdict is kept under: its name and what was asked about it; a later state takes an earlier one's place."""
+        return self.folder / _digest(str(path.absolute()), str(path), *settings)
+
+    def _settled(self, stamp: list[int] | None) -> bool:
+        return stamp is None or stamp[0] < self.began_ns - RECENT_NS
+
+    def _recalled(self, entry: Path, path: Path) -> RecordFile | None:
+        try:
+            known = json.loads(entry.with_suffix(".json").read_text(encoding="utf-8"))
+            offsets = _numbers(entry)
+            same = known["code"] == _code() and known["sum"] == _digest(offsets.tobytes())
+            if not same or known["stamp"] != _stamp(path):
+                return None
+            if any(_stamp(place) != stamp for place, stamp in known["places"].items()):
+                return None
+            bad = [BadRecord(**line) for line in known["bad"]]
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            return None
+        with suppress(OSError):
+            for name in (".json", ".npy"):
+                os.utime(entry.with_suffix(name))
+        return RecordFile.known(path, _spilled(offsets), bad)
+
+    def _keep(self, entry: Path, file: RecordFile, states: dict[str, Any]) -> None:
+        known = {
+            **states,
+            "code": _code(),
+            "sum": _digest(np.asarray(file.offsets).tobytes()),
+            "bad": [asdict(bad) for bad in file.bad],
+        }
+        with suppress(OSError):
+            self._forget_old()
+            if _write_array(entry, np.asarray(file.offsets)):
+                write_text(entry.with_suffix(".json"), json.dumps(known))
+
+    def _forget_old(self) -> None:
+        if not self.folder.is_dir():
+            return
+        for path in self.folder.iterdir():
+            if path.suffix in (".json", ".npy") and path.stat().st_mtime < time.time() - KEPT_S:
+                path.unlink(missing_ok=True)
+
+
+class _Known:
+    """What the processes that decode are handed once, by their fork."""
+
+    numbers: np.ndarray = np.zeros(0, np.int64)
+    began_ns = 0
+
+    @classmethod
+    def set(cls, numbers: np.ndarray, began_ns: int) -> None:
+        cls.numbers, cls.began_ns = numbers, began_ns
+
+
+def _look_at(ref: str) -> tuple[int | None, str | None]:
+    """A picture's state as a number, if that can be remembered, and why it cannot be decoded."""
+    path, mark, _ = ref.partition(".parquet#")
+    stamp = _stamp(path + ".parquet" if mark else ref)
+    number = None
+    if stamp is not None and stamp[0] < _Known.began_ns - RECENT_NS:
+        number = int.from_bytes(
+            hashlib.blake2b(f"{ref}\0{stamp}\0{_code()}".encode(), digest_size=8).digest(), signed=True
+        )
+        place = np.searchsorted(_Known.numbers, number)
+        if place < len(_Known.numbers) and _Known.numbers[place] == number:
+            return number, None
+    try:
+        load_image(ref)
+    except ImageError as error:
+        return None, str(error)
+    return number, None
+
+
+def _stamp(path: str | Path) -> list[int] | None:
+    """Time of the last change, ns, and size; None where there is nothing."""
+    try:
+        found = os.stat(path or ".")
+    except (OSError, ValueError):
+        return None
+    return [found.st_mtime_ns, found.st_size]
+
+
+@cache
+def _code() -> str:
+    """What judges: another version of it may judge otherwise."""
+    texts = [Path(str(module.__file__)).read_text(encoding="utf-8") for module in (images, schema, sources)]
+    return _digest(*texts, PIL.__version__, pydantic.VERSION)
+
+
+def _digest(*parts: object) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        found.update(part if isinstance(part, bytes) else f"{part}\0".encode())
+    return found.hexdigest()
+
+
+def _numbers(entry: Path) -> np.ndarray:
+    """The numbers of an entry; none where they cannot be read."""
+    try:
+        found = np.load(entry.with_suffix(".npy"), allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        found = None
+    return (
+        found if found is not None and found.dtype == np.int64 and found.ndim == 1 else np.zeros(0, np.int64)
+    )
+
+
+def _write_array(entry: Path, numbers: np.ndarray) -> bool:
+    try:
+        with replacing(entry.with_suffix(".npy")) as waiting, waiting.open("wb") as out:
+            np.save(out, numbers)
+    except OSError:
+        return False
+    return True
+
+
+def _spilled(numbers: np.ndarray) -> np.ndarray:
+    """The numbers, on the disk if there are many; see `Column`."""
+    if len(numbers) <= Column.SPILL:
+        return numbers
+    file = tempfile.TemporaryFile()
+    numbers.tofile(file)
+    file.flush()
+    return np.memmap(file, dtype=np.int64, mode="r")

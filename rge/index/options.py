@@ -1,0 +1,104 @@
+"""What `rge embed`, `rge index` and `rge search` are asked; free of torch, so that ``--help`` is quick."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+AtLeastOne = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass(kw_only=True)
+class Reading:
+    """What is read, and with which checkpoint."""
+
+    src: Path
+    """A folder of pictures and texts, or a table (``.csv``, ``.tsv``, ``.jsonl``, ``.parquet``). In a folder, ``x.txt`` or
+    ``x.jpg.txt`` beside ``x.jpg`` is its caption, any other ``.txt`` a text of its own; hidden files are left out."""
+    id: str = "id"
+    """Column of a table: names of the rows. Without it, a row is named by its picture's path, else by its number."""
+    text: str = "text"
+    """Column of a table: texts or captions."""
+    image: str = "image"
+    """Column of a table: pictures, as paths relative to the table, web addresses, or (Parquet) encoded bytes."""
+    dimensions: AtLeastOne | None = None
+    """Leading components kept, a size that the checkpoint was trained to be cut to; null: all, or as an index has it."""
+    batch_size: AtLeastOne = 64
+    """Items embedded at once."""
+    max_unreadable: Share = 0.1
+    """Share of the items that may be unreadable; they are counted and listed. Beyond it, the command ends with an error."""
+    unreadable: Path | None = None
+    """File that all unreadable items are listed in; without it the first twenty are printed."""
+
+
+@dataclass(kw_only=True)
+class EmbedOptions(Reading):
+    """Embed a folder or a table of pictures and texts to one Parquet file: ``id``, ``vector``, ``rationale`` where there is one.
+
+    A command that was stopped goes on where it was: what is finished stands in ``OUT.parts`` until all is.
+    """
+
+    checkpoint: str
+    """Checkpoint directory, the id of one on the hub, or ``demo``."""
+    out: Path
+    """The Parquet file."""
+    side: Literal["document", "query"] = "document"
+    """What the items are; decides the wording of the prompt."""
+    mode: Literal["reasoning", "direct"] | None = None
+    """Whether a rationale is written first; null: queries as the checkpoint was trained, documents without."""
+    instruction: str | None = None
+    """Put before every query; null: the one that most training queries had; '' (quoted) for none."""
+
+
+@dataclass(kw_only=True)
+class IndexOptions(Reading):
+    """Make an index of a folder or a table, or bring one up to date: only what is new or changed is embedded.
+
+    A table's row or a file that is no longer there leaves the index. One index may hold several folders and tables: one
+    call each.
+    """
+
+    out: str
+    """The index: a folder, or an address that LanceDB takes (``s3://``, ``gs://``, ``az://``)."""
+    checkpoint: str | None = None
+    """Checkpoint directory, the id of one on the hub, or ``demo``; null: the one that the index was made with."""
+    captions: Literal["show", "embed"] | None = None
+    """Whether a picture's text is only shown with it or embedded together with it, for checkpoints that were trained on such
+    pairs; null: as the index has it, and ``show`` in a new one."""
+    thumbnail_px: Annotated[int, Field(ge=0)] = 256
+    """Longer side of the small pictures that the index keeps for showing hits; 0 keeps none."""
+    ann_from: AtLeastOne = 50_000
+    """Search is exact below so many rows. From there on an approximate index is kept, and its recall measured."""
+    remove: bool = False
+    """Take everything that came from ``src`` out of the index."""
+
+
+@dataclass(kw_only=True)
+class SearchOptions:
+    """Ask an index: prints what the model writes, and the hits with their scores.
+
+    ``rge search INDEX "question"`` is short for ``index=`` and ``question=``.
+    """
+
+    index: str
+    """What ``rge index`` made: a folder or an address."""
+    question: str | None = None
+    """The question; may be left out where there is a picture."""
+    image: str | None = None
+    """Picture that the question is about: a path, ``library.parquet#row`` or a web address."""
+    k: AtLeastOne = 10
+    """Hits shown."""
+    mode: Literal["reasoning", "direct"] | None = None
+    """Whether a rationale is written first; null: as the checkpoint was trained."""
+    instruction: str | None = None
+    """Put before the question; null: the one that most training queries had; '' (quoted) for none."""
+    checkpoint: str | None = None
+    """The checkpoint that the index was made with, where it does not stand at its old place."""
+    exact: bool = False
+    """Pass the approximate index by, where there is one."""
+    page: Path | None = None
+    """HTML file to write, with thumbnails."""
+    open: bool = False
+    """Write the page (to a temporary file, where ``page`` names none) and show it in the browser."""

@@ -1,0 +1,97 @@
+"""`rge search`: ask an index.
+
+rge search gallery "What opens this?" image=padlock.png open=true
+"""
+
+import base64
+import tempfile
+import webbrowser
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rge.common.commands import start
+from rge.common.errors import UserError
+from rge.common.files import write_text
+from rge.common.options import parse_options, positional
+from rge.index.options import SearchOptions
+
+if TYPE_CHECKING:
+    from rge.index.store import Hit
+
+
+def main(words: list[str]) -> int:
+    """Run the command."""
+    asked = parse_options(
+        SearchOptions, positional(words, "index", "question"), 'rge search INDEX "question"'
+    )
+    if asked.question is None and asked.image is None:
+        raise UserError('give a question, image=..., or both: rge search INDEX "question" image=x.png')
+    from rge.embedder import Embedder
+    from rge.index.store import Index
+
+    index = Index.open(asked.index)
+    checkpoint = asked.checkpoint or index.about["checkpoint"]
+    embedder = Embedder.from_pretrained(checkpoint)
+    index.check(checkpoint, embedder.checkpoint_hash)
+    query_D, rationale = embedder.encode_query(
+        asked.question,
+        asked.image,
+        mode=asked.mode,
+        instruction=asked.instruction,
+        dimensions=index.about["dimensions"],
+        return_rationales=True,
+    )
+    shows_page = asked.page is not None or asked.open
+    [hits] = index.search(query_D[None], asked.k, exact=asked.exact, thumbnails=shows_page)
+    print(told(rationale, hits))  # noqa: T201
+    if shows_page:
+        path = asked.page or Path(tempfile.mkdtemp(prefix="rge-search-")) / "hits.html"
+        write_text(path, page(asked, rationale, hits))
+        print(f"\npage: {path}")  # noqa: T201
+        if asked.open and not webbrowser.open(path.resolve().as_uri()):
+            print("no browser was found to show it in")  # noqa: T201
+    return 0
+
+
+def told(rationale: str, hits: "Sequence[Hit]") -> str:
+    """What was written and found, for people."""
+    lines = [rationale, ""] if rationale else []
+    for place, hit in enumerate(hits, start=1):
+        text = " ".join((hit.text or "").split())
+        shown = f"  {text[:80]}{'...' if len(text) > 80 else ''}" if text else ""
+        lines.append(f"{place:>3}  {hit.score:.4f}  {hit.id}{'  (gone)' if hit.gone else ''}{shown}")
+    return "\n".join(lines) if hits else "\n".join([*lines, "the index is empty"])
+
+
+def page(asked: SearchOptions, rationale: str, hits: "Sequence[Hit]") -> str:
+    """The same as one HTML file that needs nothing beside it; whatever the texts hold, they are shown as texts."""
+    import jinja2
+
+    from rge.common.images import fetch_picture, picture_bytes
+    from rge.index.sources import thumbnail
+
+    shown = None
+    if asked.image is not None:
+        is_address = asked.image.startswith(("http://", "https://", "data:"))
+        shown = thumbnail(fetch_picture(asked.image) if is_address else picture_bytes(asked.image), 256)
+    template = files("rge.index").joinpath("templates", "hits.html.jinja").read_text(encoding="utf-8")
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(template).render(
+        question=asked.question or "",
+        picture=_data_url(shown),
+        rationale=rationale,
+        index=asked.index,
+        hits=[(place, hit, _data_url(hit.thumbnail)) for place, hit in enumerate(hits, start=1)],
+    )
+
+
+def _data_url(picture: bytes | None) -> str | None:
+    return None if picture is None else f"data:image/webp;base64,{base64.b64encode(picture).decode()}"
+
+
+if __name__ == "__main__":
+    start(main)

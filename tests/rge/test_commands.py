@@ -1,0 +1,116 @@
+"""How commands end and show progress: exit codes by one rule, an output that nobody reads, a bar that goes to a file."""
+
+import os
+import signal
+import subprocess
+import sys
+import termios
+import time
+from contextlib import suppress
+
+import pytest
+
+from rge.common import commands
+from rge.common.commands import progress_bar, start
+from rge.common.errors import UserError
+from rge.distributed.failure_detection import RankError
+
+
+def raises(error: BaseException):
+    def main(words: list[str]) -> int:
+        raise error
+
+    return main
+
+
+FAILURE = {"rank": 3, "host": "h", "reason": "KeyError: 'x'", "code": 1}
+
+
+@pytest.mark.parametrize(
+    ("main", "code", "said"),
+    [
+        (lambda words: None, 0, ""),
+        (lambda words: 1, 1, ""),  # the answer is no
+        (raises(UserError("key=3: wrong")), 2, "error: key=3: wrong\n"),
+        (raises(SystemExit(143)), 143, ""),  # stopped by a signal, with a state
+        (raises(KeyboardInterrupt()), 130, ""),
+        (
+            raises(RankError(FAILURE)),
+            1,
+            "error: rank 3 (h) failed: KeyError: 'x'\n",
+        ),  # as the other one ended
+        (raises(RankError({**FAILURE, "code": 2})), 2, "error: rank 3 (h) failed: KeyError: 'x'\n"),
+    ],
+)
+def test_exit_codes(main, code, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        start(main)
+    assert ended.value.code == code
+    assert capsys.readouterr().err == said
+
+
+def test_a_bug_keeps_its_traceback():
+    with pytest.raises(KeyError):
+        start(raises(KeyError("x")))
+    with pytest.raises(BrokenPipeError):  # of a pipe that is not the output
+        start(raises(BrokenPipeError()))
+
+
+PRINTS = "import sys; from rge.common.commands import start; start(lambda words: {})"
+ENDINGS = {
+    "more than a pipe holds": "print('x\\n' * 200_000)",
+    "what is written at the end": "print('x')",
+    "help": "(print('x'), sys.exit(0))",
+    "errors": "(sys.stderr.write('x\\n' * 200_000), 0)[1]",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_an_output_that_nobody_reads_is_no_traceback(ending):
+    here, there = os.pipe()
+    os.close(here)
+    to = {"stderr": there} if ending == "errors" else {"stdout": there, "stderr": subprocess.PIPE}
+    done = subprocess.run(
+        [sys.executable, "-c", PRINTS.format(ENDINGS[ending])], **to, check=False, timeout=60
+    )
+    os.close(there)
+    assert done.returncode == 128 + signal.SIGPIPE
+    assert not done.stderr
+
+
+def shown(monkeypatch, capsys, steps: int, seconds: float) -> list[str]:
+    monkeypatch.setattr(commands, "LINE_S", 0.1)
+    bar = progress_bar(total=steps, desc="joint", unit="step", dynamic_ncols=True)
+    for step in range(steps):
+        time.sleep(seconds / steps)
+        bar.set_postfix({"loss": step}, refresh=False)
+        bar.update(1)
+    bar.close()
+    err = capsys.readouterr().err
+    assert "\r" not in err
+    return err.splitlines()
+
+
+def test_a_bar_in_a_file_is_a_line_now_and_then(monkeypatch, capsys):
+    lines = shown(monkeypatch, capsys, steps=200, seconds=0.6)
+    assert 3 <= len(lines) <= 8
+    assert all(line.startswith("joint: ") and "loss=" in line for line in lines)
+    assert "200/200" in lines[-1]
+    assert shown(monkeypatch, capsys, steps=20, seconds=0.01) == []
+
+
+def test_a_bar_on_a_terminal_is_written_over():
+    here, there = os.openpty()
+    termios.tcsetwinsize(there, (24, 80))
+    code = (
+        "from rge.common.commands import progress_bar\nfor _ in progress_bar(range(3), mininterval=0): pass"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=there)
+    os.close(there)
+    written = b""
+    with suppress(OSError):  # how a terminal ends
+        while part := os.read(here, 10_000):
+            written += part
+    os.close(here)
+    assert process.wait(60) == 0
+    assert written.count(b"\r") > 3

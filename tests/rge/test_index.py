@@ -1,0 +1,241 @@
+"""The index on disk: what is found, what is kept, who may write, and what a kill leaves."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("lancedb", exc_type=ImportError)
+
+from rge.index.store import Index, Row, SearchIndexError, writing
+
+MADE = {"checkpoint": "demo", "checkpoint_hash": "a" * 64}
+
+
+def vectors(count: int, size: int = 16, seed: int = 0) -> np.ndarray:
+    drawn = np.random.default_rng(seed).standard_normal((count, size)).astype(np.float32)
+    return drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
+
+
+def clustered(count: int, size: int) -> np.ndarray:
+    """As embeddings are: around some things, and not spread evenly over a sphere, where nothing is near anything."""
+    near = vectors(40, size)[np.arange(count) % 40] + 0.05 * np.random.default_rng(1).standard_normal(
+        (count, size)
+    )
+    return (near / np.linalg.norm(near, axis=1, keepdims=True)).astype(np.float32)
+
+
+def rows(vector_ND, source="/a folder", first=0, **fields):
+    return [
+        Row(source, f"it's {first + place}.png", "1:1", "d", vector_D, **fields)
+        for place, vector_D in enumerate(vector_ND)
+    ]
+
+
+@pytest.fixture
+def index(tmp_path):
+    return Index.create(tmp_path / "an index", dimensions=16, **MADE)
+
+
+def test_search_is_exact_and_equal_scores_are_ordered_by_name(index):
+    stored_ND, query_QD = vectors(300), vectors(4, seed=1)
+    stored_ND[7] = stored_ND[250]
+    index.put(rows(stored_ND))
+    for query_D, hits in zip(query_QD, index.search(query_QD, 300), strict=True):
+        score_N = {f"it's {place}.png": float(query_D @ one) for place, one in enumerate(stored_ND)}
+        assert [hit.id for hit in hits] == sorted(score_N, key=lambda name: (-score_N[name], name))
+        assert [hit.score for hit in hits] == [score_N[hit.id] for hit in hits]
+    assert [len(hits) for hits in index.search(query_QD, 7)] == [7] * 4
+    assert index.search(query_QD[:0], 7) == []
+
+
+def test_a_row_comes_back_as_it_was_put(index):
+    one = Row(
+        "s",
+        "né 'x' \"y\" \\ %_.png",
+        "9:9",
+        "e",
+        vectors(1)[0],
+        "c'est <b>",
+        "/nowhere/x.png",
+        {"price": 3},
+        b"RIFF",
+    )
+    index.put([one])
+    [[hit]] = index.search(vectors(1), 5, thumbnails=True)
+    assert (hit.source, hit.id, hit.text, hit.image, hit.metadata, hit.thumbnail) == (
+        one.source, one.id, one.text, one.image, one.metadata, one.thumbnail,
+    )  # fmt: skip
+    assert hit.gone
+    assert index.search(vectors(1), 5)[0][0].thumbnail is None
+    assert index.picture(one.source, one.id) == (one.image, one.thumbnail)
+    assert index.known("s") == {one.id: ("9:9", "e")}
+    with pytest.raises(SearchIndexError, match="holds no 'other'"):
+        index.picture("s", "other")
+
+
+def test_putting_again_replaces_and_removing_removes_only_what_is_named(index):
+    stored_ND = vectors(20)
+    index.put(rows(stored_ND[:10]))
+    index.put(rows(stored_ND[:10], source="/other"))
+    index.put(rows(stored_ND[10:12], first=3))  # it's 3 and it's 4, with other vectors
+    assert len(index) == 20
+    assert index.search(stored_ND[10:11], 1)[0][0].id == "it's 3.png"
+    assert np.array_equal(index.vectors("/a folder", ["it's 4.png"])["it's 4.png"], stored_ND[11])
+    index.remove("/a folder", ["it's 4.png", "never there"])
+    assert index.sources() == {"/a folder": 9, "/other": 10}
+    index.remove("/other")
+    assert index.sources() == {"/a folder": 9}
+    index.remove("/a folder")
+    assert index.search(stored_ND[:1], 3) == [[]]
+
+
+def test_an_index_of_another_checkpoint_is_named_and_refused(index):
+    index.check("demo", "a" * 64)
+    with pytest.raises(
+        SearchIndexError, match=r"made by another checkpoint: demo \(a{12}\), not mine \(b{12}\)"
+    ):
+        index.check("mine", "b" * 64)
+
+
+@pytest.mark.parametrize("size", [16, 256])
+def test_the_recall_of_an_approximate_index_is_measured_and_it_goes_with_the_rows(tmp_path, size):
+    index = Index.create(tmp_path / "x", dimensions=size, **MADE)
+    stored_ND = clustered(600, size)
+    index.put(rows(stored_ND))
+    assert index.refresh(ann_from=601) is None
+    found = index.refresh(ann_from=600)
+    assert (found.rows, found.queries) == (600, 100)
+    assert found.recall > 0.95
+    assert min(found.ann_ms, found.exact_ms) > 0
+    index.put(rows(vectors(5, size, 9), first=600))  # rows that the approximate index does not know yet
+    query_QD = vectors(5, size, 9)
+    assert [hits[0].id for hits in index.search(query_QD, 1)] == [
+        f"it's {place}.png" for place in range(600, 605)
+    ]
+    exact = index.search(query_QD, 20, exact=True)
+    assert all(len(hits) == 20 for hits in exact)
+    index.remove("/a folder", [f"it's {place}.png" for place in range(10)])
+    assert index.refresh(ann_from=1000) is None
+    assert index.search(query_QD, 20) == index.search(query_QD, 20, exact=True)
+
+
+def test_recall_is_seen_to_fall_where_the_approximate_index_is_bad(tmp_path, monkeypatch):
+    index = Index.create(tmp_path / "x", dimensions=256, **MADE)
+    index.put(rows(vectors(600, 256)))
+    monkeypatch.setattr("rge.index.store.REFINE", 1)
+    assert index.refresh(ann_from=10).recall < 0.9
+
+
+@pytest.mark.parametrize(
+    ("query", "k", "message"),
+    [(np.zeros((1, 8)), 1, r"queries \(N, 16\), got \(1, 8\)"), (np.zeros(16), 1, "got"), (np.zeros((1, 16)), 0, "k must be >= 1")],
+)  # fmt: skip
+def test_wrong_queries(index, query, k, message):
+    with pytest.raises(ValueError, match=message):
+        index.search(query, k)
+
+
+def test_wrong_vectors(index):
+    with pytest.raises(ValueError, match="holds vectors of 16, got 8"):
+        index.put(rows(vectors(1, 8)))
+    with pytest.raises(ValueError, match="not finite"):
+        index.put(rows(np.full((1, 16), np.nan, np.float32)))
+    assert len(index) == 0
+
+
+def test_what_is_no_index_is_named(tmp_path):
+    with pytest.raises(SearchIndexError, match="there is no index at .*nothing: make one with `rge index"):
+        Index.open(tmp_path / "nothing")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(SearchIndexError, match="is a file; an index is a folder"):
+        Index.open(tmp_path / "file")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(SearchIndexError, match="there is no index at"):
+        Index.open(tmp_path / "folder")
+    import lancedb
+
+    lancedb.connect(tmp_path / "folder").create_table("items", [{"a": 1}])
+    with pytest.raises(SearchIndexError, match="that `rge index` did not make"):
+        Index.open(tmp_path / "folder")
+    with pytest.raises(SearchIndexError, match="there is an index at"):
+        Index.create(tmp_path / "folder", dimensions=16, **MADE)
+
+
+def test_a_damaged_index_is_named(index):
+    index.put(rows(vectors(50)))
+    for path in (os.path.join(folder, name) for folder, _, names in os.walk(index.uri) for name in names):
+        if path.endswith(".lance"):
+            os.truncate(path, os.path.getsize(path) // 2)
+    with pytest.raises(SearchIndexError, match="an index cannot be used: "):
+        Index.open(index.uri).search(vectors(1), 3)
+
+
+WRITER = """
+import sys, numpy as np
+from rge.index.store import Index, Row, writing
+uri = sys.argv[1]
+with writing(uri):
+    index = Index.open(uri)
+    for number in range(10_000):
+        index.put([Row("s", f"{number}-{place}", "1:1", "d", np.eye(16, dtype=np.float32)[place]) for place in range(16)])
+        print(number, flush=True)
+"""
+
+
+def test_a_killed_writer_leaves_whole_commits_and_no_lock_and_a_second_writer_is_refused(index):
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, index.uri], stdout=subprocess.PIPE, text=True
+    ) as writer:
+        for _ in range(3):
+            writer.stdout.readline()
+        with pytest.raises(
+            SearchIndexError, match=rf"in use by process {writer.pid} on .*make another index"
+        ):
+            with writing(index.uri):
+                pytest.fail("two are inside")
+        assert len(index) % 16 == 0  # a reader beside a writer sees whole commits
+        writer.send_signal(signal.SIGKILL)
+    again = Index.open(index.uri)
+    assert len(again) >= 48
+    assert len(again) % 16 == 0
+    with writing(index.uri):
+        again.put(rows(vectors(1)))
+        assert again.refresh(10_000) is None
+    assert len(Index.open(index.uri)) % 16 == 1
+
+
+@pytest.mark.parametrize("left", ["no version", "no folder of versions"])
+def test_what_a_killed_maker_leaves_before_its_first_commit_is_taken_over(tmp_path, left):
+    uri = tmp_path / "x"
+    (uri / "items.lance" / "data").mkdir(parents=True)
+    (uri / "items.lance" / "data" / "half.lance").write_bytes(b"half")
+    if left == "no version":
+        (uri / "items.lance" / "_versions").mkdir()
+    with pytest.raises(SearchIndexError, match="there is no index at"):
+        Index.open(uri)
+    index = Index.create(uri, dimensions=16, **MADE)
+    index.put(rows(vectors(3)))
+    assert len(Index.open(uri)) == 3
+
+
+def test_addresses_are_handed_to_lancedb(tmp_path):
+    index = Index.create("memory://", dimensions=16, **MADE)
+    index.put(rows(vectors(3)))
+    assert index.search(vectors(1), 1)[0][0].id == "it's 0.png"
+    uri = f"file://{tmp_path}/an index"
+    with writing(uri):
+        Index.create(uri, dimensions=16, **MADE).put(rows(vectors(3)))
+        assert (tmp_path / "an index" / ".lock").exists()  # of this machine after all
+    assert len(Index.open(uri)) == len(Index.open(tmp_path / "an index")) == 3
+    with pytest.raises(SearchIndexError, match="cannot be used"):
+        Index.open("nonsense://somewhere")
+
+
+def test_without_lancedb_the_error_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lancedb", None)
+    with pytest.raises(SearchIndexError, match=r"pip install -e '\.\[search\]'"):
+        Index.create(tmp_path / "x", dimensions=16, **MADE)

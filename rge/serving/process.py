@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import NoReturn
 
 import torch
@@ -31,6 +32,10 @@ def serve(options: ServeOptions) -> int:
     Raises:
         UserError: an address that cannot be had, no checkpoint, no key, or an index of another checkpoint.
     """
+    if options.exact and options.engine == "vllm":
+        raise UserError("exact=true computes every state alone, which vLLM does not do: use engine=own")
+    if options.index is not None and find_spec("lancedb") is None:
+        raise UserError("index= needs LanceDB: pip install 'rge[index]'")
     if options.max_inputs > options.max_queue:
         raise UserError(
             f"max_inputs={options.max_inputs} is more than max_queue={options.max_queue} lets in at once"
@@ -52,9 +57,18 @@ def load(options: ServeOptions, key: str | None = None) -> Service:
         device=options.device,
         dtype=options.dtype,
         max_new_tokens=options.max_new_tokens,
+        engine=options.engine,
+        vllm_memory=options.vllm_memory,
+        vllm_rows=options.batch_size,
     )
     embedder.exact = options.exact
-    service = Service(embedder, options, key=key)
+    index = None
+    if options.index is not None:
+        from rge.index.store import Index  # of the extra `index`
+
+        index = Index.open(options.index)
+        index.check(options.checkpoint, embedder.checkpoint_hash)
+    service = Service(embedder, options, key=key, index=index)
     service.start()
     return service
 

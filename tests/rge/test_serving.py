@@ -30,6 +30,7 @@ from rge.checkpoints.export import export, settings_of
 from rge.common.errors import UserError
 from rge.common.images import ImageError
 from rge.embedder import Embedder
+from rge.index.store import Index, Row, writing
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel
 from rge.serving import public_web
@@ -37,6 +38,7 @@ from rge.serving.__main__ import main
 from rge.serving.app import Service
 from rge.serving.batches import Batches, QueueFull
 from rge.serving.options import ServeOptions
+from rge.serving.process import load
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {
@@ -227,6 +229,54 @@ def test_what_is_not_as_in_training_is_said(ask, embedder):
         assert_same(vectors(answer)[0], embedder.encode_query("a key", instruction="Sing about it."))
     answer = ask(input="a key " * 300)
     assert "tokens of the text were cut" in answer.json()["warnings"][0]
+
+
+def test_an_index_is_searched_with_the_rationale_beside_the_hits(embedder, checkpoint, tmp_path, picture):
+    pytest.importorskip("lancedb")
+    index = Index.create(
+        tmp_path / "gallery", checkpoint="mine", checkpoint_hash=embedder.checkpoint_hash, dimensions=16
+    )
+    documents = embedder.encode_document(TEXTS, dimensions=16)
+    with writing(tmp_path / "gallery"):
+        index.put([
+            Row("/secret/place", text, "s", "d", vector, text, image, {"colour": row})
+            for row, (text, vector, image) in enumerate(
+                zip(TEXTS, documents, ["/secret/place/a.png", "https://example.com/b.png", None, None], strict=True)
+            )
+        ])  # fmt: skip
+    options = {"checkpoint": str(checkpoint), "index": str(tmp_path / "gallery"), "port": 0}
+    service = load(ServeOptions(**options))
+    with running(service) as url:
+        answer = httpx.post(f"{url}/v1/search", json={"input": "What opens this?", "k": 3}, timeout=60)
+        query, rationale = embedder.encode_query("What opens this?", dimensions=16, return_rationales=True)
+        scores = documents @ query
+        best = np.argsort(-scores)[:3]
+        hits = answer.json()["data"]
+        assert [hit["id"] for hit in hits] == [TEXTS[row] for row in best]
+        np.testing.assert_allclose([hit["score"] for hit in hits], scores[best], atol=1e-5)
+        assert answer.json()["rationale"] == rationale
+        assert [hit["metadata"]["colour"] for hit in hits] == best.tolist()
+        assert "/secret" not in answer.text
+        image = picture(60, 40)
+        asked = {"messages": message("a", shown(image)), "mode": "direct", "k": 9, "return_rationale": False}
+        answer = httpx.post(f"{url}/v1/search", json=asked, timeout=60)
+        scores = documents @ embedder.encode_query("a", image, mode="direct", dimensions=16)
+        np.testing.assert_allclose(
+            [hit["score"] for hit in answer.json()["data"]], np.sort(scores)[::-1], atol=1e-5
+        )
+        assert "https://example.com/b.png" in [hit["url"] for hit in answer.json()["data"]]
+        assert "rationale" not in answer.json()
+        for body, said in (
+            ({"input": ["a"]}, "one query"),
+            ({"input": "a", "k": 0}, "k"),
+            ({"input": "a", "side": "query"}, "side"),
+        ):
+            wrong = httpx.post(f"{url}/v1/search", json=body)
+            assert wrong.status_code == 400
+            assert said in wrong.json()["error"]["message"]
+    Index.create(tmp_path / "other", checkpoint="theirs", checkpoint_hash="f" * 64, dimensions=32)
+    with pytest.raises(UserError, match="was made by another checkpoint: theirs"):
+        load(ServeOptions(**(options | {"index": str(tmp_path / "other")})))
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -811,6 +861,7 @@ def test_what_is_not_done_in_time_is_given_up_and_a_second_signal_ends_at_once(c
         (["checkpoint=x", "host=nowhere.invalid"], "host=nowhere.invalid is no address"),
         (["checkpoint=x", "host=192.0.2.1"], "cannot listen on 192.0.2.1:8000"),
         (["checkpoint=x", "key_env=RGE_NO_SUCH_KEY"], "RGE_NO_SUCH_KEY"),
+        (["checkpoint=x", "engine=vllm", "exact=true"], "use engine=own"),
         (["checkpoint=x", "max_queue=3"], "max_inputs=256 is more than max_queue=3"),
     ],
 )

@@ -26,9 +26,10 @@ from rge.checkpoints.resume import check_state, finished
 from rge.checkpoints.run_lock import held
 from rge.common.commands import start
 from rge.common.errors import USER, UserError
-from rge.config import CheckOptions, Recipe, RecipeError, StageConfig, load_options
+from rge.config import CheckOptions, Recipe, RecipeError, RecordsConfig, StageConfig, load_options
 from rge.data.augment import AUGMENTATIONS
-from rge.data.sources import MAX_REPORTED, Mixture, RecordFile
+from rge.data.readers import open_records
+from rge.data.sources import MAX_REPORTED, Mixture, Records
 from rge.data.verdicts import Verdicts
 from rge.distributed import collectives as dist
 from rge.distributed import launch
@@ -58,12 +59,12 @@ class Checked:
 
     Attributes:
         stages: those that are not finished, in order.
-        records: every record file that they read, opened and checked, by its path in the recipe.
+        records: every source that they read, opened and checked, by its `RecordsConfig.key`.
         summary: what will run, for people.
     """
 
     stages: list[str]
-    records: dict[str, RecordFile] = field(default_factory=dict)
+    records: dict[str, Records] = field(default_factory=dict)
     summary: list[str] = field(default_factory=list)
 
 
@@ -165,8 +166,8 @@ def examine(
     for name in stages:
         _check_stage(problems, recipe, name, accelerator)
         _check_bad_share(problems, recipe, name, found)
-    if recipe.validation.path in found.records:
-        _attempt(problems, num_records, found.records[recipe.validation.path], recipe)
+    if recipe.validation.key in found.records:
+        _attempt(problems, num_records, found.records[recipe.validation.key], recipe)
     model = _attempt(problems, _outline, recipe)
     _check_machine(problems, found, recipe, accelerator)
     if model is not None:
@@ -205,40 +206,55 @@ def _report(problems: Sequence[str]) -> str:
 
 def _records(
     problems: list[str], recipe: Recipe, stages: list[str], verdicts: Verdicts
-) -> dict[str, RecordFile]:
-    """Every record file that the stages read, opened, with its pictures looked up."""
-    needs: dict[str, bool] = {}
+) -> dict[str, Records]:
+    """Every source that the stages read, opened, with its pictures looked up."""
+    needs: dict[str, tuple[RecordsConfig, bool]] = {}
 
-    def need(path: str, rationale: bool) -> None:
-        needs[path] = needs.get(path, False) or rationale
+    def need(source: RecordsConfig, rationale: bool) -> None:
+        assert source.key is not None
+        needs[source.key] = source, needs.get(source.key, (source, False))[1] or rationale
 
     # Finished stages count too: what a run leaves out must not change when it is started again.
     oracle = {name: Objective.of(recipe.loss, name).needs_oracle for name in recipe.stages()}
-    read = {source.path for name in stages for source in getattr(recipe, name).sources}
+    read = {source.key for name in stages for source in getattr(recipe, name).sources}
     for name in recipe.stages():
         for source in getattr(recipe, name).sources:
-            if source.path in read:
-                need(source.path, oracle[name])
-    if recipe.validation.path is not None:
-        need(recipe.validation.path, any(oracle.values()))
+            if source.key in read:
+                need(source, oracle[name])
+    if recipe.validation.key is not None:
+        need(recipe.validation, any(oracle.values()))
     if (
         recipe.init is None
         and recipe.model.scratch is not None
         and not (Path(recipe.out) / "backbone").exists()
     ):
         for source in (*recipe.cold_start.sources, *recipe.joint.sources):
-            need(source.path, False)  # texts for the tokenizer
+            need(source, False)  # texts for the tokenizer
         if recipe.model.scratch.naming is not None:
-            need(recipe.model.scratch.naming, True)
+            need(RecordsConfig(path=recipe.model.scratch.naming), True)
     found = {}
-    for path, rationale in needs.items():
+    for key, (source, rationale) in needs.items():
+        held_out = key == recipe.validation.key
 
-        def opened(path: str = path, rationale: bool = rationale) -> RecordFile:
-            on_bad = "stop" if path == recipe.validation.path else recipe.data.on_bad
-            return verdicts.open(path, need_rationale=rationale, on_bad=on_bad)
+        def opened(
+            source: RecordsConfig = source, rationale: bool = rationale, held_out: bool = held_out
+        ) -> Records:
+            on_bad = "stop" if held_out else recipe.data.on_bad
+            if source.path is not None:
+                return verdicts.open(source.path, need_rationale=rationale, on_bad=on_bad)
+            return open_records(
+                source,
+                need_rationale=rationale,
+                pictures=verdicts.pictures,
+                progress=True,
+                on_bad=on_bad,
+                first=recipe.validation.max_records if held_out else None,
+                seed=recipe.train.seed,
+                notes=Path(recipe.out) / "streams.jsonl",
+            )
 
         if (file := _attempt(problems, opened)) is not None:
-            found[path] = file
+            found[key] = file
     return found
 
 
@@ -267,7 +283,9 @@ def _check_stage(problems: list[str], recipe: Recipe, name: str, accelerator: Ac
 
 def _check_bad_share(problems: list[str], recipe: Recipe, name: str, found: Checked) -> None:
     """With ``data.on_bad=skip``, what a stage would end with once it begins."""
-    files = [found.records[it.path] for it in getattr(recipe, name).sources if it.path in found.records]
+    files = [found.records[it.key] for it in getattr(recipe, name).sources if it.key in found.records]
+    if any(file.size is None for file in files):
+        return  # nobody knows yet
     bad = [record for file in files for record in file.bad]
     total = len(bad) + sum(map(len, files))
     if len(bad) > recipe.data.max_bad_share * total:
@@ -360,7 +378,7 @@ def bytes_to_keep(recipe: Recipe, found: Checked, model: nn.Module, accelerator:
     checkpoint = shapes.parameters * {"float32": 4, "bfloat16": 2}[recipe.model.dtype]
     if dist.is_sharded(accelerator):
         state += checkpoint
-    best = recipe.validation.keep_best + 1 if recipe.validation.path and recipe.validation.keep_best else 0
+    best = recipe.validation.keep_best + 1 if recipe.validation.key and recipe.validation.keep_best else 0
     total = 0.0
     for name in found.stages:
         saves = max(1, (_num_steps(recipe, name, found) - 1) // recipe.train.save_every)
@@ -372,7 +390,7 @@ def _num_steps(recipe: Recipe, name: str, found: Checked) -> int:
     stage: StageConfig = getattr(recipe, name)
     if stage.steps is not None:
         return stage.steps
-    sizes = [len(found.records[it.path]) for it in stage.sources if it.path in found.records]
+    sizes = [len(found.records[it.key]) for it in stage.sources if it.key in found.records]
     if not sizes:
         return 1  # a problem already
     return round(stage.epochs * Mixture(sizes, [1.0] * len(sizes), stage.batch_size, 0).steps_per_epoch())
@@ -400,11 +418,13 @@ def _banner(recipe: Recipe, found: Checked, model: nn.Module, accelerator: Accel
         options["peak_tflops"], options["bandwidth_tbs"] = speed
     for stage_name in found.stages:
         stage: StageConfig = getattr(recipe, stage_name)
-        files = [found.records[source.path] for source in stage.sources]
+        files = [found.records[source.key] for source in stage.sources if source.key]
+        streams = sum(file.size is None for file in files)
         left_out = sum(len(file.bad) for file in files)
         lines.append(
             f"{stage_name}: {_num_steps(recipe, stage_name, found):,} steps of {stage.batch_size} queries, from "
-            f"{sum(map(len, files)):,} records in {len(files)} file{'s' * (len(files) > 1)}"
+            f"{sum(file.size or 0 for file in files):,} records in {len(files)} source{'s' * (len(files) > 1)}"
+            + (f", {streams} of them a stream" if streams else "")
             + (f"; {left_out:,} more are bad and left out" if left_out else "")
         )
         num_steps = _num_steps(recipe, stage_name, found)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from rge.common.errors import UserError
 from rge.common.files import RECIPES as RECIPES
@@ -20,8 +20,13 @@ from rge.common.registry import load_plugins
 
 R = TypeVar("R", bound="Recipe")
 
-BACK_ENDS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
+BackEndName = Literal["ddp", "zero1", "zero2", "zero3", "fsdp2"]
+BACK_ENDS: tuple[str, ...] = get_args(BackEndName)
 """How several processes share a model out, from nothing to everything; the last two share out alike."""
+
+
+Attention = Literal["auto", "varlen", "sdpa", "eager"]
+"""Forms of attention, see `ModelConfig`."""
 
 
 class RecipeError(UserError):
@@ -82,15 +87,15 @@ class ModelConfig:
     """Commit or tag of a hub model; null: the newest."""
     scratch: ScratchConfig | None = None
     """Build a model of one's own sizes instead of loading one; null with `path`."""
-    dtype: str = "bfloat16"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of forward and backward: float32 or bfloat16. Weights that are trained, their gradients summed over micro
     batches and the optimizer's state are float32 in any case and on every back end; so are embeddings and losses.
     Weights that are not trained are held in this dtype."""
-    attn_implementation: str = "auto"
+    attn_implementation: Attention = "auto"
     """Of the text model. varlen: sequences one after the other, without mask or padding, by torch's flash attention on
     a GPU (bfloat16); sdpa: rows side by side under a mask; eager: the same in plain operations; auto: varlen on a GPU
     where it can, else sdpa."""
-    vision_attn_implementation: str = "auto"
+    vision_attn_implementation: Attention = "auto"
     """Of the vision tower, likewise: varlen, sdpa (all pictures or windows of a size at once), eager, or auto."""
     cuda_graphs: bool = True
     """Capture a GPU's steps of writing rationales as CUDA graphs, where attention is varlen; false launches every kernel
@@ -108,13 +113,69 @@ class ModelConfig:
 
 
 @dataclass
-class SourceConfig:
-    """One file of training records and its share of every batch."""
+class RecordsConfig:
+    """Where records come from: exactly one of `path`, `dataset` and `type`."""
 
-    path: str
-    """JSON lines, see `rge.common.schema`; pictures stand beside the file."""
+    path: str | None = None
+    """A file of training records: JSON lines, see `rge.common.schema`; pictures stand beside the file."""
+    dataset: str | None = None
+    """A data set as the library `datasets` reads it: a folder saved by save_to_disk, a folder of Parquet or JSON lines,
+    or a name on the hub."""
+    name: str | None = None
+    """Of `dataset`: its subset, where it has several."""
+    split: str = "train"
+    """Of `dataset`: which split."""
+    revision: str | None = None
+    """Of `dataset`: commit or tag on the hub; null: the newest."""
+    streaming: bool = False
+    """Of `dataset`: read it while training, without downloading and without checking it before. Nobody knows then how many
+    records there are; what needs that number is refused."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Our fields to the columns that hold them: {query.text: question, query.images: image, positives.text: answer}. Parts of
+    a column have dots too. A column with the name of one of our fields needs no entry; what has neither is not read."""
+    type: str | None = None
+    """A registered data source (docs/extending.md)."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of `type`: what its function is called with."""
+
+    @property
+    def key(self) -> str | None:
+        """What tells two sources apart; None where none is given."""
+        given = {item.name: getattr(self, item.name) for item in fields(RecordsConfig)}
+        if self.streaming:
+            given["shuffle_buffer"] = getattr(self, "shuffle_buffer", None)
+        defaults = asdict(RecordsConfig())
+        changed = {name: value for name, value in given.items() if value != defaults.get(name)}
+        if not changed:
+            return None
+        return self.path if list(changed) == ["path"] else json.dumps(changed, sort_keys=True)
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        if self.dataset is not None:
+            subset = f"{self.name}, " if self.name else ""
+            return f"{self.dataset}[{subset}{self.split}]"
+        if self.type is not None:
+            return f"{self.type}({', '.join(f'{name}={value}' for name, value in self.options.items())})"
+        return str(self.path)
+
+    @property
+    def title(self) -> str:
+        """The same without folders, for a model card."""
+        local = self.path or (self.dataset and Path(self.dataset).exists())
+        return Path(self.label).name if local else self.label
+
+
+@dataclass
+class SourceConfig(RecordsConfig):
+    """Training records, and their share of every batch."""
+
     weight: float = 1.0
     """Share of the batch relative to the other sources' weights."""
+    shuffle_buffer: int = 1000
+    """With `streaming`: so many records, of each data worker, are read at a time and put in random order; 1 keeps the
+    stream's own."""
 
 
 @dataclass
@@ -127,9 +188,9 @@ class DataConfig:
     """Longer prompts lose the end of the user's text, never image tokens or the template. Tokens."""
     max_negatives: int = 1
     """Labelled negatives drawn per query and step, as further candidates."""
-    positives: str = "draw"
+    positives: Literal["draw", "all"] = "draw"
     """draw: one of a record's positives, another each time, is the step's; all: every one is a candidate and counts."""
-    batches: str = "mixed"
+    batches: Literal["mixed", "homogeneous"] = "mixed"
     """mixed: every batch holds all sources by their weights; homogeneous: a batch is of one source, weights are shares
     of the steps, and in-batch negatives are of the query's own kind."""
     sort_by_length: bool = True
@@ -140,7 +201,7 @@ class DataConfig:
     prefetch_mb: int = 1024
     """Batches that wait for training take at most so much of a rank's memory, MiB, but one may always wait. Each worker
     holds the one that it makes besides. Nothing of it is shared memory."""
-    on_bad: str = "stop"
+    on_bad: Literal["stop", "skip"] = "stop"
     """A record that cannot be used, such as one whose picture is missing: stop ends the run and names it; skip trains on
     another one of its source instead, counts it (bad_records in the metrics) and lists it in bad_records.jsonl."""
     max_bad_share: float = 0.01
@@ -161,7 +222,7 @@ class LossConfig:
     """Weight of the contrastive loss; overrides `ratio`."""
     temperature: float = 0.03
     """InfoNCE tau; cosine similarities are divided by it. No unit, > 0."""
-    anchor: str = "self"
+    anchor: Literal["self", "oracle", "none"] = "self"
     """Query state that the contrastive loss sees, the paper's Table 4: `self` after the model's own rationale,
     `oracle` after the oracle's (leaks the target), `none` directly after the prompt."""
     terms: dict[str, float] = field(default_factory=lambda: {"info_nce": 1.0})
@@ -182,12 +243,12 @@ class RolloutConfig:
     """Sampling temperature in training; 0 is greedy. Evaluation is greedy unless asked otherwise."""
     batch_size: int = 64
     """Rationales written at once per rank."""
-    backend: str = "own"
+    backend: Literal["own", "vllm"] = "own"
     """own: the training model writes; vllm: an engine beside it, which is given its weights before each rollout. The
     states that are trained on are the training model's either way."""
     vllm_memory: float = 0.3
     """Share of a device's memory for the engine of `backend=vllm`: the language model once more, and its cache."""
-    prompt_pass: str = "auto"
+    prompt_pass: Literal["auto", "once", "twice"] = "auto"
     """How often a step encodes a query's prompt. `once`: with gradient, and the rollout continues from it; needs a rank's
     share of the batch to fit into one micro batch. `twice`: for the rollout, and with gradient in its chunk. `auto`: once
     where that can be. The result is the same."""
@@ -216,20 +277,20 @@ class StageConfig:
     """Highest learning rate."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises to `lr`."""
-    schedule: str = "cosine"
-    """cosine | linear | constant, after the warm-up."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Of the learning rate, after the warm-up."""
     min_lr_ratio: float = 0.0
     """The schedule ends at this share of `lr`."""
     sources: list[SourceConfig] = field(default_factory=list)
-    """Files of training records and their shares."""
+    """Training records and their shares."""
 
 
 @dataclass
 class OptimConfig:
     """The optimizer, the same for both stages."""
 
-    name: str = "adamw"
-    """adamw | muon. Muon for matrices with AdamW for the rest learns much faster from scratch; not under ZeRO."""
+    name: Literal["adamw", "muon"] = "adamw"
+    """Muon for matrices with AdamW for the rest learns much faster from scratch; not under ZeRO."""
     vision_lr_ratio: float = 1.0
     """Learning rate of the vision tower and its merger as a share of the stage's."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -259,7 +320,7 @@ class TrainConfig:
     Sharded back ends (DeepSpeed, FSDP) always wait."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl and of trackers."""
-    back_end: str = "ddp"
+    back_end: BackEndName = "ddp"
     """What several processes have to share out at the least: ddp (nothing), zero1 (the optimizer's state and float32
     weights), zero2 (gradients too), zero3 or fsdp2 (everything). A launch that names no back end gets this one; a launch
     config that shares out as much or more is left as it is, one that shares out less is refused. One process has
@@ -271,16 +332,17 @@ class TrainConfig:
 
 
 @dataclass
-class ValidationConfig:
-    """Held-out records measured while training. Nothing here changes what is trained."""
+class ValidationConfig(RecordsConfig):
+    """Held-out records measured while training. Nothing here changes what is trained.
 
-    path: str | None = None
-    """Training records that no source holds; null: no validation. Benchmarks are run by ``python -m eval``."""
+    They are given as a source is; without, there is no validation. Benchmarks are run by ``python -m eval``.
+    """
+
     every: int = 500
     """Steps between measurements; the last step is always measured."""
     max_records: int = 512
     """The first so many records of the file; their targets together are what each query is ranked against."""
-    metric: str = "hit_at_1"
+    metric: Literal["hit_at_1", "loss", "loss_contrastive", "loss_lm"] = "hit_at_1"
     """What the best checkpoints are chosen by: hit_at_1 (higher is better), loss, loss_contrastive or loss_lm (lower).
     A stage without a contrastive loss, such as the cold start, uses loss_lm."""
     keep_best: int = 1
@@ -305,8 +367,8 @@ class Recipe:
     """Name of the recipe's file."""
     out: str = "runs/{recipe}"
     """Folder of the run; ``{recipe}`` is the recipe's name."""
-    stage: str = "all"
-    """all | cold_start | joint. `all` continues the joint stage from the cold start's checkpoint."""
+    stage: Literal["all", "cold_start", "joint"] = "all"
+    """Which stages run; `all` continues the joint stage from the cold start's checkpoint."""
     plugins: list[str] = field(default_factory=list)
     """Modules of your own that register losses, families, prompt profiles or augmentations (docs/extending.md)."""
     init: str | None = None
@@ -372,9 +434,15 @@ def load_options(
 def to_dict(recipe: Recipe) -> dict[str, Any]:
     """The recipe as JSON's own containers, so that it equals what a checkpoint gives back.
 
-    What a command adds to the recipe's keys is left out.
+    What a command adds to the recipe's keys is left out, and of each source what it does not use.
     """
     whole = json.loads(json.dumps(asdict(recipe)))
+    unused = asdict(SourceConfig()) | {"weight": None}
+    for stage in ("cold_start", "joint"):
+        whole[stage]["sources"] = [
+            {name: value for name, value in source.items() if value != unused[name]}
+            for source in whole[stage]["sources"]
+        ]
     return {item.name: whole[item.name] for item in fields(Recipe)}
 
 
@@ -392,17 +460,10 @@ def check(recipe: Recipe) -> None:
     Raises:
         RecipeError: names the key, the value and what is allowed.
     """
-    _one_of("stage", recipe.stage, ["all", "cold_start", "joint"])
-    _one_of("loss.anchor", recipe.loss.anchor, ["self", "oracle", "none"])
-    _one_of("model.dtype", recipe.model.dtype, ["float32", "bfloat16"])
-    for key in ("attn_implementation", "vision_attn_implementation"):
-        _one_of(f"model.{key}", getattr(recipe.model, key), ["auto", "varlen", "sdpa", "eager"])
-    _one_of("train.back_end", recipe.train.back_end, BACK_ENDS)
-    _one_of("data.profile", recipe.data.profile, list(PROFILES))
-    _one_of("optim.name", recipe.optim.name, ["adamw", "muon"])
-    _one_of("data.positives", recipe.data.positives, ["draw", "all"])
-    _one_of("data.batches", recipe.data.batches, ["mixed", "homogeneous"])
-    _one_of("data.on_bad", recipe.data.on_bad, ["stop", "skip"])
+    try:
+        PROFILES[recipe.data.profile]
+    except UserError as error:
+        raise RecipeError(f"data.profile: {error}") from None
     _within("data.max_bad_share", recipe.data.max_bad_share, 0, 1)
     _positive("data.prefetch_mb", recipe.data.prefetch_mb)
     if (recipe.model.path is None) == (recipe.model.scratch is None):
@@ -444,7 +505,6 @@ def check(recipe: Recipe) -> None:
     _within("optim.vision_lr_ratio", recipe.optim.vision_lr_ratio, 0)
     _within("optim.max_grad_norm", recipe.optim.max_grad_norm, 0)
     _within("rollout.temperature", recipe.rollout.temperature, 0)
-    _one_of("rollout.prompt_pass", recipe.rollout.prompt_pass, ["auto", "once", "twice"])
     _positive("rollout.num_rationales", recipe.rollout.num_rationales)
     _check_backend(recipe.rollout)
     _within("rollout.reuse_steps", recipe.rollout.reuse_steps, 0)
@@ -460,7 +520,6 @@ def check(recipe: Recipe) -> None:
         stage: StageConfig = getattr(recipe, name)
         _positive(f"{name}.batch_size", stage.batch_size)
         _positive(f"{name}.lr", stage.lr)
-        _one_of(f"{name}.schedule", stage.schedule, ["cosine", "linear", "constant"])
         _within(f"{name}.warmup_steps", stage.warmup_steps, 0)
         _within(f"{name}.min_lr_ratio", stage.min_lr_ratio, 0, 1)
         _positive(f"{name}.epochs", stage.epochs)
@@ -470,13 +529,16 @@ def check(recipe: Recipe) -> None:
             raise RecipeError(
                 f"{name}.sources is empty: name at least one file, {name}.sources=[{{path: FILE.jsonl}}]"
             )
-        for source in stage.sources:
-            _positive(f"{name}.sources weight of {source.path}", source.weight)
+        for number, source in enumerate(stage.sources):
+            _check_records(f"{name}.sources[{number}]", source)
+            _positive(f"{name}.sources weight of {source.label}", source.weight)
+            _positive(f"{name}.sources shuffle_buffer of {source.label}", source.shuffle_buffer)
+            if source.streaming:
+                _check_stream(recipe, name, stage, source)
     recipe.loss.alpha_lm, recipe.loss.alpha_con = _loss_weights(recipe.loss)
 
 
 def _check_backend(rollout: RolloutConfig) -> None:
-    _one_of("rollout.backend", rollout.backend, ["own", "vllm"])
     _within("rollout.vllm_memory", rollout.vllm_memory, 0.01, 0.95)
     if rollout.backend == "own":
         return
@@ -493,15 +555,50 @@ def _check_backend(rollout: RolloutConfig) -> None:
 
 def _check_validation(recipe: Recipe) -> None:
     validation = recipe.validation
-    _one_of("validation.metric", validation.metric, ["hit_at_1", "loss", "loss_contrastive", "loss_lm"])
     _positive("validation.every", validation.every)
     _positive("validation.max_records", validation.max_records)
     _within("validation.keep_best", validation.keep_best, 0)
+    if validation.key is None:
+        return
+    _check_records("validation", validation)
     for name in recipe.stages():
-        if validation.path in [source.path for source in getattr(recipe, name).sources]:
+        if validation.key in [source.key for source in getattr(recipe, name).sources]:
             raise RecipeError(
-                f"validation.path {validation.path} is also a source of {name}: what is trained on cannot validate"
+                f"validation.path {validation.label} is also a source of {name}: what is trained on cannot validate"
             )
+
+
+def _check_records(key: str, config: RecordsConfig) -> None:
+    """Exactly one kind of source, and no setting of another kind, which would have no effect."""
+    kinds = {"path": config.path, "dataset": config.dataset, "type": config.type}
+    given = [kind for kind, value in kinds.items() if value is not None]
+    if len(given) != 1:
+        named = f", not {' and '.join(given)}" if given else ""
+        raise RecipeError(f"{key} must name exactly one of path, dataset and type{named}")
+    owners = {
+        **dict.fromkeys(("name", "split", "revision", "streaming"), ("dataset",)),
+        "columns": ("dataset", "type"),
+        "options": ("type",),
+    }
+    for name, kinds_of_it in owners.items():
+        if given[0] not in kinds_of_it and getattr(config, name) != getattr(RecordsConfig(), name):
+            raise RecipeError(
+                f"{key}.{name} belongs to {' or '.join(kinds_of_it)}, and this source has a {given[0]}"
+            )
+
+
+def _check_stream(recipe: Recipe, name: str, stage: StageConfig, source: SourceConfig) -> None:
+    """Refuse what needs to know how many records there are."""
+    if stage.steps is None:
+        raise RecipeError(
+            f"{name}.epochs needs the number of records, which the stream {source.label} does not say: set {name}.steps, "
+            "or streaming: false"
+        )
+    if recipe.model.scratch is not None and recipe.init is None:
+        raise RecipeError(
+            f"model.scratch learns its vocabulary from the texts of all records, and the stream {source.label} has no known "
+            "end: set streaming: false, or start from a checkpoint (init=...)"
+        )
 
 
 def _loss_weights(loss: LossConfig) -> tuple[float, float]:
@@ -533,11 +630,6 @@ def _loss_weights(loss: LossConfig) -> tuple[float, float]:
             "give one of them and the other follows"
         )
     return lm, con
-
-
-def _one_of(key: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise RecipeError(f"{key} must be one of {', '.join(allowed)}; got {value!r}")
 
 
 def _positive(key: str, value: float) -> None:

@@ -30,7 +30,7 @@ from rge.config import Recipe, StageConfig, load_recipe
 from rge.data.bad_records import BadRecords
 from rge.data.collate import Collator, StepBatches
 from rge.data.loader import Loader
-from rge.data.sources import Mixture, RecordFile
+from rge.data.sources import Mixture, Records
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.distributed.failure_detection import fellow_ranks
@@ -72,7 +72,7 @@ def train_stage(
     name: str,
     folder: Path,
     start: str,
-    records: Mapping[str, RecordFile],
+    records: Mapping[str, Records],
     accelerator: Accelerator,
 ) -> None:
     """Train one stage from `start`, or from its own last state, and export it to ``folder/final``."""
@@ -95,7 +95,7 @@ def train_stage(
     keeper = Keeper(recipe, name, folder, num_steps, validation, embedder, model, optimizer, accelerator)
     first_step = keeper.resume()
 
-    bad_records = BadRecords(recipe.data, batches.files, folder, first_step)
+    bad_records = BadRecords(recipe.data, batches.files, folder, first_step, batches.mixture)
     loader = Loader(batches, range(first_step, num_steps), recipe.data, embedder.device)
     logs = Logs(accelerator, folder, name, first_step, num_steps, recipe.train.log_every)
     waited = time.perf_counter()
@@ -146,13 +146,13 @@ def train_stage(
 
 
 def build_validation(
-    recipe: Recipe, objective: Objective, embedder: EmbeddingModel, records: Mapping[str, RecordFile]
+    recipe: Recipe, objective: Objective, embedder: EmbeddingModel, records: Mapping[str, Records]
 ) -> Validation | None:
     """The held-out records, if there are any, collated as in training but without augmentation; none may be bad."""
-    if recipe.validation.path is None:
+    if recipe.validation.key is None:
         return None
     collator = Collator(
-        [records[recipe.validation.path]],
+        [records[recipe.validation.key]],
         PromptBuilder(embedder.processor, recipe.data.profile, recipe.data.max_prompt_tokens),
         replace(recipe.data, augment="none", sort_by_length=False, on_bad="stop"),
         need_oracle=objective.needs_oracle,
@@ -166,12 +166,12 @@ def build_batches(
     stage: StageConfig,
     objective: Objective,
     embedder: EmbeddingModel,
-    records: Mapping[str, RecordFile],
+    records: Mapping[str, Records],
 ) -> StepBatches:
     """Sources, their mixture and this rank's share of every step."""
-    files = [records[source.path] for source in stage.sources]
+    files = [records[source.key] for source in stage.sources if source.key]
     mixture = Mixture(
-        [len(file) for file in files],
+        [file.size for file in files],
         [source.weight for source in stage.sources],
         stage.batch_size,
         recipe.train.seed,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rge.config import Recipe
 from rge.data.collate import Batch, Collator
-from rge.data.sources import Draw, RecordError, RecordFile
+from rge.data.sources import Draw, RecordError, Records
 from rge.distributed import collectives as dist
 from rge.losses import hit_at_1
 from rge.model.embedding_model import EmbeddingModel
@@ -21,7 +21,7 @@ from rge.rollout.generate import generate
 from rge.step import Objective, candidate_masks, query_branches
 
 
-def num_records(file: RecordFile, recipe: Recipe) -> int:
+def num_records(file: Records, recipe: Recipe) -> int:
     """How many held-out records are measured.
 
     Raises:
@@ -30,7 +30,7 @@ def num_records(file: RecordFile, recipe: Recipe) -> int:
     count = min(recipe.validation.max_records, len(file))
     if count < dist.world_size():
         raise RecordError(
-            f"validation.path {file.path} has {count} records for {dist.world_size()} processes; add some"
+            f"validation.path {file.name} has {count} records for {dist.world_size()} processes; add some"
         )
     return count
 

@@ -56,7 +56,8 @@ from rge.common.options import one_of, parse_options
 from rge.common.schema import Item
 from rge.config import load_recipe
 from rge.data.collate import Batch, StepBatches
-from rge.data.sources import Mixture, RecordFile, read_texts
+from rge.data.readers import open_records, read_texts
+from rge.data.sources import Mixture
 from rge.losses import info_nce, rationale_nll
 from rge.model.attention import EncodedPrompts
 from rge.model.backbone import load_backbone, text_model
@@ -121,12 +122,12 @@ def demo_setting(options: Options) -> Setting:
     assert config is not None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "backbone"
-        texts = read_texts([source.path for source in stage.sources])
+        texts = read_texts(stage.sources)
         pixels = {"min_pixels": recipe.model.min_pixels, "max_pixels": recipe.model.max_pixels}
         sizes = {"vocab_size": config.vocab_size, "text": config.text, "vision": config.vision}
         scratch.build(path, texts, seed=0, **sizes, **pixels)
         embedder = EmbeddingModel(load_backbone(path, add_emb=True, **pixels)).eval()
-    files = [RecordFile(source.path, need_rationale=True) for source in stage.sources]
+    files = [open_records(source, need_rationale=True) for source in stage.sources]
     weights = [source.weight for source in stage.sources]
     loss = recipe.loss
     objective = Objective(

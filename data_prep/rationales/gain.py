@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from rge.common.schema import Item, Record, Target
+from rge.data.sources import located
 from rge.embedder import Embedder
 from rge.model.packing import Branch
 
@@ -78,7 +79,7 @@ class GainJudge:
                 targets.setdefault(target.id, target)
         places = {name: place for place, name in enumerate(targets)}
         items = [
-            Item(name, target.text, (str(folder / target.image),) if target.image else ())
+            Item(name, target.text, (located(target.image, folder),) if target.image else ())
             for name, target in targets.items()
         ]
         target_CD = self.encoder.encode(
@@ -111,7 +112,7 @@ class GainJudge:
         builder, embedder = self.encoder.builder, self.encoder.model
         prompts, branches = [], []
         for record, texts in zip(records, candidates, strict=True):
-            images = tuple(str(folder / image) for image in record.query.images)
+            images = tuple(located(image, folder) for image in record.query.images)
             prompts.append(
                 builder.build(Item(record.id, record.query.text, images, record.instruction), "query")
             )

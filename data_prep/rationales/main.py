@@ -27,8 +27,8 @@ from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.common.images import picture_bytes
 from rge.common.options import parse_options
-from rge.common.schema import Positive, Record
-from rge.data.sources import RecordFile
+from rge.common.schema import ImageRef, Positive, Record
+from rge.data.sources import RecordFile, located
 
 SAMPLING_TEMPERATURE = 0.7
 """Of several candidates, where none is given: at 0 all of them would be the same."""
@@ -346,8 +346,8 @@ def _request(
         record,
         positive,
         _task(pair, settings),
-        [_picture(folder / ref, model, look) for ref in record.query.images],
-        _picture(folder / positive.image, model, look) if positive.image else None,
+        [_picture(ref, folder, model, look) for ref in record.query.images],
+        _picture(positive.image, folder, model, look) if positive.image else None,
         max_words=settings.max_words,
         rewrite=rewrite,
     )
@@ -402,9 +402,10 @@ def _windows(path: Path) -> Iterator[list[Record]]:
         yield window
 
 
-def _picture(ref: Path, model: ModelConfig, look: bool) -> Picture:
-    digest = hashlib.sha256(picture_bytes(str(ref))).hexdigest() if look else ""
-    return Picture(str(ref), digest, model.max_side_px)
+def _picture(ref: ImageRef, folder: Path, model: ModelConfig, look: bool) -> Picture:
+    path = str(located(ref, folder))
+    digest = hashlib.sha256(picture_bytes(path)).hexdigest() if look else ""
+    return Picture(path, digest, model.max_side_px)
 
 
 def _moved(record: Record, old: Path, new: Path) -> str:

@@ -180,7 +180,7 @@ class Keeper:
             return
         validation = {
             "metric": self.metric.removeprefix("val_"),
-            "path": self.recipe.validation.path,
+            "path": self.recipe.validation.label,
             **figures,
         }
         self._export(self.folder / "best" / _name(step), step, validation)

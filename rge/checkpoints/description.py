@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from rge.common.files import find_shipped
 from rge.common.schema import Record
 from rge.config import SourceConfig
+from rge.data.readers import some_records
 
 RECORDS_READ = 4096
 """Records of a source, evenly spread, that its instructions are counted in; all of a source that is not larger."""
@@ -53,7 +54,7 @@ def training_data(sources: Sequence[SourceConfig]) -> dict[str, Any]:
     for source in sources:
         found = [
             (record.get("source", ""), record.get("category", ""), record.get("instruction") or None)
-            for record in _some_records(find_shipped(source.path))
+            for record in _some_records(source)
         ]
         for name, category, instruction in found:
             total[instruction] += source.weight / len(found)
@@ -74,12 +75,16 @@ def training_data(sources: Sequence[SourceConfig]) -> dict[str, Any]:
             "known": [instruction for instruction in ranked if instruction][:MOST_KNOWN],
             "by_task": by_task,
         },
-        "training_data": [Path(source.path).name for source in sources],
+        "training_data": [source.title for source in sources],
     }
 
 
-def _some_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Records of a file, evenly spread over its bytes."""
+def _some_records(source: SourceConfig) -> Iterator[dict[str, Any]]:
+    """Records of a source, evenly spread; of a file over its bytes."""
+    if source.path is None:
+        yield from some_records(source, RECORDS_READ)
+        return
+    path = find_shipped(source.path)
     size = path.stat().st_size
     with path.open("rb") as lines:
         if size < 16 << 20:

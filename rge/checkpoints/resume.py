@@ -40,6 +40,23 @@ def check_state(folder: Path, recipe: Recipe, name: str, accelerator: Accelerato
         if (done := read_done(path)) is not None:
             check_same_recipe(done["recipe"], recipe, name, path)
             launch.check_resume(done.get("launch"), accelerator, path)
+            _check_streams(done, recipe, name, accelerator, path)
+
+
+def _check_streams(
+    done: dict[str, Any], recipe: Recipe, name: str, accelerator: Accelerator, path: Path
+) -> None:
+    """What each reader of a stream reads depends on how many there are: data workers of all processes."""
+    streams = [source.label for source in getattr(recipe, name).sources if source.streaming]
+    if not streams or done.get("launch") is None:
+        return
+    then = done["launch"]["num_processes"], done["recipe"]["data"]["num_workers"]
+    now = accelerator.num_processes, recipe.data.num_workers
+    if (then[0], max(then[1], 1)) != (now[0], max(now[1], 1)):
+        raise CheckpointError(
+            f"{path} was saved by {then[0]} processes with data.num_workers={then[1]}, and now there are {now[0]} with "
+            f"{now[1]}: the stream {streams[0]} is dealt out over all of them, so go on with as many as before"
+        )
 
 
 def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Path) -> None:

@@ -8,12 +8,37 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetPydanticSchema,
+    PlainSerializer,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 ImageRef = str | bytes
 """Encoded picture bytes, a path to a picture file, or ``library.parquet#row-id``."""
 
 Text = Annotated[str, Field(min_length=1)]
+
+
+def _bytes_too(value: object, check: ValidatorFunctionWrapHandler) -> ImageRef:
+    found: ImageRef = value if isinstance(value, bytes) and value else check(value)
+    return found
+
+
+Picture = Annotated[
+    ImageRef,
+    GetPydanticSchema(
+        lambda _, schema: schema.generate_schema(
+            Annotated[Text, WrapValidator(_bytes_too), PlainSerializer(lambda ref: ref)]
+        )
+    ),
+]
+"""A reference in a file; from a data set, encoded bytes too. Not a union, whose messages would name both."""
 
 
 class _Model(BaseModel):
@@ -29,7 +54,7 @@ class Target(_Model):
     """
 
     id: Text
-    image: Text | None = None
+    image: Picture | None = None
     text: Text | None = None
     identity: Text | None = None
 
@@ -50,7 +75,7 @@ class QueryPart(_Model):
     """The query of a training record: text, pictures, or both."""
 
     text: str | None = None
-    images: list[Text] = []
+    images: list[Picture] = []
 
     @model_validator(mode="after")
     def _has_content(self) -> "QueryPart":

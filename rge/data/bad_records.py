@@ -10,40 +10,54 @@ from tqdm import tqdm
 
 from rge.config import DataConfig
 from rge.data.collate import Batch
-from rge.data.sources import BadRecord, RecordError, RecordFile
+from rge.data.sources import BadRecord, Mixture, RecordError, Records
 from rge.distributed import collectives as dist
 
 NAME = "bad_records.jsonl"
+
+LEAST = 1000
+"""Records of a stream before so many are drawn: the first bad one is not a large share of them."""
 
 
 class BadRecords:
     """The bad records of one stage so far, the same on every process; the main one lists them in ``bad_records.jsonl``.
 
-    A line a record, never two: ``step`` (the first that drew it; 0 for those that break the format), ``source``, ``byte``
-    (where in the source it starts), ``id`` and ``reason``. After a resume, what later steps had found is found again.
+    A line a record, never two: ``step`` (the first that drew it; 0 for those that break the format), ``source``, ``place``
+    (where in it: byte, row, or ``shard:row`` of a stream), ``id`` and ``reason``. After a resume, what later steps had
+    found is found again.
 
     Args:
         settings: the recipe's `data`; with ``on_bad=stop`` nothing happens here.
         files: the stage's sources.
         folder: the stage's.
         first_step: number of steps already done.
+        mixture: of the files, needed for streams: their records are those drawn so far, but count for `LEAST` at least.
 
     Raises:
         RecordError: more than ``max_bad_share`` of the records break the format.
     """
 
-    def __init__(self, settings: DataConfig, files: Sequence[RecordFile], folder: Path, first_step: int):
+    def __init__(
+        self,
+        settings: DataConfig,
+        files: Sequence[Records],
+        folder: Path,
+        first_step: int,
+        mixture: Mixture | None = None,
+    ):
         self.path = folder / NAME
         self.skips, self.max_share = settings.on_bad == "skip", settings.max_bad_share
-        self.num_records = sum(len(file) + len(file.bad) for file in files)
-        self.found: dict[tuple[str, int], dict[str, Any]] = {}
+        self.num_records = sum(len(file) + len(file.bad) for file in files if file.size is not None)
+        self.streams = [source for source, file in enumerate(files) if file.size is None]
+        self.mixture, self.step = mixture, first_step
+        self.found: dict[tuple[str, int | str], dict[str, Any]] = {}
         if not self.skips:
             return
         known = dist.from_main(_lines(self.path) if dist.rank() == 0 else None)
         self._add(0, [bad for file in files for bad in file.bad])
         for line in known:
             if 0 < line["step"] <= first_step:
-                self.found.setdefault((line["source"], line["byte"]), line)
+                self.found.setdefault((line["source"], line["place"]), line)
         self._write()
         self._check()
 
@@ -62,7 +76,7 @@ class BadRecords:
         """
         if not self.skips:
             return {}
-        before = len(self.found)
+        before, self.step = len(self.found), step
         self._add(step, [bad for of_one_rank in dist.gather_objects(batch.bad) for bad in of_one_rank])
         if len(self.found) > before:
             self._write()
@@ -75,13 +89,17 @@ class BadRecords:
 
     def _add(self, step: int, found: Sequence[BadRecord]) -> None:
         for bad in found:
-            self.found.setdefault((bad.source, bad.byte), {"step": step, **asdict(bad)})
+            self.found.setdefault((bad.source, bad.place), {"step": step, **asdict(bad)})
 
     def _check(self) -> None:
-        if len(self.found) > self.max_share * self.num_records:
+        number = self.num_records
+        if self.streams and self.mixture is not None:
+            drawn = self.mixture.drawn_before(self.step)
+            number += max(LEAST, sum(drawn[source] for source in self.streams))
+        if len(self.found) > self.max_share * number:
             last = list(self.found.values())[-1]
             raise RecordError(
-                f"{len(self.found)} of {self.num_records} records are bad, more than data.max_bad_share={self.max_share}; they "
+                f"{len(self.found)} of {number} records are bad, more than data.max_bad_share={self.max_share}; they "
                 f"are listed in {self.path}. The last: {last['source']}, record {last['id']!r}: {last['reason']}"
             )
 

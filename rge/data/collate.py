@@ -13,7 +13,8 @@ from rge.common.images import ImageError, load_image
 from rge.common.schema import Item, Record, Target
 from rge.config import DataConfig, RecipeError
 from rge.data.augment import AUGMENTATIONS
-from rge.data.sources import BadRecord, Draw, Mixture, RecordError, RecordFile, identity
+from rge.data.sources import BadRecord, BrokenRecord, Draw, Mixture, RecordError, Records, identity
+from rge.data.streams import Reader, Stream
 from rge.model.prompts import Prompt, PromptBuilder
 
 
@@ -140,14 +141,14 @@ class Collator:
 
     def __init__(
         self,
-        files: Sequence[RecordFile],
+        files: Sequence[Records],
         builder: PromptBuilder,
         settings: DataConfig,
         *,
         need_oracle: bool = True,
         need_candidates: bool = True,
     ):
-        self.files, self.builder, self.settings = files, builder, settings
+        self.files, self.builder, self.settings = list(files), builder, settings
         self.augment = None if settings.augment == "none" else AUGMENTATIONS[settings.augment]
         self.need_oracle, self.need_candidates = need_oracle, need_candidates
 
@@ -176,17 +177,24 @@ class Collator:
         Which one it is follows from the draw alone, so that it is the same on any number of processes and after a resume.
         """
         file, tries = self.files[draw.source], 0
-        for tries, chosen in enumerate(stand_ins(draw, len(file), taken), start=1):  # noqa: B007 - counts them
-            record = file[chosen.index]
+        for tries, chosen in enumerate(stand_ins(draw, file.instead_of(draw.index), taken), start=1):  # noqa: B007 - counts them
+            record, problem = None, ValueError()
             try:
-                return record, self._row(chosen, record)
-            except ValueError as error:
-                if self.settings.on_bad == "stop":
-                    kind = ImageError if isinstance(error, ImageError) else RecordError
-                    raise kind(f"record {record.id!r} of {file.path}: {error}") from error
-                bad.append(file.bad_record(chosen.index, record.id, str(error)))
+                record = file[chosen.index]
+            except BrokenRecord as error:
+                problem = error
+            if record is not None:
+                try:
+                    return record, self._row(chosen, record)
+                except ValueError as error:
+                    problem = error
+            named = repr(record.id) if record is not None else file.place(chosen.index)
+            if self.settings.on_bad == "stop":
+                kind = ImageError if isinstance(problem, ImageError) else RecordError
+                raise kind(f"record {named} of {file.name}: {problem}") from problem
+            bad.append(file.bad_record(chosen.index, record and record.id, str(problem)))
         raise RecordError(
-            f"{tries} records of {file.path}, drawn in place of one another, were all bad, so data.on_bad=skip gives up; "
+            f"{tries} records of {file.name}, drawn in place of one another, were all bad, so data.on_bad=skip gives up; "
             f"the last: record {bad[-1].id!r}: {bad[-1].reason}"
         )
 
@@ -242,17 +250,18 @@ def _add_candidates(batch: Batch, found: Sequence[tuple[Prompt, int]]) -> list[i
     return list(range(first, len(batch.candidates)))
 
 
-def stand_ins(draw: Draw, size: int, taken: Collection[tuple[int, int]]) -> Iterator[Draw]:
+def stand_ins(draw: Draw, others: Sequence[int], taken: Collection[tuple[int, int]]) -> Iterator[Draw]:
     """The draw, then those that take its place one after the other while records turn out bad.
 
     Args:
         draw: decides all of them.
-        size: records of its source.
+        others: records of its source that may be chosen.
         taken: source and index of what is not to be drawn twice, as long as the source has others.
     """
     yield draw
-    count = min(size, MAX_REPLACEMENTS + len(taken) + 1)
-    found = np.random.default_rng([draw.seed, _STAND_IN]).choice(size, size=count, replace=False).tolist()
+    count = min(len(others), MAX_REPLACEMENTS + len(taken) + 1)
+    chance = np.random.default_rng([draw.seed, _STAND_IN])
+    found = [others[place] for place in chance.choice(len(others), size=count, replace=False).tolist()]
     found.sort(key=lambda index: (draw.source, index) in taken)  # stable: the order stays random
     for index in [index for index in found if index != draw.index][:MAX_REPLACEMENTS]:
         yield replace(draw, index=index)
@@ -266,7 +275,7 @@ class StepBatches(Collator):
     """Batches by step number, for one rank: `batches[step]` is this rank's share of the step's global batch.
 
     Args:
-        files: the sources, in the order of the mixture.
+        files: the sources, in the order of the mixture. Of a stream, each data worker of each rank reads a part of its own.
         mixture: which records a step draws.
         builder: makes prompts.
         settings: the recipe's `data`.
@@ -280,7 +289,7 @@ class StepBatches(Collator):
 
     def __init__(
         self,
-        files: Sequence[RecordFile],
+        files: Sequence[Records],
         mixture: Mixture,
         builder: PromptBuilder,
         settings: DataConfig,
@@ -300,11 +309,43 @@ class StepBatches(Collator):
         self.share = slice(
             rank * mixture.batch_size // world_size, (rank + 1) * mixture.batch_size // world_size
         )
+        # A step belongs to the same data worker before and after a resume, so each worker can be a reader of its own.
+        self.readers_a_rank = max(settings.num_workers, 1)
+        self.rank, self.world_size = rank, world_size
+        self.streams = {source: file for source, file in enumerate(files) if isinstance(file, Stream)}
+        self._readers: dict[tuple[int, int], Reader] = {}
+        self._drawn: dict[int, tuple[int, np.ndarray]] = {}
 
     def __getitem__(self, step: int) -> Batch:
         """This rank's batch of a step."""
         drawn = self.mixture.batch(step)
-        return self.collate(drawn[self.share], drawn)
+        if not self.streams:
+            return self.collate(drawn[self.share], drawn)
+        own = self._of_readers(step, drawn[self.share])
+        return self.collate(own, [*own, *(draw for draw in drawn if draw.source not in self.streams)])
+
+    def _of_readers(self, step: int, draws: Sequence[Draw]) -> list[Draw]:
+        """Draws of streams numbered as this rank's reader of the step counts them, and the reader put where they look."""
+        turn = step % self.readers_a_rank
+        first, before = self._drawn.get(turn, (turn, np.zeros(len(self.files), dtype=np.int64)))
+        if first > step:
+            first, before = turn, np.zeros_like(before)
+        for earlier in range(first, step, self.readers_a_rank):
+            before = before + np.bincount(
+                self.mixture.sources_of(earlier)[self.share], minlength=len(self.files)
+            )
+        self._drawn[turn] = step, before
+        for source, stream in self.streams.items():
+            if (turn, source) not in self._readers:
+                number = self.rank * self.readers_a_rank + turn
+                self._readers[turn, source] = stream.reader(number, self.world_size * self.readers_a_rank)
+            self.files[source] = self._readers[turn, source]
+        counts, found = before.tolist(), []
+        for draw in draws:
+            if draw.source in self.streams:
+                draw, counts[draw.source] = replace(draw, index=counts[draw.source]), counts[draw.source] + 1
+            found.append(draw)
+        return found
 
 
 def sorted_by_length(batch: Batch) -> Batch:

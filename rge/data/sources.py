@@ -9,8 +9,9 @@ import json
 import math
 import os
 import tempfile
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -23,7 +24,7 @@ from rge.common.errors import UserError
 from rge.common.files import find_shipped, replacing
 from rge.common.images import PictureIndex
 from rge.common.prompt_profiles import EMB_TOKEN
-from rge.common.schema import Record, Target
+from rge.common.schema import ImageRef, Record, Target
 
 
 class RecordError(UserError):
@@ -33,24 +34,169 @@ class RecordError(UserError):
 MAX_REPORTED = 20
 
 
+class BrokenRecord(RecordError):
+    """A record that was drawn breaks the format; only of streams, which nobody has read through before."""
+
+
 @dataclass(frozen=True, slots=True)
 class BadRecord:
     """A record that cannot be trained on, with ``data.on_bad=skip``.
 
     Attributes:
-        source: path of its file.
-        byte: where in the file it starts; with the path, its name.
+        source: name of its source.
+        place: where in the source it stands, with which it can be found again: the byte where it starts in a file, the
+            number of its row in a data set, ``shard:row`` in a stream.
         id: its id, or None where it cannot be read.
         reason: what is wrong with it.
     """
 
     source: str
-    byte: int
+    place: int | str
     id: str | None
     reason: str
 
 
-class RecordFile:
+class Records(ABC):
+    """Training records by number, whatever they are read from.
+
+    Attributes:
+        name: what messages call the source.
+        size: number of records; None where nobody knows it before the end.
+        bad: records that were left out because they break the format.
+    """
+
+    name: str
+    size: int | None
+    bad: list[BadRecord]
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Record:
+        """The record at `index`, its picture references absolute.
+
+        Raises:
+            RecordError: it is no longer what it was when the source was opened.
+            BrokenRecord: it breaks the format, and nobody could know that before.
+        """
+
+    @abstractmethod
+    def place(self, index: int) -> int | str:
+        """Where the record at `index` stands, see `BadRecord`."""
+
+    @abstractmethod
+    def texts(self) -> list[str]:
+        """Every text of every record: what a tokenizer is trained on."""
+
+    def instead_of(self, index: int) -> range:
+        """Records of which one may take the place of that at `index`, itself among them."""
+        return range(len(self))
+
+    def bad_record(self, index: int, name: str | None, reason: str) -> BadRecord:
+        """The record at `index` as one that cannot be used."""
+        return BadRecord(self.name, self.place(index), name, reason)
+
+    def __len__(self) -> int:
+        """Number of records."""
+        assert self.size is not None, f"{self.name} does not say how many records it has"
+        return self.size
+
+    def _check(self, found: "Iterable[Scanned]", on_bad: str) -> np.ndarray:
+        """Sort out what breaks the format, and keep it in `bad`.
+
+        Args:
+            found: every record, in order.
+            on_bad: ``stop`` raises if records break the format; ``skip`` leaves them out.
+
+        Returns:
+            (N,) int64, places of those that do not.
+
+        Raises:
+            RecordError: see `RecordFile`.
+        """
+        places, ids = Column(), Column()
+        faults: list[_Fault] = []
+        for one in found:
+            faults += [_Fault(one.label, one.place, one.id, problem) for problem in one.problems]
+            places.append(one.place)
+            if one.id is not None:
+                ids.append(_number_of(one.id))
+        faults = sorted([*faults, *self._repeated(ids.read())], key=lambda fault: fault.place)
+        if faults and on_bad == "stop":
+            raise RecordError("training records break the format:\n" + self._listed(faults))
+        kept = places.read()
+        if not len(kept):
+            raise RecordError(f"training records {self.name}: {self._EMPTY}")
+        reasons: dict[int, list[_Fault]] = {}
+        for fault in faults:
+            reasons.setdefault(fault.place, []).append(fault)
+        if reasons:
+            kept = kept[~np.isin(kept, list(reasons))]
+        self.bad = [
+            BadRecord(
+                self.name,
+                place,
+                each[0].id,
+                f"{self._UNIT} {each[0].label}: {'; '.join(fault.problem for fault in each)}",
+            )
+            for place, each in reasons.items()
+        ]
+        if not len(kept):
+            raise RecordError(
+                "training records break the format, and data.on_bad=skip leaves none:\n"
+                + self._listed(faults)
+            )
+        return kept
+
+    _UNIT, _EMPTY = "row", "there is none"
+
+    def _listed(self, faults: "Sequence[_Fault]") -> str:
+        problems = [f"{self.name}:{fault.label}: {fault.problem}" for fault in faults]
+        more = f"\n... and {len(problems) - MAX_REPORTED} more" if len(problems) > MAX_REPORTED else ""
+        return "\n".join(problems[:MAX_REPORTED]) + more
+
+    @abstractmethod
+    def _named(self) -> "Iterator[tuple[int, int, str]]":
+        """Label, place and id of every record that has one, in order."""
+
+    def _repeated(self, ids_N: np.ndarray) -> "list[_Fault]":
+        """Every record whose id an earlier one has.
+
+        Ids are compared as 64-bit numbers first; only if two of those are equal are the texts read again.
+        """
+        ordered = np.sort(ids_N)
+        suspects = set(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
+        if not suspects:
+            return []
+        found: list[_Fault] = []
+        seen: dict[str, int] = {}
+        for label, place, name in self._named():
+            if _number_of(name) not in suspects:
+                continue
+            if name in seen:
+                found.append(
+                    _Fault(label, place, name, f"id: {name!r} stands already in {self._UNIT} {seen[name]}")
+                )
+            seen.setdefault(name, label)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Scanned:
+    """A record that was looked at.
+
+    Attributes:
+        label: its number for people: line of a file (from 1), row of a data set (from 0).
+        place: see `BadRecord`.
+        id: its own, or None where it has none.
+        problems: what is wrong with it.
+    """
+
+    label: int
+    place: int
+    id: str | None
+    problems: list[str]
+
+
+class RecordFile(Records):
     """The records of one JSON-lines file, read by position so that a file may be larger than memory.
 
     Every record is checked once when the file is opened. What stays is where each record starts, eight bytes, on the
@@ -83,9 +229,13 @@ class RecordFile:
         self.path = find_shipped(path)
         if not self.path.is_file():
             raise RecordError(f"training records {self.path} do not exist")
-        offsets, ids = Column(), Column()
-        faults: list[_Fault] = []
-        offset = 0
+        self.name = str(self.path)
+        self._offsets = self._check(self._read(need_rationale, pictures, progress), on_bad)
+        self.size = len(self._offsets)
+
+    _UNIT, _EMPTY = "line", "the file is empty"
+
+    def _read(self, need_rationale: bool, pictures: PictureIndex | None, progress: bool) -> Iterator[Scanned]:
         size = self.path.stat().st_size
         quick = size < 100_000_000  # a second or two
         bar = progress_bar(
@@ -95,70 +245,39 @@ class RecordFile:
             desc=f"checking {self.path.name}",
             disable=quick or not progress,
         )
+        offset = 0
         with _open(self.path) as lines, bar:
             for number, line in enumerate(lines, start=1):
                 bar.update(len(line))
                 start, offset = offset, offset + len(line)
                 if not line.strip():
                     continue
-                record, found = _check(line, need_rationale)
-                if record is not None and pictures is not None:
-                    found += _picture_faults(record, self.path.parent, pictures)
-                name = None if record is None else record.id
-                faults += [_Fault(number, start, name, problem) for problem in found]
-                offsets.append(start)
-                if name is not None:
-                    ids.append(_number_of(name))
-        faults = sorted([*faults, *_repeated(self.path, ids.read())], key=lambda fault: fault.line)
-        if faults and on_bad == "stop":
-            raise RecordError("training records break the format:\n" + self._listed(faults))
-        self._offsets = offsets.read()
-        if not len(self._offsets):
-            raise RecordError(f"training records {self.path}: the file is empty")
-        self.bad = self._without(faults)
-        if not len(self._offsets):
-            raise RecordError(
-                "training records break the format, and data.on_bad=skip leaves none:\n"
-                + self._listed(faults)
-            )
+                record, problems = _parsed(line)
+                if record is not None:
+                    problems = faults_of(record, need_rationale, self.path.parent, pictures)
+                yield Scanned(number, start, None if record is None else record.id, problems)
+
+    def _named(self) -> Iterator[tuple[int, int, str]]:
+        offset = 0
+        with _open(self.path) as lines:
+            for number, line in enumerate(lines, start=1):
+                start, offset = offset, offset + len(line)
+                record = _parsed(line)[0] if line.strip() else None
+                if record is not None:
+                    yield number, start, record.id
 
     @classmethod
     def known(cls, path: Path, offsets: np.ndarray, bad: list[BadRecord]) -> "RecordFile":
         """A file that was opened and checked before, as it was found then; see `rge.data.verdicts`."""
         file = cls.__new__(cls)
         file.path, file._offsets, file.bad = path, offsets, bad
+        file.name, file.size = str(path), len(offsets)
         return file
 
     @property
     def offsets(self) -> np.ndarray:
         """Where in the file each record starts, bytes."""
         return self._offsets
-
-    def _without(self, faults: "Sequence[_Fault]") -> list[BadRecord]:
-        """Leave out the records that have a fault."""
-        reasons: dict[int, list[_Fault]] = {}
-        for fault in faults:
-            reasons.setdefault(fault.byte, []).append(fault)
-        if reasons:
-            self._offsets = self._offsets[~np.isin(self._offsets, list(reasons))]
-        return [
-            BadRecord(
-                str(self.path),
-                byte,
-                found[0].name,
-                f"line {found[0].line}: {'; '.join(fault.problem for fault in found)}",
-            )
-            for byte, found in reasons.items()
-        ]
-
-    def _listed(self, faults: "Sequence[_Fault]") -> str:
-        problems = [f"{self.path}:{fault.line}: {fault.problem}" for fault in faults]
-        more = f"\n... and {len(problems) - MAX_REPORTED} more" if len(problems) > MAX_REPORTED else ""
-        return "\n".join(problems[:MAX_REPORTED]) + more
-
-    def __len__(self) -> int:
-        """Number of records."""
-        return len(self._offsets)
 
     def __getitem__(self, index: int) -> Record:
         """The record at `index`, its picture references made absolute.
@@ -170,26 +289,19 @@ class RecordFile:
             lines.seek(self._offsets[index])
             line = lines.readline()
         try:
-            return _absolute(Record.model_validate_json(line), self.path.parent)
+            return absolute(Record.model_validate_json(line), self.path.parent)
         except ValidationError as error:
             raise RecordError(
                 f"{self.path} has changed since this run opened it: at byte {self._offsets[index]} there is no record any more"
             ) from error
 
-    def bad_record(self, index: int, name: str, reason: str) -> BadRecord:
-        """The record at `index` as one that cannot be used."""
-        return BadRecord(str(self.path), int(self._offsets[index]), name, reason)
+    def place(self, index: int) -> int:
+        """Byte where it starts."""
+        return int(self._offsets[index])
 
     def texts(self) -> list[str]:
-        """Every text of every record: what a tokenizer is trained on."""
-        found: list[str] = []
-        for index in range(len(self)):
-            record = self[index]
-            found += [record.instruction or "", record.query.text or ""]
-            for target in (*record.positives, *record.negatives):
-                found.append(target.text or "")
-                found.append(getattr(target, "rationale", None) or "")
-        return [text for text in dict.fromkeys(found) if text]
+        """Every text of every record, without repeats."""
+        return list(dict.fromkeys(text for index in range(len(self)) for text in texts_of(self[index])))
 
 
 class Column:
@@ -225,11 +337,11 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """What breaks the format: line (from 1) and byte where its record starts, the record's id if it has one."""
+    """What breaks the format, of the record with this label, place and id; see `Scanned`."""
 
-    line: int
-    byte: int
-    name: str | None
+    label: int
+    place: int
+    id: str | None
     problem: str
 
 
@@ -240,22 +352,49 @@ def _open(path: Path) -> BinaryIO:
         raise RecordError(f"training records {path} cannot be read: {error.strerror or error}") from error
 
 
-def _check(line: bytes, need_rationale: bool) -> tuple[Record | None, list[str]]:
-    """A record, or None if it is none, and what is wrong with it."""
+def _parsed(line: bytes) -> tuple[Record | None, list[str]]:
+    """A record, or None and what is wrong with it."""
     try:
-        record = Record.model_validate_json(line)
+        return Record.model_validate_json(line), []
     except ValidationError as error:
-        return None, [
-            f"{'.'.join(str(part) for part in issue['loc']) or 'record'}: {issue['msg']}"
-            for issue in error.errors(include_url=False, include_input=False)
-        ]
+        return None, problems_of(error)
+
+
+def problems_of(error: ValidationError) -> list[str]:
+    """What breaks the format, field by field."""
+    return [
+        f"{'.'.join(str(part) for part in issue['loc']) or 'record'}: {issue['msg']}"
+        for issue in error.errors(include_url=False, include_input=False)
+    ]
+
+
+def faults_of(
+    record: Record, need_rationale: bool, folder: Path | None = None, pictures: PictureIndex | None = None
+) -> list[str]:
+    """What makes a record of the right format useless.
+
+    Args:
+        record: with picture references as they are written.
+        need_rationale: every positive must have an oracle rationale.
+        folder: that references are relative to.
+        pictures: looks whether each picture is there; None leaves that to whoever opens them.
+    """
+    found = []
     if need_rationale:
-        return record, [
+        found = [
             f"positives.{index}.rationale: {fault} (record {record.id!r})"
             for index, positive in enumerate(record.positives)
             if (fault := _rationale_fault(positive.rationale or ""))
         ]
-    return record, []
+    return found if pictures is None else found + _picture_faults(record, folder or Path(), pictures)
+
+
+def texts_of(record: Record) -> list[str]:
+    """Every text of a record that is not empty."""
+    found = [record.instruction, record.query.text]
+    for target in (*record.positives, *record.negatives):
+        found += [target.text, getattr(target, "rationale", None)]
+    return [text for text in found if text]
 
 
 def _picture_faults(record: Record, folder: Path, pictures: PictureIndex) -> list[str]:
@@ -263,33 +402,11 @@ def _picture_faults(record: Record, folder: Path, pictures: PictureIndex) -> lis
     for side in ("positives", "negatives"):
         targets: Sequence[Target] = getattr(record, side)
         named += [(f"{side}.{place}.image", it.image) for place, it in enumerate(targets) if it.image]
-    found = [(field, pictures.fault(os.path.join(folder, ref))) for field, ref in named]
+    # Bytes are there.
+    found = [
+        (field, pictures.fault(os.path.join(folder, ref))) for field, ref in named if isinstance(ref, str)
+    ]
     return [f"{field}: {fault} (record {record.id!r})" for field, fault in found if fault]
-
-
-def _repeated(path: Path, ids_N: np.ndarray) -> list[_Fault]:
-    """Every record whose id an earlier line has.
-
-    Ids are compared as 64-bit numbers first; only if two of those are equal is the file read again for the texts.
-    """
-    ordered = np.sort(ids_N)
-    suspects = set(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
-    if not suspects:
-        return []
-    found: list[_Fault] = []
-    seen: dict[str, int] = {}
-    offset = 0
-    with _open(path) as lines:
-        for number, line in enumerate(lines, start=1):
-            start, offset = offset, offset + len(line)
-            record = _check(line, need_rationale=False)[0] if line.strip() else None
-            name = None if record is None else record.id
-            if name is None or _number_of(name) not in suspects:
-                continue
-            if name in seen:
-                found.append(_Fault(number, start, name, f"id: {name!r} stands already in line {seen[name]}"))
-            seen.setdefault(name, number)
-    return found
 
 
 def _rationale_fault(rationale: str) -> str | None:
@@ -300,14 +417,21 @@ def _rationale_fault(rationale: str) -> str | None:
     return None
 
 
-def _absolute(record: Record, folder: Path) -> Record:
+def located(ref: ImageRef, folder: Path) -> ImageRef:
+    """A picture reference joined to a folder; bytes stay as they are."""
+    return ref if isinstance(ref, bytes) else str(folder / ref)
+
+
+def absolute(record: Record, folder: Path) -> Record:
+    """The record with its picture references joined to a folder."""
+
     def target(item: Target) -> Target:
-        return item if item.image is None else item.model_copy(update={"image": str(folder / item.image)})
+        return item if item.image is None else item.model_copy(update={"image": located(item.image, folder)})
 
     return record.model_copy(
         update={
             "query": record.query.model_copy(
-                update={"images": [str(folder / image) for image in record.query.images]}
+                update={"images": [located(image, folder) for image in record.query.images]}
             ),
             "positives": [target(positive) for positive in record.positives],
             "negatives": [target(negative) for negative in record.negatives],
@@ -347,7 +471,7 @@ class Mixture:
     source (with share 0.3 of 8 it gets 2 or 3 records a step, seldom one more or less, 2.4 on average).
 
     Args:
-        sizes: number of records of each source.
+        sizes: number of records of each source; None for a stream, whose draws are numbered one after the other.
         weights: share of each source, relative.
         batch_size: records of a step, all processes together.
         seed: of everything.
@@ -360,14 +484,14 @@ class Mixture:
 
     def __init__(
         self,
-        sizes: Sequence[int],
+        sizes: Sequence[int | None],
         weights: Sequence[float],
         batch_size: int,
         seed: int,
         *,
         homogeneous: bool = False,
     ):
-        if min(sizes) < 1:
+        if any(size is not None and size < 1 for size in sizes):
             raise ValueError("every source needs at least one record")
         self.sizes, self.batch_size, self.seed = list(sizes), batch_size, seed
         self.homogeneous = homogeneous
@@ -376,23 +500,32 @@ class Mixture:
         self._orders: dict[tuple[int, int], np.ndarray] = {}
 
     def steps_per_epoch(self) -> int:
-        """Steps after which as many records were drawn as the sources hold together."""
-        return max(1, -(-sum(self.sizes) // self.batch_size))
+        """Steps after which as many records were drawn as the sources, none of them a stream, hold together."""
+        return max(1, -(-sum(size for size in self.sizes if size is not None) // self.batch_size))
 
     def batch(self, step: int) -> list[Draw]:
         """The global batch of a step, `batch_size` draws, sources interleaved at random."""
-        before, after = self._counts(step), self._counts(step + 1)
+        before, after = self.drawn_before(step), self.drawn_before(step + 1)
         draws: list[tuple[int, int]] = []
         for source, size in enumerate(self.sizes):
             for count in range(before[source], after[source]):
-                index = self._index(source, count // size, count % size)
+                index = count if size is None else self._index(source, count // size, count % size)
                 draws.append((source, index))
-        generator = np.random.default_rng([self.seed, 1, step])
-        seeds = generator.integers(0, 2**63, size=len(draws))
-        mixed = generator.permutation(len(draws))
+        seeds, mixed = self._chance(step)
         return [Draw(draws[place][0], draws[place][1], int(seeds[place])) for place in mixed]
 
-    def _counts(self, step: int) -> list[int]:
+    def sources_of(self, step: int) -> np.ndarray:
+        """The source of each draw of `batch`, (batch_size,) int64, without the draws."""
+        number = np.diff([self.drawn_before(step), self.drawn_before(step + 1)], axis=0)[0]
+        return np.repeat(np.arange(len(number)), number)[self._chance(step)[1]]
+
+    def _chance(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Seeds of a step's draws, and the order into which these are mixed."""
+        generator = np.random.default_rng([self.seed, 1, step])
+        seeds = generator.integers(0, 2**63, size=self.batch_size)
+        return seeds, generator.permutation(self.batch_size)
+
+    def drawn_before(self, step: int) -> list[int]:
         """Records drawn from each source before a step."""
         if self.homogeneous:
             return [steps * self.batch_size for steps in self._shared_out(step)]
@@ -411,6 +544,7 @@ class Mixture:
     def _index(self, source: int, epoch: int, place: int) -> int:
         """Which record stands at a place of an epoch's order."""
         size = self.sizes[source]
+        assert size is not None
         if size > LARGE:
             return permuted(place, size, f"{self.seed} {source} {epoch}")
         key = (source, epoch)
@@ -441,12 +575,6 @@ def permuted(place: int, size: int, key: str) -> int:
         place = left << half | right
         if place < size:
             return place
-
-
-def read_texts(paths: Sequence[str | Path], on_bad: str = "stop") -> list[str]:
-    """All texts of several record files, without repeats, in order; `on_bad` as of `RecordFile`."""
-    files = (RecordFile(path, on_bad=on_bad) for path in paths)
-    return list(dict.fromkeys(text for file in files for text in file.texts()))
 
 
 def write_records(path: Path, records: Sequence[Record]) -> None:

@@ -12,12 +12,13 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,15 @@ from rge.common import images, schema
 from rge.common.commands import progress_bar
 from rge.common.files import find_shipped, replacing, write_text
 from rge.common.images import ImageError, PictureIndex, load_image
+from rge.common.schema import ImageRef
 from rge.data import sources
-from rge.data.sources import MAX_REPORTED, BadRecord, Column, RecordFile
+from rge.data.sources import MAX_REPORTED, BadRecord, Column, RecordFile, Records
 
 RECENT_NS = 2 * 10**9
 """What changed so shortly before it was looked at may have changed once more within a tick of the file system's clock."""
+
+AT_ONCE = 4096
+"""Pictures of data sets that are handed to the processes at a time: each is its bytes."""
 
 KEPT_S = 90 * 24 * 3600.0
 """After how long what nobody asked for is deleted."""
@@ -74,17 +79,23 @@ class Verdicts:
             self._keep(entry, file, {"stamp": before, "places": places})
         return file
 
-    def undecodable(self, files: Sequence[RecordFile]) -> list[str]:
-        """Pictures that are there and cannot be decoded, each with the first record that shows it; on all cores."""
-        owners: dict[str, tuple[RecordFile, str]] = {}
+    def undecodable(self, files: Sequence[Records]) -> list[str]:
+        """Pictures that are there and cannot be decoded, each with the first record that shows it; on all cores.
+
+        Those of streams are not looked at. Those that are bytes of a data set are looked at every time.
+        """
+        owners: dict[str, tuple[Records, str]] = {}
+        files = [file for file in files if file.size is not None]
         for file in files:
-            for record in map(file.__getitem__, range(len(file))):
-                targets = [it.image for it in (*record.positives, *record.negatives) if it.image]
-                for ref in (*record.query.images, *targets):
-                    owners.setdefault(ref, (file, record.id))
-        if not (names := list(owners)):
+            for ref, record_id in _shown(file):
+                if isinstance(ref, str):
+                    owners.setdefault(ref, (file, record_id))
+        within = ((ref, file, name) for file in files for ref, name in _shown(file) if isinstance(ref, bytes))
+        first_within = list(islice(within, AT_ONCE))
+        names = list(owners)
+        if not names and not first_within:
             return []
-        entries = {id(file): self._entry(file.path, "pictures") for file in files}
+        entries = {id(file): self._entry(Path(file.name), "pictures") for file in files}
         good: dict[int, list[int]] = {key: [] for key in entries}
         known = np.unique(np.concatenate([_numbers(entry) for entry in entries.values()]))
         faults: list[str] = []
@@ -103,12 +114,20 @@ class Verdicts:
                     bar.update(1)
                     file, record_id = owners[ref]
                     if fault is not None:
-                        faults.append(f"{file.path}: record {record_id!r}: {fault}")
+                        faults.append(f"{file.name}: record {record_id!r}: {fault}")
                     elif number is not None:
                         good[id(file)].append(number)
+                some = first_within
+                while some:
+                    looked = pool.map(_look_at, [ref for ref, _, _ in some], chunksize=32)
+                    for (_, file, record_id), (_, fault) in zip(some, looked, strict=True):
+                        bar.update(1)
+                        faults += [f"{file.name}: record {record_id!r}: {fault}"] if fault else []
+                    some = list(islice(within, AT_ONCE))
             except BrokenProcessPool:
+                after = names[bar.n] if bar.n < len(names) else f"number {bar.n}"
                 faults.append(
-                    f"one of the {32 * workers} pictures after {names[bar.n]} ends the process that decodes it"
+                    f"one of the {32 * workers} pictures after {after} ends the process that decodes it"
                 )
         for key, numbers in good.items():
             _write_array(entries[key], np.array(sorted(numbers), dtype=np.int64))
@@ -170,8 +189,17 @@ class _Known:
         cls.numbers, cls.began_ns = numbers, began_ns
 
 
-def _look_at(ref: str) -> tuple[int | None, str | None]:
+def _shown(file: Records) -> Iterator[tuple[ImageRef, str]]:
+    """Every picture of a source, with the id of the record that shows it."""
+    for record in map(file.__getitem__, range(len(file))):
+        targets = [it.image for it in (*record.positives, *record.negatives) if it.image]
+        yield from ((ref, record.id) for ref in (*record.query.images, *targets))
+
+
+def _look_at(ref: ImageRef) -> tuple[int | None, str | None]:
     """A picture's state as a number, if that can be remembered, and why it cannot be decoded."""
+    if isinstance(ref, bytes):
+        return None, _fault_of(ref)
     path, mark, _ = ref.partition(".parquet#")
     stamp = _stamp(path + ".parquet" if mark else ref)
     number = None
@@ -182,11 +210,16 @@ def _look_at(ref: str) -> tuple[int | None, str | None]:
         place = np.searchsorted(_Known.numbers, number)
         if place < len(_Known.numbers) and _Known.numbers[place] == number:
             return number, None
+    fault = _fault_of(ref)
+    return (None, fault) if fault is not None else (number, None)
+
+
+def _fault_of(ref: ImageRef) -> str | None:
     try:
         load_image(ref)
     except ImageError as error:
-        return None, str(error)
-    return number, None
+        return str(error)
+    return None
 
 
 def _stamp(path: str | Path) -> list[int] | None:

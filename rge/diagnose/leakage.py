@@ -24,7 +24,8 @@ import torch
 from rge.checkpoints.export import read_settings
 from rge.config import DataConfig
 from rge.data.collate import Batch, StepBatches
-from rge.data.sources import Mixture, RecordFile
+from rge.data.sources import Mixture
+from rge.diagnose.pairs import open_data
 from rge.embedder import Embedder
 from rge.rollout.generate import generate
 from rge.step import Objective, candidate_masks, training_step
@@ -73,7 +74,7 @@ def leakage(
             0.5, 0.5, settings["loss"]["temperature"], "self" if kind == "own rationale" else "oracle"
         )
         objective = replace(objective, lm_on_candidates=False)
-        records = RecordFile(data, need_rationale=True)
+        records = open_data(data, need_rationale=True)
         batches = StepBatches(
             [records],
             Mixture([len(records)], [1.0], batch_size, seed),

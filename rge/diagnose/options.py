@@ -16,7 +16,7 @@ class Diagnosis:
     checkpoint: Path
     """Checkpoint directory with ``rge.json``."""
     data: Path
-    """Training records, or the folder of a retrieval set; leakage needs records with oracle rationales."""
+    """Training records: a file, or a folder that the library `datasets` reads; or the folder of a retrieval set. Leakage needs records with oracle rationales."""
     out: Path | None = None
     """Where ``NAME.json`` goes; null: ``diagnose`` beside the checkpoint."""
     seed: int = 0

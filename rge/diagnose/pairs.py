@@ -12,8 +12,10 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from rge.common.schema import ImageRef, Item
+from rge.config import RecordsConfig
 from rge.data.collate import query_item, target_item
-from rge.data.sources import RecordError, RecordFile, identity
+from rge.data.readers import open_records
+from rge.data.sources import RecordError, Records, identity
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ def read_pairs(path: str | Path, limit: int, seed: int = 0) -> Pairs:
     """Read at most `limit` queries, drawn at random.
 
     Args:
-        path: training records (``.jsonl``), whose targets together are the candidates; or the folder of a retrieval set.
+        path: training records (see `open_data`), whose targets together are the candidates; or the folder of a retrieval set.
         limit: queries at most.
         seed: of the draw.
 
@@ -47,11 +49,24 @@ def read_pairs(path: str | Path, limit: int, seed: int = 0) -> Pairs:
         RecordError: neither of both, or a damaged one.
     """
     path = Path(path)
-    if path.suffix == ".jsonl":
-        return _from_records(RecordFile(path), limit, seed)
     if (path / "queries.parquet").is_file():
         return _from_set(path, limit, seed)
-    raise RecordError(f"{path} is neither training records (FILE.jsonl) nor the folder of a retrieval set")
+    return _from_records(open_data(path), limit, seed)
+
+
+def open_data(path: str | Path, *, need_rationale: bool = False) -> Records:
+    """Training records: a file of them, or the split ``train`` of a folder that the library `datasets` reads.
+
+    Raises:
+        RecordError: neither of both, or a damaged one.
+    """
+    path = Path(path)
+    if path.suffix != ".jsonl" and not path.is_dir():
+        raise RecordError(
+            f"{path} is neither training records (FILE.jsonl, or the folder of a data set) nor the folder of a retrieval set"
+        )
+    source = RecordsConfig(dataset=str(path)) if path.is_dir() else RecordsConfig(path=str(path))
+    return open_records(source, need_rationale=need_rationale)
 
 
 def _draw(count: int, limit: int, seed: int) -> list[int]:
@@ -60,7 +75,7 @@ def _draw(count: int, limit: int, seed: int) -> list[int]:
     return sorted(np.random.default_rng(seed).choice(count, size=limit, replace=False).tolist())
 
 
-def _from_records(file: RecordFile, limit: int, seed: int) -> Pairs:
+def _from_records(file: Records, limit: int, seed: int) -> Pairs:
     records = [file[index] for index in _draw(len(file), limit, seed)]
     targets = {target.id: target for record in records for target in (*record.positives, *record.negatives)}
     known = np.array([identity(target) for target in targets.values()])

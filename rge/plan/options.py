@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rge.config import BACK_ENDS, Recipe, load_options
+from rge.config import BackEndName, Recipe, load_options
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -30,7 +30,7 @@ class PlanOptions:
     """Share of both that is reached."""
     steps: NotNegative = 0
     """Of the stage; 0: the recipe's where it says, else 1000."""
-    back_end: Literal[BACK_ENDS] | None = None  # type: ignore[valid-type]
+    back_end: BackEndName | None = None
     """How parameters, gradients and optimizer state are spread over the GPUs; null: train.back_end."""
     for_: Literal["joint", "cold_start"] = "joint"
     """Stage that is planned."""

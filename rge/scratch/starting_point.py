@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rge.config import Recipe, ScratchConfig
-from rge.data.sources import read_texts
+from rge.data.readers import read_texts
 from rge.distributed.launch import LaunchError, back_end
 from rge.model import vision_tower as vision
 from rge.scratch import build as scratch
@@ -45,10 +45,10 @@ def _build(recipe: Recipe, config: ScratchConfig, folder: Path, accelerator: Acc
     temporary = folder.with_name("tmp_backbone")
     if accelerator.is_main_process:
         shutil.rmtree(temporary, ignore_errors=True)
-        sources = [source.path for stage in (recipe.cold_start, recipe.joint) for source in stage.sources]
+        sources = [source for stage in (recipe.cold_start, recipe.joint) for source in stage.sources]
         scratch.build(
             temporary,
-            read_texts(list(dict.fromkeys(sources)), recipe.data.on_bad),
+            read_texts(sources, recipe.data.on_bad),
             seed=recipe.train.seed,
             vocab_size=config.vocab_size,
             text=config.text,

@@ -83,7 +83,7 @@ def test_what_may_start_is_summed_up(home, accelerator):
     }
     text = "\n".join(found.summary)
     assert "one process, cpu; float32 weights trained, computed in float32" in text
-    assert "joint: 4 steps of 2 queries, from 3 records in 1 file" in text
+    assert "joint: 4 steps of 2 queries, from 3 records in 1 source" in text
     assert "parameters trained" in text
     assert "tokens and" in text
     assert "GiB a process" in text
@@ -276,6 +276,7 @@ def test_the_banner_says_time_and_memory_with_their_uncertainty(home, monkeypatc
 
     class File(list):
         bad: list = []
+        size = 3
 
     found.records = {str(home / "records.jsonl"): File([None] * 3)}
     lines = check._banner(recipe, found, check._outline(recipe), Gpus())

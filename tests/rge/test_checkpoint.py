@@ -198,13 +198,17 @@ def test_instructions_are_counted_by_weight_and_task(tmp_path):
         "\n".join([line("1", "Find it."), line("2", "Find it."), line("3", "Name it.", "n"), *bad])
     )
     second.write_text(line("4", None, source="other") + "\n")
-    found = training_data([SourceConfig(str(first), 0.8), SourceConfig(str(second), 0.2)])
+    found = training_data(
+        [SourceConfig(path=str(first), weight=0.8), SourceConfig(path=str(second), weight=0.2)]
+    )
     assert found["instructions"] == {
         "default": "Find it.",
         "known": ["Find it.", "Name it."],
         "by_task": {"other": None, "s/c": "Find it.", "s/n": "Name it."},
     }
-    heavier = training_data([SourceConfig(str(first), 0.3), SourceConfig(str(second), 0.7)])
+    heavier = training_data(
+        [SourceConfig(path=str(first), weight=0.3), SourceConfig(path=str(second), weight=0.7)]
+    )
     assert heavier["instructions"]["default"] is None
     assert heavier["training_data"] == ["first.jsonl", "second.jsonl"]
 

@@ -260,7 +260,10 @@ def test_what_the_recipe_says_of_data_reaches_the_batches(records, embedder):
     """Each key that decides what is in a batch, through the function that builds a stage's."""
 
     def made(**data):
-        sources = [SourceConfig(str(file.path), weight) for file, weight in zip(records, (2, 1), strict=True)]
+        sources = [
+            SourceConfig(path=str(file.path), weight=weight)
+            for file, weight in zip(records, (2, 1), strict=True)
+        ]
         stage = StageConfig(batch_size=6, sources=sources)
         recipe = Recipe(recipe="tiny", data=DataConfig(**{"sort_by_length": False, **data}), joint=stage)
         by_path = {str(file.path): file for file in records}

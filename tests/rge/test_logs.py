@@ -69,7 +69,7 @@ def test_tensorboard_gets_every_figure_at_its_step_and_the_recipe(accelerator, t
     """The recipe is nested, and has lists and nothings in it, which TensorBoard's table of parameters cannot hold."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    stage = StageConfig(sources=[SourceConfig("a.jsonl")])
+    stage = StageConfig(sources=[SourceConfig(path="a.jsonl")])
     recipe = Recipe(recipe="tiny", out=str(tmp_path), joint=stage, log=LogConfig(["tensorboard"], "mine"))
     start_trackers(accelerator, recipe)
     write(accelerator, tmp_path / "joint", 0, 3)

@@ -525,7 +525,99 @@ def test_cuda_graphs_are_the_embedders_to_capture(tiny_path):
         )
 
 
+WAYS = {
+    "dataset": ("{dataset: HOME/named/one}", "{dataset: HOME/named/two}"),
+    "name": ("{dataset: HOME/named, name: one}", "{dataset: HOME/named, name: two}"),
+    "split": ("{dataset: HOME/named, name: one}", "{dataset: HOME/named, name: one, split: test}"),
+    "revision": ("{dataset: nobody/here}", "{dataset: nobody/here, revision: v2}"),
+    "columns": ("{dataset: HOME/named/one}", "{dataset: HOME/named/one, columns: {query.text: other}}"),
+    "streaming": ("{dataset: HOME/named/one}", "{dataset: HOME/named/one, streaming: true}"),
+    "type": ("{type: numbers}", "{type: letters}"),
+    "options": ("{type: numbers}", "{type: numbers, options: {first: 7}}"),
+}
+"""Two values of each key that a source has beside `path` and `weight`, for sources and for validation."""
+SHUFFLED = {
+    "shuffle_buffer": ("{dataset: HOME/named/one, streaming: true}", "{dataset: HOME/named/one, streaming: true, shuffle_buffer: 2}")
+}  # fmt: skip
+"""The same for sources alone."""
+SOURCE_KEYS = {
+    **{f"{name}.sources.{key}": ways for name in ("cold_start", "joint") for key, ways in (WAYS | SHUFFLED).items()},
+    **{f"validation.{key}": ways for key, ways in WAYS.items()},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def named(home):
+    """Data sets that differ in what a source can ask for."""
+    from rge.data.readers import DATA_SOURCES, register_data_source
+
+    def row(text: str) -> dict:
+        return {
+            "query": {"text": text},
+            "positives": [{"text": "y", "rationale": "z"}],
+            "other": f"other {text}",
+        }
+
+    configs = []
+    for name in ("one", "two"):
+        (home / "named" / name).mkdir(parents=True)
+        for split in ("train", "test"):
+            lines = [json.dumps(row(f"{name} {split} {number}")) + "\n" for number in range(6)]
+            (home / "named" / name / f"{split}.jsonl").write_text("".join(lines))
+        files = [{"split": split, "path": f"{name}/{split}.jsonl"} for split in ("train", "test")]
+        configs.append({"config_name": name, "data_files": files})
+    (home / "named" / "README.md").write_text("---\n" + yaml.safe_dump({"configs": configs}) + "---\n")
+
+    def source(kind: str):
+        def rows(first: int = 0) -> list[dict]:
+            return [{key: value for key, value in row(f"{kind} {first}").items() if key != "other"}]
+
+        return register_data_source(kind)(rows)
+
+    source("numbers")
+    source("letters")
+    yield
+    DATA_SOURCES._things.clear()
+
+
+@pytest.mark.parametrize("key", SOURCE_KEYS)
+def test_a_source_is_what_each_of_its_keys_says(key, arguments, named, monkeypatch):
+    import datasets
+
+    real = datasets.load_dataset
+
+    def load(path, *given, revision=None, **more):
+        if path == "nobody/here":
+            raise ConnectionError(f"no revision {revision}")
+        return real(path, *given, revision=revision, **more)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    stage = key.split(".")[0]
+
+    def opened(source: str) -> list[str]:
+        if stage == "validation":
+            words = [f"validation={source}"]
+        else:
+            words = [f"stage={stage}", f"{stage}.sources=[{source}]"]
+        problems: list[str] = []
+        recipe = load_recipe(arguments(*words))
+        found = check._records(problems, recipe, recipe.stages())
+        wanted = recipe.validation if stage == "validation" else getattr(recipe, stage).sources[0]
+        if problems:
+            return problems
+        records = found[wanted.key]
+        shown = records.reader(0, 1) if records.size is None else records
+        return [type(records).__name__, type(getattr(records, "_open_rows", None)).__name__,
+                *(shown[index].query.text for index in range(min(records.size or 6, 6)))]  # fmt: skip
+
+    one, other = map(opened, SOURCE_KEYS[key])
+    assert one != other
+    assert one == opened(SOURCE_KEYS[key][0])
+
+
 ELSEWHERE = {
+    **dict.fromkeys(SOURCE_KEYS, test_a_source_is_what_each_of_its_keys_says),
     "train.back_end": test_back_end_is_the_least_that_is_shared_out,
     "plugins": test_plugins_are_imported,
     "data.prefetch_mb": test_prefetch_mb_bounds_what_waits,

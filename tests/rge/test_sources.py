@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from rge.common.schema import Record, Target
+from rge.config import RecordsConfig
 from rge.data import sources
+from rge.data.readers import read_texts
 from rge.data.sources import (
     Column,
     Mixture,
@@ -17,7 +19,6 @@ from rge.data.sources import (
     RecordFile,
     identity,
     permuted,
-    read_texts,
     write_records,
 )
 
@@ -162,7 +163,8 @@ def test_written_records_read_back(tmp_path):
 def test_texts_without_repeats(write):
     negatives = [{"id": "n", "text": "What opens this?"}]
     path = write(record("a", instruction="Find it."), record("b", negatives=negatives))
-    assert read_texts([path, path]) == ["Find it.", "What opens this?", "A key opens a padlock."]
+    source = RecordsConfig(path=path)
+    assert read_texts([source, source]) == ["Find it.", "What opens this?", "A key opens a padlock."]
 
 
 def test_identity_defaults_to_the_id():

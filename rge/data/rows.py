@@ -1,0 +1,386 @@
+"""Training records that stand in the rows of a data set: columns become fields, whatever they are called there.
+
+A data set is Arrow tables; rows are read from them as they are, so that no picture is decoded here, and while records are
+checked the pictures' bytes are not even read.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import ValidationError
+
+from rge.common.commands import progress_bar
+from rge.common.images import PictureIndex
+from rge.common.schema import Positive, QueryPart, Record, Target
+from rge.config import RecordsConfig
+from rge.data.sources import RecordError, Records, Scanned, absolute, faults_of, problems_of, texts_of
+
+PRESENT = "<bytes>"
+"""Stands for a picture's bytes where nobody looks at them."""
+
+AT_ONCE = 1024
+"""Rows that are checked together."""
+
+_PARTS = {
+    "query": set(QueryPart.model_fields),
+    "positives": set(Positive.model_fields),
+    "negatives": set(Target.model_fields),
+}
+FIELDS = {*Record.model_fields, *(f"{part}.{leaf}" for part, leaves in _PARTS.items() for leaf in leaves)}
+"""What ``columns`` can map."""
+
+
+class Rows(Protocol):
+    """Rows by number."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        """One row: values by the names of their columns; a picture is encoded bytes, a path, or both as a mapping."""
+
+
+class ArrowRows:
+    """A data set of the library `datasets`, as rows.
+
+    Args:
+        dataset: a ``datasets.Dataset``.
+        columns: that are read.
+    """
+
+    def __init__(self, dataset: Any, columns: Sequence[str]):
+        self._dataset = dataset.select_columns(list(columns)).with_format("arrow")
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        """One row."""
+        row: Mapping[str, Any] = self._dataset[index].to_pylist()[0]
+        return row
+
+    def without_pictures(self, start: int, stop: int) -> list[dict[str, Any]]:
+        """Rows with `PRESENT` in the place of pictures' bytes."""
+        return light(self._dataset[start:stop]).to_pylist()
+
+
+def light(table: pa.Table) -> pa.Table:
+    """The table with `PRESENT` in the place of pictures' bytes, which are not read."""
+    return pa.table(
+        {name: pa.chunked_array([_light(chunk) for chunk in column.chunks], _light_type(column.type))
+         for name, column in zip(table.column_names, table.columns, strict=True)}
+    )  # fmt: skip
+
+
+def _is_picture(kind: pa.DataType) -> bool:
+    return pa.types.is_struct(kind) and {kind.field(place).name for place in range(kind.num_fields)} == {
+        "bytes",
+        "path",
+    }
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+
+
+def _light_type(kind: pa.DataType) -> pa.DataType:
+    if _is_picture(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return pa.string()
+    if _is_list(kind):
+        return pa.list_(_light_type(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([(field.name, _light_type(field.type)) for field in kind])
+    return kind
+
+
+def _light(array: pa.Array) -> pa.Array:
+    kind = array.type
+    if _is_picture(kind):
+        there, path = pc.is_valid(pc.struct_field(array, "bytes")), pc.struct_field(array, "path")
+        return pc.if_else(there, pa.scalar(PRESENT), path.cast(pa.string()))
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return pc.if_else(pc.is_valid(array), pa.scalar(PRESENT), pa.scalar(None, pa.string()))
+    if _is_list(kind):
+        # `flatten` leaves out what null rows and slices hide; their lengths say where rows begin.
+        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
+        offsets = [0, *lengths.cumsum().tolist()]
+        found = pa.ListArray.from_arrays(
+            pa.array(offsets, pa.int32()), _light(array.flatten()), mask=pc.is_null(array)
+        )
+        return found.cast(_light_type(kind))
+    if pa.types.is_struct(kind):
+        parts = [_light(pc.struct_field(array, field.name)) for field in kind]
+        return pa.StructArray.from_arrays(parts, fields=list(_light_type(kind)), mask=pc.is_null(array))
+    return array
+
+
+class Columns:
+    """How a row becomes a record.
+
+    Args:
+        config: the source.
+        there: columns that the source has; None where only its rows know.
+
+    Attributes:
+        used: columns that are read; None for all, of which none may be without a meaning.
+
+    Raises:
+        RecordError: a field or a column that does not exist.
+    """
+
+    def __init__(self, config: RecordsConfig, there: Sequence[str] | None):
+        self.config = config
+        self._mapped = {
+            *config.columns.values(),
+            *(theirs.split(".")[0] for theirs in config.columns.values()),
+        }
+        for ours, theirs in config.columns.items():
+            if ours not in FIELDS:
+                raise RecordError(
+                    f"columns of {config.label}: a record has no field {ours!r}{_near(ours, FIELDS)}"
+                )
+            if there is not None and theirs.split(".")[0] not in there and theirs not in there:
+                raise RecordError(
+                    f"columns of {config.label}: {ours} is to come from {theirs!r}, which is none of its columns: "
+                    f"{', '.join(there)}{_near(theirs, there)}"
+                )
+        self.used = None
+        if there is not None:
+            self.used = [name for name in there if name in self._mapped or name in Record.model_fields]
+            missing = [
+                part for part in ("query", "positives")
+                if part not in self.used and not any(ours.split(".")[0] == part for ours in config.columns)
+            ]  # fmt: skip
+            if missing:
+                raise RecordError(
+                    f"{config.label} has no column {' and none '.join(missing)}, and `columns` maps none to it: it has "
+                    f"{', '.join(there)}; say which is which, such as columns: {{query.text: question, positives.text: answer}}"
+                )
+
+    def record(self, row: Mapping[str, Any], number: int | str) -> dict[str, Any]:
+        """A row as the fields of a record.
+
+        Args:
+            row: values by column.
+            number: of the row, for an id where it has none of its own.
+
+        Returns:
+            What `Record` is made of, ids, group, source and split filled in where the data set has none.
+
+        Raises:
+            ValueError: columns of one list have different lengths; or a registered source's row has a name that is no
+                field's and that `columns` does not map.
+        """
+        if self.used is None and (unknown := row.keys() - Record.model_fields.keys() - self._mapped):
+            name = sorted(unknown)[0]
+            raise ValueError(f"{name}: a record has no such field{_near(name, Record.model_fields)}")
+        found = {name: _bare(row[name]) for name in Record.model_fields if row.get(name) is not None}
+        lists: dict[str, dict[str, list[Any]]] = {}
+        for ours, theirs in self.config.columns.items():
+            value = _bare(_dug(row, theirs))
+            part, _, leaf = ours.partition(".")
+            if not leaf:
+                found.pop(part, None)
+                if value is not None:
+                    found[part] = value
+            elif part != "query":
+                lists.setdefault(part, {})[leaf] = value if isinstance(value, list) else [value]
+            elif value is not None:
+                found[part] = {**found.get(part, {}), leaf: value}
+        for part, leaves in lists.items():
+            found[part] = _side_by_side(part, leaves)
+        found.setdefault("id", f"{self.config.title}:{number}")
+        found.setdefault("group", found["id"])
+        found.setdefault("source", self.config.title)
+        found.setdefault("split", self.config.split)
+        query = found.get("query")
+        if isinstance(query, dict) and "images" in query and not isinstance(query["images"], list):
+            query["images"] = [query["images"]]
+        for part in ("positives", "negatives"):
+            targets = found.get(part)
+            for target in targets if isinstance(targets, list) else []:
+                if isinstance(target, dict):
+                    target.setdefault("id", _id_of(target))
+        return found
+
+
+def _near(name: str, known: Any) -> str:
+    near = get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _dug(row: Mapping[str, Any], path: str) -> Any:
+    """The value of a column, or of a part of it."""
+    if path in row:
+        return row[path]
+    first, *rest = path.split(".")
+    value = row.get(first)
+    for part in rest:
+        if isinstance(value, list):
+            value = [one.get(part) if isinstance(one, Mapping) else None for one in value]
+        else:
+            value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _bare(value: Any) -> Any:
+    """Pictures as bytes or paths, and nothing where there is nothing: Arrow gives every row every field."""
+    if isinstance(value, Mapping):
+        if value.keys() == {"bytes", "path"}:
+            return value["bytes"] if value["bytes"] is not None else value["path"]
+        return {name: _bare(one) for name, one in value.items() if one is not None and _bare(one) is not None}
+    if isinstance(value, (list, tuple)):
+        return [_bare(one) for one in value]
+    return value
+
+
+def _side_by_side(part: str, leaves: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
+    """``{text: [a, b], image: [c, d]}`` as ``[{text: a, image: c}, {text: b, image: d}]``, without what is empty."""
+    lengths = {f"{part}.{leaf}": len(values) for leaf, values in leaves.items()}
+    if len(set(lengths.values())) > 1:
+        shown = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise ValueError(f"{part}: columns of different lengths ({shown})")
+    rows = [
+        {leaf: value for leaf, value in zip(leaves, values, strict=True) if value is not None and value != ""}
+        for values in zip(*leaves.values(), strict=True)
+    ]
+    return [row for row in rows if row.keys() & {"text", "image"}]
+
+
+def _id_of(target: Mapping[str, Any]) -> str:
+    """Equal for equal targets, so that none of them is taken for a negative of the other."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in (target.get("text"), target.get("image")):
+        digest.update(part if isinstance(part, bytes) else str(part).encode())
+        digest.update(b"\0")
+    return digest.hexdigest()
+
+
+class RowRecords(Records):
+    """Records that are rows, by number.
+
+    Args:
+        config: the source.
+        open_rows: opens it. It is opened again in each process that the records are sent to.
+        folder: that paths of pictures are relative to.
+        need_rationale, pictures, progress, on_bad: see `rge.data.sources.RecordFile`.
+
+    Raises:
+        RecordError: it cannot be opened, has no rows, or records that break the format.
+    """
+
+    def __init__(
+        self,
+        config: RecordsConfig,
+        open_rows: "Opener",
+        *,
+        need_rationale: bool = False,
+        pictures: PictureIndex | None = None,
+        progress: bool = False,
+        on_bad: str = "stop",
+    ):
+        self.name, self.config, self._open_rows = config.label, config, open_rows
+        self._open: tuple[Rows, Columns, Path] | None = None
+        self._numbers = self._check(self._read(need_rationale, pictures, progress), on_bad)
+        self.size = len(self._numbers)
+
+    def _opened(self) -> "tuple[Rows, Columns, Path]":
+        if self._open is None:
+            self._open = self._open_rows(self.config)
+        return self._open
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the data set: others open it themselves."""
+        return {**self.__dict__, "_open": None}
+
+    def _read(self, need_rationale: bool, pictures: PictureIndex | None, progress: bool) -> Iterator[Scanned]:
+        folder = self._opened()[2]
+        if pictures is not None:
+            pictures = _ButBytes(pictures)
+        for number, record, problems in self._light_records(progress):
+            if record is not None:
+                problems = faults_of(record, need_rationale, folder, pictures)
+            yield Scanned(number, number, None if record is None else record.id, problems)
+
+    def _light_records(self, progress: bool = False) -> Iterator[tuple[int, Record | None, list[str]]]:
+        """Number, record without its pictures' bytes, or what is wrong with it."""
+        rows, columns, _ = self._opened()
+        with progress_bar(
+            total=len(rows), desc=f"checking {self.name}", disable=not progress or len(rows) < 1_000_000
+        ) as bar:
+            for start in range(0, len(rows), AT_ONCE):
+                numbers = range(start, min(start + AT_ONCE, len(rows)))
+                found = (
+                    rows.without_pictures(start, numbers.stop)
+                    if isinstance(rows, ArrowRows)
+                    else map(rows.__getitem__, numbers)
+                )
+                for number, row in zip(numbers, found, strict=True):
+                    yield number, *parsed(columns, row, number)
+                bar.update(len(numbers))
+
+    def _named(self) -> Iterator[tuple[int, int, str]]:
+        for number, record, _ in self._light_records():
+            if record is not None:
+                yield number, number, record.id
+
+    def __getitem__(self, index: int) -> Record:
+        """The record of a row.
+
+        Raises:
+            RecordError: the data set has changed since it was opened, or is gone.
+        """
+        number = int(self._numbers[index])
+        rows, columns, folder = self._opened()
+        found, problems = parsed(columns, rows[number], number)
+        if found is None:
+            raise RecordError(
+                f"{self.name} has changed since this run opened it: row {number} is no record any more: {'; '.join(problems)}"
+            )
+        return absolute(found, folder)
+
+    def place(self, index: int) -> int:
+        """Number of its row."""
+        return int(self._numbers[index])
+
+    def texts(self) -> list[str]:
+        """Every text of every record that is good, without repeats."""
+        kept = set(self._numbers.tolist())
+        found = (
+            record for number, record, _ in self._light_records() if record is not None and number in kept
+        )
+        return list(dict.fromkeys(text for record in found for text in texts_of(record)))
+
+
+class Opener(Protocol):
+    """Opens a source; a function of a module, so that it can be sent to other processes."""
+
+    def __call__(self, config: RecordsConfig) -> tuple[Rows, Columns, Path]:
+        """Its rows, how they become records, and the folder that paths of pictures are relative to."""
+
+
+class _ButBytes(PictureIndex):
+    """Pictures that are bytes in the data set are there."""
+
+    def __init__(self, others: PictureIndex):
+        super().__init__()
+        self._others = others
+
+    def fault(self, ref: str) -> str | None:
+        return None if ref.endswith(PRESENT) else self._others.fault(ref)
+
+
+def parsed(columns: Columns, row: Mapping[str, Any], number: int | str) -> tuple[Record | None, list[str]]:
+    """A row's record, or None and what is wrong with it."""
+    try:
+        return Record.model_validate(columns.record(row, number)), []
+    except ValidationError as error:
+        return None, problems_of(error)
+    except ValueError as error:
+        return None, [str(error)]

@@ -1,0 +1,275 @@
+"""Train on a data set that is read while training: in parts, in a random order, exactly again after a resume.
+
+A stream has shards, such as files. Every data worker of every process is a reader with shards of its own, as long as there
+are enough of them; of a shard that several share, each takes every so many-th row:
+
+    epoch e: shards in a random order --dealt out--> reader --rows, a buffer at a time, in random order--> records 0, 1, ...
+
+Which row is a reader's n-th follows from the seed and n alone. So a position is a number: after a resume whole shards are
+passed over unread, and within one the rows before.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rge.common.images import PictureIndex
+from rge.common.schema import Record
+from rge.config import RecordsConfig, SourceConfig
+from rge.data.rows import Columns, parsed
+from rge.data.sources import BrokenRecord, RecordError, Records, absolute, faults_of
+
+BATCH = 64
+"""Rows that are read at once."""
+
+
+class Stream(Records):
+    """A source whose records are known only when they come.
+
+    Opening it reads one record. Records are checked when they are drawn.
+
+    Args:
+        config: the source.
+        open_stream: opens it: a ``datasets.IterableDataset`` of tables, how its rows become records, and the folder that paths
+            of pictures are relative to. It is opened again in each process.
+        need_rationale: every positive must have an oracle rationale.
+        pictures: looks whether the pictures of the first record are there.
+        seed: of the order.
+        notes: file in which readers note how many rows a shard has, so that whoever starts again need not read it to know.
+            Without, or without the file, it is read.
+
+    Raises:
+        RecordError: it cannot be opened, is empty, or its first record breaks the format.
+    """
+
+    size = None
+
+    def __init__(
+        self,
+        config: SourceConfig,
+        open_stream: Callable[[RecordsConfig], tuple[Any, Columns, Path]],
+        *,
+        need_rationale: bool = False,
+        pictures: PictureIndex | None = None,
+        seed: int = 0,
+        notes: Path | None = None,
+    ):
+        self.name, self.config, self.bad = config.label, config, []
+        self.need_rationale, self.seed, self.notes = need_rationale, seed, notes
+        self._open_stream = open_stream
+        self._open: tuple[Any, Columns, Path] | None = None
+        stream, columns, folder = self.opened()
+        row = next((table.to_pylist()[0] for table in stream.iter(batch_size=1)), None)
+        if row is None:
+            raise RecordError(f"training records {self.name}: there is none")
+        record, problems = parsed(columns, row, "0:0")
+        if record is not None:
+            problems = faults_of(absolute(record, folder), need_rationale, folder, pictures)
+        if problems:
+            raise RecordError(
+                f"training records break the format, the first one already:\n{self.name}:0:0: "
+                + "; ".join(problems)
+            )
+
+    def opened(self) -> tuple[Any, Columns, Path]:
+        """The stream, how its rows become records, and the folder that paths are relative to."""
+        if self._open is None:
+            self._open = self._open_stream(self.config)
+        return self._open
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the data set: others open it themselves."""
+        return {**self.__dict__, "_open": None}
+
+    def __getitem__(self, index: int) -> Record:
+        """Only a reader knows which that is."""
+        raise TypeError(f"{self.name} is a stream: read it by `reader`")
+
+    def place(self, index: int) -> str:
+        """Likewise."""
+        raise TypeError(f"{self.name} is a stream: read it by `reader`")
+
+    def texts(self) -> list[str]:
+        """They have no known end."""
+        raise TypeError(f"{self.name} is a stream, whose texts have no known end")
+
+    def _named(self) -> Iterator[tuple[int, int, str]]:
+        raise TypeError(f"{self.name} is a stream")
+
+    def reader(self, number: int, of: int) -> "Reader":
+        """One of so many that together read every row once an epoch."""
+        return Reader(self, number, of)
+
+
+class Reader(Records):
+    """A reader's records by number, which are asked for in ascending order.
+
+    Args:
+        stream: what is read.
+        number: of this reader.
+        of: how many there are.
+    """
+
+    size = None
+
+    def __init__(self, stream: Stream, number: int, of: int):
+        self.stream, self.name, self.bad = stream, stream.name, []
+        self._dataset, self._columns, self._folder = stream.opened()
+        self._shards = self._dataset.num_shards
+        # As many groups of readers as the shards can be dealt out to evenly; a group shares its shards row by row.
+        groups = max(n for n in range(1, of + 1) if of % n == 0 and self._shards % n == 0)
+        self._group, self._groups = number % groups, groups
+        self._turn, self._turns = number // groups, of // groups
+        self._number = number
+        self._lengths = _noted(stream.notes, stream.config.key)
+        self._blocks: Iterator[tuple[int, list[tuple[str, Mapping[str, Any]]]]] | None = None
+        self._first, self._block = 0, list[tuple[str, Mapping[str, Any]]]()
+
+    def __getitem__(self, index: int) -> Record:
+        """The record with that number.
+
+        Raises:
+            BrokenRecord: it breaks the format.
+            RecordError: the stream cannot be read on, or has changed.
+        """
+        place, row = self._row(index)
+        record, problems = parsed(self._columns, row, place)
+        if record is not None:
+            problems = faults_of(record, self.stream.need_rationale)
+        if record is None or problems:
+            raise BrokenRecord(f"{'; '.join(problems)}")
+        return absolute(record, self._folder)
+
+    def place(self, index: int) -> str:
+        """Shard and row."""
+        return self._row(index)[0]
+
+    def instead_of(self, index: int) -> range:
+        """What is in the buffer with it."""
+        self._row(index)
+        return range(self._first, self._first + len(self._block))
+
+    def texts(self) -> list[str]:
+        """They have no known end."""
+        raise TypeError(f"{self.name} is a stream, whose texts have no known end")
+
+    def _named(self) -> Iterator[tuple[int, int, str]]:
+        raise TypeError(f"{self.name} is a stream")
+
+    def _row(self, index: int) -> tuple[str, Mapping[str, Any]]:
+        if self._blocks is None or index < self._first:
+            self._blocks, self._first, self._block = self._blocks_from(index), 0, []
+        while index >= self._first + len(self._block):
+            self._first, self._block = next(self._blocks)
+        return self._block[index - self._first]
+
+    def _blocks_from(self, index: int) -> Iterator[tuple[int, list[tuple[str, Mapping[str, Any]]]]]:
+        """Number of the first record of a buffer, and the buffer; the first one holds `index`."""
+        size = self.stream.config.shuffle_buffer
+        begins, epoch = 0, 0
+        while True:
+            mine = self._mine_of_epoch(epoch)
+            if mine and begins + mine <= index:
+                begins, epoch = begins + mine, epoch + 1
+                continue
+            done = max(0, (index - begins) // size) * size
+            block: list[tuple[str, Mapping[str, Any]]] = []
+            number = done // size
+            for one in self._rows(epoch, done):
+                block.append(one)
+                if len(block) == size:
+                    yield begins + number * size, self._mixed(block, epoch, number)
+                    block, number = [], number + 1
+            if block:
+                yield begins + number * size, self._mixed(block, epoch, number)
+            mine = self._mine_of_epoch(epoch)  # all shards are known now
+            assert mine is not None
+            if not mine:
+                raise RecordError(
+                    f"{self.name} has fewer rows than readers (processes times data.num_workers): launch fewer, or set "
+                    "streaming: false"
+                )
+            begins, epoch = begins + mine, epoch + 1
+
+    def _mixed(self, block: list[Any], epoch: int, number: int) -> list[Any]:
+        chance = np.random.default_rng([self.stream.seed, _MIXED, self._number, epoch, number])
+        return [block[place] for place in chance.permutation(len(block))]
+
+    def _order(self, epoch: int) -> list[int]:
+        """This reader's shards, in the order of an epoch."""
+        order = np.random.default_rng([self.stream.seed, _SHARDS, epoch]).permutation(self._shards)
+        return order[self._group :: self._groups].tolist()
+
+    def _mine_of_epoch(self, epoch: int) -> int | None:
+        """How many rows of an epoch are this reader's; None while a shard's length is unknown."""
+        lengths = [self._lengths.get(shard) for shard in self._order(epoch)]
+        if None in lengths:
+            return None
+        return len(range(self._turn, sum(length for length in lengths if length is not None), self._turns))
+
+    def _rows(self, epoch: int, done: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """This reader's rows of an epoch, but for the first `done`, with their places."""
+        next_one = self._turn + done * self._turns  # counted over the rows of all shards of the group
+        begins = 0
+        for shard in self._order(epoch):
+            length = self._lengths.get(shard)
+            if length is not None and begins + length <= next_one:
+                begins += length
+                continue
+            row = 0
+            for table in self._tables(shard):
+                while next_one < begins + row + table.num_rows:
+                    place = next_one - begins - row
+                    yield f"{shard}:{row + place}", table.slice(place, 1).to_pylist()[0]
+                    next_one += self._turns
+                row += table.num_rows
+            self._note(shard, row)
+            begins += row
+
+    def _tables(self, shard: int) -> Iterator[Any]:
+        try:
+            yield from self._dataset.shard(num_shards=self._shards, index=shard).iter(batch_size=BATCH)
+        except Exception as error:  # noqa: BLE001 - the library raises what its readers, and the network's, run into
+            raise RecordError(
+                f"the stream {self.name} cannot be read on, in shard {shard}: {type(error).__name__}: {error}; start the same "
+                "command again to go on"
+            ) from error
+
+    def _note(self, shard: int, rows: int) -> None:
+        known = self._lengths.get(shard)
+        if known == rows:
+            return
+        if known is not None:
+            raise RecordError(
+                f"{self.name} has changed since this run began: its shard {shard} had {known} rows and has {rows}; name a "
+                "revision, and begin again under another out="
+            )
+        self._lengths[shard] = rows
+        if self.stream.notes is not None:
+            self.stream.notes.parent.mkdir(parents=True, exist_ok=True)
+            with self.stream.notes.open("a", encoding="utf-8") as notes:
+                notes.write(
+                    json.dumps({"stream": self.stream.config.key, "shard": shard, "rows": rows}) + "\n"
+                )
+
+
+_SHARDS, _MIXED = 0x5A4D, 0x313D
+"""Separate what a seed decides here from what it decides elsewhere."""
+
+
+def _noted(notes: Path | None, key: str | None) -> dict[int, int]:
+    """Lengths of shards that somebody has read to their end."""
+    found: dict[int, int] = {}
+    if notes is None or not notes.is_file():
+        return found
+    for line in notes.read_text(encoding="utf-8").splitlines():
+        try:
+            note = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # cut by a kill: that shard is read again
+        if note["stream"] == key:
+            found[note["shard"]] = note["rows"]
+    return found

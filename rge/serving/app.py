@@ -280,7 +280,7 @@ async def _invalid(_: Request, error: Exception) -> Response:
     if first["type"] == "json_invalid":
         return answer_of(Refusal(400, f"the body is no JSON: {first['ctx']['error']}", "invalid_json"))
     message = first["msg"].removeprefix("Value error, ")
-    if not loc and first["type"] in ("both", "string_unicode", "invalid_key"):
+    if not loc and first["type"] in ("value_error", "string_unicode"):
         return answer_of(Refusal(400, message, first["type"]))
     if not loc:
         return answer_of(

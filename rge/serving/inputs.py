@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 from PIL import Image, UnidentifiedImageError
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
 
 from rge.common.images import ImageError, load_image
 from rge.common.schema import Item
@@ -75,17 +74,13 @@ class Asked(_Strict):
     @classmethod
     def _texts(cls, value: Any) -> Any:
         if isinstance(value, list) and value and all(isinstance(one, int | list) for one in value):
-            raise PydanticCustomError(
-                "tokens", "must be texts: ids of another model's tokens mean nothing here"
-            )
+            raise ValueError("must be texts: ids of another model's tokens mean nothing here")
         return value
 
     @model_validator(mode="after")
     def _one_of_both(self) -> "Asked":
         if (self.input is None) == (self.messages is None):
-            raise PydanticCustomError(
-                "both", "give input (texts) or messages (texts and pictures), and not both"
-            )
+            raise ValueError("give input (texts) or messages (texts and pictures), and not both")
         return self
 
 

@@ -35,7 +35,7 @@ def serve(options: ServeOptions) -> int:
     if options.exact and options.engine == "vllm":
         raise UserError("exact=true computes every state alone, which vLLM does not do: use engine=own")
     if options.index is not None and find_spec("lancedb") is None:
-        raise UserError("index= needs LanceDB: pip install 'rge[index]'")
+        raise UserError("index= needs LanceDB: pip install 'rge[search]'")
     if options.max_inputs > options.max_queue:
         raise UserError(
             f"max_inputs={options.max_inputs} is more than max_queue={options.max_queue} lets in at once"
@@ -64,7 +64,7 @@ def load(options: ServeOptions, key: str | None = None) -> Service:
     embedder.exact = options.exact
     index = None
     if options.index is not None:
-        from rge.index.store import Index  # of the extra `index`
+        from rge.index.store import Index  # of the extra `search`
 
         index = Index.open(options.index)
         index.check(options.checkpoint, embedder.checkpoint_hash)

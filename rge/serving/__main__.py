@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.options import parse_options
+from rge.serving.address import bound
 from rge.serving.options import ServeOptions
 
 
@@ -14,9 +15,10 @@ def main(words: list[str]) -> int:
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
     if missing:
         raise UserError(f"rge serve needs {', '.join(missing)}: pip install 'rge[serve]'")
-    from rge.serving.process import serve  # after --help, which needs none of it
+    with bound(options) as listener:
+        from rge.serving.process import serve  # after --help, which needs none of it
 
-    return serve(options)
+        return serve(options, listener)
 
 
 if __name__ == "__main__":

@@ -19,18 +19,23 @@ import uvicorn
 from rge.calls.keys import read_key
 from rge.common.errors import UserError
 from rge.embedder import Embedder
+from rge.serving.address import cannot_listen
 from rge.serving.app import Service
 from rge.serving.options import ServeOptions
 
 
-def serve(options: ServeOptions) -> int:
+def serve(options: ServeOptions, listener: socket.socket) -> int:
     """Load the checkpoint and answer requests until a signal ends it.
+
+    Args:
+        options: of the command.
+        listener: bound to its address.
 
     Returns:
         Exit code: 0 after SIGTERM, 130 after Ctrl-C; 1 where requests were given up.
 
     Raises:
-        UserError: an address that cannot be had, no checkpoint, no key, or an index of another checkpoint.
+        UserError: no checkpoint, no key, or an index of another checkpoint.
     """
     if options.exact and options.engine == "vllm":
         raise UserError("exact=true computes every state alone, which vLLM does not do: use engine=own")
@@ -43,9 +48,8 @@ def serve(options: ServeOptions) -> int:
     key = None if options.key_env is None else read_key("rge serve", options.key_env)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     _more_files()
-    with _bound(options) as listener:  # before the model is loaded: a wrong one shows at once
-        service = load(options, key)
-        return asyncio.run(Process(service, options, listener).run())
+    service = load(options, key)
+    return asyncio.run(Process(service, options, listener).run())
 
 
 def load(options: ServeOptions, key: str | None = None) -> Service:
@@ -71,33 +75,6 @@ def load(options: ServeOptions, key: str | None = None) -> Service:
     service = Service(embedder, options, key=key, index=index)
     service.start()
     return service
-
-
-def _bound(options: ServeOptions) -> socket.socket:
-    try:
-        found = socket.getaddrinfo(
-            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        family, kind, protocol, _, address = found[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise UserError(
-            f"host={options.host} is no address to listen on: {error.strerror or error}"
-        ) from None
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise _cannot_listen(options, error) from None
-    return listener
-
-
-def _cannot_listen(options: ServeOptions, error: OSError) -> UserError:
-    return UserError(
-        f"cannot listen on {options.host}:{options.port}: {error.strerror or error}; give another port=, or port=0 for a "
-        "free one"
-    )
 
 
 def _more_files() -> None:
@@ -163,7 +140,7 @@ class Process:
         try:
             await self._uvicorn.serve([self._listener])
         except OSError as error:
-            raise _cannot_listen(self._options, error) from None
+            raise cannot_listen(self._options, error) from None
         gave_up = self._gave_up
         self._service.stop()
         self._service.batches.join(5)

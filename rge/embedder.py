@@ -120,9 +120,8 @@ class Embedder:
         model = EmbeddingModel(backbone)
         if engine == "own":
             return cls(model.to(device), builder, folder, settings)
-        settings["engine"] = engine
         states = _vllm(model.eval(), folder, device, settings, vllm_memory, vllm_rows)
-        return cls(model, builder, folder, settings, states)
+        return cls(model, builder, folder, settings | {"engine": states.name}, states)
 
     @property
     def size(self) -> int:

@@ -28,6 +28,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 import torch
+import vllm
 from torch import Tensor, nn
 from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.config import get_layers_from_vllm_config
@@ -80,10 +81,15 @@ class VllmStates:
         batch_size: rows at once.
         memory: share of a GPU's memory for the engine; a CPU's cache has ``VLLM_CPU_KVCACHE_SPACE`` GiB.
 
+    Attributes:
+        name: with vLLM's version, for what is computed with it.
+
     Raises:
         ValueError: vLLM cannot hold such a model, or not in that much memory.
         RuntimeError: likewise.
     """
+
+    name = f"vllm {vllm.__version__}"
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Rationales written by vLLM: `rollout.backend=vllm`.
 
-vLLM gives tokens and no states. The state at ``<emb>``, and everything that is trained on, comes from our own forward over the
-ids that it wrote, exactly as for a rationale that is used again.
+Only tokens are taken from vLLM. The state at ``<emb>``, and everything that is trained on, comes from our own forward over the
+ids that it wrote, exactly as for a rationale that is used again. (`rge.rollout.vllm_states` is for finished checkpoints.)
 """
 
 import time

@@ -2,20 +2,29 @@
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from family_models import build
 
+from eval.commands.run import RunOptions, run
+from eval.models.registry import load_model
 from rge import embedder as embedder_module
 from rge.checkpoints.export import export, settings_of
+from rge.common.errors import UserError
 from rge.embedder import Embedder
 from rge.model.backbone import BackboneError, load_backbone
 from rge.model.embedding_model import EmbeddingModel
 from rge.rollout.writer import sample_seeds
 
 with_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+ROOT = Path(__file__).resolve().parents[2]
 CAP = 12
 
 
@@ -113,7 +122,8 @@ def test_rationales_and_states_are_those_of_our_own_engine(ours, vllm, asked):
     assert vllm.engine.num_cached > 0.3 * vllm.engine.num_asked
     assert_same(vllm.encode_query(*asked, mode="direct"), ours.encode_query(*asked, mode="direct"))
     assert_same(vllm.encode_document(*asked), ours.encode_document(*asked))
-    assert vllm.settings["engine"] == "vllm"
+    assert vllm.settings["engine"].startswith("vllm 0.")
+    assert "engine" not in ours.settings
 
 
 @with_vllm
@@ -170,3 +180,57 @@ def test_a_wider_checkpoint_than_the_engine_holds_is_said(checkpoint, tmp_path):
     assert settings["max_prompt_tokens"] == 512
     with pytest.raises(BackboneError, match="engine=vllm: vLLM does not start with vllm_memory=0.8"):
         Embedder.from_pretrained(checkpoint, engine="vllm", max_new_tokens=10**7)
+
+
+@with_vllm
+@pytest.mark.vllm
+@pytest.mark.parametrize("checkpoint", ["qwen2_5_vl"], indirect=True)
+def test_evaluations_with_vllm_rank_as_with_our_own_engine(checkpoint, tmp_path):
+    ran = {}
+    for engine in ("own", "vllm"):
+        for command, words in (("run", ["query_mode=reasoning,direct"]), ("budget", ["k=2", "gate=0.5"])):
+            out = tmp_path / engine / command
+            words = [
+                *words,
+                f"checkpoint={checkpoint}",
+                f"set={ROOT}/data_prep/demo/data/test",
+                f"out={out}",
+                "limit=10",
+            ]
+            done = subprocess.run(
+                [sys.executable, "-m", "rge", "eval", command, *words, f"engine={engine}", "report=false"],
+                env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        ran[engine] = {
+            name: pd.read_parquet(tmp_path / engine / name / "per_query.parquet")
+            for name in (
+                "run/reasoning-both",
+                "run/direct-both",
+                "budget/reasoning",
+                "budget/direct",
+                "budget/mean-2",
+            )
+        }
+        ran[engine]["settings"] = json.loads(
+            (tmp_path / engine / "run/direct-both/results.json").read_text()
+        )["settings"]
+    for name in ("run/reasoning-both", "run/direct-both", "budget/reasoning", "budget/direct"):
+        pd.testing.assert_frame_equal(
+            ran["own"][name][["query_id", "rationale", "first_hit_rank"]], ran["vllm"][name][["query_id", "rationale", "first_hit_rank"]]
+        )  # fmt: skip
+    assert len(ran["vllm"]["budget/mean-2"]) == 10
+    assert ran["vllm"]["settings"]["engine"].startswith("vllm ")
+    assert "engine" not in ran["own"]["settings"]
+
+
+def test_engine_vllm_is_for_our_checkpoints_and_computes_no_row_alone(lively_path, tmp_path):
+    checkpoint = exported(tmp_path / "final", lively_path)
+    with pytest.raises(UserError, match="engine=vllm is for checkpoints of rge, and .* is asked as qwen-vl"):
+        load_model(checkpoint, adapter="qwen-vl", engine="vllm")
+    set_dir = ROOT / "data_prep/demo/data/test"
+    options = RunOptions(
+        checkpoint=checkpoint, set=set_dir, out=tmp_path / "out", engine="vllm", exact=True, limit=2
+    )
+    with pytest.raises(UserError, match="exact=true embeds every item alone"):
+        run(options, load=lambda name, **asked: Embedder.from_pretrained(name))

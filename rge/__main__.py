@@ -20,6 +20,7 @@ COMMANDS = {
     "embed": ("rge.index.embed", "embed a folder or a table of pictures and texts"),
     "index": ("rge.index", "make an index of a folder or a table, or bring one up to date"),
     "search": ("rge.index.search", "ask an index"),
+    "explore": ("rge.explore", "a local page: ask, watch the model write, change its words"),
     "diagnose": ("rge.diagnose", "whether a checkpoint's rationales matter, leak, or depend on the batch"),
     "eval": ("eval", "evaluate, compare and report"),
     "serve": ("rge.serving", "answer requests for embeddings, rationales and search over HTTP"),

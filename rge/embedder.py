@@ -24,11 +24,12 @@ from torch import Tensor
 
 from rge.checkpoints.export import CheckpointError, checkpoint_hash, read_settings
 from rge.common.commands import progress_bar
+from rge.common.errors import UserError
 from rge.common.images import fetch_picture
 from rge.common.schema import Encoded, ImageRef, Item
 from rge.model.backbone import BackboneError, collapsed_ids, load_backbone
 from rge.model.embedding_model import EmbeddingModel
-from rge.model.packing import Branch
+from rge.model.packing import Branch, by_length
 from rge.model.prompts import Prompt, PromptBuilder
 from rge.rollout.generate import generate
 
@@ -127,6 +128,14 @@ class Embedder:
     def size(self) -> int:
         """Components of an embedding."""
         return self.model.model.config.get_text_config().hidden_size
+
+    def check_dimensions(self, dimensions: int | None) -> None:
+        """Raise `UserError` where embeddings cannot be cut to so many components."""
+        if dimensions is not None and dimensions not in self.sizes:
+            raise UserError(
+                f"dimensions must be one of {', '.join(map(str, self.sizes))}, the sizes this checkpoint was trained for, "
+                f"got {dimensions}"
+            )
 
     @property
     def sizes(self) -> list[int]:
@@ -304,24 +313,18 @@ class Embedder:
         """The leading components of embeddings (N, D), of unit norm again.
 
         Raises:
-            ValueError: a size that the checkpoint was not trained for.
+            UserError: a size that the checkpoint was not trained for.
         """
+        self.check_dimensions(dimensions)
         if dimensions is None or dimensions == self.size:
             return vectors
-        if dimensions not in self.sizes:
-            raise ValueError(
-                f"dimensions must be one of {', '.join(map(str, self.sizes))}, the sizes this checkpoint was trained for, "
-                f"got {dimensions}"
-            )
         vectors = vectors[:, :dimensions]
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
     def _answer(
         self, items, side, mode, single, dimensions, return_rationales, as_tensor, batch_size, seeds, progress
     ):  # fmt: skip
-        self.cut(
-            np.ones((1, self.size), np.float32), dimensions
-        )  # a wrong size shows before anything is embedded
+        self.check_dimensions(dimensions)
         if progress is None:
             progress = len(items) > 4 * batch_size and sys.stderr.isatty()
         with progress_bar(total=len(items), disable=not progress, unit="item") as bar:
@@ -449,6 +452,27 @@ class Embedder:
             )
             for rationale, state, ms in zip(rationales, states, read_ms, strict=True)
         ]
+
+    @torch.no_grad()
+    def encode_after(
+        self, prompts: Sequence[Prompt], rationales: Sequence[Sequence[int]], *, batch_size: int = 64
+    ) -> np.ndarray:
+        """Embeddings (N, D) of prompts after given rationales, whoever wrote them.
+
+        Args:
+            prompts: of `builder`.
+            rationales: token ids, without ``<emb>``; empty ones are what direct mode reads.
+            batch_size: rows a forward.
+        """
+        lengths = [
+            len(prompt) + len(rationale) for prompt, rationale in zip(prompts, rationales, strict=True)
+        ]
+        found = np.empty((len(prompts), self.size), np.float32)
+        for rows in by_length(lengths, batch_size):
+            branches = [[Branch([*rationales[row], self.model.emb_id], read_state=True)] for row in rows]
+            packed = self.model.pack([prompts[row] for row in rows], branches)
+            found[rows] = self.model(packed)[0].state_ND.float().cpu().numpy()
+        return found
 
     @torch.no_grad()
     def _state(self, prompt: Prompt, ids: Sequence[int]) -> tuple[Tensor, float]:

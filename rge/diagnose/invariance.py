@@ -15,7 +15,6 @@ from torch import Tensor
 from rge.common.schema import Item
 from rge.config import RolloutConfig
 from rge.diagnose.pairs import Pairs
-from rge.diagnose.sensitivity import after
 from rge.embedder import Embedder, Encoded
 from rge.model.backbone import load_plain
 from rge.model.families import family_of, normalised
@@ -116,7 +115,7 @@ def _by_vllm(encoder: Embedder, items: Sequence[Item], batch_size: int) -> Encod
     written = vllm.generate(prompts)
     ids = [list(rationale.ids) for rationale in written]
     return Encoded(
-        embeddings=after(encoder, prompts, ids, batch_size),
+        embeddings=encoder.encode_after(prompts, ids, batch_size=batch_size),
         rationales=[encoder.builder.decode(row) for row in ids],
         num_rationale_tokens=np.array([len(row) for row in ids]),
         stop_reasons=["forced" if rationale.forced else "emb" for rationale in written],

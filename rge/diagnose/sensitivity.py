@@ -11,8 +11,6 @@ import torch
 
 from rge.diagnose.pairs import Pairs, elsewhere, hits, interval
 from rge.embedder import Embedder
-from rge.model.packing import Branch, by_length
-from rge.model.prompts import Prompt
 from rge.rollout.generate import generate
 
 
@@ -49,7 +47,9 @@ def sensitivity(encoder: Embedder, pairs: Pairs, *, batch_size: int, seed: int =
     candidate_CD = encoder.encode(
         pairs.candidates, side="candidate", mode="direct", batch_size=batch_size
     ).embeddings
-    states = {name: after(encoder, prompts, rows, batch_size) for name, rows in conditions.items()}
+    states = {
+        name: encoder.encode_after(prompts, rows, batch_size=batch_size) for name, rows in conditions.items()
+    }
     own_QD = states["own"]
     own_hits = hits(own_QD, candidate_CD, pairs.right_QC)
     best_Q = (own_QD @ candidate_CD.T).argmax(axis=1)
@@ -71,21 +71,6 @@ def sensitivity(encoder: Embedder, pairs: Pairs, *, batch_size: int, seed: int =
         "distinct_rationales": len({tuple(row) for row in ids}),
         "verdict": verdict(found),
     }
-
-
-@torch.no_grad()
-def after(
-    encoder: Embedder, prompts: list[Prompt], rationales: list[list[int]], batch_size: int
-) -> np.ndarray:
-    """Embeddings (Q, D) of prompts after given rationales."""
-    embedder = encoder.model
-    lengths = [len(prompt) + len(rationale) for prompt, rationale in zip(prompts, rationales, strict=True)]
-    found = np.empty((len(prompts), encoder.model.model.config.get_text_config().hidden_size), np.float32)
-    for rows in by_length(lengths, batch_size):
-        branches = [[Branch([*rationales[row], embedder.emb_id], read_state=True)] for row in rows]
-        packed = embedder.pack([prompts[row] for row in rows], branches)
-        found[rows] = embedder(packed)[0].state_ND.float().cpu().numpy()
-    return found
 
 
 def verdict(conditions: dict[str, Any]) -> str:

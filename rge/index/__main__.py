@@ -95,6 +95,7 @@ def opened(asked: IndexOptions) -> "tuple[Index, Embedder]":
         if asked.checkpoint is None:
             raise SearchIndexError(f"there is no index at {asked.out} yet: give checkpoint=... to make one")
         embedder = Embedder.from_pretrained(asked.checkpoint)
+        embedder.check_dimensions(asked.dimensions)
         index = Index.create(
             asked.out,
             checkpoint=remembered(asked.checkpoint),

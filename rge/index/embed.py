@@ -61,6 +61,7 @@ def embed(asked: EmbedOptions, source: Source, parts: Path) -> int:
     from rge.index.reading import Reader, Unreadable
 
     embedder = Embedder.from_pretrained(asked.checkpoint)
+    embedder.check_dimensions(asked.dimensions)
     reader = Reader(
         embedder,
         side=asked.side,

@@ -26,7 +26,7 @@ def main(words: list[str]) -> int:
     asked = parse_options(
         SearchOptions, positional(words, "index", "question"), 'rge search INDEX "question"'
     )
-    if asked.question is None and asked.image is None:
+    if not (asked.question or "").strip() and asked.image is None:
         raise UserError('give a question, image=..., or both: rge search INDEX "question" image=x.png')
     from rge.embedder import Embedder
     from rge.index.store import Index

@@ -342,6 +342,12 @@ class Index:
             found.append(sorted(hits, key=lambda hit: (-hit.score, hit.source, hit.id)))
         return found
 
+    def sample(self, count: int) -> list[tuple[str, str, bool]]:
+        """Source and id of some rows, and whether each has a picture: the first ones."""
+        with _in_words(self.uri):
+            rows = self._table.search().select(["source", "id", "image"]).limit(count).to_list()
+        return [(row["source"], row["id"], row["image"] is not None) for row in rows]
+
     def picture(self, source: str, id: str) -> tuple[str | None, bytes | None]:  # noqa: A002
         """A row's picture and its small copy; None where there is none.
 

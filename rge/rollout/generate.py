@@ -81,6 +81,7 @@ def generate(
     encoded: EncodedPrompts | None = None,
     places: Sequence[int] | None = None,
     margins: bool = False,
+    on_token: Callable[[int, int], object] | None = None,
 ) -> list[Rationale]:
     """Write rationales for every prompt.
 
@@ -99,6 +100,8 @@ def generate(
         encoded: keys and values of the prompts, where they are known already; read without gradient.
         places: where in `encoded` each prompt is; None where it holds exactly these in this order.
         margins: keep `Rationale.margin`.
+        on_token: called with a rationale's place in what is returned and its newest token, ``<emb>`` included, as it is
+            written; what it raises ends the writing.
 
     Returns:
         In the order of the prompts, `num_each` rationales of the first, then of the second ...
@@ -132,7 +135,12 @@ def generate(
             else:
                 known, known_at = encoded, [index if places is None else places[index] for index in chosen]
             repeated = [place for place in known_at for _ in range(num_each)]
-            batch = _generate_batch(embedder, known, repeated, max_new_tokens, temperature, uniform, margins)
+            told = (
+                None if on_token is None else (lambda place, token, rows=rows: on_token(rows[place], token))
+            )
+            batch = _generate_batch(
+                embedder, known, repeated, max_new_tokens, temperature, uniform, margins, told
+            )
             seconds = (time.perf_counter() - began) / len(rows)
             for row, (ids, forced, state, least) in zip(rows, batch, strict=True):
                 results[row] = Rationale(tuple(ids), forced, state, seconds, margin=least)
@@ -159,9 +167,10 @@ def _generate_batch(
     temperature: float,
     uniform_RL: Tensor | None,
     margins: bool,
+    on_token: Callable[[int, int], object] | None,
 ) -> list[tuple[list[int], bool, Tensor, float]]:
     """Continue the prompts at `places` of what was encoded: ids, whether `<emb>` was forced, state at it, margin."""
-    writing = _Writing(embedder, encoded, places, max_new_tokens, temperature, uniform_RL, margins)
+    writing = _Writing(embedder, encoded, places, max_new_tokens, temperature, uniform_RL, margins, on_token)
     writing.run()
     found = []
     least = [float("inf")] * len(places) if writing.margin_R is None else writing.margin_R.tolist()
@@ -183,7 +192,9 @@ class _Writing:
         temperature: float,
         uniform_RL: Tensor | None,
         margins: bool = False,
+        on_token: Callable[[int, int], object] | None = None,
     ):
+        self.on_token = on_token
         self.embedder, self.max_new_tokens, self.temperature = embedder, max_new_tokens, temperature
         model, device = embedder.model, embedder.device
         self.text, self.words, self.head = (
@@ -240,9 +251,11 @@ class _Writing:
                     warm = False
                     if not captured:
                         self._choose(chooses)
+                    self._tell()
                     continue
             if not captured:
                 self._choose(chooses)
+            self._tell()
             warm = True
 
     def _read(self) -> None:
@@ -281,6 +294,15 @@ class _Writing:
             self.token_B.copy_(token_B.masked_fill(self.done_B, emb_id))
             self.written_RL.index_put_((self.row_B, self.step_1), self.token_B)
         self.step_1 += 1
+
+    def _tell(self) -> None:
+        """Hand on the tokens just chosen, of rows that are being written."""
+        if self.on_token is not None:
+            for row, token, done in zip(
+                self.row_B.tolist(), self.token_B.tolist(), self.done_B.tolist(), strict=True
+            ):
+                if not done:
+                    self.on_token(row, token)
 
     def _whole_step(self) -> None:
         self._read()

@@ -138,7 +138,7 @@ def test_sensitivity_sees_that_a_rationale_matters(checkpoint, records):
     prompts = [encoder.builder.build(item, "query") for item in pairs.queries]
     written = generate(encoder.model, prompts, max_new_tokens=8, batch_size=7)
     # As sensitivity batches them, to the last bit: candidates of a random model are close to one another.
-    own = sensitivity.after(encoder, prompts, [list(row.ids) for row in written], 7)
+    own = encoder.encode_after(prompts, [list(row.ids) for row in written], batch_size=7)
     encoded = encoder.encode(pairs.queries, side="query", mode="reasoning").embeddings
     np.testing.assert_allclose(own, encoded, atol=1e-5)
     direct = encoder.encode(pairs.queries, side="query", mode="direct").embeddings
@@ -172,7 +172,7 @@ def test_sensitivity_sees_that_a_rationale_does_not_matter(checkpoint, records, 
     encoder = Embedder.from_pretrained(checkpoint)
     pairs = read_pairs(records, 24)
     direct = encoder.encode(pairs.queries, side="query", mode="direct").embeddings
-    monkeypatch.setattr(sensitivity, "after", lambda *args: direct)
+    monkeypatch.setattr(Embedder, "encode_after", lambda *args, **options: direct)
     found = sensitivity.sensitivity(encoder, pairs, batch_size=8)
     assert found["conditions"]["swapped"]["difference"] == (0.0, 0.0, 0.0)
     assert found["verdict"].startswith("no effect of the rationale is seen")

@@ -1,5 +1,6 @@
 """A headless Chromium for tests that look at pages."""
 
+import base64
 import json
 import os
 import select
@@ -71,7 +72,9 @@ class Chromium:
                 return answer["result"]
             self.events.append(answer)
 
-    def open(self, page: Path, width: int, height: int, *, dark: bool = False, script: bool = True) -> None:
+    def open(
+        self, page: Path | str, width: int, height: int, *, dark: bool = False, script: bool = True
+    ) -> None:
         self.events.clear()
         self.call("Emulation.setScriptExecutionDisabled", value=not script)
         self.call(
@@ -83,7 +86,7 @@ class Chromium:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Page.navigate", url=page.as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             self.events.append(self.receive())
 
@@ -91,6 +94,46 @@ class Chromium:
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
+
+    def until(self, expression: str, timeout_s: float = 60):
+        """The value of an expression as soon as it is true."""
+        end = time.monotonic() + timeout_s
+        while not (found := self.js(expression)):
+            assert time.monotonic() < end, f"not true within {timeout_s} s: {expression}"
+            time.sleep(0.05)
+        return found
+
+    def click(self, selector: str) -> None:
+        """Press the mouse in the middle of an element, as a person would: something in front of it gets the click."""
+        where = f"document.querySelector({json.dumps(selector)})"
+        self.js(f"{where}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
+        x, y = self.js(f"(r => [r.x + r.width / 2, r.y + r.height / 2])({where}.getBoundingClientRect())")
+        for kind in ("mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    def type(self, text: str) -> None:
+        """Type over what is in the field that has the focus."""
+        self.js("document.activeElement.select()")
+        self.call("Input.insertText", text=text)
+
+    def press_enter(self) -> None:
+        for kind in ("keyDown", "keyUp"):
+            self.call(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key="Enter",
+                code="Enter",
+                windowsVirtualKeyCode=13,
+                text="\r",
+            )
+
+    def upload(self, selector: str, path: Path) -> None:
+        root = self.call("DOM.getDocument")["root"]["nodeId"]
+        node = self.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
+        self.call("DOM.setFileInputFiles", files=[str(path)], nodeId=node)
+
+    def screenshot(self, path: Path) -> None:
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
     def complaints(self) -> list[dict]:
         bad = (

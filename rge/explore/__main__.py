@@ -1,0 +1,73 @@
+"""`rge explore`: a page on this machine, to look into a checkpoint.
+
+rge explore                       # the demo's checkpoint and its test drawings
+rge explore index=gallery         # an index of your own
+"""
+
+import socket
+import sys
+import threading
+import webbrowser
+from importlib.util import find_spec
+
+from rge.common.commands import start
+from rge.common.errors import UserError
+from rge.common.options import parse_options
+from rge.explore.options import ExploreOptions
+
+
+def main(words: list[str]) -> int:
+    """Listen until a signal ends it."""
+    asked = parse_options(ExploreOptions, words, "rge explore")
+    if missing := [name for name in ("fastapi", "lancedb", "uvicorn") if find_spec(name) is None]:
+        raise UserError(f"rge explore needs {', '.join(missing)}: pip install -e '.[explore]'")
+    listening = bound(asked.host, asked.port)  # before a model is loaded for nothing
+    import uvicorn
+
+    from rge.embedder import Embedder
+    from rge.explore.app import application
+    from rge.explore.explorer import Explorer, demo_examples, demo_gallery
+    from rge.index.store import Index
+
+    index = None if asked.index is None else Index.open(asked.index)
+    checkpoint = asked.checkpoint or ("demo" if index is None else index.about["checkpoint"])
+    embedder = Embedder.from_pretrained(checkpoint)
+    if index is None:
+        explorer = Explorer(embedder, demo_gallery(embedder), demo_examples())
+    else:
+        index.check(checkpoint, embedder.checkpoint_hash)
+        explorer = Explorer(embedder, index, [])
+    host, port = listening.getsockname()[:2]
+    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    print(f"{checkpoint}, {len(explorer.index)} items: {address}  (Ctrl-C ends it)", flush=True)  # noqa: T201
+    if asked.open:
+        threading.Timer(1, webbrowser.open, [address]).start()
+    config = uvicorn.Config(
+        application(explorer, asked.host), log_level="warning", timeout_graceful_shutdown=5
+    )
+    uvicorn.Server(config).run(sockets=[listening])
+    return 0
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket at the address.
+
+    Raises:
+        UserError: it is taken, or not this machine's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind, protocol)
+        if sys.platform != "win32":
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+        found.listen(128)
+    except OSError as error:
+        raise UserError(
+            f"cannot listen on {host}, port {port}: {error.strerror or error}; give another port="
+        ) from None
+    return found
+
+
+if __name__ == "__main__":
+    start(main)

@@ -1,0 +1,210 @@
+"""The page and its few routes. Nothing is loaded from elsewhere, and no text of a model or a user becomes markup."""
+
+import asyncio
+import base64
+import binascii
+import ipaddress
+import json
+from collections.abc import AsyncIterator
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from rge.common.errors import UserError
+from rge.explore.explorer import Explorer, StoppedError
+from rge.index.sources import thumbnail
+
+MOST_BYTES = 32 << 20
+"""A body above this is refused: a photo has some 5 MB, and a third more as text."""
+SHOWN_PX = 384
+STRIP = 60
+"""Pictures of an index that are offered to begin with."""
+KINDS = {"index.html": "text/html", "explore.js": "text/javascript", "explore.css": "text/css"}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data: blob:; object-src 'none'; base-uri 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Picture(_Body):
+    """Where a query's picture is: in the index, among the examples, or in the request."""
+
+    source: str | None = None
+    id: str | None = None
+    example: int | None = Field(default=None, ge=0)
+    data: str | None = None
+
+
+class Question(_Body):
+    """A query."""
+
+    question: str = Field(default="", max_length=20_000)
+    picture: Picture | None = None
+    rationale: str | None = Field(default=None, max_length=20_000)
+    k: int = Field(default=8, ge=1, le=100)
+
+
+class Other(_Body):
+    """The question that another one is wanted for."""
+
+    question: str = Field(default="", max_length=20_000)
+
+
+def application(explorer: Explorer, host: str) -> FastAPI:
+    """The page's server.
+
+    Args:
+        explorer: what answers.
+        host: address it listens on; where that is this machine's own, requests must name it, so that no web page can have
+            the browser ask under a name of its own.
+    """
+    app = FastAPI(openapi_url=None)
+    if _is_own(host):
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=["localhost", "127.0.0.1", "[::1]", host])
+
+    @app.middleware("http")
+    async def headers(request: Request, call_next: Any) -> Response:
+        answer: Response = await call_next(request)
+        answer.headers.update(HEADERS)
+        return answer
+
+    @app.exception_handler(ValueError)
+    async def wrong(_: Request, error: ValueError) -> Response:
+        return JSONResponse({"error": _words(error)}, status_code=400)
+
+    @app.get("/")
+    async def page() -> Response:
+        return _file("index.html")
+
+    @app.get("/{name}")
+    async def file(name: str) -> Response:
+        return (
+            _file(name)
+            if name in KINDS
+            else JSONResponse({"error": "there is no such page"}, status_code=404)
+        )
+
+    @app.get("/api/about")
+    def about() -> dict[str, Any]:
+        index = explorer.index
+        strip = [
+            {"source": source, "id": name} for source, name, has_picture in index.sample(STRIP) if has_picture
+        ]
+        return {
+            "checkpoint": index.about["checkpoint"].rsplit("/", 1)[-1].replace("demo_checkpoint", "demo"),
+            "items": len(index),
+            "instruction": explorer.embedder.default_instruction,
+            "reasons": explorer.reasons,
+            "examples": [
+                {"question": one.question, "picture": {"example": place}}
+                for place, one in enumerate(explorer.examples)
+            ],
+            "pictures": [] if explorer.examples else strip,
+        }
+
+    @app.get("/api/picture")
+    def picture(source: str | None = None, id: str | None = None, example: int | None = None) -> Response:  # noqa: A002
+        asked = Picture(source=source, id=id, example=example)
+        try:
+            shown = thumbnail(_picture(explorer, asked), SHOWN_PX)
+        except UserError as error:
+            return JSONResponse({"error": _words(error)}, status_code=404)
+        return Response(shown, media_type="image/webp")
+
+    @app.post("/api/other")
+    async def other(request: Request) -> Response:
+        asked = Other.model_validate_json(await _body(request))
+        return JSONResponse(await asyncio.to_thread(explorer.another, asked.question))
+
+    @app.post("/api/ask")
+    async def ask(request: Request) -> Response:
+        asked = Question.model_validate_json(await _body(request))
+        data = None if asked.picture is None else await asyncio.to_thread(_picture, explorer, asked.picture)
+        return StreamingResponse(_answers(explorer, asked, data), media_type="application/x-ndjson")
+
+    return app
+
+
+async def _answers(explorer: Explorer, asked: Question, data: bytes | None) -> AsyncIterator[str]:
+    """What becomes known of a query, a line of JSON each. Where nobody listens any longer, the model stops writing."""
+    loop, queue = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any] | None]()
+    stopped = False
+
+    def tell(news: dict[str, Any]) -> None:
+        if stopped:
+            raise StoppedError("nobody listens any longer")
+        loop.call_soon_threadsafe(queue.put_nowait, news)
+
+    def work() -> None:
+        try:
+            explorer.ask(asked.question, data, asked.rationale, asked.k, tell)
+        except StoppedError:
+            return
+        except ValueError as error:
+            loop.call_soon_threadsafe(queue.put_nowait, {"error": _words(error)})
+        finally:
+            loop.call_soon_threadsafe(queue.put_nowait, None)
+
+    working = loop.run_in_executor(None, work)
+    try:
+        while (news := await queue.get()) is not None:
+            yield json.dumps(news, ensure_ascii=False) + "\n"
+        await working
+    finally:
+        stopped = True
+
+
+def _picture(explorer: Explorer, asked: Picture) -> bytes:
+    if asked.data is not None:
+        head, comma, data = asked.data.partition(",")
+        try:
+            if not comma or not head.startswith("data:") or not head.endswith(";base64"):
+                raise ValueError("a data URL in base64 is needed")
+            return base64.b64decode(data, validate=True)
+        except (ValueError, binascii.Error) as error:
+            raise UserError(f"the picture cannot be read: {error}") from None
+    if asked.example is not None:
+        if asked.example >= len(explorer.examples):
+            raise UserError(f"there is no example {asked.example}")
+        return explorer.examples[asked.example].picture
+    if asked.source is None or asked.id is None:
+        raise UserError("a picture is named by source and id, by example, or given as data")
+    return explorer.picture(asked.source, asked.id)
+
+
+async def _body(request: Request) -> bytes:
+    found = bytearray()
+    async for part in request.stream():
+        found += part
+        if len(found) > MOST_BYTES:
+            raise UserError(f"the picture is larger than {MOST_BYTES >> 20} MB")
+    return bytes(found)
+
+
+def _words(error: ValueError) -> str:
+    """A message for the page: of a wrong request which field is wrong, of a picture not how many bytes it has."""
+    if isinstance(error, ValidationError):
+        return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+    return str(error)
+
+
+def _file(name: str) -> Response:
+    content = files("rge.explore").joinpath("page", name).read_bytes()
+    return Response(content, media_type=KINDS[name])
+
+
+def _is_own(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

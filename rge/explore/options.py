@@ -1,0 +1,22 @@
+"""What `rge explore` is asked; free of torch, so that ``--help`` is quick."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+
+@dataclass(kw_only=True)
+class ExploreOptions:
+    """Open a page on this machine: ask a checkpoint, watch it write, change its words, see what it finds."""
+
+    index: str | None = None
+    """What ``rge index`` made; null: the demo's test drawings, embedded at the start and kept in memory."""
+    checkpoint: str | None = None
+    """Checkpoint directory, the id of one on the hub, or ``demo``; null: the one that the index was made with, else ``demo``."""
+    host: str = "127.0.0.1"
+    """Address to listen on; another than this machine's own lets others in, and asks nobody for a password."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 7860
+    """Port to listen on; 0 takes a free one."""
+    open: bool = False
+    """Show the page in the browser."""

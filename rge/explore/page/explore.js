@@ -1,0 +1,177 @@
+// What is shown comes from models and users: it is put in as text, never as markup.
+"use strict";
+
+const by = (id) => document.getElementById(id);
+let picture = null;      // how the server finds the query's picture: {example}, {source, id} or {data}
+let asking = null;       // aborts the question under way; the model then stops writing
+
+function element(kind, text, name) {
+  const made = document.createElement(kind);
+  if (text !== undefined) made.textContent = text;
+  if (name) made.className = name;
+  return made;
+}
+
+function address(place) {
+  return place.data || "api/picture?" + new URLSearchParams(place);
+}
+
+function choose(place) {
+  picture = place;
+  by("picture").hidden = by("clear").hidden = place === null;
+  by("hint").firstChild.textContent = place ? "Drop another here, or " : "Drop a picture here, or ";
+  if (place) by("picture").src = address(place); else by("picture").removeAttribute("src");
+}
+
+function fail(message) {
+  by("error").textContent = message;
+  by("error").hidden = !message;
+}
+
+function read(file) {
+  if (!file) return;
+  const reader = new FileReader();
+  reader.onload = () => { choose({data: reader.result}); ask(null); };
+  reader.onerror = () => fail("The file cannot be read.");
+  reader.readAsDataURL(file);
+}
+
+function busy(is) {
+  by("rationale").classList.toggle("writing", is);
+  by("again").disabled = by("swap").disabled = is;
+}
+
+async function* lines(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const {value, done} = await reader.read();
+    if (done) return;
+    rest += value;
+    const whole = rest.split("\n");
+    rest = whole.pop();
+    for (const line of whole) yield JSON.parse(line);
+  }
+}
+
+async function post(path, body, signal) {
+  const response = await fetch(path, {method: "POST", body: JSON.stringify(body), signal});
+  if (!response.ok) {
+    const text = await response.text();
+    let words = text;
+    try { words = JSON.parse(text).error || text; } catch { /* not ours */ }
+    throw new Error(words);
+  }
+  return response;
+}
+
+// rationale: null lets the model write; a text is embedded as it stands.
+async function ask(rationale) {
+  if (asking) asking.abort();
+  const mine = asking = new AbortController();
+  fail("");
+  busy(true);
+  by("state").textContent = rationale === null ? "is being written" : "as you gave it";
+  if (rationale === null) { by("rationale").value = ""; by("whose").hidden = true; }
+  for (const id of ["hits", "direct"]) by(id).replaceChildren();
+  try {
+    const body = {question: by("question").value, picture, rationale};
+    for await (const news of lines(await post("api/ask", body, mine.signal))) {
+      if (news.error) throw new Error(news.error);
+      if (news.rationale !== undefined) by("rationale").value = news.rationale;
+      if (news.direct) show("direct", news.direct, []);
+      if (news.hits) {
+        if (rationale === null) by("state").textContent = news.forced ? "by the model, cut off at its cap" : "by the model";
+        show("hits", news.hits, [...by("direct").children].map((one) => one.dataset.name));
+      }
+    }
+  } catch (error) {
+    if (error.name === "AbortError") return;
+    by("state").textContent = "";
+    fail(error.message);
+  } finally {
+    if (asking === mine) { asking = null; busy(false); }
+  }
+}
+
+function show(id, hits, others) {
+  by(id).replaceChildren(...hits.map((hit, place) => {
+    const item = element("li");
+    const button = element("button");
+    button.type = "button";
+    item.dataset.name = hit.source + "\n" + hit.id;
+    if (others.length && !others.includes(item.dataset.name)) button.classList.add("moved");
+    if (hit.has_picture) {
+      const image = element("img");
+      image.src = address({source: hit.source, id: hit.id});
+      image.alt = "";
+      image.loading = "lazy";
+      button.append(image);
+      button.title = "Go on from this picture";
+      button.onclick = () => { choose({source: hit.source, id: hit.id}); scrollTo({top: 0}); ask(null); };
+    } else {
+      button.title = "Ask about this text";
+      button.onclick = () => { by("question").value = hit.text || ""; choose(null); scrollTo({top: 0}); ask(null); };
+    }
+    const words = element("span", `${place + 1}. ${(hit.text || hit.id).slice(0, 200)} `);
+    words.append(element("span", hit.score.toFixed(4), "score"));
+    if (hit.gone) words.append(element("span", " no longer where it was indexed", "gone"));
+    button.append(words);
+    item.append(button);
+    return item;
+  }));
+  if (!hits.length) by(id).replaceChildren(element("li", "The index is empty."));
+}
+
+async function swap() {
+  fail("");
+  busy(true);
+  try {
+    const other = await (await post("api/other", {question: by("question").value})).json();
+    by("rationale").value = other.rationale;
+    by("whose").textContent = `Written for another query: ${other.question}`;
+    by("whose").hidden = false;
+    await ask(other.rationale);
+  } catch (error) {
+    fail(error.message);
+    busy(false);
+  }
+}
+
+async function begin() {
+  const about = await (await fetch("api/about")).json();
+  by("about").textContent = `${about.checkpoint}, ${about.items} items`;
+  by("instruction").textContent = about.instruction ? `asked as: ${about.instruction}` : "";
+  const starts = about.examples.length ? about.examples : about.pictures.map((place) => ({picture: place}));
+  by("questions").replaceChildren(...[...new Set(about.examples.map((one) => one.question))].map((text) => {
+    const option = element("option");
+    option.value = text;
+    return option;
+  }));
+  by("strip").replaceChildren(...starts.map((one) => {
+    const button = element("button");
+    const image = element("img");
+    button.type = "button";
+    button.title = one.question || one.picture.id;
+    image.src = address(one.picture);
+    image.alt = button.title;
+    image.loading = "lazy";
+    button.append(image);
+    button.onclick = () => { choose(one.picture); if (one.question) by("question").value = one.question; ask(null); };
+    return button;
+  }));
+}
+
+by("query").onsubmit = (event) => { event.preventDefault(); ask(null); };
+by("again").onclick = () => ask(by("rationale").value);
+by("swap").onclick = swap;
+by("clear").onclick = () => choose(null);
+by("file").onchange = () => { read(by("file").files[0]); by("file").value = ""; };
+by("drop").ondragover = (event) => { event.preventDefault(); by("drop").classList.add("over"); };
+by("drop").ondragleave = () => by("drop").classList.remove("over");
+by("drop").ondrop = (event) => {
+  event.preventDefault();
+  by("drop").classList.remove("over");
+  read(event.dataTransfer.files[0]);
+};
+begin().catch((error) => fail(`The server does not answer: ${error.message}`));

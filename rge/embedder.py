@@ -10,9 +10,12 @@ Every figure of an evaluation comes from `Embedder.encode`, and so does every em
 """
 
 import sys
+import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,12 +25,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from rge.checkpoints.description import renamed_card
 from rge.checkpoints.export import CheckpointError, checkpoint_hash, read_settings
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.images import fetch_picture
 from rge.common.schema import Encoded, ImageRef, Item
-from rge.model.backbone import BackboneError, collapsed_ids, load_backbone
+from rge.distributed.workers import Work, Workers
+from rge.model.backbone import BackboneError, collapsed_ids, load_backbone, read_config
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.packing import Branch, by_length
 from rge.model.prompts import Prompt, PromptBuilder
@@ -35,9 +40,6 @@ from rge.rollout.generate import generate
 
 if TYPE_CHECKING:
     from rge.rollout.vllm_states import VllmStates  # imports vLLM
-
-_Row = tuple[np.ndarray, str, int, str, float, float]
-"""An item's part of each field of `Encoded`."""
 
 CLOSE = {"greedy": 2e-3, "drawn": 1e-4}
 """`Rationale.margin` below which float32 in another batch might choose another token; rounding moves it by some 1e-5."""
@@ -47,6 +49,22 @@ DEMO = Path(__file__).resolve().parent / "demo_checkpoint"
 
 Picture = ImageRef | Path | Image.Image
 """A path, ``library.parquet#row``, a web address, a data URL, encoded bytes, or a decoded picture."""
+
+
+WINDOW_BATCHES = 8
+"""Batches whose items are prepared together and sorted by length: as many pictures are in memory at a time."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Items whose pictures are in memory together, and how they are to be embedded; see `Embedder.encode`."""
+
+    items: Sequence[Item]
+    side: str
+    mode: str
+    batch_size: int
+    seeds: Sequence[int] | None
+    exact: bool
 
 
 class Embedder:
@@ -68,8 +86,13 @@ class Embedder:
         settings: dict[str, Any],
         engine: "VllmStates | None" = None,
     ):
-        self.model, self.builder, self.checkpoint, self.settings = model.eval(), builder, checkpoint, settings
-        self.engine = engine
+        self.model, self.builder, self.engine = model.eval(), builder, engine
+        self._describe(checkpoint, settings)
+
+    engine: "VllmStates | None" = None
+
+    def _describe(self, checkpoint: Path, settings: dict[str, Any]) -> None:
+        self.checkpoint, self.settings = checkpoint, settings
         self.checkpoint_hash = checkpoint_hash(checkpoint)
         self.exact = False
 
@@ -79,8 +102,9 @@ class Embedder:
         checkpoint: str | Path,
         *,
         revision: str | None = None,
-        device: str | None = None,
+        device: str | Sequence[str] | None = None,
         dtype: str | None = None,
+        quantization: Literal["8bit", "4bit"] | None = None,
         max_new_tokens: int | None = None,
         temperature: float | None = None,
         engine: Literal["own", "vllm"] = "own",
@@ -93,11 +117,14 @@ class Embedder:
             checkpoint: directory with weights, processor and ``rge.json``, or the id of one on the Hugging Face hub;
                 ``demo`` is the small one that comes with the package.
             revision: commit, tag or branch on the hub.
-            device: e.g. ``cuda:0``; None takes a GPU if there is one.
+            device: e.g. ``cuda:0``; None takes a GPU if there is one. Several, e.g. ``["cuda:0", "cuda:1"]``, embed
+                together, each in a process of its own that is started when it is first needed; nothing is loaded here.
             dtype: weights' dtype; None takes float32 on CPU and the recipe's on GPU.
+            quantization: the text model's matrices as bitsandbytes holds them, in 8 or in 4 bits (extra ``quantization``).
+                Embeddings differ from the checkpoint's own then.
             max_new_tokens: overrides the checkpoint's cap on a rationale.
             temperature: overrides the checkpoint's greedy decoding.
-            engine: ``vllm`` lets vLLM write rationales and compute states (docs/serving.md).
+            engine: ``vllm`` lets vLLM write rationales and compute states (docs/serving.md); on one device.
             vllm_memory: share of a GPU's memory for it.
             vllm_rows: rows that it works on at once.
 
@@ -105,29 +132,56 @@ class Embedder:
             CheckpointError: not a checkpoint of rge, or the hub cannot be reached.
             BackboneError: its weights or processor cannot be loaded, or have no ``<emb>``.
         """
-        folder = _local(checkpoint, revision)
+        folder = local_folder(checkpoint, revision)
         settings = read_settings(folder)
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = dtype or ("float32" if device == "cpu" else settings["recipe"]["model"]["dtype"])
+        devices = [device] if device is None or isinstance(device, str) else list(device)
+        if not devices:
+            raise ValueError("device names no device; None takes a GPU if there is one")
+        first = devices[0] or ("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = dtype or ("float32" if first == "cpu" else settings["recipe"]["model"]["dtype"])
         generation = dict(settings["generation"])
         if max_new_tokens is not None:
             generation["max_new_tokens"] = max_new_tokens
         if temperature is not None:
             generation["temperature"] = temperature
         settings = {**settings, "generation": generation, "dtype": dtype}
+        if quantization is not None:
+            settings["quantization"] = quantization
+        if engine == "vllm":
+            if len(devices) > 1 or quantization is not None:
+                raise UserError("engine=vllm is for one device and for weights as the checkpoint has them")
+            return cls._load(folder, settings, first, {"memory": vllm_memory, "rows": vllm_rows})
+        if len(devices) > 1:
+            return _SpreadEmbedder(folder, settings, devices)
+        return cls._load(folder, settings, first)
+
+    @classmethod
+    def _load(
+        cls, folder: Path, settings: dict[str, Any], device: str, vllm: dict[str, Any] | None = None
+    ) -> "Embedder":
         pixels = settings["pixels"]
-        backbone = load_backbone(folder, dtype=dtype, min_pixels=pixels["min"], max_pixels=pixels["max"])
+        backbone = load_backbone(
+            folder,
+            dtype=settings["dtype"],
+            min_pixels=pixels["min"],
+            max_pixels=pixels["max"],
+            quantization=settings.get("quantization"),
+            device=device,
+        )
         builder = PromptBuilder(backbone.processor, settings["profile"], settings["max_prompt_tokens"])
         model = EmbeddingModel(backbone)
-        if engine == "own":
+        if vllm is None:
             return cls(model.to(device), builder, folder, settings)
-        states = _vllm(model.eval(), folder, device, settings, vllm_memory, vllm_rows)
+        states = _vllm(model.eval(), folder, device, settings, **vllm)
         return cls(model, builder, folder, settings | {"engine": states.name}, states)
 
     @property
     def size(self) -> int:
         """Components of an embedding."""
         return self.model.model.config.get_text_config().hidden_size
+
+    def close(self) -> None:
+        """End what holds the model on several devices; it would also end with this object, and starts again when needed."""
 
     def check_dimensions(self, dimensions: int | None) -> None:
         """Raise `UserError` where embeddings cannot be cut to so many components."""
@@ -196,7 +250,7 @@ class Embedder:
         asked, warning = self.instruction_for(instruction, task)
         if warning:
             warnings.warn(warning, stacklevel=2)
-        items = [Item(str(number), text, pictures, asked) for number, (text, pictures) in enumerate(rows)]
+        items = _Items(rows, asked)
         mode = mode or self.query_mode
         return self._answer(
             items,
@@ -238,7 +292,7 @@ class Embedder:
             progress: as of `encode_query`.
         """
         single, rows = _rows(texts, images)
-        items = [Item(str(number), text, pictures) for number, (text, pictures) in enumerate(rows)]
+        items = _Items(rows)
         return self._answer(
             items,
             "candidate",
@@ -272,7 +326,16 @@ class Embedder:
 
         api = HfApi(token=token)
         api.create_repo(repo_id, private=private, exist_ok=True)
-        return str(api.upload_folder(repo_id=repo_id, folder_path=self.checkpoint))
+        with tempfile.TemporaryDirectory() as folder:
+            # links: only the card differs, whose examples name the checkpoint as it is called there
+            for path in self.checkpoint.iterdir():
+                (Path(folder) / path.name).symlink_to(path.resolve())
+            card = self.checkpoint / "README.md"
+            if card.is_file():
+                (Path(folder) / card.name).unlink()
+                text = card.read_text(encoding="utf-8")
+                (Path(folder) / card.name).write_text(renamed_card(text, repo_id), encoding="utf-8")
+            return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
 
     def instruction_for(self, given: str | None, task: str | None = None) -> tuple[str | None, str | None]:
         """The instruction that a query gets, and what there is to say about it.
@@ -374,19 +437,50 @@ class Embedder:
             raise ValueError(
                 "exact embeddings are computed row by row, which vLLM does not do: use engine=own"
             )
-        results: list[_Row] = []
-        # Pictures of one window are in memory at a time; within it, rows are sorted by length.
-        window = 8 * batch_size
-        for start in range(0, len(items), window):
-            began = time.perf_counter()
-            prompts = [self.builder.build(item, side) for item in items[start : start + window]]
-            prepare_ms = (time.perf_counter() - began) * 1000 / len(prompts)
-            if mode == "direct":
-                results += self._direct(prompts, batch_size, prepare_ms, on_progress)
-            else:
-                window_seeds = None if seeds is None else seeds[start : start + window]
-                results += self._reasoning(prompts, batch_size, prepare_ms, window_seeds, on_progress)
-        return self._encoded(results)
+        num = len(items)
+        found = Encoded(
+            embeddings=np.empty((num, self.size), np.float32),
+            rationales=[""] * num,
+            num_rationale_tokens=np.zeros(num, np.int64),
+            stop_reasons=[""] * num,
+            generate_ms=np.zeros(num),
+            embed_ms=np.zeros(num),
+        )
+        window = WINDOW_BATCHES * batch_size
+        jobs = (
+            Job(
+                items[start : start + window],
+                side,
+                mode,
+                batch_size,
+                None if seeds is None else seeds[start : start + window],
+                self.exact,
+            )
+            for start in range(0, num, window)
+        )
+
+        def put(number: int, part: Encoded) -> None:
+            rows = slice(number * window, number * window + len(part.rationales))
+            for field in fields(Encoded):
+                getattr(found, field.name)[rows] = getattr(part, field.name)
+
+        self._run(jobs, put, on_progress)
+        return found
+
+    def _run(
+        self,
+        jobs: Iterable[Job],
+        put: Callable[[int, Encoded], object],
+        on_progress: Callable[[int], object] | None,
+    ) -> None:
+        for number, job in enumerate(jobs):
+            put(number, self._window(job, on_progress))
+
+    def _window(self, job: Job, on_progress: Callable[[int], object] | None) -> Encoded:
+        began = time.perf_counter()
+        prompts = [self.builder.build(item, job.side) for item in job.items]
+        prepare_ms = (time.perf_counter() - began) * 1000 / len(prompts)
+        return self._prompts(prompts, job.mode, job.batch_size, prepare_ms, job.seeds, on_progress)
 
     def encode_prompts(
         self, prompts: Sequence[Prompt], *, mode: Literal["reasoning", "direct"], batch_size: int = 64
@@ -394,25 +488,28 @@ class Embedder:
         """Embed prompts that `builder` has made before, as a server does, which makes them where they come in.
 
         Args:
-            prompts: of items.
+            prompts: of items, at least one.
             mode: as of `encode`.
             batch_size: rows a forward.
         """
-        found = self._direct if mode == "direct" else self._reasoning
-        return self._encoded(found(prompts, batch_size, 0.0))
+        return self._prompts(prompts, mode, batch_size, 0.0, None, None)
 
-    def _encoded(self, results: list[_Row]) -> Encoded:
-        columns = list(zip(*results, strict=True)) if results else [()] * 6
+    def _prompts(self, prompts, mode, batch_size, prepare_ms, seeds, on_progress) -> Encoded:
+        if mode == "direct":
+            results = self._direct(prompts, batch_size, prepare_ms, on_progress)
+        else:
+            results = self._reasoning(prompts, batch_size, prepare_ms, seeds, on_progress)
+        states, rationales, num_tokens, stop_reasons, generate_ms, embed_ms = zip(*results, strict=True)
         return Encoded(
-            embeddings=np.stack(columns[0]) if results else np.empty((0, self.size), np.float32),
-            rationales=list(columns[1]),
-            num_rationale_tokens=np.array(columns[2], dtype=np.int64),
-            stop_reasons=list(columns[3]),
-            generate_ms=np.array(columns[4], dtype=np.float64),
-            embed_ms=np.array(columns[5], dtype=np.float64),
+            embeddings=np.stack(states),
+            rationales=list(rationales),
+            num_rationale_tokens=np.array(num_tokens, dtype=np.int64),
+            stop_reasons=list(stop_reasons),
+            generate_ms=np.array(generate_ms, dtype=np.float64),
+            embed_ms=np.array(embed_ms, dtype=np.float64),
         )
 
-    def _reasoning(self, prompts, batch_size, prepare_ms, seeds=None, on_progress=None):
+    def _reasoning(self, prompts, batch_size, prepare_ms, seeds, on_progress):
         settings = self.settings["generation"]
         asked = {key: settings[key] for key in ("max_new_tokens", "temperature")}
         together = batch_size if not self.exact or self.settings["dtype"] == "float32" else 1
@@ -464,6 +561,8 @@ class Embedder:
             rationales: token ids, without ``<emb>``; empty ones are what direct mode reads.
             batch_size: rows a forward.
         """
+        if self.engine is not None:
+            return torch.stack(self.engine.states(prompts, rationales)).numpy()
         lengths = [
             len(prompt) + len(rationale) for prompt, rationale in zip(prompts, rationales, strict=True)
         ]
@@ -483,11 +582,11 @@ class Embedder:
         return state, (time.perf_counter() - began) * 1000
 
     @torch.no_grad()
-    def _direct(self, prompts, batch_size, prepare_ms, on_progress=None):
+    def _direct(self, prompts, batch_size, prepare_ms, on_progress):
         if self.engine is not None:
             began = time.perf_counter()
             states = self.engine.states(prompts)
-            embed_ms = prepare_ms + (time.perf_counter() - began) * 1000 / max(len(prompts), 1)
+            embed_ms = prepare_ms + (time.perf_counter() - began) * 1000 / len(prompts)
             if on_progress is not None:
                 on_progress(len(prompts))
             return [(state.numpy(), "", 0, "prefilled", 0.0, embed_ms) for state in states]
@@ -506,6 +605,43 @@ class Embedder:
             if on_progress is not None:
                 on_progress(len(rows))
         return found
+
+
+class _SpreadEmbedder(Embedder):
+    """An `Embedder` whose model is in worker processes, one a device; it has neither `model` nor `builder` itself."""
+
+    def __init__(self, checkpoint: Path, settings: dict[str, Any], devices: Sequence[str]):
+        self._describe(checkpoint, settings)
+        threads = max(1, torch.get_num_threads() // len(devices))
+        self._workers = Workers(partial(_worker, checkpoint, settings, threads), devices)
+
+    @property
+    def size(self) -> int:
+        return read_config(self.checkpoint).get_text_config().hidden_size
+
+    def close(self) -> None:
+        self._workers.close()
+
+    def _run(
+        self,
+        jobs: Iterable[Job],
+        put: Callable[[int, Encoded], object],
+        on_progress: Callable[[int], object] | None,
+    ) -> None:
+        self._workers.run(jobs, put, on_progress)
+
+
+def _worker(folder: Path, settings: dict[str, Any], threads: int, device: str) -> Work:
+    """What a worker does, see `rge.distributed.workers`."""
+    if device == "cpu":
+        torch.set_num_threads(threads)
+    embedder = Embedder._load(folder, settings, device)
+
+    def embed(job: Job, on_progress: Callable[[int], object]) -> Encoded:
+        embedder.exact = job.exact
+        return embedder._window(job, on_progress)
+
+    return embed
 
 
 def _vllm(
@@ -541,7 +677,7 @@ def _vllm(
         ) from error
 
 
-def _local(checkpoint: str | Path, revision: str | None) -> Path:
+def local_folder(checkpoint: str | Path, revision: str | None) -> Path:
     """The checkpoint's directory; one on the hub is fetched into the hub's cache."""
     folder = Path(checkpoint).expanduser()
     name = str(checkpoint)
@@ -601,6 +737,28 @@ def _rows(texts: Any, images: Any) -> tuple[bool, list[tuple[str | None, tuple[A
     ]
 
 
+class _Items(Sequence[Item]):
+    """Items of a caller. A picture on the web is fetched when its items' turn comes."""
+
+    def __init__(self, rows: Sequence[tuple[str | None, tuple[Any, ...]]], instruction: str | None = None):
+        self.rows, self.instruction = rows, instruction
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, at: Any) -> Any:
+        """One item, or a list of them."""
+        if isinstance(at, slice):
+            return [self[number] for number in range(*at.indices(len(self)))]
+        text, pictures = self.rows[at]
+        return Item(str(at), text, tuple(map(_fetched, pictures)), self.instruction)
+
+
+def _fetched(picture: Any) -> Any:
+    on_the_web = isinstance(picture, str) and picture.startswith(("http://", "https://", "data:"))
+    return fetch_picture(picture) if on_the_web else picture
+
+
 def _is_picture(value: Any) -> bool:
     return isinstance(value, str | bytes | Path | Image.Image)
 
@@ -612,8 +770,6 @@ def _pictures(value: Any) -> tuple[Any, ...]:
 
 
 def _picture(value: Any) -> Any:
-    if isinstance(value, str) and value.startswith(("http://", "https://", "data:")):
-        return fetch_picture(value)
     if not _is_picture(value):
         raise ValueError(
             f"a picture is a path, a web address, bytes or a PIL image, got {type(value).__name__}"

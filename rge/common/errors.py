@@ -1,5 +1,8 @@
 """The one root of errors that are the user's to mend: every command shows them as one message, without a traceback."""
 
+import pickle
+import traceback
+
 USER = 2
 """Exit code of whatever the user has to mend, in every process of a run."""
 
@@ -14,3 +17,13 @@ class UserError(ValueError):
     """
 
     exit_code = USER
+
+
+def portable(error: Exception) -> Exception:
+    """The error as it may travel to another process, with where it came from."""
+    error.add_note("".join(traceback.format_exception(error)))
+    try:
+        again = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
+    except Exception:  # noqa: BLE001 - whatever its class makes of that
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error if type(again) is type(error) else RuntimeError(f"{type(error).__name__}: {error}")

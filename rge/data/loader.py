@@ -20,7 +20,6 @@ import struct
 import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
 from multiprocessing.process import BaseProcess
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rge.common.errors import UserError
+from rge.common.errors import UserError, portable
 from rge.config import DataConfig
 from rge.data.collate import Batch, StepBatches, flatten, unflatten
 
@@ -256,7 +255,7 @@ def _work(
             try:
                 head, pixels = flatten(batches[step])
             except Exception as error:  # noqa: BLE001 - training raises it
-                _write(outlet, _portable(error), torch.empty(0, dtype=torch.uint8))
+                _write(outlet, portable(error), torch.empty(0, dtype=torch.uint8))
                 return
             _write(outlet, {"head": head, "shape": pixels.shape}, pixels)
             del head, pixels
@@ -269,13 +268,3 @@ def _write(outlet: int, found: Any, pixels: Tensor) -> None:
         view = memoryview(part)
         while len(view):
             view = view[os.write(outlet, view) :]
-
-
-def _portable(error: Exception) -> Exception:
-    """The error as it may travel, with where it came from."""
-    error.add_note("".join(traceback.format_exception(error)))
-    try:
-        again = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
-    except Exception:  # noqa: BLE001 - whatever its class makes of that
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error if type(again) is type(error) else RuntimeError(f"{type(error).__name__}: {error}")

@@ -135,6 +135,13 @@ def check_launch(accelerator: Accelerator, train: TrainConfig, optimizer: str = 
             f"the launcher started {launched} processes, but each sees {running}: the back end was not initialised "
             "(on CPU, set ACCELERATE_USE_CPU=true or use a config file with use_cpu: true)"
         )
+    if _one_for_several():
+        raise LaunchError(
+            "the launcher was asked for several processes and started one, as accelerate does with `--cpu`, and with a config "
+            "whose distributed_type is NO or MULTI_CPU; on CPU, launch with --multi_gpu and ACCELERATE_USE_CPU=true (see "
+            "recipes/accelerate/cpu_2.yaml), on GPUs give --multi_gpu. If one is what you want: --num_processes 1, and unset "
+            "MASTER_ADDR"
+        )
     for asked, expected in (("DEEPSPEED", DistributedType.DEEPSPEED), ("FSDP", DistributedType.FSDP)):
         if _asked(asked) and kind != expected:
             raise LaunchError(
@@ -286,6 +293,15 @@ def _fsdp2(plugin: FullyShardedDataParallelPlugin, dtype: str) -> FullyShardedDa
 
 def _launched() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _one_for_several() -> bool:
+    """Whether accelerate was asked for several processes and started one: it says where they meet, not how many there are."""
+    here = os.environ.keys()
+    by_mpi = any(name.endswith(("COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS")) for name in here)
+    return {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "MASTER_PORT"} <= here and not by_mpi | (
+        "WORLD_SIZE" in here
+    )
 
 
 def _shared_out(key: str) -> int:

@@ -4,6 +4,7 @@ Loading, the ``<emb>`` row, positions of a prompt, picture features and states a
 in `rge.model.families`. The rest of rge sees token ids, positions and hidden states.
 """
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,13 @@ import torch
 from safetensors import SafetensorError
 from tokenizers import AddedToken
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    BitsAndBytesConfig,
+    PretrainedConfig,
+)
 from transformers.utils import logging as transformers_logging
 
 from rge.common.errors import UserError
@@ -79,6 +86,8 @@ def load_backbone(
     max_pixels: int | None = None,
     add_emb: bool = False,
     emb_token: str = EMB_TOKEN,
+    quantization: str | None = None,
+    device: str = "cpu",
 ) -> Backbone:
     """Load a model and its processor from a hub id or a directory.
 
@@ -92,12 +101,14 @@ def load_backbone(
         max_pixels: largest picture; None keeps the processor's.
         add_emb: add ``<emb>`` where it is missing (training from a plain model). Without it, its absence is an error.
         emb_token: its name in another project's checkpoint.
+        quantization: see `quantized`; None: none.
+        device: where quantized weights go, which are made there.
 
     Raises:
         BackboneError: nothing to load there, an unsupported family, or no ``<emb>``.
     """
     transformers_logging.disable_progress_bar()  # ours are the bars to watch
-    read_config(path, revision)
+    config = read_config(path, revision)
     try:
         processor = AutoProcessor.from_pretrained(path, revision=revision)
         model, report = AutoModelForImageTextToText.from_pretrained(
@@ -113,6 +124,7 @@ def load_backbone(
                 )
             },
             output_loading_info=True,
+            **quantized(quantization, config, dtype, device),
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise BackboneError(f"{path} cannot be loaded: {error}") from error
@@ -138,6 +150,48 @@ def load_backbone(
     special = set(tokenizer.all_special_ids) | set(range(len(tokenizer), num_rows))
     special |= {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return Backbone(model, processor, emb_id, sorted(special - {emb_id}), attn_implementation)
+
+
+QUANTIZATIONS = ("8bit", "4bit")
+
+
+def quantized(kind: str | None, config: PretrainedConfig, dtype: str, device: str) -> dict[str, Any]:
+    """Options of transformers that load the text model's matrices in few bits, by bitsandbytes.
+
+    The vision tower and the matrix that chooses tokens stay as they are: small, and an error in them is in everything.
+
+    Args:
+        kind: ``8bit`` (LLM.int8) or ``4bit`` (NF4); None: none.
+        config: of the model.
+        dtype: of everything else, and of the products.
+        device: where the weights go; 4 bits only on a GPU.
+
+    Raises:
+        BackboneError: unknown, not possible on that device, or bitsandbytes is not there.
+    """
+    if kind is None:
+        return {}
+    if kind not in QUANTIZATIONS:
+        raise BackboneError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, got {kind!r}")
+    if kind == "4bit" and not device.startswith("cuda"):
+        raise BackboneError(
+            f"quantization=4bit needs a GPU, device is {device}; there, quantization=8bit works (smaller and slower than "
+            "without), and dtype=bfloat16 halves the memory"
+        )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise BackboneError(f"quantization={kind} needs bitsandbytes: pip install 'rge[quantization]'")
+    with torch.device("meta"):
+        kept = vision_prefixes(AutoModelForImageTextToText.from_config(config))
+    wanted: dict[str, Any] = {"llm_int8_skip_modules": [*(name.rstrip(".") for name in kept), "lm_head"]}
+    if kind == "8bit":
+        wanted["load_in_8bit"] = True
+    else:
+        wanted |= {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_compute_dtype": getattr(torch, dtype),
+        }
+    return {"quantization_config": BitsAndBytesConfig(**wanted), "device_map": {"": device}}
 
 
 def _drop_unused_renamings(model: nn.Module) -> None:

@@ -71,6 +71,9 @@ found again."""
 class VllmStates:
     """An engine with a finished checkpoint's weights.
 
+    Attributes:
+        name: with vLLM's version, for what is computed with it.
+
     Args:
         embedder: the checkpoint, still whole; its language model's layers are dropped, for vLLM has them.
         checkpoint: its directory.
@@ -210,9 +213,16 @@ class VllmStates:
         return [Rationale(*row, seconds) for row in zip(written, forced, states, strict=True)]
 
     @torch.no_grad()
-    def states(self, prompts: Sequence[Prompt]) -> list[Tensor]:
-        """Unit-norm states (D,) at an ``<emb>`` right after each prompt, float32 on the host."""
-        return self._states(self._requests(prompts), [()] * len(prompts))
+    def states(
+        self, prompts: Sequence[Prompt], rationales: Sequence[Sequence[int]] | None = None
+    ) -> list[Tensor]:
+        """Unit-norm states (D,) at an ``<emb>`` after each prompt and its rationale, float32 on the host.
+
+        Args:
+            prompts: any lengths.
+            rationales: token ids without ``<emb>``; None: of none.
+        """
+        return self._states(self._requests(prompts), rationales or [()] * len(prompts))
 
     def _requests(self, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
         features = self.embedder.picture_features(prompts)

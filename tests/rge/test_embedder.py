@@ -12,11 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hub import hub
+from huggingface_hub.errors import HfHubHTTPError
 
 from rge.checkpoints.export import CheckpointError, export, settings_of
 from rge.common.images import ImageError
 from rge.common.schema import Item
 from rge.embedder import Embedder
+from rge.model.backbone import BackboneError
 from rge.model.packing import Branch
 
 
@@ -286,24 +289,31 @@ def test_the_hub_out_of_reach_is_one_sentence(monkeypatch):
         Embedder.from_pretrained("runs/a/b")
 
 
-def test_a_checkpoint_is_uploaded_whole(described, monkeypatch):
-    calls = []
-
-    class Api:
-        def __init__(self, token):
-            calls.append(token)
-
-        def create_repo(self, name, **options):
-            calls.append((name, options))
-
-        def upload_folder(self, *, repo_id, folder_path):
-            calls.append((repo_id, sorted(path.name for path in folder_path.iterdir())))
-            return "commit"
-
-    monkeypatch.setattr("huggingface_hub.HfApi", Api)
-    assert described.push_to_hub("me/mine", private=True, token="t") == "commit"
-    assert calls[:2] == ["t", ("me/mine", {"private": True, "exist_ok": True})]
-    assert {"README.md", "rge.json", "model.safetensors", "modules.json", "config.json"} <= set(calls[2][1])
+def test_a_checkpoint_goes_to_the_hub_and_comes_back(described, monkeypatch, tmp_path):
+    """By huggingface_hub's own client and protocol, to a hub on this machine."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    card = described.checkpoint / "README.md"
+    card.write_text(card.read_text() + "\nMine. # final\n")
+    before = {path.name: path.read_bytes() for path in described.checkpoint.iterdir()}
+    with hub(monkeypatch) as held:
+        address = described.push_to_hub("me/mine", private=True, token="hf_test")
+        assert address.endswith("/me/mine/commit/" + "1" * 40)
+        assert (held.created["name"], held.created["visibility"]) == ("mine", "private")
+        uploaded = dict(held.files)
+        again = Embedder.from_pretrained("me/mine", revision="main")
+        with pytest.raises(HfHubHTTPError, match="401"):
+            described.push_to_hub("me/mine", token="hf_wrong")
+    readme = uploaded.pop("README.md").decode()
+    assert readme.splitlines().count("# me/mine") == 1
+    assert 'Embedder.from_pretrained("me/mine")' in readme
+    assert 'SentenceTransformer("me/mine"' in readme
+    assert readme.endswith("Mine. # final\n")
+    assert {path.name: path.read_bytes() for path in described.checkpoint.iterdir()} == before
+    before.pop("README.md")
+    assert uploaded == before
+    assert again.checkpoint_hash == described.checkpoint_hash
+    assert np.array_equal(again.encode_query("a"), described.encode_query("a"))
 
 
 def test_rge_gives_the_embedder_away():
@@ -314,24 +324,119 @@ def test_rge_gives_the_embedder_away():
         rge.Embeder  # noqa: B018
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/use.md"])
-def test_the_examples_run_as_they_are_printed(page, described, picture, tmp_path, monkeypatch):
-    """From the folder of the clone, where `make demo` has left its checkpoint."""
+def blocks_of(page):
     root = Path(__file__).resolve().parents[2]
-    blocks = re.findall(r"```python\n(.*?)```", (root / page).read_text(encoding="utf-8"), re.DOTALL)
-    assert blocks
+    return re.findall(r"```python\n(.*?)```", (root / page).read_text(encoding="utf-8"), re.DOTALL)
+
+
+EXAMPLES = [(page, number) for page in ("README.md", "docs/use.md") for number in range(len(blocks_of(page)))]
+
+
+@pytest.mark.parametrize(("page", "number"), EXAMPLES)
+def test_the_examples_run_as_they_are_printed(page, number, described, picture, tmp_path, monkeypatch):
+    """From the folder of the clone, where `make demo` has left its checkpoint; libraries that are not installed are skipped."""
+    block, root = blocks_of(page)[number], Path(__file__).resolve().parents[2]
+    for library in ("mteb", "langchain_core", "llama_index", "sentence_transformers"):
+        if f"from {library}" in block or f"import {library}" in block or f"integrations.{library}" in block:
+            pytest.importorskip(library)
     shutil.copytree(described.checkpoint, tmp_path / "clone/runs/demo/joint/final")
+    (tmp_path / "clone/data_prep").symlink_to(root / "data_prep")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
     monkeypatch.chdir(tmp_path / "clone")
     for seed, name in enumerate(("padlock", "key", "nail")):
         picture(40, 50, seed).save(f"{name}.png")
-    for block in blocks:
-        names: dict = {}
-        exec(block, names)  # noqa: S102 - our own page
-        if "scores" in names:
-            assert names["scores"].shape == (2,)
-            assert names["query"] @ names["query"] == pytest.approx(1, abs=1e-5)
-        if "best" in names:
-            assert names["best"] in (0, 1)
-            assert isinstance(names["rationale"], str)
-        if "queries" in names:
-            assert names["documents"].shape == (2, 32)
+    names: dict = {}
+    exec(block, names)  # noqa: S102 - our own page
+    if "scores" in names:
+        assert names["scores"].shape == (2,)
+        assert names["query"] @ names["query"] == pytest.approx(1, abs=1e-5)
+    if "best" in names:
+        assert names["best"] in (0, 1)
+        assert isinstance(names["rationale"], str)
+    if "queries" in names:
+        assert names["documents"].shape == (2, 32)
+    if "figures" in names:
+        assert 0 < names["figures"]["recall_at_20"] < 1
+    if "hits" in names:
+        assert names["hits"][0].page_content in ("a key", "a nail")
+    if "picture" in names:
+        assert [len(names[name]) for name in ("query", "picture")] == [32, 32]
+        assert [len(one) for one in names["documents"]] == [32, 32]
+
+
+@pytest.mark.slow
+def test_several_devices_embed_as_one_does(described, items, picture):
+    """Two processes on the CPU: bit for bit what one gives, whatever it is asked."""
+    both = Embedder.from_pretrained(described.checkpoint, device=["cpu", "cpu"], temperature=1.5)
+    one = Embedder.from_pretrained(described.checkpoint, device=["cpu"], temperature=1.5)
+    for exact in (False, True):
+        one.exact = both.exact = exact
+        seen = []
+        options = {"side": "query", "mode": "reasoning", "batch_size": 1, "seeds": range(21)}
+        found, expected = both.encode(items, **options, on_progress=seen.append), one.encode(items, **options)
+        assert np.array_equal(found.embeddings, expected.embeddings)
+        assert found.rationales == expected.rationales
+        assert found.stop_reasons == expected.stop_reasons
+        assert np.array_equal(found.num_rationale_tokens, expected.num_rationale_tokens)
+        assert sum(seen) == 21
+    assert (both.size, both.settings, both.checkpoint_hash) == (32, one.settings, one.checkpoint_hash)
+    images = [picture(40, 30, seed) for seed in range(20)]
+    assert np.array_equal(
+        both.encode_document(images=images, batch_size=2), one.encode_document(images=images, batch_size=2)
+    )
+    with pytest.raises(ImageError, match=r"gone\.png cannot be read"):
+        both.encode_document(images=[*images, "gone.png"], batch_size=1)
+    assert np.array_equal(both.encode_document("a"), one.encode_document("a"))
+    with pytest.raises(AttributeError, match="model"):
+        both.model  # noqa: B018 - the workers have it
+    both.close()
+    with pytest.raises(ValueError, match="device names no device"):
+        Embedder.from_pretrained(described.checkpoint, device=[])
+
+
+def test_pictures_on_the_web_are_fetched_when_their_turn_comes(described, picture, tmp_path, monkeypatch):
+    """A list may be longer than its pictures fit into memory: at most a window of them is held."""
+    image, waiting, most = picture(30, 30), [], []
+
+    def fetch(address):
+        waiting.append(address)
+        most.append(len(waiting))
+        return image
+
+    def window(self, job, on_progress):
+        waiting.clear()
+        return embed(self, job, on_progress)
+
+    embed = Embedder._window
+    monkeypatch.setattr("rge.embedder.fetch_picture", fetch)
+    monkeypatch.setattr(Embedder, "_window", window)
+    found = described.encode_document(
+        images=[f"https://example.org/{n}.png" for n in range(40)], batch_size=2
+    )
+    assert found.shape == (40, 32)
+    assert max(most) == 16
+
+
+def test_quantization_that_cannot_be_is_refused(described, monkeypatch):
+    with pytest.raises(BackboneError, match="quantization must be one of 8bit, 4bit, got 'int8'"):
+        Embedder.from_pretrained(described.checkpoint, quantization="int8")
+    with pytest.raises(
+        BackboneError, match="4bit needs a GPU, device is cpu; there, quantization=8bit works"
+    ):
+        Embedder.from_pretrained(described.checkpoint, device="cpu", quantization="4bit")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(BackboneError, match=r"8bit needs bitsandbytes: pip install 'rge\[quantization\]'"):
+        Embedder.from_pretrained(described.checkpoint, quantization="8bit")
+
+
+def test_eight_bits_hold_the_text_models_matrices(described):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    coarse = Embedder.from_pretrained(described.checkpoint, device="cpu", quantization="8bit")
+    kinds = {name: type(one) for name, one in coarse.model.model.named_modules() if name.endswith("_proj")}
+    assert {kind for name, kind in kinds.items() if "visual" in name} == {torch.nn.Linear}
+    assert {kind for name, kind in kinds.items() if "visual" not in name} == {bitsandbytes.nn.Linear8bitLt}
+    assert coarse.settings["quantization"] == "8bit"
+    cosine = (coarse.encode_document(["a", "b"]) * described.encode_document(["a", "b"])).sum(axis=1)
+    assert (cosine > 0.99).all()
+    assert (cosine < 1 - 1e-7).any()
+    assert isinstance(coarse.encode_query("a", return_rationales=True)[1], str)

@@ -1,5 +1,8 @@
 """The same checkpoint by other libraries' own entry points: equal embeddings, or a refusal."""
 
+import asyncio
+import io
+
 import numpy as np
 import pytest
 import torch
@@ -100,3 +103,47 @@ def test_a_chat_message_is_its_text_and_pictures(checkpoint, picture):
     np.testing.assert_allclose(theirs.encode_query([chat]), plain, atol=1e-6)
     with pytest.raises(ValueError, match="one message of the user"):
         theirs.encode_query([[{"role": "system", "content": "Be brief."}, chat[0]]])
+
+
+def test_langchain_embeds_as_we_do(checkpoint, picture):
+    vectorstores = pytest.importorskip("langchain_core.vectorstores")
+    from rge.integrations.langchain import ReasoningEmbeddings
+
+    ours, theirs = Embedder.from_pretrained(checkpoint), ReasoningEmbeddings(str(checkpoint), device="cpu")
+    question, documents, image = "What opens this?", ["a key", "a nail", "an egg"], picture(60, 40)
+    np.testing.assert_allclose(theirs.embed_query(question), ours.encode_query(question), atol=1e-6)
+    np.testing.assert_allclose(
+        theirs.embed_query(question, image), ours.encode_query(question, image), atol=1e-6
+    )
+    np.testing.assert_allclose(theirs.embed_documents(documents), ours.encode_document(documents), atol=1e-6)
+    np.testing.assert_allclose(theirs.embed_images([image]), ours.encode_document(images=[image]), atol=1e-6)
+    np.testing.assert_allclose(
+        asyncio.run(theirs.aembed_query(question)), ours.encode_query(question), atol=1e-6
+    )
+    store = vectorstores.InMemoryVectorStore(ReasoningEmbeddings(ours))
+    store.add_texts(documents)
+    found = store.similarity_search_with_score(question, k=3)
+    scores = ours.similarity(ours.encode_document(documents), ours.encode_query(question))
+    assert [one.page_content for one, _ in found] == [documents[row] for row in np.argsort(-scores)]
+    np.testing.assert_allclose([score for _, score in found], np.sort(scores)[::-1], atol=1e-6)
+
+
+def test_llama_index_embeds_as_we_do(checkpoint, picture, tmp_path):
+    pytest.importorskip("llama_index.core")
+    from rge.integrations.llama_index import ReasoningEmbedding
+
+    ours, theirs = Embedder.from_pretrained(checkpoint), ReasoningEmbedding(str(checkpoint), device="cpu")
+    question, documents, path = "What opens this?", ["a key", "a nail"], tmp_path / "a.png"
+    picture(60, 40).save(path)
+    query = ours.encode_query(question)
+    np.testing.assert_allclose(theirs.get_query_embedding(question), query, atol=1e-6)
+    np.testing.assert_allclose(asyncio.run(theirs.aget_query_embedding(question)), query, atol=1e-6)
+    np.testing.assert_allclose(
+        theirs.get_text_embedding_batch(documents), ours.encode_document(documents), atol=1e-6
+    )
+    np.testing.assert_allclose(theirs.get_text_embedding("a key"), ours.encode_document("a key"), atol=1e-6)
+    image = ours.encode_document(images=path)
+    for form in (str(path), io.BytesIO(path.read_bytes())):
+        np.testing.assert_allclose(theirs.get_image_embedding(form), image, atol=1e-6)
+    np.testing.assert_allclose(theirs.get_image_embedding_batch([str(path)] * 2), [image] * 2, atol=1e-6)
+    np.testing.assert_allclose(asyncio.run(theirs.aget_image_embedding(str(path))), image, atol=1e-6)

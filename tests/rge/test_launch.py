@@ -38,18 +38,23 @@ def outside_a_launcher(monkeypatch):
         "ACCELERATE_USE_DEEPSPEED",
         "ACCELERATE_USE_FSDP",
         "ACCELERATE_MIXED_PRECISION",
+        "MASTER_ADDR",
+        "MASTER_PORT",
     ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("sys.argv", ["rge/train.py", "recipe=mine", "out=my runs/1"])
 
 
 TWO = {"WORLD_SIZE": "2"}
+ONE_OF_TWO = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+"""What `accelerate launch --cpu --num_processes 2` tells the one process that it starts."""
 
 
 @pytest.mark.parametrize(
     ("environment", "running", "train", "message"),
     [
         (TWO, Running(1, "NO"), {}, "started 2 processes, but each sees 1: the back end was not initialised"),
+        (ONE_OF_TWO, Running(1, "NO"), {}, "asked for several processes and started one, .*--multi_gpu"),
         (
             {},
             Running(1, "NO"),
@@ -117,6 +122,15 @@ def test_a_launch_that_is_not_what_was_asked_for(monkeypatch, environment, runni
     [
         ({}, Running(1, "NO"), {"back_end": "zero3"}, "muon"),  # one process has nobody to share with
         (TWO, Running(2, "MULTI_CPU"), {"num_processes": 2}, "muon"),
+        ({**TWO, **ONE_OF_TWO}, Running(2, "MULTI_CPU"), {}, "adamw"),
+        ({**ONE_OF_TWO, "WORLD_SIZE": "1"}, Running(1, "NO"), {}, "adamw"),  # torchrun, one process
+        ({**ONE_OF_TWO, "OMPI_COMM_WORLD_SIZE": "1"}, Running(1, "NO"), {}, "adamw"),
+        (
+            {"MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            Running(1, "NO"),
+            {},
+            "adamw",
+        ),  # of a cluster; no launcher
         ({**TWO, "ACCELERATE_USE_FSDP": "true"}, Running(2, "FSDP"), {"back_end": "zero2"}, "adamw"),
         ({**TWO, "ACCELERATE_USE_FSDP": "true"}, Running(2, "FSDP"), {"back_end": "zero3"}, "adamw"),
         (

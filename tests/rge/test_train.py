@@ -257,6 +257,8 @@ def test_the_best_checkpoints_by_validation_are_kept(whole):
             settings = read_settings(path)
             assert settings["validation"][metric] == found[settings["step"]]
             Embedder.from_pretrained(path)
+        last = read_settings(whole / stage / "final")["validation"]
+        assert last[metric] == found[max(found)]
 
 
 @pytest.mark.slow
@@ -394,15 +396,74 @@ def test_two_processes_train_as_one_does(whole, home):
     assert states == ["step_00000006", "step_00000008"]
 
 
+SHORT = ("stage=cold_start", "cold_start.steps=2", "cold_start.warmup_steps=0", "optim.name=adamw")
+OWN = """
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: MULTI_GPU
+downcast_bf16: 'no'
+machine_rank: 0
+main_training_function: main
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 2
+use_cpu: true
+"""
+
+
+@pytest.fixture
+def nobodys_home(tmp_path, monkeypatch):
+    """No config of accelerate's that somebody made here once, and no GPU."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_plain_launch_trains(home, nobodys_home):
+    """The README's command, to the letter: what is not said is the recipe's."""
+    out = nobodys_home / "out"
+    done = start(home, out, *SHORT, launcher=("-m", "accelerate.commands.launch"))
+    trained(done)
+    assert "one process, cpu; float32 weights trained" in done.stdout
+    assert [line["step"] for line in metrics(out / "cold_start")] == [1, 2]
+    assert (out / "cold_start/final/model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_a_config_of_ones_own_is_taken_where_it_keeps_to_the_recipe(home, nobodys_home):
+    config, out = nobodys_home / "my own.yaml", nobodys_home / "out"
+    config.write_text(OWN)
+    done = start(home, out, *SHORT, launcher=accelerate("--config_file", str(config)))
+    trained(done)
+    assert "DDP on 2 processes, cpu; float32 weights trained" in done.stdout
+    assert [line["step"] for line in metrics(out / "cold_start")] == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_config_of_ones_own_is_refused_where_it_does_not(home, nobodys_home):
+    config, out = nobodys_home / "my own.yaml", nobodys_home / "out"
+    text = OWN.replace("'no'\nnum", "fp16\nnum").replace("MULTI_GPU", "'NO'")
+    config.write_text(text.replace("num_processes: 2", "num_processes: 1"))
+    done = start(home, out, *SHORT, launcher=accelerate("--config_file", str(config)))
+    assert done.returncode != 0
+    said = (
+        "error: the launch asks for mixed_precision fp16, but the recipe computes in float32 (model.dtype); launch with it "
+        "off: accelerate launch --mixed_precision no "
+    )
+    assert done.stderr.count(said) == 1
+    assert "returned non-zero exit status 2" in done.stderr  # accelerate's own last word
+    assert not out.exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "launcher", "message"),
     [
         (
-            ["train.num_processes=2"],
+            [],
             {"launcher": accelerate("--cpu", "--num_processes", "2")},
-            "train.num_processes=2, but 1 run; pass the number to accelerate launch as well "
-            "(`accelerate launch --cpu --num_processes 2` starts one process: use --multi_gpu with ACCELERATE_USE_CPU=true)",
+            "the launcher was asked for several processes and started one, as accelerate does with `--cpu`",
         ),
         (["loss.alfa=1"], {}, "unknown key loss.alfa; did you mean loss.alpha_"),
         (["joint.sources=[{path: gone.jsonl}]"], {}, "training records gone.jsonl do not exist"),

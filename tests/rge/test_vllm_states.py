@@ -124,6 +124,9 @@ def test_rationales_and_states_are_those_of_our_own_engine(ours, vllm, asked):
     assert_same(vllm.encode_document(*asked), ours.encode_document(*asked))
     assert vllm.settings["engine"].startswith("vllm 0.")
     assert "engine" not in ours.settings
+    prompts = [vllm.builder.build(item, "query") for item in items]
+    given = [[5, 6, 7][: row % 4] for row in range(18)]
+    assert_same(vllm.encode_after(prompts, given), ours.encode_after(prompts, given))
 
 
 @with_vllm

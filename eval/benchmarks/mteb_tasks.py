@@ -1,0 +1,182 @@
+"""Retrieval sets of ours as tasks that MTEB runs, with any model that MTEB knows.
+
+    results = mteb.evaluate(mteb.get_model("intfloat/mmE5-mllama-11b-instruct"), tasks("runs/sets/rmir", benchmark="rmir"))
+
+What MTEB measures of a set is what ``python -m eval run`` measures, by trec_eval's definitions: nDCG, MAP, recall, precision, hit
+rate and MRR at cutoffs, a set's own candidates, exclusions and positives that the pool lacks included. It has no words for the
+rest: intervals and categories; PinPoint's AP@10 over min(positives, 10), its negatives and its paraphrases; MMEB's
+rule for equal scores (MTEB takes trec_eval's, the larger id first); MM-BRIGHT's means of rounded domains. `eval run` has
+them.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, Features, Image, List, Value
+from mteb.abstasks.retrieval import AbsTaskRetrieval
+from mteb.abstasks.retrieval_dataset_loaders import RetrievalSplitData
+from mteb.abstasks.task_metadata import TaskMetadata
+
+from eval.benchmarks.registry import GENERIC, protocol_for
+from eval.benchmarks.suite import is_suite, load_suite
+from eval.scoring.metrics import CUTOFFS
+from eval.sets.retrieval_set import RetrievalSet, load_set, with_content
+from rge.common.files import find_shipped
+from rge.common.images import picture_bytes
+from rge.common.schema import Item
+
+SPLIT, SUBSET = "test", "default"
+MAIN = {
+    "rmir": "recall_at_20",
+    "mmeb": "hit_rate_at_1",
+    "mmbright": "ndcg_at_10",
+    "pinpoint": "precision_at_10",
+}
+"""What MTEB calls the main score: of a benchmark's headlines the first that MTEB has."""
+
+
+class SetTask(AbsTaskRetrieval):
+    """A retrieval set as a task of MTEB; each set is a class of its own, see `tasks`.
+
+    Attributes:
+        wanted: the set, as a protocol wants it.
+        asked: letters of MTEB's categories for its queries.
+        shown: for its candidates.
+    """
+
+    k_values = tuple(sorted({*AbsTaskRetrieval.k_values, *CUTOFFS}))
+    wanted: RetrievalSet
+    asked: str
+    shown: str
+
+    def load_data(self, num_proc: int | None = None, **_: Any) -> None:
+        """Hand the set over; MTEB calls this."""
+        if self.data_loaded:
+            return
+        wanted = self.wanted
+        named = any(query.instruction for query in wanted.queries)
+        names = wanted.corpus_ids
+        relevant = {
+            query.id: {names[row]: int(gain) for row, gain in zip(*positives, strict=True)}
+            for query, positives in zip(wanted.queries, wanted.positives, strict=True)
+        }
+        if wanted.num_missing_Q is not None:
+            for query, count in zip(wanted.queries, wanted.num_missing_Q.tolist(), strict=True):
+                # ids with a space, which no candidate has: in every denominator, in no ranking
+                relevant[query.id] |= {f"not in the pool {number}": 1 for number in range(count)}
+        self.dataset = {
+            SUBSET: {
+                SPLIT: RetrievalSplitData(
+                    corpus=_table(wanted, "corpus", self.shown, named=False),
+                    queries=_table(wanted, "queries", self.asked, named=named),
+                    relevant_docs=relevant,
+                    top_ranked=_ranked(wanted),
+                )
+            }
+        }
+        self.data_loaded = True
+
+
+def tasks(path: str | Path, *, benchmark: str = GENERIC, profile: str = "clean") -> list[Any]:
+    """The task of a retrieval set, or those of a suite's members.
+
+    Args:
+        path: directory of the set or the suite.
+        benchmark: see `eval.benchmarks.registry`; its protocol says what is excluded.
+        profile: clean or official.
+
+    Raises:
+        UserError: the set is broken, or of another benchmark.
+    """
+    root = find_shipped(path)
+    folders = [root / name for name in load_suite(root).members] if is_suite(root) else [root]
+    found = []
+    for folder in folders:
+        wanted = load_set(folder)
+        prepared = with_content(protocol_for(benchmark, profile, wanted).prepare(wanted))
+        asked, shown = _kinds(wanted.queries), _kinds(wanted.corpus_items())
+        about = _metadata(prepared, asked, shown, MAIN.get(benchmark, "ndcg_at_10"))
+        parts = {"metadata": about, "wanted": prepared, "asked": asked, "shown": shown}
+        found.append(type("SetTask", (SetTask,), parts)())
+    return found
+
+
+def _metadata(wanted: RetrievalSet, asked: str, shown: str, main_score: str) -> TaskMetadata:
+    both = asked + shown
+    about: dict[str, Any] = {
+        "name": wanted.name.replace("/", "-"),
+        "description": f"Retrieval set {wanted.name}.",
+        "dataset": {"path": str(wanted.path), "revision": str(wanted.content)},
+        "type": "Any2AnyRetrieval" if "i" in both else "Retrieval",
+        "category": f"{asked}2{shown}",
+        "modalities": [name for name in ("text", "image") if name[0] in both],
+        "eval_splits": [SPLIT],
+        "eval_langs": ["eng-Latn"],
+        "main_score": main_score,
+    }
+    if not any(query.instruction for query in wanted.queries):
+        about["prompt"] = {"query": ""}  # none, which is not the same as what a model likes best
+    return TaskMetadata(**about)
+
+
+def _kinds(items: Any) -> str:
+    """Letters of MTEB's categories: what any of the items has."""
+    has_text = has_image = False
+    for item in items:
+        has_text, has_image = has_text or bool(item.text), has_image or bool(item.images)
+    return "i" * has_image + "t" * has_text
+
+
+def _table(wanted: RetrievalSet, side: str, kinds: str, *, named: bool) -> Dataset:
+    """Rows of MTEB, on disk: pictures of a pool may be larger than memory. Named by the set's content."""
+    items = wanted.queries if side == "queries" else wanted.corpus_items()
+    several = "i" in kinds and any(len(item.images) > 1 for item in items)
+    features: dict[str, Any] = {"id": Value("string")}
+    if "t" in kinds:
+        features["text"] = Value("string")
+    if "i" in kinds:
+        features["image"] = List(Image()) if several else Image()
+    if named:
+        features["instruction"] = Value("string")
+    return Dataset.from_generator(
+        _rows,
+        features=Features(features),
+        gen_kwargs={
+            "path": str(wanted.path),
+            "content": wanted.content,
+            "side": side,
+            "columns": tuple(features),
+        }
+        | {"several": several},
+    )
+
+
+def _rows(
+    path: str, content: str, side: str, columns: tuple[str, ...], several: bool
+) -> Iterator[dict[str, Any]]:
+    wanted = load_set(path)
+    for item in wanted.queries if side == "queries" else wanted.corpus_items():
+        yield {name: _cell(item, name, several) for name in columns}
+
+
+def _cell(item: Item, name: str, several: bool) -> Any:
+    if name == "id":
+        return item.id
+    if name != "image":
+        return getattr(item, name) or ""
+    pictures = [{"bytes": picture_bytes(ref), "path": None} for ref in item.images]
+    return pictures if several else pictures[0] if pictures else None
+
+
+def _ranked(wanted: RetrievalSet) -> dict[str, list[str]] | None:
+    """Each query's candidates, where they are not the whole pool."""
+    if wanted.candidates is None and wanted.excluded is None:
+        return None
+    every = range(len(wanted.corpus_ids))
+    found = {}
+    for number, query in enumerate(wanted.queries):
+        own = every if wanted.candidates is None else wanted.candidates[number].tolist()
+        out = set() if wanted.excluded is None else set(wanted.excluded[number].tolist())
+        found[query.id] = [wanted.corpus_ids[row] for row in own if row not in out]
+    return found

@@ -1,0 +1,260 @@
+"""Processes that do jobs for this one, each on a device of its own: an embedder's, where it has several.
+
+    workers = Workers(make, ["cuda:0", "cuda:1"])
+    workers.run(jobs, on_result)
+
+Each process calls ``make(device)`` once, and what that returns for every job it is handed; whoever is idle gets the next.
+They are started when they are first needed, as programs of their own: a script without ``if __name__ == "__main__"`` is not run a
+second time, and nothing is forked beside a GPU's threads. They end with this process, however it ends, and together: when
+one dies, is silent for too long, or this one is interrupted.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from rge.common.errors import UserError, portable
+
+SILENCE_S = 1800.0
+"""How long a worker may be silent: while it loads, and between two signs of progress."""
+
+PARENT_S = 1.0
+"""How often a worker looks whether the process that started it is still there."""
+
+Work = Callable[[Any, Callable[[int], object]], Any]
+"""Does a job, and calls its second argument with the number of items just finished."""
+
+_PROGRAM = (
+    "import sys; sys.path[:] = {path!r}; from rge.distributed.workers import serve; serve({handle}, {parent})"
+)
+
+
+class WorkerError(UserError):
+    """A worker died or fell silent; the message says which and why."""
+
+
+class Workers:
+    """Worker processes, one a device. Calls from several threads take turns.
+
+    Args:
+        make: ``make(device)`` returns what does a job, see `Work`. It travels by pickle: a function of a module, or a
+            `functools.partial` of one.
+        devices: one a process; the same may stand there twice.
+    """
+
+    def __init__(self, make: Callable[[str], Work], devices: Sequence[str]):
+        self.make, self.devices = make, tuple(devices)
+        self._workers: list[_Worker] = []
+        self._round = 0
+        self._one_at_a_time = threading.Lock()
+        weakref.finalize(self, _end, self._workers)
+
+    def run(
+        self,
+        jobs: Iterable[Any],
+        on_result: Callable[[int, Any], object],
+        on_progress: Callable[[int], object] | None = None,
+    ) -> None:
+        """Have jobs done. They are drawn one by one, when there is somebody to do them.
+
+        Args:
+            jobs: each travels to a worker.
+            on_result: called with a job's number and its result, in the order in which they are finished.
+            on_progress: called with the number of items just finished.
+
+        Raises:
+            WorkerError: a worker died or fell silent. All are ended then; the next call starts new ones.
+            Exception: what a job or `make` raised. The call is over for all workers.
+        """
+        with self._one_at_a_time:
+            self._round += 1
+            try:
+                self._run(enumerate(jobs), on_result, on_progress or (lambda _: None))
+            except (WorkerError, KeyboardInterrupt, SystemExit):
+                _end(self._workers)
+                raise
+
+    def close(self) -> None:
+        """End the workers; they would also end with this object."""
+        with self._one_at_a_time:
+            _end(self._workers)
+
+    def _run(
+        self,
+        jobs: Iterator[tuple[int, Any]],
+        on_result: Callable[[int, Any], object],
+        on_progress: Callable[[int], object],
+    ) -> None:
+        job = next(jobs, None)
+        if job is not None and not self._workers:
+            self._workers.extend(_Worker(self.make, device) for device in self.devices)
+        waited_for = 0
+        while job is not None or waited_for:
+            for worker in self._workers:
+                if job is not None and worker.is_idle and all(one.is_ready for one in self._workers):
+                    worker.send((self._round, *job))
+                    waited_for += 1
+                    job = next(jobs, None)
+            if job is None and not waited_for:
+                return
+            for worker in self._heard():
+                kind, round_, *said = worker.receive()
+                if kind == "cannot start":
+                    _end(self._workers)
+                    raise said[0]
+                if round_ != self._round:  # it was busy with what an error had ended
+                    continue
+                if kind == "error":
+                    raise said[0]
+                if kind == "progress":
+                    on_progress(*said)
+                if kind == "result":
+                    waited_for -= 1
+                    on_result(*said)
+
+    def _heard(self) -> list["_Worker"]:
+        """Workers that have something to say, at least one."""
+        busy = [worker for worker in self._workers if not worker.is_idle]
+        until = min(worker.heard_at for worker in busy) + SILENCE_S
+        ready = wait([worker.connection for worker in busy], max(0.0, until - time.monotonic()))
+        if not ready:
+            worker = min(busy, key=lambda one: one.heard_at)
+            raise WorkerError(
+                f"the worker on {worker.device} was silent for {SILENCE_S:.0f} s while it "
+                f"{'worked' if worker.is_ready else 'started'}; all workers were ended"
+            )
+        return [worker for worker in busy if worker.connection in ready]
+
+
+class _Worker:
+    """One process, seen from the one that started it."""
+
+    def __init__(self, make: Callable[[str], Work], device: str):
+        self.device = device
+        self.is_ready = self.is_idle = False
+        self.heard_at = time.monotonic()
+        ours, theirs = socket.socketpair()
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # against one that stops in mid-message
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(SILENCE_S), 0))
+        program = _PROGRAM.format(path=sys.path, handle=theirs.fileno(), parent=os.getpid())
+        # A session of its own: a terminal's Ctrl-C is for the process that started it, which decides what it means.
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self.owner = os.getpid()
+        theirs.close()  # so that reading ends when the process does
+        self.connection = Connection(ours.detach())
+        self.send((make, device))
+
+    def send(self, what: Any) -> None:
+        """Hand something over.
+
+        Raises:
+            WorkerError: the process is gone.
+        """
+        self.is_idle, self.heard_at = False, time.monotonic()
+        try:
+            self.connection.send(what)
+        except OSError:
+            raise self._gone() from None
+
+    def receive(self) -> tuple[Any, ...]:
+        """What the process says: kind, round and more.
+
+        Raises:
+            WorkerError: the process is gone.
+        """
+        try:
+            said = self.connection.recv()
+        except (EOFError, OSError):
+            raise self._gone() from None
+        self.heard_at, self.is_ready = time.monotonic(), True
+        self.is_idle = said[0] != "progress"
+        return said
+
+    def _gone(self) -> WorkerError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5.0)
+        code = self.process.returncode
+        how = (
+            "fell silent in mid-sentence"
+            if code is None
+            else f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with {code}"
+        )
+        return WorkerError(
+            f"the worker on {self.device} {how}{'' if self.is_ready else ' before it was ready'}; all workers were ended. "
+            "Where memory ran out, lower batch_size"
+        )
+
+    def end(self) -> None:
+        """Kill it. A fork of the process that started it leaves it alone."""
+        if os.getpid() != self.owner:
+            return
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
+
+
+def _end(workers: list[_Worker]) -> None:
+    """They hold nothing that anybody needs."""
+    while workers:
+        workers.pop().end()
+
+
+def serve(handle: int, parent: int) -> None:
+    """A worker's life: make what does the work, then do jobs until there is nobody to do them for.
+
+    Args:
+        handle: file descriptor of the socket to the process that started this one.
+        parent: id of that process.
+    """
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    connection = Connection(handle)
+    with contextlib.suppress(EOFError, OSError):
+        make, device = connection.recv()
+        try:
+            work = make(device)
+        except Exception as error:  # noqa: BLE001 - raised where it was asked for
+            connection.send(("cannot start", 0, portable(error)))
+            return
+        connection.send(("ready", 0))
+        while True:
+            round_, number, job = connection.recv()
+            say = _Says(connection, round_)
+            try:
+                result = work(job, say)
+            except Exception as error:  # noqa: BLE001 - likewise
+                connection.send(("error", round_, portable(error)))
+            else:
+                connection.send(("result", round_, number, result))
+
+
+class _Says:
+    """Tells of progress; also how it is known that a worker lives."""
+
+    def __init__(self, connection: Connection, round_: int):
+        self.connection, self.round = connection, round_
+
+    def __call__(self, num_items: int) -> None:
+        self.connection.send(("progress", self.round, num_items))
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(PARENT_S)
+    os._exit(1)

@@ -1,0 +1,39 @@
+"""A checkpoint as LangChain's ``Embeddings``: queries reason, documents do not.
+
+store = InMemoryVectorStore(ReasoningEmbeddings("runs/demo/joint/final"))
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from langchain_core.embeddings import Embeddings
+
+from rge.embedder import Embedder, Picture
+
+
+class ReasoningEmbeddings(Embeddings):
+    """Embeddings of `rge.embedder.Embedder`, which is what runs; the asynchronous methods run it in a thread.
+
+    Args:
+        checkpoint: a folder, an id on the Hugging Face hub, or an embedder that is loaded already.
+        options: of `Embedder.from_pretrained`.
+    """
+
+    def __init__(self, checkpoint: str | Embedder, **options: Any):
+        self.embedder = (
+            checkpoint
+            if isinstance(checkpoint, Embedder)
+            else Embedder.from_pretrained(checkpoint, **options)
+        )
+
+    def embed_query(self, text: str, images: Picture | Sequence[Picture] | None = None) -> list[float]:
+        """Embed a question, about pictures or not."""
+        return self.embedder.encode_query(text, images).tolist()
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        """Embed texts."""
+        return self.embedder.encode_document(texts).tolist()
+
+    def embed_images(self, images: Sequence[Picture]) -> list[list[float]]:
+        """Embed pictures as documents."""
+        return self.embedder.encode_document(images=list(images)).tolist()

@@ -1,0 +1,50 @@
+"""A checkpoint as LlamaIndex's embedding model, of texts and of pictures: queries reason, documents do not.
+
+Settings.embed_model = ReasoningEmbedding("runs/demo/joint/final")
+"""
+
+import asyncio
+from io import BytesIO
+from typing import Any
+
+from llama_index.core.embeddings import MultiModalEmbedding
+from pydantic import PrivateAttr
+
+from rge.embedder import Embedder
+
+
+class ReasoningEmbedding(MultiModalEmbedding):
+    """Embeddings of `rge.embedder.Embedder`, which is what runs; the asynchronous methods run it in a thread.
+
+    Args:
+        checkpoint: a folder, or an id on the Hugging Face hub.
+        options: of `Embedder.from_pretrained`.
+    """
+
+    _embedder: Embedder = PrivateAttr()
+
+    def __init__(self, checkpoint: str, **options: Any):
+        super().__init__(model_name=str(checkpoint))
+        self._embedder = Embedder.from_pretrained(checkpoint, **options)
+
+    def _get_query_embedding(self, query: str) -> list[float]:
+        return self._embedder.encode_query(query).tolist()
+
+    def _get_text_embedding(self, text: str) -> list[float]:
+        return self._embedder.encode_document(text).tolist()
+
+    def _get_text_embeddings(self, texts: list[str]) -> list[list[float]]:
+        return self._embedder.encode_document(texts).tolist()
+
+    def _get_image_embedding(self, img_file_path: Any) -> list[float]:
+        return self._get_image_embeddings([img_file_path])[0]
+
+    def _get_image_embeddings(self, img_file_paths: list[Any]) -> list[list[float]]:
+        images = [one.getvalue() if isinstance(one, BytesIO) else one for one in img_file_paths]
+        return self._embedder.encode_document(images=images).tolist()
+
+    async def _aget_query_embedding(self, query: str) -> list[float]:
+        return await asyncio.to_thread(self._get_query_embedding, query)
+
+    async def _aget_image_embedding(self, img_file_path: Any) -> list[float]:
+        return await asyncio.to_thread(self._get_image_embedding, img_file_path)

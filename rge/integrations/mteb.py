@@ -1,0 +1,190 @@
+"""A checkpoint as MTEB evaluates it: queries reason, documents do not.
+
+    meta = register("runs/demo/joint/final")
+    mteb.evaluate(meta, mteb.get_tasks(["CIRRIT2IRetrieval"]))
+
+Embeddings equal `rge.embedder.Embedder`'s: it is what runs. `eval.benchmarks.mteb_tasks` makes MTEB's tasks of our own retrieval
+sets.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from mteb.models.abs_encoder import AbsEncoder
+from mteb.models.model_implementations import MODEL_REGISTRY
+from mteb.models.model_meta import ModelMeta, ScoringFunction
+from mteb.types import PromptType
+
+from rge.checkpoints.export import checkpoint_hash, read_settings
+from rge.common.schema import Item
+from rge.embedder import WINDOW_BATCHES, Embedder, local_folder
+from rge.model.prompts import PromptBuilder
+
+
+class ReasoningEncoder(AbsEncoder):
+    """What MTEB calls. Made by `register`'s metadata; its arguments are those of `mteb.get_model`.
+
+    Args:
+        model_name: as it was registered.
+        revision: of that.
+        device: see `rge.embedder.Embedder.from_pretrained`.
+        checkpoint: the folder.
+        mode: of queries: ``reasoning`` or ``direct``; None as the checkpoint was trained.
+        instruction: before every query; None takes the query's own where the task has one a query, else the task's, else
+            the one of training. An empty string puts nothing.
+        prompts: prompt profile instead of the checkpoint's; MMEB's texts, for one, hold their instructions (``plain``).
+        exact: compute every row alone, so that no batch size moves a last digit; None does so in float32 on a CPU, as
+            ``python -m eval run`` does.
+        options: further ones of `Embedder.from_pretrained`.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        revision: str | None = None,
+        *,
+        device: str | None = None,
+        checkpoint: str,
+        mode: str | None = None,
+        instruction: str | None = None,
+        prompts: str | None = None,
+        exact: bool | None = None,
+        **options: Any,
+    ):
+        self.model = self.embedder = Embedder.from_pretrained(checkpoint, device=device, **options)
+        if exact is None:
+            exact = self.embedder.settings["dtype"] == "float32" and self.embedder.model.device.type == "cpu"
+        self.embedder.exact = exact
+        if prompts is not None:
+            known = self.embedder.builder
+            self.embedder.builder = PromptBuilder(known.processor, prompts, known.max_tokens)
+        self.mode: Any = mode or ("direct" if self.embedder.settings["reasons"] == "none" else "reasoning")
+        self.instruction = instruction
+
+    def encode(
+        self,
+        inputs: Any,
+        *,
+        task_metadata: Any,
+        hf_split: str,
+        hf_subset: str,
+        prompt_type: PromptType | None = None,
+        batch_size: int = 32,
+        **_: Any,
+    ) -> np.ndarray:
+        """Embed what a loader gives; only queries of retrieval reason.
+
+        Args:
+            inputs: batches of MTEB: ``text``, ``image`` (a picture or several), and of queries ``query`` and ``instruction``.
+            task_metadata: its prompt is an instruction.
+            hf_split: unused.
+            hf_subset: unused.
+            prompt_type: ``query``, ``document`` or None.
+            batch_size: rows a forward.
+
+        Returns:
+            (N, D) float32, unit norm.
+        """
+        is_query = prompt_type == PromptType.query
+        fallback = self._instruction(task_metadata) if is_query else None
+        parts, waiting = [], list[Item]()
+        for batch in inputs:
+            items = _items(batch, fallback, is_query=is_query)
+            if self.instruction is not None and is_query:
+                items = (replace(one, instruction=self.instruction or None) for one in items)
+            waiting += items
+            if len(waiting) >= WINDOW_BATCHES * batch_size:
+                parts.append(self._embed(waiting, is_query, batch_size))
+                waiting = []
+        parts.append(self._embed(waiting, is_query, batch_size))
+        return np.concatenate(parts)
+
+    def _embed(self, items: list[Item], is_query: bool, batch_size: int) -> np.ndarray:
+        if is_query:
+            found = self.embedder.encode(items, side="query", mode=self.mode, batch_size=batch_size)
+        else:
+            found = self.embedder.encode(items, side="candidate", mode="direct", batch_size=batch_size)
+        return found.embeddings
+
+    def _instruction(self, task_metadata: Any) -> str | None:
+        prompt = task_metadata.prompt
+        if isinstance(prompt, dict):
+            prompt = prompt.get("query")
+        return self.embedder.default_instruction if prompt is None else prompt or None
+
+
+def register(
+    checkpoint: str | Path, name: str | None = None, *, revision: str | None = None, **options: Any
+) -> ModelMeta:
+    """Make a checkpoint known to MTEB: `mteb.get_model` loads it by its name, `mteb.evaluate` takes what this returns.
+
+    Args:
+        checkpoint: folder, or id on the Hugging Face hub.
+        name: ``owner/name``; None takes the id on the hub, or the last two parts of the folder.
+        revision: commit, tag or branch on the hub.
+        options: see `ReasoningEncoder`. They are part of what MTEB keeps results under.
+
+    Returns:
+        MTEB's description of the model. Its revision is the hash of all files, so that results kept by MTEB are never
+        those of another checkpoint.
+
+    Raises:
+        rge.checkpoints.export.CheckpointError: not a checkpoint of rge.
+    """
+    folder = local_folder(checkpoint, revision)
+    settings = read_settings(folder)
+    if name is None:
+        on_hub = "/" in str(checkpoint) and not Path(checkpoint).expanduser().exists()
+        name = str(checkpoint) if on_hub else "/".join(folder.resolve().parts[-2:])
+    meta = ModelMeta(
+        loader=cast(Any, ReasoningEncoder),
+        loader_kwargs={"checkpoint": str(folder)},
+        experiment_kwargs=options or None,
+        name=name,
+        revision=checkpoint_hash(folder),
+        release_date=None,
+        languages=["eng-Latn"],
+        n_parameters=_num_parameters(folder),
+        memory_usage_mb=round(sum(path.stat().st_size for path in folder.glob("*.safetensors")) / 2**20),
+        max_tokens=settings["max_prompt_tokens"],
+        embed_dim=None,
+        license=None,
+        open_weights=True,
+        public_training_code=None,
+        public_training_data=None,
+        framework=["PyTorch", "Transformers"],
+        similarity_fn_name=ScoringFunction.DOT_PRODUCT,
+        use_instructions=True,
+        training_datasets=None,
+        adapted_from=(settings["recipe"].get("model") or {}).get("path"),
+        modalities=["text", "image"],
+    )
+    MODEL_REGISTRY[name] = meta
+    return meta
+
+
+def _num_parameters(folder: Path) -> int:
+    from safetensors import safe_open
+
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as weights:
+            total += sum(int(np.prod(weights.get_slice(key).get_shape())) for key in weights.keys())
+    return total
+
+
+def _items(batch: dict[str, Any], fallback: str | None, *, is_query: bool) -> Iterator[Item]:
+    """Items of a batch: texts as they were before MTEB put instructions into them."""
+    texts = batch.get("query", batch.get("text")) if is_query else batch.get("text")
+    images, own = batch.get("image"), batch.get("instruction") if is_query else None
+    for row in range(len(texts if texts is not None else images or ())):
+        pictures = images[row] if images is not None else None
+        yield Item(
+            str(row),
+            texts[row] if texts is not None else None,
+            () if pictures is None else tuple(pictures) if isinstance(pictures, list) else (pictures,),
+            (own[row] or None) if own is not None else fallback,
+        )

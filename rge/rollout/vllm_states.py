@@ -84,9 +84,6 @@ class VllmStates:
         batch_size: rows at once.
         memory: share of a GPU's memory for the engine; a CPU's cache has ``VLLM_CPU_KVCACHE_SPACE`` GiB.
 
-    Attributes:
-        name: with vLLM's version, for what is computed with it.
-
     Raises:
         ValueError: vLLM cannot hold such a model, or not in that much memory.
         RuntimeError: likewise.

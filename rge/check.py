@@ -40,6 +40,8 @@ from rge.plan.costs import GIB, NCCL_GIB, descriptors, shapes_of, speed_of, trai
 from rge.plan.known_models import outline
 from rge.plan.options import PlanOptions
 from rge.plan.report import OPTIMIZER_STATES, plan
+from rge.rl.reference import check_reference
+from rge.rl.rewards import find_reward
 from rge.rollout.vllm_writer import check_possible
 from rge.rollout.writer import encodes_once
 from rge.step import Objective
@@ -151,6 +153,12 @@ def examine(
     for name in stages:
         _attempt(problems, check_state, out / name, recipe, name, accelerator)
     problems += tracker_problems(recipe.log)
+    if "rl" in recipe.stages():
+        for reward in recipe.rl.rewards:
+            _attempt(problems, find_reward, reward)
+        _attempt(problems, check_reference, recipe, dist.is_zero3(accelerator))
+        if problems:
+            return problems, found  # what a stage needs follows from its rewards
     verdicts = Verdicts()
     found.records = _records(problems, recipe, stages, verdicts)
     if decode:
@@ -215,7 +223,7 @@ def _records(
         needs[source.key] = source, needs.get(source.key, (source, False))[1] or rationale
 
     # Finished stages count too: what a run leaves out must not change when it is started again.
-    oracle = {name: Objective.of(recipe.loss, name).needs_oracle for name in recipe.stages()}
+    oracle = {name: Objective.of(recipe, name).needs_oracle for name in recipe.stages()}
     read = {source.key for name in stages for source in getattr(recipe, name).sources}
     for name in recipe.stages():
         for source in getattr(recipe, name).sources:
@@ -262,7 +270,7 @@ def _check_stage(problems: list[str], recipe: Recipe, name: str, accelerator: Ac
     """What a stage would find out when it begins."""
     stage: StageConfig = getattr(recipe, name)
     _attempt(problems, stage_share, name, stage, accelerator.num_processes)
-    if not Objective.of(recipe.loss, name).needs_rollout:
+    if not Objective.of(recipe, name).needs_rollout:
         return
     sharded = dist.shards_parameters(accelerator)
     if recipe.rollout.backend == "vllm":

@@ -8,7 +8,7 @@ overrides. A key that does not exist is an error that names the nearest one. Who
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -286,8 +286,77 @@ class StageConfig:
 
 
 @dataclass
+class RewardConfig:
+    """One term of the reward, and its price."""
+
+    name: str
+    """A registered reward (docs/rl.md has the table), or one's own as module:function."""
+    weight: float = 1.0
+    """The reward is the sum of the terms times their weights."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the reward."""
+
+
+@dataclass
+class RLConfig(StageConfig):
+    """The stage rl: rationales that retrieve better than their group's become likelier.
+
+    Names and defaults are TRL's where TRL has them. Without `sources` it trains on the joint stage's; then stage=all leaves
+    it out, and stage=rl runs it.
+    """
+
+    batch_size: int = 64
+    """Queries per optimizer step over all ranks, each with `num_rationales` rationales; their candidates are ranked."""
+    lr: float = 1e-6
+    """Highest learning rate."""
+    alpha_rl: float = 1.0
+    """Weight of the policy gradient."""
+    alpha_con: float = 0.5
+    """Weight of InfoNCE over the rationales' states; in place of loss.alpha_con."""
+    alpha_lm: float = 0.05
+    """Weight of the LM loss on oracle rationales; in place of loss.alpha_lm."""
+    num_rationales: int = 8
+    """Rationales sampled per query and step, a group; in place of rollout.num_rationales."""
+    temperature: float = 1.0
+    """Sampling temperature; in place of rollout.temperature. Log probabilities are those of this distribution."""
+    rewards: list[RewardConfig] = field(default_factory=lambda: [RewardConfig("margin")])
+    """Terms of the reward, each with name, weight and options."""
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo"] = "dapo"
+    """Ratio and normalisation of the policy gradient, see docs/rl.md."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Advantages are divided by the standard deviation of the group, of the batch, or by none."""
+    std_floor: float = 1e-4
+    """Added to that standard deviation: equal rationales differ in reward by rounding."""
+    epsilon: float = 0.2
+    """Ratios of a token's probability to that at its writing are clipped at 1 - epsilon."""
+    epsilon_high: float | None = None
+    """And at 1 + epsilon_high; null: epsilon. DAPO has 0.28."""
+    beta: float = 0.0
+    """Weight of the KL divergence (k3) from the checkpoint that the stage starts from; 0 needs no reference. With adapters
+    the reference is the model without them; else a frozen copy is kept in memory."""
+    use_bias_correction_kl: bool = True
+    """Multiply the KL estimate by the ratio, so that its gradient is right for rationales of earlier weights too."""
+    mask_truncated_completions: bool = False
+    """Leave rationales that were cut off at the cap out of the policy gradient. The <emb> put there never counts."""
+    num_iterations: int = 1
+    """Optimizer updates a rollout; after the first, ratios are not 1 and clipping begins."""
+    vllm_importance_sampling_correction: bool = True
+    """Weigh what vLLM sampled by our probability over its own."""
+    vllm_importance_sampling_mode: Literal[
+        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = "sequence_mask"
+    """Ratios of tokens or of rationales, cut to the bounds or left out beyond them."""
+    vllm_importance_sampling_clip_max: float | None = 3.0
+    """Upper bound of the ratio; null: none."""
+    vllm_importance_sampling_clip_min: float | None = None
+    """Lower bound of the ratio; null: none."""
+    patience: int = 50
+    """The stage ends with a message after so many steps in a row in which no group's rewards differed; 0: never."""
+
+
+@dataclass
 class OptimConfig:
-    """The optimizer, the same for both stages."""
+    """The optimizer, the same for all stages."""
 
     name: Literal["adamw", "muon"] = "adamw"
     """Muon for matrices with AdamW for the rest learns much faster from scratch; not under ZeRO."""
@@ -367,10 +436,11 @@ class Recipe:
     """Name of the recipe's file."""
     out: str = "runs/{recipe}"
     """Folder of the run; ``{recipe}`` is the recipe's name."""
-    stage: Literal["all", "cold_start", "joint"] = "all"
-    """Which stages run; `all` continues the joint stage from the cold start's checkpoint."""
+    stage: Literal["all", "cold_start", "joint", "rl"] = "all"
+    """Which stages run; `all` runs them one after the other, each from the checkpoint of the one before: rl where the
+    recipe has sources for it."""
     plugins: list[str] = field(default_factory=list)
-    """Modules of your own that register losses, families, prompt profiles or augmentations (docs/extending.md)."""
+    """Modules of your own that register losses, rewards, families, prompt profiles or augmentations (docs/extending.md)."""
     init: str | None = None
     """Checkpoint to start from instead of `model.path` or `model.scratch`, e.g. another run's cold start."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -380,13 +450,24 @@ class Recipe:
     optim: OptimConfig = field(default_factory=OptimConfig)
     cold_start: StageConfig = field(default_factory=StageConfig)
     joint: StageConfig = field(default_factory=StageConfig)
+    rl: RLConfig = field(default_factory=RLConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
     def stages(self) -> list[str]:
         """Names of the stages this run goes through, in order."""
-        return ["cold_start", "joint"] if self.stage == "all" else [self.stage]
+        if self.stage != "all":
+            return [self.stage]
+        return ["cold_start", "joint", *(["rl"] if self.rl.sources else [])]
+
+    def rollout_of(self, stage: StageConfig) -> RolloutConfig:
+        """How rationales are written in a stage: `rl` samples groups of them, with the present weights."""
+        if not isinstance(stage, RLConfig):
+            return self.rollout
+        return replace(
+            self.rollout, num_rationales=stage.num_rationales, temperature=stage.temperature, reuse_steps=0
+        )
 
 
 @dataclass
@@ -460,6 +541,8 @@ def check(recipe: Recipe) -> None:
     Raises:
         RecipeError: names the key, the value and what is allowed.
     """
+    if recipe.stage == "rl" and not recipe.rl.sources:
+        recipe.rl.sources = list(recipe.joint.sources)
     try:
         PROFILES[recipe.data.profile]
     except UserError as error:
@@ -535,7 +618,74 @@ def check(recipe: Recipe) -> None:
             _positive(f"{name}.sources shuffle_buffer of {source.label}", source.shuffle_buffer)
             if source.streaming:
                 _check_stream(recipe, name, stage, source)
+    if "rl" in recipe.stages():
+        _check_rl(recipe)
     recipe.loss.alpha_lm, recipe.loss.alpha_con = _loss_weights(recipe.loss)
+
+
+def _check_rl(recipe: Recipe) -> None:
+    rl = recipe.rl
+    for key in (
+        "alpha_rl",
+        "alpha_con",
+        "alpha_lm",
+        "beta",
+        "epsilon",
+        "std_floor",
+        "patience",
+        "temperature",
+    ):
+        _within(f"rl.{key}", getattr(rl, key), 0)
+    if not (rl.alpha_rl or rl.alpha_con or rl.alpha_lm):
+        raise RecipeError(
+            "rl.alpha_rl, rl.alpha_con and rl.alpha_lm are all 0, which leaves nothing to train"
+        )
+    _positive("rl.num_rationales", rl.num_rationales)
+    _positive("rl.num_iterations", rl.num_iterations)
+    for key in ("epsilon_high", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"):
+        if getattr(rl, key) is not None:
+            _within(f"rl.{key}", getattr(rl, key), 0)
+    if recipe.loss.anchor != "self":
+        raise RecipeError(
+            f"loss.anchor={recipe.loss.anchor} embeds queries without the model's own rationale, which is what the stage rl "
+            "trains: set loss.anchor=self"
+        )
+    if recipe.stage == "rl" and recipe.init is None and recipe.model.scratch is not None:
+        raise RecipeError(
+            "stage=rl goes on from a model that writes rationales, and model.scratch is untrained: give "
+            f"init=runs/{recipe.recipe}/joint/final or another checkpoint"
+        )
+    names = [reward.name for reward in rl.rewards]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise RecipeError(
+            f"rl.rewards names {', '.join(sorted(twice))} twice; one entry with the sum of the weights will do"
+        )
+    for reward in rl.rewards:
+        if not math.isfinite(reward.weight):
+            raise RecipeError(f"rl.rewards: the weight of {reward.name} must be finite, got {reward.weight}")
+    if rl.alpha_rl:
+        if not any(reward.weight for reward in rl.rewards):
+            raise RecipeError(
+                "rl.rewards leaves no reward: name at least one and give it a weight, or set rl.alpha_rl=0"
+            )
+        if rl.num_rationales < 2:
+            raise RecipeError(
+                "rl.num_rationales=1 leaves a rationale nothing to be compared with, so no policy gradient: take 2 or more "
+                "(8 is usual), or set rl.alpha_rl=0"
+            )
+    if rl.num_rationales > 1 and rl.temperature == 0:
+        raise RecipeError(
+            "rl.temperature=0 writes the same rationale each time, so no group would differ: set it above 0, e.g. 1.0"
+        )
+    if (
+        rl.loss_type == "rloo"
+        and recipe.rollout.backend == "vllm"
+        and rl.vllm_importance_sampling_mode.startswith("token")
+    ):
+        raise RecipeError(
+            f"rl.loss_type=rloo has one ratio a rationale, and rl.vllm_importance_sampling_mode="
+            f"{rl.vllm_importance_sampling_mode} one a token: take sequence_truncate or sequence_mask"
+        )
 
 
 def _check_backend(rollout: RolloutConfig) -> None:

@@ -112,6 +112,10 @@ class Logs:
         """Share of this run's time so far that training waited for data; near 0 unless workers are too few."""
         return self.wait_s / max(self.wait_s + self.step_s, 1e-9)
 
+    def is_due(self, step: int) -> bool:
+        """Whether a step is written whatever happens in it; `step` counts from one."""
+        return step % self.log_every == 0 or step in (1, self.num_steps)
+
     def step(self, step: int, report: dict[str, float]) -> None:
         """Report a finished step; `step` counts from one. Steps that were validated are always written."""
         self.bar.update(1)
@@ -120,12 +124,19 @@ class Logs:
         report = {**report, "wait_share": self.wait_share()}
         shown = {
             name: f"{report[name]:.3g}"
-            for name in ("loss", "forced_rate", "tokens_per_s", "wait_share", "val_hit_at_1", "val_loss")
+            for name in (
+                "loss",
+                "reward",
+                "forced_rate",
+                "tokens_per_s",
+                "wait_share",
+                "val_hit_at_1",
+                "val_loss",
+            )
             if name in report
         }
         self.bar.set_postfix(shown, refresh=False)
-        measured = "val_loss" in report
-        if step % self.log_every and step != self.num_steps and step != 1 and not measured:
+        if not self.is_due(step) and "val_loss" not in report:
             return
         line: dict[str, Any] = {"stage": self.stage, "step": step, **report}
         line["elapsed_s"] = round(self._offset_s + time.perf_counter() - self.began, 3)

@@ -12,6 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from rge.common.registry import Registry
 
+CHUNK_TOKENS = 1024
+"""Rows of logits that are held at once: of Qwen2.5-VL's vocabulary 0.6 GB in float32."""
+
 ContrastiveLoss = Callable[..., Tensor]
 """As `info_nce`: called with (q_BD, c_CD, positive_BC, ignored_BC, temperature=...), returns a sum over the B queries."""
 
@@ -142,7 +145,7 @@ def hit_at_1(q_BD: Tensor, c_CD: Tensor, positive_BC: Tensor, ignored_BC: Tensor
 
 
 def rationale_nll(
-    hidden_ND: Tensor, head: torch.nn.Module, label_N: Tensor, *, chunk_tokens: int = 1024
+    hidden_ND: Tensor, head: torch.nn.Module, label_N: Tensor, *, chunk_tokens: int = CHUNK_TOKENS
 ) -> Tensor:
     """Negative log likelihood of rationale and ``<emb>`` tokens, summed over the tokens.
 
@@ -182,3 +185,59 @@ def rationale_nll(
         part = slice(start, start + chunk_tokens)
         total = total + checkpoint(chunk_nll, hidden_ND[part], label_N[part], use_reentrant=False)
     return total
+
+
+def rationale_log_probs(
+    hidden_ND: Tensor,
+    head: torch.nn.Module,
+    label_N: Tensor,
+    *,
+    barred_ids: Sequence[int],
+    temperature: float,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> tuple[Tensor, Tensor]:
+    """Log probabilities of sampled tokens under the distribution that `rge.rollout.generate` draws from.
+
+    That is softmax(logits / temperature) without the barred tokens. Leaving them in would make the model raise their
+    share, which costs nothing in a rollout, instead of the words' own.
+
+    Args:
+        hidden_ND: states that predict, one before each label.
+        head: the model's output projection, D -> V.
+        label_N: token ids that were sampled, int64; none of them barred.
+        barred_ids: tokens that never are sampled.
+        temperature: > 0; logits are divided by it.
+        chunk_tokens: rows of logits held at once, see `rationale_nll`.
+
+    Returns:
+        (N,) log probabilities in nats, with gradient, float32 or float64; (N,) entropies in nats, without.
+
+    Raises:
+        ValueError: hidden and label lengths differ, or temperature <= 0.
+    """
+    if hidden_ND.shape[0] != label_N.shape[0]:
+        raise ValueError(f"{hidden_ND.shape[0]} states cannot predict {label_N.shape[0]} labels")
+    if temperature <= 0:
+        raise ValueError(f"temperature must be > 0, got {temperature}")
+    barred = torch.tensor(list(barred_ids), dtype=torch.long).to(hidden_ND.device, non_blocking=True)
+
+    def chunk(hidden: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+        logits = head(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+        log_prob = logits.index_fill(1, barred, float("-inf")).log_softmax(dim=-1)
+        with torch.no_grad():
+            entropy = -(log_prob.exp() * log_prob.clamp(min=torch.finfo(log_prob.dtype).min)).sum(dim=-1)
+        return log_prob.gather(1, label[:, None])[:, 0], entropy
+
+    if label_N.shape[0] <= chunk_tokens:
+        return chunk(hidden_ND, label_N)
+    parts = [
+        checkpoint(
+            chunk,
+            hidden_ND[start : start + chunk_tokens],
+            label_N[start : start + chunk_tokens],
+            use_reentrant=False,
+        )
+        for start in range(0, label_N.shape[0], chunk_tokens)
+    ]
+    return torch.cat([log_prob for log_prob, _ in parts]), torch.cat([entropy for _, entropy in parts])

@@ -1,4 +1,4 @@
-"""The training step: two losses, one prompt, any number of chunks, any number of processes.
+"""The training step: its losses, one prompt, any number of chunks, any number of processes.
 
 A step's contrastive batch is global: every query is compared with every candidate of every rank. If it does not fit
 into memory as a whole, gradients are computed exactly by gradient caching: first all states without gradient, then
@@ -9,18 +9,22 @@ If it does fit, the prompts are encoded once in all: `encode_prompts` runs them 
 their keys and values without, and the branches go on from the same ones with gradient. Otherwise a prompt is encoded
 once for the rollout and once in its chunk.
 
+The stage rl takes the same step with more branches a query and one loss more: states, known before the first backward in
+either case, are compared for rewards as they are for InfoNCE, and the log probabilities that the policy gradient needs are
+read off the branches that InfoNCE reads its states from. `rge.rl.credit` says what each rationale is worth.
+
 Shape suffixes: B = queries of this rank, N = candidates of this rank, C = candidates of all ranks, D = hidden size.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from rge.config import LossConfig
+from rge.config import Recipe
 from rge.data.collate import Batch
 from rge.distributed import collectives as dist
 from rge.losses import contrastive_losses, hit_at_1
@@ -28,12 +32,14 @@ from rge.model.attention import EncodedPrompts
 from rge.model.dropout import RandomState, drops_out
 from rge.model.embedding_model import EmbeddingModel, Readout
 from rge.model.packing import Branch
+from rge.rl.credit import Credit
+from rge.rl.rewards import find_reward
 from rge.rollout.generate import Rationale
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What a stage minimises: alpha_lm * L_lm + alpha_con * L_con (paper eq. 10).
+    """What a stage minimises: alpha_lm * L_lm + alpha_con * L_con (paper eq. 10), and alpha_rl * L_rl in the stage rl.
 
     Attributes:
         alpha_lm: weight of the LM loss; 1 in the cold start.
@@ -43,6 +49,10 @@ class Objective:
         lm_on_candidates: whether ``<emb>`` after a candidate's prompt is an LM label too.
         matryoshka_dims: further sizes of the embedding that the contrastive losses are averaged over.
         terms: contrastive losses by their registered names, with their weights within L_con.
+        alpha_rl: weight of the policy gradient.
+        sampled_at: temperature at which the rationales of a policy gradient are sampled.
+        num_updates: optimizer updates a rollout.
+        rewards_oracle: whether a reward reads the oracle rationale.
     """
 
     alpha_lm: float
@@ -52,13 +62,22 @@ class Objective:
     lm_on_candidates: bool = True
     matryoshka_dims: tuple[int, ...] = ()
     terms: Mapping[str, float] = field(default_factory=lambda: {"info_nce": 1.0})
+    alpha_rl: float = 0.0
+    sampled_at: float = 1.0
+    num_updates: int = 1
+    rewards_oracle: bool = False
 
     @classmethod
-    def of(cls, loss: LossConfig, stage: str) -> "Objective":
-        """What a stage of a checked recipe minimises; the cold start knows the LM loss only."""
+    def of(cls, recipe: Recipe, stage: str) -> "Objective":
+        """What a stage of a checked recipe minimises; the cold start knows the LM loss only.
+
+        Raises:
+            UserError: `rl.rewards` names something that there is not.
+        """
+        loss, rl = recipe.loss, recipe.rl
         if stage == "cold_start":
             return cls(alpha_lm=1.0, alpha_con=0.0, lm_on_candidates=loss.lm_on_candidates)
-        return cls(
+        joint = cls(
             loss.alpha_lm,  # type: ignore[arg-type]  # `load_recipe` has filled both in
             loss.alpha_con,  # type: ignore[arg-type]
             loss.temperature,
@@ -66,6 +85,18 @@ class Objective:
             loss.lm_on_candidates,
             tuple(loss.matryoshka_dims),
             {name: weight for name, weight in loss.terms.items() if weight},
+        )
+        if stage != "rl":
+            return joint
+        return replace(
+            joint,
+            alpha_lm=rl.alpha_lm,
+            alpha_con=rl.alpha_con,
+            alpha_rl=rl.alpha_rl,
+            sampled_at=rl.temperature,
+            num_updates=rl.num_iterations,
+            rewards_oracle=rl.alpha_rl > 0
+            and any(find_reward(config).needs_oracle for config in rl.rewards if config.weight),
         )
 
     def contrastive(
@@ -85,17 +116,27 @@ class Objective:
     @property
     def needs_rollout(self) -> bool:
         """Whether the model has to write rationales first."""
-        return self.alpha_con > 0 and self.anchor == "self"
+        return self.alpha_rl > 0 or (self.alpha_con > 0 and self.anchor == "self")
 
     @property
     def needs_oracle(self) -> bool:
         """Whether records need an oracle rationale."""
-        return self.alpha_lm > 0 or (self.alpha_con > 0 and self.anchor == "oracle")
+        return self.alpha_lm > 0 or (self.alpha_con > 0 and self.anchor == "oracle") or self.rewards_oracle
 
     @property
     def needs_candidates(self) -> bool:
         """Whether candidates are embedded."""
-        return self.alpha_con > 0 or self.lm_on_candidates
+        return self.compares or self.lm_on_candidates
+
+    @property
+    def compares(self) -> bool:
+        """Whether states of queries are compared with candidates, for a loss or for rewards."""
+        return self.alpha_con > 0 or self.alpha_rl > 0
+
+    @property
+    def trains_candidates(self) -> bool:
+        """Whether a loss has a gradient for the candidates; rewards alone have none."""
+        return self.alpha_con > 0 or (self.alpha_lm > 0 and self.lm_on_candidates)
 
 
 Backward = Callable[[Tensor], None]
@@ -113,6 +154,7 @@ def training_step(
     backward: Backward,
     no_sync: NoSync = nullcontext,
     encoded: EncodedPrompts | None = None,
+    credit: Credit | None = None,
 ) -> dict[str, float]:
     """Accumulate the gradients of one step.
 
@@ -127,6 +169,7 @@ def training_step(
         backward: `Accelerator.backward` or `Tensor.backward`.
         no_sync: context in which gradients of other ranks are not waited for, used for all chunks but the last.
         encoded: of `encode_prompts`, where the step is one chunk.
+        credit: of these rationales, in the stage rl.
 
     Returns:
         Report, equal on all ranks: loss, loss_lm, loss_contrastive, its terms where there are several (``loss_info_nce``) and
@@ -156,16 +199,18 @@ def training_step(
     losses: dict[str, Tensor] = {}
     counts = [0, 0]
     draws = None
-    if objective.alpha_con > 0 and len(chunks) > 1:
+    if objective.compares and len(chunks) > 1:
         if drops_out(embedder):
             q_BD, t_ND, draws = _states_with_dropout(embedder, batch, objective, rationales, chunks)
         else:
             q_BD, t_ND = _states_without_gradient(
                 embedder, batch, objective, rationales, chunks, micro_batch_size
             )
-        q_BD, t_ND = q_BD.requires_grad_(), t_ND.requires_grad_()
-        losses, hits, counts = _contrastive(q_BD, t_ND, batch, objective)
-        (losses["contrastive_loss"] * con_scale).backward()
+        if objective.alpha_con > 0:
+            q_BD, t_ND = q_BD.requires_grad_(), t_ND.requires_grad_()
+        losses, hits, counts = _compare(embedder, q_BD, t_ND, batch, objective, chunks, credit)
+        if objective.alpha_con > 0:
+            (losses["contrastive_loss"] * con_scale).backward()
         grad_q_BD, grad_t_ND = q_BD.grad, t_ND.grad
     for number, (queries, candidates) in enumerate(chunks):
         last = number == len(chunks) - 1
@@ -175,18 +220,25 @@ def training_step(
             q, t = _forward(model, embedder, batch, objective, rationales, queries, candidates, encoded)
             total = (q.nll + t.nll) * lm_scale
             nlls += [q.nll.detach(), t.nll.detach()]
+            rows = _rows_of(queries, num_each)
+            if objective.compares and len(chunks) == 1:
+                t_ND = t.state_ND if objective.trains_candidates else _candidate_states(embedder, batch)
+                losses, hits, counts = _compare(
+                    embedder, q.state_ND, t_ND, batch, objective, chunks, credit, encoded
+                )
             if objective.alpha_con > 0:
                 if len(chunks) == 1:
-                    losses, hits, counts = _contrastive(q.state_ND, t.state_ND, batch, objective)
                     total = total + losses["contrastive_loss"] * con_scale
                 else:
                     assert grad_q_BD is not None
                     assert grad_t_ND is not None
                     total = (
                         total
-                        + (q.state_ND * grad_q_BD[_rows_of(queries, num_each)]).sum()
+                        + (q.state_ND * grad_q_BD[rows]).sum()
                         + (t.state_ND * grad_t_ND[candidates]).sum()
                     )
+            if credit is not None and objective.alpha_rl > 0:
+                total = total + credit.loss(q, rows) * (objective.alpha_rl * dist.world_size())
             totals.append(total.detach())
             backward(total)
     if embedder.pictures is not None:
@@ -206,7 +258,7 @@ def training_step(
     report = {}
     if total_lm_tokens:
         report["loss_lm"] = nll / total_lm_tokens
-    if objective.alpha_con > 0:
+    if objective.compares:
         report |= {
             name: total / (total_queries * num_each) for name, total in zip(contrastive, sums, strict=True)
         }
@@ -215,6 +267,9 @@ def training_step(
     report["loss"] = objective.alpha_lm * report.get("loss_lm", 0.0) + objective.alpha_con * report.get(
         "loss_contrastive", 0.0
     )
+    if credit is not None:
+        report |= credit.report()
+        report["loss"] += objective.alpha_rl * report.get("loss_rl", 0.0)
     return report
 
 
@@ -224,14 +279,29 @@ def _on_host(scalars: Sequence[Tensor]) -> list[float]:
 
 
 def query_branches(
-    batch: Batch, objective: Objective, rationales: Sequence[Rationale] | None, emb_id: int, row: int
+    batch: Batch,
+    objective: Objective,
+    rationales: Sequence[Rationale] | None,
+    emb_id: int,
+    row: int,
+    *,
+    sampled: bool = False,
 ) -> list[Branch]:
-    """The continuations of one query's prompt: self, oracle or direct, as the objective needs them."""
+    """The continuations of one query's prompt: self, oracle or direct, as the objective needs them.
+
+    Args:
+        batch: of this rank.
+        objective: says what is needed.
+        rationales: own ones, equally many a query.
+        emb_id: id of ``<emb>``.
+        row: of the query.
+        sampled: whether log probabilities of the own ones are read.
+    """
     branches = []
-    if objective.alpha_con > 0 and objective.anchor == "self":
+    if objective.needs_rollout:
         num_each = _num_each(batch, objective, rationales)
         own = rationales[row * num_each : (row + 1) * num_each]  # type: ignore[index]
-        branches += [Branch([*rationale.ids, emb_id], read_state=True) for rationale in own]
+        branches += [Branch([*one.ids, emb_id], read_state=True, sampled=sampled) for one in own]
     if objective.alpha_con > 0 and objective.anchor == "none":
         branches.append(Branch([emb_id], read_state=True))
     if objective.needs_oracle:
@@ -252,15 +322,16 @@ def _forward(
 ) -> tuple[Readout, Readout]:
     emb_id = embedder.emb_id
     rows = range(len(batch.queries))[queries]
-    branches = [query_branches(batch, objective, rationales, emb_id, row) for row in rows]
+    sampled = objective.alpha_rl > 0
+    branches = [query_branches(batch, objective, rationales, emb_id, row, sampled=sampled) for row in rows]
     prompts = batch.queries[queries]
     if encoded is None:
-        packs = [embedder.pack(prompts, branches)]
+        packs = [embedder.pack(prompts, branches, objective.sampled_at)]
     else:
-        packs = [embedder.pack_branches(prompts, branches, encoded)]
-    if batch.candidates:
+        packs = [embedder.pack_branches(prompts, branches, encoded, objective.sampled_at)]
+    if batch.candidates and objective.trains_candidates:
         label = objective.lm_on_candidates and objective.alpha_lm > 0
-        branch = Branch([emb_id], read_state=objective.alpha_con > 0, predict=label)
+        branch = Branch([emb_id], read_state=objective.compares, predict=label)
         prompts = batch.candidates[candidates]
         packs.append(embedder.pack(prompts, [[branch]] * len(prompts)))
     readouts = model(*packs)
@@ -350,10 +421,27 @@ def _states_with_dropout(
     return torch.cat(q_parts), torch.cat(t_parts), draws
 
 
-def _contrastive(
-    q_BD: Tensor, t_ND: Tensor, batch: Batch, objective: Objective
+@torch.no_grad()
+def _candidate_states(embedder: EmbeddingModel, batch: Batch) -> Tensor:
+    direct = Branch([embedder.emb_id], read_state=True)
+    return embedder(embedder.pack(batch.candidates, [[direct]] * len(batch.candidates)))[0].state_ND
+
+
+def _compare(
+    embedder: EmbeddingModel,
+    q_BD: Tensor,
+    t_ND: Tensor,
+    batch: Batch,
+    objective: Objective,
+    chunks: Sequence[tuple[slice, slice]],
+    credit: Credit | None,
+    encoded: EncodedPrompts | None = None,
 ) -> tuple[dict[str, Tensor], Tensor, list[int]]:
-    """Summed losses of this rank's queries, its number of hits at rank 1, and those of negatives and labelled ones."""
+    """What comes of this rank's query states and the candidates of all ranks: losses, and rewards where there are any.
+
+    Returns:
+        Summed losses of this rank's queries, its number of hits at rank 1, and those of negatives and labelled ones.
+    """
     device = q_BD.device
     sizes = dist.gather_sizes(t_ND.shape[0], device)
     offset = sum(sizes[: dist.rank()])
@@ -367,12 +455,56 @@ def _contrastive(
         int(negative_BC[row, [offset + column for column in columns]].sum())
         for row, columns in enumerate(batch.negatives)
     )
+    if credit is not None:
+        labelled_BC = torch.zeros_like(positive_BC)
+        for row, columns in enumerate(batch.negatives):
+            labelled_BC[row, [offset + column for column in columns]] = True
+        credit.judge(q_BD.detach(), c_CD.detach(), positive_BC | ignored_BC, labelled_BC)
+        if credit.measure:
+            controls = _control_states(embedder, batch, credit.rationales, chunks, encoded)
+            credit.compare(*controls, c_CD.detach(), (positive_BC, ignored_BC))
+            credit.measure = False
     # Several own rationales are several anchors of one query.
     num_each = q_BD.shape[0] // positive_BC.shape[0]
     positive_BC, ignored_BC = (mask.repeat_interleave(num_each, dim=0) for mask in (positive_BC, ignored_BC))
+    if objective.alpha_con == 0:
+        q_BD, c_CD = q_BD.detach(), c_CD.detach()
     losses = objective.contrastive(q_BD, c_CD, positive_BC, ignored_BC)
     hits = hit_at_1(q_BD.detach(), c_CD.detach(), positive_BC, ignored_BC)
     return losses, hits, [int(negative_BC.sum()), labelled]
+
+
+@torch.no_grad()
+def _control_states(
+    embedder: EmbeddingModel,
+    batch: Batch,
+    rationales: Sequence[Rationale],
+    chunks: Sequence[tuple[slice, slice]],
+    encoded: EncodedPrompts | None,
+) -> tuple[Tensor, Tensor]:
+    """States (B, D) of this rank's queries without a rationale, and after the first one of the query before."""
+    num_each, emb_id, parts = len(rationales) // len(batch.queries), embedder.emb_id, []
+    was_training = embedder.training
+    embedder.eval()  # no dropout: nothing of training is to change by being looked at
+    try:
+        for queries, _ in chunks:
+            branches = [
+                [
+                    Branch([emb_id], read_state=True),
+                    Branch([*rationales[(row - 1) * num_each].ids, emb_id], read_state=True),
+                ]
+                for row in range(len(batch.queries))[queries]
+            ]
+            prompts = batch.queries[queries]
+            if encoded is None:
+                packed = embedder.pack(prompts, branches)
+            else:
+                packed = embedder.pack_branches(prompts, branches, encoded)
+            parts.append(embedder(packed)[0].state_ND)
+    finally:
+        embedder.train(was_training)
+    states = torch.cat(parts)
+    return states[0::2], states[1::2]
 
 
 def candidate_masks(batch: Batch, identity_C: Tensor, offset: int) -> tuple[Tensor, Tensor]:

@@ -2,14 +2,15 @@
 
     accelerate launch rge/train.py recipe=qwen25vl_3b [key=value ...]
 
-Two stages. The cold start teaches the model to write rationales: language modelling on oracle rationales, alone. The
+Three stages. The cold start teaches the model to write rationales: language modelling on oracle rationales, alone. The
 joint stage couples it with InfoNCE on embeddings taken after rationales that the model writes itself, in every step:
 
     records --collate--> Batch --rollout--> own rationales --pack--> one row per query:
         [ prompt ][ own rationale, <emb> ][ oracle rationale, <emb> ]
     --embedder--> state at the first <emb> (InfoNCE), nll of the second branch (LM) --> backward, step
 
-The oracle's tokens cannot reach the contrastive state: the branches do not see one another. Everything is in
+The oracle's tokens cannot reach the contrastive state: the branches do not see one another. The stage rl is the same step
+with several own rationales a query, sampled: the better their states retrieve, the likelier they become. Everything is in
 ``<out>/<stage>``: metrics.jsonl, state/ (resumable), best/ and final/ (Hugging Face directories plus rge.json). The
 same command started again resumes; a finished stage is left alone. Benchmarks are run by ``python -m eval``.
 """
@@ -39,6 +40,7 @@ from rge.model.backbone import check_sizes, vision_parameters
 from rge.model.embedding_model import EmbeddingModel, embedder_to_train
 from rge.model.prompts import PromptBuilder
 from rge.optim.optimizers import learning_rate, make_optimizer, set_learning_rate
+from rge.rl.credit import make_reinforcement, outdated
 from rge.rollout.writer import make_writer, rollout_report
 from rge.scratch.starting_point import starting_point
 from rge.step import Objective, training_step
@@ -78,10 +80,13 @@ def train_stage(
     """Train one stage from `start`, or from its own last state, and export it to ``folder/final``."""
     set_seed(recipe.train.seed)
     stage: StageConfig = getattr(recipe, name)
-    objective = Objective.of(recipe.loss, name)
+    objective = Objective.of(recipe, name)
     embedder = embedder_to_train(start, recipe.model)
     check_sizes(recipe.loss.matryoshka_dims, embedder.model)
     batches = build_batches(recipe, stage, objective, embedder, records)
+    reinforcement = None
+    if name == "rl" and objective.needs_rollout:
+        reinforcement = make_reinforcement(recipe, embedder, folder, accelerator)
     slow = vision_parameters(embedder.model)
     optimizer = make_optimizer(embedder, recipe.optim, stage.lr, slow)
     model, optimizer = dist.prepare(accelerator, embedder, optimizer, recipe.optim.max_grad_norm)
@@ -105,27 +110,37 @@ def train_stage(
         set_learning_rate(optimizer, lr)
 
         # 1. The model writes its own rationales, without gradient, continuing the prompts that step 2 will need.
-        rationales, encoded = None, None
+        rationales, encoded, credit = None, None, None
         if writer is not None:
             with dist.whole_model(accelerator, model):
                 rationales, encoded = writer(step, batch)
+                if reinforcement is not None:
+                    credit = reinforcement.begin(batch, rationales, logs.is_due(step + 1))
+                    rationales = credit.rationales
         rolled_out = time.perf_counter()
 
-        # 2. Both losses from one forward over prompt, own rationale and oracle rationale; backward.
-        report = training_step(
-            model,
-            embedder,
-            batch,
-            objective,
-            rationales=rationales,
-            micro_batch_size=recipe.train.micro_batch_size,
-            backward=accelerator.backward,
-            no_sync=lambda: dist.no_sync(accelerator, model),
-            encoded=encoded,
-        )
+        report: dict[str, float] = {}
+        for update in range(objective.num_updates):  # several only in the stage rl
+            if update and rationales is not None:
+                rationales, encoded = outdated(rationales), None
+            # 2. All losses from one forward over prompt, own rationales and oracle rationale; backward.
+            report |= training_step(
+                model,
+                embedder,
+                batch,
+                objective,
+                rationales=rationales,
+                micro_batch_size=recipe.train.micro_batch_size,
+                backward=accelerator.backward,
+                no_sync=lambda: dist.no_sync(accelerator, model),
+                encoded=encoded,
+                credit=credit,
+            )
 
-        # 3. Clip and step, once, the same on every back end.
-        report["grad_norm"] = dist.optimizer_step(accelerator, model, optimizer, recipe.optim.max_grad_norm)
+            # 3. Clip and step, the same on every back end.
+            report["grad_norm"] = dist.optimizer_step(
+                accelerator, model, optimizer, recipe.optim.max_grad_norm
+            )
 
         ended = time.perf_counter()
         report |= {
@@ -139,6 +154,8 @@ def train_stage(
         report |= bad_records.after_step(step + 1, batch)
         report |= keeper.validate(step + 1)
         logs.step(step + 1, report)
+        if reinforcement is not None:
+            reinforcement.after_step(report)
         keeper.after_step(step + 1)
         waited = time.perf_counter()
     logs.close()

@@ -96,7 +96,7 @@ class Validation:
             packs = [embedder.pack(batch.queries, q_branches)]
             if batch.candidates:
                 label = objective.lm_on_candidates and objective.alpha_lm > 0
-                direct = Branch([embedder.emb_id], read_state=objective.alpha_con > 0, predict=label)
+                direct = Branch([embedder.emb_id], read_state=objective.compares, predict=label)
                 packs.append(embedder.pack(batch.candidates, [[direct]] * len(batch.candidates)))
             readouts = embedder(*packs)
             if not rows:
@@ -104,19 +104,19 @@ class Validation:
             chunks.append(batch)
             nll += sum(float(readout.nll) for readout in readouts)
             num_tokens += sum(readout.num_tokens for readout in readouts)
-            if objective.alpha_con > 0:
+            if objective.compares:
                 q_parts.append(readouts[0].state_ND)
                 t_parts.append(readouts[1].state_ND)
                 forced += sum(rationale.forced for rationale in rationales or [])
         con, hits = 0.0, 0.0
-        if objective.alpha_con > 0:
+        if objective.compares:
             con, hits = self._contrastive(chunks, torch.cat(q_parts), torch.cat(t_parts))
         totals = [nll, num_tokens, con, hits, forced, len(self.rows)]
         nll, num_tokens, con, hits, forced, count = dist.sum_over_ranks(totals, embedder.device)
         found = {}
         if num_tokens:
             found["val_loss_lm"] = nll / num_tokens
-        if objective.alpha_con > 0:
+        if objective.compares:
             found["val_loss_contrastive"] = con / count
             found["val_hit_at_1"] = hits / count
         if objective.needs_rollout:

@@ -96,7 +96,7 @@ class Keeper:
         )
         metric = recipe.validation.metric
         self._validated: dict[str, Any] | None = None
-        self.metric = "val_" + (metric if validation and validation.objective.alpha_con > 0 else "loss_lm")
+        self.metric = "val_" + (metric if validation and validation.objective.compares else "loss_lm")
         stop_after_this_step_at_signals()
 
     def resume(self) -> int:
@@ -220,7 +220,7 @@ class Keeper:
             stage=self.name,
             step=step,
         )
-        if self.name == "joint":
+        if self.name != "cold_start":
             settings["dimensions"] = sorted(recipe.loss.matryoshka_dims)
         if validation is not None:
             settings["validation"] = validation

@@ -15,6 +15,13 @@ MAY_DIFFER = ("out", "stage", "recipe", "log.", "train.save_every", "train.keep_
               "train.num_processes", "train.back_end", "train.background_save", "validation.")  # fmt: skip
 """Keys that do not change the result, so that a run may be resumed with other values."""
 
+NOT_OF = {
+    "cold_start": ("joint.", "loss.", "rollout.", "rl."),
+    "joint": ("rl.",),
+    "rl": ("cold_start.", "joint."),
+}
+"""Keys that a stage does not depend on; `rl` begins with a checkpoint, which has its own recipe."""
+
 
 def finished(folder: Path, recipe: Recipe, name: str) -> bool:
     """Whether the stage's checkpoint is there, made with this recipe.
@@ -62,12 +69,12 @@ def _check_streams(
 def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Path) -> None:
     """Refuse to continue or reuse what another recipe made.
 
-    Only keys that matter to the stage are compared: the cold start does not depend on the joint stage's settings.
+    Only keys that matter to the stage are compared: see `NOT_OF`.
 
     Raises:
         CheckpointError: names the differing keys.
     """
-    ignored = MAY_DIFFER + (("joint.", "loss.", "rollout.") if name == "cold_start" else ())
+    ignored = MAY_DIFFER + NOT_OF[name]
     ours, theirs = flat(to_dict(recipe)), flat(found)
     if name == "cold_start":
         # The one loss setting that the cold start uses.

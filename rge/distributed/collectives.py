@@ -94,10 +94,13 @@ def gather_objects(value: Any) -> list[Any]:
 
 def shards_parameters(accelerator: Accelerator) -> bool:
     """Whether a process holds a part of each parameter only: ZeRO-3 and FSDP."""
+    return accelerator.distributed_type == DistributedType.FSDP or is_zero3(accelerator)
+
+
+def is_zero3(accelerator: Accelerator) -> bool:
+    """Whether parameters are shared out from the moment that a model is loaded."""
     plugin = accelerator.state.deepspeed_plugin
-    return accelerator.distributed_type == DistributedType.FSDP or (
-        plugin is not None and plugin.zero_stage == 3
-    )
+    return plugin is not None and plugin.zero_stage == 3
 
 
 def world_size() -> int:

@@ -7,6 +7,7 @@ row is a vector that takes the place of one row of the lookup and of one column 
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ class EmbRow(nn.Module):
 
     def __init__(self, row: Tensor, token_id: int):
         super().__init__()
-        self.token_id = token_id
+        self.token_id, self.enabled = token_id, True
         self.weight = nn.Parameter(row.detach().to(torch.promote_types(row.dtype, torch.float32)).clone())
 
     def forward(self, inputs: Tensor, outputs: Tensor, *, lookup: bool) -> Tensor:
@@ -43,6 +44,8 @@ class EmbRow(nn.Module):
             outputs: what the frozen module gave: embeddings (..., D) or logits (..., V).
             lookup: whether that was a lookup.
         """
+        if not self.enabled:
+            return outputs
         row = self.weight.to(outputs.dtype)
         if lookup:
             return torch.where((inputs == self.token_id)[..., None], row, outputs)
@@ -116,6 +119,29 @@ def add_adapters(
     if not tied:
         model.emb_column = column
     head.register_forward_hook(lambda _, inputs, outputs: column(inputs[0], outputs, lookup=False))
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes what it did before `add_adapters`, the row of ``<emb>`` included."""
+    from peft.tuners.lora import LoraLayer
+
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    rows = [module for module in model.modules() if isinstance(module, EmbRow)]
+    frozen = [(parameter, parameter.requires_grad) for layer in layers for parameter in layer.parameters()]
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
+        for row in rows:
+            row.enabled = False
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        for row in rows:
+            row.enabled = True
+        for parameter, trained in frozen:  # PEFT sets it as it goes
+            parameter.requires_grad_(trained)
 
 
 def has_adapters(model: nn.Module) -> bool:

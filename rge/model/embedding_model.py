@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rge.config import ModelConfig
-from rge.losses import rationale_nll
+from rge.losses import rationale_log_probs, rationale_nll
 from rge.model.adapters import add_adapters
 from rge.model.attention import EncodedPrompts, Pass, install
 from rge.model.backbone import (
@@ -36,12 +36,14 @@ class Packed:
         tails: to read states and predictions from; None to encode prompts alone.
         encoded: what an earlier forward made of the prompts.
         owners: the prompts themselves, for `EmbeddingModel.pictures`.
+        temperature: at which sampled branches were sampled.
     """
 
     prompts: PromptPart | None
     tails: TailPart | None
     encoded: EncodedPrompts | None = None
     owners: Sequence[Prompt] = ()
+    temperature: float = 1.0
 
 
 class PictureMemory:
@@ -86,12 +88,16 @@ class Readout:
         nll: summed negative log likelihood of the predicted tokens, in nats.
         num_tokens: how many tokens that sum is over.
         encoded: keys and values of the prompts, where there were no tails.
+        log_prob_L: of the sampled tokens, branch after branch, see `rge.losses.rationale_log_probs`; None without any.
+        entropy_L: of the distributions that they come from, without gradient.
     """
 
     state_ND: Tensor
     nll: Tensor
     num_tokens: int
     encoded: EncodedPrompts | None = None
+    log_prob_L: Tensor | None = None
+    entropy_L: Tensor | None = None
 
 
 class EmbeddingModel(nn.Module):
@@ -127,9 +133,12 @@ class EmbeddingModel(nn.Module):
         """Where the weights are."""
         return self.model.get_input_embeddings().weight.device
 
-    def pack(self, prompts: Sequence[Prompt], branches: Sequence[Sequence[Branch]]) -> Packed:
+    def pack(
+        self, prompts: Sequence[Prompt], branches: Sequence[Sequence[Branch]], temperature: float = 1.0
+    ) -> Packed:
         """Lay prompts and their branches out for `forward`; see `rge.model.packing`."""
-        return Packed(self.pack_prompts(prompts).prompts, self._tails(prompts, branches), owners=prompts)
+        part = self.pack_prompts(prompts).prompts
+        return Packed(part, self._tails(prompts, branches), owners=prompts, temperature=temperature)
 
     def pack_prompts(self, prompts: Sequence[Prompt]) -> Packed:
         """Lay prompts alone out, to be continued later."""
@@ -142,10 +151,14 @@ class EmbeddingModel(nn.Module):
         return Packed(part.to(self.device), None, owners=prompts)
 
     def pack_branches(
-        self, prompts: Sequence[Prompt], branches: Sequence[Sequence[Branch]], encoded: EncodedPrompts
+        self,
+        prompts: Sequence[Prompt],
+        branches: Sequence[Sequence[Branch]],
+        encoded: EncodedPrompts,
+        temperature: float = 1.0,
     ) -> Packed:
         """Lay branches of prompts out that have been encoded already, in this order."""
-        return Packed(None, self._tails(prompts, branches), encoded)
+        return Packed(None, self._tails(prompts, branches), encoded, temperature=temperature)
 
     def _tails(self, prompts: Sequence[Prompt], branches: Sequence[Sequence[Branch]]) -> TailPart:
         return pack_tails(prompts, self._positions(prompts), branches).to(self.device)
@@ -197,14 +210,21 @@ class EmbeddingModel(nn.Module):
             layers = [plan.kept[layer] for layer in range(plan.num_layers)]
             encoded = EncodedPrompts(prompts, [keys for keys, _ in layers], [values for _, values in layers])  # type: ignore[arg-type]
             return Readout(hidden_TD[:0], hidden_TD.new_zeros(()), 0, encoded)
-        tail_TD = hidden_TD[plan.num_prompt_tokens :]
-        return Readout(
+        tail_TD, head = hidden_TD[plan.num_prompt_tokens :], self.model.get_output_embeddings()
+        found = Readout(
             state_ND=normalise(tail_TD[tails.state_index_N]),
-            nll=rationale_nll(
-                tail_TD[tails.predict_index_M], self.model.get_output_embeddings(), tails.label_M
-            ),
+            nll=rationale_nll(tail_TD[tails.predict_index_M], head, tails.label_M),
             num_tokens=tails.label_M.shape[0],
         )
+        if tails.sampled_L.shape[0]:
+            found.log_prob_L, found.entropy_L = rationale_log_probs(
+                tail_TD[tails.sampled_index_L],
+                head,
+                tails.sampled_L,
+                barred_ids=self.suppressed_ids,
+                temperature=packed.temperature,
+            )
+        return found
 
     @torch.no_grad()
     def picture_features(self, prompts: Sequence[Prompt]) -> list[Tensor | None]:

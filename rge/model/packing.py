@@ -13,7 +13,7 @@ prompt's last token opens the tail because it is the first whose state is read, 
 all tokens before it nothing but keys and values is ever used.
 
 Shape suffixes: B = rows, T = tokens of all rows, P = tokens of the longest prompt but its last, S = tokens of the
-longest tail, N = read-out states, M = predicted tokens.
+longest tail, N = read-out states, M = predicted tokens, L = sampled tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,11 +42,13 @@ class Branch:
         ids: token ids, ending with ``<emb>``.
         read_state: whether the state at the last token, ``<emb>``, is read out as an embedding.
         predict: whether the ids are labels of the LM loss (the prompt's last state predicts the first).
+        sampled: whether the ids were sampled and their log probabilities are read.
     """
 
     ids: Sequence[int]
     read_state: bool = False
     predict: bool = False
+    sampled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,8 @@ class TailPart:
         state_index_N: places in T of the states to read, row by row, branch by branch.
         predict_index_M: places in T of the states that predict `label_M`.
         label_M: token ids.
+        sampled_index_L: places in T of the states that predict `sampled_L`.
+        sampled_L: token ids that were sampled.
         read_index_R: all places in T whose state is read or predicts, in order.
     """
 
@@ -110,6 +114,8 @@ class TailPart:
     state_index_N: Tensor
     predict_index_M: Tensor
     label_M: Tensor
+    sampled_index_L: Tensor
+    sampled_L: Tensor
     read_index_R: Tensor
 
     def to(self, device: torch.device | str) -> "TailPart":
@@ -195,6 +201,7 @@ def pack_tails(
         ValueError: a branch without tokens.
     """
     ids, segments, places, states, predicts, labels, lengths = [], [], [], [], [], [], []
+    samples, sampled = [], []
     offset = 0
     for row, (prompt, position, continuations) in enumerate(zip(prompts, positions, branches, strict=True)):
         first = offset
@@ -218,6 +225,9 @@ def pack_tails(
             if branch.predict:
                 predicts += [first, *range(offset, offset + length - 1)]
                 labels.append(branch_ids)
+            if branch.sampled:
+                samples += [first, *range(offset, offset + length - 1)]
+                sampled.append(branch_ids)
             offset += length
         lengths.append(offset - first)
     index_BS = _index(lengths, 0)
@@ -233,7 +243,9 @@ def pack_tails(
         state_index_N=torch.tensor(states, dtype=torch.long),
         predict_index_M=torch.tensor(predicts, dtype=torch.long),
         label_M=torch.cat(labels) if labels else torch.empty(0, dtype=torch.long),
-        read_index_R=torch.tensor(sorted({*states, *predicts}), dtype=torch.long),
+        sampled_index_L=torch.tensor(samples, dtype=torch.long),
+        sampled_L=torch.cat(sampled) if sampled else torch.empty(0, dtype=torch.long),
+        read_index_R=torch.tensor(sorted({*states, *predicts, *samples}), dtype=torch.long),
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from rge.losses import CHUNK_TOKENS
 from rge.model.families import family_of
 
 GIB = 2**30
@@ -145,6 +146,8 @@ class Load:
         contrastive: whether there is an InfoNCE.
         label_candidates: whether `<emb>` after a candidate's prompt is predicted.
         query_patches: of a query's pictures, and placeholders; `candidate_patches` likewise.
+        each: rationales that the model writes for a query.
+        sampled: whether their tokens' log probabilities are read, for a policy gradient.
     """
 
     queries: int
@@ -163,11 +166,19 @@ class Load:
     candidate_placeholders: int
     query_spans: list[int] = field(default_factory=list)
     candidate_spans: list[int] = field(default_factory=list)
+    each: int = 1
+    sampled: bool = False
 
     @property
     def tail(self) -> int:
         """Tokens of a query's row after the part that is attended to causally: its last prompt token and branches."""
-        return 1 + (self.own + 1 if self.read_own else 0) + (self.oracle + 1 if self.oracle else 0)
+        own = self.each * (self.own + 1) if self.read_own else 0
+        return 1 + own + (self.oracle + 1 if self.oracle else 0)
+
+    @property
+    def labels(self) -> int:
+        """Tokens of a query's row that are predicted."""
+        return (self.oracle + 1 if self.oracle else 0) + (self.each * (self.own + 1) if self.sampled else 0)
 
 
 def flops(
@@ -212,14 +223,14 @@ def flops(
         words = 2.0 * s.layers * s.layer * steps + 2.0 * s.hidden * s.vocabulary * (n.own + 1)
         looks = width * s.layers * steps * (n.prompt + (steps - 1) / 2)
         prompts = add(query_pictures, text(n.prompt, 0, 0)) if no_grad_prompts else (0.0, 0.0)
-        found["rollout"] = n.queries * (words + looks + sum(prompts))
+        found["rollout"] = n.queries * (n.each * (words + looks) + sum(prompts))
     if n.contrastive and n.chunks > 1:
         found["candidates without gradient"] = n.candidates * sum(
             add(candidate_pictures, text(n.candidate, 2, 1))
         )
-    read = (1 if n.read_own else 0) + (n.oracle + 1 if n.oracle else 0)
+    read = n.labels + (n.each if n.read_own else 0)
     query, candidate = text(n.prompt, n.tail, read), text(n.candidate, 2, 1 + n.label_candidates)
-    predicted = n.queries * (n.oracle + 1 if n.oracle else 0) + n.candidates * n.label_candidates
+    predicted = n.queries * n.labels + n.candidates * n.label_candidates
     head = 2.0 * s.hidden * s.vocabulary * predicted
     pictures = (
         [part * n.queries for part in query_pictures],
@@ -300,13 +311,15 @@ def memory(
     else:
         kept = inside * s.layers + vision_inside * s.vision_layers
     predicted = micro_queries * (n.oracle + 1 if n.oracle else 0) + rows_each * n.label_candidates
+    # A policy's logits are made some at a time, and again in the backward.
+    predicted += min(CHUNK_TOKENS, micro_queries * n.each * (n.own + 1)) if n.sampled else 0
     logits = 3.0 * 4 * predicted * s.vocabulary
     cache = (
         2.0
         * s.key_heads
         * s.head_size
         * s.layers
-        * min(rollout_rows, n.queries)
+        * min(rollout_rows, n.queries * n.each)
         * (n.prompt + n.own + 2)
         * dtype_bytes
     )
@@ -401,10 +414,11 @@ def step_seconds(
     """
     seconds = sum(found.values()) / (peak * utilisation)
     if load.own:
-        passes = -(-load.queries // rollout_rows)
+        rows = load.queries * load.each
+        passes = -(-rows // rollout_rows)
         weights = dtype_bytes * (shapes.layers * shapes.layer + shapes.hidden * shapes.vocabulary)
         cache = 2.0 * shapes.key_heads * shapes.head_size * shapes.layers * dtype_bytes
-        cache *= min(rollout_rows, load.queries) * (load.prompt + load.own / 2)
+        cache *= min(rollout_rows, rows) * (load.prompt + load.own / 2)
         seconds += passes * (load.own + 2) * (weights + cache) / (bandwidth * utilisation)
     return seconds
 

@@ -32,7 +32,7 @@ class PlanOptions:
     """Of the stage; 0: the recipe's where it says, else 1000."""
     back_end: BackEndName | None = None
     """How parameters, gradients and optimizer state are spread over the GPUs; null: train.back_end."""
-    for_: Literal["joint", "cold_start"] = "joint"
+    for_: Literal["joint", "cold_start", "rl"] = "joint"
     """Stage that is planned."""
     query_pictures: NotNegative = 1
     """Pictures a query."""

@@ -151,7 +151,7 @@ def load_of(recipe: Recipe, model: nn.Module, options: dict[str, Any]) -> Load:
             f"{name}.batch_size {stage.batch_size} must be a multiple of the {gpus} GPUs, e.g. "
             f"{stage.batch_size // gpus * gpus or gpus}"
         )
-    objective = Objective.of(recipe.loss, name)
+    objective = Objective.of(recipe, name)
     family, config = family_of(model), model.config
     placeholders = family.num_placeholders(config, recipe.model.max_pixels)  # type: ignore[arg-type]
     around = len(family.picture_ids(config, _NoTokenizer())) - family.num_placeholders(config, 0)  # type: ignore[arg-type]
@@ -178,8 +178,10 @@ def load_of(recipe: Recipe, model: nn.Module, options: dict[str, Any]) -> Load:
         candidate=prompts["candidate"],
         own=rationale if objective.needs_rollout else 0,
         oracle=rationale if objective.needs_oracle else 0,
-        read_own=objective.alpha_con > 0 and objective.anchor != "oracle",
-        contrastive=objective.alpha_con > 0,
+        read_own=objective.needs_rollout or (objective.alpha_con > 0 and objective.anchor == "none"),
+        contrastive=objective.compares,
+        each=recipe.rollout_of(stage).num_rationales,
+        sampled=objective.alpha_rl > 0,
         label_candidates=objective.alpha_lm > 0 and objective.lm_on_candidates,
         query_patches=patches * options["query_pictures"],
         query_placeholders=placeholders * options["query_pictures"],
@@ -195,7 +197,7 @@ def tokens_of(load: Load, num_gpus: int) -> dict[str, int]:
     queries, candidates = load.queries * num_gpus, load.candidates * num_gpus
     return {
         "query prompts": queries * load.prompt,
-        "own rationales": queries * (load.own + 1) if load.own else 0,
+        "own rationales": queries * load.each * (load.own + 1) if load.own else 0,
         "oracle rationales": queries * (load.oracle + 1) if load.oracle else 0,
         "candidates": candidates * (load.candidate + 1),
     }
@@ -252,7 +254,7 @@ def advice(
 
 def _reserved(recipe: Recipe, options: dict[str, Any]) -> float:
     """Bytes set aside, with the engine's share where vLLM writes the rationales."""
-    engine = recipe.rollout.backend == "vllm" and options["for"] == "joint"
+    engine = recipe.rollout.backend == "vllm" and options["for"] != "cold_start"
     return (RESERVED_GIB + engine * recipe.rollout.vllm_memory * options["gpu_gib"]) * GIB
 
 

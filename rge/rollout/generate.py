@@ -57,6 +57,8 @@ class Rationale:
         direct: nothing was written, on purpose: ``<emb>`` stands right after the prompt.
         margin: the least that any of its tokens was chosen by: the lead of the best logit over the second, or of a drawn
             number over the nearest one that would have drawn another token; infinite where nobody asked.
+        log_probs: of its tokens, and of ``<emb>`` where the model wrote it, as another program that sampled them gives
+            them; None where the model's own forward does.
     """
 
     ids: tuple[int, ...]
@@ -66,6 +68,7 @@ class Rationale:
     age: int = 0
     direct: bool = False
     margin: float = float("inf")
+    log_probs: tuple[float, ...] | None = None
 
 
 def generate(

@@ -110,6 +110,8 @@ class Engine(VLLMGeneration):
                 enforce_eager=words.device.type == "cpu",
                 # vLLM seeds the random numbers of the process, which training goes on drawing from.
                 seed=torch.initial_seed() % 2**31,
+                # Of the distribution that is sampled from: temperature divided, barred tokens barred.
+                logprobs_mode="processed_logprobs",
             )
         process.wait_for_everyone()
 

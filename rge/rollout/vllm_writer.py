@@ -130,6 +130,8 @@ class VllmRollout:
             "logit_bias": dict.fromkeys(self.embedder.suppressed_ids, float("-inf")),
             "detokenize": False,
         }
+        if temperature > 0:
+            settings["logprobs"] = 0  # of the sampled token alone
         parameters = [dict(settings) for _ in requests]
         if temperature > 0:
             for each, seed in zip(parameters, seeds, strict=True):  # type: ignore[arg-type]
@@ -142,7 +144,8 @@ class VllmRollout:
             check_prompt(prompt, output.prompt_token_ids)
             ids = tuple(output.outputs[0].token_ids)
             forced = ids[-1:] != (self.embedder.emb_id,)
-            found.append(Rationale(ids if forced else ids[:-1], forced, None, seconds))
+            log_probs = _log_probs(ids, output.outputs[0].logprobs) if temperature > 0 else None
+            found.append(Rationale(ids if forced else ids[:-1], forced, None, seconds, log_probs=log_probs))
         return found
 
     def _requests(self, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
@@ -168,3 +171,10 @@ def make_engine(embedder: EmbeddingModel, accelerator: Accelerator, **settings: 
         raise BackboneError(
             f"rollout.backend=vllm: vLLM does not start with rollout.vllm_memory={settings['memory']}: {error}"
         ) from error
+
+
+def _log_probs(ids: Sequence[int], said: Sequence[Any] | None) -> tuple[float, ...] | None:
+    """Of each sampled token, as vLLM's engine gives them: a mapping from token to what is known of it."""
+    if said is None:
+        return None
+    return tuple(float(known[token].logprob) for token, known in zip(ids, said, strict=True))

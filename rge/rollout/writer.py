@@ -187,7 +187,7 @@ def make_writer(
         RecipeError: `rollout.prompt_pass=once` or `rollout.backend=vllm` was asked for and cannot be.
         BackboneError: `rollout.backend=vllm` was asked for and does not know the model's family.
     """
-    settings = recipe.rollout
+    settings = recipe.rollout_of(stage)
     sharded = dist.shards_parameters(accelerator)
     if not sharded and not any(parameter.requires_grad for parameter in vision_parameters(embedder.model)):
         # Where parameters are sharded, every process has to run the tower as often as the others.

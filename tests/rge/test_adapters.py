@@ -16,7 +16,7 @@ from rge.model.dropout import drops_out
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import PromptBuilder
 from rge.rollout.generate import generate
-from rge.step import Objective, _chunks, _contrastive, _forward, training_step
+from rge.step import Objective, _chunks, _compare, _forward, training_step
 
 OBJECTIVE = Objective(0.3, 0.7, 0.07)
 
@@ -186,11 +186,14 @@ def test_chunks_draw_the_dropout_of_their_first_forward(lively, make_batch, roll
     torch.manual_seed(5)
     chunks = _chunks(batch, [len(batch.queries)], 2)
     readouts = [_forward(lively, lively, batch, objective, rationales, *chunk) for chunk in chunks]
-    losses, *_ = _contrastive(
+    losses, *_ = _compare(
+        lively,
         torch.cat([q.state_ND for q, _ in readouts]),
         torch.cat([t.state_ND for _, t in readouts]),
         batch,
         objective,
+        chunks,
+        credit=None,
     )
     con = losses["contrastive_loss"]
     nll = sum(q.nll + t.nll for q, t in readouts)

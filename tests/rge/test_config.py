@@ -6,6 +6,8 @@ import pytest
 import yaml
 
 from rge.config import RECIPES, Recipe, RecipeError, load_recipe, to_dict
+from rge.rl.policy import CORRECTIONS, LOSS_TYPES, SCALES
+from rge.step import Objective
 
 SHIPPED = sorted(RECIPES.glob("*.yaml"))
 
@@ -99,10 +101,10 @@ def test_later_overrides_win(load):
     ("override", "message"),
     [
         ("loss.alfa_lm=0.5", r"unknown key loss\.alfa_lm; did you mean loss\.alpha_lm\?"),
-        ("lr=1", r"unknown key lr; did you mean joint\.lr or cold_start\.lr\?"),
+        ("lr=1", r"unknown key lr; did you mean rl\.lr or joint\.lr or cold_start\.lr\?"),
         ("joint.learning_rate=1", r"unknown key joint\.learning_rate; did you mean joint\.lr\?"),
         ("train.gradient_accumulation_steps=8", r"did you mean train\.micro_batch_size\?"),
-        ("batch_size=8", r"unknown key batch_size; did you mean joint\.batch_size or "),
+        ("batch_size=8", r"unknown key batch_size; did you mean rl\.batch_size or joint\.batch_size or "),
         ("train.batch_size=8", r"did you mean .*joint\.batch_size"),
         ("per_device_train_batch_size=8", r"did you mean train\.micro_batch_size\?"),
         ("output_dir=x", r"did you mean out\?"),
@@ -156,7 +158,7 @@ def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("stage=warm", "stage must be one of all, cold_start, joint, got 'warm'"),
+        ("stage=warm", "stage must be one of all, cold_start, joint, rl, got 'warm'"),
         ("loss.anchor=teacher", "loss.anchor must be one of self, oracle, none, got 'teacher'"),
         ("model.dtype=float16", "model.dtype must be one of float32, bfloat16, got 'float16'"),
         (
@@ -352,6 +354,69 @@ def test_what_vllm_cannot_do_is_said_before_anything_is_loaded(load):
     for temperature in ("0.001", "2.5"):
         with pytest.raises(RecipeError, match=f"rollout.temperature={temperature} is not possible with"):
             load("rollout.backend=vllm", f"rollout.temperature={temperature}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("rl.temperature=0",), "rl.temperature=0 writes the same rationale each time"),
+        (("rl.num_rationales=1",), "rl.num_rationales=1 leaves a rationale nothing to be compared with"),
+        (("rl.alpha_rl=0", "rl.alpha_con=0", "rl.alpha_lm=0"), "are all 0, which leaves nothing to train"),
+        (("loss.anchor=none",), "loss.anchor=none embeds queries without the model's own rationale"),
+        (("rl.rewards=[]",), "rl.rewards leaves no reward"),
+        (("rl.rewards=[{name: rank, weight: 0}]",), "rl.rewards leaves no reward"),
+        (("rl.rewards=[{name: rank}, {name: rank}]",), "rl.rewards names rank twice"),
+        (("rl.rewards=[{name: rank, wait: 2}]",), r"unknown key rl.rewards\[0\].wait; did you mean rl.rewards\[0\].weight"),
+        (("rl.loss_type=ppo",), "rl.loss_type must be one of grpo, dr_grpo, dapo, gspo, rloo, got 'ppo'"),
+        (("rl.scale_rewards=std",), "rl.scale_rewards must be one of group, batch, none"),
+        (("rl.num_iterations=0",), "rl.num_iterations must be > 0"),
+        (("rl.beta=-1",), "rl.beta must be >= 0"),
+        (("init=null",), "stage=rl goes on from a model that writes rationales, and model.scratch is untrained"),
+        (
+            ("rl.loss_type=rloo", "rollout.backend=vllm", "rl.vllm_importance_sampling_mode=token_mask"),
+            "rl.loss_type=rloo has one ratio a rationale, and rl.vllm_importance_sampling_mode=token_mask one a token",
+        ),
+    ],
+)  # fmt: skip
+def test_rl_settings_that_cannot_be(overrides, message):
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(
+            ["recipe=demo", "stage=rl", *(["init=x"] if "init=null" not in overrides else []), *overrides]
+        )
+
+
+def test_rl_is_a_part_of_all_where_the_recipe_has_sources_for_it():
+    assert load_recipe(["recipe=demo"]).stages() == ["cold_start", "joint"]
+    alone = load_recipe(["recipe=demo", "stage=rl", "init=x"])
+    assert alone.stages() == ["rl"]
+    assert alone.rl.sources == alone.joint.sources
+    with_rl = load_recipe(["recipe=demo", "rl.sources=[{path: x.jsonl}]"])
+    assert with_rl.stages() == ["cold_start", "joint", "rl"]
+    # Groups are sampled there and nowhere else, and never taken from a store.
+    with_rl.rollout.reuse_steps = 3
+    rl, joint = with_rl.rollout_of(with_rl.rl), with_rl.rollout_of(with_rl.joint)
+    assert (rl.num_rationales, rl.temperature, rl.reuse_steps) == (8, 1.0, 0)
+    assert (joint.num_rationales, joint.temperature, joint.reuse_steps) == (1, 0.0, 3)
+
+
+def test_without_a_policy_gradient_one_greedy_rationale_will_do():
+    recipe = load_recipe(
+        ["recipe=demo", "stage=rl", "init=x", "rl.alpha_rl=0", "rl.num_rationales=1", "rl.temperature=0"]
+    )
+    assert Objective.of(recipe, "rl").needs_rollout
+
+
+def test_names_of_losses_are_those_of_the_policy():
+    for key, allowed in (
+        ("loss_type", LOSS_TYPES),
+        ("scale_rewards", SCALES),
+        ("vllm_importance_sampling_mode", CORRECTIONS),
+    ):
+        for name in allowed:
+            assert (
+                getattr(load_recipe(["recipe=demo", "stage=rl", "init=x", f"rl.{key}={name}"]).rl, key)
+                == name
+            )
 
 
 def test_what_another_library_would_fill_in_is_an_error_and_not_a_folder_of_that_name(tmp_path):

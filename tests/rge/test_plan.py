@@ -1,5 +1,6 @@
 """The plan of a step: FLOPs against torch's counter, memory against what autograd keeps, and what it says where it does not fit."""
 
+import dataclasses
 import importlib.util
 import json
 import re
@@ -16,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
 from rge.common.schema import Item
-from rge.config import BACK_ENDS, RecipeError, load_recipe
+from rge.config import BACK_ENDS, LossConfig, Recipe, RecipeError, load_recipe
 from rge.data.collate import StepBatches, flatten
 from rge.data.loader import Loader
 from rge.data.sources import Mixture, RecordFile
@@ -53,6 +54,7 @@ from rge.plan.costs import (
 )
 from rge.plan.known_models import TABLE, outline
 from rge.plan.options import PlanOptions
+from rge.rl.credit import Reinforcement
 from rge.rollout.generate import generate
 from rge.scratch import build as scratch
 from rge.step import Objective, training_step
@@ -197,6 +199,36 @@ def test_flops_against_the_counter(deep, batch, count_flops, micro_batch_size):
     planned = sum(size for name, size in found.items() if name != "rollout")
     assert twice["rollout"] == pytest.approx(rollout, rel=0.1)
     assert planned == pytest.approx(counted, rel=0.1)
+
+
+def test_flops_of_a_policy_gradient_against_the_counter(deep, batch, count_flops, tmp_path):
+    """Four rationales a query, their log probabilities and InfoNCE over them: within 10 per cent."""
+    with torch.no_grad():
+        deep.model.get_input_embeddings().weight[deep.emb_id] = 0
+    settings = {"max_new_tokens": 12, "batch_size": 20, "temperature": 1.0, "seeds": range(20), "num_each": 4}
+    rationales = generate(deep, batch.queries, **settings)
+    assert all(len(rationale.ids) == 12 for rationale in rationales)
+    rollout = count_flops(lambda: generate(deep, batch.queries, **settings))
+    recipe = Recipe(recipe="tiny", stage="rl", loss=LossConfig(alpha_lm=0.5, alpha_con=0.5))
+
+    def step() -> None:
+        credit = Reinforcement(recipe, deep, None, tmp_path).begin(batch, rationales, measure=False)
+        training_step(
+            deep, deep, batch, Objective.of(recipe, "rl"), rationales=rationales, micro_batch_size=5,
+            backward=lambda loss: loss.backward(), credit=credit,
+        )  # fmt: skip
+
+    counted = count_flops(step)
+    load = dataclasses.replace(load_of(deep, batch, 12, 1), each=4, sampled=True)
+    given = {"checkpointing": False, "trainable": 1.0, "train_vision": True}
+    found = flops(shapes_of(deep.model), load, **given)
+    twice = flops(shapes_of(deep.model), dataclasses.replace(load, chunks=2), **given)
+    assert twice["rollout"] == pytest.approx(rollout, rel=0.1)
+    assert sum(size for name, size in found.items() if name != "rollout") == pytest.approx(counted, rel=0.1)
+    of_a_recipe = load_recipe(["recipe=qwen25vl_3b", "stage=rl", "rl.batch_size=64", "rl.num_rationales=8"])
+    options = {**PlanOptions().values(), "for": "rl"}
+    planned = plan.plan(of_a_recipe, outline(of_a_recipe.model)[0], options)
+    assert planned["tokens"]["own rationales"] == 64 * 8 * 129
 
 
 @pytest.mark.parametrize("how", ["float32", "bfloat16", "autocast"])

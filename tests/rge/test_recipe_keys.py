@@ -11,6 +11,7 @@ import functools
 import gc
 import hashlib
 import json
+import math
 import multiprocessing.process
 import random
 import time
@@ -40,7 +41,9 @@ from rge.model.embedding_model import embedder_to_train
 from rge.model.prompts import Prompt
 from rge.plan.options import PlanCommand
 from rge.plan.report import _reserved
+from rge.rl.credit import Credit, Reinforcement
 from rge.rollout import vllm_writer
+from rge.rollout.generate import Rationale
 from rge.rollout.writer import make_writer
 from rge.scratch.starting_point import starting_point
 
@@ -77,6 +80,10 @@ TWO_SOURCES = ("joint.sources=[{path: HOME/records.jsonl}, {path: HOME/others.js
 TWO_COLD = ("cold_start.sources=[{path: HOME/records.jsonl}, {path: HOME/others.jsonl}]", "stage=cold_start")
 HELD_OUT = ("validation.path=HOME/held_out.jsonl", "validation.every=1", "validation.max_records=4")
 BAD = ("joint.sources=[{path: HOME/bad.jsonl}]", "data.on_bad=skip", "data.max_bad_share=0.5")
+RL = ("stage=rl",)
+TWO_RL = ("rl.sources=[{path: HOME/records.jsonl}, {path: HOME/others.jsonl}]", *RL)
+TWO_UPDATES = (*RL, "rl.num_iterations=2")
+REFERENCE = (*RL, "rl.beta=0.5")
 BOARD = ("log.trackers=[tensorboard]",)
 
 
@@ -141,6 +148,26 @@ ENTRIES: dict[str, Changes | Refused] = {
     "rollout.direct_share": Changes("rollout.direct_share=0.5", "metrics"),
     **stage_keys("cold_start", ("stage=cold_start",), TWO_COLD),
     **stage_keys("joint", (), TWO_SOURCES),
+    **stage_keys("rl", RL, TWO_RL),
+    "rl.alpha_rl": Changes("rl.alpha_rl=0.3", "weights", RL),
+    "rl.alpha_con": Changes("rl.alpha_con=0.1", "weights", RL),
+    "rl.alpha_lm": Changes("rl.alpha_lm=0.9", "weights", RL),
+    "rl.num_rationales": Changes("rl.num_rationales=2", "metrics", RL),
+    "rl.temperature": Changes("rl.temperature=0.5", "metrics", RL),
+    "rl.rewards.name": Changes("rl.rewards=[{name: rank}]", "metrics", RL),
+    "rl.rewards.weight": Changes("rl.rewards=[{name: margin, weight: 9}]", "metrics", RL),
+    "rl.rewards.options": Changes(
+        "rl.rewards=[{name: grace, options: {temperature: 1.0}}]", "metrics", (*RL, "rl.rewards=[{name: grace}]")
+    ),
+    "rl.loss_type": Changes("rl.loss_type=rloo", "weights", RL),
+    "rl.scale_rewards": Changes("rl.scale_rewards=none", "weights", RL),
+    "rl.std_floor": Changes("rl.std_floor=1.0", "weights", RL),
+    "rl.epsilon": Changes("rl.epsilon=1e-5", "metrics", TWO_UPDATES),
+    "rl.epsilon_high": Changes("rl.epsilon_high=1e-5", "metrics", TWO_UPDATES),
+    "rl.beta": Changes("rl.beta=0.5", "metrics", RL),
+    "rl.use_bias_correction_kl": Changes("rl.use_bias_correction_kl=false", "weights", REFERENCE),
+    "rl.mask_truncated_completions": Changes("rl.mask_truncated_completions=true", "metrics", RL),
+    "rl.num_iterations": Changes("rl.num_iterations=2", "metrics", RL),
     "optim.name": Changes("optim.name=muon", "weights"),
     "optim.vision_lr_ratio": Changes("optim.vision_lr_ratio=0.1", "weights"),
     "optim.betas": Changes("optim.betas=[0.5, 0.6]", "weights"),
@@ -259,6 +286,7 @@ def home(tmp_path_factory, tiny_path):
         "stage": "joint",
         "cold_start": stage,
         "joint": stage,
+        "rl": {"steps": 2, "batch_size": 4, "lr": 3e-3, "num_rationales": 3},
         "train": {"micro_batch_size": 4, "log_every": 1},
     }  # fmt: skip
     (folder / "tiny.yaml").write_text(yaml.safe_dump(recipe))
@@ -525,6 +553,45 @@ def test_cuda_graphs_are_the_embedders_to_capture(tiny_path):
         )
 
 
+def credit_of(recipe: Recipe, embedder: Any, home: Path) -> Credit:
+    """Of one query and two rationales of one word, one liked and one not, that vLLM says it wrote otherwise."""
+    prompt = Prompt("q", torch.arange(3), torch.zeros(3), None, None)
+    batch = Batch(["r"], [prompt], [[1]], [], [], [0], [[]], [[1]], [1])
+    rationales = [Rationale((token,), False, None, 0.0, log_probs=(-1.0, -6.0)) for token in (5, 6)]
+    credit = Reinforcement(recipe, embedder, None, home).begin(batch, rationales, measure=False)
+    credit.advantage_N = torch.tensor([1.0, -1.0])
+    return credit
+
+
+def test_vllm_importance_sampling_weighs_what_was_sampled(arguments, lively, home):
+    read = SimpleNamespace(log_prob_L=torch.tensor([-1.5, -4.0, -1.0, -6.0]), entropy_L=torch.zeros(4))
+    losses = []
+    for changes in (
+        (),
+        ("rl.vllm_importance_sampling_correction=false",),
+        ("rl.vllm_importance_sampling_mode=token_truncate",),
+        ("rl.vllm_importance_sampling_clip_max=9",),
+        ("rl.vllm_importance_sampling_clip_min=2",),
+    ):
+        recipe = load_recipe(arguments(*RL, "rollout.backend=vllm", *changes))
+        losses.append(float(credit_of(recipe, lively, home).loss(read, slice(0, 2))))
+    # Of the whole rationale e^1.5 > 3: left out; whole; by token e^-.5 and 3; e^1.5 twice; e^1.5 and 1 are both out.
+    liked = [0.0, 2.0, math.exp(-0.5) + 3.0, 2 * math.exp(1.5), 0.0]
+    disliked = [2.0, 2.0, 2.0, 2.0, 0.0]
+    expected = [(right - left) / 4 for left, right in zip(liked, disliked, strict=True)]
+    assert losses == pytest.approx(expected, abs=1e-6)
+
+
+def test_patience_is_how_long_nothing_may_differ(arguments, lively, home):
+    report = {"groups_that_differ": 0.0, "unscored_groups": 0.0, "entropy": 0.0, "forced_rate": 0.0}
+    for steps in (1, 3):
+        stage = Reinforcement(load_recipe(arguments(*RL, f"rl.patience={steps}")), lively, None, home)
+        for _ in range(steps - 1):
+            stage.after_step(report)
+        with pytest.raises(UserError, match=f"for {steps} steps no query had"):
+            stage.after_step(report)
+
+
 WAYS = {
     "dataset": ("{dataset: HOME/named/one}", "{dataset: HOME/named/two}"),
     "name": ("{dataset: HOME/named, name: one}", "{dataset: HOME/named, name: two}"),
@@ -541,7 +608,7 @@ SHUFFLED = {
 }  # fmt: skip
 """The same for sources alone."""
 SOURCE_KEYS = {
-    **{f"{name}.sources.{key}": ways for name in ("cold_start", "joint") for key, ways in (WAYS | SHUFFLED).items()},
+    **{f"{name}.sources.{key}": ways for name in ("cold_start", "joint", "rl") for key, ways in (WAYS | SHUFFLED).items()},
     **{f"validation.{key}": ways for key, ways in WAYS.items()},
 }  # fmt: skip
 
@@ -602,7 +669,7 @@ def test_a_source_is_what_each_of_its_keys_says(key, arguments, named, monkeypat
             words = [f"stage={stage}", f"{stage}.sources=[{source}]"]
         problems: list[str] = []
         recipe = load_recipe(arguments(*words))
-        found = check._records(problems, recipe, recipe.stages())
+        found = check._records(problems, recipe, recipe.stages(), check.Verdicts())
         wanted = recipe.validation if stage == "validation" else getattr(recipe, stage).sources[0]
         if problems:
             return problems
@@ -625,6 +692,11 @@ ELSEWHERE = {
     "out": test_out_is_where_everything_goes,
     "model.revision": test_revision_chooses_among_a_hubs_commits,
     "model.cuda_graphs": test_cuda_graphs_are_the_embedders_to_capture,
+    "rl.patience": test_patience_is_how_long_nothing_may_differ,
+    **{
+        f"rl.vllm_importance_sampling_{name}": test_vllm_importance_sampling_weighs_what_was_sampled
+        for name in ("correction", "mode", "clip_max", "clip_min")
+    },
     "rollout.vllm_memory": test_vllm_memory_is_the_engines_and_the_plans,
     "train.deterministic": test_deterministic_is_torchs,
     **{f"model.scratch.{name}": test_another_value_builds_another_backbone for name in SCRATCH},

@@ -1,6 +1,7 @@
 """rge/train.py as users run it: both stages, killed and resumed, in parts, on two processes, with mistakes."""
 
 import json
+import math
 import os
 import random
 import signal
@@ -366,6 +367,65 @@ def test_the_stages_one_by_one_equal_the_run_of_both(whole, home):
     )
     assert not (home / "joint/cold_start").exists()
     assert_same_weights(home / "joint/joint/final", whole / "joint/final")
+
+
+RL = (
+    "stage=rl", "rl.steps=6", "rl.batch_size=4", "rl.lr=1e-3", "rl.num_rationales=3", "rl.beta=0.1", "rl.num_iterations=2",
+    "rl.rewards=[{name: gain_over_direct}, {name: length, weight: 0.1}]", "validation.every=3",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_killed_rl_run_ends_with_the_same_weights(whole, home):
+    """Rationales that were sampled, the reference, which is where the stage began, and the figures of every step."""
+    given = (*RL, f"init={whole / 'joint/final'}", f"validation.path={home / 'held_out.jsonl'}")
+    once, killed = home / "rl", home / "rl killed"
+    trained(run(home, once, *given))
+    lines = metrics(once / "rl")
+    for line in lines:
+        assert line["kl"] >= 0
+        assert line["direct_rate"] >= 0.25  # a fourth member of each group that writes nothing
+        assert math.isfinite(line["reward"])
+        assert {
+            "hit_at_1",
+            "hit_at_1_direct",
+            "hit_at_1_counterfactual",
+            "entropy",
+            "clip_share",
+        } <= line.keys()
+    assert any(line["kl"] > 1e-6 for line in lines)
+    assert [line["step"] for line in lines if "val_hit_at_1" in line] == [3, 6]
+    settings = read_settings(once / "rl/final")
+    assert (settings["stage"], settings["step"], settings["reasons"]) == ("rl", 6, "query")
+    with held(home, killed, "rl", 5, *given) as program:
+        program.wait_until(lambda: len(metrics_or_partial(killed / "rl")) >= 3)
+        program.wait_until(lambda: list((killed / "rl/state").glob("step_*")))
+        program.kill()
+    resumed = run(home, killed, *given)
+    trained(resumed)
+    assert "rl: resuming after step " in resumed.stdout
+    assert_same_weights(killed / "rl/final", once / "rl/final")
+    again = metrics(killed / "rl")
+    for name in ("loss", "reward", "kl", "entropy", "hit_at_1_counterfactual", "rationale_tokens_p95"):
+        assert [line[name] for line in again] == [line[name] for line in lines], name
+    assert any(not torch.equal(one, other) for one, other in zip(
+        load_file(once / "rl/final/model.safetensors").values(),
+        load_file(whole / "joint/final/model.safetensors").values(), strict=True,
+    ))  # fmt: skip
+
+
+@pytest.mark.slow
+def test_nothing_to_learn_from_ends_both_processes_with_one_message(whole, home, monkeypatch):
+    (home / "constant_reward.py").write_text("def always(group):\n    return 0.5 * (group.length_BK >= 0)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{home}{os.pathsep}{os.environ.get('PYTHONPATH', ROOT)}")
+    done = start(
+        home, home / "constant", *RL, "rl.rewards=[{name: 'constant_reward:always'}]", "rl.patience=2", "rl.beta=0",
+        f"init={whole / 'joint/final'}", launcher=accelerate("--multi_gpu", "--num_processes", "2"),
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "rl: for 2 steps no query had two rationales of different reward" in done.stderr
+    assert "constant_reward:always 0.5" in done.stderr
+    assert [line["step"] for line in metrics(home / "constant/rl")] == [1, 2]
 
 
 def accelerate(*words: str) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from rge.distributed import collectives as dist
 from rge.model.adapters import add_adapters, has_adapters, merge, merged_weights
 from rge.model.backbone import BackboneError, load_backbone, vision_parameters, vision_prefixes
 from rge.model.embedding_model import EmbeddingModel
+from rge.model.packing import Branch
 from rge.model.prompts import Prompt, PromptBuilder
 from rge.rollout import vllm_writer as vllm_rollout
 from rge.rollout.generate import generate
@@ -108,7 +109,9 @@ class OwnEngine:
                 one for each in ids for one in [each] * (next(size) if each == config.image_token_id else 1)
             ]
         if tuple(ids) not in self.prompts:
-            return SimpleNamespace(prompt_token_ids=ids, outputs=[SimpleNamespace(token_ids=[])])
+            return SimpleNamespace(
+                prompt_token_ids=ids, outputs=[SimpleNamespace(token_ids=[], logprobs=None)]
+            )
         emb_id = self.embedder.emb_id
         assert sampling["stop_token_ids"] == [emb_id]
         assert sampling["logit_bias"] == dict.fromkeys(self.embedder.suppressed_ids, float("-inf"))
@@ -121,7 +124,18 @@ class OwnEngine:
             seeds=[sampling["seed"]] if "seed" in sampling else None,
         )
         token_ids = [*rationale.ids] if rationale.forced else [*rationale.ids, emb_id]
-        return SimpleNamespace(prompt_token_ids=ids, outputs=[SimpleNamespace(token_ids=token_ids)])
+        said = None
+        if sampling.get("logprobs") is not None:
+            branch = Branch(token_ids, sampled=True)
+            prompt = self.prompts[tuple(ids)]
+            with torch.no_grad():
+                found = self.embedder(self.embedder.pack([prompt], [[branch]], sampling["temperature"]))[0]
+            said = [
+                {token: SimpleNamespace(logprob=value)}
+                for token, value in zip(token_ids, found.log_prob_L.tolist(), strict=True)
+            ]
+        output = SimpleNamespace(token_ids=token_ids, logprobs=said)
+        return SimpleNamespace(prompt_token_ids=ids, outputs=[output])
 
 
 @pytest.fixture
@@ -156,6 +170,11 @@ def test_what_is_asked_for_and_made_of_the_answer(lively, prompts, behind):
     sampled = generate(lively, prompts, max_new_tokens=CAP, batch_size=12, **settings)
     assert written(vllm.generate(prompts, **settings)) == written(sampled)
     assert len({rationale.ids for rationale in sampled}) > 30
+    # What the sampler says of its tokens, `<emb>` included where it wrote one, comes along; greedy words need none.
+    assert all(one.log_probs is None for one in found)
+    for one in vllm.generate(prompts, **settings):
+        assert len(one.log_probs) == len(one.ids) + (not one.forced)
+        assert max(one.log_probs) < 0
     with pytest.raises(ValueError, match="needs one seed a rationale"):
         vllm.generate(prompts, temperature=1.0, seeds=seeds)
 

@@ -3,8 +3,8 @@
     torchrun ... back_ends.py CHECKPOINT FOLDER
 
 ``FOLDER/task.pt`` holds ``environments`` (what `accelerate launch --config_file` would set, by name of the back end),
-``steps`` (each with ``batches``, one a rank, ``objective``, ``micro_batch_size`` and ``rollout_batch_sizes``, and with
-``once`` where prompts are to be encoded once, if the back end can), ``recipe`` (arguments of rge/train.py), ``lora``
+``steps`` (each with ``batches``, one a rank, ``objective``, ``micro_batch_size`` and ``rollout_batch_sizes``, with
+``once`` where prompts are to be encoded once, if the back end can, and with ``rl``, a recipe, and ``sampling``, one a rank, where it is a step of that stage), ``recipe`` (arguments of rge/train.py), ``lora``
 (further ones, for the back ends in ``adapted``) and ``plain`` (checkpoints without ``<emb>``). Rank r writes ``FOLDER/NAME_r.pt``, the main process exports to
 ``FOLDER/NAME``.
 """
@@ -25,6 +25,7 @@ from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel, encode_prompts
+from rge.rl.credit import Reinforcement
 from rge.rollout.generate import generate
 from rge.step import training_step
 
@@ -64,12 +65,18 @@ def take_step(accelerator, embedder, model, optimizer, step: dict) -> dict:
             max_new_tokens=9,
             batch_size=step["rollout_batch_sizes"][rank],
             encoded=encoded,
+            **(step["sampling"][rank] if "rl" in step else {}),
         )
 
+    credit = None
     with dist.whole_model(accelerator, model):
         if step.get("once") and not dist.shards_parameters(accelerator):
             encoded = encode_prompts(model, embedder, batch.queries)
         rationales, num_messages = messages(roll_out)
+        if "rl" in step:
+            stage = Reinforcement(step["rl"], embedder, None, Path("."))
+            credit = stage.begin(batch, rationales, measure=True)
+            rationales = credit.rationales
 
     def train_on():
         return training_step(
@@ -82,6 +89,7 @@ def take_step(accelerator, embedder, model, optimizer, step: dict) -> dict:
             backward=accelerator.backward,
             no_sync=lambda: dist.no_sync(accelerator, model),
             encoded=encoded,
+            credit=credit,
         )
 
     report, num_training_messages = messages(train_on)

@@ -3,7 +3,7 @@
     accelerate launch ... step.py CHECKPOINT FOLDER
 
 ``FOLDER/cases.pt`` is a dict of cases, each with ``batches`` and ``rationales`` (one a rank), ``objective`` and
-``micro_batch_size``, and ``once``: whether prompts are encoded before. Rank r writes ``FOLDER/found_r.pt``: for each
+``micro_batch_size``, ``once``: whether prompts are encoded before, and ``rl``: the recipe of a step of that stage. Rank r writes ``FOLDER/found_r.pt``: for each
 case its report and its gradients after DDP's mean.
 """
 
@@ -17,6 +17,7 @@ from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel, encode_prompts
+from rge.rl.credit import Reinforcement
 from rge.rollout.writer import rollout_report
 from rge.step import training_step
 
@@ -32,6 +33,11 @@ found = {}
 for name, case in torch.load(folder / "cases.pt", weights_only=False).items():
     batch = case["batches"][rank]
     encoded = encode_prompts(model, embedder, batch.queries) if case["once"] else None
+    credit = None
+    if case["rl"] is not None:
+        credit = Reinforcement(case["rl"], embedder, None, folder).begin(
+            batch, case["rationales"][rank], False
+        )
     report = training_step(
         model,
         embedder,
@@ -42,6 +48,7 @@ for name, case in torch.load(folder / "cases.pt", weights_only=False).items():
         backward=accelerator.backward,
         no_sync=lambda: dist.no_sync(accelerator, model),
         encoded=encoded,
+        credit=credit,
     )
     gradients = {key: parameter.grad.clone() for key, parameter in embedder.named_parameters()}
     rollout = rollout_report(case["rationales"][rank], 1.0, embedder.device)

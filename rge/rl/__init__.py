@@ -1,0 +1,1 @@
+"""Reinforcement learning of rationales: rewards, advantages, policy losses; the step itself is `rge.step`'s."""

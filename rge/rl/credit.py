@@ -1,0 +1,374 @@
+"""What the rationales of one rollout are worth: rewards once, then a policy loss in every update on them, and the figures.
+
+`Reinforcement` belongs to a stage, a `Credit` to one of its steps. The states that rewards compare, and the log probabilities
+with their gradient, come out of the step's own forward (`rge.step`): nothing is computed here but on what it read.
+
+Shape suffixes: B = queries of this rank, K = rationales a query, N = B * K, L = their tokens with ``<emb>``, C = candidates of
+all ranks, D = hidden size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from rge.common.errors import UserError
+from rge.config import Recipe
+from rge.data.collate import Batch
+from rge.distributed import collectives as dist
+from rge.losses import hit_at_1
+from rge.model.embedding_model import EmbeddingModel, Readout
+from rge.rl.policy import advantages, policy_loss, sampling_weights, standard_deviation
+from rge.rl.reference import Reference, make_reference
+from rge.rl.rewards import Rollouts, evaluate, find_reward
+from rge.rollout.generate import Rationale
+
+DIFFERS = 1e-4
+"""Rewards of a group that lie within this are equal: states of equal rationales differ by rounding."""
+
+
+class Reinforcement:
+    """The stage rl of a run: its rewards, its reference, and how long nothing differed.
+
+    Args:
+        recipe: of the run.
+        embedder: unwrapped.
+        reference: what the KL is measured from; None without a KL term.
+        folder: of the stage, where a reward may keep what it paid for.
+
+    Raises:
+        UserError: a reward that does not exist, or does not take its options.
+    """
+
+    def __init__(self, recipe: Recipe, embedder: EmbeddingModel, reference: Reference | None, folder: Path):
+        self.settings, self.temperature = recipe.rl, recipe.loss.temperature
+        self.cap, self.folder = recipe.rollout.max_new_tokens, folder
+        self.from_vllm = recipe.rollout.backend == "vllm"
+        self.embedder, self.reference = embedder, reference
+        # Without a policy gradient a reward would be computed, and a judge paid, for nothing.
+        chosen = [config for config in recipe.rl.rewards if config.weight and recipe.rl.alpha_rl]
+        self.terms = [(config, find_reward(config)) for config in chosen]
+        self.with_direct = any(found.needs_direct for _, found in self.terms)
+        self.idle_steps = 0
+
+    def begin(self, batch: Batch, rationales: Sequence[Rationale], measure: bool) -> "Credit":
+        """What belongs to a rollout, whose log probabilities under the reference are computed here.
+
+        Args:
+            batch: this rank's share of the step.
+            rationales: equally many a query, query after query.
+            measure: whether the step is logged, and with it what takes a forward of its own.
+        """
+        if self.with_direct:
+            rationales = _with_direct(rationales, len(batch.queries))
+        reference_L = None
+        if self.reference is not None:
+            reference_L = self.reference.log_probs(batch.queries, rationales)
+        return Credit(self, batch, rationales, reference_L, measure)
+
+    def after_step(self, report: dict[str, float]) -> None:
+        """Count steps in which there was nothing to learn from.
+
+        Raises:
+            UserError: as many as `rl.patience` in a row.
+        """
+        if "groups_that_differ" not in report:
+            return
+        self.idle_steps = 0 if report["groups_that_differ"] > 0 else self.idle_steps + 1
+        if not self.settings.patience or self.idle_steps < self.settings.patience:
+            return
+        terms = ", ".join(
+            f"{name.removeprefix('reward_')} {value:.4g}"
+            for name, value in report.items()
+            if name.startswith("reward_")
+        )
+        raise UserError(
+            f"rl: for {self.idle_steps} steps no query had two rationales of different reward, so nothing was learned from "
+            f"them. Mean reward of the last: {terms}; entropy {report['entropy']:.3g} nats a token, cut off "
+            f"{report['forced_rate']:.0%}, unscored {report['unscored_groups']:.0%}. Where the entropy is near 0 the model "
+            "writes one rationale a query: start from an earlier checkpoint, or raise rl.temperature; where a reward is at its "
+            "end, take another (rl.rewards); where all are cut off, raise rollout.max_new_tokens; rl.patience=0 goes on "
+            "nevertheless"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a resumable checkpoint."""
+        return {"idle_steps": self.idle_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From a resumable checkpoint."""
+        self.idle_steps = state["idle_steps"]
+
+
+class Credit:
+    """What the rationales of one rollout are worth.
+
+    Args:
+        rl: the stage's.
+        batch: this rank's share of the step.
+        rationales: of its queries.
+        reference_L: log probabilities of their tokens under the reference, or None.
+        measure: see `Reinforcement.begin`.
+
+    Attributes:
+        rationales: what the step is trained on; with a direct member where a reward needs one.
+    """
+
+    def __init__(
+        self,
+        rl: Reinforcement,
+        batch: Batch,
+        rationales: Sequence[Rationale],
+        reference_L: Tensor | None,
+        measure: bool,
+    ):
+        self.rl, self.batch, self.rationales, self.measure = rl, batch, list(rationales), measure
+        self.device = rl.embedder.device
+        self.num_each = len(rationales) // len(batch.queries)
+        lengths = torch.tensor([len(one.ids) + 1 for one in rationales])
+        self.starts = [0, *lengths.cumsum(0).tolist()]
+        owner_L = torch.arange(len(rationales)).repeat_interleave(lengths)
+        credit_L = torch.ones(len(owner_L), dtype=torch.bool)
+        for number, one in enumerate(rationales):
+            start, end = self.starts[number], self.starts[number + 1]
+            group = rationales[number - number % self.num_each :][: self.num_each]
+            if one.forced:
+                # Nobody chose the `<emb>` at the cap.
+                credit_L[start if rl.settings.mask_truncated_completions else end - 1 : end] = False
+            elif all(other.direct for other in group):
+                credit_L[start:end] = False  # a query without rationales, by rollout.direct_share
+        counts = [len(rationales), int(credit_L.sum())]
+        self.total_rationales, self.total_tokens = dist.sum_over_ranks(counts, self.device)
+        self.owner_L, self.credit_L = owner_L.to(self.device), credit_L.to(self.device)
+        self.reference_L = reference_L
+        self.sampler_L = self._sampled() if rl.from_vllm else None
+        self.old: dict[int, Tensor] = {}
+        self.advantage_N: Tensor | None = None
+        self.figures: dict[str, float] = {}
+        self._restart()
+
+    def judge(self, q_ND: Tensor, c_CD: Tensor, right_BC: Tensor, labelled_BC: Tensor) -> None:
+        """Rewards and advantages, once a rollout: what the weights that wrote it deserved holds for all updates.
+
+        Args:
+            q_ND: this rank's states, without gradient.
+            c_CD: candidates of all ranks, without gradient.
+            right_BC: everything that answers the query.
+            labelled_BC: the query's own labelled negatives.
+        """
+        if self.advantage_N is not None or not self.rl.terms:
+            return
+        settings = self.rl.settings
+        group = self._rollouts(q_ND, c_CD, right_BC.to(self.device), labelled_BC.to(self.device))
+        values = {config.name: evaluate(config, found, group) for config, found in self.rl.terms}
+        total_BK = torch.stack([config.weight * values[config.name] for config, _ in self.rl.terms]).sum(
+            dim=0
+        )
+        total_BK = torch.where(group.right_BC.any(dim=1)[:, None], total_BK, torch.nan)
+        sizes = dist.gather_sizes(len(total_BK), self.device)
+        all_BK = dist.gather_rows(total_BK, sizes)
+        self.advantage_N = advantages(
+            total_BK,
+            leave_one_out=settings.loss_type == "rloo",
+            scale=settings.scale_rewards,
+            std_floor=settings.std_floor,
+            std_batch=standard_deviation(all_BK),
+        ).flatten()
+        self.figures = self._figures_of(group, values, total_BK)
+
+    def loss(self, readout: Readout, rows: slice) -> Tensor:
+        """The policy gradient's share of a chunk: summed over all chunks and ranks, it is the loss.
+
+        Args:
+            readout: of the chunk's queries.
+            rows: which of this rank's rationales they are.
+        """
+        settings, tokens = self.rl.settings, slice(self.starts[rows.start], self.starts[rows.stop])
+        log_prob_L = readout.log_prob_L
+        assert log_prob_L is not None
+        assert self.advantage_N is not None
+        assert readout.entropy_L is not None
+        # In the first update the weights are those that wrote the rationales.
+        old_L = self.old.setdefault(rows.start, log_prob_L.detach())
+        owner_L, credit_L = self.owner_L[tokens] - rows.start, self.credit_L[tokens]
+        weight_L = None
+        if self.sampler_L is not None and settings.vllm_importance_sampling_correction:
+            weight_L, ratio_L = sampling_weights(
+                old_L,
+                self.sampler_L[tokens].to(old_L),
+                owner_L,
+                credit_L,
+                rows.stop - rows.start,
+                mode=settings.vllm_importance_sampling_mode,
+                low=settings.vllm_importance_sampling_clip_min,
+                high=settings.vllm_importance_sampling_clip_max,
+            )
+            self.sums["sampling_ratio_mean"] = self.sums["sampling_ratio_mean"] + (ratio_L * credit_L).sum()
+            self.sums["sampling_corrected"] = (
+                self.sums["sampling_corrected"] + ((ratio_L != weight_L) & credit_L).sum()
+            )
+        found = policy_loss(
+            log_prob_L,
+            old_L,
+            self.advantage_N[rows].to(log_prob_L),
+            owner_L,
+            credit_L,
+            loss_type=settings.loss_type,
+            epsilon=settings.epsilon,
+            epsilon_high=settings.epsilon if settings.epsilon_high is None else settings.epsilon_high,
+            rationales=self.total_rationales,
+            tokens=self.total_tokens,
+            cap=self.rl.cap,
+            beta=settings.beta,
+            reference_L=None if self.reference_L is None else self.reference_L[tokens].to(log_prob_L),
+            weight_L=weight_L,
+            correct_kl=settings.use_bias_correction_kl,
+        )
+        self.sums["loss_rl"] = self.sums["loss_rl"] + found.loss.detach()
+        self.sums["entropy"] = self.sums["entropy"] + (readout.entropy_L * credit_L).sum()
+        self.sums["clip_share"] = self.sums["clip_share"] + found.clipped
+        self.sums["kl"] = self.sums["kl"] + found.kl
+        return found.loss
+
+    def compare(
+        self, direct_ND: Tensor, other_ND: Tensor, c_CD: Tensor, masks: tuple[Tensor, Tensor]
+    ) -> None:
+        """Count hits of states without a rationale and after another query's, as `hit_at_1` counts those of the own.
+
+        Args:
+            direct_ND: this rank's direct states.
+            other_ND: states after another query's rationale.
+            c_CD: candidates of all ranks.
+            masks: positive and ignored ones, as of the loss.
+        """
+        count = len(self.batch.queries)
+        hits = [float(hit_at_1(state_ND, c_CD, *masks)) for state_ND in (direct_ND, other_ND)]
+        # With one query there is no other's rationale.
+        direct, other, counted, others = dist.sum_over_ranks(
+            [hits[0], hits[1] * (count > 1), count, count * (count > 1)], self.device
+        )
+        self.figures["hit_at_1_direct"] = direct / counted
+        if others:
+            self.figures["hit_at_1_counterfactual"] = other / others
+
+    def report(self) -> dict[str, float]:
+        """Figures of the update that was just computed, equal on all ranks; then the next one's are counted."""
+        if not self.rl.terms:
+            return dict(self.figures)
+        names = list(self.sums)
+        sums = dist.sum_over_ranks(
+            torch.stack([self.sums[name].double() for name in names]).tolist(), self.device
+        )
+        found = dict(zip(names, sums, strict=True))
+        loss = found.pop("loss_rl")
+        if self.reference_L is None:
+            del found["kl"]
+        report = {name: value / max(self.total_tokens, 1) for name, value in found.items()}
+        self._restart()
+        return {"loss_rl": loss, **report, **self.figures}
+
+    def _restart(self) -> None:
+        names = ["loss_rl", "entropy", "clip_share", "kl"]
+        if self.sampler_L is not None and self.rl.settings.vllm_importance_sampling_correction:
+            names += ["sampling_ratio_mean", "sampling_corrected"]
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.sums: dict[str, Tensor] = dict.fromkeys(names, zero)
+
+    def _sampled(self) -> Tensor:
+        """Log probabilities as the sampler gave them; NaN for the direct state and where it gave none."""
+        parts = []
+        for one in self.rationales:
+            given = list(one.log_probs or ())
+            parts += [*given, *[float("nan")] * (len(one.ids) + 1 - len(given))]
+        return torch.tensor(parts, dtype=torch.float32).to(self.device)
+
+    def _rollouts(self, q_ND: Tensor, c_CD: Tensor, right_BC: Tensor, labelled_BC: Tensor) -> Rollouts:
+        K, batch, tokenizer = self.num_each, self.batch, self.rl.embedder.processor.tokenizer  # type: ignore[attr-defined]
+
+        def by_query(values: list) -> list:
+            return [values[start : start + K] for start in range(0, len(values), K)]
+
+        def flags(values: list[bool]) -> Tensor:
+            return torch.tensor(values).view(-1, K).to(self.device)
+
+        return Rollouts(
+            state_BKD=q_ND.view(-1, K, q_ND.shape[1]),
+            candidate_CD=c_CD,
+            right_BC=right_BC,
+            labelled_BC=labelled_BC,
+            ids=by_query([one.ids for one in self.rationales]),
+            oracle_ids=batch.oracle_ids,
+            query_ids=[prompt.input_ids.tolist() for prompt in batch.queries],
+            forced_BK=flags([one.forced for one in self.rationales]),
+            direct_BK=flags([one.direct for one in self.rationales]),
+            temperature=self.rl.temperature,
+            cap=self.rl.cap,
+            decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True).strip(),
+            folder=self.rl.folder,
+            record_ids=batch.record_ids,
+        )
+
+    def _figures_of(self, group: Rollouts, values: dict[str, Tensor], total_BK: Tensor) -> dict[str, float]:
+        """Rewards by term, what share of groups says anything, and whether right rationales are the better ones."""
+        assert self.advantage_N is not None
+        known_B = total_BK.isfinite().all(dim=1)
+        spread_B = torch.where(known_B[:, None], total_BK, 0.0)
+        differs_B = (spread_B.amax(dim=1) - spread_B.amin(dim=1)) > DIFFERS
+        hit_N, known_N = group.hit_BK.flatten(), known_B.repeat_interleave(self.num_each)
+        right_N, wrong_N = hit_N & known_N, ~hit_N & known_N
+        sums = [differs_B.sum(), (~known_B).sum(), right_N.sum(), wrong_N.sum()]
+        sums += [(self.advantage_N * right_N).sum(), (self.advantage_N * wrong_N).sum()]
+        for value_BK in (*values.values(), total_BK):
+            finite = value_BK.isfinite()
+            sums += [value_BK.nan_to_num(0.0, 0.0, 0.0).sum(), finite.sum()]
+        found = dist.sum_over_ranks(torch.stack([one.double() for one in sums]).tolist(), self.device)
+        differ, unscored, right, wrong, for_right, for_wrong, *rest = found
+        queries = self.total_rationales / self.num_each
+        report = {
+            f"reward_{name}": rest[2 * place] / max(rest[2 * place + 1], 1)
+            for place, name in enumerate(values)
+        }
+        report["reward"] = rest[-2] / max(rest[-1], 1)
+        report["groups_that_differ"] = differ / queries
+        report["unscored_groups"] = unscored / queries
+        if right:
+            report["advantage_of_right"] = for_right / right
+        if wrong:
+            report["advantage_of_wrong"] = for_wrong / wrong
+        lengths = dist.gather_objects([len(one.ids) for one in self.rationales if not one.direct])
+        written = [length for part in lengths for length in part]
+        report["rationale_tokens_p95"] = float(np.percentile(written, 95)) if written else 0.0
+        return report
+
+
+def make_reinforcement(
+    recipe: Recipe, embedder: EmbeddingModel, folder: Path, accelerator: Accelerator
+) -> Reinforcement:
+    """The stage rl of a run, made before `embedder` is wrapped, while it still is what the stage starts from.
+
+    Raises:
+        UserError: see `Reinforcement` and `make_reference`.
+    """
+    reference = (
+        make_reference(recipe, embedder, accelerator) if recipe.rl.beta and recipe.rl.alpha_rl else None
+    )
+    reinforcement = Reinforcement(recipe, embedder, reference, folder)
+    accelerator.register_for_checkpointing(reinforcement)
+    return reinforcement
+
+
+def outdated(rationales: Sequence[Rationale]) -> list[Rationale]:
+    """The same rationales after an update: what they say stays, their states do not."""
+    return [replace(one, state_D=None) for one in rationales]
+
+
+def _with_direct(rationales: Sequence[Rationale], num_queries: int) -> list[Rationale]:
+    """The rationales with one more a query, last of its group, that wrote nothing."""
+    num_each = len(rationales) // num_queries
+    groups = [rationales[start : start + num_each] for start in range(0, len(rationales), num_each)]
+    return [one for group in groups for one in (*group, Rationale((), False, None, 0.0, direct=True))]

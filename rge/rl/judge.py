@@ -1,0 +1,95 @@
+"""The reward of a judge: a model behind an OpenAI-compatible endpoint reads query, reference and rationale and gives a mark.
+
+Calls are those of `rge.calls`: limited, retried, within a budget, and never paid for twice: answers are kept in
+``judge.sqlite`` of the stage's folder, so that a resumed run gets the same ones.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rge.calls.caller import Caller, Outcome
+from rge.calls.model_config import ModelConfig, check_model
+from rge.calls.replies import BadValue, Reply
+from rge.calls.request import Request
+from rge.calls.store import AnswerStore
+from rge.common.options import build
+from rge.rl.rewards import Rollouts, reward
+
+BEST = 10
+"""The mark for a rationale that could not be better."""
+
+INSTRUCTION = f"""A search engine writes a short line of reasoning about a query before it looks the answer up.
+Say how well the reasoning works out what is asked for, from 0 (misleading or empty) to {BEST} (names exactly what answers the
+query). Answer with the number alone."""
+
+_callers: dict[str, Caller] = {}
+
+
+def _endpoint(endpoint: dict[str, Any], instruction: str = INSTRUCTION) -> ModelConfig:
+    config = build(ModelConfig, [("rl.rewards: endpoint of judge: ", endpoint)])
+    check_model("judge", config)
+    return config
+
+
+@reward("judge", needs_oracle=True, check=_endpoint)
+def judge_reward(group: Rollouts, endpoint: dict[str, Any], instruction: str = INSTRUCTION) -> Tensor:
+    """The mark of a judge, 0 to 1; 0 for an empty rationale, which is not asked about.
+
+    The judge reads the query's text, the oracle rationale and the rationale; pictures it does not see. A rationale
+    for which no readable mark came in spite of retries has no number, so its group is left out of the step and counted
+    (``unscored_groups``). Where the endpoint is down or the budget spent, the run ends with a message. Source: the
+    process reward of Embed-RL (arXiv:2602.13823). Differs: there the judge picks the positive among candidates.
+
+    Args:
+        group: rationales.
+        endpoint: `rge.calls.model_config.ModelConfig`: name, base_url, key_env, budget, prices, concurrency ...
+        instruction: what the judge is told.
+    """
+    caller = _caller(group.folder, endpoint)
+    values = torch.zeros(group.forced_BK.shape, dtype=torch.float64)
+    places, requests = [], []
+    for row, texts in enumerate(group.texts):
+        question, oracle = group.decode(group.query_ids[row]), group.decode(group.oracle_ids[row])
+        for number, text in enumerate(texts):
+            if not text:
+                continue
+            parts = (f"Query:\n{question}\n\nReference reasoning:\n{oracle}\n\nReasoning:\n{text}",)
+            places.append((row, number))
+            requests.append(
+                Request("judge", parts, instruction, max_tokens=16, form=f"a number from 0 to {BEST}")
+            )
+    outcomes = caller.run(requests, read=mark) if requests else []
+    for (row, number), outcome in zip(places, outcomes, strict=True):
+        values[row, number] = _value(outcome)
+    return values.to(group.state_BKD)
+
+
+def _value(outcome: Outcome) -> float:
+    try:
+        return torch.nan if outcome.reply is None else mark(outcome.reply) / BEST
+    except BadValue:
+        return torch.nan
+
+
+def mark(reply: Reply) -> float:
+    """The number that was answered.
+
+    Raises:
+        BadValue: there is none, or it is out of range.
+    """
+    found = re.fullmatch(r"\D{0,20}?(\d+(?:\.\d+)?)(?:\s*/\s*10)?\s*\.?\s*", reply.text.strip())
+    if found is None or float(found[1]) > BEST:
+        raise BadValue(f"a number from 0 to {BEST} was asked for, and {reply.text[:80]!r} answered")
+    return float(found[1])
+
+
+def _caller(folder: Path, endpoint: dict[str, Any]) -> Caller:
+    key = json.dumps([str(folder), endpoint], sort_keys=True)
+    if key not in _callers:
+        _callers[key] = Caller({"judge": _endpoint(endpoint)}, AnswerStore(folder / "judge.sqlite"))
+    return _callers[key]

@@ -1,0 +1,223 @@
+"""From rewards to a loss on log probabilities, as pure functions: tensors in, tensors out; no config, no collectives.
+
+Rationales stand one after the other and their tokens too, without padding: `owner_L` says whose a token is.
+
+Shape suffixes: B = queries, K = rationales a query, N = B * K rationales, L = sampled tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "gspo", "rloo")
+SCALES = ("group", "batch", "none")
+CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+def advantages(
+    reward_BK: Tensor, *, leave_one_out: bool, scale: str, std_floor: float, std_batch: float = 1.0
+) -> Tensor:
+    """How much better than its group each rationale is.
+
+    Source: GRPO (arXiv:2402.03300) section 4.1.2, r - mean over std; RLOO (arXiv:2402.14740) eq. 9, r - mean of the
+    others. Scales as TRL's ``scale_rewards``. Differs: `std_floor`, which is 1e-4 in TRL, is a setting, since states
+    of equal rationales differ by rounding, and a group of them would be told apart by it.
+
+    Args:
+        reward_BK: a group a row. A group with a value that is not finite gets no advantage at all: its mean is unknown.
+        leave_one_out: the mean is of the other rationales.
+        scale: ``group``: divide by the group's standard deviation; ``batch``: by `std_batch`; ``none``.
+        std_floor: added to the standard deviation.
+        std_batch: standard deviation of all rewards of all ranks, see `standard_deviation`.
+
+    Raises:
+        ValueError: another scale, or groups of one.
+    """
+    if scale not in SCALES:
+        raise ValueError(f"scale must be one of {', '.join(SCALES)}; got {scale!r}")
+    K = reward_BK.shape[1]
+    if K < 2:
+        raise ValueError(
+            "an advantage compares rationales of one query, and a group of one has nothing to compare"
+        )
+    known_B = reward_BK.isfinite().all(dim=1)
+    reward_BK = torch.where(known_B[:, None], reward_BK, 0.0)
+    found_BK = reward_BK - reward_BK.mean(dim=1, keepdim=True)
+    if leave_one_out:
+        found_BK = found_BK * (K / (K - 1))
+    if scale == "group":
+        found_BK = found_BK / (reward_BK.std(dim=1, keepdim=True) + std_floor)
+    elif scale == "batch":
+        found_BK = found_BK / (std_batch + std_floor)
+    return found_BK
+
+
+def standard_deviation(reward_BK: Tensor) -> float:
+    """Of all finite rewards, unbiased; 0 for fewer than two."""
+    known = reward_BK[reward_BK.isfinite().all(dim=1)].flatten()
+    return float(known.std()) if len(known) > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class PolicyTerms:
+    """What a policy loss is made of, summed over these rationales; the caller divides by global numbers.
+
+    Attributes:
+        loss: with gradient.
+        kl: summed k3 estimates over credited tokens; 0 without a reference.
+        clipped: credited tokens (rationales for sequence-level ratios: their tokens) whose gradient the clip took.
+        tokens: credited tokens.
+    """
+
+    loss: Tensor
+    kl: Tensor
+    clipped: Tensor
+    tokens: Tensor
+
+
+def policy_loss(
+    log_prob_L: Tensor,
+    old_L: Tensor,
+    advantage_N: Tensor,
+    owner_L: Tensor,
+    credit_L: Tensor,
+    *,
+    loss_type: str,
+    epsilon: float,
+    epsilon_high: float,
+    rationales: float,
+    tokens: float,
+    cap: int,
+    beta: float = 0.0,
+    reference_L: Tensor | None = None,
+    weight_L: Tensor | None = None,
+    correct_kl: bool = True,
+) -> PolicyTerms:
+    """The clipped surrogate of sampled tokens, by one of five normalisations.
+
+    With ratio r = pi / pi_old and advantage A a token's loss is -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A), times
+    `weight_L`, plus beta * k3, k3 = e^(ref - log pi) - (ref - log pi) - 1 (http://joschu.net/blog/kl-approx.html).
+
+    ===========  =============================  ========================================  =====================
+    loss_type    ratio                          divided by                                source
+    ===========  =============================  ========================================  =====================
+    ``grpo``     of the token                   the rationale's tokens, then rationales   arXiv:2402.03300 eq. 3
+    ``dr_grpo``  of the token                   rationales * cap                          arXiv:2503.20783
+    ``dapo``     of the token                   all tokens                                arXiv:2503.14476 eq. 8
+    ``gspo``     geometric mean over the        the rationale's tokens, then rationales   arXiv:2507.18071 eq. 5
+                 rationale's tokens
+    ``rloo``     of the whole rationale         rationales                                arXiv:2402.14740 eq. 9
+    ===========  =============================  ========================================  =====================
+
+    The formulas are TRL's (`GRPOTrainer._compute_loss`, `RLOOTrainer._compute_loss`), to which tests hold them. Differs from
+    TRL: RLOO's KL stands in the loss as for the others and not in the reward.
+
+    Args:
+        log_prob_L: of sampled tokens under the present weights, with gradient.
+        old_L: under the weights that wrote them.
+        advantage_N: of their rationales.
+        owner_L: number of each token's rationale.
+        credit_L: bool; tokens that count: not a forced ``<emb>``, not a rationale that is left out.
+        loss_type: see above.
+        epsilon: the ratio is clipped at 1 - epsilon.
+        epsilon_high: and at 1 + epsilon_high.
+        rationales: of all ranks and chunks, credited or not.
+        tokens: credited ones of all ranks and chunks, for ``dapo``.
+        cap: greatest number of tokens of a rationale, for ``dr_grpo``.
+        beta: weight of the KL term.
+        reference_L: log probabilities under the reference.
+        weight_L: corrections for another sampler, see `sampling_weights`.
+        correct_kl: multiply k3 by the ratio, so that its gradient is that of the KL (TRL's ``use_bias_correction_kl``).
+
+    Raises:
+        ValueError: an unknown `loss_type`, or `beta` without a reference.
+    """
+    if loss_type not in LOSS_TYPES:
+        raise ValueError(f"loss_type must be one of {', '.join(LOSS_TYPES)}; got {loss_type!r}")
+    if beta and reference_L is None:
+        raise ValueError("beta needs log probabilities of a reference")
+    N = advantage_N.shape[0]
+    mask_L = credit_L.to(log_prob_L.dtype)
+
+    def sums(value_L: Tensor) -> Tensor:
+        return value_L.new_zeros(N).index_add(0, owner_L, value_L)
+
+    count_N = sums(mask_L).clamp(min=1.0)
+    # Where a token does not count, its ratio must not either: minus infinity less itself is no number.
+    log_ratio_L = torch.where(credit_L, log_prob_L - old_L, 0.0)
+    if loss_type in ("gspo", "rloo"):
+        log_ratio_N = sums(log_ratio_L)
+        if loss_type == "gspo":
+            log_ratio_N = log_ratio_N / count_N
+        ratio_L = log_ratio_N.exp()[owner_L]
+    else:
+        ratio_L = log_ratio_L.exp()
+    advantage_L = advantage_N[owner_L]
+    clipped_L = ratio_L.clamp(1 - epsilon, 1 + epsilon_high)
+    loss_L = -torch.minimum(ratio_L * advantage_L, clipped_L * advantage_L)
+    if weight_L is not None:
+        loss_L = loss_L * weight_L
+    kl_L = torch.zeros_like(log_prob_L)
+    if reference_L is not None:
+        gap_L = torch.where(credit_L, reference_L - log_prob_L, 0.0)
+        kl_L = gap_L.exp() - gap_L - 1
+    # RLOO's surrogate is one value a rationale, here spread evenly over its tokens; its KL is their sum.
+    share_L = (1 / count_N)[owner_L] if loss_type in ("grpo", "gspo", "rloo") else torch.ones_like(mask_L)
+    kl_share_L = torch.ones_like(mask_L) if loss_type == "rloo" else share_L
+    penalty_L = beta * (kl_L * ratio_L if correct_kl else kl_L)
+    total = ((loss_L * share_L + penalty_L * kl_share_L) * mask_L).sum()
+    divisor = {"dr_grpo": rationales * cap, "dapo": max(tokens, 1.0)}.get(loss_type, rationales)
+    cut_L = ((ratio_L < 1 - epsilon) & (advantage_L < 0)) | ((ratio_L > 1 + epsilon_high) & (advantage_L > 0))
+    return PolicyTerms(
+        total / divisor,
+        (kl_L * mask_L).sum().detach(),
+        (cut_L & credit_L).sum(),
+        credit_L.sum(),
+    )
+
+
+def sampling_weights(
+    old_L: Tensor,
+    sampler_L: Tensor,
+    owner_L: Tensor,
+    credit_L: Tensor,
+    num_rationales: int,
+    *,
+    mode: str,
+    low: float | None,
+    high: float | None,
+) -> tuple[Tensor, Tensor]:
+    """What makes up for a sampler that is not quite the model: truncated importance sampling.
+
+    Source: TRL's ``vllm_importance_sampling_mode`` (https://fengyao.notion.site/off-policy-rl). The ratio is pi / pi_sampler,
+    of each token or of the whole rationale. Truncated, it is cut to [low, high]; masked, it counts nothing outside.
+
+    Args:
+        old_L: log probabilities under the model that was to be sampled from.
+        sampler_L: as the sampler said; NaN where it said nothing, which counts as equal.
+        owner_L: number of each token's rationale.
+        credit_L: tokens that count.
+        num_rationales: N.
+        mode: ``token_truncate``, ``token_mask``, ``sequence_truncate`` or ``sequence_mask``.
+        low: least ratio; None: no such bound.
+        high: greatest; None: no such bound.
+
+    Returns:
+        (L,) weights without gradient; (L,) the ratios before they were cut.
+
+    Raises:
+        ValueError: another mode.
+    """
+    if mode not in CORRECTIONS:
+        raise ValueError(f"mode must be one of {', '.join(CORRECTIONS)}; got {mode!r}")
+    gap_L = torch.where(credit_L, (old_L - sampler_L).nan_to_num(nan=0.0), 0.0).detach()
+    if mode.startswith("sequence"):
+        gap_L = gap_L.new_zeros(num_rationales).index_add(0, owner_L, gap_L)[owner_L]
+    ratio_L = gap_L.exp()
+    if mode.endswith("truncate"):
+        weight_L = ratio_L if low is None and high is None else ratio_L.clamp(low, high)
+    else:
+        least, most = (-torch.inf if low is None else low), (torch.inf if high is None else high)
+        weight_L = ratio_L.masked_fill((ratio_L < least) | (ratio_L > most), 0.0)
+    return weight_L, ratio_L

@@ -1,0 +1,96 @@
+"""The model that the KL divergence is measured from: what the stage started from.
+
+With adapters that is the model without them, which costs nothing to keep. Else it is a frozen copy, made before training.
+"""
+
+import copy
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from rge.config import Recipe, RecipeError
+from rge.distributed import collectives as dist
+from rge.model.adapters import has_adapters, without_adapters
+from rge.model.embedding_model import EmbeddingModel
+from rge.model.packing import Branch
+from rge.model.prompts import Prompt
+from rge.rollout.generate import Rationale
+
+
+class Reference:
+    """Log probabilities of rationales under the weights that the stage started from.
+
+    Args:
+        embedder: a frozen copy, or the model in training if it has adapters.
+        temperature: at which rationales are sampled.
+        micro_batch_size: queries per forward.
+    """
+
+    def __init__(self, embedder: EmbeddingModel, temperature: float, micro_batch_size: int):
+        self.embedder, self.temperature, self.micro_batch_size = embedder, temperature, micro_batch_size
+
+    @torch.no_grad()
+    def log_probs(self, prompts: Sequence[Prompt], rationales: Sequence[Rationale]) -> Tensor:
+        """Of all tokens, ``<emb>`` included, rationale after rationale, (L,) without gradient.
+
+        Args:
+            prompts: of this rank's queries.
+            rationales: equally many each.
+        """
+        embedder, num_each, parts = self.embedder, len(rationales) // len(prompts), []
+        pictures, was_training = embedder.pictures, embedder.training
+        # Pictures that a tower in training has seen are no concern of another model's.
+        embedder.pictures = None
+        embedder.eval()
+        try:
+            with without_adapters(embedder.model) if has_adapters(embedder.model) else nullcontext():
+                for start in range(0, len(prompts), self.micro_batch_size):
+                    chosen = range(start, min(start + self.micro_batch_size, len(prompts)))
+                    branches = [
+                        [
+                            Branch([*one.ids, embedder.emb_id], sampled=True)
+                            for one in rationales[row * num_each : (row + 1) * num_each]
+                        ]
+                        for row in chosen
+                    ]
+                    packed = embedder.pack([prompts[row] for row in chosen], branches, self.temperature)
+                    parts.append(embedder(packed)[0].log_prob_L)
+        finally:
+            embedder.train(was_training)
+            embedder.pictures = pictures
+        return torch.cat(parts)  # type: ignore[arg-type]
+
+
+def make_reference(recipe: Recipe, embedder: EmbeddingModel, accelerator: Accelerator) -> Reference:
+    """The reference of a stage that is about to start.
+
+    Args:
+        recipe: of the run.
+        embedder: not yet wrapped nor trained.
+        accelerator: knows the back end.
+
+    Raises:
+        RecipeError: see `check_reference`.
+    """
+    check_reference(recipe, dist.is_zero3(accelerator))
+    if has_adapters(embedder.model):
+        kept = embedder
+    else:
+        kept = copy.deepcopy(embedder).eval().requires_grad_(False).to(accelerator.device)
+    return Reference(kept, recipe.rl.temperature, recipe.train.micro_batch_size)
+
+
+def check_reference(recipe: Recipe, zero3: bool) -> None:
+    """Whether a reference can be kept here.
+
+    Raises:
+        RecipeError: whole weights are to be copied where each process holds a share of them.
+    """
+    if recipe.rl.beta and recipe.rl.alpha_rl and recipe.model.lora is None and zero3:
+        raise RecipeError(
+            "rl.beta needs the weights that the stage starts from, and under ZeRO-3 no process holds them whole: use "
+            "model.lora, whose reference is the model without adapters, another back end, or rl.beta=0"
+        )

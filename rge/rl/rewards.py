@@ -1,0 +1,370 @@
+"""Rewards of rationales: pure functions of what was written and of how well its state retrieves.
+
+A recipe names them, ``rl.rewards: [{name: margin, weight: 1.0, options: {...}}]``; one's own is a function of a `Rollouts`,
+registered with `reward` in a module of ``plugins=``, or named ``module:function``. Whatever a reward gives for a rationale is
+a number the greater the better; a group of rationales with one that is not finite is left out of the policy gradient and
+counted.
+
+Shape suffixes: B = queries of this rank, K = rationales a query, C = candidates of all ranks, D = hidden size.
+"""
+
+import inspect
+import sys
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rge.common.errors import UserError
+from rge.common.registry import Registry, load_plugins
+from rge.config import RewardConfig
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """What a reward sees: this rank's rationales, query after query, and the candidates of all ranks.
+
+    Attributes:
+        state_BKD: unit-norm states at ``<emb>``, without gradient.
+        candidate_CD: unit-norm embeddings of the candidates.
+        right_BC: bool; everything that answers the query, by identity. What is not right is wrong.
+        labelled_BC: bool; the query's own labelled negatives.
+        ids: rationales without ``<emb>``: token ids, K a query.
+        oracle_ids: the query's oracle, ending with ``<emb>``; empty where none was read.
+        query_ids: the query's prompt.
+        forced_BK: bool; cut off at the cap, ``<emb>`` appended.
+        direct_BK: bool; nothing was written, on purpose.
+        temperature: of InfoNCE, cosines are divided by it.
+        cap: greatest number of generated tokens.
+        decode: token ids to text.
+        folder: where a reward may keep what it paid for.
+        record_ids: of the queries.
+    """
+
+    state_BKD: Tensor
+    candidate_CD: Tensor
+    right_BC: Tensor
+    labelled_BC: Tensor
+    ids: Sequence[Sequence[Sequence[int]]]
+    oracle_ids: Sequence[Sequence[int]]
+    query_ids: Sequence[Sequence[int]]
+    forced_BK: Tensor
+    direct_BK: Tensor
+    temperature: float
+    cap: int
+    decode: Callable[[Sequence[int]], str]
+    folder: Path
+    record_ids: Sequence[str] = field(default_factory=list)
+
+    @cached_property
+    def score_BKC(self) -> Tensor:
+        """Cosine of every state with every candidate."""
+        return torch.einsum("bkd,cd->bkc", self.state_BKD, self.candidate_CD)
+
+    @cached_property
+    def right_BKC(self) -> Tensor:
+        """`right_BC` for every rationale."""
+        return self.right_BC[:, None].expand_as(self.score_BKC)
+
+    @cached_property
+    def length_BK(self) -> Tensor:
+        """Tokens of each rationale, ``<emb>`` not counted."""
+        return self.state_BKD.new_tensor([[len(ids) for ids in group] for group in self.ids])
+
+    @cached_property
+    def texts(self) -> list[list[str]]:
+        """Rationales as text."""
+        return [[self.decode(ids) for ids in group] for group in self.ids]
+
+    @cached_property
+    def hit_BK(self) -> Tensor:
+        """Bool; whether a right answer comes first. A tie with a wrong one is a miss."""
+        return rank_of_right(self) == 1
+
+    def mean_where(self, mask_BC: Tensor) -> Tensor:
+        """(B, K) mean cosine with these candidates; NaN where there are none."""
+        mask_BKC = mask_BC[:, None].expand_as(self.score_BKC)
+        return (self.score_BKC * mask_BKC).sum(dim=2) / mask_BKC.sum(dim=2)
+
+
+RewardFunction = Callable[..., Tensor]
+"""Called with a `Rollouts` and the recipe's options; returns (B, K), greater is better."""
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A registered reward.
+
+    Attributes:
+        function: see `RewardFunction`.
+        needs_direct: whether the group has to hold the direct state, as a further member that wrote nothing.
+        needs_oracle: whether the oracle rationale has to be read.
+        check: called with the options before anything runs; raises a UserError for what could not be right.
+    """
+
+    function: RewardFunction
+    needs_direct: bool = False
+    needs_oracle: bool = False
+    check: Callable[..., object] | None = None
+
+
+REWARDS: Registry[Reward] = Registry("reward", "rge.rewards", ("rge.rl.judge",))
+
+
+def reward(
+    name: str,
+    *,
+    needs_direct: bool = False,
+    needs_oracle: bool = False,
+    check: Callable[..., object] | None = None,
+) -> Callable[[RewardFunction], RewardFunction]:
+    """Decorator: ``rl.rewards=[{name: NAME}]`` can name the function.
+
+    Args:
+        name: what recipes call it; it is logged as ``reward_NAME``.
+        needs_direct: see `Reward`.
+        needs_oracle: see `Reward`.
+        check: see `Reward`.
+    """
+
+    def add(function: RewardFunction) -> RewardFunction:
+        REWARDS.add(name, Reward(function, needs_direct, needs_oracle, check))
+        return function
+
+    return add
+
+
+def find_reward(config: RewardConfig) -> Reward:
+    """The reward that a recipe names, by its registered name or as ``module:function``.
+
+    Raises:
+        UserError: there is none of that name, or it does not take these options.
+    """
+    module, mark, name = config.name.partition(":")
+    if mark:
+        try:
+            load_plugins([module])  # the current folder counts as installed
+            found = Reward(getattr(sys.modules[module], name))
+        except (ImportError, AttributeError, UserError) as error:
+            raise UserError(f"rl.rewards: {config.name} cannot be had: {error}") from error
+    else:
+        found = REWARDS[config.name]
+    try:
+        inspect.signature(found.function).bind(None, **config.options)
+    except TypeError as error:
+        known = [one for one in list(inspect.signature(found.function).parameters)[1:] if one != "_"]
+        raise UserError(
+            f"rl.rewards: options of {config.name}: {error}; there are: {', '.join(known) or 'none'}"
+        ) from None
+    if found.check is not None:
+        found.check(**config.options)
+    return found
+
+
+def evaluate(config: RewardConfig, found: Reward, group: Rollouts) -> Tensor:
+    """A reward's values, (B, K), in the dtype of the states.
+
+    Raises:
+        UserError: it gave something of another shape.
+    """
+    value = found.function(group, **config.options)
+    shape = tuple(group.forced_BK.shape)
+    if not isinstance(value, Tensor) or tuple(value.shape) != shape:
+        got = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value).__name__)
+        raise UserError(
+            f"rl.rewards: {config.name} must give one number a rationale, a tensor of shape {shape} "
+            f"(queries, rationales a query), and gave one {got}"
+        )
+    return value.detach().to(group.state_BKD)
+
+
+def rank_of_right(group: Rollouts) -> Tensor:
+    """(B, K) rank of the best right answer among all candidates, from 1; ties count against it."""
+    right, score = group.right_BKC, group.score_BKC
+    best = score.masked_fill(~right, float("-inf")).amax(dim=2, keepdim=True)
+    return 1 + ((score >= best) & ~right).sum(dim=2)
+
+
+def number_above(score_BKC: Tensor, others_BKC: Tensor, *, ties: bool) -> Tensor:
+    """(B, K, C) how many of the others have a greater score than each candidate, or with `ties` no lesser one."""
+    ordered = score_BKC.masked_fill(~others_BKC, float("-inf")).sort(dim=2).values
+    return ordered.shape[2] - torch.searchsorted(ordered, score_BKC.contiguous(), right=not ties)
+
+
+@reward("format")
+def format_reward(group: Rollouts, script: str | None = None) -> Tensor:
+    """1 where the rationale was ended by the model's own ``<emb>`` within the cap, in the script asked for; else 0.
+
+    Source: the format rewards of UME-R1 (arXiv:2511.00405) and Embed-RL (arXiv:2602.13823). Differs: their tags are our
+    ``<emb>``. A language is told by its script alone, so English from German it does not tell.
+
+    Args:
+        group: rationales.
+        script: what the Unicode names of all its letters begin with, e.g. LATIN or CJK; None: any.
+    """
+    value = (~group.forced_BK).to(group.state_BKD)
+    if script is None:
+        return value
+    within = [
+        [
+            all(
+                unicodedata.name(letter, "").startswith(script.upper()) for letter in text if letter.isalpha()
+            )
+            for text in texts
+        ]
+        for texts in group.texts
+    ]
+    return value * value.new_tensor(within)
+
+
+@reward("rank")
+def rank_reward(group: Rollouts) -> Tensor:
+    """1 / rank of the first right answer in the global batch; ties count against it."""
+    return 1 / rank_of_right(group).to(group.state_BKD)
+
+
+@reward("hit")
+def hit_reward(group: Rollouts) -> Tensor:
+    """1 where a right answer comes first in the global batch, else 0."""
+    return group.hit_BK.to(group.state_BKD)
+
+
+@reward("margin")
+def margin_reward(group: Rollouts) -> Tensor:
+    """Log p(right): log sum over right answers of e^(s/tau), less log sum over all candidates; nats, at most 0.
+
+    tau is the loss's temperature. All right answers count, since the one that was drawn contradicts a rationale that names
+    another.
+    """
+    logit = group.score_BKC / group.temperature
+    return logit.masked_fill(~group.right_BKC, float("-inf")).logsumexp(dim=2) - logit.logsumexp(dim=2)
+
+
+@reward("ndcg")
+def ndcg_reward(group: Rollouts, among: str = "batch") -> Tensor:
+    """NDCG of the right answers: sum over them of 1/log2(1 + rank), over the most that it could be.
+
+    Ties count against the right ones. Source: Jaervelin and Kekaelaeinen 2002, with gains of 1.
+
+    Args:
+        group: rationales.
+        among: ``batch``: all candidates; ``labelled``: right answers and the query's labelled negatives, the hard part;
+            a query without any has 1.
+
+    Raises:
+        UserError: another `among`.
+    """
+    if among not in ("batch", "labelled"):
+        raise UserError(f"rl.rewards: ndcg's among must be batch or labelled, got {among!r}")
+    right, score = group.right_BKC, group.score_BKC
+    wrong = ~right if among == "batch" else (group.labelled_BC & ~group.right_BC)[:, None].expand_as(right)
+    # Rank of a right answer: one, and who is above: wrong ones that are no worse, right ones that are better.
+    rank = 1 + number_above(score, wrong, ties=True) + number_above(score, right, ties=False)
+    gain = (1 / torch.log2(1 + rank)).masked_fill(~right, 0.0).sum(dim=2)
+    place = torch.arange(1, score.shape[2] + 1, device=score.device)
+    ideal = (1 / torch.log2(1 + place)).expand_as(score) * (place <= right.sum(dim=2, keepdim=True))
+    return (gain / ideal.sum(dim=2)).to(score)
+
+
+@reward("gain_over_direct", needs_direct=True)
+def gain_over_direct_reward(group: Rollouts) -> Tensor:
+    """Margin with the rationale, less margin of the direct state: what the words were worth, nats.
+
+    Within a group of rationales the direct margin is a constant, which centring takes away. So the group gets the direct
+    state as a further member, whose gain is 0 and whose one token is ``<emb>``: where words do not help, it is better
+    than they are, and ``<emb>`` at once is what is learned.
+    """
+    margin = margin_reward(group)
+    direct = margin.masked_fill(~group.direct_BK, float("-inf")).amax(dim=1, keepdim=True)
+    return margin - direct
+
+
+@reward("length")
+def length_reward(group: Rollouts) -> Tensor:
+    """Less the number of tokens, so that its weight is the price of one; a direct state costs nothing."""
+    return -group.length_BK
+
+
+@reward("oracle_overlap", needs_oracle=True)
+def oracle_overlap_reward(group: Rollouts) -> Tensor:
+    """F1 of the rationale's and the oracle's tokens as bags: 2 PR / (P + R).
+
+    Source: SQuAD's answer F1 (arXiv:1606.05250). Differs: tokens are the model's, not words.
+    """
+    values = []
+    for rationales, oracle in zip(group.ids, group.oracle_ids, strict=True):
+        wanted = Counter(oracle[:-1])  # without <emb>
+        row = []
+        for ids in rationales:
+            common = sum((wanted & Counter(ids)).values())
+            row.append(2 * common / max(len(ids) + sum(wanted.values()), 1))
+        values.append(row)
+    return group.state_BKD.new_tensor(values)
+
+
+@reward("ume_r1")
+def ume_r1_reward(group: Rollouts) -> Tensor:
+    """(right answers in the top P / P) * (mean s+ - mean s-), P = number of right answers.
+
+    Source: UME-R1 (arXiv:2511.00405), whose recipe adds the format reward unweighted. Differs: there both sides write G
+    rationales and P is G; here candidates are embedded directly, so P is the number of the query's right answers.
+    """
+    right = group.right_BKC
+    count = right.sum(dim=2)
+    # A right answer is in the top P if fewer than P candidates are above it; ties count against it.
+    score = group.score_BKC
+    above = number_above(score, ~right, ties=True) + number_above(score, right, ties=False)
+    share = ((above < count[:, :, None]) & right).sum(dim=2) / count
+    return share * (group.mean_where(group.right_BC) - group.mean_where(~group.right_BC))
+
+
+@reward("embed_rl")
+def embed_rl_reward(group: Rollouts, temperature: float = 0.05) -> Tensor:
+    """Acc * (mean s+ - sum over wrong ones of softmax(s-/tau) s-): how far right answers lie above the hard wrong ones.
+
+    Source: Embed-RL (arXiv:2602.13823), outcome term. Differs: the paper's embedder is another, frozen model, here it is
+    the model itself; its acc is read as whether a right answer comes first; its weights, which are not printed, are
+    ``rl.rewards[].weight``; its judge is the reward ``judge``.
+
+    Args:
+        group: rationales.
+        temperature: tau of the softmax over wrong candidates.
+    """
+    wrong = group.score_BKC.masked_fill(group.right_BKC, float("-inf"))
+    weight = (wrong / temperature).softmax(dim=2)
+    hard = (weight * wrong.masked_fill(group.right_BKC, 0.0)).sum(dim=2)
+    return group.hit_BK * (group.mean_where(group.right_BC) - hard)
+
+
+@reward("grace")
+def grace_reward(
+    group: Rollouts, consistency: float = 0.2, others: float = 0.2, temperature: float = 0.1
+) -> Tensor:
+    """(s+ - s- + consistency * c - others * o) / temperature.
+
+    s+ is the mean cosine with right answers, s- with the query's labelled negatives (with the best wrong candidate where there
+    are none), c the mean cosine with the group's other states, o that with other queries' candidates. Source: GRACE
+    (arXiv:2510.04506), which does not scale by the standard deviation (``rl.scale_rewards=none``). Differs: there
+    candidates write rationales too and o takes the best of each group's; here each has one embedding.
+
+    Args:
+        group: rationales.
+        consistency: weight of c.
+        others: weight of o.
+        temperature: divides all of it.
+    """
+    score = group.score_BKC
+    labelled = group.labelled_BC & ~group.right_BC
+    hardest = score.masked_fill(group.right_BKC, float("-inf")).amax(dim=2)
+    negative = torch.where(labelled.any(dim=1)[:, None], group.mean_where(labelled), hardest)
+    rest = ~group.right_BC & ~labelled
+    other = group.mean_where(rest).nan_to_num(nan=0.0)
+    K = score.shape[1]
+    own = torch.einsum("bkd,bjd->bkj", group.state_BKD, group.state_BKD)
+    alike = (own.sum(dim=2) - own.diagonal(dim1=1, dim2=2)) / max(K - 1, 1)
+    return (group.mean_where(group.right_BC) - negative + consistency * alike - others * other) / temperature

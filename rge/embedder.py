@@ -479,6 +479,11 @@ class Embedder:
     def _window(self, job: Job, on_progress: Callable[[int], object] | None) -> Encoded:
         began = time.perf_counter()
         prompts = [self.builder.build(item, job.side) for item in job.items]
+        if num_cut := sum(prompt.num_cut_tokens > 0 for prompt in prompts):
+            warnings.warn(
+                f"{num_cut} of {len(prompts)} prompts had more than {self.builder.max_tokens} tokens and lost the end of their text",
+                stacklevel=2,
+            )
         prepare_ms = (time.perf_counter() - began) * 1000 / len(prompts)
         return self._prompts(prompts, job.mode, job.batch_size, prepare_ms, job.seeds, on_progress)
 

@@ -99,6 +99,7 @@ class Logs:
             dynamic_ncols=True,
         )
         self._file = None
+        self._told_of_cuts = False
         self._offset_s = 0.0
         if accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
@@ -119,6 +120,12 @@ class Logs:
     def step(self, step: int, report: dict[str, float]) -> None:
         """Report a finished step; `step` counts from one. Steps that were validated are always written."""
         self.bar.update(1)
+        if report.get("cut_prompts") and not self._told_of_cuts and self.accelerator.is_main_process:
+            self._told_of_cuts = True
+            self.bar.write(
+                f"{self.stage}: {report['cut_prompts']:.0f} prompts of step {step} were longer than data.max_prompt_tokens and lost "
+                "the end of their text; cut_prompts in metrics.jsonl counts them in each step"
+            )
         self.wait_s += report.get("wait_s", 0.0)
         self.step_s += report.get("step_s", 0.0)
         report = {**report, "wait_share": self.wait_share()}

@@ -173,7 +173,8 @@ def training_step(
 
     Returns:
         Report, equal on all ranks: loss, loss_lm, loss_contrastive, its terms where there are several (``loss_info_nce``) and
-        hit_at_1 where they exist; with them how many negatives a query had in the loss's denominator, on average, and how many of those are labelled ones.
+        hit_at_1 where they exist; with them how many negatives a query had in the loss's denominator, on average, and how
+        many of those are labelled ones; cut_prompts, how many prompts were too long and lost the end of their text.
 
     Raises:
         FloatingPointError: the loss is not finite; names the records of this rank.
@@ -184,7 +185,8 @@ def training_step(
     shares = dist.gather_sizes(len(batch.queries), device)
     chunks = _chunks(batch, shares, micro_batch_size)
     total_queries = sum(shares)
-    (total_lm_tokens,) = dist.sum_over_ranks([num_lm_tokens], device)
+    cut = sum(prompt.num_cut_tokens > 0 for prompt in (*batch.queries, *batch.candidates))
+    total_lm_tokens, num_cut = dist.sum_over_ranks([num_lm_tokens, cut], device)
     # DDP averages over ranks, the losses are means over the global batch: sums / global count * world size.
     lm_scale = objective.alpha_lm * dist.world_size() / max(total_lm_tokens, 1)
     num_each = _num_each(batch, objective, rationales)
@@ -255,7 +257,7 @@ def training_step(
     nll = sum(values[len(totals) :][: len(nlls)])
     sums = [nll, *counts, *values[len(totals) + len(nlls) :]]
     nll, negatives, labelled, *sums = dist.sum_over_ranks(sums, device)
-    report = {}
+    report: dict[str, float] = {"cut_prompts": num_cut}
     if total_lm_tokens:
         report["loss_lm"] = nll / total_lm_tokens
     if objective.compares:

@@ -22,9 +22,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("rge", "eval", "data_prep")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 NOT_IMPORTED = {
-    "datasets",  # becomes a training source
-    "qwen-vl-utils",  # its smart resize becomes the pictures' preprocessing
-    "flash-attn", "liger-kernel",  # the extra gpu; used or leaving
     "ray",  # Daft starts it by name
     "bitsandbytes", "deepspeed", "tensorboard", "wandb", "torchvision",  # transformers and accelerate import them
     "trl",  # vLLM's side

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from rge.common.registry import Registry
@@ -270,7 +271,7 @@ def family_of(model: nn.Module) -> Family:
 
 
 def eight_bit_options(image_processor: Any) -> dict[str, Any]:
-    """Arguments with which an image processor scales and cuts pictures, and leaves their pixels as they are.
+    """Arguments with which an image processor cuts pictures that `scaled` gave, and leaves their pixels as they are.
 
     Scaled pictures have 8 bits a channel. Normalising makes four bytes of each, and Qwen's patches hold every pixel once
     a frame: eight times the bytes to hand from process to process and on to a device, see `normalised`.
@@ -278,9 +279,34 @@ def eight_bit_options(image_processor: Any) -> dict[str, Any]:
     options: dict[str, Any] = {"do_rescale": False, "do_normalize": False}
     if hasattr(image_processor, "temporal_patch_size"):
         options["temporal_patch_size"] = 1
+    if hasattr(image_processor, "merge_size"):
+        options["do_resize"] = False
     if hasattr(image_processor, "do_pad"):
         options["do_pad"] = False  # the tiles of one prompt are equally large
     return options
+
+
+def scaled(image: Image.Image, image_processor: Any) -> Image.Image:
+    """A picture scaled as for the released Qwen models: by qwen-vl-utils, and no second time by the processor.
+
+    Sides become multiples of a placeholder's, within the processor's limits as far as that can be, by Pillow's bicubic filter.
+    Where qwen-vl-utils rounds a side of a long picture down to nothing and fails, the processor's own rule counts. Pictures of
+    other families are left to their processors.
+
+    Raises:
+        ValueError: a side is more than 200 times as long as the other.
+    """
+    if not hasattr(image_processor, "merge_size"):
+        return image
+    from qwen_vl_utils.vision_process import smart_resize  # both bring torchvision
+    from transformers.models.qwen2_vl import image_processing_qwen2_vl as stock
+
+    side = image_processor.patch_size * image_processor.merge_size
+    limits = image_processor.size["shortest_edge"], image_processor.size["longest_edge"]
+    height, width = smart_resize(image.height, image.width, side, *limits)
+    if not (height and width):
+        height, width = stock.smart_resize(image.height, image.width, side, *limits)
+    return image.resize((width, height))
 
 
 def pictures_of(fields: Mapping[str, Any], image_processor: Any) -> tuple[Tensor | None, Tensor | None]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from rge.common.images import ImageError, load_image
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES, Profile
 from rge.common.schema import Item
-from rge.model.families import eight_bit_options, pictures_of
+from rge.model.families import eight_bit_options, pictures_of, scaled
 
 KNOWN_PROMPTS = 16_384
 """Texts whose token ids a builder remembers; some 10 MB."""
@@ -125,6 +125,10 @@ class PromptBuilder:
         """
         if images is None:
             images = [load_image(ref) for ref in item.images]
+        try:
+            images = [scaled(image, self.processor.image_processor) for image in images]
+        except ValueError as error:  # a side 200 times as long as the other
+            raise ImageError(f"pictures of item {item.id!r} cannot be processed: {error}") from error
         text = self._plain(user_text(item, side, self.profile))
         if not images and not text:
             raise ValueError(f"item {item.id!r} has neither text nor images")
@@ -187,7 +191,7 @@ class PromptBuilder:
             fields = self.processor(
                 text=[rendered], images=list(images) or None, return_tensors="pt", **self._options
             )
-        except ValueError as error:  # e.g. a side 200 times as long as the other
+        except ValueError as error:  # what the processor does not take
             raise ImageError(f"pictures of item {name!r} cannot be processed: {error}") from error
         input_ids = fields["input_ids"][0]
         if len(self._known) >= KNOWN_PROMPTS:
@@ -199,7 +203,7 @@ class PromptBuilder:
     def _pictures(self, name: str, images: Sequence[Image.Image]) -> Mapping[str, Tensor]:
         try:
             return self.processor.image_processor(images=list(images), return_tensors="pt", **self._options)
-        except ValueError as error:  # e.g. a side 200 times as long as the other
+        except ValueError as error:  # what the processor does not take
             raise ImageError(f"pictures of item {name!r} cannot be processed: {error}") from error
 
     def _prompt(self, name: str, input_ids: Tensor, fields: Mapping[str, Tensor], num_cut: int) -> Prompt:

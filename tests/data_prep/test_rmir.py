@@ -49,8 +49,10 @@ from rge.calls.model_config import ModelConfig
 from rge.calls.replies import Abstained, BadValue, MissingTag, Refused, Reply, Truncated
 from rge.common.files import FileError, write_text
 from rge.common.fingerprint import set_fingerprint
-from rge.common.images import load_image
+from rge.common.images import PictureIndex, load_image
 from rge.common.schema import Record
+from rge.config import RecordsConfig
+from rge.data.readers import open_records
 from rge.data.sources import RecordFile
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -475,6 +477,27 @@ def test_the_result_holds_what_was_decided(world):
     for record in records:
         for image in [*record.query.images, *(target.image for target in record.positives)]:
             assert (folder / image).is_file()
+
+
+def test_the_library_datasets_reads_what_is_written(world, tmp_path, monkeypatch):
+    """Every table is a subset, and the training records are a source as the file is."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    stages.keep(world)
+    stages.pool(world)
+    folder = world.out / "dataset"
+    stages.split(world)
+    for table in ("corpus", "queries", "qrels", "pictures"):
+        file = folder / ("pictures.parquet" if table == "pictures" else f"test/{table}.parquet")
+        read = datasets.load_dataset(str(folder), table, split="train" if table == "pictures" else "test")
+        assert len(read) == pq.read_metadata(file).num_rows > 0
+        if table == "corpus":
+            assert read[0]["image"].size[0] > 0
+    world.config.split.tsr_threshold = 0.99  # all are for training
+    stages.split(world)
+    records = RecordFile(folder / "train.jsonl")
+    found = open_records(RecordsConfig(dataset=str(folder), name="train"), pictures=PictureIndex())
+    assert [found[index] for index in range(len(found))] == [records[index] for index in range(2)]
 
 
 def test_the_test_set_is_a_retrieval_set(world):

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from family_models import every_family
+from qwen_vl_utils import process_vision_info
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
 from rge.checkpoints.description import model_card, training_data
@@ -74,14 +75,18 @@ def test_a_reloaded_checkpoint_gives_the_same_embeddings_bit_for_bit(lively, set
 
 
 def test_plain_transformers_loads_the_checkpoint(lively, settings, items, tmp_path, picture):
-    """Only from_pretrained and public calls: prompt as text, `<emb>` appended, state at the last token."""
+    """Only from_pretrained and public calls: prompt as text, `<emb>` appended, state at the last token.
+
+    Pictures by qwen-vl-utils, as this family's model cards have it.
+    """
     export(lively, tmp_path / "final", settings)
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path / "final").eval()
     processor = AutoProcessor.from_pretrained(tmp_path / "final")
     assert (model.lm_head.weight is model.get_input_embeddings().weight) == model.config.tie_word_embeddings
-    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "\nwhat is this\n"}]}
+    shown = {"type": "image", "image": picture(50, 80), "min_pixels": 784, "max_pixels": 7056}
+    message = {"role": "user", "content": [shown, {"type": "text", "text": "\nwhat is this\n"}]}
     text = processor.apply_chat_template([message], add_generation_prompt=True, tokenize=False) + "<emb>"
-    inputs = processor(text=[text], images=[picture(50, 80)], return_tensors="pt")
+    inputs = processor(text=[text], images=process_vision_info([message])[0], return_tensors="pt")
     assert inputs["input_ids"][0, -1] == lively.emb_id
     with torch.no_grad():
         state = model(**inputs, output_hidden_states=True).hidden_states[-1][0, -1]

@@ -440,3 +440,12 @@ def test_eight_bits_hold_the_text_models_matrices(described):
     assert (cosine > 0.99).all()
     assert (cosine < 1 - 1e-7).any()
     assert isinstance(coarse.encode_query("a", return_rationales=True)[1], str)
+
+
+def test_prompts_that_are_cut_are_counted_aloud(encoder, items):
+    encoder.builder.max_tokens = 60
+    long = [Item("long", "egg " * 90), Item("short", "egg"), Item("longer", "egg " * 99)]
+    with pytest.warns(
+        UserWarning, match="2 of 3 prompts had more than 60 tokens and lost the end of their text"
+    ):
+        encoder.encode(long, side="query", mode="direct", batch_size=2)

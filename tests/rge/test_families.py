@@ -8,7 +8,7 @@ from rge.common.schema import Item
 from rge.model.adapters import add_adapters
 from rge.model.backbone import load_backbone, vision_parameters
 from rge.model.embedding_model import EmbeddingModel
-from rge.model.families import FAMILIES, Idefics3, family_of, normalised
+from rge.model.families import FAMILIES, Idefics3, family_of, normalised, scaled
 from rge.model.prompts import PromptBuilder
 from rge.step import Objective, training_step
 
@@ -88,6 +88,7 @@ def test_eight_bit_pixels_become_what_the_processor_makes(lively_path, picture, 
     images = [picture(40 + 33 * number, 90 - 12 * number, number) for number in range(3)]
     prompt = prompt_builder.build(Item("p", "egg"), "query", images)
     text = prompt_builder._render("egg", len(images))
+    images = [scaled(image, processor.image_processor) for image in images]
     expected = processor(text=[text], images=images, return_tensors="pt")
     assert prompt.pixels.dtype == torch.uint8
     values = normalised(processor.image_processor, prompt.pixels).to(getattr(torch, dtype))

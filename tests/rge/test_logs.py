@@ -97,3 +97,17 @@ def test_a_tracker_that_cannot_be_had_is_an_error(accelerator, monkeypatch):
         start_trackers(accelerator, Recipe(recipe="tiny", log=LogConfig(["wandb"])))
     assert "comet-ml" in tracker_problems(LogConfig(["comet_ml"]))[0]
     assert "no tracker 'all'" in tracker_problems(LogConfig(["all"]))[0]
+
+
+def test_cut_prompts_are_said_once_and_counted(accelerator, tmp_path, capfd):
+    logs = Logs(accelerator, tmp_path, "joint", 0, 3, 1)
+    for step, num_cut in ((1, 0.0), (2, 3.0), (3, 1.0)):
+        logs.step(step, {"loss": 1.0, "cut_prompts": num_cut})
+    logs.close()
+    assert [line["cut_prompts"] for line in lines(tmp_path)] == [0, 3, 1]
+    said = "".join(capfd.readouterr())
+    assert (
+        said.count("3 prompts of step 2 were longer than data.max_prompt_tokens")
+        == said.count("longer than")
+        == 1
+    )

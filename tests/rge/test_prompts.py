@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from rge.common.images import ImageError
+from rge.common.images import ImageError, load_image
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES, Profile
 from rge.common.schema import Item
+from rge.model.families import normalised
 from rge.model.prompts import PromptBuilder, user_text
 
 # The format of the released checkpoint, with {pad} standing for one placeholder a 28 x 28 square.
@@ -121,6 +122,57 @@ def test_a_picture_without_text_is_a_prompt_and_nothing_at_all_is_not(embedder, 
     assert prompt.type_ids.sum() == 1
     with pytest.raises(ValueError, match="item 'c' has neither text nor images"):
         builder.build(Item("c", "  "), "candidate")
+
+
+LIMITS = [(784, 3136), (200_704, 802_816)]
+"""Tiny ones, and those of the released checkpoint."""
+SIDES = [
+    (20, 20),
+    (27, 27),
+    (28, 28),
+    (13, 41),
+    (300, 500),
+    (640, 480),
+    (1, 150),
+    (2000, 20),
+    (1500, 1000),
+    (57, 40),
+]
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L"])
+def test_pictures_are_those_of_the_released_path(embedder, limits, mode, picture):
+    """qwen-vl-utils, then the stock processor: the same pixels to the last bit, small and long pictures too."""
+    from qwen_vl_utils import process_vision_info
+
+    stock = embedder.processor.image_processor
+    stock.size = {"shortest_edge": limits[0], "longest_edge": limits[1]}
+    builder = PromptBuilder(embedder.processor, max_tokens=4096)
+    for number, (width, height) in enumerate(SIDES):
+        image = picture(width, height, number).convert(mode)
+        if mode == "RGBA":
+            image.putalpha(picture(width, height, number + 1).convert("L"))
+        asked = {"type": "image", "image": image, "min_pixels": limits[0], "max_pixels": limits[1]}
+        prompt = builder.build(Item("q"), "query", [load_image(image)])
+        try:
+            shown, _ = process_vision_info([{"role": "user", "content": [asked]}])
+        except ValueError:  # it rounds a side down to nothing; the processor does not
+            assert max(width, height) > 4 * min(width, height)
+            assert prompt.image_grid.tolist() == stock(images=[load_image(image)])["image_grid_thw"].tolist()
+            continue
+        expected = stock(images=shown, return_tensors="pt")
+        assert torch.equal(prompt.image_grid, expected["image_grid_thw"]), (width, height)
+        assert torch.equal(normalised(stock, prompt.pixels), expected["pixel_values"]), (width, height)
+
+
+def test_a_picture_of_a_placeholders_multiple_is_left_as_it_is(embedder, picture):
+    """So whoever trained on such pictures trains on the same ones."""
+    stock, image = embedder.processor.image_processor, picture(56, 28)
+    stock.size = {"shortest_edge": 784, "longest_edge": 3136}
+    alone = stock(images=[image], return_tensors="pt")["pixel_values"]
+    prompt = PromptBuilder(embedder.processor).build(Item("q"), "query", [image])
+    assert torch.equal(normalised(stock, prompt.pixels), alone)
 
 
 LONG = " ".join(f"word{number}" for number in range(400))

@@ -25,6 +25,7 @@ from eval.models.ume import INSTRUCTION
 from rge.common.errors import UserError
 from rge.common.images import load_image
 from rge.common.schema import Item
+from rge.model.families import scaled
 
 
 def large(number, width, height):
@@ -59,9 +60,8 @@ def chat(processor, text, num_images):
 
 
 def fields_of(processor, text, item):
-    return processor(
-        text=[text], images=[load_image(ref) for ref in item.images] or None, return_tensors="pt"
-    )
+    images = [scaled(load_image(ref), processor.image_processor) for ref in item.images]
+    return processor(text=[text], images=images or None, return_tensors="pt")
 
 
 def name_of(path):

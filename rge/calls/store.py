@@ -239,6 +239,11 @@ class AnswerStore:
                 (key, model, kind, message, raw),
             )
 
+    def num_failures(self, key: str) -> int:
+        """How often a call was noted by `fail`: at most once a run."""
+        with self._lock:
+            return self._db.execute("SELECT count(*) FROM failures WHERE key = ?", (key,)).fetchone()[0]
+
     def spent(self, endpoint: str) -> float:
         """What an endpoint has cost so far, over all runs and processes; what is under way counts at most."""
         with self._lock:

@@ -181,5 +181,5 @@ def renamed_card(card: str, name: str) -> str:
     title = re.search(r"^# (.+)$", card, re.MULTILINE)
     if title is None:
         return card
-    card = card.replace(title[0], f"# {name}", 1)
+    card = card.replace(title[0], f"# {name}", 1).replace(f"\n- name: {title[1]}\n", f"\n- name: {name}\n", 1)
     return card.replace(f'("{title[1]}"', f'("{name}"')

@@ -152,7 +152,7 @@ class Embedder:
                 raise UserError("engine=vllm is for one device and for weights as the checkpoint has them")
             return cls._load(folder, settings, first, {"memory": vllm_memory, "rows": vllm_rows})
         if len(devices) > 1:
-            return _SpreadEmbedder(folder, settings, devices)
+            return _SpreadEmbedder(folder, settings, [each for each in devices if each is not None])
         return cls._load(folder, settings, first)
 
     @classmethod

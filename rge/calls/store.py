@@ -263,7 +263,8 @@ class AnswerStore:
             answered = next((row[2:] for row in rows if row[0] == name and not row[1]), (0, 0, 0, 0, 0.0))
             lost = [(row[2], row[6]) for row in rows if row[0] == name and row[1]]
             calls, cost = (sum(column) for column in zip(*lost, strict=True)) if lost else (0, 0.0)
-            found.append(Spending(name, *answered, calls, cost))
+            asked, given, known, written, spent = answered
+            found.append(Spending(name, asked, given, known, written, spent, calls, cost))
         return found
 
     def total_cost(self) -> float:

@@ -28,6 +28,7 @@ from rge.common.prompt_profiles import EMB_TOKEN
 from rge.distributed import collectives as dist
 from rge.model import vision_tower as vision
 from rge.model.families import FAMILIES, family_of
+from rge.model.hub_model import HubModel
 from rge.model.prompts import Prompt
 
 _STOCK = {"auto": "sdpa", "varlen": "sdpa"}
@@ -51,7 +52,7 @@ class Backbone:
         attention: form of the text model's attention, see `rge.model.varlen.wanted`.
     """
 
-    model: nn.Module
+    model: HubModel
     processor: Any
     emb_id: int
     suppressed_ids: list[int]
@@ -111,7 +112,7 @@ def load_backbone(
     config = read_config(path, revision)
     try:
         processor = AutoProcessor.from_pretrained(path, revision=revision)
-        model, report = AutoModelForImageTextToText.from_pretrained(
+        loaded: Any = AutoModelForImageTextToText.from_pretrained(
             path,
             revision=revision,
             dtype=getattr(torch, dtype),
@@ -128,6 +129,7 @@ def load_backbone(
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise BackboneError(f"{path} cannot be loaded: {error}") from error
+    model, report = loaded
     if missing := sorted(report["missing_keys"]):
         # transformers fills them with random numbers and a warning.
         raise BackboneError(
@@ -194,18 +196,18 @@ def quantized(kind: str | None, config: PretrainedConfig, dtype: str, device: st
     return {"quantization_config": BitsAndBytesConfig(**wanted), "device_map": {"": device}}
 
 
-def _drop_unused_renamings(model: nn.Module) -> None:
+def _drop_unused_renamings(model: HubModel) -> None:
     """Under ZeRO-3 transformers also keeps renamings that loading did not use; saving would apply them backwards."""
     kept = getattr(model, "_weight_conversions", None) or []
-    model._weight_conversions = [change for change in kept if change.was_used()]
+    model.__dict__["_weight_conversions"] = [change for change in kept if change.was_used()]
 
 
-def load_plain(path: str | Path) -> nn.Module:
+def load_plain(path: str | Path) -> HubModel:
     """The model as transformers alone loads it, float32, to compare with."""
     return AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
 
 
-def add_emb_token(model: nn.Module, tokenizer) -> int:
+def add_emb_token(model: HubModel, tokenizer) -> int:
     """Give ``<emb>`` an id and a row to start from; a model that has it already is left alone.
 
     The token takes the first free id (151665 on Qwen2.5-VL). Its row starts as a copy of the end of turn's
@@ -230,7 +232,7 @@ def add_emb_token(model: nn.Module, tokenizer) -> int:
     return emb_id
 
 
-def check_sizes(sizes: Sequence[int], model: nn.Module) -> None:
+def check_sizes(sizes: Sequence[int], model: HubModel) -> None:
     """Refuse sizes to which the model's embeddings cannot be cut.
 
     Raises:
@@ -244,28 +246,28 @@ def check_sizes(sizes: Sequence[int], model: nn.Module) -> None:
         )
 
 
-def text_model(model: nn.Module) -> nn.Module:
+def text_model(model: HubModel) -> HubModel:
     """The part that maps ids or input embeddings to last-layer states (after the final norm), as transformers has it."""
     return model.model
 
 
-def decoder(model: nn.Module) -> nn.Module:
+def decoder(model: HubModel) -> HubModel:
     """The text model: ``layers``, ``rotary_emb`` and ``norm``."""
     return family_of(model).decoder(model)
 
 
-def vision_parameters(model: nn.Module) -> list[nn.Parameter]:
+def vision_parameters(model: HubModel) -> list[nn.Parameter]:
     """Parameters of everything that turns pixels into features."""
     return [parameter for part in family_of(model).vision(model) for parameter in part.parameters()]
 
 
-def vision_prefixes(model: nn.Module) -> tuple[str, ...]:
+def vision_prefixes(model: HubModel) -> tuple[str, ...]:
     """What the names of everything that turns pixels into features begin with."""
     names = {id(module): name for name, module in model.named_modules()}
     return tuple(f"{names[id(part)]}." for part in family_of(model).vision(model))
 
 
-def collapsed_ids(model: nn.Module, ids: Sequence[int]) -> list[int]:
+def collapsed_ids(model: HubModel, ids: Sequence[int]) -> list[int]:
     """A prompt's ids with one placeholder a picture, as vLLM takes them.
 
     Raises:
@@ -280,7 +282,7 @@ def collapsed_ids(model: nn.Module, ids: Sequence[int]) -> list[int]:
     return collapsed
 
 
-def prompt_positions(model: nn.Module, prompts: Sequence[Prompt]) -> list[Tensor]:
+def prompt_positions(model: HubModel, prompts: Sequence[Prompt]) -> list[Tensor]:
     """Rotary positions of each prompt's tokens on the time, height and width axes.
 
     Returns:
@@ -292,14 +294,14 @@ def prompt_positions(model: nn.Module, prompts: Sequence[Prompt]) -> list[Tensor
     ]
 
 
-def rotations(model: nn.Module, position_ids_3T: Tensor) -> tuple[Tensor, Tensor]:
+def rotations(model: HubModel, position_ids_3T: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines (T, head size) of positions, as the layers take them in the weights' dtype."""
     words = model.get_input_embeddings().weight
     cos, sin = decoder(model).rotary_emb(words, family_of(model).rotary_positions(position_ids_3T[:, None]))
     return cos[0], sin[0]
 
 
-def picture_features(model: nn.Module, pixel_values: Tensor, image_grid: Tensor) -> Tensor:
+def picture_features(model: HubModel, pixel_values: Tensor, image_grid: Tensor) -> Tensor:
     """Run the vision tower.
 
     Args:
@@ -314,21 +316,21 @@ def picture_features(model: nn.Module, pixel_values: Tensor, image_grid: Tensor)
 
 
 def hidden_states(
-    model: nn.Module, *, features: Tensor | None, picture_index_F: Tensor, **inputs: Any
+    model: HubModel, *, features: Tensor | None, picture_index_F: Tensor | None, **inputs: Any
 ) -> Tensor:
     """Last-layer states (B, T, hidden size).
 
     Args:
         model: the backbone's model.
         features: from `picture_features`: what stands in for the picture placeholders' embeddings.
-        picture_index_F: where those are among the B * T tokens, in order.
+        picture_index_F: where those are among the B * T tokens, in order; None without features.
         inputs: ``input_ids`` (B, T), ``position_ids`` (3, B, T) and ``attention_mask`` (a plan of `rge.model.attention`, or None
             for causal attention over rows without padding).
     """
     return family_of(model).states(model, features, picture_index_F, inputs)
 
 
-def empty_picture(model: nn.Module) -> tuple[Tensor, Tensor]:
+def empty_picture(model: HubModel) -> tuple[Tensor, Tensor]:
     """The smallest picture there is, without content: pixels and grid, see `rge.model.families.pictures_of`.
 
     A batch without pictures gets it behind a mask, so that every rank runs the vision tower in every step. Otherwise
@@ -337,6 +339,6 @@ def empty_picture(model: nn.Module) -> tuple[Tensor, Tensor]:
     return family_of(model).empty_picture(model.config)
 
 
-def picture_ids(model: nn.Module, tokenizer) -> list[int]:
+def picture_ids(model: HubModel, tokenizer) -> list[int]:
     """Tokens that stand for `empty_picture` in a row."""
     return family_of(model).picture_ids(model.config, tokenizer)

@@ -48,6 +48,8 @@ class Engine(VLLMGeneration):
         ValueError: vLLM cannot hold such a model, or not in that much memory.
     """
 
+    model: Any  # ours; trl names classes of which it is none
+
     def __init__(
         self,
         embedder: EmbeddingModel,
@@ -57,8 +59,9 @@ class Engine(VLLMGeneration):
         batch_size: int,
         memory: float,
     ):
+        model: Any = embedder.model
         super().__init__(
-            embedder.model,
+            model,
             accelerator,
             embedder.processor,
             mode="colocate",
@@ -100,7 +103,7 @@ class Engine(VLLMGeneration):
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 max_model_len=self.max_model_length,
                 max_num_seqs=self.max_num_seqs,
-                max_num_batched_tokens=max(8192, self.max_model_length),
+                max_num_batched_tokens=max(8192, self.max_model_length or 0),
                 # Features are passed. They change with the weights: nothing to remember.
                 enable_mm_embeds=True,
                 limit_mm_per_prompt={"video": 0} if self.has_tower else {"image": 0, "video": 0},

@@ -276,8 +276,8 @@ def collapsed_ids(model: HubModel, ids: Sequence[int]) -> list[int]:
     collapsed = family_of(model).collapsed(model.config, ids)
     if collapsed is None:
         raise BackboneError(
-            f"rollout.backend=vllm does not know how vLLM takes the pictures of a {model.config.model_type}; "
-            "set rollout.backend=own"
+            f"rge does not know how vLLM takes the pictures of a {model.config.model_type}; use our own engine (in training "
+            "rollout.backend=own, else engine=own)"
         )
     return collapsed
 

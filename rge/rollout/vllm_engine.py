@@ -27,6 +27,7 @@ from rge.distributed import collectives as dist
 from rge.model.adapters import has_adapters, merge
 from rge.model.backbone import vision_prefixes
 from rge.model.embedding_model import EmbeddingModel
+from rge.rollout.vllm_inputs import know_architectures
 
 # Read when vLLM is imported. It tells its makers about every start unless told not to.
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -70,7 +71,7 @@ class Engine(VLLMGeneration):
         )
 
     def _init_vllm(self) -> None:
-        from vllm import LLM, ModelRegistry
+        from vllm import LLM
 
         words = self.model.get_input_embeddings().weight
         # A tower that is never run need not be built. But vLLM takes its absence for that of DeepStack.
@@ -81,11 +82,7 @@ class Engine(VLLMGeneration):
             config.get_text_config().vocab_size = words.shape[0]
             return config
 
-        # vLLM would look at the model's class in a process of its own, lest CUDA starts in this one, where it has long
-        # started. That takes ten seconds, and the process would not know of rge.common.torchvision_cpu.
-        for architecture in self.model.config.architectures:
-            if (known := ModelRegistry.models.get(architecture)) is not None:
-                ModelRegistry.register_model(architecture, known.load_model_cls())
+        know_architectures(self.model.config.architectures)
         dist.ensure_group()
         # vLLM reads who it is from the environment; a single process was started without.
         process = self.accelerator

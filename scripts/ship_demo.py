@@ -1,12 +1,13 @@
 """Make the checkpoint that comes with the package, rge/demo_checkpoint, of what `make demo` trained: the same in bfloat16.
 
-python scripts/ship_demo.py                       # of runs/demo/joint/final
-python scripts/ship_demo.py runs/mine/joint/final
+python scripts/ship_demo.py                                # of runs/demo/joint/final
+python scripts/ship_demo.py checkpoint=runs/mine/joint/final
 """
 
 import json
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,9 +20,18 @@ from rge.checkpoints.description import model_card  # noqa: E402
 from rge.checkpoints.export import RGE_JSON, read_settings  # noqa: E402
 from rge.common.commands import start  # noqa: E402
 from rge.common.errors import UserError  # noqa: E402
+from rge.common.options import parse_options  # noqa: E402
 from rge.embedder import DEMO  # noqa: E402
 
 MOST_BYTES = 6_000_000
+
+
+@dataclass
+class Options:
+    """Make the checkpoint that comes with the package."""
+
+    checkpoint: Path = ROOT / "runs/demo/joint/final"
+    """What is converted."""
 
 
 def ship(trained: Path, folder: Path) -> int:
@@ -67,9 +77,9 @@ def _in_bfloat16(config: dict) -> dict:
 
 
 def main(words: list[str]) -> int:
-    """Convert the named checkpoint, else the demo's."""
-    trained = Path(words[0]) if words else ROOT / "runs/demo/joint/final"
-    print(f"{DEMO}: {ship(trained, DEMO):,} bytes")
+    """Convert the named checkpoint."""
+    asked = parse_options(Options, words, "python scripts/ship_demo.py")
+    print(f"{DEMO}: {ship(asked.checkpoint, DEMO):,} bytes")
     return 0
 
 

@@ -123,6 +123,12 @@ def test_a_wheel_without_the_checkout_trains_the_demo_from_an_empty_folder(tmp_p
     shown = rge("eval", "run", "checkpoint=runs/demo/joint/final", "set=data_prep/demo/data/test", "out=runs/eval", "limit=4",
                 "query_mode=direct", "report=false")  # fmt: skip
     assert "recall@1" in shown
+    for shipped in (
+        "demo_checkpoint/model.safetensors",
+        "explore/page/explore.js",
+        "index/templates/hits.html.jinja",
+    ):
+        assert (target / "rge" / shipped).is_file()
 
 
 # ----------------------------------------------------------------------------------------------------------- reference

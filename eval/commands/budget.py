@@ -21,6 +21,7 @@ members, and a gate takes its share of every member's queries.
 
 import copy
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -49,7 +50,7 @@ from eval.embedding.processes import join
 from eval.judging.judges import Judge, load_judge
 from eval.pages.budget_curves import BASES, BUDGET, as_file
 from eval.scoring.fuse import max_score, mean_embedding, together
-from eval.scoring.gate import Gate, choose, gains_above, gate_for, gated, margin
+from eval.scoring.gate import Gate, choose, gate_for, gated, large_minus_small, margin
 from eval.scoring.output_files import FORMAT, PER_QUERY, check_out, read_results
 from eval.scoring.search import Ranking
 from eval.scoring.stats import Bootstrap, cluster_bootstrap, index_of, interval
@@ -76,11 +77,12 @@ class BudgetOptions(RunOptions):
     """Of these draws."""
     fuse: tuple[str, ...] = FUSIONS
     """mean of embeddings and/or max of scores."""
-    gate: tuple[str, ...] = ("0.1", "0.25", "0.5", "0.75")
-    """Shares of the queries that reason, those with the smallest margins."""
+    gate: tuple[str, ...] = ()
+    """Shares of the queries that reason, those with the smallest margins, such as 0.25,0.5."""
     gate_from: Path | None = None
     """Evaluations in both modes of this checkpoint on another set, of `run query_mode=reasoning,direct` or of `budget`: there the
-    gate learns whether small or large margins should reason, and the thresholds. null: small ones, thresholds of this set."""
+    gate learns whether small or large margins should reason, and the thresholds; where it learns nothing there is no gate.
+    null: small ones, with thresholds of this set, which describes it and is no rule."""
     margin: tuple[str, ...] = ()
     """Margins below which a query reasons, where a threshold is known, as from another set."""
     both_sides: bool = False
@@ -173,7 +175,7 @@ def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) ->
 def _page(options: BudgetOptions, content: Mapping[str, Any]) -> Path:
     page = options.out / PAGE
     if is_suite(options.set):
-        from eval.pages.leaderboard import write_leaderboard
+        from eval.pages.boards.leaderboard import write_leaderboard
 
         return write_leaderboard([str(options.out)], page)
     from eval.pages.report import write_report
@@ -279,7 +281,7 @@ def _measure(
 
 
 def _learned(directory: Path, session: Session, plan: _Plan) -> dict[float, Gate]:
-    """A gate for each share, from evaluations in both modes on another set.
+    """A gate for each share, from evaluations in both modes on another set; none where that does not tell the direction.
 
     Raises:
         UserError: they are not there, of another checkpoint, or of the set that is measured.
@@ -306,12 +308,13 @@ def _learned(directory: Path, session: Session, plan: _Plan) -> dict[float, Gate
         )
     margin_Q = np.array([one[0] - one[1] if len(one) > 1 else np.inf for one in direct["top10_scores"]])
     gain_Q = (reasoned[plan.metric].loc[direct.index] - direct[plan.metric]).to_numpy(np.float64)
-    above, alike = gains_above(margin_Q, gain_Q)
-    said = "large" if above else "small"
-    print(
-        f"gate: queries with {said} margins reason (rank correlation of margin and gain {alike:+.2f} in {directory})"
-    )
-    return {share: gate_for(margin_Q, share, above=above) for share in plan.shares}
+    found = large_minus_small(margin_Q, gain_Q, _groups(direct), seed=session.options.seed)
+    said = f"in {directory} queries with large margins gain {_signed(found)} points more than those with small ones"
+    if found["low"] <= 0 <= found["high"]:
+        print(f"WARNING: no gate: {said}, which does not tell the direction", file=sys.stderr, flush=True)
+        return {}
+    print(f"gate: {said}")
+    return {share: gate_for(margin_Q, share, above=found["value"] > 0) for share in plan.shares}
 
 
 def table(content: Mapping[str, Any]) -> str:
@@ -443,15 +446,15 @@ def _points(
             yield Point(f"max-{number + 1}", "max of k", number + 1, max_score(rankings), fused, about=about)
 
     margin_Q = margin(ranked["direct"])
-    learned = {} if options.gate_from is None else _learned(options.gate_from, session, plan)
-    gates = [
-        (f"gate-{100 * share:g}", learned.get(share) or gate_for(margin_Q, share)) for share in plan.shares
-    ]
+    learned = {share: gate_for(margin_Q, share) for share in plan.shares}
+    if options.gate_from is not None:
+        learned = _learned(options.gate_from, session, plan)
+    gates = [(f"gate-{100 * share:g}", gate) for share, gate in learned.items()]
     gates += [(f"gate-below-{value:g}", Gate(value)) for value in plan.margins]
     for name, gate in gates:
         reason_Q = gate.opens(margin_Q)
         about = {"gate": gate.about() | {"share": float(reason_Q.mean())}}
-        if gate in learned.values():
+        if options.gate_from is not None and name.removeprefix("gate-")[0].isdigit():
             about["gate"]["learned_from"] = str(options.gate_from)
         ranking = choose(reason_Q, ranked["reasoning"], ranked["direct"])
         chosen = gated(reason_Q, encoded["reasoning"], encoded["direct"])

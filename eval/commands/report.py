@@ -1,4 +1,4 @@
-"""One HTML page from finished evaluations; see `eval.pages.report` and, for many models, `eval.pages.leaderboard`.
+"""One HTML page from finished evaluations; see `eval.pages.report` and, for many models, `eval.pages.boards.leaderboard`.
 
 python -m eval report runs=DIR[,DIR...] out=FILE [log=FILE,...] [baseline=LABEL:DIR,...]
 """
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from eval.pages.boards.leaderboard import write_leaderboard
 from eval.pages.budget_curves import BASES, read_budget
 from eval.pages.evaluations import expand, read_evaluation
-from eval.pages.leaderboard import write_leaderboard
 from eval.pages.report import write_report
 from rge.common.errors import UserError
 from rge.common.options import one_of

@@ -53,6 +53,9 @@ class RunOptions(PluginOptions):
     """Any embedder of `eval.models.registry`: a directory, or an id on the Hugging Face hub."""
     adapter: str | None = None
     """How that embedder is asked; null: what its files say it is."""
+    as_: str | None = None
+    """release: ask a released model as its authors' own evaluation does (`eval.models.released`), MMEB imported with verbatim=true;
+    null: as this program asks every model of its kind."""
     revision: str | None = None
     """Commit, tag or branch of an id on the hub."""
     set: Path
@@ -140,7 +143,7 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
         _conditions(options)
         dirs = run_members(options, run, load or default_loader(options))
         if options.report and join().is_first:
-            from eval.pages.leaderboard import write_leaderboard
+            from eval.pages.boards.leaderboard import write_leaderboard
 
             print(f"\n{write_leaderboard([str(path) for path in dirs], options.out / 'report.html')}")
         return dirs
@@ -287,6 +290,7 @@ def start(
     contents = team.once(lambda: contents_of(wanted, modalities))
     content = team.once(lambda: with_content(whole, contents.candidates).content)
     wanted = replace(wanted, content=content)
+    _check_verbatim(options, wanted)
     encoder = _load(options, load, wanted.meta.get("prompts"))
     audit = team.once(lambda: _audit(options, encoder, wanted))
     warnings = _warnings(conditions, encoder, wanted, audit)
@@ -306,6 +310,8 @@ def _conditions(options: RunOptions) -> list[Condition]:
     one_of("query_modality", options.query_modality, MODALITIES)
     one_of("candidate_mode", [options.candidate_mode], MODES)
     one_of("search_on", [options.search_on], ("cpu", "gpu"))
+    if options.as_ is not None:
+        one_of("as", [options.as_], ("release",))
     if options.memory_mb <= 0:
         raise UserError(f"memory_mb must be above 0, got {options.memory_mb:g}")
     protocol_for(options.benchmark, options.profile)
@@ -322,6 +328,20 @@ def _conditions(options: RunOptions) -> list[Condition]:
             f"{options.out} holds a single evaluation, these would be {len(pairs)}: give another out="
         )
     return [Condition(mode, modality, options.out / f"{mode}-{modality}") for mode, modality in pairs]
+
+
+def _check_verbatim(options: RunOptions, wanted: RetrievalSet) -> None:
+    """Texts as a release has them are for ``as=release``, in that release's wording."""
+    if wanted.meta.get("prompts") != "verbatim":
+        return
+    if options.as_ != "release":
+        raise UserError(
+            f"{wanted.path} was imported with verbatim=true: its texts hold places for pictures, which only as=release reads"
+        )
+    if (wording := wanted.meta.get("instructions")) != "rge":
+        raise UserError(
+            f"{wanted.path} was imported with instructions={wording}; as=release needs instructions=rge"
+        )
 
 
 def _audit(options: RunOptions, encoder: Embeds, wanted: RetrievalSet) -> Audit | None:
@@ -391,7 +411,9 @@ def default_loader(options: RunOptions) -> Callable[..., Embeds]:
     """What loads the embedder that the options name."""
     from eval.models.registry import load_model
 
-    return partial(load_model, adapter=options.adapter, revision=options.revision)
+    return partial(
+        load_model, adapter=options.adapter, revision=options.revision, as_released=options.as_ == "release"
+    )
 
 
 def _model(options: RunOptions) -> str:

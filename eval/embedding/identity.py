@@ -140,6 +140,11 @@ def with_key(results: Mapping[str, Any]) -> dict[str, Any]:
     return {"key": _short(parts, 64)} | parts
 
 
+def flat_identity(results: Mapping[str, Any]) -> dict[str, Any]:
+    """`identity_of` as ``part.key`` -> value, without what is not said."""
+    return _flat(identity_of(results))
+
+
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """What two evaluations differ in: ``part.key`` -> (of a, of b), parts in the order of `identity_of`.
 
@@ -147,7 +152,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[A
         a: content of a results.json.
         b: of another.
     """
-    flat_a, flat_b = _flat(identity_of(a)), _flat(identity_of(b))
+    flat_a, flat_b = flat_identity(a), flat_identity(b)
     return {
         key: (flat_a.get(key), flat_b.get(key))
         for key in dict.fromkeys([*flat_a, *flat_b])

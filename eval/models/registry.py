@@ -64,23 +64,34 @@ class Adapter:
         about: one line for the command's help and error messages.
         matches: whether a model is of this family; the first adapter that says yes is taken.
         target: called with `Facts` and the keywords of `load_model`; ``module:function`` is imported when needed.
+        released: the same for ``as=release``; None where that does not exist.
     """
 
     name: str
     about: str
     matches: Callable[[Facts], bool]
     target: str | Callable[..., Embeds]
+    released: str | None = None
 
     @property
     def module(self) -> str:
         """The module that loads a model of this family."""
         return self.target.__module__ if callable(self.target) else self.target.partition(":")[0]
 
-    def load(self, facts: Facts, **options: Any) -> Embeds:
-        """Load a model of this family."""
-        if callable(self.target):
-            return self.target(facts, **options)
-        module, _, function = self.target.partition(":")
+    def load(self, facts: Facts, *, as_released: bool = False, **options: Any) -> Embeds:
+        """Load a model of this family.
+
+        Raises:
+            UserError: as its release asks it, which is not known.
+        """
+        target = self.released if as_released else self.target
+        if target is None:
+            raise UserError(
+                f"adapter={self.name} has no as=release: {', '.join(one.name for one in adapters() if one.released)} has"
+            )
+        if callable(target):
+            return target(facts, **options)
+        module, _, function = target.partition(":")
         return getattr(importlib.import_module(module), function)(facts, **options)
 
 
@@ -96,6 +107,7 @@ OURS = (
         "the released RGE checkpoint: Qwen2.5-VL with an <emb> token, without rge.json",
         lambda facts: facts.model_type == RELEASED and "<emb>" in facts.tokens,
         "eval.models.rge:load_release",
+        "eval.models.released:load_as_released",
     ),
     Adapter(
         "ume-r1",
@@ -177,6 +189,7 @@ def load_model(
     dtype: str | None = None,
     max_new_tokens: int | None = None,
     temperature: float | None = None,
+    as_released: bool = False,
 ) -> Embeds:
     """Load any embedder that there is an adapter for.
 
@@ -188,6 +201,7 @@ def load_model(
         dtype: weights' dtype; None takes float32 on CPU and bfloat16 on a GPU (our checkpoints: the recipe's).
         max_new_tokens: cap on a rationale; None takes the model's own.
         temperature: of sampled rationales; None takes the model's own, which is greedy.
+        as_released: ask it as its authors' own code does, see `eval.models.released`.
 
     Raises:
         UserError: there is no such model, no adapter for it, or an option that it has no use for.
@@ -213,7 +227,7 @@ def load_model(
             f"{kinds}\nadapter=NAME chooses one; a ranking made by any other program goes through `python -m eval score`"
         )
     options = {"device": device, "dtype": dtype, "max_new_tokens": max_new_tokens, "temperature": temperature}
-    encoder = chosen.load(facts, **options)
+    encoder = chosen.load(facts, as_released=as_released, **options)
     notes = (
         [f"{model} was fetched as {facts.fetched}, since the hub has nothing by its own name"]
         if facts.fetched

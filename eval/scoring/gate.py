@@ -3,7 +3,8 @@
 A gate beats as many queries chosen at random exactly where the queries that it lets through gain more from a rationale than the
 others, that is where its signal goes with the gain (right after a rationale minus right without). A small lead means doubt only where
 direct mode knows something. Where direct mode is hardly ever right, the gain is whether reasoning succeeds, which a small
-lead says less of than a large one: crowded candidates are hard in both modes. So the direction is learned, on another set.
+lead says less of than a large one: crowded candidates are hard in both modes. So the direction is learned, on another set, and without a direction that is sure
+there is no gate.
 
 Shape suffixes: Q = queries, W = width of a ranking.
 """
@@ -11,9 +12,9 @@ Shape suffixes: Q = queries, W = width of a ranking.
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 
 from eval.scoring.search import Ranking
+from eval.scoring.stats import cluster_bootstrap, interval
 from rge.common.schema import Encoded
 
 
@@ -43,17 +44,30 @@ def gate_for(margin_Q: np.ndarray, share: float, *, above: bool = False) -> Gate
     return Gate(float(np.quantile(margin_Q, 1 - share if above else share)), above)
 
 
-def gains_above(margin_Q: np.ndarray, gain_Q: np.ndarray) -> tuple[bool, float]:
-    """Whether queries with large margins gain more from a rationale, and the rank correlation that says so.
+def large_minus_small(
+    margin_Q: np.ndarray, gain_Q: np.ndarray, group_Q: np.ndarray, *, seed: int
+) -> dict[str, float]:
+    """How much more queries with large margins gain from a rationale than those with small ones.
 
     Args:
         margin_Q: of direct mode.
         gain_Q: metric after a rationale minus metric without; NaN where it is not defined.
+        group_Q: int64, what is resampled together.
+        seed: of the resampling.
+
+    Returns:
+        ``value``, the mean gain above the median margin minus that below it, with ``low`` and ``high`` of its 95 % interval.
     """
-    known = np.isfinite(margin_Q) & np.isfinite(gain_Q)
-    ranks = pd.DataFrame({"margin": margin_Q[known], "gain": gain_Q[known]}).rank()
-    alike = ranks["margin"].corr(ranks["gain"])
-    return bool(alike > 0), 0.0 if np.isnan(alike) else float(alike)
+    known = np.isfinite(gain_Q)
+    margin_Q, gain_Q, group_Q = margin_Q[known], gain_Q[known], group_Q[known]
+    large_Q = margin_Q > np.median(margin_Q)
+    share = large_Q.mean()
+    if not 0 < share < 1:
+        return {"value": 0.0, "low": 0.0, "high": 0.0}
+    difference_Q = np.where(large_Q, gain_Q / share, -gain_Q / (1 - share))
+    found = cluster_bootstrap(difference_Q[:, None], group_Q, seed=seed)
+    low_M, high_M = interval(found)
+    return {"value": float(found.estimate_M[0]), "low": float(low_M[0]), "high": float(high_M[0])}
 
 
 def margin(ranking: Ranking) -> np.ndarray:

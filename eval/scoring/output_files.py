@@ -39,7 +39,16 @@ RESULTS, PER_QUERY, RUN = "results.json", "per_query.parquet", "run.trec"
 FORMAT = 1
 NUM_TOP = 10
 SELF_RANKS = (1, 20)
-MADE_WITH = ("instructions", "image_policy", "task", "keys", "gains", "layout", "exclude_query_image")
+MADE_WITH = (
+    "instructions",
+    "verbatim",
+    "image_policy",
+    "task",
+    "keys",
+    "gains",
+    "layout",
+    "exclude_query_image",
+)
 """Choices of an import that decide what a set shows or counts; to say why two sets of the same ids differ."""
 
 

@@ -27,6 +27,8 @@ SETS: dict[str, dict[str, str]] = {
 }
 """The 36 sets with their meta-task, and whether MMEB-train holds their training split (IND) or not (OOD)."""
 INSTRUCTIONS = ("vlm2vec", "rge")
+PLACEHOLDER = "<|image_1|>"
+"""Where a text of MMEB has its picture."""
 
 # The wordings of the released RGE evaluation: (wording in MMEB, wording of RGE) for queries ...
 _OBJECT = "Identify the category of the main object in the given image for classification"

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -142,7 +143,7 @@ def _write(parts: Path, number: int, rows: list[Any]) -> int:
             "id": pa.array([row.entry.id for row in rows], pa.string()),
             "stamp": pa.array([row.entry.stamp for row in rows], pa.string()),
             "vector": pa.FixedSizeListArray.from_arrays(
-                pa.array([value for row in rows for value in row.vector], pa.float32()), size
+                pa.array(np.concatenate([row.vector for row in rows]), pa.float32()), size
             ),
             "rationale": pa.array([row.rationale or None for row in rows], pa.string()),
         }

@@ -9,7 +9,7 @@ from eval_fakes import FakeEncoder, loader, write_set
 from test_leaderboard import Text, rows_of
 
 from eval.commands.run import RunOptions, run
-from eval.pages.leaderboard import write_leaderboard
+from eval.pages.boards.leaderboard import write_leaderboard
 
 
 @pytest.fixture

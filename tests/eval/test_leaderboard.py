@@ -14,8 +14,9 @@ from eval.__main__ import main
 from eval.benchmarks.mmeb.importer import MmebOptions, import_mmeb
 from eval.benchmarks.published_tables import published
 from eval.commands.run import RunOptions, run
+from eval.pages.boards.leaderboard import write_leaderboard
+from eval.pages.boards.side_by_side import who_wins
 from eval.pages.charts import PLOT_WIDTH, Point, scatter
-from eval.pages.leaderboard import _winner, write_leaderboard
 from eval.pages.wording import percent
 from rge.common.errors import UserError
 
@@ -160,8 +161,8 @@ def test_examples_say_who_wins(world, tmp_path):
         )
         assert rank == ("first" if best == 1 else "near" if best <= 5 else "below")
     nothing, first = [float("nan")] * 2, [1.0, float("nan")]
-    assert _winner(pd.Series(nothing).to_numpy(), ["a", "b"]) == "none"
-    assert _winner(pd.Series(first).to_numpy(), ["a", "b"]) == "a"
+    assert who_wins(pd.Series(nothing).to_numpy(), ["a", "b"]) == "none"
+    assert who_wins(pd.Series(first).to_numpy(), ["a", "b"]) == "a"
 
 
 def test_one_file_without_network_and_the_same_twice(world, tmp_path):
@@ -266,6 +267,9 @@ def test_in_a_browser(world, tmp_path):
     browser = Chromium(program, tmp_path / "profile")
     visible = "[...document.querySelectorAll('.browser .card')].filter(c => c.checkVisibility())"
     try:
+        browser.open(page, 390, 900, script=False)  # everything is there without script, but for the controls
+        assert browser.js("[...document.querySelectorAll('.rowfilter, .pair')].every(f => f.hidden)")
+        assert browser.js("[...document.querySelectorAll('.boardtable tbody tr')].every(r => !r.hidden)")
         for width, dark in ((390, False), (320, True), (1280, True)):
             browser.open(page, width, 900, dark=dark)
             assert browser.js("document.documentElement.scrollWidth") <= width
@@ -283,6 +287,30 @@ def test_in_a_browser(world, tmp_path):
             assert browser.complaints() == []
             assert {url.split(":")[0] for url in browser.requests()} <= {"file", "data"}
         assert browser.js(f"{visible}.length") == 24  # twelve on each of the two boards
+        rows = "[...document.querySelector('.boardtable').tBodies[0].rows]"
+        names = f"{rows}.filter(r => r.checkVisibility()).map(r => r.querySelector('th').textContent)"
+        mrr = f"{rows}.map(r => Number(r.cells[4].dataset.sort))"
+        assert "mrr" in browser.js("document.querySelector('.boardtable thead tr').cells[4].textContent")
+        head = "document.querySelector('.boardtable thead tr').cells[4]"
+        browser.js(f"{head}.querySelector('button').click()")
+        assert browser.js(f"{head}.getAttribute('aria-sort')") == "descending"
+        found = browser.js(mrr)
+        assert found == sorted(found, reverse=True)
+        browser.js(f"{head}.querySelector('button').click()")
+        assert browser.js(mrr) == sorted(found)
+        fill = "(f => {{ f.value = '{}'; f.dispatchEvent(new Event('input', {{bubbles: true}})) }})(document.querySelector('{}'))"
+        browser.js(fill.format("JOINT direct", ".rowfilter [name=model]"))
+        assert [("joint" in name, "direct" in name) for name in browser.js(names)] == [(True, True)]
+        assert browser.js("document.querySelector('.rowfilter output').textContent") == "1 of 3 rows"
+        browser.js(fill.format("", ".rowfilter [name=model]"))
+        browser.js(fill.format("published", ".rowfilter [name=kind]"))
+        assert browser.js(names) == []
+        browser.js("document.querySelector('.differs').open = true")
+        told = "[...document.querySelectorAll('.differs')[0].querySelectorAll('tbody tr')].filter(r => r.checkVisibility()).map(r => r.cells[0].textContent)"
+        assert browser.js(told) == ["embedder.hash"]
+        choose_a = "(s => { s.value = '2'; s.dispatchEvent(new Event('change', {bubbles: true})) })(document.querySelector('.differs [name=a]'))"
+        browser.js(choose_a)
+        assert browser.js(told) == ["asked.query_mode"]
         choose = (
             "(s => {{ s.value = '{}'; s.dispatchEvent(new Event('change', {{bubbles: true}})) }})"
             "(document.querySelector('select[name=winner]'))"

@@ -15,7 +15,7 @@ from eval.commands.budget import BudgetOptions, budget
 from eval.commands.compare import CompareOptions, compare
 from eval.commands.rerank import RerankOptions, rerank_command
 from eval.commands.run import RunOptions, run
-from eval.pages.leaderboard import write_leaderboard
+from eval.pages.boards.leaderboard import write_leaderboard
 from rge.common.errors import UserError
 
 SIZES = {"north": (8, 30), "south": (12, 24)}
@@ -122,7 +122,7 @@ def test_the_leaderboard_page_shows_the_curves(curves, tmp_path):
     out, content = curves
     assert (out / "report.html").exists()
     page = write_leaderboard([f"Mine:{out}"], tmp_path / "p.html").read_text()
-    assert page.count('<tr class="measured">') == 2  # the rest is in the curves
+    assert page.count('<tr class="measured" ') == 2  # the rest is in the curves
     assert "What accuracy costs: Mine" in page
     for row in content["points"]:
         assert f'<th scope="row">{row["name"]}</th>' in page

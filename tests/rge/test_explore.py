@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 
 import httpx
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 pytest.importorskip("fastapi", exc_type=ImportError)
 pytest.importorskip("lancedb", exc_type=ImportError)
 
+import uvicorn
 from chromium import Chromium
 from PIL import Image
 
@@ -21,6 +23,7 @@ from rge.common.errors import UserError
 from rge.embedder import Embedder
 from rge.explore import explorer as explorer_module
 from rge.explore.__main__ import bound
+from rge.explore.app import application
 from rge.explore.explorer import Explorer, StoppedError, demo_examples
 from rge.index.__main__ import main as index_main
 from rge.index.store import Index
@@ -155,6 +158,39 @@ def test_a_taken_port_is_one_sentence():
         pytest.raises(UserError, match=r"cannot listen on 127\.0\.0\.1, port"),
     ):
         bound("127.0.0.1", taken.getsockname()[1])
+
+
+class Endless:
+    """Writes for half a minute, unless nobody listens."""
+
+    def __init__(self):
+        self.ended = threading.Event()
+
+    def ask(self, question, picture, rationale, k, tell):
+        try:
+            for number in range(600):
+                tell({"rationale": str(number)})
+                time.sleep(0.05)
+        except StoppedError:
+            self.ended.set()
+            raise
+
+
+def test_a_client_that_goes_away_ends_the_writing():
+    explorer, listening = Endless(), bound("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(application(explorer, "127.0.0.1"), log_level="warning"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}/api/ask"
+        with httpx.stream("POST", address, json={"question": "x"}, timeout=30) as answer:
+            assert json.loads(next(answer.iter_lines())) == {"rationale": "0"}
+            assert not explorer.ended.is_set()
+        assert explorer.ended.wait(10)
+    finally:
+        server.should_exit = True
+        thread.join(30)
+    assert not thread.is_alive()
 
 
 # ------------------------------------------------------------------------------------------------- the command itself

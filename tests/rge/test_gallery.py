@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +19,7 @@ pytest.importorskip("lancedb", exc_type=ImportError)
 from PIL import Image
 
 from rge.common.errors import UserError
+from rge.common.options import positional
 from rge.embedder import DEMO, Embedder
 from rge.index import search as search_command
 from rge.index.__main__ import main as index
@@ -326,6 +329,22 @@ def test_search_tells_the_rationale_and_the_hits(photos, capsys, demo, monkeypat
         search(["nothing", "x"])
 
 
+@pytest.mark.parametrize(
+    ("words", "read"),
+    [
+        (["a", "b?", "k=3"], ["index=a", "question=b?", "k=3"]),
+        (["a", "is x = y?"], ["index=a", "question=is x = y?"]),
+        (["a", "k=3", "b"], ["index=a", "k=3", "b"]),
+        (["--index=a", "b"], ["--index=a", "b"]),
+        (["a=b c"], ["a=b c"]),
+        (["a", "--help"], ["index=a", "--help"]),
+        ([], []),
+    ],
+)
+def test_leading_words_are_the_first_keys(words, read):
+    assert positional(words, "index", "question") == read
+
+
 def test_the_page_shows_any_text_as_text_and_needs_nothing_beside_it(photos, capsys, monkeypatch):
     attack = "</style><script>alert(1)</script>{{ 7 * 7 }}"
     (photos / "red.txt").write_text(attack)
@@ -466,3 +485,15 @@ def test_the_demos_checkpoint_is_found_by_its_name_from_anywhere(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"demo has no rge\.json"):
         Embedder.from_pretrained("demo")
+
+
+def test_the_example_of_the_docs_runs_as_it_is_printed(photos, capsys):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "search.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    index(["pho tos", "out=gallery", "checkpoint=demo"])
+    shutil.copy(photos / "red.png", "padlock.png")
+    capsys.readouterr()
+    names: dict = {}
+    exec(block, names)  # noqa: S102 - our own page
+    assert len(names["hits"]) == 5
+    assert capsys.readouterr().out == f"{names['hits'][0].id} {names['hits'][0].score} False\n"

@@ -207,6 +207,28 @@ def test_progress_and_seconds(lively, prompts):
     assert all(rationale.seconds > 0 for rationale in rationales)
 
 
+@pytest.mark.parametrize("num_each", [1, 3])
+def test_tokens_are_told_as_they_are_written_and_who_listens_may_end_it(lively, prompts, num_each):
+    told: dict[int, list[int]] = {}
+    sampling = {"temperature": 1.0, "seeds": range(16 * num_each)} if num_each > 1 else {}
+    settings = {"max_new_tokens": CAP, "batch_size": 6, "num_each": num_each, **sampling}
+    found = generate(
+        lively, prompts, **settings, on_token=lambda row, token: told.setdefault(row, []).append(token)
+    )
+    assert {row: tuple(tokens) for row, tokens in told.items()} == {
+        row: (*rationale.ids, lively.emb_id) for row, rationale in enumerate(found)
+    }
+    assert written(found) == written(generate(lively, prompts, **settings))
+
+    def leave(row, token):
+        raise InterruptedError
+
+    lively.train()
+    with pytest.raises(InterruptedError):
+        generate(lively, prompts, **settings, on_token=leave)
+    assert lively.training
+
+
 def test_states_carry_no_gradient(lively, prompts):
     rationales = generate(lively, prompts[:2], max_new_tokens=3, batch_size=2)
     assert not any(rationale.state_D.requires_grad for rationale in rationales)

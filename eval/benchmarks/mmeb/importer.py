@@ -40,6 +40,8 @@ class MmebOptions(PluginOptions):
     """Folder that the image paths start from; null: src/images, src/MMEB-images, src."""
     instructions: str = "vlm2vec"
     """vlm2vec leaves the texts as released; rge rewords them as the released RGE evaluation does."""
+    verbatim: bool = False
+    """Keep every blank, line break and picture's place of the texts, as released code reads them: for `eval run as=release`."""
     pictures: str = "embed"
     """embed copies pictures into the sets, link writes their paths."""
     decode: bool = True
@@ -107,6 +109,7 @@ def _import_one(name: str, file: Path, pictures: Pictures, options: MmebOptions)
     qrels: list[tuple[str, str, int]] = []
     candidates: list[tuple[str, str]] = []
     num_equal = 0
+    clean = _verbatim if options.verbatim else plain
     for number, row in enumerate(iter_rows(file)):
         lacking = [column for column in COLUMNS if column not in row]
         if lacking:
@@ -120,12 +123,12 @@ def _import_one(name: str, file: Path, pictures: Pictures, options: MmebOptions)
         texts, paths = _targets(row, where)
         ids: list[str] = []
         for text, path in zip(texts, paths, strict=True):
-            text = plain(text)
+            text = clean(text)
             if not text and not path:
                 raise ReleaseError(f"{where}: candidate {len(ids)} has neither text nor picture")
             ids.append(content_id(text, path))
             corpus.setdefault(ids[-1], (text, path))
-        text, path = plain(row["qry_text"]), row["qry_img_path"] or ""
+        text, path = clean(row["qry_text"]), row["qry_img_path"] or ""
         query = f"{name}-{number:05d}"
         queries.append(
             Query(
@@ -160,7 +163,8 @@ def _import_one(name: str, file: Path, pictures: Pictures, options: MmebOptions)
             "source": "TIGER-Lab/MMEB-eval, imported by eval.benchmarks.mmeb.importer",
             "instructions": options.instructions,
             # the texts carry their instructions already: the checkpoint's own wording must not be put around them
-            "prompts": "plain",
+            "prompts": "verbatim" if options.verbatim else "plain",
+            "verbatim": options.verbatim or None,
             "queries_with_equal_candidates": num_equal,
             **SETS[name],
         },
@@ -172,6 +176,10 @@ def _import_one(name: str, file: Path, pictures: Pictures, options: MmebOptions)
         decode=options.decode,
         overwrite=options.overwrite,
     )
+
+
+def _verbatim(text: str | None) -> str:
+    return text or ""
 
 
 def _targets(row: dict[str, Any], where: str) -> tuple[Sequence[str], Sequence[str]]:

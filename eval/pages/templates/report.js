@@ -1,5 +1,5 @@
 "use strict";
-// Filters and hover values. Without this script the page shows every card and every chart, only without them.
+// Filters, sorting and hover values. Without this script the page shows every row, card and chart, only without them.
 (() => {
   const PAGE = 12;
   for (const form of document.querySelectorAll(".filters")) {
@@ -29,6 +29,82 @@
       const card = cards.filter((c) => !c.hidden)[next];
       if (card) card.focus({ preventScroll: true });
     });
+    form.hidden = false;
+    show();
+  }
+
+  for (const form of document.querySelectorAll(".rowfilter")) {
+    const table = form.parentElement.querySelector(".sortable");
+    const bodies = [...table.tBodies].map((body) => {
+      const rows = [...body.rows].filter((row) => row.dataset.kind);
+      return { body, rows, at: new Map(rows.map((row, index) => [row, index])) };
+    });
+    const heads = [...table.tHead.rows[0].cells];
+    const shown = form.querySelector("output");
+    const filter = () => {
+      const words = form.elements.model.value.toLowerCase().split(/\s+/).filter(Boolean);
+      const kind = form.elements.kind.value;
+      let count = 0, all = 0;
+      for (const { rows } of bodies) for (const row of rows) {
+        const name = row.querySelector("th").textContent.toLowerCase();
+        row.hidden = !((!kind || row.dataset.kind === kind) && words.every((word) => name.includes(word)));
+        count += !row.hidden;
+        all += 1;
+      }
+      shown.textContent = count === all ? "" : `${count} of ${all} rows`;
+    };
+    // A column's first order is the best first; places and names begin with the smallest. A second click turns it round.
+    const sort = (column, ascending) => {
+      const key = (row) => {
+        const cell = row.cells[column];
+        return cell.dataset.sort === undefined ? cell.textContent.trim().toLowerCase() : Number(cell.dataset.sort);
+      };
+      for (const { body, rows, at } of bodies) {
+        const found = rows.map((row) => [key(row), row]);
+        const turn = ascending ? 1 : -1;
+        found.sort(([a, x], [b, y]) => (a < b ? -turn : a > b ? turn : at.get(x) - at.get(y)));
+        body.append(...found.map(([, row]) => row));
+      }
+      heads.forEach((head, index) => {
+        if (index === column) head.setAttribute("aria-sort", ascending ? "ascending" : "descending");
+        else head.removeAttribute("aria-sort");
+      });
+      const option = String(column);
+      if ([...form.elements.by.options].some((one) => one.value === option)) form.elements.by.value = option;
+    };
+    heads.forEach((head, column) => {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.append(...head.childNodes);
+      head.append(button);
+      button.addEventListener("click", () => {
+        const was = head.getAttribute("aria-sort");
+        sort(column, was ? was === "descending" : column < 2);
+      });
+    });
+    form.addEventListener("input", (event) => {
+      if (event.target.name === "by") sort(Number(event.target.value), event.target.value === "0");
+      else filter();
+    });
+    form.addEventListener("submit", (event) => event.preventDefault());
+    form.hidden = false;
+  }
+
+  for (const form of document.querySelectorAll(".differs form")) {
+    const table = form.parentElement.querySelector("table");
+    const shown = form.querySelector("output");
+    const show = () => {
+      const pair = ["a", "b"].map((name) => Number(form.elements[name].value) + 1);
+      let count = 0;
+      for (const row of table.rows) {
+        [...row.cells].forEach((cell, index) => { cell.hidden = index > 0 && !pair.includes(index); });
+        if (row.parentElement === table.tHead) continue;
+        row.hidden = row.cells[pair[0]].textContent === row.cells[pair[1]].textContent;
+        count += !row.hidden;
+      }
+      shown.textContent = count ? "" : "Nothing: two measurements of the same thing.";
+    };
+    form.addEventListener("change", show);
     form.hidden = false;
     show();
   }

@@ -1,0 +1,230 @@
+"""A released model asked as its authors' own evaluation asks it: ``as=release``.
+
+RGE (github.com/MCG-NJU/RGE, ``eval_ar.py`` and what it imports, with the versions of its requirements.txt): the text goes into the
+user turn as MMEB has it, reworded, with the picture's tokens where the text has its placeholder and a newline at the end; sides
+below 28 pixels are resized to 28; pictures are scaled by PIL to 256 to 1024 patches; a query writes at most 128 tokens with the
+checkpoint's own generation settings, its repetition penalty among them, and no token is barred; it is read at the last token
+written, which is ``<emb>``, or an ordinary one where the cap came first. A candidate is read at an ``<emb>`` after the prompt. Each
+is computed alone, as queries are there; candidates go in batches there, which changes them by rounding.
+
+What MMEB-eval's texts look like decides the rest: the set is imported with ``verbatim=true instructions=rge``.
+"""
+
+import io
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
+
+from eval.models.common import hash_of_files, place
+from eval.models.registry import Facts
+from eval.models.rge import MAX_PROMPT_TOKENS, RELEASE, RELEASE_TOKENS
+from rge.common.errors import UserError
+from rge.common.images import picture_bytes
+from rge.common.mmeb_prompts import PLACEHOLDER
+from rge.common.prompt_profiles import EMB_TOKEN, PROFILES
+from rge.common.schema import Encoded, Item
+from rge.model.embedding_model import normalise
+from rge.model.prompts import user_text
+
+PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+SHORTEST_PX = 28
+GREEDY_BELOW = 1e-3
+"""Temperature at which a draw is the likeliest token but for equal ones; Qwen's settings have 1e-6."""
+UNPROMPTED = "the release has no prompts for this set: RGE's general wording, pictures first"
+
+
+class ReleasedRge:
+    """The released RGE checkpoint in stock transformers.
+
+    Args:
+        facts: of its files.
+        model: loaded.
+        processor: with PIL's image backend.
+        dtype: of the weights, as a word.
+        max_new_tokens: cap on a rationale.
+    """
+
+    exact = True
+    """Every item is computed alone."""
+
+    def __init__(self, facts: Facts, model: Any, processor: Any, dtype: str, max_new_tokens: int):
+        self.checkpoint, self.checkpoint_hash = facts.path, hash_of_files(facts)
+        self.model, self.processor = model.eval(), processor
+        self.emb_id = processor.tokenizer.convert_tokens_to_ids(EMB_TOKEN)
+        own = model.generation_config
+        if own.do_sample and (own.temperature or 0) > GREEDY_BELOW and own.top_k != 1:
+            raise UserError(
+                f"{facts.name}: its generation_config.json draws at temperature {own.temperature}: its evaluation would not be "
+                "repeatable, and is not what was released"
+            )
+        own.do_sample, own.temperature, own.top_p, own.top_k = False, None, None, None
+        self.verbatim = False
+        self.settings: dict[str, Any] = {
+            "adapter": "rge-release",
+            "model": facts.name,
+            "revision": facts.revision,
+            "profile": "rge",
+            "as": "release",
+            "image_backend": "pil",
+            "pixels": RELEASE,
+            "max_prompt_tokens": MAX_PROMPT_TOKENS,
+            "generation": {
+                "max_new_tokens": max_new_tokens,
+                "temperature": 0.0,
+                "repetition_penalty": own.repetition_penalty or 1.0,
+                "stop": EMB_TOKEN,
+            },
+            "dtype": dtype,
+            "reasons": "query",
+            "differs_from_release": [UNPROMPTED],
+            "recipe": {},
+        }
+
+    def reword(self, profile: str) -> None:
+        """Take the texts as they are, where the set has them ``verbatim``.
+
+        Raises:
+            UserError: another profile; the release's wordings are fixed.
+        """
+        if profile != "verbatim":
+            raise UserError(
+                f"prompts={profile}: as=release words prompts as the release does; MMEB is imported for it with verbatim=true "
+                "instructions=rge"
+            )
+        self.verbatim = True
+        self.settings = self.settings | {"profile": profile, "differs_from_release": []}
+
+    def prompt(self, item: Item, side: str) -> str:
+        """The whole prompt of an item; what is read comes after it."""
+        text = item.text or ""
+        if not self.verbatim:
+            text = (
+                PLACEHOLDER * len(item.images)
+                + "\n" * bool(item.images)
+                + user_text(item, side, PROFILES["rge"])
+            )
+        text = text if text.endswith("\n") else text + "\n"
+        text = text.replace(PLACEHOLDER, PICTURE if item.images else "")
+        turn = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+        return self.processor.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+
+    def inputs(self, item: Item, side: str, mode: str) -> dict[str, Tensor]:
+        """Token ids and pixels, one row.
+
+        Raises:
+            ValueError: the text has other places for pictures than there are pictures.
+        """
+        text = self.prompt(item, side) + (EMB_TOKEN if mode == "direct" else "")
+        if text.count(PICTURE) != len(item.images):
+            raise ValueError(
+                f"{side} {item.id!r} has {len(item.images)} pictures and {text.count(PICTURE)} places for them in its text"
+            )
+        pictures = [small_sides(Image.open(io.BytesIO(picture_bytes(ref)))) for ref in item.images]
+        found = self.processor(text=[text], images=pictures or None, return_tensors="pt")
+        return {key: value.to(self.model.device) for key, value in found.items()}
+
+    @torch.inference_mode()
+    def encode(
+        self,
+        items: Sequence[Item],
+        *,
+        side: Literal["query", "candidate"],
+        mode: Literal["reasoning", "direct"],
+        on_progress: Callable[[int], object] | None = None,
+        **_: Any,
+    ) -> Encoded:
+        """Embed items one by one; see `rge.embedder.Embedder.encode`.
+
+        Raises:
+            UserError: a query without a rationale, or a candidate with one, which the release never asks.
+        """
+        if (side == "query") != (mode == "reasoning"):
+            raise UserError(
+                "as=release: queries write a rationale and candidates do not (query_mode=reasoning)"
+            )
+        states, texts, ids, reasons, generate_ms, embed_ms = [], [], [], [], [], []
+        for item in items:
+            began = time.perf_counter()
+            inputs = self.inputs(item, side, mode)
+            written: list[int] = []
+            prepared = time.perf_counter()
+            if mode == "reasoning":
+                row_T = self.model.generate(
+                    **inputs,
+                    max_new_tokens=self.settings["generation"]["max_new_tokens"],
+                    eos_token_id=self.emb_id,
+                )[0]
+                written = row_T[inputs["input_ids"].shape[1] :].tolist()
+                inputs = longer(inputs, row_T)
+            done = time.perf_counter()
+            hidden = self.model(**inputs, output_hidden_states=True, use_cache=False).hidden_states[-1]
+            states.append(normalise(hidden[:, -1])[0].float().cpu().numpy())
+            ended = not written or written[-1] == self.emb_id
+            reasons.append("prefilled" if mode == "direct" else "emb" if ended else "forced")
+            ids.append(written[:-1] if written and ended else written)
+            texts.append(self.processor.tokenizer.decode(ids[-1], skip_special_tokens=True).strip())
+            generate_ms.append((done - prepared) * 1000)
+            embed_ms.append((time.perf_counter() - done + prepared - began) * 1000)
+            if on_progress is not None:
+                on_progress(1)
+        return Encoded(
+            embeddings=np.stack(states) if states else np.empty((0, 0), np.float32),
+            rationales=texts,
+            num_rationale_tokens=np.array([len(one) for one in ids], np.int64),
+            stop_reasons=reasons,
+            generate_ms=np.array(generate_ms, np.float64),
+            embed_ms=np.array(embed_ms, np.float64),
+        )
+
+
+def small_sides(image: Image.Image) -> Image.Image:
+    """A picture none of whose sides is below `SHORTEST_PX`, by PIL's own default filter."""
+    width, height = image.size
+    if width < SHORTEST_PX:
+        image = image.resize((SHORTEST_PX, height))
+    if height < SHORTEST_PX:
+        image = image.resize((image.size[0], SHORTEST_PX))
+    return image
+
+
+def longer(inputs: dict[str, Tensor], row_T: Tensor) -> dict[str, Tensor]:
+    """The same inputs with the ids that were written after them."""
+    more = {"input_ids": row_T[None], "attention_mask": torch.ones_like(row_T)[None]}
+    if "mm_token_type_ids" in inputs:
+        old = inputs["mm_token_type_ids"]
+        more["mm_token_type_ids"] = torch.nn.functional.pad(old, (0, len(row_T) - old.shape[1]))
+    return inputs | more
+
+
+def load_as_released(
+    facts: Facts,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+) -> ReleasedRge:
+    """The released RGE checkpoint, asked as its evaluation asks it.
+
+    Raises:
+        UserError: a temperature, or files that cannot be loaded.
+    """
+    if temperature is not None:
+        raise UserError(
+            "temperature= and as=release exclude each other: the release decodes as its checkpoint says"
+        )
+    device, dtype = place(device, dtype)
+    try:
+        model: Any = AutoModelForImageTextToText.from_pretrained(facts.path, dtype=getattr(torch, dtype))
+        processor: Any = AutoProcessor.from_pretrained(facts.path)
+        processor.image_processor = AutoImageProcessor.from_pretrained(facts.path, backend="pil")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"{facts.name} cannot be loaded: {error}") from None
+    processor.image_processor.size = {"shortest_edge": RELEASE["min"], "longest_edge": RELEASE["max"]}
+    return ReleasedRge(facts, model.to(device), processor, dtype, max_new_tokens or RELEASE_TOKENS)

@@ -1,0 +1,1 @@
+"""Boards: many models on one set, published rows beside measured ones."""

@@ -1,0 +1,275 @@
+"""One HTML page for many models: published rows beside measured ones, category bars, cost, and examples side by side.
+
+    python -m eval report runs=[LABEL:]DIR[,...] out=FILE page=leaderboard [published=auto|all|none]
+
+Evaluations of one retrieval set share a board. A published table stands on the board of its benchmark; where the set at
+hand is not the published one (other counts), its rows are kept apart and the page says that the two cannot be compared.
+Suites (MMEB, MM-BRIGHT) and single sets are treated alike.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from eval.benchmarks.published_tables import Column, Published, published, table_of
+from eval.embedding.identity import flat_identity
+from eval.pages.boards.rows import (
+    MAX_COLUMNS,
+    HeatMap,
+    Row,
+    generic_columns,
+    heat_map,
+    measured_row,
+    name_of,
+    note_of,
+    numbered,
+    order,
+    published_rows,
+    why_apart,
+)
+from eval.pages.boards.side_by_side import side_by_side
+from eval.pages.budget_curves import BASES, on_page, read_budget
+from eval.pages.charts import Point, scatter
+from eval.pages.evaluations import Evaluation, expand, read_evaluation, warnings_of
+from eval.pages.examples import Gallery
+from eval.pages.single_file import write_page
+from rge.common.errors import UserError
+
+
+@dataclass(frozen=True)
+class Board:
+    """Everything that one section of the page shows; ``apart`` says why published rows take no places on it."""
+
+    id: str
+    title: str
+    facts: str
+    source: Published | None
+    apart: list[str]
+    columns: list[Column]
+    main: int
+    rows: list[Row]
+    foreign: list[Row]
+    warnings: list[str]
+    heat: HeatMap | None
+    differs: Sequence[tuple[str, dict[str, str]]]
+    cost: Markup | None
+    cost_rows: list[dict[str, Any]]
+    examples: dict[str, Any] | None = None
+    budgets: Sequence[tuple[str, dict[str, Any]]] = ()
+
+
+def write_leaderboard(
+    runs: Sequence[str],
+    out: Path,
+    *,
+    title: str | None = None,
+    which: str = "auto",
+    num_examples: int = 24,
+    set_dir: Path | None = None,
+    seed: int = 0,
+) -> Path:
+    """Write the page; the same input gives the same bytes.
+
+    Args:
+        runs: evaluation directories, or directories that hold them, each with ``LABEL:`` before it if wanted.
+        out: the HTML file.
+        title: heading of the page.
+        which: published tables: ``auto`` those of the benchmarks at hand, ``all``, or ``none``.
+        num_examples: queries shown with pictures on each board.
+        set_dir: where the retrieval set is now, if there is one board and the set was moved.
+        seed: draws other examples.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        UserError: an evaluation is incomplete, two have the same name, or a set or a picture is missing.
+    """
+    if which not in ("auto", "all", "none"):
+        raise UserError(f"published must be auto, all or none, got {which!r}")
+    groups, budgets = _groups(runs)
+    if set_dir is not None and len(groups) > 1:
+        raise UserError(f"set=DIR is for evaluations of one set, these are of {len(groups)}")
+    gallery = Gallery()
+    boards = [
+        replace(_board(number, members, which, gallery, num_examples, set_dir, seed), budgets=budgets[key])
+        for number, (key, members) in enumerate(groups.items())
+    ]
+    used = {board.source.key for board in boards if board.source}
+    if which == "all":
+        rest = [table for key, table in published().items() if key not in used]
+        boards += [_published_only(len(boards) + number, table) for number, table in enumerate(rest)]
+    return _write(boards, gallery, out, title)
+
+
+def _write(boards: Sequence[Board], gallery: Gallery, out: Path, title: str | None) -> Path:
+    content = dict(
+        title=title or (boards[0].title if len(boards) == 1 else "Leaderboard"),
+        boards=boards,
+        warnings=[(board.title, warning) for board in boards for warning in board.warnings],
+        pictures=gallery.pictures,
+        sizes={picture.name: (picture.width, picture.height) for picture in gallery.pictures},
+        max_columns=MAX_COLUMNS,
+    )
+    return write_page(out, "leaderboard.html.j2", ["report.css", "leaderboard.css"], content)
+
+
+_Key = tuple[str, ...]
+"""Benchmark, profile, limit, fingerprint and content: only evaluations that agree in all of these share a board."""
+
+
+def _groups(
+    runs: Sequence[str],
+) -> tuple[dict[_Key, list[tuple[str, str, Evaluation]]], dict[_Key, list[tuple[str, dict[str, Any]]]]]:
+    """(label, note, evaluation) by retrieval set, in the order given, and (label, curves) of the output of `budget`.
+
+    Of such an output the two ways that all others start from are rows; the rest is in the curves.
+    """
+    groups: dict[_Key, list[tuple[str, str, Evaluation]]] = defaultdict(list)
+    budgets: dict[_Key, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
+    for word in runs:
+        label, colon, directory = word.partition(":")
+        if not colon or Path(word).exists():
+            label, directory = "", word
+        curves = read_budget(Path(directory))
+        bases = [Path(directory) / name for name in BASES]
+        for path in expand(Path(directory)) if curves is None else bases:
+            one = read_evaluation(path)
+            key = _key(one.results)
+            groups[key].append((label or name_of(one), note_of(one), one))
+        if curves is not None:
+            budgets[key].append((label or name_of(one), on_page(curves)))
+    _join_old(groups, budgets)
+    for members in groups.values():
+        seen: set[tuple[str, str]] = set()
+        for label, note, one in members:
+            if (label, note) in seen:
+                raise UserError(
+                    f"{one.directory} is a second {label!r} ({note}) of one set: name them with runs=LABEL:DIR"
+                )
+            seen.add((label, note))
+    if not groups:
+        raise UserError("runs must name at least one evaluation directory")
+    return dict(groups), budgets
+
+
+def _key(results: Mapping[str, Any]) -> _Key:
+    wanted = results["set"]
+    words = (results.get("benchmark") or "generic", results.get("profile"), wanted.get("limit"))
+    return *map(str, words), wanted["fingerprint"], wanted.get("content") or ""
+
+
+def _join_old(*tables: dict[_Key, list[Any]]) -> None:
+    """Results from before contents were known join the one board that they can be of; they get no number there."""
+    for groups in tables:
+        for key in [key for key in groups if not key[-1]]:
+            same = [other for other in tables[0] if other[:-1] == key[:-1] and other[-1]]
+            if len(same) == 1:
+                groups[same[0]] = [*groups.get(same[0], []), *groups.pop(key)]
+
+
+def _board(
+    number: int,
+    members: Sequence[tuple[str, str, Evaluation]],
+    which: str,
+    gallery: Gallery,
+    num_examples: int,
+    set_dir: Path | None,
+    seed: int,
+) -> Board:
+    first = members[0][2].results
+    table = table_of(first.get("benchmark"), str(first["set"]["name"])) if which != "none" else None
+    columns, main = (table.columns, table.main) if table else generic_columns(first)
+    metric = columns[main].path[-1]
+    known = any(one.results["set"].get("content") for _, _, one in members)
+    rows = [measured_row(*member, columns, metric, known) for member in members]
+    theirs = published_rows(table) if table else []
+    why = [] if table is None else why_apart(first, table)
+    foreign = [row for row in theirs if why or not row.comparable]
+    rows = numbered([*rows, *(row for row in theirs if row not in foreign)], main)
+    facts = f"{first['set']['num_queries']:,} queries, {first['set']['num_candidates']:,} candidates"
+    if first["set"].get("num_members"):
+        facts += f" in {first['set']['num_members']} sets"
+    benchmark = first.get("benchmark") or "generic"
+    if benchmark != "generic":
+        facts += f", {first.get('profile')} protocol"
+    if first["set"].get("limit"):
+        facts += f", only the first {first['set']['limit']:,} queries"
+    costs = [cost for row in rows if (cost := _cost_row(row, main)) is not None]
+    return Board(
+        id=f"board{number}",
+        title=str(first["set"]["name"]),
+        facts=facts,
+        source=table,
+        apart=why,
+        columns=columns,
+        main=main,
+        rows=rows,
+        foreign=sorted(foreign, key=lambda row: order(row.figures[main])),
+        warnings=warnings_of([replace(one, label=f"{label}, {note}") for label, note, one in members]),
+        heat=heat_map(rows, foreign),
+        differs=what_differs(members),
+        cost=_cost(costs, columns[main].name),
+        cost_rows=costs,
+        examples=side_by_side(rows, metric, gallery, num_examples, set_dir, seed) if num_examples else None,
+    )
+
+
+def _published_only(number: int, table: Published) -> Board:
+    rows = published_rows(table)
+    foreign = [row for row in rows if not row.comparable]
+    rows = numbered([row for row in rows if row.comparable], table.main)
+    return Board(
+        f"board{number}", table.title, "published figures only", table, [], table.columns, table.main, rows,
+        sorted(foreign, key=lambda row: order(row.figures[table.main])), [], heat_map(rows, foreign), [], None, [],
+    )  # fmt: skip
+
+
+def what_differs(members: Sequence[tuple[str, str, Evaluation]]) -> list[tuple[str, dict[str, str]]]:
+    """Of each measured row what its identity says and not all of them say alike; empty for a single row."""
+    facts = [flat_identity(one.results) for _, _, one in members]
+    names = dict.fromkeys(name for one in facts for name in one)
+    apart = [name for name in names if len({str(one.get(name)) for one in facts}) > 1]
+    return [
+        (f"{label}, {note}", {name: str(one.get(name, "")) for name in apart})
+        for (label, note, _), one in zip(members, facts, strict=True)
+        if apart
+    ]
+
+
+def _cost_row(row: Row, main: int) -> dict[str, Any] | None:
+    """What a query costs, and the figure that it buys; None for published rows and rankings made elsewhere."""
+    if row.evaluation is None or row.figures[main] is None:
+        return None
+    columns = {
+        key: row.evaluation.per_query.get(key) for key in ("rationale_tokens", "generate_ms", "embed_ms")
+    }
+    found: dict[str, float | None] = {
+        key: None if values is None or values.isna().all() else float(values.mean())
+        for key, values in columns.items()
+    }
+    if found["embed_ms"] is None:
+        return None
+    forced = (row.evaluation.results.get("rationale") or {}).get("forced_rate")
+    return {"label": row.label, "note": row.note, "figure": row.figures[main], "forced": forced, **found}
+
+
+def _cost(rows: Sequence[Mapping[str, Any]], name: str) -> Markup | None:
+    """The rows of the table as numbered points."""
+    if not rows:
+        return None
+    points = [
+        Point(
+            f"{row['label']}, {row['note']}",
+            row["embed_ms"] + (row["generate_ms"] or 0.0),
+            row["figure"].value,
+            row["figure"].low,
+            row["figure"].high,
+        )
+        for row in rows
+    ]
+    return scatter(points, name=name, x_label="milliseconds a query, on the machine of the run")

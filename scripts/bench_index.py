@@ -1,0 +1,129 @@
+"""An index of 100,000 pictures' vectors: how long adding, searching and changing take, and what approximate search finds.
+
+python scripts/bench_index.py                       # 100,000 rows of 1,024 components
+python scripts/bench_index.py rows=20000 dimensions=256
+
+The vectors are drawn: around 2,000 centres, as embeddings of pictures are around things, and once evenly over the sphere, where
+nothing is near anything and every approximate index is at its worst. Rows go in as `rge index` writes them, 256 a commit.
+"""
+
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from rge.common.commands import start  # noqa: E402
+from rge.common.options import parse_options  # noqa: E402
+from rge.index.store import Index, Row, writing  # noqa: E402
+
+A_COMMIT = 256
+QUERIES, K = 50, 10
+
+
+@dataclass
+class Options:
+    """What is measured."""
+
+    rows: Annotated[int, Field(ge=1000)] = 100_000
+    """Vectors in the index."""
+    dimensions: Annotated[int, Field(ge=8)] = 1024
+    """Components of one."""
+
+
+def unit(vector_ND: np.ndarray) -> np.ndarray:
+    """The same with length one."""
+    return (vector_ND / np.linalg.norm(vector_ND, axis=1, keepdims=True)).astype(np.float32)
+
+
+def drawn(count: int, size: int, clustered: bool, seed: int) -> np.ndarray:
+    """(count, size) unit vectors."""
+    rng = np.random.default_rng(seed)
+    vector_ND = rng.standard_normal((count, size), dtype=np.float32)
+    if clustered:
+        centre_CD = np.random.default_rng(0).standard_normal((2000, size), dtype=np.float32)
+        vector_ND = centre_CD[rng.integers(0, len(centre_CD), count)] + 0.7 * vector_ND
+    return unit(vector_ND)
+
+
+def put(index: Index, vector_ND: np.ndarray, first: int = 0) -> None:
+    """Write rows as `rge index` does."""
+    for at in range(0, len(vector_ND), A_COMMIT):
+        some = enumerate(vector_ND[at : at + A_COMMIT], start=first + at)
+        index.put([Row("/photos", f"{name:07d}.jpg", "1:1", "d", vector_D) for name, vector_D in some])
+
+
+def searched(index: Index, query_QD: np.ndarray, exact: bool) -> tuple[float, list[set[str]]]:
+    """Median milliseconds of a search, and what was found."""
+    times, found = [], []
+    for query_D in query_QD:
+        began = time.perf_counter()
+        [hits] = index.search(query_D[None], K, exact=exact)
+        times.append((time.perf_counter() - began) * 1000)
+        found.append({hit.id for hit in hits})
+    return float(np.median(times)), found
+
+
+def measure(folder: Path, asked: Options, clustered: bool) -> None:
+    """Print one column of the table."""
+    print(
+        f"\n{asked.rows:,} vectors of {asked.dimensions}, {'around 2,000 centres' if clustered else 'evenly spread'}"
+    )
+    vector_ND = drawn(asked.rows, asked.dimensions, clustered, seed=1)
+    query_QD = drawn(QUERIES, asked.dimensions, clustered, seed=2)
+
+    def timed(what: str, work) -> None:
+        began = time.perf_counter()
+        answer = work()
+        print(f"  {what:<58}{time.perf_counter() - began:>9.1f} s", flush=True)
+        return answer
+
+    with writing(folder):
+        index = Index.create(folder, checkpoint="none", checkpoint_hash="0" * 64, dimensions=asked.dimensions)
+        timed(f"add all, {A_COMMIT} a commit", lambda: put(index, vector_ND))
+        timed("merge small files", lambda: index.refresh(ann_from=asked.rows + 1))
+        exact_ms, right = searched(index, query_QD, exact=True)
+        numpy_right = [
+            {f"{place:07d}.jpg" for place in np.argsort(-(vector_ND @ query_D), kind="stable")[:K]}
+            for query_D in query_QD
+        ]
+        agree = np.mean([len(a & b) / K for a, b in zip(right, numpy_right, strict=True)])
+        print(f"  {'a search, exact':<58}{exact_ms:>9.1f} ms   (agrees with numpy: {agree:.3f})")
+        recall = timed(
+            "make the approximate index, and measure its recall", lambda: index.refresh(ann_from=1)
+        )
+        print(f"  {'recall@10 as `rge index` prints it, over 100 rows':<58}{recall.recall:>9.3f}")
+        ann_ms, found = searched(index, query_QD, exact=False)
+        share = np.mean([len(a & b) / K for a, b in zip(right, found, strict=True)])
+        print(f"  {'a search, approximate':<58}{ann_ms:>9.1f} ms")
+        print(f"  {f'recall@{K} against exact, {QUERIES} new queries':<58}{share:>9.3f}")
+        tenth = asked.rows // 10
+        other_ND = drawn(tenth, asked.dimensions, clustered, seed=3)
+        timed(f"change {tenth:,} rows", lambda: put(index, other_ND))
+        timed(
+            f"remove {tenth:,} rows",
+            lambda: index.remove("/photos", [f"{n:07d}.jpg" for n in range(tenth, 2 * tenth)]),
+        )
+        timed("which rows there are, with their stamps", lambda: index.known("/photos"))
+        recall = timed("refresh, and measure again", lambda: index.refresh(ann_from=1))
+        print(f"  {'recall@10 afterwards':<58}{recall.recall:>9.3f}")
+
+
+def main(words: list[str]) -> int:
+    """Measure both kinds of vectors."""
+    asked = parse_options(Options, words, "python scripts/bench_index.py")
+    for clustered in (True, False):
+        with tempfile.TemporaryDirectory() as folder:
+            measure(Path(folder) / "index", asked, clustered)
+    return 0
+
+
+if __name__ == "__main__":
+    start(main)

@@ -6,7 +6,7 @@ judge), ``rge eval rerank of=DIR out=DIR judge=MODEL`` lets a vision-language mo
 ``rge eval import folder src=DIR out=DIR`` makes one of a folder of photos and a spreadsheet,
 ``rge eval check set=DIR`` looks any set over before a model is asked,
 ``rge eval audit set=DIR train=FILE.jsonl`` looks for a set's pictures in training files,
-``rge eval export format=pinpoint|top50|mmeb|mteb eval=DIR out=FILE`` writes what others read.
+``rge eval export format=pinpoint|top50|mmeb|mteb|card eval=DIR out=FILE`` writes what others read.
 Every command knows ``plugins=MODULE,...``: modules that register benchmarks, embedders or metrics (docs/extending.md).
 """
 

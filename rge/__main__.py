@@ -23,6 +23,7 @@ COMMANDS = {
     "explore": ("rge.explore", "a local page: ask, watch the model write, change its words"),
     "diagnose": ("rge.diagnose", "whether a checkpoint's rationales matter, leak, or depend on the batch"),
     "eval": ("eval", "evaluate, compare and report"),
+    "serve": ("rge.serving", "answer requests for embeddings, rationales and search over HTTP"),
     "data": ("data_prep", "prepare training data and retrieval sets"),
     "recipes": ("", "list the recipes and launch configs that are installed; with a name, print its path"),
 }

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from torch import nn
 
 from rge.checkpoints.resume import check_state, finished
 from rge.checkpoints.run_lock import held
@@ -36,6 +35,7 @@ from rge.distributed import launch
 from rge.logs import tracker_problems
 from rge.losses import CONTRASTIVE_LOSSES
 from rge.model.backbone import check_sizes, read_config
+from rge.model.hub_model import HubModel
 from rge.plan.costs import GIB, NCCL_GIB, descriptors, shapes_of, speed_of, trained_parameters
 from rge.plan.known_models import outline
 from rge.plan.options import PlanOptions
@@ -316,7 +316,7 @@ def stage_share(name: str, stage: StageConfig, num_processes: int) -> None:
         )
 
 
-def _outline(recipe: Recipe) -> nn.Module:
+def _outline(recipe: Recipe) -> HubModel:
     """The model without its weights, of which at least the config must be at hand."""
     if recipe.init is not None:
         read_config(recipe.init)
@@ -357,7 +357,7 @@ def _open_files() -> int:
 
 
 def _check_disk(
-    problems: list[str], recipe: Recipe, found: Checked, model: nn.Module, accelerator: Accelerator
+    problems: list[str], recipe: Recipe, found: Checked, model: HubModel, accelerator: Accelerator
 ) -> None:
     out = Path(recipe.out)
     needed = bytes_to_keep(recipe, found, model, accelerator)
@@ -374,7 +374,7 @@ def _check_disk(
         )
 
 
-def bytes_to_keep(recipe: Recipe, found: Checked, model: nn.Module, accelerator: Accelerator) -> float:
+def bytes_to_keep(recipe: Recipe, found: Checked, model: HubModel, accelerator: Accelerator) -> float:
     """Most that a run's folder will hold at once of what its open stages save.
 
     A state has the trained weights and the optimizer's numbers in float32, and under ZeRO or FSDP2 all weights beside them.
@@ -404,7 +404,7 @@ def _num_steps(recipe: Recipe, name: str, found: Checked) -> int:
     return round(stage.epochs * Mixture(sizes, [1.0] * len(sizes), stage.batch_size, 0).steps_per_epoch())
 
 
-def _banner(recipe: Recipe, found: Checked, model: nn.Module, accelerator: Accelerator) -> list[str]:
+def _banner(recipe: Recipe, found: Checked, model: HubModel, accelerator: Accelerator) -> list[str]:
     """Back end, processes, device, dtypes, and for each stage what is trained on what, with the plan's figures."""
     device, gib = accelerator.device, None
     name = device.type

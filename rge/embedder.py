@@ -16,8 +16,9 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -31,11 +32,14 @@ from rge.common.errors import UserError
 from rge.common.images import fetch_picture
 from rge.common.schema import Encoded, ImageRef, Item
 from rge.distributed.workers import Work, Workers
-from rge.model.backbone import load_backbone, read_config
+from rge.model.backbone import BackboneError, collapsed_ids, load_backbone, read_config
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.packing import Branch, by_length
 from rge.model.prompts import Prompt, PromptBuilder
 from rge.rollout.generate import generate
+
+if TYPE_CHECKING:
+    from rge.rollout.vllm_states import VllmStates  # imports vLLM
 
 CLOSE = {"greedy": 2e-3, "drawn": 1e-4}
 """`Rationale.margin` below which float32 in another batch might choose another token; rounding moves it by some 1e-5."""
@@ -71,13 +75,21 @@ class Embedder:
         builder: makes prompts.
         checkpoint: directory it was loaded from.
         settings: content of ``rge.json``.
+        engine: writes rationales and computes states in the model's place; None: the model does.
     """
 
     def __init__(
-        self, model: EmbeddingModel, builder: PromptBuilder, checkpoint: Path, settings: dict[str, Any]
+        self,
+        model: EmbeddingModel,
+        builder: PromptBuilder,
+        checkpoint: Path,
+        settings: dict[str, Any],
+        engine: "VllmStates | None" = None,
     ):
-        self.model, self.builder = model.eval(), builder
+        self.model, self.builder, self.engine = model.eval(), builder, engine
         self._describe(checkpoint, settings)
+
+    engine: "VllmStates | None" = None
 
     def _describe(self, checkpoint: Path, settings: dict[str, Any]) -> None:
         self.checkpoint, self.settings = checkpoint, settings
@@ -95,6 +107,9 @@ class Embedder:
         quantization: Literal["8bit", "4bit"] | None = None,
         max_new_tokens: int | None = None,
         temperature: float | None = None,
+        engine: Literal["own", "vllm"] = "own",
+        vllm_memory: float = 0.8,
+        vllm_rows: int = 64,
     ) -> "Embedder":
         """Load a finished checkpoint.
 
@@ -109,6 +124,9 @@ class Embedder:
                 Embeddings differ from the checkpoint's own then.
             max_new_tokens: overrides the checkpoint's cap on a rationale.
             temperature: overrides the checkpoint's greedy decoding.
+            engine: ``vllm`` lets vLLM write rationales and compute states (docs/serving.md); on one device.
+            vllm_memory: share of a GPU's memory for it.
+            vllm_rows: rows that it works on at once.
 
         Raises:
             CheckpointError: not a checkpoint of rge, or the hub cannot be reached.
@@ -129,12 +147,18 @@ class Embedder:
         settings = {**settings, "generation": generation, "dtype": dtype}
         if quantization is not None:
             settings["quantization"] = quantization
+        if engine == "vllm":
+            if len(devices) > 1 or quantization is not None:
+                raise UserError("engine=vllm is for one device and for weights as the checkpoint has them")
+            return cls._load(folder, settings, first, {"memory": vllm_memory, "rows": vllm_rows})
         if len(devices) > 1:
-            return _SpreadEmbedder(folder, settings, devices)
+            return _SpreadEmbedder(folder, settings, [each for each in devices if each is not None])
         return cls._load(folder, settings, first)
 
     @classmethod
-    def _load(cls, folder: Path, settings: dict[str, Any], device: str) -> "Embedder":
+    def _load(
+        cls, folder: Path, settings: dict[str, Any], device: str, vllm: dict[str, Any] | None = None
+    ) -> "Embedder":
         pixels = settings["pixels"]
         backbone = load_backbone(
             folder,
@@ -145,7 +169,11 @@ class Embedder:
             device=device,
         )
         builder = PromptBuilder(backbone.processor, settings["profile"], settings["max_prompt_tokens"])
-        return cls(EmbeddingModel(backbone).to(device), builder, folder, settings)
+        model = EmbeddingModel(backbone)
+        if vllm is None:
+            return cls(model.to(device), builder, folder, settings)
+        states = _vllm(model.eval(), folder, device, settings, **vllm)
+        return cls(model, builder, folder, settings | {"engine": states.name}, states)
 
     @property
     def size(self) -> int:
@@ -157,12 +185,21 @@ class Embedder:
 
     def check_dimensions(self, dimensions: int | None) -> None:
         """Raise `UserError` where embeddings cannot be cut to so many components."""
-        allowed = {self.size, *self.settings.get("dimensions", ())}
-        if dimensions is not None and dimensions not in allowed:
+        if dimensions is not None and dimensions not in self.sizes:
             raise UserError(
-                f"dimensions must be one of {', '.join(map(str, sorted(allowed)))}, the sizes this checkpoint was trained "
-                f"for, got {dimensions}"
+                f"dimensions must be one of {', '.join(map(str, self.sizes))}, the sizes this checkpoint was trained for, "
+                f"got {dimensions}"
             )
+
+    @property
+    def sizes(self) -> list[int]:
+        """The sizes that an embedding may be cut to, its own included."""
+        return sorted({self.size, *self.settings.get("dimensions", ())})
+
+    @property
+    def query_mode(self) -> Literal["reasoning", "direct"]:
+        """How queries were trained: with a rationale or without."""
+        return "direct" if self.settings["reasons"] == "none" else "reasoning"
 
     @property
     def default_instruction(self) -> str | None:
@@ -210,8 +247,11 @@ class Embedder:
             ImageError: a picture cannot be read.
         """
         single, rows = _rows(texts, images)
-        items = _Items(rows, self._instruction(instruction, task))
-        mode = mode or ("direct" if self.settings["reasons"] == "none" else "reasoning")
+        asked, warning = self.instruction_for(instruction, task)
+        if warning:
+            warnings.warn(warning, stacklevel=2)
+        items = _Items(rows, asked)
+        mode = mode or self.query_mode
         return self._answer(
             items,
             "query",
@@ -297,29 +337,52 @@ class Embedder:
                 (Path(folder) / card.name).write_text(renamed_card(text, repo_id), encoding="utf-8")
             return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
 
-    def _instruction(self, given: str | None, task: str | None) -> str | None:
+    def instruction_for(self, given: str | None, task: str | None = None) -> tuple[str | None, str | None]:
+        """The instruction that a query gets, and what there is to say about it.
+
+        Args:
+            given: by the caller; an empty one is none.
+            task: name of a task of training, where nothing is given.
+
+        Returns:
+            The instruction, and a warning where training did not know it.
+
+        Raises:
+            ValueError: an unknown task.
+        """
         known = self.settings.get("instructions")
         if given is not None:
             if given and known and given not in known["known"]:
-                warnings.warn(
-                    f"{self.checkpoint} was not trained with the instruction {given!r}; known are "
-                    + "; ".join(map(repr, known["known"][:8])),
-                    stacklevel=3,
+                return given, (
+                    f"{self.checkpoint.name} was not trained with the instruction {given!r}; known are "
+                    + "; ".join(map(repr, known["known"][:8]))
                 )
-            return given or None
+            return given or None, None
         if task is not None:
             tasks = known["by_task"] if known else {}
             if task not in tasks:
                 raise ValueError(
                     f"{self.checkpoint} knows no task {task!r}; known are {', '.join(tasks) or 'none'}"
                 )
-            return tasks[task]
+            return tasks[task], None
         if known is None and "recipe" in self.settings and self.settings["recipe"]:
-            warnings.warn(
-                f"{self.checkpoint} does not say with which instructions it was trained (an older export): give instruction=",
-                stacklevel=3,
+            return None, (
+                f"{self.checkpoint.name} does not say with which instructions it was trained (an older export): give "
+                "instruction="
             )
-        return self.default_instruction
+        return self.default_instruction, None
+
+    def cut(self, vectors: np.ndarray, dimensions: int | None) -> np.ndarray:
+        """The leading components of embeddings (N, D), of unit norm again.
+
+        Raises:
+            UserError: a size that the checkpoint was not trained for.
+        """
+        self.check_dimensions(dimensions)
+        if dimensions is None or dimensions == self.size:
+            return vectors
+        vectors = vectors[:, :dimensions]
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
     def _answer(
         self, items, side, mode, single, dimensions, return_rationales, as_tensor, batch_size, seeds, progress
@@ -331,10 +394,7 @@ class Embedder:
             found = self.encode(
                 items, side=side, mode=mode, batch_size=batch_size, seeds=seeds, on_progress=bar.update
             )
-        vectors = found.embeddings
-        if dimensions is not None and dimensions < self.size:
-            vectors = vectors[:, :dimensions]
-            vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+        vectors = self.cut(found.embeddings, dimensions)
         answer: np.ndarray | Tensor = torch.from_numpy(vectors) if as_tensor else vectors
         if not return_rationales:
             return answer[0] if single else answer
@@ -373,6 +433,10 @@ class Embedder:
         """
         if mode not in ("reasoning", "direct"):
             raise ValueError(f"mode must be reasoning or direct, got {mode!r}")
+        if self.exact and self.engine is not None:
+            raise ValueError(
+                "exact embeddings are computed row by row, which vLLM does not do: use engine=own"
+            )
         num = len(items)
         found = Encoded(
             embeddings=np.empty((num, self.size), np.float32),
@@ -421,10 +485,25 @@ class Embedder:
                 stacklevel=2,
             )
         prepare_ms = (time.perf_counter() - began) * 1000 / len(prompts)
-        if job.mode == "direct":
-            results = self._direct(prompts, job.batch_size, prepare_ms, on_progress)
+        return self._prompts(prompts, job.mode, job.batch_size, prepare_ms, job.seeds, on_progress)
+
+    def encode_prompts(
+        self, prompts: Sequence[Prompt], *, mode: Literal["reasoning", "direct"], batch_size: int = 64
+    ) -> Encoded:
+        """Embed prompts that `builder` has made before, as a server does, which makes them where they come in.
+
+        Args:
+            prompts: of items, at least one.
+            mode: as of `encode`.
+            batch_size: rows a forward.
+        """
+        return self._prompts(prompts, mode, batch_size, 0.0, None, None)
+
+    def _prompts(self, prompts, mode, batch_size, prepare_ms, seeds, on_progress) -> Encoded:
+        if mode == "direct":
+            results = self._direct(prompts, batch_size, prepare_ms, on_progress)
         else:
-            results = self._reasoning(prompts, job.batch_size, prepare_ms, job.seeds, on_progress)
+            results = self._reasoning(prompts, batch_size, prepare_ms, seeds, on_progress)
         states, rationales, num_tokens, stop_reasons, generate_ms, embed_ms = zip(*results, strict=True)
         return Encoded(
             embeddings=np.stack(states),
@@ -439,15 +518,20 @@ class Embedder:
         settings = self.settings["generation"]
         asked = {key: settings[key] for key in ("max_new_tokens", "temperature")}
         together = batch_size if not self.exact or self.settings["dtype"] == "float32" else 1
-        rationales = generate(
-            self.model,
-            prompts,
-            **asked,
-            batch_size=together,
-            seeds=seeds,
-            on_progress=on_progress,
-            margins=self.exact and together > 1,
-        )
+        if self.engine is not None:
+            rationales = self.engine.generate(prompts, **asked, seeds=seeds)
+            if on_progress is not None:
+                on_progress(len(prompts))
+        else:
+            rationales = generate(
+                self.model,
+                prompts,
+                **asked,
+                batch_size=together,
+                seeds=seeds,
+                on_progress=on_progress,
+                margins=self.exact and together > 1,
+            )
         states, read_ms = [rationale.state_D for rationale in rationales], [0.0] * len(rationales)
         if self.exact:
             close = CLOSE["drawn" if asked["temperature"] > 0 else "greedy"]
@@ -482,6 +566,8 @@ class Embedder:
             rationales: token ids, without ``<emb>``; empty ones are what direct mode reads.
             batch_size: rows a forward.
         """
+        if self.engine is not None:
+            return torch.stack(self.engine.states(prompts, rationales)).numpy()
         lengths = [
             len(prompt) + len(rationale) for prompt, rationale in zip(prompts, rationales, strict=True)
         ]
@@ -502,6 +588,13 @@ class Embedder:
 
     @torch.no_grad()
     def _direct(self, prompts, batch_size, prepare_ms, on_progress):
+        if self.engine is not None:
+            began = time.perf_counter()
+            states = self.engine.states(prompts)
+            embed_ms = prepare_ms + (time.perf_counter() - began) * 1000 / len(prompts)
+            if on_progress is not None:
+                on_progress(len(prompts))
+            return [(state.numpy(), "", 0, "prefilled", 0.0, embed_ms) for state in states]
         branch = Branch([self.model.emb_id], read_state=True)
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         found: list[tuple | None] = [None] * len(prompts)
@@ -554,6 +647,39 @@ def _worker(folder: Path, settings: dict[str, Any], threads: int, device: str) -
         return embedder._window(job, on_progress)
 
     return embed
+
+
+def _vllm(
+    model: EmbeddingModel, folder: Path, device: str, settings: dict[str, Any], memory: float, rows: int
+) -> "VllmStates":
+    """The checkpoint in vLLM; of `model`, what vLLM does not hold moves to the device.
+
+    Raises:
+        BackboneError: vLLM is not installed, does not know the family's pictures, or does not start.
+    """
+    if find_spec("vllm") is None:
+        raise BackboneError(
+            "engine=vllm needs vLLM, which is not installed: pip install 'rge[vllm]', in an environment of its own since it "
+            "pins torch and transformers (without a GPU: see docs/serving.md); or use engine=own"
+        )
+    collapsed_ids(model.model, [])  # an unsupported family is an error before anything is started
+    from rge.rollout.vllm_states import VllmStates
+
+    try:
+        return VllmStates(
+            model,
+            folder,
+            device=device,
+            dtype=settings["dtype"],
+            max_prompt_tokens=settings["max_prompt_tokens"],
+            max_new_tokens=settings["generation"]["max_new_tokens"],
+            batch_size=rows,
+            memory=memory,
+        )
+    except (ValueError, RuntimeError) as error:
+        raise BackboneError(
+            f"engine=vllm: vLLM does not start with vllm_memory={memory:g}: {error}"
+        ) from error
 
 
 def local_folder(checkpoint: str | Path, revision: str | None) -> Path:

@@ -4,7 +4,7 @@
         init=runs/demo/cold_start/final set=data_prep/demo/data/test out=runs/ablate_anchor \
         with.none='loss.ratio=none joint.lr=1e-3'
 
-Every run is the joint stage of the recipe from the same `init`, with ``train.seed`` 0, 1, ...; ``with.VALUE`` adds
+Every run is one stage of the recipe, the joint one unless ``stage=rl``, from the same `init`, with ``train.seed`` 0, 1, ...; ``with.VALUE`` adds
 overrides to the arm of that value, for an arm that needs settings of its own to be given a fair chance, and any other
 ``key=value`` goes to every run. Everything is checked before anything runs. A run that is finished is not repeated, an
 interrupted one resumes, so the command can be stopped and given again.
@@ -30,7 +30,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -45,6 +45,8 @@ from rge.config import load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_SET = "data_prep/demo/data/test"
+BEFORE = {"joint": "cold_start", "rl": "joint"}
+"""Whose checkpoint a stage goes on from."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,10 @@ class Options:
     """KEY=[VALUE,VALUE,...]: the key of the recipe and the values it takes."""
     seeds: int = 3
     """Runs an arm, with train.seed 0, 1, ..."""
+    stage: Literal["joint", "rl"] = "joint"
+    """Stage that every run is."""
     init: str = ""
-    """Checkpoint that every run starts from; empty: the recipe's own cold start."""
+    """Checkpoint that every run starts from; empty: the recipe's own from the stage before."""
     set: str = ""
     """Retrieval set that every run is evaluated on; empty: the demo's, for the recipe demo."""
     out: str = ""
@@ -213,7 +217,7 @@ def plan(
             folder = Path(options.out) / folder_name(value) / f"seed_{seed}"
             overrides = (
                 f"recipe={options.recipe}",
-                "stage=joint",
+                f"stage={options.stage}",
                 f"init={options.init}",
                 f"out={folder}",
                 f"train.seed={seed}",
@@ -228,12 +232,12 @@ def plan(
 
 
 def complete(options: Options, key: str, recipe_out: str) -> Options:
-    """Fill in what was not given: the recipe's own cold start, the demo's test set, a folder named after the key."""
+    """Fill in what was not given: the recipe's own checkpoint of the stage before, the demo's test set, a folder named after the key."""
     if not options.set and options.recipe != "demo":
         raise SweepError("set= must be given: the retrieval set that every run is evaluated on")
     return replace(
         options,
-        init=options.init or f"{recipe_out}/cold_start/final",
+        init=options.init or f"{recipe_out}/{BEFORE[options.stage]}/final",
         out=options.out or f"runs/ablate_{options.recipe}_{folder_name(key)}",
         set=options.set or DEMO_SET,
         launcher=options.launcher or default_launcher(),
@@ -281,7 +285,7 @@ def check_places(options: Options, will_run: bool) -> None:
     if not Path(init).is_dir() and init.count("/") != 1:  # one slash: may be a hub id
         raise SweepError(
             f"init={init} does not exist; train it with "
-            f"`accelerate launch rge/train.py recipe={options.recipe} stage=cold_start`, or name a checkpoint"
+            f"`accelerate launch rge/train.py recipe={options.recipe} stage={BEFORE[options.stage]}`, or name a checkpoint"
         )
 
 
@@ -310,7 +314,7 @@ def evaluate(options: Options, folder: Path) -> None:
     """Evaluate a run in the mode it was trained for."""
     if results(folder).is_file():
         return
-    checkpoint = folder / "joint" / "final"
+    checkpoint = folder / options.stage / "final"
     mode = "direct" if json.loads((checkpoint / "rge.json").read_text())["reasons"] == "none" else "reasoning"
     command = [sys.executable, "-m", "eval", "run", f"checkpoint={checkpoint}", f"set={options.set}"]
     run([*command, f"out={folder / 'eval'}", f"query_mode={mode}", "report=false"])

@@ -21,6 +21,13 @@ Random weights never write ``<emb>``. `StoppingHead` raises its logit at a lengt
 before, by the same code in both forms, so both write the same tokens; transformers keeps finished rows in the batch
 until the last one ends, and so does the form measured here.
 
+``rationales=8`` measures a step of the stage rl instead, with so many rationales a query, against its plain form:
+
+    plain         `generate` from k copies of each prompt; a forward over each [prompt][rationale, <emb>] without gradient
+                  for the rewards; one with gradient for the log probabilities; one for the states of InfoNCE; the LM forward
+    leaner        the same, but prompts encoded once for generating, and log probabilities and states read from one forward
+    ours          prompts encoded once; k branches and the oracle's in `rge.step.training_step`, which is all there is
+
 Before anything is timed, tokens, losses and all gradients of the two forms are compared in float64; a difference is an
 error. Repetitions alternate, medians count; CPU time stands beside wall time, since on a busy machine only the former
 repeats. FLOPs: `torch.utils.flop_counter`, attention counted dense, as it does for CUDA kernels. Memory: each form in a
@@ -39,7 +46,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -54,17 +61,19 @@ from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.options import one_of, parse_options
 from rge.common.schema import Item
-from rge.config import load_recipe
+from rge.config import LossConfig, Recipe, RLConfig, RolloutConfig, load_recipe
 from rge.data.collate import Batch, StepBatches
 from rge.data.readers import open_records, read_texts
 from rge.data.sources import Mixture
-from rge.losses import info_nce, rationale_nll
+from rge.losses import info_nce, rationale_log_probs, rationale_nll
 from rge.model.attention import EncodedPrompts
 from rge.model.backbone import load_backbone, text_model
-from rge.model.embedding_model import EmbeddingModel, encode_prompts, normalise
+from rge.model.embedding_model import EmbeddingModel, Readout, encode_prompts, normalise
 from rge.model.families import normalised
 from rge.model.packing import Branch
 from rge.model.prompts import Prompt, PromptBuilder
+from rge.rl.credit import Reinforcement
+from rge.rl.policy import advantages
 from rge.rollout.generate import Rationale, generate
 from rge.scratch import build as scratch
 from rge.step import Objective, candidate_masks, training_step
@@ -88,6 +97,8 @@ class Options:
     candidate_side_px: int = 448
     memory: bool = True
     """Whether memory is measured, which takes three more processes a setting."""
+    rationales: int = 1
+    """Rationales a query; above 1 the step is one of the stage rl, of which FLOPs alone are counted."""
     memory_of: str | None = None
     """Set in the processes that measure memory: one of `FORMS`."""
 
@@ -397,6 +408,208 @@ def three_pass_step(
     }
 
 
+def rl_recipe(setting: Setting, options: Options) -> Recipe:
+    """The stage rl as recipes have it by default."""
+    objective = setting.objective
+    return Recipe(
+        recipe="bench",
+        stage="rl",
+        loss=LossConfig(
+            alpha_lm=0.5,
+            alpha_con=0.5,
+            temperature=objective.temperature,
+            lm_on_candidates=objective.lm_on_candidates,
+        ),
+        rollout=RolloutConfig(max_new_tokens=setting.max_new_tokens),
+        rl=RLConfig(num_rationales=options.rationales, std_floor=0.1),
+    )
+
+
+def groups_of(setting: Setting, count: int) -> Setting:
+    """The setting with `count` rationales a query, of lengths that the setting's rationales have."""
+    drawn = np.random.default_rng(1).choice(setting.stop_B, (len(setting.stop_B), count))
+    return replace(setting, stop_B=drawn.flatten().tolist())
+
+
+def our_groups(setting: Setting, count: int, encoded: EncodedPrompts | None = None) -> list[Rationale]:
+    """`count` rationales a query, by rge; greedy ones that end at different places, for the plain form to write them too."""
+    prompts = setting.batch.queries
+    order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
+    stops = [setting.stop_B[row * count + number] for row in order for number in range(count)]
+    with stopping(setting.embedder, stops):
+        return generate(
+            setting.embedder,
+            prompts,
+            max_new_tokens=setting.max_new_tokens,
+            batch_size=len(stops),
+            num_each=count,
+            encoded=encoded,
+        )
+
+
+def our_rl_step(
+    setting: Setting, recipe: Recipe, rationales: Sequence[Rationale], encoded: EncodedPrompts | None = None
+) -> dict[str, float]:
+    """Gradients of one step of the stage rl, by rge."""
+    credit = Reinforcement(recipe, setting.embedder, None, Path()).begin(setting.batch, rationales, False)
+    return training_step(
+        setting.embedder,
+        setting.embedder,
+        setting.batch,
+        Objective.of(recipe, "rl"),
+        rationales=rationales,
+        micro_batch_size=len(setting.batch.queries),
+        backward=lambda loss: loss.backward(),
+        encoded=encoded,
+        credit=credit,
+    )
+
+
+def our_full_rl_step(setting: Setting, recipe: Recipe) -> dict[str, float]:
+    """Rationales and gradients, prompts encoded once, by rge."""
+    encoded = encode_prompts(setting.embedder, setting.embedder, setting.batch.queries)
+    return our_rl_step(setting, recipe, our_groups(setting, recipe.rl.num_rationales, encoded), encoded)
+
+
+def plain_rl_step(
+    setting: Setting, recipe: Recipe, own_ids: Sequence[Sequence[int]], lean: bool = False
+) -> dict[str, float]:
+    """Gradients of one step of the stage rl, in passes: rewards, log probabilities, states, LM, candidates.
+
+    Args:
+        setting: model and batch.
+        recipe: of the stage.
+        own_ids: rationales, equally many a query.
+        lean: log probabilities and states are read from one forward.
+    """
+    embedder, batch, rl = setting.embedder, setting.batch, recipe.rl
+    model, emb_id, K = embedder.model, embedder.emb_id, rl.num_rationales
+    head = model.get_output_embeddings()
+    repeated = [prompt for prompt in batch.queries for _ in range(K)]
+    suffixes = [[*ids, emb_id] for ids in own_ids]
+    ends = [len(prompt) + len(ids) - 1 for prompt, ids in zip(repeated, suffixes, strict=True)]
+
+    def hidden(prompts: Sequence[Prompt], continuations: Sequence[Sequence[int]]) -> Tensor:
+        inputs = stock_inputs(embedder, prompts, continuations, padding_side="right")
+        return text_model(model)(**inputs, use_cache=False).last_hidden_state
+
+    def predicting(
+        prompts: Sequence[Prompt], continuations: Sequence[Sequence[int]]
+    ) -> tuple[list[int], list[int]]:
+        rows = [row for row, ids in enumerate(continuations) for _ in ids]
+        columns = [
+            len(prompts[row]) - 1 + place
+            for row, ids in enumerate(continuations)
+            for place in range(len(ids))
+        ]
+        return rows, columns
+
+    def candidates() -> Readout:
+        labelled = recipe.loss.lm_on_candidates
+        branch = Branch([emb_id], read_state=True, predict=labelled)
+        return embedder(embedder.pack(batch.candidates, [[branch]] * len(batch.candidates)))[0]
+
+    positive_BC, ignored_BC = candidate_masks(batch, torch.tensor(batch.candidate_identity), 0)
+    with torch.no_grad():
+        state_ND = normalise(hidden(repeated, suffixes)[range(len(ends)), ends])
+        logit = state_ND.view(-1, K, state_ND.shape[1]) @ candidates().state_ND.T / recipe.loss.temperature
+        right = (positive_BC | ignored_BC)[:, None].expand_as(logit)
+        reward_BK = logit.masked_fill(~right, float("-inf")).logsumexp(2) - logit.logsumexp(2)
+        advantage_BK = advantages(reward_BK, leave_one_out=False, scale="group", std_floor=rl.std_floor)
+    written = hidden(repeated, suffixes)
+    labels = torch.tensor([token for ids in suffixes for token in ids])
+    log_prob_L, _ = rationale_log_probs(
+        written[predicting(repeated, suffixes)],
+        head,
+        labels,
+        barred_ids=embedder.suppressed_ids,
+        temperature=1.0,
+    )
+    owner_L = torch.arange(len(suffixes)).repeat_interleave(torch.tensor([len(ids) for ids in suffixes]))
+    policy = -(advantage_BK.flatten()[owner_L] * (log_prob_L - log_prob_L.detach()).exp()).mean()
+    total = rl.alpha_rl * policy
+    if not lean:
+        total.backward()
+        total, written = 0.0, hidden(repeated, suffixes)
+    q_ND, found = normalise(written[range(len(ends)), ends]), candidates()
+    masks = (mask.repeat_interleave(K, dim=0) for mask in (positive_BC, ignored_BC))
+    con = info_nce(q_ND, found.state_ND, *masks, temperature=recipe.loss.temperature) / len(suffixes)
+    oracle = hidden(batch.queries, batch.oracle_ids)[predicting(batch.queries, batch.oracle_ids)]
+    label_N = torch.tensor([token for ids in batch.oracle_ids for token in ids])
+    lm = (rationale_nll(oracle, head, label_N) + found.nll) / (len(label_N) + found.num_tokens)
+    total = total + rl.alpha_con * con + rl.alpha_lm * lm
+    total.backward()  # type: ignore[union-attr]
+    parts = {"loss_rl": policy, "loss_contrastive": con, "loss_lm": lm}
+    return {name: float(value.detach()) for name, value in parts.items()}
+
+
+def measure_rl(setting: Setting, options: Options) -> dict[str, float]:
+    """FLOPs of a step of the stage rl against its plain form; losses and gradients are compared first, in float64.
+
+    Raises:
+        RuntimeError: they differ by more than `TOLERANCE`.
+    """
+    count = options.rationales
+    setting, recipe = groups_of(setting, count), rl_recipe(setting, options)
+    embedder = setting.embedder.double()
+    rationales = our_groups(setting, count)
+    own_ids = [rationale.ids for rationale in rationales]
+    reports, gradients = [], []
+    for step in (
+        lambda: our_full_rl_step(setting, recipe),
+        lambda: plain_rl_step(setting, recipe, own_ids),
+        lambda: plain_rl_step(setting, recipe, own_ids, lean=True),
+    ):
+        embedder.zero_grad(set_to_none=True)
+        reports.append(step())
+        gradients.append(torch.cat([p.grad.flatten() for p in embedder.parameters() if p.grad is not None]))
+    embedder.zero_grad(set_to_none=True)
+    worst = 0.0
+    for report, gradient in zip(reports[1:], gradients[1:], strict=True):
+        worst = max(worst, float((gradient - gradients[0]).norm() / gradient.norm()))
+        worst = max(
+            worst, *(abs(value - reports[0][name]) / max(abs(value), 1e-3) for name, value in report.items())
+        )
+    if not worst <= TOLERANCE:
+        raise RuntimeError(
+            f"{setting.name}: losses or gradients differ by {worst:.1e} (relative), > {TOLERANCE}"
+        )
+    print(
+        f"{setting.name}, {count} rationales: losses and gradients equal to {worst:.0e} (float64, relative)",
+        flush=True,
+    )
+    del gradients
+    embedder.float()
+    tokens = sum(len(ids) + 1 for ids in own_ids)
+    work: dict[str, Callable[[], object]] = {
+        "ours": lambda: our_full_rl_step(setting, recipe),
+        "generate, k copies": lambda: their_rollout(repeated_prompts(setting, count)),
+        "generate, prompts once": lambda: our_groups(setting, count),
+        "score, log probabilities, embed, LM": lambda: plain_rl_step(setting, recipe, own_ids),
+        "score, one forward for both, LM": lambda: plain_rl_step(setting, recipe, own_ids, lean=True),
+    }
+    flops = {}
+    for name, call in work.items():
+        embedder.zero_grad(set_to_none=True)
+        flops[name] = count_flops(call)
+    plain = flops["generate, k copies"] + flops["score, log probabilities, embed, LM"]
+    lean = flops["generate, prompts once"] + flops["score, one forward for both, LM"]
+    for name, value in [*flops.items(), ("plain, all", plain), ("leaner, all", lean)]:
+        print(f"{name + ', GFLOP':44s}{value / 1e9:12.1f}{value / flops['ours']:8.2f}", flush=True)
+    return {
+        "rl_step_flops_ratio": plain / flops["ours"],
+        "rl_step_flops_ratio_lean": lean / flops["ours"],
+        "ours_rl_step_gflop": flops["ours"] / 1e9,
+        "rationale_tokens": tokens,
+    }
+
+
+def repeated_prompts(setting: Setting, count: int) -> Setting:
+    """The setting with `count` copies of each query, as a rollout without shared prompts has them."""
+    queries = [prompt for prompt in setting.batch.queries for _ in range(count)]
+    return replace(setting, batch=replace(setting.batch, queries=queries))
+
+
 def candidates_alone(setting: Setting) -> None:
     """Forward and backward of the candidates, which both forms share."""
     embedder, prompts = setting.embedder, setting.batch.candidates
@@ -608,6 +821,9 @@ def main(argv: list[str]) -> None:
     for name in options.settings:
         setting = SETTINGS[name](options)
         print(f"\n{name}: {setting.note}", flush=True)
+        if options.rationales > 1:
+            results[name] = measure_rl(setting, options)
+            continue
         check_equal(setting)
         results[name] = measure(setting, options)
         del setting

@@ -24,6 +24,7 @@ from rge.diagnose.__main__ import DIAGNOSES  # noqa: E402
 from rge.explore.options import ExploreOptions  # noqa: E402
 from rge.index.options import EmbedOptions, IndexOptions, SearchOptions  # noqa: E402
 from rge.plan.options import PlanOptions  # noqa: E402
+from rge.serving.options import ServeOptions  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference.md"
 DATA = {
@@ -41,6 +42,7 @@ def commands() -> Iterator[tuple[str, type, type | None]]:
     yield "rge index", IndexOptions, None
     yield "rge search", SearchOptions, None
     yield "rge explore", ExploreOptions, None
+    yield "rge serve", ServeOptions, None
     for name, schema in DIAGNOSES.items():
         yield f"rge diagnose {name}", schema, None
     run = known_command("run")[0]

@@ -340,3 +340,25 @@ def test_a_real_sweep_with_two_processes_a_run(tmp_path, tiny_path):
         for arm in ("self", "none")
     ]
     assert [found["reasons"] for found in settings] == ["query", "none"]
+
+
+def test_the_stage_rl_goes_on_from_the_joint_stage(ablate, tmp_path, monkeypatch):
+    words = ["recipe=demo", "stage=rl", "sweep=rl.alpha_rl=[0,1]"]
+    options = ablate.parse_options(ablate.Options, words)
+    assert ablate.complete(options, "rl.alpha_rl", "runs/demo").init == "runs/demo/joint/final"
+    started = []
+
+    def run(command: list[str]) -> None:
+        started.append(command)
+        sys.exit(3)
+
+    monkeypatch.setattr(ablate, "run", run)
+    words += [
+        "rl.alpha_con=0",
+        f"init={tmp_path / 'cold'}",
+        f"out={tmp_path / 'rl'}",
+        f"set={ROOT / ablate.DEMO_SET}",
+    ]
+    with pytest.raises(SystemExit):
+        ablate.main(words)
+    assert {"stage=rl", "rl.alpha_rl=0", "rl.alpha_con=0", f"init={tmp_path / 'cold'}"} <= set(started[0])

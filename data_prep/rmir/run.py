@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,6 +23,9 @@ from rge.common.files import write_text
 
 EXPORTED = ("licence", "source_column", "author_column", "licence_column")
 """Settings of the library that only the export reads."""
+LOST_RUNS = 3
+"""Runs in which a call may stay without an answer before it is passed over, as one whose answer cannot be read."""
+
 STAGES = ("seed", "generate", "filter", "retrieve", "judge", "keep", "pool", "split", "audit")
 READS = {
     "seed": (),
@@ -245,15 +249,27 @@ class Run:
             read: an answer that it cannot read is asked for again.
 
         Raises:
-            RunError: calls were lost; everything answered is kept, the same command asks the rest.
+            RunError: calls were lost, fewer than `LOST_RUNS` times so far; everything answered is kept, the same command
+                asks the rest.
         """
         if self._caller is None:  # one for all stages: what it learns of an endpoint's limits lasts
             self._caller = Caller(self.config.models, self.store, progress=self.progress)
         outcomes = self._caller.run(requests, read=read, title=title)
-        if lost := [outcome for outcome in outcomes if outcome.lost]:
+        lost = [outcome for outcome in outcomes if outcome.lost]
+        # Where the endpoint answers others, a call that it never answers is no outage: a server may choke on one picture.
+        works = self._num_answered or any(not outcome.failed for outcome in outcomes)
+        again = [one for one in lost if not works or self.store.num_failures(one.key) < LOST_RUNS]
+        if again:
             raise RunError(
-                f"{title}: {len(lost)} of {len(requests)} calls got no answer, such as: {lost[0].error}. The other answers "
-                "are kept; run the same command again"
+                f"{title}: {len(again)} of {len(requests)} calls got no answer, such as: {again[0].error}. The other answers "
+                f"are kept; run the same command again. A call without an answer in {LOST_RUNS} runs is passed over, where "
+                "others are answered"
+            )
+        if lost:
+            print(
+                f"{title}: {len(lost)} calls had no answer in {LOST_RUNS} runs and were passed over, such as: {lost[0].error}",
+                file=sys.stderr,
+                flush=True,
             )
         self._rejected += [str(outcome.error) for outcome in outcomes if outcome.failed]
         self._num_answered += sum(not outcome.failed for outcome in outcomes)

@@ -1,11 +1,13 @@
 """Evaluations in the formats that others read.
 
     python -m eval export format=pinpoint|top50|mmeb|mteb eval=DIR out=FILE.json
+    python -m eval export format=card eval=DIR out=CHECKPOINT/README.md
 
 ``pinpoint``  ``{"00001": {"retrieved_items": [...]}}``, all that is ranked: input of the released evaluate.py
 ``top50``     ``{query: [50 candidate ids]}``, as CIRCO's server takes it
 ``mmeb``      the leaderboard's JSON, from the evaluation of all 36 sets
 ``mteb``      a TaskResult of MTEB, for one retrieval set
+``card``      the figures put into the model card of the checkpoint that was evaluated, where the Hugging Face hub reads them
 """
 
 import datetime
@@ -16,17 +18,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from eval.embedding.identity import OLD, old_results
 from eval.scoring.metrics import parse_name
 from eval.scoring.output_files import RUN, read_results
+from eval.scoring.protocol import Protocol
 from rge.common.errors import UserError
 from rge.common.files import write_bytes
 from rge.common.mmeb_prompts import SETS
 from rge.common.options import one_of
 from rge.common.registry import PluginOptions
 
-FORMATS = ("pinpoint", "top50", "mmeb", "mteb")
+FORMATS = ("pinpoint", "top50", "mmeb", "mteb", "card")
 MOST = 50
+EVALUATION = "## Evaluation"
+_HEAD = ("| set | asked | metric | all queries, with 95 % interval |", "|---|---|---|---|")
 _MTEB = {
     "ndcg": "ndcg_at_",
     "map": "map_at_",
@@ -41,11 +48,11 @@ class ExportOptions(PluginOptions):
     """Options of `rge eval export`."""
 
     format: str
-    """pinpoint, top50, mmeb or mteb."""
+    """pinpoint, top50, mmeb, mteb or card."""
     eval: Path
     """Evaluation directory."""
     out: Path
-    """File to write."""
+    """File to write; card: the card to add to, README.md of the checkpoint."""
     model: str = "unnamed"
     """Name of the model in the file."""
     main: str = "ndcg@10"
@@ -76,6 +83,11 @@ def export(options: ExportOptions) -> Path:
             content = {query: {"retrieved_items": names} for query, names in content.items()}
     elif options.format == "mmeb":
         content = _mmeb(options, results)
+    elif options.format == "card":
+        card = with_evaluation(_card(options.out, results), results)
+        write_bytes(options.out, card.encode())
+        print(options.out)
+        return options.out
     else:
         content = _mteb(options, results)
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -159,6 +171,85 @@ def _mteb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
         "date": _now(),
         "model_name": options.model,
     }
+
+
+def _card(path: Path, results: dict[str, Any]) -> str:
+    """The card of the checkpoint that was evaluated, and of no other."""
+    if not path.is_file():
+        raise UserError(f"format=card adds to the card of a checkpoint, and {path} does not exist")
+    from rge.checkpoints.export import checkpoint_hash  # brings torch
+
+    if checkpoint_hash(path.parent) != results.get("checkpoint_hash"):
+        raise UserError(
+            f"{path.parent} is not the checkpoint that was evaluated ({results.get('checkpoint')}): its files have another "
+            "hash than checkpoint_hash in results.json"
+        )
+    return path.read_text(encoding="utf-8")
+
+
+def with_evaluation(card: str, results: dict[str, Any]) -> str:
+    """A model card with the headline figures of an evaluation: as a table, and as ``model-index`` in its front matter.
+
+    Figures of other evaluations stay; those of the same set asked in the same way are replaced.
+
+    Args:
+        card: of the checkpoint.
+        results: content of results.json.
+    """
+    name, way = results["set"]["name"], f"{results['query_mode']}, {results['query_modality']}"
+    if results["benchmark"] != "generic":
+        way += f", {results['benchmark']} {results['profile']}"
+    found = results.get("headline") or [
+        {"metric": metric, **results["micro"][metric]} for metric in Protocol().headline
+    ]
+    rows = [
+        f"| {name} | {way} | {one['metric']} | {one['value']:.4f} [{one['low']:.4f}, {one['high']:.4f}] |"
+        for one in found
+    ]
+    notes = [f"* {name}, {way}: {warning}" for warning in results.get("warnings", [])]
+    before, _, rest = card.partition(f"\n{EVALUATION}\n")
+    lines, after = rest.partition("\n## ")[0].splitlines(), rest.partition("\n## ")[2]
+    mine = (f"| {name} | {way} |", f"* {name}, {way}: ")
+    kept = [
+        line for line in lines if line.startswith(("| ", "* ")) and not line.startswith((*mine, _HEAD[0]))
+    ]
+    section = [
+        EVALUATION,
+        "",
+        *_HEAD,
+        *(line for line in kept if line.startswith("|")),
+        *rows,
+        "",
+        *(line for line in kept if line.startswith("*")),
+        *notes,
+    ]
+    text = f"{before.rstrip()}\n\n" + "\n".join(section).rstrip() + "\n" + (f"\n## {after}" if after else "")
+    return _indexed(text, name, way, found)
+
+
+def _indexed(card: str, name: str, way: str, found: list[dict[str, Any]]) -> str:
+    """The card with the figures in its front matter, in the form of the hub's ``model-index``."""
+    _, mark, rest = card.partition("---\n")
+    front, _, body = rest.partition("\n---\n")
+    about = (yaml.safe_load(front) if mark else None) or {}
+    title = next((line[2:] for line in body.splitlines() if line.startswith("# ")), "this model")
+    entry = (about.get("model-index") or [{"name": title, "results": []}])[0]
+    entry["results"] = [
+        one
+        for one in entry["results"]
+        if (one["dataset"]["name"], one["dataset"].get("config")) != (name, way)
+    ]
+    metrics = [
+        {"type": one["metric"].replace("@", "_at_"), "name": one["metric"], "value": one["value"]}
+        for one in found
+    ]
+    task = {"type": "image-text-retrieval", "name": "Retrieval"}
+    entry["results"].append(
+        {"task": task, "dataset": {"name": name, "type": name, "config": way}, "metrics": metrics}
+    )
+    about["model-index"] = [entry]
+    front = yaml.safe_dump(about, sort_keys=False, allow_unicode=True, width=120)
+    return f"---\n{front}---\n{body if mark else card}"
 
 
 def _now() -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -92,6 +92,10 @@ class RunOptions(PluginOptions):
     """Such as cuda:0; null: a GPU if there is one."""
     dtype: str | None = None
     """Weights' dtype; null: float32 on CPU, the recipe's on GPU."""
+    engine: Literal["own", "vllm"] = "own"
+    """What writes rationales and computes states of a checkpoint of rge: this project's code, or vLLM (docs/serving.md)."""
+    vllm_memory: float = 0.8
+    """Share of a GPU's memory for vLLM: weights and cache."""
     max_new_tokens: int | None = None
     """Cap on a rationale in tokens; null: the checkpoint's."""
     temperature: float | None = None
@@ -366,6 +370,9 @@ def _warnings(
 
 def _load(options: RunOptions, load: Callable[..., Embeds] | None, of_set: str | None = None) -> Embeds:
     name = _model(options)
+    by_us = options.engine == "own"
+    if options.exact and not by_us:
+        raise UserError("exact=true embeds every item alone, which vLLM does not do: use engine=own")
     if load is None and options.checkpoint is not None and not options.checkpoint.is_dir():
         raise UserError(
             f"checkpoint {name} does not exist; model=NAME also takes an id on the Hugging Face hub"
@@ -387,7 +394,11 @@ def _load(options: RunOptions, load: Callable[..., Embeds] | None, of_set: str |
         raise UserError(f"{name} writes no rationale: give query_mode=direct")
     exact = options.exact
     if exact is None:
-        exact = encoder.settings["dtype"] == "float32" and encoder.settings.get("device", "cpu") == "cpu"
+        exact = (
+            by_us
+            and encoder.settings["dtype"] == "float32"
+            and encoder.settings.get("device", "cpu") == "cpu"
+        )
     if exact:
         encoder.settings = encoder.settings | {"exact": True}  # also part of the cache's name
         if hasattr(encoder, "exact"):
@@ -411,9 +422,18 @@ def default_loader(options: RunOptions) -> Callable[..., Embeds]:
     """What loads the embedder that the options name."""
     from eval.models.registry import load_model
 
-    return partial(
-        load_model, adapter=options.adapter, revision=options.revision, as_released=options.as_ == "release"
-    )
+    asked: dict[str, Any] = {
+        "adapter": options.adapter,
+        "revision": options.revision,
+        "as_released": options.as_ == "release",
+    }
+    if options.engine != "own":
+        asked |= {
+            "engine": options.engine,
+            "vllm_memory": options.vllm_memory,
+            "vllm_rows": options.batch_size,
+        }
+    return partial(load_model, **asked)
 
 
 def _model(options: RunOptions) -> str:

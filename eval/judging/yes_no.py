@@ -41,7 +41,7 @@ def next_token_logits(
         batch_size: prompts a forward.
     """
     out = np.empty((len(prompts), len(ids)), np.float32)
-    head: nn.Module = embedder.model.get_output_embeddings()  # type: ignore[operator]  # of a transformers model
+    head: nn.Module = embedder.model.get_output_embeddings()  # of a transformers model
     for rows in by_length([len(prompt) for prompt in prompts], batch_size):
         hidden_BD = embedder.states_before_answer([prompts[row] for row in rows])
         out[rows] = head(hidden_BD).float()[:, list(ids)].cpu().numpy()

@@ -190,6 +190,8 @@ def load_model(
     max_new_tokens: int | None = None,
     temperature: float | None = None,
     as_released: bool = False,
+    engine: str = "own",
+    **of_engine: Any,
 ) -> Embeds:
     """Load any embedder that there is an adapter for.
 
@@ -202,6 +204,8 @@ def load_model(
         max_new_tokens: cap on a rationale; None takes the model's own.
         temperature: of sampled rationales; None takes the model's own, which is greedy.
         as_released: ask it as its authors' own code does, see `eval.models.released`.
+        engine: ``vllm`` for our checkpoints, see `rge.embedder.Embedder.from_pretrained`.
+        of_engine: its ``vllm_memory`` and ``vllm_rows``.
 
     Raises:
         UserError: there is no such model, no adapter for it, or an option that it has no use for.
@@ -227,6 +231,12 @@ def load_model(
             f"{kinds}\nadapter=NAME chooses one; a ranking made by any other program goes through `python -m eval score`"
         )
     options = {"device": device, "dtype": dtype, "max_new_tokens": max_new_tokens, "temperature": temperature}
+    if engine != "own":
+        if chosen.name != "rge":
+            raise UserError(
+                f"engine={engine} is for checkpoints of rge, and {model} is asked as {chosen.name}"
+            )
+        options |= {"engine": engine, **of_engine}
     encoder = chosen.load(facts, as_released=as_released, **options)
     notes = (
         [f"{model} was fetched as {facts.fetched}, since the hub has nothing by its own name"]

@@ -442,19 +442,19 @@ class _Batch:
                 again.append(draw)
                 continue
             one = found[place] if place < len(found) else found[0]
-            error = one if isinstance(one, ReplyError) else None
-            if error is None:
+            problem: Exception | None = one if isinstance(one, ReplyError) else None
+            if problem is None:
                 try:
                     self._read(one)  # type: ignore[arg-type]
                 except UNREADABLE as unreadable:
-                    error = unreadable
+                    problem = unreadable
                 except ReplyError:
                     pass  # a refusal or an abstention: an answer
             counts = self._caller.counts
-            if isinstance(error, UNREADABLE):
+            if isinstance(problem, UNREADABLE):
                 if draw.reasked < model.reasks:
                     counts.reasked += 1
-                    request = _asked_again(draw.request, error, draw.reasked + 1)
+                    request = _asked_again(draw.request, problem, draw.reasked + 1)
                     again.append(_Draw(draw.position, request, draw.reasked + 1, draw.cached))
                     continue
                 counts.unreadable += 1

@@ -146,7 +146,8 @@ def read_replies(raw: bytes) -> list[Reply | ReplyError]:
         tokens = usage(raw)
         return [_choice(choice, tokens) for choice in body["choices"]]
     if isinstance(body, dict) and body.get("type") == "message" and isinstance(body.get("content"), list):
-        stop = _STOPS.get(body.get("stop_reason"), body.get("stop_reason") or "stop")
+        reason = str(body.get("stop_reason") or "stop")
+        stop = _STOPS.get(reason, reason)
         return [_reply(_text(body["content"]), stop, usage(raw))]
     raise NotAChat(f"JSON of another schema: {_shown(raw.decode('utf-8', 'replace'))}")
 

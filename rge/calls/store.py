@@ -239,6 +239,11 @@ class AnswerStore:
                 (key, model, kind, message, raw),
             )
 
+    def num_failures(self, key: str) -> int:
+        """How often a call was noted by `fail`: at most once a run."""
+        with self._lock:
+            return self._db.execute("SELECT count(*) FROM failures WHERE key = ?", (key,)).fetchone()[0]
+
     def spent(self, endpoint: str) -> float:
         """What an endpoint has cost so far, over all runs and processes; what is under way counts at most."""
         with self._lock:
@@ -258,7 +263,8 @@ class AnswerStore:
             answered = next((row[2:] for row in rows if row[0] == name and not row[1]), (0, 0, 0, 0, 0.0))
             lost = [(row[2], row[6]) for row in rows if row[0] == name and row[1]]
             calls, cost = (sum(column) for column in zip(*lost, strict=True)) if lost else (0, 0.0)
-            found.append(Spending(name, *answered, calls, cost))
+            asked, given, known, written, spent = answered
+            found.append(Spending(name, asked, given, known, written, spent, calls, cost))
         return found
 
     def total_cost(self) -> float:

@@ -81,7 +81,8 @@ class Connections:
                     f"{self.model.name}: api=anthropic needs its client: pip install -e '.[claude]'"
                 ) from None
             self.library, client, send = anthropic, anthropic.AsyncAnthropic, self._anthropic
-        limits = httpx.Limits(max_connections=POOL, max_keepalive_connections=POOL)
+        # The clients bring a copy of httpx of their own, of the same shape.
+        limits: Any = httpx.Limits(max_connections=POOL, max_keepalive_connections=POOL)
         certificates = httpx.create_ssl_context()
         for _ in range(self.num):
             connections = self.library.DefaultAsyncHttpxClient(

@@ -50,7 +50,7 @@ def training_data(sources: Sequence[SourceConfig]) -> dict[str, Any]:
         queries had none); ``known``, all that were seen; ``by_task``, the most frequent one by task: a record's
         ``source``, or ``source/category`` where the categories of a source differ. ``training_data``: the files.
     """
-    total: Counter[str | None] = Counter()
+    total: defaultdict[str | None, float] = defaultdict(float)
     tasks: dict[tuple[str, str], Counter[str | None]] = defaultdict(Counter)
     for source in sources:
         found = [
@@ -60,7 +60,7 @@ def training_data(sources: Sequence[SourceConfig]) -> dict[str, Any]:
         for name, category, instruction in found:
             total[instruction] += source.weight / len(found)
             tasks[name, category][instruction] += 1
-    ranked = [instruction for instruction, _ in total.most_common()]
+    ranked = sorted(total, key=total.__getitem__, reverse=True)  # stable: of equals the first
     by_task: dict[str, str | None] = {}
     for name in sorted({name for name, _ in tasks}):
         chosen = {
@@ -181,5 +181,5 @@ def renamed_card(card: str, name: str) -> str:
     title = re.search(r"^# (.+)$", card, re.MULTILINE)
     if title is None:
         return card
-    card = card.replace(title[0], f"# {name}", 1)
+    card = card.replace(title[0], f"# {name}", 1).replace(f"\n- name: {title[1]}\n", f"\n- name: {name}\n", 1)
     return card.replace(f'("{title[1]}"', f'("{name}"')

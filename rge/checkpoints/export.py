@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 import rge
 from rge.checkpoints.description import SENTENCE_TRANSFORMERS, model_card
 from rge.common.errors import UserError
 from rge.model.embedding_model import EmbeddingModel
+from rge.model.hub_model import HubModel
 
 RGE_JSON = "rge.json"
 
@@ -81,7 +82,7 @@ def _shown_name(folder: Path) -> str:
     return "/".join(folder.resolve().parts[-3:]).lstrip("/")
 
 
-def _dtype_loaded(model: nn.Module) -> torch.dtype | None:
+def _dtype_loaded(model: HubModel) -> torch.dtype | None:
     # Saving a model once turns its config's dtype into a name.
     found = model.config.dtype
     return None if found is None else getattr(torch, str(found).removeprefix("torch."))

@@ -337,7 +337,9 @@ def _copied(tree: Any) -> Any:
 
 
 def _random_states() -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state()
+    kind = np.random.get_state(legacy=True)
+    assert isinstance(kind, tuple)
+    name, keys, *rest = kind
     states = {
         "python": random.getstate(),
         "numpy": [name, keys.tolist(), *rest],

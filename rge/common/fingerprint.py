@@ -60,7 +60,7 @@ def set_fingerprint(
                     raise ValueError(
                         f"{row[0]}: an id must be a string, got {name!r} ({type(name).__name__})"
                     )
-        for row in sorted(table):  # type: ignore[type-var]
+        for row in sorted(table):
             digest.update(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
     return digest.hexdigest()
 

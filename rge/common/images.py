@@ -24,7 +24,7 @@ class ImageError(UserError):
 
 
 @lru_cache(maxsize=64)
-def _library(path: str) -> dict[str, bytes]:
+def _library(path: str) -> dict[str, bytes | None]:
     try:
         table = pq.read_table(path, columns=["id", "image"])
     except FileNotFoundError:
@@ -60,13 +60,13 @@ def picture_bytes(ref: ImageRef) -> bytes:
     try:
         # A pipe or a device would be waited for, or read without end.
         waits = file.exists() and not file.is_file() and not file.is_dir()
-        data = None if waits else file.read_bytes()
+        read = None if waits else file.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
         reason = getattr(error, "strerror", None) or error
         raise ImageError(f"picture {ref} cannot be read: {reason}") from None
-    if data is None:
+    if read is None:
         raise ImageError(f"picture {ref} cannot be read: it is a pipe or a device, not a file")
-    return data
+    return read
 
 
 class PictureIndex:
@@ -185,8 +185,8 @@ def load_image(ref: ImageRef | Image.Image, *, near_px: int | None = None) -> Im
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             image = Image.open(io.BytesIO(data))
             # A phone's MPO is a JPEG with previews after it: its first frame is the picture.
-            if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
-                raise ImageError(f"picture {name} has {image.n_frames} frames: extract the one that is meant")
+            if (frames := getattr(image, "n_frames", 1)) > 1 and image.format != "MPO":
+                raise ImageError(f"picture {name} has {frames} frames: extract the one that is meant")
             if near_px is not None:
                 image.draft(None, (near_px, near_px))  # several times faster; other formats ignore it
             image.load()

@@ -138,6 +138,8 @@ def parse_file(
 ) -> T:
     """Read a YAML file into a dataclass and apply ``key=value`` words; later ones win.
 
+    A file's ``base: NAME`` is read first; its mappings are merged, its lists replaced.
+
     Args:
         schema: a dataclass.
         words: ``KEY=NAME``, once: a file of `folder` without its ending, or a path; and overrides with dots.
@@ -162,11 +164,37 @@ def parse_file(
         close = difflib.get_close_matches(names[0], there, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         raise UserError(f"unknown {key} {names[0]!r}: {hint}there are: {', '.join(there)}")
-    layers = [(f"{path}: ", read_yaml(path))]
+    layers = _layers(path, folder, key)
     layers += [("", nested(name, read_word(schema, name, text))) for name, text in pairs if name != key]
     if key in names_of(schema):
         layers.append(("", {key: path.stem}))
     return build(schema, layers)
+
+
+def _layers(path: Path, folder: Path, key: str) -> list[tuple[str, dict[str, Any]]]:
+    """A file's keys over those of the file that its ``base:`` names, and so on.
+
+    Raises:
+        UserError: a base that does not exist, or that has itself for one.
+    """
+    layers: list[tuple[str, dict[str, Any]]] = []
+    seen = [path.resolve()]
+    while True:
+        tree = read_yaml(path)
+        base = tree.pop("base", None)
+        layers.insert(0, (f"{path}: ", tree))
+        if base is None:
+            return layers
+        beside = path.parent / f"{base}.yaml"
+        found = beside if beside.is_file() else folder / f"{base}.yaml"
+        if not isinstance(base, str) or not found.is_file():
+            raise UserError(
+                f"{path}: base must name another {key}, got {base!r}{nearest(str(base), available(folder))}"
+            )
+        if found.resolve() in seen:
+            raise UserError(f"{path}: base {base} leads back to itself")
+        seen.append(found.resolve())
+        path = found
 
 
 def available(folder: Path) -> list[str]:
@@ -474,7 +502,7 @@ def _adapter(schema: type) -> TypeAdapter[Any]:
 
 def _dataclasses(kind: Any) -> set[type]:
     if is_dataclass(kind):
-        return {kind}.union(*(_dataclasses(one) for one in get_type_hints(kind).values()))  # type: ignore[arg-type, return-value]
+        return {kind}.union(*(_dataclasses(one) for one in get_type_hints(kind).values()))  # type: ignore[return-value]
     return set().union(*(_dataclasses(one) for one in get_args(kind)))
 
 

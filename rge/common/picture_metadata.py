@@ -51,13 +51,13 @@ def without_metadata(data: bytes) -> bytes:
         except (ValueError, struct.error, IndexError):
             pass  # a broken container that decodes all the same: its pixels are written anew
     out = io.BytesIO()
-    image = load_image(data)
+    decoded = load_image(data)
     if kind in ("JPEG", "MPO"):
-        image.save(out, "JPEG", quality=JPEG_QUALITY)
+        decoded.save(out, "JPEG", quality=JPEG_QUALITY)
     elif kind == "WEBP":
-        image.save(out, "WEBP", lossless=True)
+        decoded.save(out, "WEBP", lossless=True)
     else:
-        image.save(out, "PNG")
+        decoded.save(out, "PNG")
     return out.getvalue()
 
 

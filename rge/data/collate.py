@@ -77,8 +77,10 @@ def flatten(batch: Batch) -> tuple[dict[str, Any], Tensor]:
     head["token_2T"] = torch.cat(
         [torch.stack([prompt.input_ids, prompt.type_ids]) for prompt in prompts], dim=1
     ).numpy()
-    head["grid_G3"] = torch.cat([torch.zeros(0, 3).long(), *(prompt.image_grid for prompt in shown)]).numpy()  # type: ignore[misc]
-    pixels = torch.cat([prompt.pixels for prompt in shown]) if shown else torch.empty(0, dtype=torch.uint8)  # type: ignore[misc]
+    grids = [prompt.image_grid for prompt in shown if prompt.image_grid is not None]
+    head["grid_G3"] = torch.cat([torch.zeros(0, 3).long(), *grids]).numpy()
+    parts = [prompt.pixels for prompt in shown if prompt.pixels is not None]
+    pixels = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
     return head, pixels
 
 
@@ -96,7 +98,9 @@ def unflatten(head: dict[str, Any], pixels: Tensor) -> Batch:
     grids = torch.from_numpy(rest.pop("grid_G3")).split(num_pictures)
     shown = pixels.split(num_patches)
     prompts = [
-        Prompt(name, *token_2T, part if len(part) else None, grid if len(part) else None, num_cut)
+        Prompt(
+            name, token_2T[0], token_2T[1], part if len(part) else None, grid if len(part) else None, num_cut
+        )
         for (name, num_cut), token_2T, part, grid in zip(names, tokens, shown, grids, strict=True)
     ]
     return Batch(queries=prompts[:num_queries], candidates=prompts[num_queries:], **rest)
@@ -192,7 +196,7 @@ class Collator:
             if self.settings.on_bad == "stop":
                 kind = ImageError if isinstance(problem, ImageError) else RecordError
                 raise kind(f"record {named} of {file.name}: {problem}") from problem
-            bad.append(file.bad_record(chosen.index, record and record.id, str(problem)))
+            bad.append(file.bad_record(chosen.index, None if record is None else record.id, str(problem)))
         raise RecordError(
             f"{tries} records of {file.name}, drawn in place of one another, were all bad, so data.on_bad=skip gives up; "
             f"the last: record {bad[-1].id!r}: {bad[-1].reason}"
@@ -216,8 +220,10 @@ class Collator:
             if place != drawn and self.settings.positives == "all"
         ]
         count = min(self.settings.max_negatives, len(record.negatives))
-        chosen = generator.choice(len(record.negatives), size=count, replace=False) if count else []
-        negatives = [self._candidate(record.negatives[int(place)], generator) for place in chosen]
+        chosen: Sequence[int] = (
+            generator.choice(len(record.negatives), size=count, replace=False).tolist() if count else []
+        )
+        negatives = [self._candidate(record.negatives[place], generator) for place in chosen]
         return _Row(query, oracle_ids, right_answers, shown, others, negatives)
 
     def _add(self, batch: Batch, draw: Draw, record: Record, row: _Row) -> None:

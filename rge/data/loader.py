@@ -212,7 +212,7 @@ class _Queue:
             self._put(0, found)
             return False
         pixels = torch.empty(pixel_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        worker.read_into(memoryview(pixels.numpy()), step)
+        worker.read_into(pixels.numpy().data, step)
         self._put(num_bytes, (found["head"], pixels.view(found["shape"])))
         return True
 
@@ -263,7 +263,11 @@ def _work(
 
 def _write(outlet: int, found: Any, pixels: Tensor) -> None:
     packed = pickle.dumps(found)
-    parts = [_HEADER.pack(len(packed), pixels.nbytes), packed, memoryview(pixels.numpy()).cast("B")]
+    parts: list[bytes | memoryview] = [
+        _HEADER.pack(len(packed), pixels.nbytes),
+        packed,
+        pixels.numpy().data.cast("B"),
+    ]
     for part in parts:
         view = memoryview(part)
         while len(view):

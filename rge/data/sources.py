@@ -310,7 +310,8 @@ class Column:
     SPILL = 1 << 20
 
     def __init__(self) -> None:
-        self._tail, self._file = array("q"), None
+        self._tail = array("q")
+        self._file: BinaryIO | None = None
 
     def append(self, number: int) -> None:
         """Add a number."""

@@ -326,7 +326,7 @@ def optimizer_step(accelerator: Accelerator, model: nn.Module, optimizer, max_gr
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         # Clipping and step happened inside backward.
-        norm = float(model.get_global_grad_norm())
+        norm = float(model.get_global_grad_norm())  # type: ignore[operator]  # of DeepSpeed's engine
         optimizer.zero_grad()
         return norm
     norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))

@@ -122,13 +122,13 @@ class _Watch(threading.Thread):
             seen = said
             if silent_s >= self.silence_s:
                 with self._lock:
-                    failure = {
+                    missed = {
                         "rank": self.next_rank,
                         "host": "unknown host",
                         "reason": f"no sign of life for {silent_s:.0f} s: killed (out of memory?), stopped, or its machine is gone",
                         "code": 1,
                     }
-                    self.store.compare_set("failed", "", json.dumps(failure))
+                    self.store.compare_set("failed", "", json.dumps(missed))
 
     def _say(self, text: str) -> None:
         with self._lock:

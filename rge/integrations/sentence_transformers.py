@@ -9,7 +9,7 @@ loading is refused. Embeddings equal `rge.embedder.Embedder`'s: it is what runs.
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,9 @@ class ReasoningEmbedder(InputModule):
         self.tokenizer = embedder.model.processor.tokenizer
 
     @classmethod
-    def load(cls, model_name_or_path: str, revision: str | None = None, **_: Any) -> "ReasoningEmbedder":
+    def load(  # type: ignore[override]  # the library names more arguments, and passes all by name
+        cls, model_name_or_path: str, revision: str | None = None, **_: Any
+    ) -> "ReasoningEmbedder":
         """Load a checkpoint; sentence-transformers calls this."""
         return cls(Embedder.from_pretrained(model_name_or_path, revision=revision))
 
@@ -79,7 +81,7 @@ class ReasoningEmbedder(InputModule):
             options["mode"] = mode
         if task == "query":
             options["instruction"] = features["prompt"] or None  # the library passes "" for none
-            encode = self.embedder.encode_query
+            encode: Callable[..., Any] = self.embedder.encode_query
         else:
             encode = self.embedder.encode_document
         vectors, rationales = encode(features["texts"], features["images"], **options)

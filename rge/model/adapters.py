@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rge.common.errors import UserError
 from rge.distributed import collectives as dist
 from rge.model.families import family_of
+from rge.model.hub_model import HubModel
 
 ADAPTER = "default"
 
@@ -54,7 +55,7 @@ class EmbRow(nn.Module):
 
 
 def add_adapters(
-    model: nn.Module,
+    model: HubModel,
     emb_id: int,
     *,
     rank: int,
@@ -122,7 +123,7 @@ def add_adapters(
 
 
 @contextmanager
-def without_adapters(model: nn.Module) -> Iterator[None]:
+def without_adapters(model: HubModel) -> Iterator[None]:
     """Inside, the model computes what it did before `add_adapters`, the row of ``<emb>`` included."""
     from peft.tuners.lora import LoraLayer
 
@@ -144,18 +145,18 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(trained)
 
 
-def has_adapters(model: nn.Module) -> bool:
+def has_adapters(model: HubModel) -> bool:
     """Whether `add_adapters` has been here."""
     return hasattr(model, "emb_row")
 
 
-def merged_weights(model: nn.Module, weights: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+def merged_weights(model: HubModel, weights: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """All of `merge` at once: a state dict that the plain model loads."""
     return dict(merge(model, weights))
 
 
 @torch.no_grad()
-def merge(model: nn.Module, weights: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+def merge(model: HubModel, weights: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
     """The model's weights with adapters and rows merged in, under the names that it had without them, one by one.
 
     The model itself is left as it is: merging in place and taking it back would change its last bits.

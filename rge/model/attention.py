@@ -28,6 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rge.model.hub_model import HubModel
 from rge.model.packing import PromptPart, TailPart, tail_mask
 from rge.model.varlen import Runs, attend_last, attend_runs, make_runs, wanted
 
@@ -413,7 +414,7 @@ class _Kernel:
 
 
 def attend(
-    module: nn.Module,
+    module: HubModel,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -432,8 +433,8 @@ def attend(
     kernel = _Kernel(
         scaling if scaling is not None else query.shape[-1] ** -0.5, dropout, plain, sliding_window
     )
-    flat = [states[0].transpose(0, 1) for states in (query, key, value)]
-    return attention_mask.attend(module.layer_idx, *flat, kernel)[None], None  # type: ignore[arg-type]
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+    return attention_mask.attend(module.layer_idx, q, k, v, kernel)[None], None
 
 
 for _asked, _name in NAMES.items():
@@ -441,7 +442,7 @@ for _asked, _name in NAMES.items():
     ALL_MASK_ATTENTION_FUNCTIONS.register(_name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
-def install(text: nn.Module, form: str = "auto") -> str:
+def install(text: HubModel, form: str = "auto") -> str:
     """Let a text model's layers call `attend`, and its last layer compute only what is read. Twice is once.
 
     Args:

@@ -28,6 +28,7 @@ from rge.common.prompt_profiles import EMB_TOKEN
 from rge.distributed import collectives as dist
 from rge.model import vision_tower as vision
 from rge.model.families import FAMILIES, Family, family_of
+from rge.model.hub_model import HubModel
 from rge.model.prompts import Prompt
 
 _STOCK = {"auto": "sdpa", "varlen": "sdpa"}
@@ -51,7 +52,7 @@ class Backbone:
         attention: form of the text model's attention, see `rge.model.varlen.wanted`.
     """
 
-    model: nn.Module
+    model: HubModel
     processor: Any
     emb_id: int
     suppressed_ids: list[int]
@@ -116,7 +117,7 @@ def load_backbone(
     config = read_config(path, revision)
     try:
         processor = AutoProcessor.from_pretrained(path, revision=revision)
-        model, report = AutoModelForImageTextToText.from_pretrained(
+        loaded: Any = AutoModelForImageTextToText.from_pretrained(
             path,
             revision=revision,
             dtype=getattr(torch, dtype),
@@ -133,6 +134,7 @@ def load_backbone(
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise BackboneError(f"{path} cannot be loaded: {error}") from error
+    model, report = loaded
     if missing := sorted(report["missing_keys"]):
         # transformers fills them with random numbers and a warning.
         raise BackboneError(
@@ -199,18 +201,18 @@ def quantized(kind: str | None, config: PretrainedConfig, dtype: str, device: st
     return {"quantization_config": BitsAndBytesConfig(**wanted), "device_map": {"": device}}
 
 
-def _drop_unused_renamings(model: nn.Module) -> None:
+def _drop_unused_renamings(model: HubModel) -> None:
     """Under ZeRO-3 transformers also keeps renamings that loading did not use; saving would apply them backwards."""
     kept = getattr(model, "_weight_conversions", None) or []
-    model._weight_conversions = [change for change in kept if change.was_used()]
+    model.__dict__["_weight_conversions"] = [change for change in kept if change.was_used()]
 
 
-def load_plain(path: str | Path) -> nn.Module:
+def load_plain(path: str | Path) -> HubModel:
     """The model as transformers alone loads it, float32, to compare with."""
     return AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
 
 
-def add_emb_token(model: nn.Module, tokenizer) -> int:
+def add_emb_token(model: HubModel, tokenizer) -> int:
     """Give ``<emb>`` an id and a row to start from; a model that has it already is left alone.
 
     The token takes the first free id (151665 on Qwen2.5-VL). Its row starts as a copy of the end of turn's
@@ -235,7 +237,7 @@ def add_emb_token(model: nn.Module, tokenizer) -> int:
     return emb_id
 
 
-def check_sizes(sizes: Sequence[int], model: nn.Module) -> None:
+def check_sizes(sizes: Sequence[int], model: HubModel) -> None:
     """Refuse sizes to which the model's embeddings cannot be cut.
 
     Raises:
@@ -249,23 +251,23 @@ def check_sizes(sizes: Sequence[int], model: nn.Module) -> None:
         )
 
 
-def text_model(model: nn.Module) -> nn.Module:
+def text_model(model: HubModel) -> HubModel:
     """The part that maps ids or input embeddings to last-layer states (after the final norm), as transformers has it."""
     return model.model
 
 
-def vision_parameters(model: nn.Module) -> list[nn.Parameter]:
+def vision_parameters(model: HubModel) -> list[nn.Parameter]:
     """Parameters of everything that turns pixels into features."""
     return [parameter for part in family_of(model).vision(model) for parameter in part.parameters()]
 
 
-def vision_prefixes(model: nn.Module) -> tuple[str, ...]:
+def vision_prefixes(model: HubModel) -> tuple[str, ...]:
     """What the names of everything that turns pixels into features begin with."""
     names = {id(module): name for name, module in model.named_modules()}
     return tuple(f"{names[id(part)]}." for part in family_of(model).vision(model))
 
 
-def collapsed_ids(model: nn.Module, ids: Sequence[int]) -> list[int]:
+def collapsed_ids(model: HubModel, ids: Sequence[int]) -> list[int]:
     """A prompt's ids with one placeholder a picture, as vLLM takes them.
 
     Raises:
@@ -274,13 +276,13 @@ def collapsed_ids(model: nn.Module, ids: Sequence[int]) -> list[int]:
     collapsed = family_of(model).collapsed(model.config, ids)
     if collapsed is None:
         raise BackboneError(
-            f"rollout.backend=vllm does not know how vLLM takes the pictures of a {model.config.model_type}; "
-            "set rollout.backend=own"
+            f"rge does not know how vLLM takes the pictures of a {model.config.model_type}; use our own engine (in training "
+            "rollout.backend=own, else engine=own)"
         )
     return collapsed
 
 
-def prompt_positions(model: nn.Module, prompts: Sequence[Prompt]) -> list[Tensor]:
+def prompt_positions(model: HubModel, prompts: Sequence[Prompt]) -> list[Tensor]:
     """Rotary positions of each prompt's tokens on the time, height and width axes.
 
     Returns:
@@ -292,7 +294,7 @@ def prompt_positions(model: nn.Module, prompts: Sequence[Prompt]) -> list[Tensor
     ]
 
 
-def rotations(model: nn.Module, position_ids_3T: Tensor) -> tuple[Tensor, Tensor]:
+def rotations(model: HubModel, position_ids_3T: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines (T, head size) of positions, as the layers take them in the weights' dtype."""
     family, words = family_of(model), model.get_input_embeddings().weight
     cos, sin = family.decoder(model).rotary_emb(words, family.rotary_positions(position_ids_3T[:, None]))

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from rge.common.registry import Registry
+from rge.model.hub_model import HubModel
 from rge.model.vision_tower import sizes_of
 
 
@@ -25,11 +26,11 @@ class Family:
     Their text model takes a finished mask under the name of its layers' kind, and positions on three axes.
     """
 
-    def decoder(self, model: nn.Module) -> nn.Module:
+    def decoder(self, model: HubModel) -> HubModel:
         """The text model: ``layers``, ``rotary_emb`` and ``norm``."""
         return model.model.language_model
 
-    def vision(self, model: nn.Module) -> list[nn.Module]:
+    def vision(self, model: HubModel) -> list[HubModel]:
         """Everything that turns pixels into features, with what maps these to the text model's width."""
         return [model.model.visual]
 
@@ -42,7 +43,7 @@ class Family:
         }
 
     def positions(
-        self, model: nn.Module, input_ids_T: Tensor, type_ids_T: Tensor, grid: Tensor | None
+        self, model: HubModel, input_ids_T: Tensor, type_ids_T: Tensor, grid: Tensor | None
     ) -> Tensor:
         """Rotary positions (3, T) on the time, height and width axes."""
         position_31T, _ = model.model.get_rope_index(
@@ -54,7 +55,7 @@ class Family:
         """Positions as the text model's rotary embedding takes them."""
         return position_ids_3BT
 
-    def features(self, model: nn.Module, pixel_values: Tensor, grid: Tensor) -> Tensor:
+    def features(self, model: HubModel, pixel_values: Tensor, grid: Tensor) -> Tensor:
         """Run the vision tower.
 
         Args:
@@ -67,13 +68,13 @@ class Family:
         """
         return self._tower(model, pixel_values, grid).pooler_output
 
-    def _tower(self, model: nn.Module, pixel_values: Tensor, grid: Tensor) -> Any:
+    def _tower(self, model: HubModel, pixel_values: Tensor, grid: Tensor) -> Any:
         tower = model.model.visual
         sizes = sizes_of(tower, grid, pixel_values.device)
         return tower(pixel_values.to(tower.dtype), grid_thw=grid, **sizes)
 
     def states(
-        self, model: nn.Module, features: Tensor | None, picture_index_F: Tensor, inputs: dict[str, Any]
+        self, model: HubModel, features: Tensor | None, picture_index_F: Tensor | None, inputs: dict[str, Any]
     ) -> Tensor:
         """Last-layer states (B, T, D) after the final norm.
 
@@ -160,13 +161,13 @@ class Qwen3VL(Family):
     to know nothing of them.
     """
 
-    def features(self, model: nn.Module, pixel_values: Tensor, grid: Tensor) -> Tensor:
+    def features(self, model: HubModel, pixel_values: Tensor, grid: Tensor) -> Tensor:
         """(F, (1 + L) * D): the main feature, then one for each of the first L text layers."""
         found = self._tower(model, pixel_values, grid)
         return torch.cat([found.pooler_output, *found.deepstack_features], dim=-1)
 
     def states(
-        self, model: nn.Module, features: Tensor | None, picture_index_F: Tensor, inputs: dict[str, Any]
+        self, model: HubModel, features: Tensor | None, picture_index_F: Tensor | None, inputs: dict[str, Any]
     ) -> Tensor:
         """Adding to the placeholders' states what belongs there, layer by layer."""
         added: list[Tensor] = []
@@ -182,11 +183,11 @@ class Idefics3(Family):
     Every picture is scaled to the same edge, so there is a greatest number of pixels and no least one.
     """
 
-    def decoder(self, model: nn.Module) -> nn.Module:
+    def decoder(self, model: HubModel) -> HubModel:
         """The Llama."""
         return model.model.text_model
 
-    def vision(self, model: nn.Module) -> list[nn.Module]:
+    def vision(self, model: HubModel) -> list[HubModel]:
         """SigLIP and the connector."""
         return [model.model.vision_model, model.model.connector]
 
@@ -197,7 +198,7 @@ class Idefics3(Family):
             processor.image_processor.size = {"longest_edge": tile * max(math.isqrt(max_pixels) // tile, 1)}
 
     def positions(
-        self, model: nn.Module, input_ids_T: Tensor, type_ids_T: Tensor, grid: Tensor | None
+        self, model: HubModel, input_ids_T: Tensor, type_ids_T: Tensor, grid: Tensor | None
     ) -> Tensor:
         """Counted, the same on all axes."""
         return torch.arange(len(input_ids_T)).expand(3, -1)
@@ -206,7 +207,7 @@ class Idefics3(Family):
         """One of the equal axes."""
         return position_ids_3BT[0]
 
-    def features(self, model: nn.Module, pixel_values: Tensor, grid: Tensor) -> Tensor:
+    def features(self, model: HubModel, pixel_values: Tensor, grid: Tensor) -> Tensor:
         """(F, D).
 
         Not by the model's own `get_image_features`, which looks for tiles that are padding and for a mask's zeros on the
@@ -286,7 +287,7 @@ register_family("qwen3_vl", Qwen3VL())
 register_family("idefics3", Idefics3())
 
 
-def family_of(model: nn.Module) -> Family:
+def family_of(model: HubModel) -> Family:
     """The family of a loaded model."""
     return FAMILIES[model.config.model_type]
 
@@ -385,9 +386,9 @@ def _tile_tokens(config: Any) -> int:
 
 def _run_layers(
     family: Family,
-    model: nn.Module,
+    model: HubModel,
     features: Tensor | None,
-    picture_index_F: Tensor,
+    picture_index_F: Tensor | None,
     added: list[Tensor],
     *,
     input_ids: Tensor,
@@ -403,6 +404,7 @@ def _run_layers(
     hidden_BTD = model.get_input_embeddings()(input_ids)
     shape = hidden_BTD.shape
     if features is not None:
+        assert picture_index_F is not None
         flat_TD = hidden_BTD.flatten(0, 1).index_copy(0, picture_index_F, features.to(hidden_BTD.dtype))
         hidden_BTD = flat_TD.view(shape)
     rotations = text.rotary_emb(hidden_BTD, family.rotary_positions(position_ids))
@@ -410,7 +412,7 @@ def _run_layers(
         hidden_BTD = layer(
             hidden_BTD, attention_mask=attention_mask, position_embeddings=rotations, use_cache=False
         )
-        if number < len(added):
+        if number < len(added) and picture_index_F is not None:
             more_FD = added[number].to(hidden_BTD.dtype)
             hidden_BTD = hidden_BTD.flatten(0, 1).index_add(0, picture_index_F, more_FD).view(shape)
     return text.norm(hidden_BTD)

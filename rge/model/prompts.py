@@ -184,7 +184,7 @@ class PromptBuilder:
         if known := self._known.get(key):
             input_ids, grid = known
             pictures = self._pictures(name, images) if images else {}
-            if not images or torch.equal(pictures["image_grid_thw"], grid):
+            if not images or (grid is not None and torch.equal(pictures["image_grid_thw"], grid)):
                 return self._prompt(name, input_ids, pictures, num_cut)
         rendered = self._render(text, len(images))
         try:

@@ -11,6 +11,7 @@ d = head size, N = sequences.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -101,10 +102,10 @@ def attend_runs(
     Raises:
         KernelError: the GPU's kernel gives something else than ordinary attention.
     """
-    settings = {"scale": scale, "causal": causal, "window": window}
+    settings: dict[str, Any] = {"scale": scale, "causal": causal, "window": window}
     if not q_THd.is_cuda:
         return one_by_one(q_THd, k_UKd, v_UKd, runs, **settings)
-    flat = [states.to(v_UKd.dtype) for states in (q_THd, k_UKd, v_UKd)]
+    flat = (q_THd.to(v_UKd.dtype), k_UKd.to(v_UKd.dtype), v_UKd)
     kind = (key, v_UKd.dtype, causal, window is None, runs.q_lengths == runs.k_lengths)
     if kind not in _verified:
         verify(_flash, flat, runs, settings, key)
@@ -142,7 +143,7 @@ def attend_last(
         return _last_plainly(q_BHd, k_BCKd, v_BCKd, seen_B, scale, window)
     from torch.nn.attention.varlen import varlen_attn
 
-    out = varlen_attn(
+    out: Tensor = varlen_attn(  # type: ignore[assignment]  # a pair where return_aux asks for it
         q_BHd.contiguous(),
         k_BCKd.flatten(0, 1),
         v_BCKd.flatten(0, 1),
@@ -185,7 +186,7 @@ def _flash(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # torch 2.13; nothing without a GPU needs it
 
-    return varlen_attn(
+    return varlen_attn(  # type: ignore[return-value]  # a pair where return_aux asks for it
         q_THd.contiguous(),
         k_UKd.contiguous(),
         v_UKd.contiguous(),
@@ -219,7 +220,9 @@ def one_by_one(
             if window is not None:
                 seen &= ones.triu(len(k) - len(q) - window + 1)
         out = F.scaled_dot_product_attention(
-            *(states.transpose(0, 1)[None] for states in (q, k, v)),
+            q.transpose(0, 1)[None],
+            k.transpose(0, 1)[None],
+            v.transpose(0, 1)[None],
             attn_mask=seen,
             is_causal=plainly_causal,
             scale=scale,
@@ -255,7 +258,7 @@ def verify(
         results = []
         for function, to in ((kernel, dtype), (one_by_one, torch.promote_types(dtype, torch.float32))):
             given = [part.detach().to(to).requires_grad_() for part in states]
-            out = function(*given, runs, **settings)
+            out = function(given[0], given[1], given[2], runs, **settings)
             # A cotangent without pattern: kernels that mix up rows or columns give other gradients.
             cotangent = (
                 torch.arange(out.numel(), device=out.device).view(out.shape).double().cos().to(dtype).to(to)

@@ -7,7 +7,7 @@ D = head size.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
+from rge.model.hub_model import HubModel
 from rge.model.varlen import Runs, attend_runs, make_runs, wanted
 
 KEY = "model.vision_attn_implementation"
@@ -73,7 +74,7 @@ def make_spans(lengths: Sequence[int], device: torch.device) -> Spans:
     )
 
 
-def sizes_of(tower: nn.Module, grid: Tensor, device: torch.device) -> dict[str, Any]:
+def sizes_of(tower: HubModel, grid: Tensor, device: torch.device) -> dict[str, Any]:
     """All that a Qwen tower's forward derives from the pictures' sizes, worked out on the host, once for all layers.
 
     The tower itself would ask the device, several times a forward.
@@ -109,7 +110,13 @@ def sizes_of(tower: nn.Module, grid: Tensor, device: torch.device) -> dict[str, 
     return found | {"spans": {len(ends) - 1: make_spans(ends.diff().tolist(), device) for ends in boundaries}}
 
 
-class _InGroups:
+if TYPE_CHECKING:
+    _Stock = HubModel
+else:
+    _Stock = object
+
+
+class _InGroups(_Stock):
     """Attention within pictures (or windows), one call for all of a size, or on a GPU one call of flash attention.
 
     Without the latter, transformers calls the kernel once a picture and layer, or once a window: hundreds of calls, each
@@ -151,15 +158,15 @@ def _attend(q_GSHD: Tensor, k_GSHD: Tensor, v_GSHD: Tensor, scale: float) -> Ten
     return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-class _Qwen2VLInGroups(_InGroups, Qwen2VLVisionAttention):
+class _Qwen2VLInGroups(_InGroups, Qwen2VLVisionAttention):  # type: ignore[misc]  # takes spans besides
     pass
 
 
-class _Qwen25VLInGroups(_InGroups, Qwen2_5_VLVisionAttention):
+class _Qwen25VLInGroups(_InGroups, Qwen2_5_VLVisionAttention):  # type: ignore[misc]  # takes spans besides
     pass
 
 
-class _Qwen3VLInGroups(_InGroups, Qwen3VLVisionAttention):
+class _Qwen3VLInGroups(_InGroups, Qwen3VLVisionAttention):  # type: ignore[misc]  # takes spans besides
     pass
 
 
@@ -170,7 +177,7 @@ FASTER = {
 }
 
 
-def speed_up(model: nn.Module, attention: str = "auto") -> None:
+def speed_up(model: HubModel, attention: str = "auto") -> None:
     """Give the parts of `model` that have a faster form that form, in place; parts of other kinds stay.
 
     Args:
@@ -182,4 +189,4 @@ def speed_up(model: nn.Module, attention: str = "auto") -> None:
             module.__class__ = PatchProjection
         elif type(module) in FASTER:
             module.__class__ = FASTER[type(module)]
-            module.asked = attention
+            cast(_InGroups, module).asked = attention

@@ -42,18 +42,18 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        updates = orthogonal_on_all_ranks([self._momentum(parameter) for _, parameter in moved])
+        updates = orthogonal_on_all_ranks([self._momentum(it, it.grad) for _, it in moved])
         for (group, parameter), update in zip(moved, updates, strict=True):
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
             parameter.add_(update, alpha=-group["lr"] * 0.2 * max(parameter.shape) ** 0.5)
         return loss
 
-    def _momentum(self, parameter: Tensor) -> Tensor:
+    def _momentum(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        state["momentum_buffer"].lerp_(parameter.grad, 1 - MOMENTUM)
-        return parameter.grad.lerp(state["momentum_buffer"], MOMENTUM)
+        state["momentum_buffer"].lerp_(gradient, 1 - MOMENTUM)
+        return gradient.lerp(state["momentum_buffer"], MOMENTUM)
 
 
 def orthogonal_on_all_ranks(matrices: list[Tensor]) -> list[Tensor]:
@@ -122,13 +122,14 @@ def _leveled_wide(x_KMN: Tensor) -> Tensor:
     """
     a, b, c = COEFFICIENTS
     gram_KMM = x_KMN @ x_KMN.mT
-    product_KMM = None
+    product_KMM: Tensor | None = None
     for iteration in range(ITERATIONS):
         poly_KMM = torch.baddbmm(gram_KMM, gram_KMM, gram_KMM, beta=b, alpha=c)
         poly_KMM.diagonal(dim1=1, dim2=2).add_(a)
         product_KMM = poly_KMM if product_KMM is None else poly_KMM @ product_KMM
         if iteration < ITERATIONS - 1:
             gram_KMM = poly_KMM @ (poly_KMM @ gram_KMM)
+    assert product_KMM is not None
     return product_KMM @ x_KMN
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from rge.losses import CHUNK_TOKENS
 from rge.model.families import family_of
+from rge.model.hub_model import HubModel
 
 GIB = 2**30
 RESERVED_GIB = 4.0
@@ -90,7 +91,7 @@ def speed_of(device: str, dtype: str) -> tuple[float, float] | None:
     return next((speed for name, speed in SPEEDS.items() if name in device), None)
 
 
-def shapes_of(model: nn.Module) -> Shapes:
+def shapes_of(model: HubModel) -> Shapes:
     """Read a model's sizes, also on `meta`."""
     family, text = family_of(model), model.config.get_text_config()
     layer = family.decoder(model).layers[0]
@@ -108,7 +109,7 @@ def shapes_of(model: nn.Module) -> Shapes:
                 else:
                     patch += module.weight.numel()
     blocks = next(module for part in vision for module in part.modules() if isinstance(module, nn.ModuleList))
-    inner = [module for module in blocks[0].mlp.modules() if isinstance(module, nn.Linear)]
+    inner = [module for module in blocks[0].get_submodule("mlp").modules() if isinstance(module, nn.Linear)]
     heads = text.num_attention_heads
     return Shapes(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -337,7 +338,7 @@ def memory(
     }
 
 
-def pixel_bytes(model: nn.Module, load: Load) -> float:
+def pixel_bytes(model: HubModel, load: Load) -> float:
     """Bytes of the pictures of a rank's batch as they are handed on: 8 bits a channel, once a picture."""
     vision = model.config.vision_config
     channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
@@ -444,7 +445,7 @@ def communication(
     return sent + embeddings
 
 
-def trained_parameters(shapes: Shapes, model: nn.Module, recipe_model: Any) -> int:
+def trained_parameters(shapes: Shapes, model: HubModel, recipe_model: Any) -> int:
     """Parameters that get a gradient: all, all but the vision tower's, or those of the adapters and the `<emb>` row."""
     lora = getattr(recipe_model, "lora", None)
     if lora is None:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
 from transformers.modeling_utils import set_zero3_state
 
 from rge.config import ModelConfig
 from rge.model.backbone import BackboneError
 from rge.model.families import FAMILIES
+from rge.model.hub_model import HubModel
 from rge.scratch import build as scratch
 
 _QWEN25_VISION = {
@@ -81,7 +81,7 @@ TABLE: dict[str, dict[str, Any]] = {
 """Arguments of the config class, by hub id."""
 
 
-def outline(model: ModelConfig, init: str | None = None) -> tuple[nn.Module, str]:
+def outline(model: ModelConfig, init: str | None = None) -> tuple[HubModel, str]:
     """The model that a recipe trains, on `meta`, whole under every back end and without a word to other processes.
 
     Args:

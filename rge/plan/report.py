@@ -11,10 +11,9 @@ import json
 from dataclasses import asdict, replace
 from typing import Any
 
-from torch import nn
-
 from rge.config import BACK_ENDS, Recipe, RecipeError, StageConfig
 from rge.model.families import family_of
+from rge.model.hub_model import HubModel
 from rge.plan.costs import (
     ACTIVATIONS_OFF_BY,
     GIB,
@@ -50,7 +49,7 @@ def show(recipe: PlanCommand) -> int:
     return 0 if found["fits"] else 1
 
 
-def plan(recipe: Recipe, model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+def plan(recipe: Recipe, model: HubModel, options: dict[str, Any]) -> dict[str, Any]:
     """All numbers of a plan.
 
     Raises:
@@ -133,7 +132,7 @@ def plan(recipe: Recipe, model: nn.Module, options: dict[str, Any]) -> dict[str,
     }
 
 
-def load_of(recipe: Recipe, model: nn.Module, options: dict[str, Any]) -> Load:
+def load_of(recipe: Recipe, model: HubModel, options: dict[str, Any]) -> Load:
     """What one rank works on in a step of the stage.
 
     Raises:
@@ -153,8 +152,8 @@ def load_of(recipe: Recipe, model: nn.Module, options: dict[str, Any]) -> Load:
         )
     objective = Objective.of(recipe, name)
     family, config = family_of(model), model.config
-    placeholders = family.num_placeholders(config, recipe.model.max_pixels)  # type: ignore[arg-type]
-    around = len(family.picture_ids(config, _NoTokenizer())) - family.num_placeholders(config, 0)  # type: ignore[arg-type]
+    placeholders = family.num_placeholders(config, recipe.model.max_pixels)
+    around = len(family.picture_ids(config, _NoTokenizer())) - family.num_placeholders(config, 0)
     prompts = {}
     for side in ("query", "candidate"):
         pictures = options[f"{side}_pictures"]
@@ -165,8 +164,8 @@ def load_of(recipe: Recipe, model: nn.Module, options: dict[str, Any]) -> Load:
                 f"which data.max_prompt_tokens={recipe.data.max_prompt_tokens} cannot hold; lower the one or raise the other"
             )
         prompts[side] = min(prompts[side] + options["text_tokens"], recipe.data.max_prompt_tokens)
-    patches = placeholders * family.patches_per_placeholder(config)  # type: ignore[arg-type]
-    spans = family.vision_spans(config, patches)  # type: ignore[arg-type]
+    patches = placeholders * family.patches_per_placeholder(config)
+    spans = family.vision_spans(config, patches)
     rationale = options["rationale_tokens"] or recipe.rollout.max_new_tokens
     queries = stage.batch_size // gpus
     each = (1 + recipe.data.max_negatives) if objective.needs_candidates else 0
@@ -204,7 +203,7 @@ def tokens_of(load: Load, num_gpus: int) -> dict[str, int]:
 
 
 def advice(
-    recipe: Recipe, model: nn.Module, options: dict[str, Any], shapes: Shapes, trained: int
+    recipe: Recipe, model: HubModel, options: dict[str, Any], shapes: Shapes, trained: int
 ) -> list[str]:
     """Changes that would make it fit, one alone each, the least intrusive first; none if nothing here does."""
     found = []

@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rge.model.attention import Cache, EncodedPrompts, RunningCache
 from rge.model.backbone import rotations
 from rge.model.embedding_model import EmbeddingModel, normalise
 from rge.model.families import family_of
+from rge.model.hub_model import HubModel
 from rge.model.prompts import Prompt
 from rge.model.varlen import KernelError
 
@@ -135,7 +136,10 @@ def generate(
                 uniform = torch.from_numpy(np.stack([stream.random(max_new_tokens) for stream in streams]))
             began = time.perf_counter()
             if encoded is None:
-                known, known_at = _encode(embedder, [prompts[index] for index in chosen]), range(len(chosen))
+                known, known_at = (
+                    _encode(embedder, [prompts[index] for index in chosen]),
+                    [*range(len(chosen))],
+                )
             else:
                 known, known_at = encoded, [index if places is None else places[index] for index in chosen]
             repeated = [place for place in known_at for _ in range(num_each)]
@@ -370,7 +374,7 @@ def _sizes() -> Iterator[int]:
 
 
 def _rotations(
-    model: nn.Module, last_position_3B: Tensor, after_B: Tensor, num_steps: int
+    model: HubModel, last_position_3B: Tensor, after_B: Tensor, num_steps: int
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines (L, B, head size) of every step's token: the prompt's last, then what follows the prompt."""
     follow_LB = after_B + torch.arange(num_steps - 1, device=after_B.device)[:, None]

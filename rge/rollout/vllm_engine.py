@@ -27,6 +27,7 @@ from rge.distributed import collectives as dist
 from rge.model.adapters import has_adapters, merge
 from rge.model.backbone import vision_prefixes
 from rge.model.embedding_model import EmbeddingModel
+from rge.rollout.vllm_inputs import know_architectures
 
 # Read when vLLM is imported. It tells its makers about every start unless told not to.
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -47,6 +48,8 @@ class Engine(VLLMGeneration):
         ValueError: vLLM cannot hold such a model, or not in that much memory.
     """
 
+    model: Any  # ours; trl names classes of which it is none
+
     def __init__(
         self,
         embedder: EmbeddingModel,
@@ -56,8 +59,9 @@ class Engine(VLLMGeneration):
         batch_size: int,
         memory: float,
     ):
+        model: Any = embedder.model
         super().__init__(
-            embedder.model,
+            model,
             accelerator,
             embedder.processor,
             mode="colocate",
@@ -67,7 +71,7 @@ class Engine(VLLMGeneration):
         )
 
     def _init_vllm(self) -> None:
-        from vllm import LLM, ModelRegistry
+        from vllm import LLM
 
         words = self.model.get_input_embeddings().weight
         # A tower that is never run need not be built. But vLLM takes its absence for that of DeepStack.
@@ -78,11 +82,7 @@ class Engine(VLLMGeneration):
             config.get_text_config().vocab_size = words.shape[0]
             return config
 
-        # vLLM would look at the model's class in a process of its own, lest CUDA starts in this one, where it has long
-        # started. That takes ten seconds, and the process would not know of rge.common.torchvision_cpu.
-        for architecture in self.model.config.architectures:
-            if (known := ModelRegistry.models.get(architecture)) is not None:
-                ModelRegistry.register_model(architecture, known.load_model_cls())
+        know_architectures(self.model.config.architectures)
         dist.ensure_group()
         # vLLM reads who it is from the environment; a single process was started without.
         process = self.accelerator
@@ -103,7 +103,7 @@ class Engine(VLLMGeneration):
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 max_model_len=self.max_model_length,
                 max_num_seqs=self.max_num_seqs,
-                max_num_batched_tokens=max(8192, self.max_model_length),
+                max_num_batched_tokens=max(8192, self.max_model_length or 0),
                 # Features are passed. They change with the weights: nothing to remember.
                 enable_mm_embeds=True,
                 limit_mm_per_prompt={"video": 0} if self.has_tower else {"image": 0, "video": 0},

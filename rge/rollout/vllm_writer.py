@@ -1,7 +1,7 @@
 """Rationales written by vLLM: `rollout.backend=vllm`.
 
-vLLM gives tokens and no states. The state at ``<emb>``, and everything that is trained on, comes from our own forward over the
-ids that it wrote, exactly as for a rationale that is used again.
+Only tokens are taken from vLLM. The state at ``<emb>``, and everything that is trained on, comes from our own forward over the
+ids that it wrote, exactly as for a rationale that is used again. (`rge.rollout.vllm_states` is for finished checkpoints.)
 """
 
 import time
@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
-from torch import Tensor
 
 from rge.config import RecipeError
 from rge.distributed import collectives as dist
@@ -18,6 +17,7 @@ from rge.model.backbone import BackboneError, collapsed_ids
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import Prompt
 from rge.rollout.generate import Rationale
+from rge.rollout.vllm_inputs import check_prompt, request
 
 if TYPE_CHECKING:
     from rge.rollout.vllm_engine import Engine  # imports vLLM
@@ -141,7 +141,7 @@ class VllmRollout:
         found = []
         for number, output in enumerate(outputs):
             prompt = prompts[number // num_each]
-            _check_prompt(prompt, output.prompt_token_ids)
+            check_prompt(prompt, output.prompt_token_ids)
             ids = tuple(output.outputs[0].token_ids)
             forced = ids[-1:] != (self.embedder.emb_id,)
             log_probs = _log_probs(ids, output.outputs[0].logprobs) if temperature > 0 else None
@@ -173,29 +173,8 @@ def make_engine(embedder: EmbeddingModel, accelerator: Accelerator, **settings: 
         ) from error
 
 
-def request(embedder: EmbeddingModel, prompt: Prompt, features: Tensor | None) -> dict[str, Any]:
-    """A prompt as vLLM takes it: one placeholder a picture, and the picture's features (placeholders, D) beside it."""
-    ids = prompt.input_ids.tolist()
-    if features is None:
-        return {"prompt_token_ids": ids}
-    pictures = {"image_embeds": features.cpu(), "image_grid_thw": prompt.image_grid}
-    return {
-        "prompt_token_ids": collapsed_ids(embedder.model, ids),
-        "multi_modal_data": {"image": pictures},
-    }
-
-
 def _log_probs(ids: Sequence[int], said: Sequence[Any] | None) -> tuple[float, ...] | None:
     """Of each sampled token, as vLLM's engine gives them: a mapping from token to what is known of it."""
     if said is None:
         return None
     return tuple(float(known[token].logprob) for token, known in zip(ids, said, strict=True))
-
-
-def _check_prompt(prompt: Prompt, read: Sequence[int]) -> None:
-    """What vLLM read must be the prompt, or its rationale belongs to another one."""
-    if list(read) != prompt.input_ids.tolist():
-        raise BackboneError(
-            f"rollout.backend=vllm: vLLM made {len(read)} tokens of the prompt of {prompt.id!r}, the processor {len(prompt)}, "
-            "or other ones; set rollout.backend=own"
-        )

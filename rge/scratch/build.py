@@ -82,8 +82,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:
     return Qwen2Tokenizer(
         tokenizer_object=tokenizer,
         vocab=vocab,
-        merges=merges,
-        unk_token=None,
+        merges=merges,  # type: ignore[arg-type]  # pairs, as the tokenizers library has them
+        unk_token=None,  # type: ignore[arg-type]  # as Qwen's has none
         bos_token=None,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
@@ -117,7 +117,12 @@ def make_model(
         text: overrides of the text config: sizes, ``tie_word_embeddings``.
         vision: overrides of the vision config.
     """
-    id_of = tokenizer.convert_tokens_to_ids
+
+    def id_of(token: str) -> int:
+        found = tokenizer.convert_tokens_to_ids(token)
+        assert isinstance(found, int)
+        return found
+
     return Qwen2_5_VLForConditionalGeneration(make_config(num_rows(len(tokenizer)), id_of, text, vision))
 
 

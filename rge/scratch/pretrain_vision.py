@@ -24,6 +24,7 @@ from rge.config import OptimConfig, StageConfig
 from rge.data.sources import RecordFile
 from rge.distributed import collectives as dist
 from rge.model.families import family_of
+from rge.model.hub_model import HubModel
 from rge.optim.optimizers import learning_rate, make_optimizer, set_learning_rate
 
 
@@ -42,7 +43,7 @@ def naming_pictures(path: str | Path, side_px: int) -> tuple[Tensor, Tensor, lis
     for index in range(len(records)):
         record = records[index]
         for image in record.query.images:
-            pictures.setdefault(image, record.positives[0].rationale or "")
+            pictures.setdefault(str(image), record.positives[0].rationale or "")
     names = sorted(set(pictures.values()))
     label = {name: number for number, name in enumerate(names)}
     arrays = [
@@ -96,7 +97,13 @@ def patches(
 class _Namer(nn.Module):
     """Both losses in one forward. K = names, B = pictures, P = tokens of a picture, T = tokens of the longest name."""
 
-    def __init__(self, model: nn.Module, name_ids: list[list[int]], pad_id: int, grid: Tensor):
+    model: HubModel
+    name_KT: Tensor
+    real_KT: Tensor
+    picture_P: Tensor
+    position_31T: Tensor
+
+    def __init__(self, model: HubModel, name_ids: list[list[int]], pad_id: int, grid: Tensor):
         super().__init__()
         self.model, config = model, model.config
         self.width = config.get_text_config().hidden_size
@@ -113,7 +120,7 @@ class _Namer(nn.Module):
         ]
         self.register_buffer("picture_P", torch.tensor(picture), persistent=False)
         ids = torch.cat([self.picture_P, self.name_KT[0]])[None]
-        types = (ids == config.image_token_id).long()
+        types = torch.eq(ids, config.image_token_id).long()
         position_31T, _ = model.model.get_rope_index(ids, types, image_grid_thw=grid)
         self.register_buffer("position_31T", position_31T, persistent=False)
         # Token embeddings start small (0.02); without a scale the choice would start, and stay, flat.
@@ -146,7 +153,7 @@ class _Namer(nn.Module):
 
 
 def teach(
-    model: nn.Module,
+    model: HubModel,
     accelerator: Accelerator,
     processor,
     pictures: Tensor,

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import cast
 
 from accelerate import Accelerator
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -11,6 +12,7 @@ from rge.config import Recipe, ScratchConfig
 from rge.data.readers import read_texts
 from rge.distributed.launch import LaunchError, back_end
 from rge.model import vision_tower as vision
+from rge.model.hub_model import HubModel
 from rge.scratch import build as scratch
 from rge.scratch import pretrain_vision as eyes
 
@@ -58,7 +60,7 @@ def _build(recipe: Recipe, config: ScratchConfig, folder: Path, accelerator: Acc
         )
     accelerator.wait_for_everyone()
     if config.naming is not None:
-        model = AutoModelForImageTextToText.from_pretrained(temporary)
+        model = cast(HubModel, AutoModelForImageTextToText.from_pretrained(temporary))
         vision.speed_up(model)
         processor = AutoProcessor.from_pretrained(temporary)
         pictures, labels, names = eyes.naming_pictures(config.naming, int(recipe.model.max_pixels**0.5))

@@ -700,6 +700,43 @@ def test_a_stage_that_gets_no_answers_says_so_and_is_not_done(tmp_path, answer, 
         run.close()
 
 
+def test_a_call_that_is_never_answered_does_not_hold_its_stage_open(tmp_path, capfd):
+    """A server that chokes on one input, every time: after three runs the others go on without it, and it is said."""
+    one_family(tmp_path / "library.csv")
+    answers = oracle.Oracle(OracleConfig(transient=0, malformed=0))
+    poison, asked = [], Counter()
+
+    async def chokes(path, body):
+        said = json.dumps(body["messages"], sort_keys=True)
+        if not poison:
+            poison.append(said)
+        asked[said] += 1
+        return Answer({"error": "boom"}, 500) if said == poison[0] else await answers(path, body)
+
+    with LocalServer(chokes) as server:
+        config = small(tmp_path / "out", tmp_path / "library.csv", server.url)
+        config.seed.clusters = 4
+        for settings in config.models.values():
+            settings.max_retries = 0
+        for _ in range(2):
+            run = Run(config, progress=False)
+            with pytest.raises(
+                RunError, match="got no answer, such as.*passed over, where others are answered"
+            ):
+                run_stages(run, ("seed", "generate"))
+            assert not run.done("generate")
+            run.close()
+        capfd.readouterr()
+        run = Run(config, progress=False)
+        run_stages(run, ("seed", "generate"))
+    assert "1 calls had no answer in 3 runs and were passed over" in capfd.readouterr().err
+    assert run.done("generate")["met"]["failed"] == 1
+    assert run.done("generate")["counts"]["queries"] > 0
+    assert asked[poison[0]] == 3
+    assert set(asked.values()) == {1, 3}
+    run.close()
+
+
 ASKING = ("generate", "filter", "judge")
 
 

@@ -4,10 +4,12 @@ import json
 
 import pytest
 from eval_fakes import FakeEncoder, loader, write_set
+from huggingface_hub import ModelCard
 
 from eval.__main__ import main
 from eval.commands.export import ExportOptions, export
 from eval.commands.run import RunOptions, run
+from rge.checkpoints.export import checkpoint_hash
 from rge.common.errors import UserError
 from rge.common.mmeb_prompts import SETS
 
@@ -62,6 +64,42 @@ def test_mmeb_needs_all_sets(done, tmp_path):
     assert len(content["metrics"]["image"]) == 36
     assert content["metrics"]["image"]["GQA"] == {"hit@1": 0.5}
     assert content["metadata"]["model_name"] == "me"
+
+
+def test_the_card_of_the_checkpoint_that_was_evaluated(done, tmp_path):
+    """As the hub reads it; again and again, and beside other evaluations."""
+    folder = tmp_path / "final"
+    folder.mkdir()
+    (folder / "rge.json").write_text("{}")
+    card = folder / "README.md"
+    with pytest.raises(UserError, match=r"README.md does not exist"):
+        export(ExportOptions("card", done, card))
+    card.write_text("---\nlicense: mit\n---\n\n# me/mine\n\n## Use\n\nSo.\n")
+    with pytest.raises(UserError, match="is not the checkpoint that was evaluated"):
+        export(ExportOptions("card", done, card))
+    results = json.loads((done / "results.json").read_text())
+    results |= {"checkpoint_hash": checkpoint_hash(folder), "warnings": ["TRAINED ON THE TEST"]}
+    for number, mode in enumerate(("direct", "reasoning", "reasoning")):
+        results["query_mode"] = mode
+        results["micro"]["recall@1"]["value"] = 0.1 * number
+        (tmp_path / "results.json").write_text(json.dumps(results))
+        export(ExportOptions("card", tmp_path, card))
+    text = card.read_text()
+    read = ModelCard(text).data
+    assert read.license == "mit"
+    assert read.model_name == "me/mine"
+    assert len(read.eval_results) == 8
+    assert {
+        one.dataset_config: one.metric_value for one in read.eval_results if one.metric_name == "recall@1"
+    } == {
+        "direct, both": 0.0,
+        "reasoning, both": 0.2,
+    }
+    assert text.count("| fake | reasoning, both | recall@1 | 0.2000 [") == text.count("## Evaluation") == 1
+    assert text.count("TRAINED ON THE TEST") == 2
+    assert text.count("| set | asked |") == 1
+    assert "## Use\n\nSo.\n" in text
+    assert checkpoint_hash(folder) == results["checkpoint_hash"]  # a card is no part of what was evaluated
 
 
 def test_a_partial_run_is_not_exported(done, tmp_path):

@@ -436,3 +436,43 @@ def test_what_another_library_would_fill_in_is_an_error_and_not_a_folder_of_that
     assert "write the value itself" in lines[0]
     assert "{recipe} stands for its name" in lines[0]
     assert not load_recipe(["recipe=demo", "out=$5 {recipe}"]).out.startswith("runs")
+
+
+def test_a_recipe_may_be_another_one_with_some_keys_changed(load, tmp_path):
+    (tmp_path / "more.yaml").write_text("base: small\njoint: {lr: 7e-5}\nrl: {rewards: [{name: rank}]}\n")
+    (tmp_path / "most.yaml").write_text("base: more\njoint: {steps: 3}\n")
+    load()
+    recipe = load_recipe([f"recipe={tmp_path / 'most.yaml'}", "joint.batch_size=9"])
+    assert recipe.model.path == "some/model"
+    assert (recipe.joint.lr, recipe.joint.steps, recipe.joint.batch_size) == (7e-5, 3, 9)
+    assert [reward.name for reward in recipe.rl.rewards] == ["rank"]
+    assert recipe.recipe == "most"
+    for base, message in [
+        ("smal", "base must name another recipe, got 'smal'; did you mean"),
+        ("round", "base round leads back to itself"),
+        ("[small]", "base must name another recipe"),
+    ]:
+        (tmp_path / "round.yaml").write_text(f"base: {base}\n")
+        with pytest.raises(RecipeError, match=message):
+            load_recipe([f"recipe={tmp_path / 'round.yaml'}"], tmp_path)
+    # What is wrong in a base is said with its name.
+    (tmp_path / "more.yaml").write_text("base: small\njoint: {lrr: 1}\n")
+    with pytest.raises(RecipeError, match=r"more.yaml: unknown key joint.lrr; did you mean joint.lr\?"):
+        load_recipe([f"recipe={tmp_path / 'most.yaml'}"])
+
+
+def test_published_settings_of_reinforcement_learning():
+    """G, KL, clip, learning rate and temperature as their papers print them."""
+    found = {}
+    for name in ("ume_r1", "embed_rl", "grace"):
+        recipe = load_recipe([f"recipe={name}", "stage=rl", "init=x"])
+        assert recipe.stages() == ["rl"]
+        rl = recipe.rl
+        assert (rl.alpha_con, rl.alpha_lm, rl.temperature) == (0, 0, 1)
+        names = [reward.name for reward in rl.rewards]
+        found[name] = (rl.num_rationales, rl.beta, rl.epsilon_high, rl.lr, rl.scale_rewards, names)
+    assert found == {
+        "ume_r1": (8, 0.04, 0.28, 1e-6, "group", ["format", "ume_r1"]),
+        "embed_rl": (4, 0.01, None, 3e-6, "group", ["format", "embed_rl"]),
+        "grace": (8, 0.0, None, 1e-6, "none", ["grace"]),
+    }

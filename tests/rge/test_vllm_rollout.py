@@ -420,7 +420,7 @@ def test_training_with_vllm_takes_the_steps_of_our_own_rollout(tmp_path, picture
     for backend in ("own", "vllm"):
         out = tmp_path / backend
         settings = [f"recipe={tmp_path / 'tiny.yaml'}", f"out={out}", f"rollout.backend={backend}"]
-        train = Path(vllm_rollout.__file__).with_name("train.py")
+        train = Path(vllm_rollout.__file__).parents[1] / "train.py"
         environment = {
             **os.environ,
             "PYTHONSAFEPATH": "1",

@@ -1,0 +1,1 @@
+"""A checkpoint behind an HTTP address: requests, limits, micro-batches, metrics."""

@@ -1,0 +1,25 @@
+"""``rge serve checkpoint=DIR [key=value ...]``; see `rge.serving.options`."""
+
+from importlib.util import find_spec
+
+from rge.common.commands import start
+from rge.common.errors import UserError
+from rge.common.options import parse_options
+from rge.serving.address import bound
+from rge.serving.options import ServeOptions
+
+
+def main(words: list[str]) -> int:
+    """Serve until a signal ends it."""
+    options = parse_options(ServeOptions, words, "rge serve")
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
+    if missing:
+        raise UserError(f"rge serve needs {', '.join(missing)}: pip install 'rge[serve]'")
+    with bound(options) as listener:
+        from rge.serving.process import serve  # after --help, which needs none of it
+
+        return serve(options, listener)
+
+
+if __name__ == "__main__":
+    start(main)

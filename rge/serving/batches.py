@@ -1,0 +1,253 @@
+"""From inputs that come in one by one to micro-batches, in one thread that owns the model.
+
+An input waits in a bounded queue until the model is free. Then the longest-waiting one goes, together with those waiting
+of its mode that are closest to it in length. While a batch runs the next one gathers; a batch that is not full waits a few
+milliseconds for others.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from rge.common.schema import Encoded
+from rge.model.prompts import Prompt
+
+_log = logging.getLogger(__name__)
+
+Mode = Literal["reasoning", "direct"]
+
+
+class QueueFull(Exception):
+    """More inputs wait than may.
+
+    Attributes:
+        retry_after_s: when there will probably be room.
+    """
+
+    def __init__(self, retry_after_s: int):
+        super().__init__("too many inputs are waiting")
+        self.retry_after_s = retry_after_s
+
+
+class Stopped(Exception):
+    """The server ends before this input's turn."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the model made of an input.
+
+    Attributes:
+        embedding_D: unit-norm float32.
+        rationale: without ``<emb>``; empty in direct mode.
+        num_tokens: of the rationale.
+        stop_reason: as of `rge.common.schema.Encoded`.
+    """
+
+    embedding_D: np.ndarray
+    rationale: str
+    num_tokens: int
+    stop_reason: str
+
+
+@dataclass(eq=False)
+class _Waiting:
+    prompt: Prompt
+    mode: Mode
+    since: float
+    answer: "Future[Found]" = field(default_factory=Future)
+
+
+class Batches:
+    """The queue and the thread behind it.
+
+    Args:
+        embed: what embeds prompts; called in the thread only.
+        batch_size: inputs of a batch.
+        wait_s: for a batch that is not full.
+        max_queue: inputs that may wait, those of `reserve` included.
+        on_batch: told the mode, the inputs and the seconds of each batch.
+    """
+
+    def __init__(
+        self,
+        embed: Callable[[Sequence[Prompt], Mode], Encoded],
+        *,
+        batch_size: int,
+        wait_s: float,
+        max_queue: int,
+        on_batch: Callable[[Mode, int, float], object] = lambda mode, rows, seconds: None,
+    ):
+        self.embed, self.batch_size, self.wait_s, self.max_queue = embed, batch_size, wait_s, max_queue
+        self.on_batch = on_batch
+        self._changed = threading.Condition()
+        self._waiting: list[_Waiting] = []
+        self._num_reserved = 0
+        self._rows_per_s = 0.0
+        self._stopping = False
+        self.is_busy = False
+        """Whether a batch runs."""
+        self._thread = threading.Thread(target=self._run, name="rge-batches", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there is somebody to work the queue off."""
+        return self._thread.is_alive()
+
+    @property
+    def num_waiting(self) -> int:
+        """Inputs that were let in and whose batch has not begun."""
+        return self._num_reserved + len(self._waiting)
+
+    def reserve(self, count: int) -> "Place":
+        """Let a request in before its inputs are prepared, which takes time too.
+
+        Args:
+            count: of its inputs.
+
+        Raises:
+            QueueFull: there is no room for so many.
+        """
+        with self._changed:
+            if self.num_waiting + count > self.max_queue:
+                raise QueueFull(self._retry_after_s())
+            self._num_reserved += count
+        return Place(self, count)
+
+    async def answers(self, place: "Place", prompts: Sequence[Prompt], mode: Mode) -> list[Found]:
+        """Embed prompts when their turn comes; whoever is cancelled meanwhile takes its inputs out of the queue.
+
+        Args:
+            place: reserved for so many.
+            prompts: of one request.
+            mode: of all of them.
+
+        Raises:
+            Stopped: the server ends first.
+            Exception: whatever the model raised for one of these inputs alone.
+        """
+        now = time.monotonic()
+        rows = [_Waiting(prompt, mode, now) for prompt in prompts]
+        with self._changed:
+            place.release()
+            if self._stopping:
+                raise Stopped
+            self._waiting += rows
+            self._changed.notify()
+        try:
+            return list(await asyncio.gather(*(asyncio.wrap_future(row.answer) for row in rows)))
+        finally:
+            for row in rows:
+                row.answer.cancel()
+            with self._changed:
+                self._waiting = [row for row in self._waiting if not row.answer.cancelled()]
+
+    def stop(self) -> None:
+        """Take nothing more in, and give up what waits; a batch that runs is finished."""
+        with self._changed:
+            self._stopping = True
+            left, self._waiting = self._waiting, []
+            self._changed.notify()
+        for row in left:
+            _settle(row, Stopped())
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread to end."""
+        self._thread.join(timeout_s)
+
+    def _retry_after_s(self) -> int:
+        return min(max(round(self.num_waiting / self._rows_per_s), 1), 60) if self._rows_per_s else 1
+
+    def _run(self) -> None:
+        ended = 0.0
+        while True:
+            with self._changed:
+                while not self._waiting and not self._stopping:
+                    self._changed.wait()
+                if self._stopping:
+                    return
+                # Who was just answered may ask again at once, and would miss the batch of who came meanwhile.
+                until = max(self._waiting[0].since, ended) + self.wait_s
+                while len(self._waiting) < self.batch_size and not self._stopping:
+                    left = until - time.monotonic()
+                    if left <= 0 or not self._changed.wait(left):
+                        break
+                batch = self._next()
+                self.is_busy = True
+            if batch:
+                self._work(batch)
+            ended = time.monotonic()
+            self.is_busy = False
+
+    def _next(self) -> list[_Waiting]:
+        """The oldest input and those nearest to it in length, of those whose askers still wait."""
+        if not self._waiting:  # all went away, or the server ends
+            return []
+        oldest = self._waiting[0]
+        alike = [row for row in self._waiting[: 8 * self.batch_size] if row.mode == oldest.mode]
+        alike.sort(key=lambda row: abs(len(row.prompt) - len(oldest.prompt)))  # stable: of equals, the older
+        taken = set(map(id, alike[: self.batch_size]))
+        batch = [row for row in self._waiting if id(row) in taken]
+        self._waiting = [row for row in self._waiting if id(row) not in taken]
+        return [row for row in batch if row.answer.set_running_or_notify_cancel()]
+
+    def _work(self, batch: list[_Waiting]) -> None:
+        began = time.monotonic()
+        try:
+            found = self.embed([row.prompt for row in batch], batch[0].mode)
+        except Exception as error:  # noqa: BLE001 - the thread lives, whatever one input does to the model
+            if len(batch) > 1:
+                _log.warning("a batch of %d failed (%s: %s), its inputs go alone", len(batch), type(error).__name__, error)  # fmt: skip
+                for row in batch:
+                    self._work([row])
+                return
+            _settle(batch[0], error)
+            return
+        seconds = time.monotonic() - began
+        self._rows_per_s = 0.8 * self._rows_per_s + 0.2 * len(batch) / max(seconds, 1e-6)
+        self.on_batch(batch[0].mode, len(batch), seconds)
+        columns = (found.embeddings, found.rationales, found.num_rationale_tokens, found.stop_reasons)
+        for row, vector, rationale, num_tokens, reason in zip(batch, *columns, strict=True):
+            if np.isfinite(vector).all():
+                _settle(row, Found(vector, rationale, int(num_tokens), reason))
+            else:
+                _settle(row, ArithmeticError("the model's state is not finite"))
+
+
+class Place:
+    """Room in the queue for a request; a context manager, so that it is given back whatever happens."""
+
+    def __init__(self, batches: Batches, count: int):
+        self._batches, self._count = batches, count
+
+    def release(self) -> None:
+        """Give the room back; a second time does nothing. The caller holds the queue's lock or is alone."""
+        self._batches._num_reserved -= self._count
+        self._count = 0
+
+    def __enter__(self) -> "Place":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._batches._changed:
+            self.release()
+
+
+def _settle(row: _Waiting, outcome: Found | Exception) -> None:
+    if row.answer.done():  # its asker went away while it ran
+        return
+    if isinstance(outcome, Exception):
+        row.answer.set_exception(outcome)
+    else:
+        row.answer.set_result(outcome)

@@ -1,0 +1,186 @@
+"""The process: its address, its signals, its end."""
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import NoReturn
+
+import torch
+import uvicorn
+
+from rge.calls.keys import read_key
+from rge.common.errors import UserError
+from rge.embedder import Embedder
+from rge.serving.address import cannot_listen
+from rge.serving.app import Service
+from rge.serving.options import ServeOptions
+
+
+def serve(options: ServeOptions, listener: socket.socket) -> int:
+    """Load the checkpoint and answer requests until a signal ends it.
+
+    Args:
+        options: of the command.
+        listener: bound to its address.
+
+    Returns:
+        Exit code: 0 after SIGTERM, 130 after Ctrl-C; 1 where requests were given up.
+
+    Raises:
+        UserError: no checkpoint, no key, or an index of another checkpoint.
+    """
+    if options.exact and options.engine == "vllm":
+        raise UserError("exact=true computes every state alone, which vLLM does not do: use engine=own")
+    if options.index is not None and find_spec("lancedb") is None:
+        raise UserError("index= needs LanceDB: pip install 'rge[search]'")
+    if options.max_inputs > options.max_queue:
+        raise UserError(
+            f"max_inputs={options.max_inputs} is more than max_queue={options.max_queue} lets in at once"
+        )
+    key = None if options.key_env is None else read_key("rge serve", options.key_env)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    _more_files()
+    service = load(options, key)
+    return asyncio.run(Process(service, options, listener).run())
+
+
+def load(options: ServeOptions, key: str | None = None) -> Service:
+    """The checkpoint and the index, ready to answer."""
+    torch.set_float32_matmul_precision("highest")
+    embedder = Embedder.from_pretrained(
+        options.checkpoint,
+        revision=options.revision,
+        device=options.device,
+        dtype=options.dtype,
+        max_new_tokens=options.max_new_tokens,
+        engine=options.engine,
+        vllm_memory=options.vllm_memory,
+        vllm_rows=options.batch_size,
+    )
+    embedder.exact = options.exact
+    index = None
+    if options.index is not None:
+        from rge.index.store import Index  # of the extra `search`
+
+        index = Index.open(options.index)
+        index.check(options.checkpoint, embedder.checkpoint_hash)
+    service = Service(embedder, options, key=key, index=index)
+    service.start()
+    return service
+
+
+def _more_files() -> None:
+    """A connection is a file, and many systems begin with 1,024 of them though they allow more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class _Uvicorn(uvicorn.Server):
+    """Uvicorn that leaves signals alone, and says when it takes requests."""
+
+    def __init__(self, config: uvicorn.Config, on_start: Callable[[], None]):
+        super().__init__(config)
+        self._on_start = on_start
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Not: its own handlers let the signal end the process once all is answered, and only Ctrl-C hurries it."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        await super().startup(sockets)
+        self._on_start()
+
+
+class Process:
+    """Uvicorn in this thread, the model in its own, and what signals do to both.
+
+    The first signal refuses what is new, lets what is under way be answered for ``drain_s`` seconds, and gives up the rest
+    with 503. The second one ends the process at once.
+
+    Args:
+        service: started.
+        options: of the command.
+        listener: bound.
+    """
+
+    def __init__(self, service: Service, options: ServeOptions, listener: socket.socket):
+        self._service, self._options, self._listener = service, options, listener
+        config = uvicorn.Config(
+            service.app,  # type: ignore[arg-type]
+            lifespan="off",
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=int(options.drain_s)
+            + 2,  # the rest is for the answers of what was given up
+        )
+        self._uvicorn = _Uvicorn(config, self._announce)
+        self._first: int | None = None
+        self._gave_up = False
+
+    async def run(self) -> int:
+        """Until a signal; the exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._end, number)
+        try:
+            await self._uvicorn.serve([self._listener])
+        except OSError as error:
+            raise cannot_listen(self._options, error) from None
+        gave_up = self._gave_up
+        self._service.stop()
+        self._service.batches.join(5)
+        code = 1 if gave_up else 130 if self._first == signal.SIGINT else 0
+        if (
+            self._service.batches.is_alive
+        ):  # in the middle of a batch that nobody waits for; it cannot be interrupted
+            _leave(code)
+        return code
+
+    def _announce(self) -> None:
+        host, port = self._listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        about = f"{self._service.name}, engine {self._options.engine}, {self._service.embedder.model.device}"
+        _say(f"rge serve: http://{shown}:{port} ({about})")
+        if self._options.key_env is None and not ipaddress.ip_address(host).is_loopback:
+            _say(f"rge serve: whoever reaches {shown}:{port} may use it: key_env= asks for a key, host=127.0.0.1 is this machine alone")  # fmt: skip
+
+    def _end(self, number: int) -> None:
+        if self._first is not None:
+            _say("rge serve: ended by a second signal")
+            _leave(128 + number)
+        self._first = number
+        _say(f"rge serve: {signal.Signals(number).name}: refusing what is new, answering what is under way for up to {self._options.drain_s:g} s")  # fmt: skip
+        self._service.drain()
+        asyncio.get_running_loop().call_later(self._options.drain_s, self._give_up)
+        self._uvicorn.should_exit = True
+
+    def _give_up(self) -> None:
+        left = self._service.batches.num_waiting
+        self._gave_up = left > 0 or self._service.batches.is_busy
+        _say(f"rge serve: {left} inputs given up after drain_s={self._options.drain_s:g}")
+        self._service.stop()
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201 - a command speaks to people
+
+
+def _leave(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,116 @@
+"""Fetch a picture that a client names by its address, from public addresses only.
+
+A server that fetches what strangers name can be made to read what only it can reach: other services of its machine, its
+network, a cloud's metadata. A name is resolved here, every address it has is checked, and the connection is made to the
+address that was checked: asking again for it could give another answer. That happens for each connection, so after a
+redirect too.
+"""
+
+import asyncio
+import ipaddress
+import socket
+import ssl
+from collections.abc import Iterable
+from typing import Any
+from urllib.parse import urljoin
+
+import httpcore
+
+from rge.common.images import FETCH_S, ImageError
+
+MOST_REDIRECTS = 4
+_EMBEDDING = tuple(
+    ipaddress.ip_network(one) for one in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32", "::/96")
+)
+"""IPv6 networks whose addresses stand for IPv4 ones, which may be private."""
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is one that everybody on the internet can reach too."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv6Address):
+        if found.ipv4_mapped is not None:
+            return is_public(str(found.ipv4_mapped))
+        if any(found in network for network in _EMBEDDING):
+            return False
+    return found.is_global and not found.is_multicast and not found.is_reserved
+
+
+class _Public(httpcore.AsyncNetworkBackend):
+    """Connects to public addresses and to nothing else."""
+
+    def __init__(self) -> None:
+        self._inner = httpcore.AnyIOBackend()
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise httpcore.ConnectError(f"{host} is not known") from error
+        addresses = list(dict.fromkeys(str(one[4][0]) for one in found))
+        if not addresses or not all(map(is_public, addresses)):
+            raise httpcore.ConnectError(f"{host} is not on the public internet")
+        for address in addresses[:-1]:
+            try:
+                return await self._inner.connect_tcp(address, port, timeout, local_address, socket_options)
+            except (httpcore.ConnectError, httpcore.ConnectTimeout):
+                continue
+        return await self._inner.connect_tcp(addresses[-1], port, timeout, local_address, socket_options)
+
+
+async def fetch_public(address: str, max_bytes: int) -> bytes:
+    """Encoded bytes of a picture.
+
+    Args:
+        address: http or https.
+        max_bytes: of the picture.
+
+    Raises:
+        ImageError: a host that is not public, or nothing that could be fetched within `FETCH_S` seconds.
+    """
+    shown = address[:80] + ("..." if len(address) > 80 else "")
+    try:
+        async with asyncio.timeout(FETCH_S):
+            return await _fetch(address, max_bytes, shown)
+    except TimeoutError:
+        raise ImageError(f"picture {shown} did not arrive within {FETCH_S} s") from None
+    except (
+        httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, httpcore.UnsupportedProtocol,
+        ssl.SSLError, OSError, UnicodeError, ValueError,
+    ) as error:  # fmt: skip
+        if isinstance(error, ImageError):
+            raise
+        raise ImageError(f"picture {shown} cannot be fetched: {error or type(error).__name__}") from None
+
+
+async def _fetch(address: str, max_bytes: int, shown: str) -> bytes:
+    # No proxy of the environment, and no connection kept: each is made and checked anew.
+    async with httpcore.AsyncConnectionPool(network_backend=_Public(), max_keepalive_connections=0) as pool:
+        for _ in range(MOST_REDIRECTS + 1):
+            if not address.startswith(("http://", "https://")):
+                raise ImageError(f"picture {shown}: only http and https addresses are fetched")
+            headers = [("Accept", "image/*"), ("Accept-Encoding", "identity")]
+            async with pool.stream("GET", address, headers=headers) as answer:
+                if answer.status in (301, 302, 303, 307, 308):
+                    address = urljoin(address, _header(answer, b"location"))
+                    continue
+                if answer.status != 200:
+                    raise ImageError(f"picture {shown} cannot be fetched: its server says {answer.status}")
+                found = bytearray()
+                async for part in answer.aiter_stream():
+                    found += part
+                    if len(found) > max_bytes:
+                        raise ImageError(f"picture {shown} is larger than {max_bytes >> 20} MB")
+                return bytes(found)
+    raise ImageError(f"picture {shown} cannot be fetched: more than {MOST_REDIRECTS} redirects")
+
+
+def _header(answer: httpcore.Response, name: bytes) -> str:
+    return next((value.decode("latin-1") for key, value in answer.headers if key.lower() == name), "")

@@ -257,7 +257,7 @@ class RolloutConfig:
     the contrastive loss, which is the mean over them."""
     reuse_steps: int = 0
     """For how many steps a query's rationale is used again instead of writing one anew; 0: never. Its `<emb>` state is
-    always computed with the present weights."""
+    always computed with the present weights. In the joint stage alone: the stage rl always writes anew."""
     direct_share: float = 0.0
     """Share of the queries, drawn anew in each step, that are embedded without a rationale, so that one model is
     trained for both modes."""
@@ -323,17 +323,19 @@ class RLConfig(StageConfig):
     """Terms of the reward, each with name, weight and options."""
     loss_type: Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo"] = "dapo"
     """Ratio and normalisation of the policy gradient, see docs/rl.md."""
-    scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Advantages are divided by the standard deviation of the group, of the batch, or by none."""
+    scale_rewards: Literal["group", "batch", "none"] | None = None
+    """Advantages are divided by the standard deviation of the group, of the batch, or by none; null: none with
+    loss_type=rloo, else group, as in TRL."""
     std_floor: float = 1e-4
     """Added to that standard deviation: equal rationales differ in reward by rounding."""
     epsilon: float = 0.2
-    """Ratios of a token's probability to that at its writing are clipped at 1 - epsilon."""
+    """Ratios of a token's probability to that at its writing are clipped at 1 - epsilon, from a rollout's second update on:
+    in the first, ratios are 1 (`num_iterations`)."""
     epsilon_high: float | None = None
-    """And at 1 + epsilon_high; null: epsilon. DAPO has 0.28."""
+    """And at 1 + epsilon_high, likewise; null: epsilon. DAPO has 0.28."""
     beta: float = 0.0
-    """Weight of the KL divergence (k3) from the checkpoint that the stage starts from; 0 needs no reference. With adapters
-    the reference is the model without them; else a frozen copy is kept in memory."""
+    """Weight, within the policy gradient, of the KL divergence (k3) from the checkpoint that the stage starts from; 0 needs
+    no reference. With adapters the reference is the model without them; else a frozen copy is kept in memory."""
     use_bias_correction_kl: bool = True
     """Multiply the KL estimate by the ratio, so that its gradient is right for rationales of earlier weights too."""
     mask_truncated_completions: bool = False
@@ -352,6 +354,11 @@ class RLConfig(StageConfig):
     """Lower bound of the ratio; null: none."""
     patience: int = 50
     """The stage ends with a message after so many steps in a row in which no group's rewards differed; 0: never."""
+
+    @property
+    def scale(self) -> str:
+        """`scale_rewards`, with null decided."""
+        return self.scale_rewards or ("none" if self.loss_type == "rloo" else "group")
 
 
 @dataclass
@@ -413,7 +420,7 @@ class ValidationConfig(RecordsConfig):
     """The first so many records of the file; their targets together are what each query is ranked against."""
     metric: Literal["hit_at_1", "loss", "loss_contrastive", "loss_lm"] = "hit_at_1"
     """What the best checkpoints are chosen by: hit_at_1 (higher is better), loss, loss_contrastive or loss_lm (lower).
-    A stage without a contrastive loss, such as the cold start, uses loss_lm."""
+    A stage that compares nothing, such as the cold start, uses loss_lm; one without an LM loss has none."""
     keep_best: int = 1
     """Checkpoints kept in ``<out>/<stage>/best``, ready for evaluation; 0 measures only."""
 
@@ -621,6 +628,28 @@ def check(recipe: Recipe) -> None:
     if "rl" in recipe.stages():
         _check_rl(recipe)
     recipe.loss.alpha_lm, recipe.loss.alpha_con = _loss_weights(recipe.loss)
+    if recipe.validation.key is not None:
+        _check_metric(recipe, "joint", recipe.loss.alpha_lm, recipe.loss.alpha_con)
+        _check_metric(recipe, "rl", recipe.rl.alpha_lm, recipe.rl.alpha_con, recipe.rl.alpha_rl)
+
+
+def _check_metric(
+    recipe: Recipe, stage: str, alpha_lm: float, alpha_con: float, alpha_rl: float = 0.0
+) -> None:
+    """Whether a stage has what its best checkpoints are chosen by; one that compares nothing takes the LM loss."""
+    metric = recipe.validation.metric
+    if stage not in recipe.stages() or not (alpha_con or alpha_rl) or alpha_lm:
+        return
+    if metric == "loss_lm":
+        raise RecipeError(
+            f"validation.metric=loss_lm has no value in the stage {stage}, whose alpha_lm is 0: take hit_at_1 or "
+            "loss_contrastive"
+        )
+    if metric == "loss" and not alpha_con:
+        raise RecipeError(
+            f"validation.metric=loss is always 0 in the stage {stage}, whose policy gradient is not validated and whose "
+            "other losses have weight 0: take hit_at_1 or loss_contrastive"
+        )
 
 
 def _check_rl(recipe: Recipe) -> None:
@@ -640,6 +669,12 @@ def _check_rl(recipe: Recipe) -> None:
         raise RecipeError(
             "rl.alpha_rl, rl.alpha_con and rl.alpha_lm are all 0, which leaves nothing to train"
         )
+    if rl.beta and not rl.alpha_rl:
+        raise RecipeError(
+            f"rl.beta={rl.beta} is a part of the policy gradient, which rl.alpha_rl=0 leaves out: set rl.beta=0 too"
+        )
+    if recipe.rollout.backend == "vllm":
+        _check_vllm_temperature("rl.temperature", rl.temperature)
     _positive("rl.num_rationales", rl.num_rationales)
     _positive("rl.num_iterations", rl.num_iterations)
     for key in ("epsilon_high", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"):
@@ -697,10 +732,12 @@ def _check_backend(rollout: RolloutConfig) -> None:
             "rollout.prompt_pass=once lets the rollout go on from the training model's keys and values, which "
             "rollout.backend=vllm does not have: set rollout.prompt_pass=auto"
         )
-    if not (rollout.temperature == 0 or 0.01 <= rollout.temperature <= 2):
-        raise RecipeError(
-            f"rollout.temperature={rollout.temperature} is not possible with rollout.backend=vllm: 0, or 0.01 to 2"
-        )
+    _check_vllm_temperature("rollout.temperature", rollout.temperature)
+
+
+def _check_vllm_temperature(key: str, temperature: float) -> None:
+    if not (temperature == 0 or 0.01 <= temperature <= 2):
+        raise RecipeError(f"{key}={temperature} is not possible with rollout.backend=vllm: 0, or 0.01 to 2")
 
 
 def _check_validation(recipe: Recipe) -> None:

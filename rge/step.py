@@ -264,6 +264,8 @@ def training_step(
         report |= {
             name: total / (total_queries * num_each) for name, total in zip(contrastive, sums, strict=True)
         }
+        if credit is not None:
+            report["hit_at_1"] *= num_each / (num_each - credit.num_added)
         report["negatives_mean"] = negatives / total_queries
         report["labelled_negatives_mean"] = labelled / total_queries
     report["loss"] = objective.alpha_lm * report.get("loss_lm", 0.0) + objective.alpha_con * report.get(
@@ -419,14 +421,16 @@ def _states_with_dropout(
         draws.append(RandomState(embedder.device))
         q, t = _forward(embedder, embedder, batch, objective, rationales, queries, candidates)
         q_parts.append(q.state_ND)
-        t_parts.append(t.state_ND)
+        t_parts.append(
+            t.state_ND if objective.trains_candidates else _candidate_states(embedder, batch, candidates)
+        )
     return torch.cat(q_parts), torch.cat(t_parts), draws
 
 
 @torch.no_grad()
-def _candidate_states(embedder: EmbeddingModel, batch: Batch) -> Tensor:
-    direct = Branch([embedder.emb_id], read_state=True)
-    return embedder(embedder.pack(batch.candidates, [[direct]] * len(batch.candidates)))[0].state_ND
+def _candidate_states(embedder: EmbeddingModel, batch: Batch, rows: slice = slice(None)) -> Tensor:
+    direct, prompts = Branch([embedder.emb_id], read_state=True), batch.candidates[rows]
+    return embedder(embedder.pack(prompts, [[direct]] * len(prompts)))[0].state_ND
 
 
 def _compare(
@@ -472,7 +476,11 @@ def _compare(
     if objective.alpha_con == 0:
         q_BD, c_CD = q_BD.detach(), c_CD.detach()
     losses = objective.contrastive(q_BD, c_CD, positive_BC, ignored_BC)
-    hits = hit_at_1(q_BD.detach(), c_CD.detach(), positive_BC, ignored_BC)
+    seen, masks = q_BD.detach(), (positive_BC, ignored_BC)
+    if credit is not None and credit.num_added:
+        written = credit.written_N
+        seen, masks = seen[written], (positive_BC[written.cpu()], ignored_BC[written.cpu()])
+    hits = hit_at_1(seen, c_CD.detach(), *masks)
     return losses, hits, [int(negative_BC.sum()), labelled]
 
 

@@ -170,7 +170,7 @@ class Keeper:
 
     def finish(self) -> None:
         """Export the trained model as a checkpoint that evaluation and plain transformers load."""
-        self.states.wait()
+        self.states.close()
         self._export(self.folder / "final", self.num_steps, self._validated)  # the last step is measured
         self.accelerator.free_memory()
         self.accelerator.print(f"{self.name}: wrote {self.folder / 'final'}")

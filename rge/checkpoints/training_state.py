@@ -110,6 +110,17 @@ class States:
             self._thread = None
         self.check()
 
+    def close(self) -> None:
+        """The stage is over: wait for its last state, and let go of what it registered with the accelerator.
+
+        A later stage's states must not hold it: a run that resumes there skips this stage, and nobody registers it again.
+
+        Raises:
+            CheckpointError: the last state could not be written.
+        """
+        self.wait()
+        self._registered().clear()
+
     def _snapshot(self) -> dict[str, Any]:
         rngs = dist.gather_objects(_random_states())
         if not self.accelerator.is_main_process:

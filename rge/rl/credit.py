@@ -117,6 +117,11 @@ class Credit:
 
     Attributes:
         rationales: what the step is trained on; with a direct member where a reward needs one.
+        num_added: 1 with such a member, last of each group, else 0.
+        written_N: bool; rationales without those members, which nobody sampled.
+
+    Raises:
+        UserError: vLLM gave no probabilities, and they are to be corrected for.
     """
 
     def __init__(
@@ -130,6 +135,9 @@ class Credit:
         self.rl, self.batch, self.rationales, self.measure = rl, batch, list(rationales), measure
         self.device = rl.embedder.device
         self.num_each = len(rationales) // len(batch.queries)
+        self.num_added = int(rl.with_direct)
+        self.written_N = torch.arange(len(rationales)) % self.num_each < self.num_each - self.num_added
+        self.written_N = self.written_N.to(self.device)
         lengths = torch.tensor([len(one.ids) + 1 for one in rationales])
         self.starts = [0, *lengths.cumsum(0).tolist()]
         owner_L = torch.arange(len(rationales)).repeat_interleave(lengths)
@@ -142,11 +150,10 @@ class Credit:
                 credit_L[start if rl.settings.mask_truncated_completions else end - 1 : end] = False
             elif all(other.direct for other in group):
                 credit_L[start:end] = False  # a query without rationales, by rollout.direct_share
-        counts = [len(rationales), int(credit_L.sum())]
-        self.total_rationales, self.total_tokens = dist.sum_over_ranks(counts, self.device)
         self.owner_L, self.credit_L = owner_L.to(self.device), credit_L.to(self.device)
         self.reference_L = reference_L
-        self.sampler_L = self._sampled() if rl.from_vllm else None
+        corrects = rl.from_vllm and rl.terms and rl.settings.vllm_importance_sampling_correction
+        self.sampler_L = self._sampled() if corrects else None
         self.old: dict[int, Tensor] = {}
         self.advantage_N: Tensor | None = None
         self.figures: dict[str, float] = {}
@@ -175,10 +182,20 @@ class Credit:
         self.advantage_N = advantages(
             total_BK,
             leave_one_out=settings.loss_type == "rloo",
-            scale=settings.scale_rewards,
+            scale=settings.scale,
             std_floor=settings.std_floor,
             std_batch=standard_deviation(all_BK),
         ).flatten()
+        # The direct member was not sampled. Better than what was, it is an example to follow; worse, its `<emb>` would be
+        # pushed down in each step as if the model had written it, however unlikely that already is.
+        refused_N = ~self.written_N & (self.advantage_N <= 0)
+        self.advantage_N = self.advantage_N.masked_fill(refused_N, 0.0)
+        self.credit_L = self.credit_L & ~refused_N[self.owner_L]
+        sampled_L = self.credit_L & self.written_N[self.owner_L]
+        counts = [len(self.rationales), int(self.credit_L.sum()), int(sampled_L.sum())]
+        self.total_rationales, self.total_tokens, self.total_sampled = dist.sum_over_ranks(
+            counts, self.device
+        )
         self.figures = self._figures_of(group, values, total_BK)
 
     def loss(self, readout: Readout, rows: slice) -> Tensor:
@@ -197,7 +214,7 @@ class Credit:
         old_L = self.old.setdefault(rows.start, log_prob_L.detach())
         owner_L, credit_L = self.owner_L[tokens] - rows.start, self.credit_L[tokens]
         weight_L = None
-        if self.sampler_L is not None and settings.vllm_importance_sampling_correction:
+        if self.sampler_L is not None:
             weight_L, ratio_L = sampling_weights(
                 old_L,
                 self.sampler_L[tokens].to(old_L),
@@ -230,7 +247,8 @@ class Credit:
             correct_kl=settings.use_bias_correction_kl,
         )
         self.sums["loss_rl"] = self.sums["loss_rl"] + found.loss.detach()
-        self.sums["entropy"] = self.sums["entropy"] + (readout.entropy_L * credit_L).sum()
+        sampled_L = credit_L & self.written_N[rows][owner_L]
+        self.sums["entropy"] = self.sums["entropy"] + (readout.entropy_L * sampled_L).sum()
         self.sums["clip_share"] = self.sums["clip_share"] + found.clipped
         self.sums["kl"] = self.sums["kl"] + found.kl
         return found.loss
@@ -268,22 +286,31 @@ class Credit:
         loss = found.pop("loss_rl")
         if self.reference_L is None:
             del found["kl"]
-        report = {name: value / max(self.total_tokens, 1) for name, value in found.items()}
+        entropy = found.pop("entropy") / max(self.total_sampled, 1)
+        report = {"entropy": entropy}
+        report |= {name: value / max(self.total_tokens, 1) for name, value in found.items()}
         self._restart()
         return {"loss_rl": loss, **report, **self.figures}
 
     def _restart(self) -> None:
         names = ["loss_rl", "entropy", "clip_share", "kl"]
-        if self.sampler_L is not None and self.rl.settings.vllm_importance_sampling_correction:
+        if self.sampler_L is not None:
             names += ["sampling_ratio_mean", "sampling_corrected"]
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         self.sums: dict[str, Tensor] = dict.fromkeys(names, zero)
 
     def _sampled(self) -> Tensor:
-        """Log probabilities as the sampler gave them; NaN for the direct state and where it gave none."""
+        """Log probabilities as the sampler gave them; NaN for the direct state and for a forced `<emb>`."""
         parts = []
         for one in self.rationales:
             given = list(one.log_probs or ())
+            chosen = 0 if one.direct else len(one.ids) + (not one.forced)
+            if len(given) < chosen:
+                raise UserError(
+                    f"rollout.backend=vllm: vLLM gave log probabilities of {len(given)} of the {chosen} tokens of a "
+                    "rationale, and what it sampled is to be weighed by them: use a vLLM that gives them, or set "
+                    "rl.vllm_importance_sampling_correction=false"
+                )
             parts += [*given, *[float("nan")] * (len(one.ids) + 1 - len(given))]
         return torch.tensor(parts, dtype=torch.float32).to(self.device)
 
@@ -314,18 +341,22 @@ class Credit:
         )
 
     def _figures_of(self, group: Rollouts, values: dict[str, Tensor], total_BK: Tensor) -> dict[str, float]:
-        """Rewards by term, what share of groups says anything, and whether right rationales are the better ones."""
+        """Rewards by term, what share of groups says anything, and whether right rationales are the better ones.
+
+        Means are over what was sampled; a group differs by its direct member too, of which something is learned.
+        """
         assert self.advantage_N is not None
         known_B = total_BK.isfinite().all(dim=1)
         spread_B = torch.where(known_B[:, None], total_BK, 0.0)
         differs_B = (spread_B.amax(dim=1) - spread_B.amin(dim=1)) > DIFFERS
-        hit_N, known_N = group.hit_BK.flatten(), known_B.repeat_interleave(self.num_each)
+        hit_N = group.hit_BK.flatten()
+        known_N = known_B.repeat_interleave(self.num_each) & self.written_N
         right_N, wrong_N = hit_N & known_N, ~hit_N & known_N
         sums = [differs_B.sum(), (~known_B).sum(), right_N.sum(), wrong_N.sum()]
         sums += [(self.advantage_N * right_N).sum(), (self.advantage_N * wrong_N).sum()]
         for value_BK in (*values.values(), total_BK):
-            finite = value_BK.isfinite()
-            sums += [value_BK.nan_to_num(0.0, 0.0, 0.0).sum(), finite.sum()]
+            value_N = value_BK.flatten()[self.written_N]
+            sums += [value_N.nan_to_num(0.0, 0.0, 0.0).sum(), value_N.isfinite().sum()]
         found = dist.sum_over_ranks(torch.stack([one.double() for one in sums]).tolist(), self.device)
         differ, unscored, right, wrong, for_right, for_wrong, *rest = found
         queries = self.total_rationales / self.num_each
@@ -343,6 +374,7 @@ class Credit:
         lengths = dist.gather_objects([len(one.ids) for one in self.rationales if not one.direct])
         written = [length for part in lengths for length in part]
         report["rationale_tokens_p95"] = float(np.percentile(written, 95)) if written else 0.0
+        report["empty_rate"] = written.count(0) / max(len(written), 1)
         return report
 
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "gspo", "rloo")
 SCALES = ("group", "batch", "none")
+MOST_LOG_RATIO = 20.0
+"""Log ratios to another sampler are cut to this on both sides: e^20 is off whatever the bound, and still a number."""
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
@@ -28,7 +30,7 @@ def advantages(
         reward_BK: a group a row. A group with a value that is not finite gets no advantage at all: its mean is unknown.
         leave_one_out: the mean is of the other rationales.
         scale: ``group``: divide by the group's standard deviation; ``batch``: by `std_batch`; ``none``.
-        std_floor: added to the standard deviation.
+        std_floor: added to the standard deviation; where both are 0 there is no advantage.
         std_batch: standard deviation of all rewards of all ranks, see `standard_deviation`.
 
     Raises:
@@ -46,11 +48,14 @@ def advantages(
     found_BK = reward_BK - reward_BK.mean(dim=1, keepdim=True)
     if leave_one_out:
         found_BK = found_BK * (K / (K - 1))
+    if scale == "none":
+        return found_BK
     if scale == "group":
-        found_BK = found_BK / (reward_BK.std(dim=1, keepdim=True) + std_floor)
-    elif scale == "batch":
-        found_BK = found_BK / (std_batch + std_floor)
-    return found_BK
+        divisor_B1 = reward_BK.std(dim=1, keepdim=True) + std_floor
+    else:
+        divisor_B1 = reward_BK.new_full((len(reward_BK), 1), std_batch + std_floor)
+    # Without a floor, rewards that are all equal have nothing to be divided by, and nothing to divide.
+    return torch.where(divisor_B1 > 0, found_BK / divisor_B1, 0.0)
 
 
 def standard_deviation(reward_BK: Tensor) -> float:
@@ -191,7 +196,8 @@ def sampling_weights(
     """What makes up for a sampler that is not quite the model: truncated importance sampling.
 
     Source: TRL's ``vllm_importance_sampling_mode`` (https://fengyao.notion.site/off-policy-rl). The ratio is pi / pi_sampler,
-    of each token or of the whole rationale. Truncated, it is cut to [low, high]; masked, it counts nothing outside.
+    of each token or of the whole rationale. Truncated, it is cut to [low, high]; masked, it counts nothing outside. Differs:
+    its logarithm is first cut to +-`MOST_LOG_RATIO`, since a token that the sampler holds for impossible makes it infinite.
 
     Args:
         old_L: log probabilities under the model that was to be sampled from.
@@ -211,13 +217,14 @@ def sampling_weights(
     """
     if mode not in CORRECTIONS:
         raise ValueError(f"mode must be one of {', '.join(CORRECTIONS)}; got {mode!r}")
-    gap_L = torch.where(credit_L, (old_L - sampler_L).nan_to_num(nan=0.0), 0.0).detach()
+    most = MOST_LOG_RATIO
+    gap_L = torch.where(credit_L, (old_L - sampler_L).nan_to_num(0.0, most, -most), 0.0).detach()
     if mode.startswith("sequence"):
         gap_L = gap_L.new_zeros(num_rationales).index_add(0, owner_L, gap_L)[owner_L]
-    ratio_L = gap_L.exp()
+    ratio_L = gap_L.clamp(-most, most).exp()
     if mode.endswith("truncate"):
         weight_L = ratio_L if low is None and high is None else ratio_L.clamp(low, high)
     else:
-        least, most = (-torch.inf if low is None else low), (torch.inf if high is None else high)
-        weight_L = ratio_L.masked_fill((ratio_L < least) | (ratio_L > most), 0.0)
+        least, greatest = (-torch.inf if low is None else low), (torch.inf if high is None else high)
+        weight_L = ratio_L.masked_fill((ratio_L < least) | (ratio_L > greatest), 0.0)
     return weight_L, ratio_L

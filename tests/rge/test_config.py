@@ -371,6 +371,17 @@ def test_what_vllm_cannot_do_is_said_before_anything_is_loaded(load):
         (("rl.scale_rewards=std",), "rl.scale_rewards must be one of group, batch, none"),
         (("rl.num_iterations=0",), "rl.num_iterations must be > 0"),
         (("rl.beta=-1",), "rl.beta must be >= 0"),
+        (("rl.alpha_rl=0", "rl.beta=0.1"), "rl.beta=0.1 is a part of the policy gradient, which rl.alpha_rl=0 leaves out"),
+        (("rollout.backend=vllm", "rl.temperature=2.5"), "rl.temperature=2.5 is not possible with rollout.backend=vllm"),
+        (("rollout.backend=vllm", "rl.temperature=0.001"), "rl.temperature=0.001 is not possible with"),
+        (
+            ("validation.path=v.jsonl", "validation.metric=loss_lm", "rl.alpha_lm=0"),
+            "validation.metric=loss_lm has no value in the stage rl, whose alpha_lm is 0",
+        ),
+        (
+            ("validation.path=v.jsonl", "validation.metric=loss", "rl.alpha_lm=0", "rl.alpha_con=0"),
+            "validation.metric=loss is always 0 in the stage rl, whose policy gradient is not validated",
+        ),
         (("init=null",), "stage=rl goes on from a model that writes rationales, and model.scratch is untrained"),
         (
             ("rl.loss_type=rloo", "rollout.backend=vllm", "rl.vllm_importance_sampling_mode=token_mask"),
@@ -383,6 +394,31 @@ def test_rl_settings_that_cannot_be(overrides, message):
         load_recipe(
             ["recipe=demo", "stage=rl", *(["init=x"] if "init=null" not in overrides else []), *overrides]
         )
+
+
+def test_the_metric_of_validation_is_one_that_the_stage_has(load):
+    with pytest.raises(RecipeError, match="validation.metric=loss_lm has no value in the stage joint"):
+        load("validation.path=v.jsonl", "validation.metric=loss_lm", "loss.ratio=none")
+    load("validation.path=v.jsonl", "validation.metric=loss", "loss.ratio=none")
+    rl = ["recipe=demo", "stage=rl", "init=x", "validation.path=v.jsonl"]
+    load_recipe([*rl, "validation.metric=loss", "rl.alpha_lm=0"])
+    load_recipe([*rl, "validation.metric=loss_lm", "rl.alpha_con=0"])
+    load_recipe([*rl, "rl.alpha_lm=0", "rl.alpha_con=0"])
+    # Without anything to compare, losses are the LM loss, and another metric is not asked for.
+    load_recipe([*rl, "validation.metric=loss", "rl.alpha_rl=0", "rl.alpha_con=0"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "scale"),
+    [
+        ((), "group"),
+        (("rl.loss_type=rloo",), "none"),
+        (("rl.loss_type=rloo", "rl.scale_rewards=group"), "group"),
+        (("rl.scale_rewards=none",), "none"),
+    ],
+)
+def test_leave_one_out_is_not_scaled_unless_asked(overrides, scale):
+    assert load_recipe(["recipe=demo", "stage=rl", "init=x", *overrides]).rl.scale == scale
 
 
 def test_rl_is_a_part_of_all_where_the_recipe_has_sources_for_it():
@@ -470,7 +506,7 @@ def test_published_settings_of_reinforcement_learning():
         rl = recipe.rl
         assert (rl.alpha_con, rl.alpha_lm, rl.temperature) == (0, 0, 1)
         names = [reward.name for reward in rl.rewards]
-        found[name] = (rl.num_rationales, rl.beta, rl.epsilon_high, rl.lr, rl.scale_rewards, names)
+        found[name] = (rl.num_rationales, rl.beta, rl.epsilon_high, rl.lr, rl.scale, names)
     assert found == {
         "ume_r1": (8, 0.04, 0.28, 1e-6, "group", ["format", "ume_r1"]),
         "embed_rl": (4, 0.01, None, 3e-6, "group", ["format", "embed_rl"]),

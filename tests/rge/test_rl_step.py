@@ -23,7 +23,7 @@ from rge.model.adapters import add_adapters
 from rge.model.embedding_model import encode_prompts
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
-from rge.rl.credit import Reinforcement, outdated
+from rge.rl.credit import Credit, Reinforcement, outdated
 from rge.rl.policy import LOSS_TYPES
 from rge.rl.reference import Reference
 from rge.rollout.generate import Rationale, generate
@@ -240,9 +240,95 @@ def test_a_second_update_is_clipped_by_the_first_ones_probabilities(lively64, ma
     loss.backward()
     assert second["loss_rl"] == pytest.approx(float(loss.detach()), rel=1e-9)
     assert worst_gradient_error(found, gradients(lively64))[0] < 1e-9
-    chunked, parts, _ = take(lively64, batch, outdated(rationales), recipe, 2)
-    assert chunked["clip_share"] == 0  # a first update again
-    assert parts.keys() == found.keys()
+
+
+@pytest.mark.parametrize("alpha_con", [0.4, 0.0])
+def test_a_second_update_in_chunks_equals_the_undivided_one(lively64, make_batch, sample, take, alpha_con):
+    batch = make_batch(PromptBuilder(lively64.processor))
+    recipe = recipe_of(alpha_con=alpha_con, epsilon=0.05, num_iterations=2)
+    rationales = sample(lively64, batch)
+    credits = {micro: take(lively64, batch, rationales, recipe, micro)[2] for micro in (100, 2)}
+    assert len(credits[2].old) == 3  # old probabilities chunk by chunk
+    with torch.no_grad():
+        for parameter in lively64.parameters():
+            parameter.mul_(1.01)
+    later = outdated(rationales)
+    whole, expected, _ = take(lively64, batch, later, recipe, credit=credits[100])
+    report, found, _ = take(lively64, batch, later, recipe, 2, credit=credits[2])
+    assert 0 < report["clip_share"] < 1
+    assert report == pytest.approx(whole, rel=1e-6, abs=1e-9)
+    error, name = worst_gradient_error(found, expected)
+    assert error < 1e-6, name
+
+
+def test_rloo_is_leave_one_out_by_hand(lively64, make_batch, sample, take):
+    """Unset, its advantages are not divided by anything; the loss is a sum over whole rationales."""
+    batch = make_batch(PromptBuilder(lively64.processor))
+    recipe = recipe_of(loss_type="rloo", alpha_con=0.0, alpha_lm=0.0, alpha_rl=1.0)
+    rationales = sample(lively64, batch)
+    report, found, credit = take(lively64, batch, rationales, recipe)
+    _, rewards = stock_rl(lively64, batch, rationales, Objective.of(recipe, "rl"))
+    expected = [
+        value - sum(other for place, other in enumerate(group) if place != number) / (K - 1)
+        for group in rewards
+        for number, value in enumerate(group)
+    ]
+    assert credit.advantage_N.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    lively64.zero_grad(set_to_none=True)
+    branches = [
+        [Branch([*one.ids, lively64.emb_id], sampled=True) for one in rationales[row * K : row * K + K]]
+        for row in range(len(batch.queries))
+    ]
+    now = lively64(lively64.pack(batch.queries, branches, SAMPLED_AT))[0].log_prob_L
+    weight = torch.tensor(expected, dtype=torch.float64)[credit.owner_L] * credit.credit_L
+    (-(now * weight).sum() / len(rationales)).backward()
+    assert worst_gradient_error(found, gradients(lively64))[0] < 1e-6
+    assert report["loss_rl"] == pytest.approx(-sum(expected) / len(expected), abs=1e-9)
+
+
+def test_rewards_alone_with_dropout_in_chunks(lively, make_batch, sample, take, monkeypatch):
+    """The states that are rewarded are those that the forward with gradient computes, masks included."""
+    batch = make_batch(PromptBuilder(lively.processor))
+    rationales = sample(lively, batch)
+    settings = {"rank": 2, "alpha": 4, "targets": [], "dora": False, "rslora": False, "vision": False}
+    add_adapters(lively.model, lively.emb_id, dropout=0.3, **settings)
+    with torch.no_grad():  # PEFT starts with B = 0, where no mask would show
+        for parameter in lively.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+    lively.train()
+    judged, trained = [], []
+    judge = Credit.judge
+    monkeypatch.setattr(
+        Credit,
+        "judge",
+        lambda self, q, c, right, labelled: judged.append((q, c)) or judge(self, q, c, right, labelled),
+    )
+    loss = Credit.loss
+    monkeypatch.setattr(
+        Credit,
+        "loss",
+        lambda self, readout, rows: trained.append(readout.state_ND.detach()) or loss(self, readout, rows),
+    )
+    for changes in ({"alpha_lm": 0.0}, {"alpha_lm": 0.2, "lm_on_candidates": False}):
+        judged.clear()
+        trained.clear()
+        recipe = recipe_of(alpha_con=0.0, alpha_lm=changes["alpha_lm"])
+        recipe.loss.lm_on_candidates = changes.get("lm_on_candidates", True)
+        report, found, credit = take(lively, batch, rationales, recipe, 2)
+        assert len(trained) == 3
+        [(q, c)] = judged
+        assert q.shape[0] == 5 * K
+        assert c.shape[0] == len(batch.candidates)
+        torch.testing.assert_close(torch.cat(trained), q)
+        assert not torch.equal(q, sample_states(rationales))
+        assert credit.advantage_N.any()
+        assert math.isfinite(report["loss"])
+        assert any(gradient.any() for gradient in found.values())
+
+
+def sample_states(rationales):
+    return torch.stack([one.state_D for one in rationales])
 
 
 def test_kl_is_measured_from_where_the_stage_began(lively64, make_batch, sample, take):
@@ -332,8 +418,7 @@ def test_the_direct_state_joins_the_group_where_a_reward_asks_for_it(lively64, m
     assert len(credit.rationales) == 5 * (K + 1)
     assert [one.direct for one in credit.rationales] == [False, False, False, True] * 5
     advantage = credit.advantage_N.view(5, K + 1)
-    torch.testing.assert_close(advantage.sum(1), torch.zeros(5, dtype=torch.float64), atol=1e-9, rtol=0)
-    # The direct member is worth 0, so its advantage is less the mean of the group.
+    # The direct member is worth 0, so its advantage is less the mean of the group: credited where that is positive.
     with torch.no_grad():
         direct = lively64(lively64.pack(batch.queries, [[Branch([lively64.emb_id], read_state=True)]] * 5))[
             0
@@ -351,7 +436,21 @@ def test_the_direct_state_joins_the_group_where_a_reward_asks_for_it(lively64, m
     margin = written.masked_fill(~right[:, None], -math.inf).logsumexp(2) - written.logsumexp(2)
     lengths = torch.tensor([len(one.ids) for one in rationales], dtype=torch.float64).view(5, K)
     worth = margin - direct_margin[:, None] - 0.01 * lengths
-    torch.testing.assert_close(advantage[:, -1], -worth.sum(1) / (K + 1), atol=1e-6, rtol=1e-6)
+    mean = worth.sum(1, keepdim=True) / (K + 1)
+    torch.testing.assert_close(advantage[:, :-1], worth - mean, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(advantage[:, -1:], (-mean).clamp(min=0), atol=1e-6, rtol=1e-6)
+    assert (mean > 0).any()
+    assert (mean < 0).any()
+    # Nobody sampled it: worse than its group it teaches nothing, and no figure of what was sampled counts it.
+    credited = credit.credit_L[[end - 1 for end in credit.starts[K + 1 :: K + 1]]]
+    assert credited.tolist() == (mean < 0)[:, 0].tolist()
+    assert report["reward_gain_over_direct"] == pytest.approx(float((margin - direct_margin[:, None]).mean()))
+    assert report["reward_length"] == pytest.approx(-float(lengths.mean()))
+    assert report["reward"] == pytest.approx(float(worth.mean()))
+    assert report["empty_rate"] == pytest.approx(float((lengths == 0).double().mean()))
+    plain, _, _ = take(lively64, batch, rationales, recipe_of(alpha_con=0.0, alpha_lm=0.0))
+    assert report["entropy"] == pytest.approx(plain["entropy"], rel=1e-9)
+    assert report["hit_at_1"] == plain["hit_at_1"]
     assert report["hit_at_1_direct"] == pytest.approx(float(hit_at_1(direct, c, *masks)) / 5)
     # Chunked, the direct states, which no rollout computed, are computed first.
     chunked, _, _ = take(lively64, batch, rationales, recipe, 2)
@@ -383,10 +482,11 @@ def test_hits_after_anothers_rationale_are_those_of_a_plain_loop(lively, make_ba
 
 
 def test_right_rationales_are_told_from_wrong_ones(lively, make_batch, sample, take):
-    batch = make_batch(PromptBuilder(lively.processor))
+    batch = make_batch(PromptBuilder(lively.processor), 20)
     report, _, credit = take(lively, batch, sample(lively, batch), recipe_of(rewards=[RewardConfig("hit")]))
-    if 0 < report["reward_hit"] < 1:
-        assert report["advantage_of_right"] > report["advantage_of_wrong"]
+    assert 0 < report["reward_hit"] < 1, "the case has no two kinds of rationales to tell apart"
+    assert report["groups_that_differ"] > 0
+    assert report["advantage_of_right"] > report["advantage_of_wrong"]
     lengths = [len(one.ids) for one in credit.rationales]
     assert max(lengths) >= report["rationale_tokens_p95"] >= sorted(lengths)[len(lengths) // 2]
 
@@ -548,3 +648,37 @@ def test_a_query_that_goes_without_rationales_has_nothing_to_learn_from(lively, 
     assert report["groups_that_differ"] == pytest.approx(4 / 5)
     lengths = [len(one.ids) for number, one in enumerate(rationales) if number not in (3, 4, 5)]
     assert report["rationale_tokens_p95"] <= max(lengths)
+
+
+@pytest.mark.parametrize("given", [None, 1])
+def test_vllm_that_gives_no_probabilities_is_an_error(lively, make_batch, sample, take, given):
+    batch = make_batch(PromptBuilder(lively.processor))
+    recipe = recipe_of(alpha_con=0.0, alpha_lm=0.0)
+    recipe.rollout.backend = "vllm"
+    rationales = [
+        dataclasses.replace(one, log_probs=(-1.0,) * (len(one.ids) + 1)) for one in sample(lively, batch)
+    ]
+    number = next(number for number, one in enumerate(rationales) if len(one.ids) > 2)
+    rationales[number] = dataclasses.replace(rationales[number], log_probs=given and (-1.0,) * given)
+    with pytest.raises(
+        UserError, match=r"vLLM gave log probabilities of \d of the \d+ tokens.*correction=false"
+    ):
+        take(lively, batch, rationales, recipe)
+    without = dataclasses.replace(
+        recipe, rl=dataclasses.replace(recipe.rl, vllm_importance_sampling_correction=False)
+    )
+    report, _, _ = take(lively, batch, rationales, without)
+    assert math.isfinite(report["loss_rl"])
+
+
+def test_how_many_rationales_were_empty_is_said(lively, make_batch, sample, take):
+    batch = make_batch(PromptBuilder(lively.processor))
+    rationales = sample(lively, batch)
+    rationales[1] = rationales[7] = Rationale((), False, None, 0.0)
+    empty = sum(not one.ids for one in rationales)
+    assert 2 <= empty < 15
+    for rewards, size in ((["margin"], K), (["gain_over_direct"], K + 1)):
+        recipe = recipe_of(rewards=[RewardConfig(name) for name in rewards])
+        report, _, credit = take(lively, batch, rationales, recipe, 2)
+        assert len(credit.rationales) == 5 * size
+        assert report["empty_rate"] == pytest.approx(empty / 15)

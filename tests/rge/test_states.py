@@ -9,9 +9,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from rge.checkpoints import checkpoint_manager
 from rge.checkpoints import training_state as module
 from rge.checkpoints.export import CheckpointError
 from rge.checkpoints.training_state import States, damage, trained_tensors
+from rge.config import load_recipe
 
 
 class Trained:
@@ -215,3 +217,49 @@ def test_what_fails_in_the_background_stops_the_next_step(tmp_path, files_of_at_
     with pytest.raises(CheckpointError, match="state after step 1 could not be written"):
         trained.states.check()
     trained.states.check()  # said once
+
+
+def test_a_stage_that_is_over_leaves_nothing_of_its_own_to_the_next(tmp_path, monkeypatch):
+    """A rerun skips the finished stage: what that had registered nobody registers again."""
+    monkeypatch.setattr(checkpoint_manager, "stop_after_this_step_at_signals", lambda: None)
+    monkeypatch.setattr(checkpoint_manager.Keeper, "_export", lambda *_: None)
+    recipe = load_recipe(["recipe=demo"])
+
+    class Registered:
+        def __init__(self, value):
+            self.value = value
+
+        def state_dict(self):
+            return {"value": self.value}
+
+        def load_state_dict(self, state):
+            self.value = state["value"]
+
+    def begin(name, value, accelerator):
+        trained = Trained(tmp_path / "unused")
+        kept = Registered(value)
+        accelerator.register_for_checkpointing(kept)
+        keeper = checkpoint_manager.Keeper(
+            recipe,
+            name,
+            tmp_path / name,
+            9,
+            None,
+            trained.model,
+            trained.model,
+            trained.optimizer,
+            accelerator,
+        )
+        return keeper, kept
+
+    joint, _ = begin("joint", 1, Accelerator(cpu=True))
+    joint.states.save(3, {"recipe": {}})
+    joint.states.wait()
+    joint.finish()
+    rl, _ = begin("rl", 2, joint.accelerator)
+    rl.states.save(3, {"recipe": {}})
+    rl.states.wait()
+    # The same command again: the joint stage is finished and registers nothing.
+    again, kept = begin("rl", 0, Accelerator(cpu=True))
+    again.states.load(again.states.latest()[0])
+    assert kept.value == 2

@@ -27,7 +27,7 @@ from rge.common.errors import UserError
 from rge.common.prompt_profiles import EMB_TOKEN
 from rge.distributed import collectives as dist
 from rge.model import vision_tower as vision
-from rge.model.families import FAMILIES, family_of
+from rge.model.families import FAMILIES, Family, family_of
 from rge.model.hub_model import HubModel
 from rge.model.prompts import Prompt
 
@@ -57,6 +57,11 @@ class Backbone:
     emb_id: int
     suppressed_ids: list[int]
     attention: str = "auto"
+
+    @property
+    def family(self) -> Family:
+        """What differs between its family and others."""
+        return family_of(self.model)
 
 
 def read_config(path: str | Path, revision: str | None = None) -> PretrainedConfig:
@@ -251,11 +256,6 @@ def text_model(model: HubModel) -> HubModel:
     return model.model
 
 
-def decoder(model: HubModel) -> HubModel:
-    """The text model: ``layers``, ``rotary_emb`` and ``norm``."""
-    return family_of(model).decoder(model)
-
-
 def vision_parameters(model: HubModel) -> list[nn.Parameter]:
     """Parameters of everything that turns pixels into features."""
     return [parameter for part in family_of(model).vision(model) for parameter in part.parameters()]
@@ -296,49 +296,6 @@ def prompt_positions(model: HubModel, prompts: Sequence[Prompt]) -> list[Tensor]
 
 def rotations(model: HubModel, position_ids_3T: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines (T, head size) of positions, as the layers take them in the weights' dtype."""
-    words = model.get_input_embeddings().weight
-    cos, sin = decoder(model).rotary_emb(words, family_of(model).rotary_positions(position_ids_3T[:, None]))
+    family, words = family_of(model), model.get_input_embeddings().weight
+    cos, sin = family.decoder(model).rotary_emb(words, family.rotary_positions(position_ids_3T[:, None]))
     return cos[0], sin[0]
-
-
-def picture_features(model: HubModel, pixel_values: Tensor, image_grid: Tensor) -> Tensor:
-    """Run the vision tower.
-
-    Args:
-        model: the backbone's model.
-        pixel_values: patches or tiles of all pictures, see `rge.model.families.normalised`.
-        image_grid: their grid, on the host.
-
-    Returns:
-        (placeholders, feature size): one row a placeholder token, in order, for `hidden_states`.
-    """
-    return family_of(model).features(model, pixel_values, image_grid)
-
-
-def hidden_states(
-    model: HubModel, *, features: Tensor | None, picture_index_F: Tensor | None, **inputs: Any
-) -> Tensor:
-    """Last-layer states (B, T, hidden size).
-
-    Args:
-        model: the backbone's model.
-        features: from `picture_features`: what stands in for the picture placeholders' embeddings.
-        picture_index_F: where those are among the B * T tokens, in order; None without features.
-        inputs: ``input_ids`` (B, T), ``position_ids`` (3, B, T) and ``attention_mask`` (a plan of `rge.model.attention`, or None
-            for causal attention over rows without padding).
-    """
-    return family_of(model).states(model, features, picture_index_F, inputs)
-
-
-def empty_picture(model: HubModel) -> tuple[Tensor, Tensor]:
-    """The smallest picture there is, without content: pixels and grid, see `rge.model.families.pictures_of`.
-
-    A batch without pictures gets it behind a mask, so that every rank runs the vision tower in every step. Otherwise
-    DDP waits for gradients that never come and ZeRO-2 averages different parameters with one another.
-    """
-    return family_of(model).empty_picture(model.config)
-
-
-def picture_ids(model: HubModel, tokenizer) -> list[int]:
-    """Tokens that stand for `empty_picture` in a row."""
-    return family_of(model).picture_ids(model.config, tokenizer)

@@ -13,12 +13,7 @@ from rge.model.adapters import add_adapters
 from rge.model.attention import EncodedPrompts, Pass, install
 from rge.model.backbone import (
     Backbone,
-    decoder,
-    empty_picture,
-    hidden_states,
     load_backbone,
-    picture_features,
-    picture_ids,
     prompt_positions,
     vision_parameters,
 )
@@ -122,8 +117,9 @@ class EmbeddingModel(nn.Module):
         self.suppressed_ids = backbone.suppressed_ids
         tokenizer = backbone.processor.tokenizer
         self.pad_id = tokenizer.pad_token_id
-        self.picture_ids = picture_ids(backbone.model, tokenizer)
-        self.attention = install(decoder(self.model), backbone.attention)
+        self.family = backbone.family
+        self.picture_ids = self.family.picture_ids(self.model.config, tokenizer)
+        self.attention = install(self.family.decoder(self.model), backbone.attention)
         # The layers that FSDP2 shards one by one; accelerate asks the module that it wraps.
         present = {type(module).__name__ for module in backbone.model.modules()}
         self._no_split_modules = sorted(present & set(backbone.model._no_split_modules or ()))
@@ -146,7 +142,7 @@ class EmbeddingModel(nn.Module):
             prompts,
             self._positions(prompts),
             picture_ids=self.picture_ids,
-            empty_picture=empty_picture(self.model),
+            empty_picture=self.family.empty_picture(self.model.config),
         )
         return Packed(part.to(self.device), None, owners=prompts)
 
@@ -192,15 +188,16 @@ class EmbeddingModel(nn.Module):
         features = None
         if prompts is not None:
             features = self._features(prompts, packed.owners)
-        plan = Pass(prompts, tails, packed.encoded, len(decoder(self.model).layers), self.attention)
-        hidden_TD = hidden_states(
-            self.model,
-            features=features,
-            picture_index_F=None if prompts is None else prompts.picture_index_F,
-            input_ids=torch.cat([part.input_ids_T for part in parts])[None],
-            position_ids=torch.cat([part.position_ids_3T for part in parts], dim=1)[:, None],
-            attention_mask=plan,
-        )[0]
+        plan = Pass(
+            prompts, tails, packed.encoded, len(self.family.decoder(self.model).layers), self.attention
+        )
+        inputs = {
+            "input_ids": torch.cat([part.input_ids_T for part in parts])[None],
+            "position_ids": torch.cat([part.position_ids_3T for part in parts], dim=1)[:, None],
+            "attention_mask": plan,
+        }
+        index_F = None if prompts is None else prompts.picture_index_F
+        hidden_TD = self.family.states(self.model, features, index_F, inputs)[0]
         return hidden_TD, plan
 
     def _read(self, packed: Packed) -> Readout:
@@ -242,7 +239,7 @@ class EmbeddingModel(nn.Module):
         features = None if self.pictures is None else self.pictures.recall(owners)
         if features is None:
             values = normalised(self.processor.image_processor, part.pixels)
-            features = picture_features(self.model, values, part.image_grid)
+            features = self.family.features(self.model, values, part.image_grid)
             if self.pictures is not None:
                 self.pictures.keep(owners, features)
         return features

@@ -56,7 +56,16 @@ class Family:
         return position_ids_3BT
 
     def features(self, model: HubModel, pixel_values: Tensor, grid: Tensor) -> Tensor:
-        """One row a placeholder, (F, D); `grid` is on the host."""
+        """Run the vision tower.
+
+        Args:
+            model: of this family.
+            pixel_values: patches or tiles of all pictures, see `normalised`.
+            grid: theirs, on the host.
+
+        Returns:
+            (F, D): one row a placeholder token, in order, for `states`.
+        """
         return self._tower(model, pixel_values, grid).pooler_output
 
     def _tower(self, model: HubModel, pixel_values: Tensor, grid: Tensor) -> Any:
@@ -67,7 +76,15 @@ class Family:
     def states(
         self, model: HubModel, features: Tensor | None, picture_index_F: Tensor | None, inputs: dict[str, Any]
     ) -> Tensor:
-        """Last-layer states (B, T, D) after the final norm; `inputs` as `rge.model.backbone.hidden_states` takes them."""
+        """Last-layer states (B, T, D) after the final norm.
+
+        Args:
+            model: of this family.
+            features: from `features`: what stands in for the picture placeholders' embeddings.
+            picture_index_F: where those are among the B * T tokens, in order.
+            inputs: ``input_ids`` (B, T), ``position_ids`` (3, B, T) and ``attention_mask`` (a plan of `rge.model.attention`, or
+                None for causal attention over rows without padding).
+        """
         return _run_layers(self, model, features, picture_index_F, [], **inputs)
 
     def plain_inputs(
@@ -93,11 +110,15 @@ class Family:
         return inputs
 
     def picture_ids(self, config: Any, tokenizer: Any) -> list[int]:
-        """Tokens of the smallest picture: what stands around it, and its placeholders."""
+        """Tokens that stand for `empty_picture` in a row: what stands around it, and its placeholders."""
         return [config.vision_start_token_id, config.image_token_id, config.vision_end_token_id]
 
     def empty_picture(self, config: Any) -> tuple[Tensor, Tensor]:
-        """The smallest picture, without content: pixels and grid."""
+        """The smallest picture, without content: pixels and grid, see `pictures_of`.
+
+        A batch without pictures gets it behind a mask, so that every rank runs the vision tower in every step. Otherwise
+        DDP waits for gradients that never come and ZeRO-2 averages different parameters with one another.
+        """
         vision = config.vision_config
         channels = vision.in_channels if hasattr(vision, "in_channels") else vision.in_chans
         merge, side = vision.spatial_merge_size, vision.patch_size

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from rge.model.attention import Cache, EncodedPrompts, RunningCache
-from rge.model.backbone import decoder, rotations
+from rge.model.backbone import rotations
 from rge.model.embedding_model import EmbeddingModel, normalise
+from rge.model.families import family_of
 from rge.model.hub_model import HubModel
 from rge.model.prompts import Prompt
 from rge.model.varlen import KernelError
@@ -205,7 +206,7 @@ class _Writing:
         self.embedder, self.max_new_tokens, self.temperature = embedder, max_new_tokens, temperature
         model, device = embedder.model, embedder.device
         self.text, self.words, self.head = (
-            decoder(model),
+            family_of(model).decoder(model),
             model.get_input_embeddings(),
             model.get_output_embeddings(),
         )

@@ -47,8 +47,8 @@ from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionL
 from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 
-from rge.model.backbone import decoder
 from rge.model.embedding_model import EmbeddingModel, normalise
+from rge.model.families import family_of
 from rge.model.prompts import Prompt
 from rge.rollout.generate import Rationale
 from rge.rollout.vllm_inputs import check_prompt, know_architectures, request
@@ -120,7 +120,7 @@ class VllmStates:
         on_cpu = device == "cpu"
         # A tower that is never run need not be built. But vLLM takes its absence for that of DeepStack.
         has_tower = hasattr(model.config.vision_config, "deepstack_visual_indexes")
-        decoder(model).layers = nn.ModuleList()
+        family_of(model).decoder(model).layers = nn.ModuleList()
         if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
             model.set_output_embeddings(nn.Identity())
         layers = {"eagle_aux_hidden_state_layer_ids": [text.num_hidden_layers]}
@@ -235,7 +235,7 @@ class VllmStates:
         self.num_cached = sum(output.num_cached_tokens or 0 for output in outputs)
         self.num_asked = sum(len(output.prompt_token_ids) for output in outputs)
         [found] = self.llm.collective_rpc(_taken)
-        norm: Any = decoder(self.embedder.model).norm
+        norm: Any = family_of(self.embedder.model).decoder(self.embedder.model).norm
         raw_BD = torch.stack([found[row] for row in range(len(asked))]).to(norm.weight)
         return list(normalise(norm(raw_BD)).cpu())
 

@@ -23,7 +23,7 @@ from rge.common.images import load_image
 from rge.config import OptimConfig, StageConfig
 from rge.data.sources import RecordFile
 from rge.distributed import collectives as dist
-from rge.model.backbone import hidden_states, picture_features
+from rge.model.families import family_of
 from rge.model.hub_model import HubModel
 from rge.optim.optimizers import learning_rate, make_optimizer, set_learning_rate
 
@@ -128,7 +128,8 @@ class _Namer(nn.Module):
 
     def forward(self, values: Tensor, grid: Tensor, label_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         B = len(label_B)
-        features = picture_features(self.model, values, grid)
+        family = family_of(self.model)
+        features = family.features(self.model, values, grid)
         words = self.model.get_input_embeddings().weight
         name_KD = (words[self.name_KT] * self.real_KT[..., None]).sum(dim=1)
         choice_BK = features.reshape(B, -1, self.width).mean(dim=1) @ name_KD.T * self.log_scale.exp()
@@ -139,14 +140,13 @@ class _Namer(nn.Module):
         input_ids = torch.cat([self.picture_P.expand(B, -1), name_BT], dim=1)
         # A picture's placeholders stand between its first token and its last.
         place = torch.arange(input_ids.numel(), device=input_ids.device).view_as(input_ids)
-        hidden = hidden_states(
-            self.model,
-            features=features,
-            picture_index_F=place[:, 1 : len(self.picture_P) - 1].flatten(),
-            input_ids=input_ids,
-            position_ids=self.position_31T.expand(-1, B, -1),
-            attention_mask=None,
-        )
+        inputs = {
+            "input_ids": input_ids,
+            "position_ids": self.position_31T.expand(-1, B, -1),
+            "attention_mask": None,
+        }
+        shown_F = place[:, 1 : len(self.picture_P) - 1].flatten()
+        hidden = family.states(self.model, features, shown_F, inputs)
         before_name = hidden[:, len(self.picture_P) - 1 : -1][real_BT]
         saying = F.cross_entropy(self.model.get_output_embeddings()(before_name), name_BT[real_BT])
         return choosing, saying, (choice_BK.argmax(dim=1) == label_B).sum()

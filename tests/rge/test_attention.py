@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from rge.model.attention import NAMES, Pass, _Kernel, install
-from rge.model.backbone import decoder, load_backbone
+from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel, Packed
+from rge.model.families import family_of
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
 
@@ -45,7 +46,7 @@ def test_the_kernel_equals_softmax_by_hand(plain, heads, key_heads, masked):
 
 def test_eager_equals_sdpa(lively, lively_path, packed):
     eager = EmbeddingModel(load_backbone(lively_path, attn_implementation="eager")).eval()
-    assert decoder(eager.model).config._attn_implementation == NAMES["eager"]
+    assert family_of(eager.model).decoder(eager.model).config._attn_implementation == NAMES["eager"]
     with torch.no_grad():
         one, other = lively(packed)[0], eager(packed)[0]
     torch.testing.assert_close(one.state_ND, other.state_ND, atol=2e-6, rtol=0)
@@ -59,7 +60,7 @@ def test_the_last_layer_computes_what_is_read(lively, packed):
     def count(name):
         return lambda module, args: rows.__setitem__(name, args[0].shape[1])
 
-    layers = decoder(lively.model).layers
+    layers = family_of(lively.model).decoder(lively.model).layers
     handles = [
         layer.mlp.gate_proj.register_forward_pre_hook(count(name))
         for name, layer in (("first", layers[0]), ("last", layers[-1]))
@@ -102,7 +103,7 @@ def test_what_is_left_out_changes_nothing(lively, packed, monkeypatch):
 def test_installing_twice_is_installing_once(lively, packed):
     with torch.no_grad():
         expected = lively(packed)[0].state_ND
-        hooks = len(decoder(lively.model).layers[-1].mlp._forward_hooks)
-        install(decoder(lively.model))
-        assert len(decoder(lively.model).layers[-1].mlp._forward_hooks) == hooks == 1
+        hooks = len(family_of(lively.model).decoder(lively.model).layers[-1].mlp._forward_hooks)
+        install(family_of(lively.model).decoder(lively.model))
+        assert len(family_of(lively.model).decoder(lively.model).layers[-1].mlp._forward_hooks) == hooks == 1
         assert torch.equal(lively(packed)[0].state_ND, expected)

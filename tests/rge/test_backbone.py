@@ -14,7 +14,7 @@ from transformers import (
 
 from rge.common.prompt_profiles import EMB_TOKEN
 from rge.common.schema import Item
-from rge.model.backbone import BackboneError, add_emb_token, empty_picture, load_backbone
+from rge.model.backbone import BackboneError, add_emb_token, load_backbone
 from rge.model.families import normalised
 from rge.model.prompts import PromptBuilder
 from rge.step import Objective, training_step
@@ -180,7 +180,7 @@ def test_no_processor(damaged):
 
 
 def test_the_empty_picture_is_one_placeholder(lively):
-    pixels, grid = empty_picture(lively.model)
+    pixels, grid = lively.family.empty_picture(lively.model.config)
     values = normalised(lively.processor.image_processor, pixels)
     vision = lively.model.config.vision_config
     assert grid.tolist() == [[1, 2, 2]]

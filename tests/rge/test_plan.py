@@ -26,10 +26,7 @@ from rge.model import vision_tower as vision
 from rge.model.attention import Pass, install
 from rge.model.backbone import (
     BackboneError,
-    decoder,
-    hidden_states,
     load_backbone,
-    picture_features,
     prompt_positions,
 )
 from rge.model.embedding_model import EmbeddingModel
@@ -281,7 +278,7 @@ def test_the_3b_itself_on_meta(monkeypatch, form):
     recipe = load_recipe(["recipe=qwen25vl_3b"])
     model = outline(recipe.model)[0].to(torch.bfloat16).train()
     vision.speed_up(model, form)
-    assert install(decoder(model), form) == form
+    assert install(family_of(model).decoder(model), form) == form
     rows, emb, image = 2, 7, model.config.image_token_id
     grid = torch.tensor([[1, 64, 64]])
     ids = torch.tensor([1] * 20 + [model.config.vision_start_token_id, *[image] * 1024, 3] + [1] * 60)
@@ -308,16 +305,15 @@ def test_the_3b_itself_on_meta(monkeypatch, form):
             [prompt] * rows, positions, picture_ids=[1, image, 3], empty_picture=(None, None)
         ).to("meta")
         tails = pack_tails([prompt] * rows, positions, [branches] * rows).to("meta")
-        plan_ = Pass(part, tails, None, len(decoder(model).layers), form)
+        plan_ = Pass(part, tails, None, len(family_of(model).decoder(model).layers), form)
         patches = torch.empty(rows * 4096, 1176, dtype=torch.bfloat16, device="meta")
-        hidden = hidden_states(
-            model,
-            features=picture_features(model, patches, part.image_grid),
-            picture_index_F=part.picture_index_F,
-            input_ids=torch.cat([part.input_ids_T, tails.input_ids_T])[None],
-            position_ids=torch.cat([part.position_ids_3T, tails.position_ids_3T], dim=1)[:, None],
-            attention_mask=plan_,
-        )[0]
+        features = family_of(model).features(model, patches, part.image_grid)
+        inputs = {
+            "input_ids": torch.cat([part.input_ids_T, tails.input_ids_T])[None],
+            "position_ids": torch.cat([part.position_ids_3T, tails.position_ids_3T], dim=1)[:, None],
+            "attention_mask": plan_,
+        }
+        hidden = family_of(model).states(model, features, part.picture_index_F, inputs)[0]
         read = hidden[plan_.read_R]
         return model.get_output_embeddings()(read[: len(tails.label_M)]).float().sum() + read.float().sum()
 

@@ -8,8 +8,8 @@ from family_models import every_family
 
 from rge.model import varlen
 from rge.model.attention import _Kernel
-from rge.model.backbone import decoder
 from rge.model.embedding_model import EmbeddingModel, encode_prompts
+from rge.model.families import family_of
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
 from rge.model.varlen import KernelError, attend_runs, make_runs, one_by_one, verify, wanted
@@ -161,7 +161,7 @@ def test_rows_of_many_branches_and_of_none(lively64, make_prompts):
 def test_layers_that_see_a_window(lively_path, backbone_of, make_prompts):
     """Each branch equals transformers' own pass over prompt and branch, which rows cannot say, so `auto` is varlen."""
     backbone = backbone_of(lively_path, dtype="float64")
-    text, emb = decoder(backbone.model), backbone.emb_id
+    text, emb = family_of(backbone.model).decoder(backbone.model), backbone.emb_id
     text.config.layer_types, text.config.sliding_window = ["sliding_attention", "full_attention"], 6
     text.has_sliding_layers = True
     text.layers[0].self_attn.layer_type, text.layers[0].self_attn.sliding_window = "sliding_attention", 6

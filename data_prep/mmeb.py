@@ -75,7 +75,7 @@ class MmebOptions:
     max_per_set: Annotated[int, Field(ge=1)] | None = None
     """Rows drawn of each set; null: all."""
     seed: int = 0
-    """Of that draw."""
+    """Seed of that draw."""
     missing: Literal["error", "drop"] = "error"
     """drop leaves out and counts rows whose picture is not there."""
     decode: bool = False

@@ -70,7 +70,7 @@ class LoraConfig:
     targets: list[str] = field(default_factory=list)
     """Last parts of the names of the linear layers that get an adapter, such as q_proj; empty: all of them."""
     dora: bool = False
-    """DoRA: magnitude and direction learned apart (arXiv:2402.09353)."""
+    """DoRA: magnitude and direction learned separately (arXiv:2402.09353)."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead, which keeps large ranks stable (arXiv:2312.03732)."""
     vision: bool = False
@@ -86,17 +86,17 @@ class ModelConfig:
     revision: str | None = None
     """Commit or tag of a hub model; null: the newest."""
     scratch: ScratchConfig | None = None
-    """Build a model of one's own sizes instead of loading one; null with `path`."""
+    """Build a new model of these sizes instead of loading one; null with `path`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of forward and backward: float32 or bfloat16. Weights that are trained, their gradients summed over micro
     batches and the optimizer's state are float32 in any case and on every back end; so are embeddings and losses.
     Weights that are not trained are held in this dtype."""
     attn_implementation: Attention = "auto"
-    """Of the text model. varlen: sequences one after the other, without mask or padding, by torch's flash attention on
+    """Attention of the text model. varlen: sequences one after the other, without mask or padding, by torch's flash attention on
     a GPU (bfloat16); sdpa: rows side by side under a mask; eager: the same in plain operations; auto: varlen on a GPU
     where it can, else sdpa."""
     vision_attn_implementation: Attention = "auto"
-    """Of the vision tower, likewise: varlen, sdpa (all pictures or windows of a size at once), eager, or auto."""
+    """Attention of the vision tower: varlen, sdpa (all pictures or windows of a size at once), eager, or auto."""
     cuda_graphs: bool = True
     """Capture a GPU's steps of writing rationales as CUDA graphs, where attention is varlen; false launches every kernel
     by itself. The first captured step of a run is checked against the plain one."""
@@ -122,21 +122,21 @@ class RecordsConfig:
     """A data set as the library `datasets` reads it: a folder saved by save_to_disk, a folder of Parquet or JSON lines,
     or a name on the hub."""
     name: str | None = None
-    """Of `dataset`: its subset, where it has several."""
+    """With `dataset`: its subset, if it has several."""
     split: str = "train"
-    """Of `dataset`: which split."""
+    """With `dataset`: which split."""
     revision: str | None = None
-    """Of `dataset`: commit or tag on the hub; null: the newest."""
+    """With `dataset`: commit or tag on the hub; null: the newest."""
     streaming: bool = False
-    """Of `dataset`: read it while training, without downloading and without checking it before. Nobody knows then how many
-    records there are; what needs that number is refused."""
+    """With `dataset`: read it while training, without downloading or checking it first. The number of records is then
+    unknown, and what needs it is refused."""
     columns: dict[str, str] = field(default_factory=dict)
     """Our fields to the columns that hold them: {query.text: question, query.images: image, positives.text: answer}. Parts of
     a column have dots too. A column with the name of one of our fields needs no entry; what has neither is not read."""
     type: str | None = None
     """A registered data source (docs/extending.md)."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Of `type`: what its function is called with."""
+    """With `type`: arguments of its function."""
 
     @property
     def key(self) -> str | None:
@@ -199,8 +199,8 @@ class DataConfig:
     num_workers: int = 4
     """Processes that decode pictures and tokenise, per rank; 0 does it in the training process."""
     prefetch_mb: int = 1024
-    """Batches that wait for training take at most so much of a rank's memory, MiB, but one may always wait. Each worker
-    holds the one that it makes besides. Nothing of it is shared memory."""
+    """Memory of a rank for batches that wait for training, MiB; one may always wait. Each worker also holds the batch that
+    it is making. No shared memory is used."""
     on_bad: Literal["stop", "skip"] = "stop"
     """A record that cannot be used, such as one whose picture is missing: stop ends the run and names it; skip trains on
     another one of its source instead, counts it (bad_records in the metrics) and lists it in bad_records.jsonl."""
@@ -217,7 +217,7 @@ class LossConfig:
     ratio: str = "1:10"
     """LM to contrastive weight, normalised to sum to one (paper eq. 10: 1/11 and 10/11); `none` is no LM loss."""
     alpha_lm: float | None = None
-    """Weight of the LM loss; overrides `ratio`. The other alpha is what remains to one."""
+    """Weight of the LM loss; overrides `ratio`. The other weight is 1 minus this one."""
     alpha_con: float | None = None
     """Weight of the contrastive loss; overrides `ratio`."""
     temperature: float = 0.03
@@ -278,7 +278,7 @@ class StageConfig:
     warmup_steps: int = 0
     """Steps over which the learning rate rises to `lr`."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Of the learning rate, after the warm-up."""
+    """How the learning rate goes on after the warm-up."""
     min_lr_ratio: float = 0.0
     """The schedule ends at this share of `lr`."""
     sources: list[SourceConfig] = field(default_factory=list)
@@ -372,9 +372,9 @@ class OptimConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of AdamW's running means of the gradient and of its square."""
     eps: float = 1e-8
-    """Added to the root of the latter, so that nothing is divided by zero."""
+    """Added to the root of the mean square, so that nothing is divided by zero."""
     weight_decay: float = 0.0
-    """Share of a weight, times the learning rate, taken off it in each step."""
+    """Decoupled weight decay: each step takes this share, times the learning rate, off every weight."""
     max_grad_norm: float = 1.0
     """Gradient clipping by global norm; the same on every back end. 0 switches it off."""
 
@@ -384,7 +384,7 @@ class TrainConfig:
     """The loop."""
 
     seed: int = 0
-    """Of everything random: order of the records, augmentation, dropout, sampled rationales."""
+    """Seed of everything random: order of the records, augmentation, dropout, sampled rationales."""
     micro_batch_size: int = 8
     """Queries per forward and backward on one rank. Memory depends on this, the result does not."""
     save_every: int = 500
@@ -397,12 +397,12 @@ class TrainConfig:
     log_every: int = 10
     """Steps between lines of metrics.jsonl and of trackers."""
     back_end: BackEndName = "ddp"
-    """What several processes have to share out at the least: ddp (nothing), zero1 (the optimizer's state and float32
+    """The least that several processes must share out: ddp (nothing), zero1 (the optimizer's state and float32
     weights), zero2 (gradients too), zero3 or fsdp2 (everything). A launch that names no back end gets this one; a launch
-    config that shares out as much or more is left as it is, one that shares out less is refused. One process has
-    nobody to share with."""
+    config that shares out as much or more is left as it is, one that shares out less is refused. With one process it has
+    no effect."""
     num_processes: int | None = None
-    """Processes this run must have; null: what the launcher set. A silent one-process launch becomes an error."""
+    """Processes this run must have; any other number is an error. null: as many as the launcher starts."""
     deterministic: bool = False
     """torch.use_deterministic_algorithms: bit-exact repeats on GPU, slower."""
 
@@ -417,7 +417,7 @@ class ValidationConfig(RecordsConfig):
     every: int = 500
     """Steps between measurements; the last step is always measured."""
     max_records: int = 512
-    """The first so many records of the file; their targets together are what each query is ranked against."""
+    """Only the first so many records are used; each query is ranked against the targets of all of them."""
     metric: Literal["hit_at_1", "loss", "loss_contrastive", "loss_lm"] = "hit_at_1"
     """What the best checkpoints are chosen by: hit_at_1 (higher is better), loss, loss_contrastive or loss_lm (lower).
     A stage that compares nothing, such as the cold start, uses loss_lm; one without an LM loss has none."""
@@ -437,17 +437,18 @@ class LogConfig:
 
 @dataclass
 class Recipe:
-    """A whole run."""
+    """Train a model: what data, which losses, in which stages, and what is kept."""
 
     recipe: str
     """Name of the recipe's file."""
     out: str = "runs/{recipe}"
     """Folder of the run; ``{recipe}`` is the recipe's name."""
     stage: Literal["all", "cold_start", "joint", "rl"] = "all"
-    """Which stages run; `all` runs them one after the other, each from the checkpoint of the one before: rl where the
-    recipe has sources for it."""
+    """Stages to run; `all`: one after the other, each from the checkpoint of the one before, and rl only if the recipe
+    has sources for it."""
     plugins: list[str] = field(default_factory=list)
-    """Modules of your own that register losses, rewards, families, prompt profiles or augmentations (docs/extending.md)."""
+    """Modules of your own that register losses, rewards, families, prompt profiles, augmentations or data
+    sources (docs/extending.md)."""
     init: str | None = None
     """Checkpoint to start from instead of `model.path` or `model.scratch`, e.g. another run's cold start."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -479,7 +480,7 @@ class Recipe:
 
 @dataclass
 class CheckOptions(Recipe):
-    """What can be known to be wrong with a run before it starts: every key of the recipe, and how closely to look."""
+    """Say everything that can be found wrong with a run before it starts."""
 
     pictures: bool = False
     """Decode every picture once, on all cores; without, each is only looked up where it should be."""

@@ -36,7 +36,7 @@ AtLeastOne = Annotated[int, Field(ge=1)]
 
 
 @dataclass(kw_only=True)
-class BenchOptions:
+class Options:
     """Measure `rge serve`."""
 
     checkpoint: Path
@@ -55,7 +55,7 @@ class BenchOptions:
 
 def main(words: list[str]) -> int:
     """Measure and print."""
-    options = parse_options(BenchOptions, words, "python scripts/bench_serving.py")
+    options = parse_options(Options, words, "python scripts/bench_serving.py")
     one_of("engines", options.engines, ("own", "vllm"))
     counts = [int(one) for one in options.clients]
     if not all(1 <= one <= 4000 for one in counts):

@@ -56,11 +56,11 @@ class Settings:
     """What becomes of a rationale that copies more than `max_leak` of its target: keep, drop, or rewrite (asked once more,
     then dropped)."""
     max_leak: float = 0.5
-    """See `data_prep.rationales.checks.leak`."""
+    """Highest leak score that passes: the share of the target's words that the rationale gives away (docs/data_prep.md)."""
     max_words: AtLeastOne = 50
-    """Of a rationale."""
+    """Words of a rationale, at most; longer ones are left out."""
     temperature: float | None = None
-    """Of the writer; null: 0, or 0.7 where several are written, which at 0 would all be the same."""
+    """Sampling temperature; null: 0, or 0.7 where several are written, which at 0 would all be the same."""
     candidates: AtLeastOne = 1
     """Rationales written for each pair."""
     select: str | None = None
@@ -95,7 +95,7 @@ class RationaleOptions(Settings):
     output_price: float = 0.0
     """Per million tokens."""
     picture_tokens: int = 1500
-    """Of one picture, for estimates."""
+    """Tokens of one picture, for estimates."""
     budget: float | None = None
     """What the model may cost in all, over all runs on one cache; null: no limit."""
     dry_run: bool = False

@@ -35,13 +35,13 @@ class LibraryConfig:
     caption_column: str | None = "caption"
     """Missing or empty captions are fine: such pictures are found by the image index alone."""
     licence: str = "unknown"
-    """Of the pictures, for the record; stands for those of which ``licence_column`` says nothing."""
+    """Licence of the pictures of which ``licence_column`` says nothing; for the record."""
     source_column: str = "source"
     """Where each picture is from, such as its page; written beside the data set where the table has this column."""
     author_column: str = "author"
-    """Who made it."""
+    """Column with the picture's author."""
     licence_column: str = "licence"
-    """Its own licence."""
+    """Column with the picture's own licence."""
     min_side_px: int = 32
     """Smaller pictures are left out and counted."""
     shard_size: int = 5000
@@ -58,7 +58,7 @@ class DownloadConfig:
     concurrency: int = 32
     """Pictures under way at once."""
     timeout_s: float = 30.0
-    """For one attempt, whole."""
+    """Time limit of one attempt, from start to end."""
     max_retries: int = 3
     """Attempts after the first."""
     backoff_s: float = 1.0
@@ -87,7 +87,7 @@ class IndexSpec:
     """One more index to retrieve candidates from, besides the paper's two."""
 
     name: str
-    """In tables and reports."""
+    """Name of the index in tables and reports."""
     side: str = "image"
     """image or caption: what of a candidate is embedded."""
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
@@ -104,9 +104,9 @@ class SeedConfig:
     per_cluster: int = 10
     """Pictures drawn of each cluster."""
     iterations: int = 20
-    """Of k-means."""
+    """Iterations of k-means."""
     seed: int = 0
-    """Of the clusters and of every draw."""
+    """Seed of the clusters and of every draw."""
 
 
 @dataclass
@@ -116,9 +116,9 @@ class GenerateConfig:
     model: str = "writer"
     """Name, under `models`, of the one that writes queries."""
     temperature: float = 0.25
-    """Of its sampling."""
+    """Sampling temperature."""
     max_tokens: int = 2048
-    """Of one answer."""
+    """Tokens of one answer, at most."""
     categories: list[str] = field(default_factory=lambda: list(CATEGORIES))
     """Kinds of reasoning asked for."""
     max_inputs: int | None = None
@@ -138,9 +138,9 @@ class FilterConfig:
     model: str = "writer"
     """Name, under `models`, of the one that checks queries."""
     temperature: float = 0.0
-    """Of its sampling."""
+    """Sampling temperature."""
     max_tokens: int = 1024
-    """Of one answer."""
+    """Tokens of one answer, at most."""
 
 
 @dataclass
@@ -174,9 +174,9 @@ class JudgeConfig:
     judges: list[JudgeSpec] = field(default_factory=lambda: [JudgeSpec("writer", 1), JudgeSpec("judge", 4)])
     """Models of the panel, and how many judges each is."""
     temperature: float = 0.85
-    """Of the judges' sampling."""
+    """Sampling temperature of the judges."""
     max_tokens: int = 1024
-    """Of one answer."""
+    """Tokens of one answer, at most."""
 
 
 @dataclass
@@ -209,7 +209,7 @@ class AuditConfig:
     ks: list[int] = field(default_factory=lambda: [1, 5, 10])
     """A query counts as solved at k where one of its right answers is among the first k of the pool."""
     memory_mb: int = 512
-    """Of scores at a time: queries are compared with the pool in blocks of that size."""
+    """Memory for scores, MB: queries are compared with the pool in blocks of that size."""
 
 
 @dataclass
@@ -217,7 +217,7 @@ class ExportConfig:
     """What is written for training and evaluation."""
 
     name: str = "rmir"
-    """Of the data set, in its records."""
+    """Name of the data set in its records."""
     instruction: str = "Find the image that answers the question about the given image."
     """Task instruction of every query."""
     rationale: str = "generator"
@@ -253,7 +253,7 @@ class OracleConfig:
     judge_errors: float = 0.005
     """Share of wrong verdicts of a judge."""
     seed: int = 0
-    """Of its errors."""
+    """Seed of its errors."""
 
 
 @dataclass
@@ -287,7 +287,7 @@ class RmirConfig:
     queries_per_shard: int = 500
     """Queries judged at once; what is lost when the run is stopped."""
     runner: str = "native"
-    """Of Daft: native, or ray for a cluster (RAY_ADDRESS)."""
+    """Where Daft runs: native (this machine), or ray for a cluster (RAY_ADDRESS)."""
 
 
 def load_config(words: Sequence[str], folder: Path = CONFIGS) -> RmirConfig:

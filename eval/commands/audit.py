@@ -36,7 +36,7 @@ LEAST = 8
 
 @dataclass
 class AuditOptions(PluginOptions):
-    """Options of `rge eval audit`."""
+    """Look for a set's pictures in training files, or for shortcuts in finished evaluations."""
 
     set: Path | None = None
     """Retrieval set directory or suite; with evals= only where it was moved."""

@@ -29,7 +29,7 @@ METHODS = ("lucene", "robertson", "atire", "bm25l", "bm25+")
 
 @dataclass
 class Bm25Options(PluginOptions):
-    """Options of `rge eval bm25`."""
+    """Rank a set's texts by BM25, the text baseline, and score the ranking."""
 
     set: Path
     """Retrieval set directory, see `eval.sets.retrieval_set`, or a suite of them, see `eval.benchmarks.suite`."""
@@ -48,7 +48,7 @@ class Bm25Options(PluginOptions):
     rewriter: str | None = None
     """Address of its OpenAI-compatible endpoint."""
     rewriter_model: str | None = None
-    """Its name there."""
+    """Name of the model at that address."""
     rewriter_key_env: str | None = None
     """Environment variable with the key; null: it needs none."""
     cache: Path | None = None
@@ -62,7 +62,7 @@ class Bm25Options(PluginOptions):
     profile: str = "clean"
     """clean is the defensible protocol, official what the benchmark's released code computes."""
     seed: int = 0
-    """Of the resampling."""
+    """Seed of the resampling."""
     overwrite: bool = False
     """Replace the output of another run or set."""
 

@@ -69,12 +69,12 @@ CHUNK = 512
 
 @dataclass(kw_only=True)
 class BudgetOptions(RunOptions):
-    """Options of `rge eval budget`; those of ``run``, and these."""
+    """Ask in every way, and set accuracy against tokens and time."""
 
     k: int = 8
     """Rationales drawn for a query; 0: none, so neither fusion."""
     draw_temperature: float = 0.7
-    """Of these draws."""
+    """Temperature of these draws."""
     fuse: tuple[str, ...] = FUSIONS
     """mean of embeddings and/or max of scores."""
     gate: tuple[str, ...] = ()
@@ -90,15 +90,15 @@ class BudgetOptions(RunOptions):
     judge: str | None = None
     """Vision-language model that reorders the top: a directory, or the address of an OpenAI-compatible endpoint."""
     judge_model: str | None = None
-    """Its name at that address."""
+    """Name of the judge at that address."""
     judge_key_env: str | None = None
     """Environment variable with the key of that address."""
     top_n: tuple[str, ...] = ("5", "10", "20")
-    """Candidates that it sees."""
+    """How many of each query's first candidates the judge reorders."""
     yes: str = "yes"
-    """Its word for a match; one token."""
+    """The judge's word for a match; one token."""
     no: str = "no"
-    """Its word for none; one token."""
+    """The judge's word for no match; one token."""
     metric: str | None = None
     """Metric of table and plot; null: the benchmark's first."""
 

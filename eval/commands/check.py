@@ -26,7 +26,7 @@ SMALL_CATEGORY = 10
 
 @dataclass
 class CheckOptions(PluginOptions):
-    """Options of `rge eval check`."""
+    """Open every picture of a set, count, and say what may distort its figures."""
 
     set: Path
     """Retrieval set directory, or a suite of them."""

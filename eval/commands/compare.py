@@ -45,7 +45,7 @@ DEFAULT_METRICS = ("recall@1", "recall@5", "recall@10", "mrr", "ndcg@10")
 
 @dataclass
 class CompareOptions(PluginOptions):
-    """Options of `rge eval compare`."""
+    """Compare two evaluations of one set by a paired test."""
 
     a: Path
     """Evaluation directory."""
@@ -56,7 +56,7 @@ class CompareOptions(PluginOptions):
     out: Path | None = None
     """Where compare.json and compare.svg go; null: print only."""
     seed: int = 0
-    """Of the resampling."""
+    """Seed of the resampling."""
 
 
 @dataclass(frozen=True)

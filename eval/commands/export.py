@@ -45,7 +45,7 @@ _MTEB = {
 
 @dataclass
 class ExportOptions(PluginOptions):
-    """Options of `rge eval export`."""
+    """Write an evaluation in a format that others read."""
 
     format: str
     """pinpoint, top50, mmeb, mteb or card."""

@@ -18,7 +18,7 @@ from rge.common.registry import PluginOptions
 
 @dataclass
 class ReportOptions(PluginOptions):
-    """Options of `rge eval report`: one HTML page from finished evaluations."""
+    """Write one HTML page from finished evaluations."""
 
     runs: tuple[str, ...]
     """Evaluation directories, or directories that hold them."""

@@ -44,7 +44,7 @@ VERSION = 1
 
 @dataclass
 class RerankOptions(PluginOptions):
-    """Options of `rge eval rerank`."""
+    """Let a vision-language model reorder the top of a finished ranking, and score the result."""
 
     of: Path
     """Evaluation directory whose ranking is reordered, of `run`, `score`, `bm25` or `budget`; a set's or a suite's."""
@@ -53,15 +53,15 @@ class RerankOptions(PluginOptions):
     judge: str
     """Vision-language model: a directory, an id on the hub, or the address of an OpenAI-compatible endpoint."""
     judge_model: str | None = None
-    """Its name at that address."""
+    """Name of the judge at that address."""
     judge_key_env: str | None = None
     """Environment variable with the key of that address; null: it needs none."""
     top_n: int = 20
     """Candidates of each query that it sees."""
     yes: str = "yes"
-    """Its word for a match; one token."""
+    """The judge's word for a match; one token."""
     no: str = "no"
-    """Its word for none; one token."""
+    """The judge's word for no match; one token."""
     set: Path | None = None
     """Where the retrieval set, or the suite, is now; null: where results.json says it was."""
     cache: Path | None = None
@@ -71,9 +71,9 @@ class RerankOptions(PluginOptions):
     device: str | None = None
     """Such as cuda:0; null: a GPU if there is one."""
     dtype: str | None = None
-    """Of the judge's weights; null: float32 on CPU, bfloat16 on a GPU."""
+    """Dtype of the judge's weights; null: float32 on CPU, bfloat16 on a GPU."""
     seed: int = 0
-    """Of the resampling."""
+    """Seed of the resampling."""
     overwrite: bool = False
     """Replace the output of another ranking."""
 

@@ -45,7 +45,7 @@ MAX_INSTRUCTIONS = 20
 
 @dataclass(kw_only=True)
 class RunOptions(PluginOptions):
-    """Options of `rge eval run`."""
+    """Embed a retrieval set, search it, score the ranking and write a page."""
 
     checkpoint: Path | None = None
     """Checkpoint directory with ``rge.json``; the same as model=DIR."""
@@ -85,7 +85,7 @@ class RunOptions(PluginOptions):
     depth: int = DEPTH
     """Length of a ranking."""
     memory_mb: float = 2048.0
-    """For the pool's embeddings; a larger pool is searched in blocks of this size out of a file in the cache."""
+    """Memory for the pool's embeddings, MB; a larger pool is searched in blocks of this size out of a file in the cache."""
     search_on: str = "cpu"
     """cpu or gpu (needs a faiss that was built for it)."""
     device: str | None = None
@@ -101,7 +101,7 @@ class RunOptions(PluginOptions):
     temperature: float | None = None
     """Sampling temperature of rationales; null: the checkpoint's, which is greedy."""
     seed: int = 0
-    """Of the resampling, and of sampled rationales."""
+    """Seed of the resampling and of sampled rationales."""
     benchmark: str = "generic"
     """Protocol of a benchmark: rmir, mmeb, mmbright, pinpoint, one that plugins= adds, or generic."""
     profile: str = "clean"
@@ -113,7 +113,7 @@ class RunOptions(PluginOptions):
     rewriter: str | None = None
     """Address of its OpenAI-compatible endpoint."""
     rewriter_model: str | None = None
-    """Its name there."""
+    """Name of the model at that address."""
     rewriter_key_env: str | None = None
     """Environment variable with the key; null: it needs none."""
     train: tuple[str, ...] = ("auto",)

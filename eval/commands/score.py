@@ -23,7 +23,7 @@ from rge.common.registry import PluginOptions
 
 @dataclass
 class ScoreOptions(PluginOptions):
-    """Options of `rge eval score`."""
+    """Score a ranking that any program made."""
 
     run: Path
     """TREC run file: query Q0 candidate rank score tag. For a suite: a directory with MEMBER.trec."""
@@ -38,7 +38,7 @@ class ScoreOptions(PluginOptions):
     by: tuple[str, ...] = ()
     """Further query columns to report by, besides the set's ``report_by``."""
     seed: int = 0
-    """Of the resampling."""
+    """Seed of the resampling."""
     benchmark: str = "generic"
     """Protocol of a benchmark: rmir, mmeb, mmbright, pinpoint, one that plugins= adds, or generic."""
     profile: str = "clean"

@@ -31,7 +31,7 @@ class ModelConfig:
     concurrency: int = 32
     """Calls under way at once; fewer where the endpoint asks for it (429, headers)."""
     timeout_s: float = 120.0
-    """For one attempt, whole."""
+    """Time limit of one attempt, from start to end."""
     max_retries: int = 6
     """Attempts after the first, on 5xx, time-outs and lost connections."""
     backoff_s: float = 1.0
@@ -51,7 +51,7 @@ class ModelConfig:
     budget: float | None = None
     """What the endpoint may cost in all, over all runs on one file of answers; null: no limit."""
     picture_tokens: int = 1500
-    """Of one picture, for estimates."""
+    """Tokens of one picture, for estimates."""
     send_seed: bool = True
     """Send the number of the draw as ``seed``, where the endpoint knows the field."""
     send_temperature: bool = True
@@ -59,7 +59,7 @@ class ModelConfig:
     token_limit: str = "max_tokens"
     """Field that caps the answer: max_tokens, or max_completion_tokens as newer models of OpenAI want it."""
     reasoning_effort: str | None = None
-    """Of models that reason before they answer, such as low; null: not sent. Give ``max_tokens`` room for it."""
+    """For models that reason before they answer, such as low; null: not sent. Give ``max_tokens`` room for it."""
     structured: bool = False
     """Have the endpoint hold answers to a JSON schema, verdicts to their words (OpenAI, vLLM)."""
     draws_a_call: int = 1

@@ -20,7 +20,7 @@ class Diagnosis:
     out: Path | None = None
     """Where ``NAME.json`` goes; null: ``diagnose`` beside the checkpoint."""
     seed: int = 0
-    """Of what is drawn at random."""
+    """Seed of everything drawn at random."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class LeakageOptions(Diagnosis):
     batch_size: AtLeastOne = 32
     """Queries a step."""
     lr: Annotated[float, Field(gt=0)] = 1e-3
-    """Its learning rate."""
+    """Learning rate of that training."""
 
 
 @dataclass

@@ -24,7 +24,7 @@ class Reading:
     image: str = "image"
     """Column of a table: pictures, as paths relative to the table, web addresses, or (Parquet) encoded bytes."""
     dimensions: AtLeastOne | None = None
-    """Leading components kept, a size that the checkpoint was trained to be cut to; null: all, or as an index has it."""
+    """Keep the first so many components, a size that the checkpoint was trained for; null: all, or as the index has it."""
     batch_size: AtLeastOne = 64
     """Items embedded at once."""
     max_unreadable: Share = 0.1
@@ -37,7 +37,7 @@ class Reading:
 class EmbedOptions(Reading):
     """Embed a folder or a table of pictures and texts to one Parquet file: ``id``, ``vector``, ``rationale`` where there is one.
 
-    A command that was stopped goes on where it was: what is finished stands in ``OUT.parts`` until all is.
+    A command that was stopped continues where it was: until all is done, what is finished is in ``OUT.parts``.
     """
 
     checkpoint: str
@@ -56,7 +56,7 @@ class EmbedOptions(Reading):
 class IndexOptions(Reading):
     """Make an index of a folder or a table, or bring one up to date: only what is new or changed is embedded.
 
-    A table's row or a file that is no longer there leaves the index. One index may hold several folders and tables: one
+    A file or a table's row that is gone is removed from the index. One index may hold several folders and tables, one
     call each.
     """
 
@@ -95,9 +95,9 @@ class SearchOptions:
     instruction: str | None = None
     """Put before the question; null: the one that most training queries had; '' (quoted) for none."""
     checkpoint: str | None = None
-    """The checkpoint that the index was made with, where it does not stand at its old place."""
+    """Where the checkpoint that the index was made with is now, if it was moved."""
     exact: bool = False
-    """Pass the approximate index by, where there is one."""
+    """Compare with every vector, even if there is an approximate index."""
     page: Path | None = None
     """HTML file to write, with thumbnails."""
     open: bool = False

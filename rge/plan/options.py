@@ -14,7 +14,7 @@ NotNegative = Annotated[int, Field(ge=0)]
 
 @dataclass
 class PlanOptions:
-    """The machine, and what a step is made of."""
+    """Estimate what a recipe takes on a machine, without loading weights."""
 
     num_gpus: AtLeastOne = 8
     """GPUs, one process each."""
@@ -29,7 +29,7 @@ class PlanOptions:
     utilisation: Annotated[float, Field(gt=0, le=1)] = 0.35
     """Share of both that is reached."""
     steps: NotNegative = 0
-    """Of the stage; 0: the recipe's where it says, else 1000."""
+    """Steps of the stage, for the hours; 0: as many as the recipe says, else 1000."""
     back_end: BackEndName | None = None
     """How parameters, gradients and optimizer state are spread over the GPUs; null: train.back_end."""
     for_: Literal["joint", "cold_start", "rl"] = "joint"
@@ -52,7 +52,7 @@ class PlanOptions:
 
 @dataclass
 class PlanCommand(PlanOptions, Recipe):
-    """What a recipe takes before it is run: FLOPs, memory and communication of a step, and whether it fits.
+    """Estimate what a recipe takes: FLOPs, memory and communication of a step, hours, and whether it fits.
 
     ``recipe=NAME``, the options of this command, and every key of the recipe.
     """

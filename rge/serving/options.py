@@ -11,10 +11,10 @@ Above = Annotated[float, Field(gt=0)]
 
 @dataclass(kw_only=True)
 class ServeOptions:
-    """Serve a checkpoint: embeddings, rationales and search over HTTP, as OpenAI and vLLM have them."""
+    """Serve embeddings, rationales and search over HTTP, in the form of OpenAI's and vLLM's servers."""
 
     checkpoint: str
-    """Checkpoint directory with ``rge.json``, or the id of one on the Hugging Face hub."""
+    """Checkpoint directory, the id of one on the Hugging Face hub, or ``demo``."""
     revision: str | None = None
     """Commit, tag or branch on the hub."""
     index: str | None = None

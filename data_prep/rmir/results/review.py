@@ -54,7 +54,7 @@ class ReviewOptions:
     split: Literal["test", "train", "all"] = "test"
     """Queries that they are drawn from."""
     seed: int = 0
-    """Of the draw."""
+    """Seed of the draw."""
 
 
 @dataclass

@@ -41,7 +41,7 @@ SEPARATORS = re.compile(r"[;|\n]")
 
 @dataclass
 class FolderOptions(PluginOptions):
-    """Options of `rge eval import folder`."""
+    """Make a retrieval set from a folder of pictures and a table of queries."""
 
     src: Path
     """Folder with the pictures, at any depth."""

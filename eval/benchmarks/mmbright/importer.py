@@ -54,7 +54,7 @@ NO_IMAGE = "__NO_IMAGE__"
 
 @dataclass
 class MmbrightOptions(PluginOptions):
-    """Options of `rge eval import mmbright`."""
+    """Make a suite of retrieval sets from the release of MM-BRIGHT."""
 
     src: Path
     """Snapshot of the data set."""
@@ -65,7 +65,7 @@ class MmbrightOptions(PluginOptions):
     domains: tuple[str, ...] = ("all",)
     """Which domains; all that src has by default."""
     image_policy: str = "all"
-    """Of a query with several pictures: first (the released code), vconcat (one below the other, the paper), all."""
+    """Which pictures of a query are kept: first (the released code), vconcat (one below the other, the paper), all."""
     keys: str = "chunked"
     """Task 4: legacy joins by the pattern first released, which the published table used."""
     gains: str = "graded"

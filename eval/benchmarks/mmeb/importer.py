@@ -28,7 +28,7 @@ APART = ("qry_inst", "tgt_inst")
 
 @dataclass
 class MmebOptions(PluginOptions):
-    """Options of `rge eval import mmeb`."""
+    """Make a suite of retrieval sets from the release of MMEB."""
 
     src: Path
     """Directory with a folder or file for each set."""

@@ -41,7 +41,7 @@ SINGLE, MULTI = "one image", "two images"
 
 @dataclass
 class PinpointOptions(PluginOptions):
-    """Options of `rge eval import pinpoint`."""
+    """Make a retrieval set from the release of PinPoint."""
 
     src: Path
     """Directory of the release."""

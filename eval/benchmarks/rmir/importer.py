@@ -105,7 +105,7 @@ POOL = ("corpus", "pool", "candidates", "candidate_pool", "image_pool", "index")
 
 @dataclass
 class RmirOptions(PluginOptions):
-    """Options of `rge eval import rmir`."""
+    """Make a retrieval set from the release of RMIR."""
 
     src: Path
     """Directory of the release."""

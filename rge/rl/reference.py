@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from rge.config import Recipe, RecipeError
 from rge.distributed import collectives as dist
@@ -79,7 +79,10 @@ def make_reference(recipe: Recipe, embedder: EmbeddingModel, accelerator: Accele
     if has_adapters(embedder.model):
         kept = embedder
     else:
-        kept = copy.deepcopy(embedder).eval().requires_grad_(False).to(accelerator.device)
+        kept = copy.deepcopy(embedder)
+        if not dist.is_sharded(accelerator):  # else training, too, computes with weights in model.dtype
+            _as_under_autocast(kept)
+        kept = kept.eval().requires_grad_(False).to(accelerator.device)
     return Reference(kept, recipe.rl.temperature, recipe.train.micro_batch_size)
 
 
@@ -94,3 +97,15 @@ def check_reference(recipe: Recipe, zero3: bool) -> None:
             "rl.beta needs the weights that the stage starts from, and under ZeRO-3 no process holds them whole: use "
             "model.lora, whose reference is the model without adapters, another back end, or rl.beta=0"
         )
+
+
+def _as_under_autocast(embedder: EmbeddingModel) -> None:
+    """Make a copy compute what the trained model does in mixed precision, before it has moved: a divergence of 0.
+
+    `dist.prepare` makes trained weights float32. Autocast multiplies by matrices in bfloat16 in any case, so for those a
+    bfloat16 copy is the same; but embeddings and norms decide what the sum that runs through the layers is held in.
+    """
+    for module in embedder.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad and (parameter.ndim == 1 or isinstance(module, nn.Embedding)):
+                parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))

@@ -1,5 +1,6 @@
 """Two real processes against one: gathering, both losses, every gradient, whatever the ranks' batches look like."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from rge.model.prompts import PromptBuilder
 from rge.optim.muon import orthogonal
 from rge.rl.credit import Reinforcement
 from rge.rl.policy import LOSS_TYPES
+from rge.rl.reference import Reference
 from rge.rollout.generate import Rationale, generate
 from rge.rollout.writer import rollout_report, sample_seeds
 from rge.step import Objective, training_step
@@ -80,6 +82,7 @@ NAMES = [
     if anchor == "self" or layout == "mixed"
 ] + ["cold start-100", "cold start-2", "cold start without candidates-2", "no lm loss-100", "no lm loss-2"]
 RL_NAMES = [f"rl {loss_type}-{micro}" for loss_type in LOSS_TYPES for micro in (100, 2)]
+RL_NAMES += ["rl dapo with kl-100", "rl dapo with kl-2"]
 NAMES += RL_NAMES
 NAMES += ["mixed-self-once-100", "one rank without pictures-self-once-100"]  # two forwards, one backward
 
@@ -93,12 +96,15 @@ def paired(tmp_path_factory):
 def rl_recipe(loss_type: str) -> Recipe:
     """The stage rl, with rewards of all candidates, of those of other queries, and of words."""
     rewards = [RewardConfig(name) for name in ("margin", "grace", "length")]
+    loss_type, _, kl = loss_type.partition(" with ")
     return Recipe(
         recipe="tiny",
         stage="rl",
         loss=LossConfig(alpha_lm=0.5, alpha_con=0.5, temperature=0.07),
         rollout=RolloutConfig(max_new_tokens=9),
-        rl=RLConfig(num_rationales=3, loss_type=loss_type, scale_rewards="batch", rewards=rewards),
+        rl=RLConfig(
+            num_rationales=3, loss_type=loss_type, scale_rewards="batch", rewards=rewards, beta=0.3 * bool(kl)
+        ),
     )
 
 
@@ -160,7 +166,14 @@ def test_a_step_on_two_processes_equals_one(cases, lively, name, merge):
     rationales = case["rationales"][0] + case["rationales"][1]
     credit = None
     if case["rl"] is not None:
-        credit = Reinforcement(case["rl"], lively, None, cases["folder"]).begin(whole, rationales, False)
+        reference = None
+        if case["rl"].rl.beta:
+            moved = copy.deepcopy(lively).requires_grad_(False)
+            for parameter in moved.parameters():
+                parameter.mul_(1.02)
+            reference = Reference(moved, 1.0, micro_batch_size=100)
+        stage = Reinforcement(case["rl"], lively, reference, cases["folder"])
+        credit = stage.begin(whole, rationales, False)
     report = training_step(
         lively,
         lively,
@@ -182,6 +195,9 @@ def test_a_step_on_two_processes_equals_one(cases, lively, name, merge):
         error = (first["gradients"][key] - parameter.grad).norm()
         # Advantages divide small differences of rewards: what rounding does to those is larger.
         assert error <= (1e-4 if credit else 1e-5) * parameter.grad.norm(), key
+    if credit is not None:
+        assert ("kl" in first["report"]) == bool(case["rl"].rl.beta)
+        assert first["report"].get("kl", 1.0) > 1e-3
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in lively.parameters()])
     assert first["norm"] == pytest.approx(float(norm), rel=1e-5)
     expected = rollout_report(rationales, 1.0, lively.device)

@@ -3,9 +3,11 @@
 import copy
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from stock import (
     TEMPERATURE,
     gradients,
@@ -18,14 +20,16 @@ from stock import (
 
 from rge.common.errors import UserError
 from rge.config import LossConfig, Recipe, RewardConfig, RLConfig, RolloutConfig, TrainConfig
+from rge.distributed import collectives as dist
 from rge.losses import hit_at_1
 from rge.model.adapters import add_adapters
-from rge.model.embedding_model import encode_prompts
+from rge.model.backbone import load_backbone
+from rge.model.embedding_model import EmbeddingModel, encode_prompts
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
 from rge.rl.credit import Credit, Reinforcement, outdated
 from rge.rl.policy import LOSS_TYPES
-from rge.rl.reference import Reference
+from rge.rl.reference import Reference, make_reference
 from rge.rollout.generate import Rationale, generate
 from rge.rollout.writer import sample_seeds
 from rge.step import Objective, candidate_masks, training_step
@@ -377,6 +381,32 @@ def test_the_reference_of_adapters_is_the_model_without_them(lively, make_batch,
     assert [name for name, parameter in lively.named_parameters() if parameter.requires_grad] == trained
     report, _, _ = take(lively, batch, rationales, recipe_of(beta=0.1), reference=reference)
     assert report["kl"] > 1e-4
+
+
+def test_a_reference_in_bfloat16_starts_without_divergence(lively_path, make_batch, sample):
+    """In mixed precision the trained model's weights are float32, and what stands between its layers too."""
+    embedder = EmbeddingModel(load_backbone(lively_path, dtype="bfloat16")).eval()
+    recipe = recipe_of(beta=0.1)
+    recipe.train.micro_batch_size = 5
+    alone = SimpleNamespace(
+        state=SimpleNamespace(deepspeed_plugin=None), distributed_type=DistributedType.NO,
+        device=torch.device("cpu"), prepare=lambda *given: given,
+    )  # fmt: skip
+    reference = make_reference(recipe, embedder, alone)
+    dist.prepare(alone, embedder, None, 0.0)
+    batch = make_batch(PromptBuilder(embedder.processor))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        rationales = sample(embedder, batch)
+        branches = [
+            [Branch([*one.ids, embedder.emb_id], sampled=True) for one in rationales[row * K : row * K + K]]
+            for row in range(len(batch.queries))
+        ]
+        ours = embedder(embedder.pack(batch.queries, branches, SAMPLED_AT))[0].log_prob_L
+        assert torch.equal(reference.log_probs(batch.queries, rationales), ours)
+    # What matrices multiply is bfloat16 either way: those need no float32 copy.
+    matrices = [part.weight for part in reference.embedder.modules() if isinstance(part, torch.nn.Linear)]
+    tied = reference.embedder.model.get_input_embeddings().weight.data_ptr()
+    assert {one.dtype for one in matrices if one.data_ptr() != tied} == {torch.bfloat16}
 
 
 def test_suppressed_tokens_take_no_share(lively, make_batch, sample, take):

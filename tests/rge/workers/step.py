@@ -18,6 +18,7 @@ from rge.distributed import launch
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel, encode_prompts
 from rge.rl.credit import Reinforcement
+from rge.rl.reference import Reference
 from rge.rollout.writer import rollout_report
 from rge.step import training_step
 
@@ -35,9 +36,14 @@ for name, case in torch.load(folder / "cases.pt", weights_only=False).items():
     encoded = encode_prompts(model, embedder, batch.queries) if case["once"] else None
     credit = None
     if case["rl"] is not None:
-        credit = Reinforcement(case["rl"], embedder, None, folder).begin(
-            batch, case["rationales"][rank], False
-        )
+        reference = None
+        if case["rl"].rl.beta:
+            moved = EmbeddingModel(load_backbone(checkpoint)).eval().requires_grad_(False)
+            for parameter in moved.parameters():
+                parameter.mul_(1.02)
+            reference = Reference(moved, 1.0, micro_batch_size=2)
+        stage = Reinforcement(case["rl"], embedder, reference, folder)
+        credit = stage.begin(batch, case["rationales"][rank], False)
     report = training_step(
         model,
         embedder,

@@ -20,7 +20,7 @@ from eval.embedding.processes import leave
 from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.options import HELP, help_text, names_of, parse_options
-from rge.common.registry import PluginOptions, load_plugins
+from rge.common.registry import PluginOptions
 
 if TYPE_CHECKING:
     from eval.sets.retrieval_set import RetrievalSet
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         # first: what they register may be the command (import), and is looked up by name in the others
         plugins = [word for word in words if word.startswith("plugins=")]
-        load_plugins(parse_options(PluginOptions, plugins).plugins)
+        parse_options(PluginOptions, plugins)
         if name != "import" and command_of(name) is None:
             shown = (
                 f"there are folder, {', '.join(BENCHMARKS)}" if name.startswith("import") else str(__doc__)

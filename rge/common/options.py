@@ -25,6 +25,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from rge.common.errors import UserError
+from rge.common.registry import PluginOptions, load_plugins
 
 T = TypeVar("T")
 
@@ -118,14 +119,18 @@ def parse_options(schema: type[T], words: Sequence[str], command: str = "") -> T
         command: what is typed before the words, for ``--help``.
 
     Raises:
-        UserError: a word is not ``key=value``, a key is unknown, given twice or missing, or a value has another type.
+        UserError: a word is not ``key=value``, a key is unknown, given twice or missing, a value has another type, or a
+            module of ``plugins=`` cannot be found.
     """
     offer_help(schema, words, command)
     pairs = [split_word(word) for word in words]
     for key in {key for key, _ in pairs}:
         if sum(other == key for other, _ in pairs) > 1:
             raise UserError(f"{key} is given twice")
-    return build(schema, [("", nested(key, read_word(schema, key, text))) for key, text in pairs])
+    options = build(schema, [("", nested(key, read_word(schema, key, text))) for key, text in pairs])
+    if isinstance(options, PluginOptions):
+        load_plugins(options.plugins)
+    return options
 
 
 def parse_file(

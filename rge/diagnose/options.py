@@ -6,11 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from rge.common.registry import PluginOptions
+
 AtLeastOne = Annotated[int, Field(ge=1)]
 
 
 @dataclass
-class Diagnosis:
+class Diagnosis(PluginOptions):
     """What every diagnosis needs."""
 
     checkpoint: Path

@@ -5,9 +5,11 @@ from typing import Annotated
 
 from pydantic import Field
 
+from rge.common.registry import PluginOptions
+
 
 @dataclass(kw_only=True)
-class ExploreOptions:
+class ExploreOptions(PluginOptions):
     """Open a page on this machine: ask a checkpoint, watch it write, change its words, see what it finds."""
 
     index: str | None = None

@@ -6,12 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from rge.common.registry import PluginOptions
+
 AtLeastOne = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(kw_only=True)
-class Reading:
+class Reading(PluginOptions):
     """What is read, and with which checkpoint."""
 
     src: Path
@@ -76,7 +78,7 @@ class IndexOptions(Reading):
 
 
 @dataclass(kw_only=True)
-class SearchOptions:
+class SearchOptions(PluginOptions):
     """Ask an index: prints what the model writes, and the hits with their scores.
 
     ``rge search INDEX "question"`` is short for ``index=`` and ``question=``.

@@ -5,12 +5,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from rge.common.registry import PluginOptions
+
 AtLeastOne = Annotated[int, Field(ge=1)]
 Above = Annotated[float, Field(gt=0)]
 
 
 @dataclass(kw_only=True)
-class ServeOptions:
+class ServeOptions(PluginOptions):
     """Serve embeddings, rationales and search over HTTP, in the form of OpenAI's and vLLM's servers."""
 
     checkpoint: str

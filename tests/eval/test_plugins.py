@@ -22,8 +22,12 @@ from eval.scoring.metrics import (
 )
 from eval.scoring.protocol import Protocol
 from rge.common.errors import UserError
-from rge.common.options import keys
+from rge.common.options import keys, parse_options
 from rge.common.registry import Registry, load_plugins
+from rge.diagnose.options import SensitivityOptions
+from rge.explore.options import ExploreOptions
+from rge.index.options import EmbedOptions, IndexOptions, SearchOptions
+from rge.serving.options import ServeOptions
 
 
 @pytest.fixture(autouse=True)
@@ -243,3 +247,24 @@ def test_an_embedder_of_a_plugin_is_named_in_what_it_makes(tmp_path, monkeypatch
     assert made["plugins"] == {
         "plugin_five": {"gives": ["embedder mine"], "code": made["identity"]["plugins"]["plugin_five"]}
     }
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        (EmbedOptions, ["checkpoint=x", "src=x", "out=x.parquet"]),
+        (IndexOptions, ["src=x", "out=x"]),
+        (SearchOptions, ["index=x", "question=why?"]),
+        (ServeOptions, ["checkpoint=x"]),
+        (ExploreOptions, []),
+        (SensitivityOptions, ["checkpoint=x", "data=x"]),
+    ],
+)
+def test_every_command_that_loads_a_checkpoint_takes_plugins(schema, words, tmp_path, monkeypatch):
+    name = f"plugin_for_{schema.__name__}"
+    module(tmp_path, name, "")
+    monkeypatch.chdir(tmp_path)
+    assert parse_options(schema, [*words, f"plugins={name}"]).plugins == (name,)
+    assert name in sys.modules
+    with pytest.raises(UserError, match="plugins=plugin_tow: no module of that name"):
+        parse_options(schema, [*words, "plugins=plugin_tow"])

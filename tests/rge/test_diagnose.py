@@ -309,7 +309,7 @@ def test_leakage_writes_table_curves_and_plot(checkpoint, records, capsys):
 @pytest.mark.slow
 def test_an_oracle_rationale_leaks_and_an_own_one_does_not(checkpoint, records):
     """Rationales that name the target, on a model that learns them by heart."""
-    found = leakage.leakage(checkpoint, records, steps=60, batch_size=8, lr=5e-3)
+    found = leakage.leakage(checkpoint, records, steps=160, batch_size=8, lr=5e-3)
     assert found["leak"] > 0.3, leakage.table(found)
     assert "leaks" in found["verdict"]
     assert found["gain"]["own rationale"] < 0.3 * found["gain"]["wrong query"]

@@ -1,6 +1,8 @@
 """Every reward by hand, on one small case; masks by identity; a judge that answers, fails midway and is down."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -156,6 +158,19 @@ def test_without_a_wrong_candidate_a_gap_has_no_number(group):
     assert value(alone, "margin").tolist() == [[0, 0, 0], [0, 0, 0]]
     assert value(alone, "rank").tolist() == [[1, 1, 1], [1, 1, 1]]
     assert value(alone, "ume_r1").isnan().all()
+
+
+def test_the_example_in_the_docs(group, monkeypatch):
+    """docs/rl.md, as it is printed."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "rl.md").read_text(encoding="utf-8")
+    (example,) = [
+        block for block in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "@reward" in block
+    ]
+    monkeypatch.setattr(REWARDS, "_things", {name: REWARDS[name] for name in REWARDS})
+    exec(compile(example, "docs/rl.md", "exec"), {"__name__": "my_rewards"})
+    # "a key" / "a key opens opens" / nothing; "Schlüssel" / "鍵 a" / "key key key"
+    torch.testing.assert_close(value(group, "short_words"), torch.tensor([[1, 1, 0], [0, 1, 1]]).double())
+    torch.testing.assert_close(value(group, "short_words", most=3)[0], torch.tensor([1, 0.5, 0]).double())
 
 
 def test_ones_own_reward(group):

@@ -559,7 +559,9 @@ def credit_of(recipe: Recipe, embedder: Any, home: Path) -> Credit:
     batch = Batch(["r"], [prompt], [[1]], [], [], [0], [[]], [[1]], [1])
     rationales = [Rationale((token,), False, None, 0.0, log_probs=(-1.0, -6.0)) for token in (5, 6)]
     credit = Reinforcement(recipe, embedder, None, home).begin(batch, rationales, measure=False)
+    # As after its rewards: two rationales of two tokens, the word and `<emb>`.
     credit.advantage_N = torch.tensor([1.0, -1.0])
+    credit.total_rationales, credit.total_tokens, credit.total_sampled = 2, 4, 4
     return credit
 
 

@@ -68,7 +68,11 @@ def main(words: list[str]) -> None:
                 began = time.process_time()
                 labels, named = left_out(recipe, family, Path(folder))
                 seconds = time.process_time() - began
-            print(json.dumps({"family": family, "seed": seed, **figures(labels, named), "cpu_s": round(seconds)}))
+            print(
+                json.dumps(
+                    {"family": family, "seed": seed, **figures(labels, named), "cpu_s": round(seconds)}
+                )
+            )
             rows["things"].append(labels)
             rows["named"].append(named)
     if len(rows["named"]) > 1:
@@ -93,26 +97,31 @@ def left_out(recipe: Recipe, family: str, folder: Path) -> tuple[np.ndarray, np.
     scratch = recipe.model.scratch
     if scratch is None or scratch.naming is None:
         raise UserError("the recipe teaches no eyes: model.scratch.naming is not set")
-    records = list(RecordFile(scratch.naming, need_rationale=True))
+    given = Path(scratch.naming).resolve()  # and so are the pictures' places
+    records = list(RecordFile(given, need_rationale=True))
     drawings = [str(image) for record in records for image in record.query.images]
     unseen = np.array([drawing.partition("#")[2].partition("/")[0] == family for drawing in drawings])
-    pictures, labels, names = eyes.naming_pictures(scratch.naming, int(recipe.model.max_pixels**0.5))
+    pictures, labels, names = eyes.naming_pictures(given, int(recipe.model.max_pixels**0.5))
     if not unseen.any() or unseen.all():
-        raise UserError(f"{scratch.naming} must have drawings of {family} and of others; ids begin with FAMILY/")
+        raise UserError(f"{given} must have drawings of {family} and of others; ids begin with FAMILY/")
     if len(drawings) != len(pictures):
-        raise UserError(f"{scratch.naming} has a drawing twice, or several in a query")
+        raise UserError(f"{given} has a drawing twice, or several in a query")
     scratch.naming = str(folder / "naming.jsonl")
     with Path(scratch.naming).open("w", encoding="utf-8") as out:
-        for record, drawing, is_unseen in zip(records, drawings, unseen, strict=True):
+        for record, is_unseen in zip(records, unseen, strict=True):
             if not is_unseen:
-                record.query.images = [drawing]
                 out.write(json.dumps(record.model_dump(exclude_none=True, exclude_defaults=True)) + "\n")
     backbone = starting_point(recipe, Accelerator(cpu=True))
-    model, processor = AutoModelForImageTextToText.from_pretrained(backbone), AutoProcessor.from_pretrained(backbone)
+    model, processor = (
+        AutoModelForImageTextToText.from_pretrained(backbone),
+        AutoProcessor.from_pretrained(backbone),
+    )
     vision_tower.speed_up(model)
     asked = torch.from_numpy(unseen) & torch.isin(labels, labels[torch.from_numpy(~unseen)])
     views = [pictures[asked], *(moved(pictures[asked], *move) for move in MOVES)]
-    named = [torch.stack(eyes.named(model.eval(), processor, view, labels[asked], names), dim=1) for view in views]
+    named = [
+        torch.stack(eyes.named(model.eval(), processor, view, labels[asked], names), dim=1) for view in views
+    ]
     return labels[asked].numpy(), torch.stack(named).float().mean(dim=0).numpy()
 
 

@@ -95,16 +95,15 @@ def test_pictures_are_chosen_for_before_names_are_written(tiny_path, picture):
     assert found[0.5] & layers
 
 
-def test_naming_is_counted_over_all_pictures(tiny_path, picture):
+def test_naming_is_counted_over_all_pictures(tiny_path):
     model = AutoModelForImageTextToText.from_pretrained(tiny_path)
     processor = AutoProcessor.from_pretrained(tiny_path)
-    stacked = [np.asarray(picture(28, 28, seed % 2)) for seed in range(70)]  # more than one batch
-    pictures = torch.from_numpy(np.stack(stacked)).permute(0, 3, 1, 2).float() / 255
-    names, labels = ["This is a key.", "These are skis."], torch.arange(70) % 2
+    names, labels = ["key", "skis"], torch.arange(70) % 2  # more than one batch
+    pictures = labels[:, None, None, None].float().expand(-1, 3, 28, 28).contiguous()
     assert not all(right.all() for right in named(model, processor, pictures, labels, names))
-    settings = {"steps": 60, "batch_size": 8, "lr": 1e-2, "seed": 0}
+    settings = {"steps": 40, "batch_size": 8, "lr": 3e-2, "seed": 0}
     teach(model, Accelerator(cpu=True), processor, pictures, labels, names, **settings)
     for right in named(model, processor, pictures, labels, names):
         assert right.tolist() == [True] * 70
-    for right in named(model, processor, pictures, 1 - labels, names):
+    for right in named(model, processor, pictures, torch.where(labels == 1, 0, 1), names):
         assert right.tolist() == [False] * 70

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -165,7 +166,7 @@ def _write_set(folder: Path, tables: Tables, chosen: list[Fact], draw: Printer, 
     folder.mkdir(parents=True)
     write_table(folder / "corpus.parquet", _table(corpus, draw))
     shown = [query.picture for query in queries]
-    columns = {
+    columns: dict[str, Any] = {
         "id": [query.id for query in queries],
         "text": [query.text(tables) for query in queries],
         "image": pa.array(

@@ -181,7 +181,7 @@ def _write_set(folder: Path, tables: Tables, chosen: list[Fact], draw: Printer, 
         "frame": [FRAMES[one.frame] for one in shown],
     }
     write_table(folder / "queries.parquet", pa.table(columns))
-    tables_of = {
+    tables_of: dict[str, tuple[list[Any], tuple[str, ...]]] = {
         "qrels": (qrels, ("query-id", "corpus-id", "score")),
         "negatives": (negatives, ("query-id", "corpus-id")),
         "rationales": (rationales, ("query-id", "corpus-id", "rationale")),

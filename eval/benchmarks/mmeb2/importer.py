@@ -167,7 +167,7 @@ def _import_images(name: str, options: Mmeb2Options) -> None:
         paths = [one or "" for one in as_list(row["tgt_img_path"])]
         if len(paths) not in (0, len(texts)):
             raise ReleaseError(f"{where}: {len(texts)} texts and {len(paths)} pictures for the candidates")
-        own = []
+        own: list[str] = []
         for caption, path in zip(texts, paths or [""] * len(texts), strict=True):
             if name in _TEXT_TO_IMAGE:
                 known_as = path

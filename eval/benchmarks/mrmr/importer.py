@@ -107,7 +107,7 @@ def _import_one(task: str, options: MrmrOptions) -> None:
             dropped += 1
             continue
         text, image = _content(row, where)
-        images = (image,) if image is not None else ()
+        images: tuple[bytes, ...] = (image,) if image is not None else ()
         if options.query_images == "numbered":
             numbered = [_picture(row.get(f"image {n}")) for n in range(1, 100) if f"image {n}" in row]
             images = tuple(one for one in numbered if one is not None) or images

@@ -153,7 +153,7 @@ def share_alike() -> str:
 
 
 def write_jsonl(path: Path, records: list[Record]) -> None:
-    """Records as JSON lines; keys that are unset are left out."""
+    """Write training records, a line each, without what is empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="\n") as out:
         for record in records:

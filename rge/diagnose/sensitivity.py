@@ -89,17 +89,18 @@ def verdict(conditions: dict[str, Any]) -> str:
 
 def table(found: dict[str, Any]) -> str:
     """For people, per cent."""
+    width = max(10, *(len(name) + 2 for name in found["conditions"]))
     lines = [
         f"{found['queries']} queries, {found['candidates']} candidates; {found['distinct_rationales']} different rationales "
         f"of {found['rationale_tokens']:.1f} tokens on average",
         "",
-        f"{'rationale':<17}{'hit@1, %':>22}{'difference from own':>26}{'cosine to own':>16}{'other best, %':>16}",
+        f"{'rationale':<{width}}{'hit@1, %':>22}{'difference from own':>26}{'cosine to own':>16}{'other best, %':>16}",
     ]
     for name, row in found["conditions"].items():
         hit, low, high = (100 * value for value in row["hit@1"])
         mean, below, above = (100 * value for value in row["difference"])
         lines.append(
-            f"{name:<17}{f'{hit:.1f} [{low:.1f}, {high:.1f}]':>22}{f'{mean:+.1f} [{below:.1f}, {above:.1f}]':>26}"
+            f"{name:<{width}}{f'{hit:.1f} [{low:.1f}, {high:.1f}]':>22}{f'{mean:+.1f} [{below:.1f}, {above:.1f}]':>26}"
             f"{row['cosine']:>16.3f}{100 * row['moved']:>16.1f}"
         )
     lines += [

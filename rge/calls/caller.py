@@ -1,18 +1,19 @@
 """Ask models: limited, retried, within a budget, and never twice for the same.
 
-The clients' own retries are switched off: here a retry is counted, waits with jitter, honours ``Retry-After`` and stops
-at what no retry can mend. An answer is kept before it is looked at, so that a malformed one is paid for once; then it is
+A retry is counted, waits with jitter, honours ``Retry-After`` and stops at what no retry can mend. An answer is kept before it is looked at, so that a malformed one is paid for once; then it is
 asked for again with the format named.
 """
 
 import asyncio
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rge.calls.batch_jobs import BatchJobs
 from rge.calls.failures import (
     BudgetReached,
     CallFailed,
@@ -26,6 +27,9 @@ from rge.calls.keys import Mask, read_key
 from rge.calls.model_config import ModelConfig, check_model, known_as
 from rge.calls.pace import Pace
 from rge.calls.pictures import Pictures
+from rge.calls.providers.batches import Connected
+from rge.calls.providers.bodies import Shown
+from rge.calls.providers.transport import Answer, Connections, PolicyAnswer, Send
 from rge.calls.replies import (
     UNREADABLE,
     NotAChat,
@@ -33,13 +37,10 @@ from rge.calls.replies import (
     Reply,
     ReplyError,
     Truncated,
-    cached_tokens,
     read_replies,
-    usage,
 )
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore, Kept
-from rge.calls.transport import Answer, Connections, PolicyAnswer, Send, Shown
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.images import ImageError
@@ -92,6 +93,7 @@ class Counts:
 
     Attributes:
         asked: calls that were answered.
+        batched: of these, by a batch.
         cached: requests whose answer was kept from before.
         retries: further attempts at lost calls.
         limited: attempts that the endpoint refused for their rate.
@@ -103,6 +105,7 @@ class Counts:
     """
 
     asked: int = 0
+    batched: int = 0
     cached: int = 0
     retries: int = 0
     limited: int = 0
@@ -213,7 +216,11 @@ class Caller:
 
         async def ask(name: str, calls: list[_Call], pictures: Pictures) -> None:
             try:
-                await self._ask_model(self.models[name], calls, batch, pictures)
+                model = self.models[name]
+                if model.mode == "batch":
+                    calls = await self._ask_in_batches(model, calls, batch, pictures)
+                if calls:
+                    await self._ask_model(model, calls, batch, pictures)
             except* BudgetReached as errors:
                 # The other models' calls are under way and paid for: they finish first.
                 spent.append(_first(errors))  # type: ignore[arg-type]
@@ -251,6 +258,37 @@ class Caller:
             async with asyncio.TaskGroup() as group:
                 for number in range(num_workers):
                     group.create_task(worker(senders[number % len(senders)]))
+
+    async def _ask_in_batches(
+        self, model: ModelConfig, calls: list[_Call], batch: "_Batch", pictures: Pictures
+    ) -> list[_Call]:
+        """Ask by the provider's batch mode. Returns what is left to be asked by calls."""
+        line, left, again = self._lines[model.endpoint], {call.key: call for call in calls}, []
+
+        def take(key: str, kept: Kept, refused: bool) -> None:
+            line.accepted()
+            self.counts.asked += 1
+            self.counts.batched += 1
+            self.counts.refused += refused
+            if (call := left.pop(key, None)) is not None:
+                again.extend(batch.answered(call, kept))
+
+        async def show(request: Request) -> Shown:
+            return {part: await pictures(part) for part in request.parts if isinstance(part, Picture)}
+
+        async with Connected(model, self._mask) as provider:
+            jobs = BatchJobs(model, self.store, provider, self._mask, show=show, take=take, say=self._say)
+            reasons = await jobs.run({call.key: call.request for call in calls})
+        if left or again:
+            why = next(iter(reasons.values()), "their answers could not be read")
+            self._say(
+                f"{model.name}: {len(left) + len(again):,} calls are asked one by one, at the whole price: {why[:300]}"
+            )
+        return [*left.values(), *again]
+
+    def _say(self, text: str) -> None:
+        if self.progress:
+            sys.stderr.write(f"{text}\n")
 
     async def _ask(
         self, model: ModelConfig, line: "_Line", send: Send, call: _Call, pictures: Pictures
@@ -349,15 +387,7 @@ class Caller:
         expected: tuple[int, int],
         took_s: float,
     ) -> Kept:
-        refused = _refused(answer.body)
-        # A provider bills what it answers; what its policy stopped it does not, unless it says so.
-        guesses = (0, 0) if refused else expected
-        input_tokens, output_tokens = (
-            said if said is not None else guess
-            for said, guess in zip(usage(answer.body), guesses, strict=True)
-        )
-        cached = min(cached_tokens(answer.body), input_tokens)
-        cost = model.cost(input_tokens, output_tokens, cached)
+        input_tokens, output_tokens, cached, cost, refused = model.bill(answer.body, expected)
         kept = Kept(answer.body, input_tokens, output_tokens, cost, took_s)
         self.store.put(number, call.key, model.name, kept, cached)
         line.accepted()
@@ -563,16 +593,6 @@ def _asked_again(request: Request, error: ReplyError, number: int) -> Request:
         sample=request.sample + 1_000_000 if number == 1 else request.sample + 1,
         max_tokens=2 * request.max_tokens if isinstance(error, Truncated) else request.max_tokens,
     )
-
-
-def _refused(body: bytes) -> bool:
-    try:
-        read_replies(body)
-    except Refused:
-        return True
-    except ReplyError:
-        pass
-    return False
 
 
 def _first(errors: BaseExceptionGroup) -> BaseException:

@@ -35,7 +35,9 @@ def _endpoint(endpoint: dict[str, Any], instruction: str = INSTRUCTION) -> Model
     config = build(ModelConfig, [("rl.rewards: endpoint of judge: ", endpoint)])
     check_model("judge", config)
     if config.mode == "batch":
-        raise UserError("rl.rewards: endpoint of judge: mode=batch takes up to a day, and training waits for every answer")
+        raise UserError(
+            "rl.rewards: endpoint of judge: mode=batch takes up to a day, and training waits for every answer"
+        )
     return config
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from data_prep.rmir import frames
 from data_prep.rmir.config import RmirConfig, to_dict
 from data_prep.rmir.pictures.encoders import identity
-from rge.calls.caller import Caller, Counts, Outcome, Read
+from rge.calls.caller import LOST_RUNS, Caller, Counts, Outcome, Read
 from rge.calls.failures import RequestRejected
 from rge.calls.model_config import known_as
 from rge.calls.request import Picture, Request
@@ -23,9 +23,6 @@ from rge.common.files import write_text
 
 EXPORTED = ("licence", "source_column", "author_column", "licence_column")
 """Settings of the library that only the export reads."""
-LOST_RUNS = 3
-"""Runs in which a call may stay without an answer before it is passed over, as one whose answer cannot be read."""
-
 STAGES = ("seed", "generate", "filter", "retrieve", "judge", "keep", "pool", "split", "audit")
 READS = {
     "seed": (),
@@ -256,9 +253,8 @@ class Run:
             self._caller = Caller(self.config.models, self.store, progress=self.progress)
         outcomes = self._caller.run(requests, read=read, title=title)
         lost = [outcome for outcome in outcomes if outcome.lost]
-        # Where the endpoint answers others, a call that it never answers is no outage: a server may choke on one picture.
-        works = self._num_answered or any(not outcome.failed for outcome in outcomes)
-        again = [one for one in lost if not works or self.store.num_failures(one.key) < LOST_RUNS]
+        works = bool(self._num_answered) or any(not outcome.failed for outcome in outcomes)
+        again = self._caller.held_up_by(outcomes, works=works)
         if again:
             raise RunError(
                 f"{title}: {len(again)} of {len(requests)} calls got no answer, such as: {again[0].error}. The other answers "

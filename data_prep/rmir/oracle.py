@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 from data_prep.demo.tables import HERE, Fact, Question, Tables, read_tables
 from data_prep.rmir import prompts
 from data_prep.rmir.config import CATEGORIES, OracleConfig
+from data_prep.rmir.wording import wording
 from rge.calls.local_server import Answer, Batches, LocalServer, chat
 
 LIBRARY = HERE / "data" / "train" / "pictures.parquet"
@@ -139,7 +140,7 @@ class Oracle:
     def _generate(self, rng: random.Random, texts: str, concepts: list[str]) -> str:
         concept = self.tables.concepts[concepts[0]]
         blocks = [f"<input_desc>{concept.sentence}.</input_desc>"]
-        for category, code in CATEGORIES.items():
+        for category, code in ((name, wording().codes[name]) for name in CATEGORIES):
             facts = [
                 fact
                 for fact in self.facts.get(concept.key, ())

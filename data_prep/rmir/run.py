@@ -13,6 +13,7 @@ from typing import Any
 from data_prep.rmir import frames
 from data_prep.rmir.config import RmirConfig, to_dict
 from data_prep.rmir.pictures.encoders import identity
+from data_prep.rmir.wording import wording
 from rge.calls.caller import LOST_RUNS, Caller, Counts, Outcome, Read
 from rge.calls.failures import RequestRejected
 from rge.calls.model_config import known_as
@@ -81,7 +82,13 @@ def _settings(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]]
         library = {key: value for key, value in whole["library"].items() if key not in EXPORTED}
         return [library, image, caption, whole["seed"]]
     if stage in ("generate", "filter"):
-        return [whole[stage], answers_of(whole[stage]["model"])]
+        texts = wording(config.prompts)
+        asked = (
+            texts.filter
+            if stage == "filter"
+            else texts.asked(config.generate.categories, content_policy=config.generate.content_policy)
+        )
+        return [whole[stage], asked, answers_of(whole[stage]["model"])]
     if stage == "retrieve":
         indices = [
             {**spec, "encoder": encoder}
@@ -89,7 +96,8 @@ def _settings(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]]
         ]
         return [{**whole["retrieve"], "more": indices}]
     if stage == "judge":
-        return [whole["judge"], [answers_of(spec.model) for spec in config.judge.judges]]
+        judges = [answers_of(spec.model) for spec in config.judge.judges]
+        return [whole["judge"], wording(config.prompts).judge, judges]
     if stage == "keep":
         return [config.keep.min_confidence]
     if stage == "split":

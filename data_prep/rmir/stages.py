@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames, prompts
-from data_prep.rmir.config import CATEGORIES, ConfigError, EncoderConfig
+from data_prep.rmir.config import ConfigError, EncoderConfig
 from data_prep.rmir.pictures.cluster import embed_on_ray
 from data_prep.rmir.pictures.download import resolve
 from data_prep.rmir.pictures.encoders import ImageEncoder, TextEncoder, bridged, image_encoder, text_encoder
@@ -21,6 +21,7 @@ from data_prep.rmir.pictures.near_duplicates import near_duplicates
 from data_prep.rmir.results.audit import audit
 from data_prep.rmir.results.export import export
 from data_prep.rmir.run import Run, reasons
+from data_prep.rmir.wording import wording
 from rge.calls.model_config import known_as
 from rge.calls.replies import Refused, Reply, ReplyError
 from rge.common.files import replacing
@@ -190,9 +191,12 @@ def generate(run: Run) -> dict[str, Any]:
             images[row] for row in sorted(rng.choice(len(images), config.max_inputs, replace=False).tolist())
         ]
     settings = {"temperature": config.temperature, "max_tokens": config.max_tokens}
+    texts = wording(run.config.prompts)
+
+    codes = [texts.codes[category] for category in config.categories]
 
     def readable(reply: Reply) -> None:
-        prompts.check_generated(reply, config.categories, config.max_query_words, config.max_target_words)
+        prompts.check_generated(reply, codes, config.max_query_words, config.max_target_words)
 
     def work(shard: Sequence[dict[str, Any]]) -> dict[str, Rows]:
         requests = [
@@ -201,6 +205,7 @@ def generate(run: Run) -> dict[str, Any]:
                 run.picture(image, config.model),
                 config.categories,
                 content_policy=config.content_policy,
+                texts=texts,
                 **settings,
             )
             for image in shard
@@ -208,10 +213,13 @@ def generate(run: Run) -> dict[str, Any]:
         found: dict[str, Rows] = {"queries": [], "rejected": []}
         for image, outcome in zip(shard, run.ask("generate", requests, readable), strict=True):
             for category in config.categories:
-                name = f"{image['id']}-{CATEGORIES[category]}-1"
+                name = f"{image['id']}-{texts.codes[category]}-1"
                 try:
                     read = prompts.read_generated(
-                        outcome.answer(), category, config.max_query_words, config.max_target_words
+                        outcome.answer(),
+                        texts.codes[category],
+                        config.max_query_words,
+                        config.max_target_words,
                     )
                 except ReplyError as error:
                     found["rejected"].append(_rejected(name, error, outcome.key))
@@ -237,6 +245,7 @@ def filter_queries(run: Run) -> dict[str, Any]:
     images = {image["id"]: image for image in run.rows("seed", "images")}
     queries = run.rows("generate", "queries", "generated")
     settings = {"temperature": config.temperature, "max_tokens": config.max_tokens}
+    texts = wording(run.config.prompts)
 
     def work(shard: Sequence[dict[str, Any]]) -> dict[str, Rows]:
         requests = [
@@ -245,6 +254,7 @@ def filter_queries(run: Run) -> dict[str, Any]:
                 run.picture(images[query["image_id"]], config.model),
                 query["query"],
                 query["target_desc"],
+                texts=texts,
                 **settings,
             )
             for query in shard
@@ -366,6 +376,7 @@ def judge(run: Run) -> dict[str, Any]:
         before = sum(names[model] == names[spec.model] for model, _ in panel)
         panel += [(spec.model, before + number) for number in range(spec.count)]
     settings = {"temperature": config.temperature, "max_tokens": config.max_tokens}
+    texts = wording(run.config.prompts)
 
     def work(shard: Sequence[str]) -> dict[str, Rows]:
         asked, requests = [], []
@@ -377,7 +388,9 @@ def judge(run: Run) -> dict[str, Any]:
                     target = run.picture(images[candidate], model)
                     asked.append((name, candidate, model, sample))
                     requests.append(
-                        prompts.judge_request(model, given, query["query"], target, sample=sample, **settings)
+                        prompts.judge_request(
+                            model, given, query["query"], target, sample=sample, texts=texts, **settings
+                        )
                     )
         rows = []
         for (name, candidate, model, sample), outcome in zip(

@@ -44,6 +44,8 @@ class VllmChat:
     def __init__(self, model: str, *, rows: int, more: dict[str, Any]):
         know_architectures(get_config(more.get("model", model), trust_remote_code=False).architectures or [])
         common = arguments(on_cpu=not torch.cuda.is_available(), rows=rows, longest=None, memory=MEMORY)
+        # Small models may fill their whole answer with blanks where a schema allows any.
+        common["structured_outputs_config"] = {"backend": "xgrammar", "disable_any_whitespace": True}
         self.llm = LLM(**{"model": model, **common, **more})
 
     def answer(
@@ -68,11 +70,7 @@ class VllmChat:
         Raises:
             ValueError: one of them is longer than the model allows, or a setting is wrong; none is answered.
         """
-        # Small models may fill their whole answer with blanks where a schema allows any.
-        held = [
-            None if schema is None else StructuredOutputsParams(json=schema, disable_any_whitespace=True)
-            for schema in schemas
-        ]
+        held = [None if schema is None else StructuredOutputsParams(json=schema) for schema in schemas]
         parameters = [
             SamplingParams(**one, structured_outputs=form) for one, form in zip(sampling, held, strict=True)
         ]

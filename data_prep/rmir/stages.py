@@ -3,7 +3,7 @@
 Source: RMIR, section 3.1. Differs: where the paper is silent the choice is a setting; see docs/data_prep.md.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ from data_prep.rmir.pictures.near_duplicates import near_duplicates
 from data_prep.rmir.results.audit import audit
 from data_prep.rmir.results.export import export
 from data_prep.rmir.run import Run, reasons
+from rge.calls.caller import Outcome
 from rge.calls.model_config import known_as
 from rge.calls.replies import Refused, Reply, ReplyError
+from rge.calls.request import Request
 from rge.common.files import replacing
 
 Rows = list[dict[str, Any]]
@@ -194,19 +196,18 @@ def generate(run: Run) -> dict[str, Any]:
     def readable(reply: Reply) -> None:
         prompts.check_generated(reply, config.categories, config.max_query_words, config.max_target_words)
 
-    def work(shard: Sequence[dict[str, Any]]) -> dict[str, Rows]:
-        requests = [
-            prompts.generate_request(
-                config.model,
-                run.picture(image, config.model),
-                config.categories,
-                content_policy=config.content_policy,
-                **settings,
-            )
-            for image in shard
-        ]
+    def ask(image: dict[str, Any]) -> Iterator[Request]:
+        yield prompts.generate_request(
+            config.model,
+            run.picture(image, config.model),
+            config.categories,
+            content_policy=config.content_policy,
+            **settings,
+        )
+
+    def rows_of(shard: Sequence[dict[str, Any]], outcomes: Iterator[Outcome]) -> dict[str, Rows]:
         found: dict[str, Rows] = {"queries": [], "rejected": []}
-        for image, outcome in zip(shard, run.ask("generate", requests, readable), strict=True):
+        for image, outcome in zip(shard, outcomes, strict=True):
             for category in config.categories:
                 name = f"{image['id']}-{CATEGORIES[category]}-1"
                 try:
@@ -226,7 +227,8 @@ def generate(run: Run) -> dict[str, Any]:
                 found["queries"].append(query)
         return found
 
-    run.in_shards("generate", images, {"queries": "generated", "rejected": "rejected"}, work)
+    tables = {"queries": "generated", "rejected": "rejected"}
+    run.in_shards("generate", images, tables, requests=ask, read=readable, rows=rows_of)
     queries, rejected = run.rows("generate", "queries", "generated"), run.rows("generate", "rejected")
     return {"inputs": len(images), "queries": len(queries), "rejected": reasons(rejected)}
 
@@ -238,19 +240,13 @@ def filter_queries(run: Run) -> dict[str, Any]:
     queries = run.rows("generate", "queries", "generated")
     settings = {"temperature": config.temperature, "max_tokens": config.max_tokens}
 
-    def work(shard: Sequence[dict[str, Any]]) -> dict[str, Rows]:
-        requests = [
-            prompts.filter_request(
-                config.model,
-                run.picture(images[query["image_id"]], config.model),
-                query["query"],
-                query["target_desc"],
-                **settings,
-            )
-            for query in shard
-        ]
+    def ask(query: dict[str, Any]) -> Iterator[Request]:
+        picture = run.picture(images[query["image_id"]], config.model)
+        yield prompts.filter_request(config.model, picture, query["query"], query["target_desc"], **settings)
+
+    def rows_of(shard: Sequence[dict[str, Any]], outcomes: Iterator[Outcome]) -> dict[str, Rows]:
         found: dict[str, Rows] = {"valid": [], "rejected": []}
-        for query, outcome in zip(shard, run.ask("filter", requests, prompts.read_filtered), strict=True):
+        for query, outcome in zip(shard, outcomes, strict=True):
             name = query["query_id"]
             try:
                 valid, reasoning, description = prompts.read_filtered(outcome.answer())
@@ -270,7 +266,8 @@ def filter_queries(run: Run) -> dict[str, Any]:
                 found["rejected"].append(row)
         return found
 
-    run.in_shards("filter", queries, {"valid": "filtered", "rejected": "rejected"}, work)
+    tables = {"valid": "filtered", "rejected": "rejected"}
+    run.in_shards("filter", queries, tables, requests=ask, read=prompts.read_filtered, rows=rows_of)
     valid, rejected = run.rows("filter", "valid", "filtered"), run.rows("filter", "rejected")
     return {"queries": len(queries), "valid": len(valid), "rejected": reasons(rejected)}
 
@@ -367,42 +364,51 @@ def judge(run: Run) -> dict[str, Any]:
         panel += [(spec.model, before + number) for number in range(spec.count)]
     settings = {"temperature": config.temperature, "max_tokens": config.max_tokens}
 
-    def work(shard: Sequence[str]) -> dict[str, Rows]:
-        asked, requests = [], []
-        for name in shard:
-            query = queries[name]
-            for candidate in candidates[name]:
-                for model, sample in panel:
-                    given = run.picture(images[query["image_id"]], model)
-                    target = run.picture(images[candidate], model)
-                    asked.append((name, candidate, model, sample))
-                    requests.append(
-                        prompts.judge_request(model, given, query["query"], target, sample=sample, **settings)
-                    )
+    def asked(name: str) -> Iterator[tuple[str, str, int]]:
+        for candidate in candidates[name]:
+            for model, sample in panel:
+                yield candidate, model, sample
+
+    def ask(name: str) -> Iterator[Request]:
+        query = queries[name]
+        for candidate, model, sample in asked(name):
+            given = run.picture(images[query["image_id"]], model)
+            target = run.picture(images[candidate], model)
+            yield prompts.judge_request(model, given, query["query"], target, sample=sample, **settings)
+
+    def rows_of(shard: Sequence[str], outcomes: Iterator[Outcome]) -> dict[str, Rows]:
         rows = []
-        for (name, candidate, model, sample), outcome in zip(
-            asked, run.ask("judge", requests, prompts.read_judged), strict=True
-        ):
-            try:
-                verdict, reasoning = prompts.read_judged(outcome.answer())
-            except Refused as error:
-                verdict, reasoning = maths.ABSTAIN, f"{error.kind}: {error}"
-            except ReplyError as error:
-                verdict, reasoning = maths.ERROR, f"{error.kind}: {error}"
-            rows.append(
-                {
-                    "query_id": name,
-                    "candidate_id": candidate,
-                    "judge": model,
-                    "sample": sample,
-                    "verdict": verdict,
-                    "reasoning": reasoning,
-                    "key": outcome.key,
-                }
-            )
+        for name in shard:
+            for (candidate, model, sample), outcome in zip(asked(name), outcomes, strict=False):
+                try:
+                    verdict, reasoning = prompts.read_judged(outcome.answer())
+                except Refused as error:
+                    verdict, reasoning = maths.ABSTAIN, f"{error.kind}: {error}"
+                except ReplyError as error:
+                    verdict, reasoning = maths.ERROR, f"{error.kind}: {error}"
+                rows.append(
+                    {
+                        "query_id": name,
+                        "candidate_id": candidate,
+                        "judge": model,
+                        "sample": sample,
+                        "verdict": verdict,
+                        "reasoning": reasoning,
+                        "key": outcome.key,
+                    }
+                )
         return {"judgements": rows}
 
-    run.in_shards("judge", sorted(candidates), {"judgements": "judgements"}, work)
+    tables = {"judgements": "judgements"}
+    run.in_shards(
+        "judge",
+        sorted(candidates),
+        tables,
+        requests=ask,
+        read=prompts.read_judged,
+        rows=rows_of,
+        count=lambda name: len(candidates[name]) * len(panel),
+    )
     by_judge = count_votes(run)
     return {
         "triplets": sum(map(len, candidates.values())),

@@ -8,9 +8,10 @@ asked for again with the format named.
 import asyncio
 import random
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 from rge.calls.failures import (
@@ -48,6 +49,8 @@ MAX_FAILURES_IN_A_ROW = 20
 """Calls lost, or rejected, one after the other before an endpoint is held to be down, or set up wrongly."""
 KEPT_OF_FAILURE = 20_000
 """Characters of a body that is no answer, for the record of failures."""
+AT_A_TIME = 1024
+"""Requests that are looked up in the store at once, when the calls found so far run out."""
 Read = Callable[[Reply], object]
 """Looks into a reply; raises one of `rge.calls.replies.UNREADABLE` where it is to be asked for again."""
 
@@ -166,22 +169,25 @@ class Caller:
 
     def run(
         self,
-        requests: Sequence[Request],
+        requests: Iterable[Request],
         on_outcome: Callable[[int, Outcome], object] | None = None,
         *,
         read: Read | None = None,
         title: str = "calls",
+        total: int | None = None,
     ) -> list[Outcome]:
         """Answer requests, from the store where possible.
 
         Args:
-            requests: what to ask; equal ones are asked once.
+            requests: what to ask; equal ones are asked once. An iterator is read only as far ahead as keeps the endpoints
+                busy.
             on_outcome: called with the position of a request as soon as it is answered.
             read: an answer that it cannot read is asked for again, see `ModelConfig.reasks`.
             title: of the progress bar.
+            total: how many requests there are, for the progress bar; None: as many as have a length.
 
         Returns:
-            One outcome a request, in their order.
+            One outcome a request, in their order; none where `on_outcome` took them.
 
         Raises:
             KeyRejected: at the first 401 or 403.
@@ -190,57 +196,57 @@ class Caller:
             RequestRejected: it accepts no request.
             StoreError: an answer cannot be kept.
         """
-        outcomes: list[Outcome | None] = [None] * len(requests)
-        with progress_bar(total=len(requests), desc=title, disable=not self.progress, smoothing=0.05) as bar:
+        outcomes: dict[int, Outcome] = {}
+        take = on_outcome or outcomes.__setitem__
+        if total is None and isinstance(requests, Sequence):
+            total = len(requests)
+        with progress_bar(total=total, desc=title, disable=not self.progress, smoothing=0.05) as bar:
 
             def done(position: int, outcome: Outcome) -> None:
-                outcomes[position] = outcome
                 bar.update()
-                if on_outcome is not None:
-                    on_outcome(position, outcome)
+                take(position, outcome)
 
             batch = _Batch(self, read or (lambda reply: None), done)
-            todo = batch.kept([_Draw(position, request) for position, request in enumerate(requests)])
-            if todo:
-                asyncio.run(self._ask_all(todo, batch))
-        return outcomes  # type: ignore[return-value]
+            feed = _Feed(batch, requests)
+            if feed.look():
+                asyncio.run(self._ask_all(feed, batch))
+        return [outcomes[position] for position in range(len(outcomes))]
 
-    async def _ask_all(self, calls: list[_Call], batch: "_Batch") -> None:
-        by_model: dict[str, list[_Call]] = {}
-        for call in calls:
-            by_model.setdefault(call.request.model, []).append(call)
+    async def _ask_all(self, feed: "_Feed", batch: "_Batch") -> None:
         spent: list[BudgetReached] = []
+        for line in self._lines.values():
+            line.start()
 
-        async def ask(name: str, calls: list[_Call], pictures: Pictures) -> None:
+        async def ask(name: str, pictures: Pictures) -> None:
             try:
-                await self._ask_model(self.models[name], calls, batch, pictures)
+                await self._ask_model(self.models[name], feed, name, batch, pictures)
             except* BudgetReached as errors:
                 # The other models' calls are under way and paid for: they finish first.
                 spent.append(_first(errors))  # type: ignore[arg-type]
+                feed.close(name)
 
         try:
             with Pictures() as pictures:
                 async with asyncio.TaskGroup() as group:
-                    for name, some in by_model.items():
-                        group.create_task(ask(name, some, pictures))
+                    feed.start(lambda name: group.create_task(ask(name, pictures)))
         except* UserError as errors:
             raise _first(errors) from None
         if spent:
             raise spent[0]
-        for name in by_model:
+        for name in feed.waiting:
             self._lines[self.models[name].endpoint].check_accepted()
 
     async def _ask_model(
-        self, model: ModelConfig, calls: list[_Call], batch: "_Batch", pictures: Pictures
+        self, model: ModelConfig, feed: "_Feed", name: str, batch: "_Batch", pictures: Pictures
     ) -> None:
         line = self._lines[model.endpoint]
-        line.start()
-        queue = iter(calls)
-        num_workers = min(model.concurrency, len(calls))
+        num_workers = model.concurrency
+        if feed.ended:
+            num_workers = min(num_workers, len(feed.waiting[name]))
         async with Connections(model, num_workers, self._mask) as senders:
 
             async def worker(send: Send) -> None:
-                for call in queue:
+                while (call := await feed.next(name)) is not None:
                     again = [call]
                     while again:
                         again = (
@@ -395,27 +401,30 @@ class _Batch:
 
     def __init__(self, caller: Caller, read: Read, done: Callable[[int, Outcome], None]):
         self._caller, self._read, self._done = caller, read, done
+        self._open: dict[str, _Call] = {}  # waiting to be asked, or under way
 
     def kept(self, draws: list[_Draw]) -> list[_Call]:
-        """Answer from the store what is there, and group the rest into calls."""
-        calls: dict[str, _Call] = {}
+        """Answer from the store what is there, and group the rest into calls that nobody makes yet."""
+        calls: list[_Call] = []
         waiting = draws
         while waiting:
             left: list[_Draw] = []
             for group in self._grouped(waiting):
                 request = replace(group[0].request, n=_span(group))
                 key = self._caller.key(request)
-                if key in calls:
-                    calls[key].draws += group
+                if key in self._open:
+                    self._open[key].draws += group
                 elif kept := self._caller.store.get(key):
                     left += self._looked_at(_Call(key, request, group), kept)
                 else:
-                    calls[key] = _Call(key, request, group)
+                    calls.append(_Call(key, request, group))
+                    self._open[key] = calls[-1]
             waiting = left
-        return list(calls.values())
+        return calls
 
     def answered(self, call: _Call, found: Kept | CallFailed) -> list[_Call]:
         """Hand out an answer; what cannot be read is to be asked for by the calls that are returned."""
+        del self._open[call.key]
         for draw in call.draws:
             draw.cached = False
         if isinstance(found, CallFailed):
@@ -478,6 +487,81 @@ class _Batch:
         return groups
 
 
+class _Feed:
+    """The calls that requests need, by model; requests are read when a model has none left, so that none waits for others.
+
+    Args:
+        batch: looks them up.
+        requests: in order.
+    """
+
+    def __init__(self, batch: _Batch, requests: Iterable[Request]):
+        self._batch = batch
+        # Draws of one prompt are looked up together, or they would be asked for apart.
+        self._prompts = groupby(enumerate(requests), key=lambda one: (one[1].model, one[1].parts))
+        self.waiting: dict[str, deque[_Call]] = {}
+        self.ended = False
+        self._closed: set[str] = set()
+        self._changed = asyncio.Event()
+        self._start: Callable[[str], object] | None = None
+
+    def look(self) -> bool:
+        """Read on until there are calls to make; False at the end of the requests."""
+        found: list[_Call] = []
+        while not found and not self.ended:
+            draws = list(self._some())
+            self.ended = len(draws) < AT_A_TIME
+            found = self._batch.kept(draws)
+        for call in found:
+            name = call.request.model
+            if name not in self.waiting:
+                self.waiting[name] = deque()
+                if self._start is not None:
+                    self._start(name)
+            if name not in self._closed:
+                self.waiting[name].append(call)
+        self._changed.set()
+        return bool(found)
+
+    def _some(self) -> Iterator[_Draw]:
+        number = 0
+        for _, draws in self._prompts:
+            for position, request in draws:
+                number += 1
+                yield _Draw(position, request)
+            if number >= AT_A_TIME:
+                return
+
+    def start(self, start: Callable[[str], object]) -> None:
+        """Have `start` called with the name of every model that is to be asked, as soon as that is known."""
+        self._start = start
+        for name in list(self.waiting):
+            start(name)
+
+    async def next(self, name: str) -> _Call | None:
+        """A call to make; None where there is none left."""
+        while not (queue := self.waiting[name]):
+            if self.ended:
+                return None
+            if max(map(len, self.waiting.values())) < AT_A_TIME:
+                self.look()
+                continue
+            # Another model is behind: what it has to be asked must not pile up.
+            self._changed.clear()
+            await self._changed.wait()
+        call = queue.popleft()
+        if len(queue) == AT_A_TIME - 1:
+            self._changed.set()
+        return call
+
+    def close(self, name: str) -> None:
+        """A model is asked nothing more: the others make the calls that they have, and no further request is read."""
+        self.ended = True
+        self._closed.add(name)
+        self.waiting[name].clear()
+        self._changed.set()
+
+
 class _Line:
     """What is known of one endpoint, for all models that stand behind it: its pace, and how its last calls went."""
 
@@ -489,7 +573,7 @@ class _Line:
         self._rejection: str | None = None
 
     def start(self) -> None:
-        """A new batch of calls; conditions belong to an event loop, and each batch has its own."""
+        """A new run; events belong to an event loop, and each run has its own."""
         self._somebody_left = asyncio.Event()
         self.under_way = 0
 

@@ -1,7 +1,8 @@
 """Checks on a rationale, as pure functions."""
 
-import re
 from collections.abc import Sequence
+
+from rge.diagnose.knowability import content_words
 
 FORBIDDEN = (
     "positive sample",
@@ -17,9 +18,6 @@ FORBIDDEN = (
 """A rationale must read as if its writer had not seen the answer; and `<emb>` is the trainer's own mark."""
 NAMED_WORDS = 2
 """Words of a caption that name its thing, such as "fire engine"."""
-_STOP_WORDS = set(
-    "a an the of on in at to for from with and or is are was were be it its this that these those".split()
-)
 
 
 def leak(rationale: str, target: str | None) -> float:
@@ -34,7 +32,7 @@ def leak(rationale: str, target: str | None) -> float:
     Returns:
         Between 0 and 1.
     """
-    wanted, written = _words(target or ""), _words(rationale)
+    wanted, written = content_words(target), content_words(rationale)
     if not wanted:
         return 0.0
     size = min(2, len(wanted))
@@ -57,11 +55,11 @@ def picture_leak(rationale: str, caption: str | None, known: str = "") -> float:
     Returns:
         Between 0 (names it at most) and 1 (says all that the caption says).
     """
-    details = set(_words(caption or "")) - set(_words(known))
+    details = set(content_words(caption)) - set(content_words(known))
     beyond = len(details) - NAMED_WORDS
     if beyond < 1:
         return 0.0
-    return max(0, len(details & set(_words(rationale))) - NAMED_WORDS) / beyond
+    return max(0, len(details & set(content_words(rationale))) - NAMED_WORDS) / beyond
 
 
 def faults(
@@ -87,7 +85,3 @@ def faults(
     if latin and sum(ord(letter) < 0x250 for letter in letters) < 0.95 * len(letters):
         found.append("language")
     return found
-
-
-def _words(text: str) -> list[str]:
-    return [word for word in re.findall(r"\w+", text.lower()) if word not in _STOP_WORDS]

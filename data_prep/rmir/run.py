@@ -24,6 +24,8 @@ from rge.common.files import write_text
 
 EXPORTED = ("licence", "source_column", "author_column", "licence_column")
 """Settings of the library that only the export reads."""
+HOW_MUCH_AT_ONCE = ("memory_mb", "shard_size")
+"""Settings that change how a stage works and not what comes of it."""
 LOST_RUNS = 3
 """Runs in which a call may stay without an answer before it is passed over, as one whose answer cannot be read."""
 
@@ -82,7 +84,9 @@ def _settings(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]]
         return [names[label], model.answers_by(), model.reasks, model.max_side_px]
 
     if stage == "seed":
-        library = {key: value for key, value in whole["library"].items() if key not in EXPORTED}
+        library = {
+            key: value for key, value in whole["library"].items() if key not in (*EXPORTED, *HOW_MUCH_AT_ONCE)
+        }
         return [library, image, caption, whole["seed"]]
     if stage in ("generate", "filter"):
         return [whole[stage], prompts.WORDING[stage], answers_of(whole[stage]["model"])]
@@ -91,7 +95,8 @@ def _settings(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]]
             {**spec, "encoder": encoder}
             for spec, encoder in zip(whole["retrieve"]["more"], more, strict=True)
         ]
-        return [{**whole["retrieve"], "more": indices}]
+        settings = {key: value for key, value in whole["retrieve"].items() if key not in HOW_MUCH_AT_ONCE}
+        return [{**settings, "more": indices}]
     if stage == "judge":
         return [
             whole["judge"],

@@ -101,7 +101,8 @@ def status(run: Run) -> str:
         lost = (
             f", and at most {one.lost_cost:.4f} by {one.lost_calls:,} lost attempts" if one.lost_calls else ""
         )
-        lines.append(f"{one.endpoint}: {one.calls:,} calls, {one.cost:.4f} spent{lost}")
+        batches = f" ({one.batch_calls:,} by batches)" if one.batch_calls else ""
+        lines.append(f"{one.endpoint}: {one.calls:,} calls{batches}, {one.cost:.4f} spent{lost}")
     return "\n".join(lines)
 
 
@@ -148,7 +149,7 @@ def estimate(config: RmirConfig) -> str:
             model = config.models[name]
             tokens_in = number * (characters / CHARACTERS_A_TOKEN + pictures * model.picture_tokens)
             tokens_out = number * config.expect.output_tokens[stage]
-            cost = model.cost(int(tokens_in), int(tokens_out))
+            cost = model.cost(int(tokens_in), int(tokens_out), batch=model.mode == "batch")
             total += cost
             paid += cost if stage in finished else 0.0
             mark = f"{stage} (done)" if stage in finished else stage

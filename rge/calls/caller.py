@@ -1,19 +1,20 @@
 """Ask models: limited, retried, within a budget, and never twice for the same.
 
-The clients' own retries are switched off: here a retry is counted, waits with jitter, honours ``Retry-After`` and stops
-at what no retry can mend. An answer is kept before it is looked at, so that a malformed one is paid for once; then it is
+A retry is counted, waits with jitter, honours ``Retry-After`` and stops at what no retry can mend. An answer is kept before it is looked at, so that a malformed one is paid for once; then it is
 asked for again with the format named.
 """
 
 import asyncio
 import random
+import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
+from rge.calls.batch_jobs import BatchJobs
 from rge.calls.failures import (
     BudgetReached,
     CallFailed,
@@ -27,6 +28,9 @@ from rge.calls.keys import Mask, read_key
 from rge.calls.model_config import ModelConfig, check_model, known_as
 from rge.calls.pace import Pace
 from rge.calls.pictures import Pictures
+from rge.calls.providers.batches import Connected
+from rge.calls.providers.bodies import Shown
+from rge.calls.providers.transport import Answer, Connections, PolicyAnswer, Send
 from rge.calls.replies import (
     UNREADABLE,
     NotAChat,
@@ -34,13 +38,10 @@ from rge.calls.replies import (
     Reply,
     ReplyError,
     Truncated,
-    cached_tokens,
     read_replies,
-    usage,
 )
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore, Kept
-from rge.calls.transport import Answer, Connections, PolicyAnswer, Send, Shown
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.images import ImageError
@@ -51,6 +52,8 @@ KEPT_OF_FAILURE = 20_000
 """Characters of a body that is no answer, for the record of failures."""
 AT_A_TIME = 1024
 """Requests that are looked up in the store at once, when the calls found so far run out."""
+IN_BATCHES_AT_A_TIME = 100_000
+"""Calls of a model that is asked by batches, which take hours whatever their size."""
 Read = Callable[[Reply], object]
 """Looks into a reply; raises one of `rge.calls.replies.UNREADABLE` where it is to be asked for again."""
 
@@ -95,6 +98,7 @@ class Counts:
 
     Attributes:
         asked: calls that were answered.
+        batched: of these, by a batch.
         cached: requests whose answer was kept from before.
         retries: further attempts at lost calls.
         limited: attempts that the endpoint refused for their rate.
@@ -106,6 +110,7 @@ class Counts:
     """
 
     asked: int = 0
+    batched: int = 0
     cached: int = 0
     retries: int = 0
     limited: int = 0
@@ -207,7 +212,11 @@ class Caller:
                 take(position, outcome)
 
             batch = _Batch(self, read or (lambda reply: None), done)
-            feed = _Feed(batch, requests)
+            at_once = {
+                name: IN_BATCHES_AT_A_TIME if model.mode == "batch" else AT_A_TIME
+                for name, model in self.models.items()
+            }
+            feed = _Feed(batch, requests, at_once)
             if feed.look():
                 asyncio.run(self._ask_all(feed, batch))
         return [outcomes[position] for position in range(len(outcomes))]
@@ -218,8 +227,18 @@ class Caller:
             line.start()
 
         async def ask(name: str, pictures: Pictures) -> None:
+            model = self.models[name]
             try:
-                await self._ask_model(self.models[name], feed, name, batch, pictures)
+                if model.mode != "batch":
+                    num_workers = (
+                        min(model.concurrency, len(feed.waiting[name])) if feed.ended else model.concurrency
+                    )
+                    await self._ask_model(model, lambda: feed.next(name), num_workers, batch, pictures)
+                while model.mode == "batch" and (calls := await feed.take(name)):
+                    left = await self._ask_in_batches(model, calls, batch, pictures)
+                    await self._ask_model(
+                        model, _from(left), min(model.concurrency, len(left)), batch, pictures
+                    )
             except* BudgetReached as errors:
                 # The other models' calls are under way and paid for: they finish first.
                 spent.append(_first(errors))  # type: ignore[arg-type]
@@ -237,16 +256,20 @@ class Caller:
             self._lines[self.models[name].endpoint].check_accepted()
 
     async def _ask_model(
-        self, model: ModelConfig, feed: "_Feed", name: str, batch: "_Batch", pictures: Pictures
+        self,
+        model: ModelConfig,
+        next_call: Callable[[], Awaitable[_Call | None]],
+        num_workers: int,
+        batch: "_Batch",
+        pictures: Pictures,
     ) -> None:
+        if not num_workers:
+            return
         line = self._lines[model.endpoint]
-        num_workers = model.concurrency
-        if feed.ended:
-            num_workers = min(num_workers, len(feed.waiting[name]))
         async with Connections(model, num_workers, self._mask) as senders:
 
             async def worker(send: Send) -> None:
-                while (call := await feed.next(name)) is not None:
+                while (call := await next_call()) is not None:
                     again = [call]
                     while again:
                         again = (
@@ -257,6 +280,37 @@ class Caller:
             async with asyncio.TaskGroup() as group:
                 for number in range(num_workers):
                     group.create_task(worker(senders[number % len(senders)]))
+
+    async def _ask_in_batches(
+        self, model: ModelConfig, calls: list[_Call], batch: "_Batch", pictures: Pictures
+    ) -> list[_Call]:
+        """Ask by the provider's batch mode. Returns what is left to be asked by calls."""
+        line, left, again = self._lines[model.endpoint], {call.key: call for call in calls}, []
+
+        def take(key: str, kept: Kept, refused: bool) -> None:
+            line.accepted()
+            self.counts.asked += 1
+            self.counts.batched += 1
+            self.counts.refused += refused
+            if (call := left.pop(key, None)) is not None:
+                again.extend(batch.answered(call, kept))
+
+        async def show(request: Request) -> Shown:
+            return {part: await pictures(part) for part in request.parts if isinstance(part, Picture)}
+
+        async with Connected(model, self._mask) as provider:
+            jobs = BatchJobs(model, self.store, provider, self._mask, show=show, take=take, say=self._say)
+            reasons = await jobs.run({call.key: call.request for call in calls})
+        if left or again:
+            why = next(iter(reasons.values()), "their answers could not be read")
+            self._say(
+                f"{model.name}: {len(left) + len(again):,} calls are asked one by one, at the whole price: {why[:300]}"
+            )
+        return [*left.values(), *again]
+
+    def _say(self, text: str) -> None:
+        if self.progress:
+            sys.stderr.write(f"{text}\n")
 
     async def _ask(
         self, model: ModelConfig, line: "_Line", send: Send, call: _Call, pictures: Pictures
@@ -355,15 +409,7 @@ class Caller:
         expected: tuple[int, int],
         took_s: float,
     ) -> Kept:
-        refused = _refused(answer.body)
-        # A provider bills what it answers; what its policy stopped it does not, unless it says so.
-        guesses = (0, 0) if refused else expected
-        input_tokens, output_tokens = (
-            said if said is not None else guess
-            for said, guess in zip(usage(answer.body), guesses, strict=True)
-        )
-        cached = min(cached_tokens(answer.body), input_tokens)
-        cost = model.cost(input_tokens, output_tokens, cached)
+        input_tokens, output_tokens, cached, cost, refused = model.bill(answer.body, expected)
         kept = Kept(answer.body, input_tokens, output_tokens, cost, took_s)
         self.store.put(number, call.key, model.name, kept, cached)
         line.accepted()
@@ -493,10 +539,11 @@ class _Feed:
     Args:
         batch: looks them up.
         requests: in order.
+        at_once: calls that may wait for a model before the others have to wait for it.
     """
 
-    def __init__(self, batch: _Batch, requests: Iterable[Request]):
-        self._batch = batch
+    def __init__(self, batch: _Batch, requests: Iterable[Request], at_once: Mapping[str, int]):
+        self._batch, self._at_once = batch, at_once
         # Draws of one prompt are looked up together, or they would be asked for apart.
         self._prompts = groupby(enumerate(requests), key=lambda one: (one[1].model, one[1].parts))
         self.waiting: dict[str, deque[_Call]] = {}
@@ -543,16 +590,26 @@ class _Feed:
         while not (queue := self.waiting[name]):
             if self.ended:
                 return None
-            if max(map(len, self.waiting.values())) < AT_A_TIME:
+            if all(len(calls) < self._at_once[one] for one, calls in self.waiting.items()):
                 self.look()
                 continue
             # Another model is behind: what it has to be asked must not pile up.
             self._changed.clear()
             await self._changed.wait()
         call = queue.popleft()
-        if len(queue) == AT_A_TIME - 1:
+        if len(queue) == self._at_once[name] - 1:
             self._changed.set()
         return call
+
+    async def take(self, name: str) -> list[_Call]:
+        """As many calls as may wait, for who makes them together; none at the end."""
+        queue = self.waiting[name]
+        while len(queue) < self._at_once[name] and not self.ended:
+            self.look()
+            await asyncio.sleep(0)  # the others' calls go on
+        calls = [queue.popleft() for _ in range(min(len(queue), self._at_once[name]))]
+        self._changed.set()
+        return calls
 
     def close(self, name: str) -> None:
         """A model is asked nothing more: the others make the calls that they have, and no further request is read."""
@@ -632,6 +689,15 @@ class _Line:
         )
 
 
+def _from(calls: Iterable[_Call]) -> Callable[[], Awaitable[_Call | None]]:
+    queue = iter(calls)
+
+    async def next_call() -> _Call | None:
+        return next(queue, None)
+
+    return next_call
+
+
 def _span(group: list[_Draw]) -> int:
     return group[-1].request.sample - group[0].request.sample + 1
 
@@ -647,16 +713,6 @@ def _asked_again(request: Request, error: ReplyError, number: int) -> Request:
         sample=request.sample + 1_000_000 if number == 1 else request.sample + 1,
         max_tokens=2 * request.max_tokens if isinstance(error, Truncated) else request.max_tokens,
     )
-
-
-def _refused(body: bytes) -> bool:
-    try:
-        read_replies(body)
-    except Refused:
-        return True
-    except ReplyError:
-        pass
-    return False
 
 
 def _first(errors: BaseExceptionGroup) -> BaseException:

@@ -258,8 +258,6 @@ def test_a_malformed_answer_is_kept_with_its_raw_text_and_paid_once(store):
 
 
 def test_anthropic(store):
-    pytest.importorskip("anthropic")
-
     async def handler(path, body):
         assert path.endswith("/messages")
         usage = {"input_tokens": 7, "output_tokens": 3}

@@ -10,7 +10,7 @@ from typing import Literal
 from data_prep.rmir.config import RmirConfig, load_options, models_used
 from data_prep.rmir.oracle import OracleProcess, write_library
 from data_prep.rmir.pictures.download import is_address
-from data_prep.rmir.pictures.library import list_library
+from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.results import report
 from data_prep.rmir.run import STAGES, Run, RunError, done, identities
 from data_prep.rmir.stages import WORK
@@ -114,8 +114,10 @@ def estimate(config: RmirConfig) -> str:
     """
     encoders = identities(config)
     finished = {stage: found["counts"] for stage in STAGES if (found := done(config, stage, encoders))}
-    library = list_library(config.library)
-    listed = len(library)
+    listed = addresses = 0
+    for row in Library(config.library).rows(pictures=False):
+        listed += 1
+        addresses += row["ref"] is not None and is_address(row["ref"])
     usable = finished["seed"]["seed"] if "seed" in finished else listed
     inputs = min(usable, config.seed.clusters * config.seed.per_cluster)
     if config.generate.max_inputs is not None:
@@ -172,7 +174,6 @@ def estimate(config: RmirConfig) -> str:
     lines.append(
         f"Nothing was asked. Guesses (expect.*): {', '.join([*guesses, 'tokens of prompts and answers'])}."
     )
-    addresses = sum(is_address(row["ref"]) for row in library)
     if addresses:
         lines.append(f"{addresses:,} pictures are at web addresses and will be downloaded by the stage seed.")
     unset = sorted(

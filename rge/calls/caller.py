@@ -5,6 +5,7 @@ asked for again with the format named.
 """
 
 import asyncio
+import functools
 import random
 import sys
 import time
@@ -334,9 +335,10 @@ class Caller:
                 for call, _ in ready
             ]
             began = time.monotonic()
-            work = engine.answers, model, [call.request for call, _ in ready], [shown for _, shown in ready]
+            requests, shown = [call.request for call, _ in ready], [pictures for _, pictures in ready]
             try:
-                found = await loop.run_in_executor(engine.thread(), *work) if ready else []
+                work = functools.partial(engine.answers, model, requests, shown)
+                found = await loop.run_in_executor(engine.thread(), work) if ready else []
             except BaseException:
                 for number in numbers:  # nobody bills them
                     self.store.free(number)

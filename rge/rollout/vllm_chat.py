@@ -75,7 +75,7 @@ class VllmChat:
             SamplingParams(**one, structured_outputs=form) for one, form in zip(sampling, held, strict=True)
         ]
         try:
-            return self.llm.chat(list(conversations), parameters, use_tqdm=False, **how)  # type: ignore[arg-type]
+            return self.llm.chat(list(conversations), parameters, use_tqdm=False, **how)
         except VLLMValidationError as error:
             raise ValueError(str(error)) from error
 

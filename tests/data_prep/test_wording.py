@@ -94,6 +94,7 @@ def test_the_kind_of_reasoning_of_the_docs_is_asked_for(tmp_path):
     ("name", "redone"),
     [
         ("kinds.md", "generate filter retrieve judge"),
+        ("filter.md", "filter retrieve judge"),
         ("judge.md", "judge"),
         ("content_policy.md", "generate filter retrieve judge"),
     ],

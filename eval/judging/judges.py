@@ -80,7 +80,12 @@ class LocalJudge:
             self._ids = [word_id(self._embedder, word) for word in (yes, no)]
         except ValueError as error:
             raise UserError(f"judge {path}: {error} (yes=, no=)") from None
-        self.name = {"judge": _identity(path), "words": [yes, no], "dtype": dtype, "max_tokens": max_tokens}
+        self.name = {
+            "judge": identity_of_files(path),
+            "words": [yes, no],
+            "dtype": dtype,
+            "max_tokens": max_tokens,
+        }
 
     def score(self, pairs: Sequence[tuple[Item, Item]]) -> list[float | None]:
         """See `Judge`."""
@@ -175,7 +180,8 @@ def load_judge(options: JudgeOptions) -> Judge:
     return RemoteJudge(endpoint, yes=yes, no=no)
 
 
-def _identity(path: str) -> str:
+def identity_of_files(path: str) -> str:
+    """A hash of a model's files; an id on the hub as it stands."""
     from rge.checkpoints.export import checkpoint_hash
 
     return checkpoint_hash(Path(path)) if Path(path).is_dir() else path

@@ -14,11 +14,11 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -61,10 +61,14 @@ class Job:
 
     items: Sequence[Item]
     side: str
-    mode: str
+    mode: Literal["reasoning", "direct"]
     batch_size: int
     seeds: Sequence[int] | None
     exact: bool
+
+
+_Row = tuple[np.ndarray, str, int, str, float, float]
+"""What `Encoded` holds of one prompt, in its fields' order."""
 
 
 class Embedder:
@@ -499,7 +503,15 @@ class Embedder:
         """
         return self._prompts(prompts, mode, batch_size, 0.0, None, None)
 
-    def _prompts(self, prompts, mode, batch_size, prepare_ms, seeds, on_progress) -> Encoded:
+    def _prompts(
+        self,
+        prompts: Sequence[Prompt],
+        mode: Literal["reasoning", "direct"],
+        batch_size: int,
+        prepare_ms: float,
+        seeds: Sequence[int] | None,
+        on_progress: Callable[[int], object] | None,
+    ) -> Encoded:
         if mode == "direct":
             results = self._direct(prompts, batch_size, prepare_ms, on_progress)
         else:
@@ -514,7 +526,14 @@ class Embedder:
             embed_ms=np.array(embed_ms, dtype=np.float64),
         )
 
-    def _reasoning(self, prompts, batch_size, prepare_ms, seeds, on_progress):
+    def _reasoning(
+        self,
+        prompts: Sequence[Prompt],
+        batch_size: int,
+        prepare_ms: float,
+        seeds: Sequence[int] | None,
+        on_progress: Callable[[int], object] | None,
+    ) -> list[_Row]:
         settings = self.settings["generation"]
         asked = {key: settings[key] for key in ("max_new_tokens", "temperature")}
         together = batch_size if not self.exact or self.settings["dtype"] == "float32" else 1
@@ -532,7 +551,7 @@ class Embedder:
                 on_progress=on_progress,
                 margins=self.exact and together > 1,
             )
-        states, read_ms = [rationale.state_D for rationale in rationales], [0.0] * len(rationales)
+        read_ms = [0.0] * len(rationales)
         if self.exact:
             close = CLOSE["drawn" if asked["temperature"] > 0 else "greedy"]
             for row, rationale in enumerate(rationales):
@@ -542,17 +561,18 @@ class Embedder:
                         0
                     ]
             for row, rationale in enumerate(rationales):
-                states[row], read_ms[row] = self._state(prompts[row], rationale.ids)
+                state, read_ms[row] = self._state(prompts[row], rationale.ids)
+                rationales[row] = replace(rationale, state_D=state)
         return [
             (
-                state.float().cpu().numpy(),
+                cast(Tensor, rationale.state_D).float().cpu().numpy(),
                 self.builder.decode(rationale.ids),
                 len(rationale.ids),
                 "forced" if rationale.forced else "emb",
                 rationale.seconds * 1000,
                 prepare_ms + ms,
             )
-            for rationale, state, ms in zip(rationales, states, read_ms, strict=True)
+            for rationale, ms in zip(rationales, read_ms, strict=True)
         ]
 
     @torch.no_grad()
@@ -587,7 +607,13 @@ class Embedder:
         return state, (time.perf_counter() - began) * 1000
 
     @torch.no_grad()
-    def _direct(self, prompts, batch_size, prepare_ms, on_progress):
+    def _direct(
+        self,
+        prompts: Sequence[Prompt],
+        batch_size: int,
+        prepare_ms: float,
+        on_progress: Callable[[int], object] | None,
+    ) -> list[_Row]:
         if self.engine is not None:
             began = time.perf_counter()
             states = self.engine.states(prompts)
@@ -597,7 +623,7 @@ class Embedder:
             return [(state.numpy(), "", 0, "prefilled", 0.0, embed_ms) for state in states]
         branch = Branch([self.model.emb_id], read_state=True)
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-        found: list[tuple | None] = [None] * len(prompts)
+        found: dict[int, _Row] = {}
         together = 1 if self.exact else batch_size
         for start in range(0, len(order), together):
             rows = order[start : start + together]
@@ -609,7 +635,7 @@ class Embedder:
                 found[row] = (state, "", 0, "prefilled", 0.0, prepare_ms + embed_ms)
             if on_progress is not None:
                 on_progress(len(rows))
-        return found
+        return [found[row] for row in range(len(prompts))]
 
 
 class _SpreadEmbedder(Embedder):

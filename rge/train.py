@@ -25,7 +25,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from rge.check import Checked, checked
-from rge.checkpoints.checkpoint_manager import Keeper
+from rge.checkpoints.checkpoint_manager import CheckpointManager
 from rge.common.commands import start
 from rge.config import Recipe, StageConfig, load_recipe
 from rge.data.bad_records import BadRecords
@@ -34,7 +34,7 @@ from rge.data.loader import Loader
 from rge.data.sources import Mixture, Records
 from rge.distributed import collectives as dist
 from rge.distributed import launch
-from rge.distributed.failure_detection import fellow_ranks
+from rge.distributed.failure_detection import watch_other_ranks
 from rge.logs import Logs, start_trackers
 from rge.model.backbone import check_sizes, vision_parameters
 from rge.model.embedding_model import EmbeddingModel, embedder_to_train
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> None:
     """Run the stages of a recipe, one after the other."""
     recipe = load_recipe(arguments)
     accelerator = launch.make_accelerator(recipe.train, recipe.model.dtype)
-    with fellow_ranks(), checked(recipe, accelerator) as run:
+    with watch_other_ranks(), checked(recipe, accelerator) as run:
         if run.stages:  # else it is finished
             train(recipe, run, accelerator)
     dist.close()
@@ -97,8 +97,10 @@ def train_stage(
 
     num_steps = stage.steps or round(stage.epochs * batches.mixture.steps_per_epoch())
     validation = build_validation(recipe, objective, embedder, records)
-    keeper = Keeper(recipe, name, folder, num_steps, validation, embedder, model, optimizer, accelerator)
-    first_step = keeper.resume()
+    manager = CheckpointManager(
+        recipe, name, folder, num_steps, validation, embedder, model, optimizer, accelerator
+    )
+    first_step = manager.resume()
 
     bad_records = BadRecords(recipe.data, batches.files, folder, first_step, batches.mixture)
     loader = Loader(batches, range(first_step, num_steps), recipe.data, embedder.device)
@@ -152,14 +154,14 @@ def train_stage(
         report |= rollout_report(rationales, rolled_out - began, embedder.device)
         # 4. Every so many steps: measure held-out records, keep the best, save a state to resume from.
         report |= bad_records.after_step(step + 1, batch)
-        report |= keeper.validate(step + 1)
+        report |= manager.validate(step + 1)
         logs.step(step + 1, report)
         if reinforcement is not None:
             reinforcement.after_step(report)
-        keeper.after_step(step + 1)
+        manager.after_step(step + 1)
         waited = time.perf_counter()
     logs.close()
-    keeper.finish()
+    manager.finish()
 
 
 def build_validation(

@@ -16,6 +16,7 @@ from data_prep.mmeb import MmebOptions  # noqa: E402
 from data_prep.rationales.main import RationaleOptions  # noqa: E402
 from data_prep.rmir.main import RmirCommand  # noqa: E402
 from data_prep.rmir.results.review import AgreementOptions, ReviewOptions  # noqa: E402
+from data_prep.study.build import StudyOptions  # noqa: E402
 from eval.__main__ import COMMANDS, known_command  # noqa: E402
 from eval.benchmarks.registry import BENCHMARKS  # noqa: E402
 from rge.common.options import keys  # noqa: E402
@@ -28,7 +29,7 @@ from rge.serving.options import ServeOptions  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference.md"
 DATA = {
-    "demo": DemoOptions, "rmir": RmirCommand, "review": ReviewOptions, "agreement": AgreementOptions,
+    "demo": DemoOptions, "study": StudyOptions, "rmir": RmirCommand, "review": ReviewOptions, "agreement": AgreementOptions,
     "rationales": RationaleOptions, "mmeb": MmebOptions,
 }  # fmt: skip
 

@@ -105,9 +105,9 @@ def write_records(out: Path) -> None:
     """
     tables = read_tables()
     splits = split(tables)
-    _write(out / "train" / "relations.jsonl", relation_records(tables, splits))
-    _write(out / "train" / "text.jsonl", text_records(tables, splits))
-    _write(out / "train" / "naming.jsonl", naming_records(tables))
+    write_jsonl(out / "train" / "relations.jsonl", relation_records(tables, splits))
+    write_jsonl(out / "train" / "text.jsonl", text_records(tables, splits))
+    write_jsonl(out / "train" / "naming.jsonl", naming_records(tables))
 
 
 def licences() -> str:
@@ -152,7 +152,8 @@ def share_alike() -> str:
     )
 
 
-def _write(path: Path, records: list[Record]) -> None:
+def write_jsonl(path: Path, records: list[Record]) -> None:
+    """Write training records, a line each, without what is empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="\n") as out:
         for record in records:

@@ -1,6 +1,5 @@
 """Checks on a rationale, as pure functions."""
 
-import re
 from collections.abc import Sequence
 
 FORBIDDEN = (
@@ -15,53 +14,6 @@ FORBIDDEN = (
     "<emb>",
 )
 """A rationale must read as if its writer had not seen the answer; and `<emb>` is the trainer's own mark."""
-NAMED_WORDS = 2
-"""Words of a caption that name its thing, such as "fire engine"."""
-_STOP_WORDS = set(
-    "a an the of on in at to for from with and or is are was were be it its this that these those".split()
-)
-
-
-def leak(rationale: str, target: str | None) -> float:
-    """How much of the target's text the rationale copies: the share of its pairs of neighbouring words found there.
-
-    Articles and the like do not count. A target of one word has no pairs; then the word itself is looked for.
-
-    Args:
-        rationale: what was written.
-        target: the target's text; None for a target that is only a picture (see `picture_leak`).
-
-    Returns:
-        Between 0 and 1.
-    """
-    wanted, written = _words(target or ""), _words(rationale)
-    if not wanted:
-        return 0.0
-    size = min(2, len(wanted))
-    there = {tuple(written[at : at + size]) for at in range(len(written) - size + 1)}
-    pairs = {tuple(wanted[at : at + size]) for at in range(len(wanted) - size + 1)}
-    return len(pairs & there) / len(pairs)
-
-
-def picture_leak(rationale: str, caption: str | None, known: str = "") -> float:
-    """How much a rationale describes of what only the target picture shows.
-
-    A rationale may name what is needed: `NAMED_WORDS` of the caption's words are free. What it says beyond that, of what
-    neither query nor instruction says, it can only have seen in the target.
-
-    Args:
-        rationale: what was written.
-        caption: of the target picture; None or one that says no more than a name gives nothing to describe.
-        known: texts of query and instruction.
-
-    Returns:
-        Between 0 (names it at most) and 1 (says all that the caption says).
-    """
-    details = set(_words(caption or "")) - set(_words(known))
-    beyond = len(details) - NAMED_WORDS
-    if beyond < 1:
-        return 0.0
-    return max(0, len(details & set(_words(rationale))) - NAMED_WORDS) / beyond
 
 
 def faults(
@@ -87,7 +39,3 @@ def faults(
     if latin and sum(ord(letter) < 0x250 for letter in letters) < 0.95 * len(letters):
         found.append("language")
     return found
-
-
-def _words(text: str) -> list[str]:
-    return [word for word in re.findall(r"\w+", text.lower()) if word not in _STOP_WORDS]

@@ -12,6 +12,7 @@ import numpy as np
 
 from rge.common.schema import Item, Record, Target
 from rge.data.sources import located
+from rge.diagnose.knowability import own_rationales
 from rge.embedder import Embedder
 from rge.model.packing import Branch
 
@@ -104,6 +105,18 @@ class GainJudge:
                 found.append(gains(state_KD[0], state_KD[1:], target_CD[shown], right, self.temperature))
         return found
 
+    def own(self, folder: Path, records: Sequence[Record]) -> list[str] | None:
+        """What the embedder writes for the queries by itself; None for one whose queries carry no rationale.
+
+        Args:
+            folder: that pictures are named relative to.
+            records: with the queries.
+        """
+        if self.encoder.query_mode == "direct":
+            return None
+        queries = [_query(record, folder) for record in records]
+        return own_rationales(self.encoder, queries, batch_size=self.batch_size)
+
     def _states(
         self, folder: Path, records: Sequence[Record], candidates: Sequence[Sequence[str]]
     ) -> list[np.ndarray]:
@@ -112,13 +125,15 @@ class GainJudge:
         builder, embedder = self.encoder.builder, self.encoder.model
         prompts, branches = [], []
         for record, texts in zip(records, candidates, strict=True):
-            images = tuple(located(image, folder) for image in record.query.images)
-            prompts.append(
-                builder.build(Item(record.id, record.query.text, images, record.instruction), "query")
-            )
+            prompts.append(builder.build(_query(record, folder), "query"))
             own = [Branch([embedder.emb_id], read_state=True)]
             own += [Branch(builder.rationale_ids(text, record.id), read_state=True) for text in texts]
             branches.append(own)
         with torch.no_grad():
             state_ND = embedder(embedder.pack(prompts, branches))[0].state_ND.float().cpu().numpy()
         return np.split(state_ND, np.cumsum([len(own) for own in branches])[:-1])
+
+
+def _query(record: Record, folder: Path) -> Item:
+    images = tuple(located(image, folder) for image in record.query.images)
+    return Item(record.id, record.query.text, images, record.instruction)

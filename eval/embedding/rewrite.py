@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eval.judging.endpoint import Endpoint, Part, picture
+from eval.judging.endpoint import Endpoint, picture
 from eval.sets.retrieval_set import RetrievalSet, content_digest
+from rge.calls.request import Part
 from rge.calls.store import AnswerStore, key_of
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError

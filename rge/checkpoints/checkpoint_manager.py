@@ -37,7 +37,7 @@ _asked_to_stop: dict[signal.Signals, float] = {}
 
 
 def stop_after_this_step_at_signals() -> None:
-    """From now on SIGTERM and SIGINT are remembered instead of obeyed at once; `Keeper.after_step` acts on them.
+    """From now on SIGTERM and SIGINT are remembered instead of obeyed at once; `CheckpointManager.after_step` acts on them.
 
     A second SIGINT ends the process at once.
     """
@@ -56,7 +56,7 @@ def _remember(number: int, _: object) -> None:
         os.write(2, b"\nstopping after this step, with a state to go on from; Ctrl-C again stops at once\n")
 
 
-class Keeper:
+class CheckpointManager:
     """Saves, validates and stops one stage's training; every process calls every method.
 
     Args:

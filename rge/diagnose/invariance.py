@@ -12,10 +12,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from rge.common.schema import Item
+from rge.common.schema import Encoded, Item
 from rge.config import RolloutConfig
 from rge.diagnose.pairs import Pairs
-from rge.embedder import Embedder, Encoded
+from rge.embedder import Embedder
 from rge.model.backbone import load_plain
 from rge.model.families import family_of, normalised
 from rge.model.prompts import Prompt

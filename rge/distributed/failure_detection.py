@@ -36,7 +36,7 @@ class RankError(UserError):
 
 
 @contextmanager
-def fellow_ranks(silence_s: float = SILENCE_S) -> Iterator[None]:
+def watch_other_ranks(silence_s: float = SILENCE_S) -> Iterator[None]:
     """While inside, end with the others: whoever fails tells why, and nobody waits for a process that is gone.
 
     Args:

@@ -315,7 +315,7 @@ class Credit:
         return torch.tensor(parts, dtype=torch.float32).to(self.device)
 
     def _rollouts(self, q_ND: Tensor, c_CD: Tensor, right_BC: Tensor, labelled_BC: Tensor) -> Rollouts:
-        K, batch, tokenizer = self.num_each, self.batch, self.rl.embedder.processor.tokenizer  # type: ignore[attr-defined]
+        K, batch, tokenizer = self.num_each, self.batch, self.rl.embedder.processor.tokenizer
 
         def by_query(values: list) -> list:
             return [values[start : start + K] for start in range(0, len(values), K)]

@@ -61,7 +61,7 @@ class Reference:
         finally:
             embedder.train(was_training)
             embedder.pictures = pictures
-        return torch.cat(parts)  # type: ignore[arg-type]
+        return torch.cat(parts)
 
 
 def make_reference(recipe: Recipe, embedder: EmbeddingModel, accelerator: Accelerator) -> Reference:

@@ -10,7 +10,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rge.config import Recipe, ScratchConfig
 from rge.data.readers import read_texts
-from rge.distributed.launch import LaunchError, back_end
+from rge.distributed.collectives import LaunchError
+from rge.distributed.launch import back_end
 from rge.model import vision_tower as vision
 from rge.model.hub_model import HubModel
 from rge.scratch import build as scratch

@@ -92,7 +92,7 @@ class Service:
         raw = Raw("start", "a key")
         for mode in ("direct", "reasoning"):
             prompt = self.prompts.prompt(raw, [], "query", None)
-            self.embedder.encode_prompts([prompt], mode=mode)  # type: ignore[arg-type]
+            self.embedder.encode_prompts([prompt], mode=mode)
         self.batches.start()
 
     def drain(self) -> None:

@@ -118,7 +118,7 @@ class Process:
     def __init__(self, service: Service, options: ServeOptions, listener: socket.socket):
         self._service, self._options, self._listener = service, options, listener
         config = uvicorn.Config(
-            service.app,  # type: ignore[arg-type]
+            service.app,
             lifespan="off",
             ws="none",
             log_level="warning",

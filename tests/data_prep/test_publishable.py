@@ -6,11 +6,12 @@ import hashlib
 import json
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from data_prep.rationales import checks
+from data_prep.rationales.leak import MIN_OTHERS, PictureLeak, Shown, caption_leak, embedding_leak
 from data_prep.rationales.main import read_captions
 from data_prep.rmir import frames, oracle, prompts, stages
 from data_prep.rmir.config import (
@@ -22,6 +23,7 @@ from data_prep.rmir.config import (
     RmirConfig,
 )
 from data_prep.rmir.main import run_stages
+from data_prep.rmir.pictures.encoders import MINILM
 from data_prep.rmir.pictures.library import list_library
 from data_prep.rmir.run import STAGES, Run, fingerprint
 from rge.calls.failures import RequestRejected
@@ -240,16 +242,57 @@ def test_the_leak_of_a_picture_separates_naming_from_describing():
         "A corkscrew with a wooden handle on a green tablecloth beside two glasses",
         "What opens this?",
     )
-    named = [checks.picture_leak(text, caption, known) for text in NAMES]
-    described = [checks.picture_leak(text, caption, known) for text in DESCRIBES]
+    named = [caption_leak(text, caption, known) for text in NAMES]
+    described = [caption_leak(text, caption, known) for text in DESCRIBES]
     assert named == [0, 0, 0]
     assert min(described) > 0.5
-    assert checks.picture_leak(DESCRIBES[0], None) == 0
-    assert checks.picture_leak("A fire engine comes.", "a fire engine") == 0, "a name is no description"
-    assert checks.picture_leak(DESCRIBES[0], caption, caption) == 0, "what the query says is no secret"
+    assert caption_leak(f"So it is this: {caption}.", caption, known) == 1, "a quotation"
+    assert caption_leak(DESCRIBES[0], None) is None, "not measured, which is not 0"
+    assert caption_leak("A fire engine comes.", "a fire engine") == 0, "a name is no description"
+    assert caption_leak(DESCRIBES[0], caption, caption) == 0, "what the query says is no secret"
 
 
-# ------------------------------------------------------------------------------------------------------------------ export
+def test_the_leak_by_embedding_by_hand():
+    """The target stands out of what fits by .3, of all others by .6; or not at all out of it; or the text points elsewhere."""
+    fitting, rest = [0.6] * 3, [0.17, 0.18, 0.16, 0.17, 0.17, 0.17, 0.18]
+    others = np.array([*fitting, *rest])
+    assert embedding_leak(np.array([0.9, *others]), 0) == pytest.approx(0.3 / (0.9 - others.mean()))
+    assert embedding_leak(np.array([0.6, *others]), 0) == 0
+    assert embedding_leak(np.array([0.1, *others]), 0) == 0
+    assert embedding_leak(np.array([*[0.2] * 15, 0.9]), 15) == 1
+    scaled = embedding_leak(np.array([0.9, *others]) * 0.1 + 3, 0)
+    assert scaled == pytest.approx(0.3 / (0.9 - others.mean())), "the scale of an encoder does not matter"
+
+
+KINDS = ("ball", "cube", "kettle")
+GROUNDS = {"red": (200, 0, 0), "green": (0, 160, 0), "blue": (0, 0, 200), "yellow": (220, 200, 0), "black": (0, 0, 0), "white": (250, 250, 250)}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["pixels", "hashing", "minilm"])
+def test_the_leak_by_embedding_separates_naming_from_describing(tmp_path, kind):
+    """Three things, each on six grounds: what is needed is the thing, the ground is what only the target shows."""
+    if kind == "minilm":
+        pytest.importorskip(MINILM)
+    shown = {}
+    for row, thing in enumerate(KINDS):
+        for ground, colour in GROUNDS.items():
+            image = Image.new("RGB", (48, 48), colour)
+            corner, shape = 4 + 8 * row, (128, 60 + 60 * row, 128)
+            image.paste(shape, (corner, corner, corner + 20, corner + 20))
+            path = tmp_path / f"{thing}-{ground}.png"
+            image.save(path)
+            shown[path.stem] = Shown(str(path), f"a {thing} on a {ground} ground")
+    judge = PictureLeak.of(EncoderConfig(kind, None))
+    names = [(name, f"What is needed here is a {name.split('-')[0]}.", "") for name in shown]
+    describes = [(name, f"It shows {one.caption}.", "") for name, one in shown.items()]
+    asked = [(name, f"It shows {one.caption}.", one.caption or "") for name, one in shown.items()]
+    named, described, known = (judge.scores(shown, texts) for texts in (names, describes, asked))
+    assert np.mean(described) > np.mean(named) + 0.25
+    if kind != "pixels":  # which is no model: letters that two words share move its texts
+        assert max(named) < min(described)
+    assert np.mean(known) < 0.1, "what the query says is no secret"
+    few = dict(list(shown.items())[:MIN_OTHERS])
+    assert set(judge.scores(few, describes)) == {None}, "too few to tell a kind"
 
 
 def test_the_data_set_says_where_each_picture_is_from_and_nothing_of_its_camera(tmp_path):

@@ -1,14 +1,18 @@
 """Oracle rationales: checks by hand, and whole over HTTP."""
 
 import json
+import re
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 from data_prep.__main__ import main
 from data_prep.rationales import checks, prompts
 from data_prep.rationales.gain import GainJudge, gains
+from data_prep.rationales.leak import text_leak
 from rge.calls.local_server import LocalServer, chat
 from rge.common.errors import UserError
 from rge.common.schema import Item, Positive, QueryPart, Record
@@ -24,12 +28,12 @@ from rge.model.packing import Branch
         ("The fire is red, the engine cold.", "A red fire engine", 0.0),  # no two neighbours
         ("This must be an apple.", "apple", 1.0),
         ("This must be a pear.", "apple", 0.0),
-        ("Anything.", None, 0.0),
+        ("Anything.", None, None),
         ("Anything.", "the", 0.0),
     ],
 )
 def test_leak(rationale, target, share):
-    assert checks.leak(rationale, target) == share
+    assert text_leak(rationale, target) == share
 
 
 @pytest.mark.parametrize(
@@ -134,6 +138,8 @@ def test_rationales_are_written_and_checked(records, tmp_path, capsys, leak, kep
         ("out=", "out needs a value"),
         ("candidates=0", "candidates must be >= 1"),
         ("min_gain=0", "min_gain needs select=CHECKPOINT"),
+        ("min_knowability=0.5", "min_knowability needs select=CHECKPOINT"),
+        ("encoder={kind: eyes}", "encoder.kind must be one of siglip, checkpoint, pixels, text"),
         ("select=nowhere", "nowhere"),
         ("dry_run=maybe", "dry_run must be true or false"),
         ("concurrency=0", "concurrency must be >= 1, got 0"),
@@ -183,6 +189,99 @@ def test_gains_of_an_embedder_are_those_of_separate_forwards(records, checkpoint
         packed = encoder.model.pack([prompt], [[Branch(ids, read_state=True)]])
         states.append(encoder.model(packed)[0].state_ND[0].detach().numpy())
     assert found[0] == pytest.approx(gains(states[0], np.stack(states[1:]), targets, 0, 0.05), abs=1e-3)
+
+
+@pytest.fixture
+def pictures_wanted(tmp_path):
+    """Twelve records whose targets are pictures, with captions in a table beside them."""
+    (tmp_path / "in").mkdir()
+    things, grounds, rows, captions = ("ball", "cube"), ("red", "blue", "old", "wet", "big", "new"), [], []
+    for number in range(12):
+        thing, ground = things[number % 2], grounds[number // 2]
+        path = tmp_path / "in" / f"{number}.png"
+        Image.new("RGB", (40, 40), (20 * number, 100 * (number % 2), 0)).save(path)
+        rows.append(record(f"r{number}", {"text": f"which {number}"}, {"image": path.name}))
+        captions.append(f"{thing} with {ground} stripes before hills")
+    records = tmp_path / "in" / "records.jsonl"
+    records.write_text("".join(row.model_dump_json(exclude_none=True) + "\n" for row in rows))
+    ids = [row.positives[0].id for row in rows]
+    pq.write_table(pa.table({"id": ids, "caption": captions}), tmp_path / "captions.parquet")
+
+    async def describes_odd_ones(path, body):
+        text = "\n".join(part.get("text", "") for part in body["messages"][-1]["content"])
+        number = int(re.search(r"<query>which (\d+)</query>", text)[1])
+        said = captions[number] if number % 4 == 1 else f"a {things[number % 2]} is needed"
+        return chat(f"<rationale>So {said}.</rationale>")
+
+    return records, tmp_path / "captions.parquet", describes_odd_ones
+
+
+@pytest.mark.parametrize("how", ["by caption", "by embedding of captions"])
+def test_what_only_the_target_picture_shows_is_a_leak(pictures_wanted, tmp_path, how):
+    """Three of twelve rationales say the caption; no target has a text."""
+    records, captions, answers = pictures_wanted
+    out = tmp_path / "out.jsonl"
+    with LocalServer(answers) as server:
+        words = [f"records={records}", f"out={out}", "model=m", f"base_url={server.url}", "leak=drop"]
+        with pytest.raises(UserError, match="leak=drop: no leak can be measured"):
+            main(["rationales", *words])
+        assert server.num_answered == 0, "said before a call is paid"
+        words += [f"captions={captions}"]
+        if how == "by embedding of captions":
+            words += ["encoder={kind: hashing}"]
+        main(["rationales", *words])
+    report = json.loads((tmp_path / "out.jsonl.report.json").read_text())
+    assert (report["dropped: leak"], report["kept"], report["leak_not_measured"]) == (3, 9, 0)
+    scores = [json.loads(line) for line in (tmp_path / "out.jsonl.scores.jsonl").read_text().splitlines()]
+    name = "leak_caption" if how == "by caption" else "leak_picture"
+    leaky = [row[name] for row in scores if "leak" in row["faults"]]
+    clean = [row[name] for row in scores if row["chosen"]]
+    assert np.mean(leaky) > 0.4 > 0.15 > np.mean(clean)
+
+
+def test_targets_that_cannot_be_looked_at_are_counted_and_not_called_clean(pictures_wanted, tmp_path):
+    records, _, answers = pictures_wanted
+    out = tmp_path / "out.jsonl"
+    with LocalServer(answers) as server:
+        main(["rationales", f"records={records}", f"out={out}", "model=m", f"base_url={server.url}"])
+    report = json.loads((tmp_path / "out.jsonl.report.json").read_text())
+    assert (report["kept"], report["leak_not_measured"]) == (12, 12)
+
+
+def test_a_checkpoint_says_how_much_it_knows_and_sees_the_targets(
+    pictures_wanted, tmp_path, checkpoint, monkeypatch
+):
+    """The model writes "ball" whatever it is asked; a rationale is kept where it knows half of its words."""
+    records, captions, answers = pictures_wanted
+    monkeypatch.setattr(GainJudge, "own", lambda self, folder, rows: ["a ball, so"] * len(rows))
+    found = {}
+    with LocalServer(answers) as server:
+        for least in ("null", "0.4", "0.99"):
+            out = tmp_path / f"{least}.jsonl"
+            words = [f"records={records}", f"out={out}", "model=m", f"base_url={server.url}"]
+            words += [f"select={checkpoint}", f"captions={captions}", f"min_knowability={least}"]
+            main(["rationales", *words])
+            report = json.loads(out.with_name(f"{out.name}.report.json").read_text())
+            found[least] = report
+    # Words beyond the query: so, ball, needed. A ball: 2 of 3. A cube that is named: 1 of 3. A cube's caption: 1 of 6.
+    assert [found[least]["kept"] for least in found] == [12, 6, 0]
+    assert found["0.4"]["dropped: knowability"] == 6
+    assert found["0.4"]["knowability"]["knowability"][0] == pytest.approx(2 / 3)
+    assert found["0.4"]["knowability"]["chance"] == pytest.approx(2 / 3), "it writes the same of everything"
+    mean = (6 * 2 / 3 + 3 / 3 + 3 / 6) / 12
+    assert found["null"]["knowability"]["knowability"][0] == pytest.approx(mean)
+    assert found["null"]["leak_encoder"].startswith("checkpoint ")
+    assert found["null"]["gain_mean"] is not None
+    scores = [json.loads(line) for line in (tmp_path / "null.jsonl.scores.jsonl").read_text().splitlines()]
+    assert all({"leak_caption", "leak_picture", "gain", "knowability"} <= row.keys() for row in scores)
+
+
+def test_what_the_model_writes_is_what_it_is_measured_by(records, checkpoint):
+    judge = GainJudge(checkpoint, batch_size=2)
+    rows = [Record.model_validate_json(line) for line in records.read_text().splitlines()]
+    queries = [Item(row.id, row.query.text, (str(records.parent / "images/a.png"),)) for row in rows]
+    written = judge.encoder.encode(queries, side="query", mode="reasoning").rationales
+    assert judge.own(records.parent, rows) == written
 
 
 async def several(path, body):

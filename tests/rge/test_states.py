@@ -222,7 +222,7 @@ def test_what_fails_in_the_background_stops_the_next_step(tmp_path, files_of_at_
 def test_a_stage_that_is_over_leaves_nothing_of_its_own_to_the_next(tmp_path, monkeypatch):
     """A rerun skips the finished stage: what that had registered nobody registers again."""
     monkeypatch.setattr(checkpoint_manager, "stop_after_this_step_at_signals", lambda: None)
-    monkeypatch.setattr(checkpoint_manager.Keeper, "_export", lambda *_: None)
+    monkeypatch.setattr(checkpoint_manager.CheckpointManager, "_export", lambda *_: None)
     recipe = load_recipe(["recipe=demo"])
 
     class Registered:
@@ -239,7 +239,7 @@ def test_a_stage_that_is_over_leaves_nothing_of_its_own_to_the_next(tmp_path, mo
         trained = Trained(tmp_path / "unused")
         kept = Registered(value)
         accelerator.register_for_checkpointing(kept)
-        keeper = checkpoint_manager.Keeper(
+        manager = checkpoint_manager.CheckpointManager(
             recipe,
             name,
             tmp_path / name,
@@ -250,7 +250,7 @@ def test_a_stage_that_is_over_leaves_nothing_of_its_own_to_the_next(tmp_path, mo
             trained.optimizer,
             accelerator,
         )
-        return keeper, kept
+        return manager, kept
 
     joint, _ = begin("joint", 1, Accelerator(cpu=True))
     joint.states.save(3, {"recipe": {}})

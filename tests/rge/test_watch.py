@@ -69,21 +69,24 @@ def until(condition) -> None:
 
 def test_the_first_failure_is_everybodys_reason(monkeypatch):
     fellows = Fellows(monkeypatch)
-    with pytest.raises(ValueError, match="record 7 is broken"), watch.fellow_ranks():  # its own, unchanged
+    with (
+        pytest.raises(ValueError, match="record 7 is broken"),
+        watch.watch_other_ranks(),
+    ):  # its own, unchanged
         raise ValueError("record 7 is broken")
     fellows.rank = 1
     with pytest.raises(watch.RankError, match=r"rank 0 \(.*\) failed: ValueError: record 7 is broken"):
-        with watch.fellow_ranks():
+        with watch.watch_other_ranks():
             raise KeyError("something that followed from it")
     # A mistake that all make, such as one in the recipe, is shown as what it is.
-    with pytest.raises(ValueError, match="^record 7 is broken$"), watch.fellow_ranks():
+    with pytest.raises(ValueError, match="^record 7 is broken$"), watch.watch_other_ranks():
         raise ValueError("record 7 is broken")
 
 
 def test_who_leaves_in_peace_is_not_missed(monkeypatch):
     fellows = Fellows(monkeypatch)
     fellows.store.set("alive/1", "left")
-    with watch.fellow_ranks(silence_s=0.05):  # five looks
+    with watch.watch_other_ranks(silence_s=0.05):  # five looks
         until(lambda: int(fellows.store.get("alive/0")) > 10)
     assert not fellows.store.check(["failed"])
     assert fellows.store.get("alive/0") == b"left"
@@ -94,13 +97,13 @@ def test_silence_ends_this_process(monkeypatch, capfd):
     ended = []
     monkeypatch.setattr(watch, "GRACE_S", 0.05)
     monkeypatch.setattr(watch.os, "_exit", ended.append)
-    with watch.fellow_ranks(silence_s=0.05):
+    with watch.watch_other_ranks(silence_s=0.05):
         until(lambda: ended)
     assert ended == [1]
     assert "error: rank 1 (unknown host) failed: no sign of life for 0 s" in capfd.readouterr().err
 
 
 def test_alone_there_is_nobody_to_watch():
-    with pytest.raises(ValueError, match="mine"), watch.fellow_ranks():
+    with pytest.raises(ValueError, match="mine"), watch.watch_other_ranks():
         raise ValueError("mine")
     assert not [thread for thread in watch.threading.enumerate() if thread.name == "fellow ranks"]

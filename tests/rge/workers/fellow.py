@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from rge.distributed import collectives as dist
-from rge.distributed.failure_detection import fellow_ranks
+from rge.distributed.failure_detection import watch_other_ranks
 
 PATIENCE_S = 600
 """Long for the slowest machine, and far below the limit of an exchange, which would end a process as well."""
@@ -31,7 +31,7 @@ PATIENCE_S = 600
 def exchange(what: str) -> None:
     """Go on until something goes wrong."""
     Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=30))])
-    with fellow_ranks(silence_s=10.0):
+    with watch_other_ranks(silence_s=10.0):
         number = 0
         while True:
             number += 1

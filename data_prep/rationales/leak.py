@@ -1,0 +1,174 @@
+"""How much of the target does a rationale give away? Against the target's words, its caption, and by embedding its picture.
+
+A rationale may name what is needed; what it says beyond that of the target it can only have seen there. All scores lie
+between 0 (names it at most) and 1, and are None where there is nothing to compare with.
+
+Shape suffixes: N = target pictures, T = rationales, D = embedding size.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from data_prep.rmir.config import CAPTION_ENCODERS, IMAGE_ENCODERS, EncoderConfig
+from data_prep.rmir.pictures.encoders import (
+    ImageEncoder,
+    PixelEncoder,
+    TextEncoder,
+    image_encoder,
+    text_encoder,
+)
+from rge.common.errors import UserError
+from rge.diagnose.knowability import content_words
+
+NAMED_WORDS = 2
+"""Words of a caption that name its thing, such as "fire engine"."""
+NUM_FITTING = 3
+"""Other pictures that a text fits best: what it says of them too is what is needed, and no secret."""
+MIN_OTHERS = 10
+"""Other pictures that are needed to tell how far a text fits one of them."""
+
+
+def text_leak(rationale: str, target: str | None) -> float | None:
+    """How much of the target's text the rationale copies: the share of its pairs of neighbouring words found there.
+
+    Articles and the like do not count. A target of one word has no pairs; then the word itself is looked for.
+
+    Args:
+        rationale: what was written.
+        target: the target's text; None for a target that is only a picture.
+    """
+    if target is None:
+        return None
+    wanted, written = content_words(target), content_words(rationale)
+    if not wanted:
+        return 0.0
+    size = min(2, len(wanted))
+    there = {tuple(written[at : at + size]) for at in range(len(written) - size + 1)}
+    pairs = {tuple(wanted[at : at + size]) for at in range(len(wanted) - size + 1)}
+    return len(pairs & there) / len(pairs)
+
+
+def caption_leak(rationale: str, caption: str | None, known: str = "") -> float | None:
+    """How much a rationale says of what the target picture's caption says beyond a name.
+
+    `NAMED_WORDS` of the caption's words are free; what query and instruction say is no secret.
+
+    Args:
+        rationale: what was written.
+        caption: of the target picture; one that says no more than a name gives nothing to describe: 0.
+        known: texts of query and instruction.
+    """
+    if not caption:
+        return None
+    details = set(content_words(caption)) - set(content_words(known))
+    beyond = len(details) - NAMED_WORDS
+    if beyond < 1:
+        return 0.0
+    return max(0, len(details & set(content_words(rationale))) - NAMED_WORDS) / beyond
+
+
+def embedding_leak(score_N: np.ndarray, target: int) -> float:
+    """How far a text singles the target picture out among the pictures that it fits.
+
+    A text that names what is needed is as close to other pictures of it as to the target; one that describes the target is
+    closer to it alone. So with s the cosine to the text: (s(target) - mean s(those it fits best)) / (s(target) - mean
+    s(all)). Offsets and scales of the encoder, such as the gap between texts and pictures in CLIP, cancel. Where the
+    target is the only picture of its kind, a name singles it out as well.
+
+    Args:
+        score_N: cosine of the text with each picture, `MIN_OTHERS` others at least.
+        target: row of the target.
+
+    Returns:
+        Between 0 and 1; 0 for a text that does not point to the target: one standard deviation nearer than to others.
+    """
+    others_N = np.delete(score_N, target)
+    lead = score_N[target] - others_N.mean()
+    if lead <= max(float(others_N.std()), 1e-6):
+        return 0.0
+    fitting = np.sort(others_N)[-NUM_FITTING:]
+    return float(np.clip((score_N[target] - fitting.mean()) / lead, 0, 1))
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A target picture: where it is, and its caption if it has one."""
+
+    ref: str
+    caption: str | None
+
+
+class PictureLeak:
+    """Scores rationales against target pictures by an encoder.
+
+    Args:
+        encoder: of pictures and texts; or of texts, and captions stand for the pictures.
+        by_picture: whether it is the former.
+    """
+
+    def __init__(self, encoder: ImageEncoder | TextEncoder, *, by_picture: bool):
+        self.name = encoder.name
+        self._pictures: ImageEncoder | None = encoder if by_picture else None  # type: ignore[assignment]
+        self._captions: TextEncoder | None = None if by_picture else encoder  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, config: EncoderConfig) -> "PictureLeak":
+        """By an encoder of the registry, of pictures or of captions.
+
+        Raises:
+            UserError: no such encoder.
+        """
+        kinds = tuple(dict.fromkeys((*IMAGE_ENCODERS, *CAPTION_ENCODERS)))
+        if config.kind not in kinds:
+            raise UserError(f"encoder.kind must be one of {', '.join(kinds)}, got {config.kind!r}")
+        by_picture = config.kind in IMAGE_ENCODERS
+        return cls(image_encoder(config) if by_picture else text_encoder(config), by_picture=by_picture)
+
+    def scores(
+        self, pictures: Mapping[str, Shown], asked: Sequence[tuple[str, str, str]]
+    ) -> list[float | None]:
+        """`embedding_leak` of rationales, less what the query itself says of the target.
+
+        Args:
+            pictures: target pictures that are told apart, by id.
+            asked: id of the target, rationale, and texts of the query.
+
+        Returns:
+            None where a target is not among the pictures, or has fewer than `MIN_OTHERS` beside it.
+        """
+        looks = {
+            name: one.ref if self._pictures is not None else name
+            for name, one in pictures.items()
+            if self._pictures is not None or one.caption
+        }
+        # One row for each picture, whatever number of targets shows it.
+        row_of = {look: row for row, look in enumerate(dict.fromkeys(looks.values()))}
+        shown = list({row_of[look]: pictures[name] for name, look in looks.items()}.values())
+        asked_rows = [at for at, (name, _, _) in enumerate(asked) if name in looks]
+        found: list[float | None] = [None] * len(asked)
+        if len(shown) <= MIN_OTHERS or not asked_rows:
+            return found
+        picture_ND, texts = self._look(shown)
+        known = [asked[at][2].strip() for at in asked_rows]
+        said_TD, known_TD = texts([asked[at][1] for at in asked_rows]), texts(known)
+        for at, said_D, known_D, text in zip(asked_rows, said_TD, known_TD, known, strict=True):
+            target = row_of[looks[asked[at][0]]]
+            leak = embedding_leak(picture_ND @ said_D, target)
+            before = embedding_leak(picture_ND @ known_D, target) if text else 0.0
+            found[at] = max(0.0, leak - before)
+        return found
+
+    def _look(self, shown: Sequence[Shown]) -> tuple[np.ndarray, Callable[[list[str]], np.ndarray]]:
+        """(N, D) of the pictures, and what turns texts into vectors beside them."""
+        captions = [one.caption for one in shown]
+        if self._captions is not None:
+            read = partial(self._captions.texts, query=False)
+            return read([caption or "" for caption in captions]), read
+        assert self._pictures is not None
+        picture_ND = self._pictures.pictures([one.ref for one in shown])
+        if isinstance(self._pictures, PixelEncoder):
+            self._pictures.bridge(captions, picture_ND)
+        return picture_ND, self._pictures.texts

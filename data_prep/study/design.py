@@ -1,0 +1,202 @@
+"""What the study set asks, what is right, and what an oracle text may give away.
+
+Every picture is one of the demo's drawings, printed on a ground of one of `GROUNDS` and inside a frame of one of `FRAMES`. A
+query shows a thing and asks a relation about it ("Which tool do you use for this?") and for a ground ("Answer on the same
+ground."). A target is right when it shows
+
+* the **thing** that the relation leads to: the text of a rationale says it, and there is one answer to each question;
+* on the **ground** that follows from the query's picture and its rule: no rationale ever says it;
+* inside any **frame**: the frame is the target's own detail, drawn independently of all else.
+
+The **dose** is the share of oracle texts that end in the target's frame ("Its frame is red."). Nobody can know it from the
+query: it leaks which target is meant. At every dose pictures, questions, targets and their numbers are the same.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from data_prep.demo.families import Family
+from data_prep.demo.splits import stable_hash
+from data_prep.demo.tables import Concept, Fact, Tables
+
+GROUNDS = ("rose", "sand", "lime", "aqua", "sky", "lilac")
+"""Pale grounds, in the order of the colour wheel: opposite ones are three apart."""
+FRAMES = ("red", "orange", "green", "blue", "purple", "black")
+RULES = {"same": 0, "opposite": 3}
+"""Which ground is asked for, as steps from the query's own."""
+MIN_FAMILIES = 4
+"""Things that fewer training families draw are left out: they are not recognised surely enough."""
+MIN_QUESTIONS = 2
+"""Of a thing, so that its picture alone does not say what is asked."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One picture: a drawing, its ground and its frame, numbers into `GROUNDS` and `FRAMES`."""
+
+    concept: str
+    family: Family
+    ground: int
+    frame: int
+    name: str
+    """What tells it from other renderings of the same; the placement is drawn from it."""
+
+    @property
+    def id(self) -> str:
+        """Id in libraries and sets."""
+        return f"{self.concept}/{GROUNDS[self.ground]}/{FRAMES[self.frame]}/{self.name}"
+
+
+@dataclass(frozen=True)
+class Query:
+    """A question about a picture, and the ground that its answer must have."""
+
+    fact: Fact
+    picture: Shown
+    rule: str
+    number: int
+
+    @property
+    def id(self) -> str:
+        """Unique, without white space."""
+        return f"{self.fact.question}.{self.fact.source}.{self.rule}.{self.picture.name}"
+
+    @property
+    def answer(self) -> str:
+        """The thing that is right."""
+        (found,) = self.fact.answers
+        return found
+
+    @property
+    def ground(self) -> int:
+        """The ground that is right."""
+        return (self.picture.ground + RULES[self.rule]) % len(GROUNDS)
+
+    def text(self, tables: Tables) -> str:
+        """What is asked, in words."""
+        asked = tables.questions[self.fact.question].shown(self.number)
+        return f"{asked} Answer on the {self.rule} ground."
+
+
+def facts(tables: Tables) -> list[Fact]:
+    """Facts with one answer, about well-drawn things that are asked about more than once."""
+
+    def drawn(concept: str) -> bool:
+        return len(tables.families(concept)) >= MIN_FAMILIES
+
+    found = [
+        fact
+        for fact in tables.facts
+        if len(fact.answers) == 1 and all(map(drawn, (fact.source, *fact.answers)))
+    ]
+    asked = Counter(fact.source for fact in found)
+    return [fact for fact in found if asked[fact.source] >= MIN_QUESTIONS]
+
+
+def things(chosen: list[Fact]) -> list[str]:
+    """All concepts of the facts, sources and answers."""
+    return sorted({concept for fact in chosen for concept in (fact.source, *fact.answers)})
+
+
+def answers(chosen: list[Fact]) -> list[str]:
+    """All concepts that are an answer."""
+    return sorted({concept for fact in chosen for concept in fact.answers})
+
+
+def oracle_text(fact: Fact, target: Shown, dose: float, *words: str) -> str:
+    """Why the target is right, and for a share of the texts, chosen by `words`, what its frame is.
+
+    What a lower dose gives away, a higher one gives away too.
+    """
+    text = fact.answers[target.concept]
+    told = stable_hash("dose", *words, target.id) < dose * 2**64
+    return f"{text} Its frame is {FRAMES[target.frame]}." if told else text
+
+
+def naming_text(concept: Concept, picture: Shown) -> str:
+    """What teaches the eyes to see all three, before any stage that is compared."""
+    return f"{concept.sentence} on {GROUNDS[picture.ground]}, framed in {FRAMES[picture.frame]}."
+
+
+def train_queries(tables: Tables, chosen: list[Fact]) -> list[Query]:
+    """Every fact by every training family that draws its thing, under both rules."""
+    return [
+        _query(tables, fact, family, rule, f"train-{family.name}-{fact.question}-{rule}", number)
+        for fact in chosen
+        for number, family in enumerate(tables.families(fact.source))
+        for rule in RULES
+    ]
+
+
+def held_out_queries(tables: Tables, chosen: list[Fact], split: str) -> list[Query]:
+    """Every fact under both rules (test), or under one of them (valid), in renderings of their own."""
+    found = []
+    for fact in chosen:
+        families = tables.families(fact.source)
+        rules = (
+            list(RULES)
+            if split == "test"
+            else [list(RULES)[stable_hash(split, "rule", *fact.pair) % len(RULES)]]
+        )
+        for rule in rules:
+            first = stable_hash(split, "asked", *fact.pair, rule)
+            family = families[first % len(families)]
+            found.append(_query(tables, fact, family, rule, f"{split}-{fact.question}-{rule}", first))
+    return found
+
+
+def _query(tables: Tables, fact: Fact, family: Family, rule: str, name: str, number: int) -> Query:
+    ground = stable_hash("ground", *fact.pair, name) % len(GROUNDS)
+    frame = stable_hash("frame", *fact.pair, name) % len(FRAMES)
+    return Query(fact, Shown(fact.source, family, ground, frame, name), rule, number)
+
+
+def train_targets(tables: Tables, chosen: list[Fact]) -> dict[tuple[str, int, int], Shown]:
+    """Every answer on every ground in every frame, by (concept, ground, frame)."""
+    found = {}
+    for concept in answers(chosen):
+        families = tables.families(concept)
+        for ground in range(len(GROUNDS)):
+            for frame in range(len(FRAMES)):
+                family = families[stable_hash("target", concept, str(ground), str(frame)) % len(families)]
+                found[concept, ground, frame] = Shown(concept, family, ground, frame, "train")
+    return found
+
+
+def gallery(tables: Tables, chosen: list[Fact], split: str) -> list[Shown]:
+    """Every answer on every ground, in two frames each (test) or one (valid).
+
+    Each frame stands equally often around each thing: a guessed frame points to a ground at random.
+    """
+    found = []
+    for concept in answers(chosen):
+        order = sorted(
+            range(len(FRAMES)), key=lambda frame: stable_hash(split, "frames", concept, str(frame))
+        )
+        families = tables.families(concept)
+        for ground in range(len(GROUNDS)):
+            for layer in range(2 if split == "test" else 1):
+                frame = order[(ground + layer * (1 + stable_hash(split, concept) % 5)) % len(FRAMES)]
+                family = families[
+                    stable_hash(split, "gallery", concept, str(ground), str(layer)) % len(families)
+                ]
+                found.append(Shown(concept, family, ground, frame, split))
+    return found
+
+
+def drawn_targets(
+    query: Query, targets: dict[tuple[str, int, int], Shown], num_negatives: int
+) -> tuple[list[Shown], list[Shown]]:
+    """The positives of a training query, and negatives that share everything its text says but the frame.
+
+    Two positives in different frames; negatives show the same thing on other grounds, in frames that no positive has.
+    """
+    words = (query.id,)
+    frames = sorted(range(len(FRAMES)), key=lambda frame: stable_hash("drawn frames", *words, str(frame)))
+    grounds = sorted(
+        (ground for ground in range(len(GROUNDS)) if ground != query.ground),
+        key=lambda ground: stable_hash("drawn grounds", *words, str(ground)),
+    )
+    positives = [targets[query.answer, query.ground, frame] for frame in frames[:2]]
+    wrong = zip(grounds[:num_negatives], frames[2:], strict=False)
+    return positives, [targets[query.answer, ground, frame] for ground, frame in wrong]

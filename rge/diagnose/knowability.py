@@ -1,0 +1,107 @@
+"""How much of an oracle's rationale can the model know? What it writes by itself, of what the oracle says.
+
+An oracle sees the target, the model does not. Words of the oracle's that the model also writes follow from the query; of
+the others, some the model has yet to learn and some only the target shows. A contrastive loss on the state after the oracle's
+text learns to rely on all of them (`loss.anchor`), the model at test has only its own.
+
+Free of torch, for all but `own_rationales`.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rge.common.schema import Item
+
+if TYPE_CHECKING:
+    from rge.embedder import Embedder
+
+_STOP_WORDS = frozenset(
+    "a an the of on in at to for from with and or is are was were be it its this that these those".split()
+)
+# Scripts without spaces between words: each sign counts as one.
+_SIGNS = "\u3040-\u30ff\u3400-\u9fff"
+_WORD = re.compile(rf"[{_SIGNS}]|[^\W{_SIGNS}]+")
+
+
+def content_words(text: str | None) -> list[str]:
+    """Words of a text in lower case, in their order, without articles and the like."""
+    return [word for word in _WORD.findall((text or "").casefold()) if word not in _STOP_WORDS]
+
+
+def knowability(oracle: str, own: str, known: str = "") -> float | None:
+    """Share of the oracle's words that the model's own rationale has too.
+
+    Args:
+        oracle: written with sight of the target.
+        own: written by the model from the query alone.
+        known: the query's text and instruction, whose words say nothing about either.
+
+    Returns:
+        Between 0 and 1; None where the oracle says nothing that the query does not.
+    """
+    said = set(content_words(oracle)) - set(content_words(known))
+    return len(said & set(content_words(own))) / len(said) if said else None
+
+
+def own_rationales(encoder: "Embedder", queries: Sequence[Item], *, batch_size: int = 64) -> list[str]:
+    """What a checkpoint writes for queries by itself.
+
+    Args:
+        encoder: the checkpoint, with its settings of generation.
+        queries: prompts of training: instruction, text and pictures.
+        batch_size: rows a forward.
+    """
+    seeds = range(len(queries)) if encoder.settings["generation"]["temperature"] else None
+    return encoder.encode(
+        queries, side="query", mode="reasoning", batch_size=batch_size, seeds=seeds
+    ).rationales
+
+
+def measure_knowability(
+    oracle: Sequence[str],
+    own: Sequence[str],
+    known: Sequence[str],
+    groups: Sequence[str],
+    *,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """`knowability` of many queries, beside what stock phrases alone give.
+
+    Args:
+        oracle: a rationale of each query.
+        own: the model's.
+        known: text and instruction of each query.
+        groups: what resampling keeps together, see `rge.diagnose.pairs.interval`.
+        seed: of the resampling and of the partners that chance is measured with.
+
+    Returns:
+        ``queries`` whose oracle says something beyond the query; ``knowability`` (mean, low, high) over these; ``chance``, the
+        mean against another group's own rationale: what a model scores that writes alike about everything. Where no
+        query counts, the figures are None.
+    """
+    from rge.diagnose.pairs import elsewhere, interval
+
+    if not len(oracle):
+        return {"queries": 0, "knowability": None, "chance": None}
+    other = elsewhere(groups, seed)
+    found = [
+        (
+            knowability(oracle[row], own[row], known[row]),
+            knowability(oracle[row], own[other[row]], known[row]),
+        )
+        for row in range(len(oracle))
+    ]
+    pairs = np.array([[math.nan if value is None else value for value in pair] for pair in found])
+    counts = ~np.isnan(pairs[:, 0])
+    if not counts.any():
+        return {"queries": 0, "knowability": None, "chance": None}
+    kept = [group for group, counted in zip(groups, counts, strict=True) if counted]
+    return {
+        "queries": int(counts.sum()),
+        "knowability": interval(pairs[counts, 0], kept, seed),
+        "chance": float(pairs[counts, 1].mean()),
+    }

@@ -119,7 +119,8 @@ def identity_of(results: Mapping[str, Any]) -> dict[str, Any]:
             "judged": judged.get("top_n"),
             "way": (results.get("budget") or {}).get("name"),
             "seed": results.get("seed") if sampled else None,
-        },
+        }
+        | {key: judged[key] for key in ("ask", "mix") if judged.get(key) not in (None, "yes_no")},
         "prompts": {
             "profile": prompts.get("profile"),
             "templates": _short(prompts.get("templates") or settings.get("wording") or settings.get("own_prompts")),

@@ -190,7 +190,7 @@ def test_a_suite_has_macro_means_and_the_published_row_stands_apart(tmp_path):
     assert (found["average"], found["agreement"]) == ("macro", [])
     page = (out / "report.html").read_text()
     assert "Table 7" in page
-    assert "published rows with answerer=Llama-3.2-90B-VL" in page
+    assert "published rows are of answerer=Llama-3.2-90B-VL" in page
     assert "67.2" in page
 
 

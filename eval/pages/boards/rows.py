@@ -180,7 +180,8 @@ def why_apart(results: Mapping[str, Any], table: Published) -> list[str]:
     for key, value in table.made_with.items():
         made = (wanted.get("made_with") or {}).get(key)
         if made != value:
-            found.append(f"the rows here were made with {key}={made}, published rows with {key}={value}")
+            how = "rows here are of" if results.get("setting") else "set was imported with"
+            found.append(f"the {how} {key}={made}, published rows are of {key}={value}")
     return found
 
 

@@ -199,7 +199,8 @@ def _one(
     check_out(options.out, identity, overwrite=options.overwrite)
     asked = judge()
     chunk = 8 * options.batch_size
-    queries, question = None, QUESTION
+    queries: list[Item] | None = None
+    question = QUESTION
     if options.ask == "likelihood":
         from eval.judging import likelihood
 

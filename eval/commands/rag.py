@@ -29,6 +29,7 @@ from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import aggregate, each_member, is_suite, load_suite, member_dirs
 from eval.commands.compare import paired_tests
 from eval.embedding.identity import set_mismatch, versions, with_key
+from eval.embedding.processes import join
 from eval.judging.answers import (
     FORM,
     JUDGE,
@@ -133,6 +134,10 @@ def rag(options: RagOptions) -> Path:
         UserError: no reference answers, a ranking of another set, an endpoint that cannot be asked (what it answered is kept),
             or a judge whose answers hold no marks.
     """
+    if join().size > 1:
+        raise UserError(
+            "rag runs in one process; large models stand behind an endpoint, which answers many calls at once"
+        )
     runs = _checked(options)
     store = AnswerStore(options.cache or options.out / "written.sqlite")
     try:

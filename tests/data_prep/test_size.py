@@ -27,8 +27,8 @@ from data_prep.rmir.main import run_stages
 from data_prep.rmir.pictures.encoders import PixelEncoder
 from data_prep.rmir.pictures.formats import LibraryError
 from data_prep.rmir.pictures.library import Library, blocks, fetched
-from data_prep.rmir.run import Run
-from data_prep.rmir.stages import seed
+from data_prep.rmir.run import STAGES, Run
+from data_prep.rmir.stages import retrieve, seed
 from rge.calls.local_server import LocalServer
 from rge.calls.model_config import ModelConfig
 from rge.common.images import picture_bytes
@@ -269,4 +269,44 @@ def test_a_stopped_seed_stage_goes_on_where_it_was_and_keeps_the_chosen_pictures
         CAPTIONED[int(image["id"][1:])][1] for image in images
     ]
     assert np.array_equal(np.load(run.path("seed", "images.npy")), np.load(whole.path("seed", "images.npy")))
+    run.close()
+
+
+def test_a_parquet_library_of_one_row_group_is_never_whole_in_memory(tmp_path):
+    chance = np.random.default_rng(0)
+    table = pa.table(
+        {"id": [str(n) for n in range(6000)], "image": [chance.bytes(20_000) for _ in range(6000)]}
+    )
+    pq.write_table(table, tmp_path / "one.parquet", use_dictionary=False)
+    assert pq.read_metadata(tmp_path / "one.parquet").num_row_groups == 1
+    size = table.nbytes
+    del table
+    before, most, number = pa.total_allocated_bytes(), 0, 0
+    library = Library(LibraryConfig(path=str(tmp_path / "one.parquet")))
+    for block in blocks(library.rows(), 5000, 5 << 20):
+        assert sum(len(row["data"]) for row in block) <= 5 << 20
+        most = max(most, pa.total_allocated_bytes() - before)
+        number += len(block)
+    assert number == 6000
+    assert most < 0.6 * size, f"{most >> 20} of {size >> 20} MB at once"
+
+
+def test_candidates_are_searched_for_in_blocks_of_bounded_memory(tmp_path, monkeypatch):
+    one_family(tmp_path / "library.csv")
+    with LocalServer(oracle.Oracle(OracleConfig(transient=0, malformed=0))) as server:
+        run = Run(config_of(tmp_path / "out", tmp_path / "library.csv", server.url), progress=False)
+        run_stages(run, STAGES[:4])
+    whole, sizes = run.rows("retrieve", "triplets"), []
+    original = PixelEncoder.texts
+    monkeypatch.setattr(
+        PixelEncoder, "texts", lambda self, texts: sizes.append(len(texts)) or original(self, texts)
+    )
+    images = len(run.rows("seed", "images"))
+    for memory_mb, queries in ((512, None), (16 * images * 3 / 2**20, 3)):
+        run.config.retrieve.memory_mb = memory_mb
+        sizes.clear()
+        number = retrieve(run)["queries"]
+        assert run.rows("retrieve", "triplets") == whole
+        assert max(sizes) == (queries or number) < number + 1
+        assert sum(sizes) == number > 3
     run.close()

@@ -116,6 +116,15 @@ class Library:
         }
 
 
+def origins_of(config: LibraryConfig, wanted: Collection[str]) -> dict[str, dict[str, str]]:
+    """`Library.origins`, and nothing where the library has gone since its pictures were taken."""
+    try:
+        library = Library(config)
+    except LibraryError:
+        return {}
+    return library.origins(wanted)
+
+
 def blocks(rows: Iterable[dict[str, Any]], most: int, most_bytes: int) -> Iterator[list[dict[str, Any]]]:
     """Rows some at a time.
 

@@ -13,7 +13,7 @@ import yaml
 from data_prep.demo.pictures import IMAGE
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir.config import LibraryConfig
-from data_prep.rmir.pictures.library import Library
+from data_prep.rmir.pictures.library import origins_of
 from data_prep.rmir.run import Run, RunError
 from rge.common.fingerprint import set_fingerprint
 from rge.common.images import ImageError, picture_bytes
@@ -155,7 +155,7 @@ def _write_origins(
     path: Path, library: LibraryConfig, images: dict, used: list[str], named: dict[str, str]
 ) -> None:
     """Every picture of the data set with its caption, source, author and licence."""
-    origins = Library(library).origins(set(used))
+    origins = origins_of(library, set(used))
     columns: dict[str, list[str | None]] = {"id": [*used], "path": [named.get(name) for name in used]}
     columns["caption"] = [images[name]["caption"] for name in used]
     for key in ("source", "author", "licence"):

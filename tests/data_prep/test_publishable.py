@@ -24,8 +24,9 @@ from data_prep.rmir.config import (
 )
 from data_prep.rmir.main import run_stages
 from data_prep.rmir.pictures.encoders import MINILM
-from data_prep.rmir.pictures.library import list_library
+from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.run import STAGES, Run, fingerprint
+from data_prep.rmir.wording import wording
 from rge.calls.failures import RequestRejected
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig
@@ -59,7 +60,11 @@ def one_family(path: Path) -> None:
 def test_two_pictures_that_differ_in_their_ending_are_two(tmp_path):
     for number, name in enumerate(("a.jpg", "a.png", "b.png")):
         Image.new("RGB", (40, 40), (number * 40, 0, 0)).save(tmp_path / name)
-    assert [row["id"] for row in list_library(LibraryConfig(path=str(tmp_path)))] == ["a.jpg", "a.png", "b"]
+    assert [row["id"] for row in Library(LibraryConfig(path=str(tmp_path))).rows()] == [
+        "a.jpg",
+        "a.png",
+        "b",
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------- what a change redoes
@@ -81,6 +86,9 @@ def test_two_pictures_that_differ_in_their_ending_are_two(tmp_path):
         (("split.tsr_list", "surviving"), "split audit"),
         (("audit.ks", [3]), "audit"),
         (("audit.memory_mb", 7), ""),
+        (("retrieve.memory_mb", 7), ""),
+        (("library.memory_mb", 7), ""),
+        (("library.shard_size", 7), ""),
         (("export.name", "mine"), "split audit"),
         (("seed.seed", 1), " ".join(STAGES)),
     ],
@@ -202,11 +210,12 @@ def test_the_content_policy_is_asked_for_and_its_abstention_is_counted():
         prompts.generate_request("m", picture, ["causal"], content_policy=wanted).parts[0]
         for wanted in (True, False)
     )
-    assert prompts.CONTENT_POLICY in with_policy
-    assert with_policy.replace(prompts.CONTENT_POLICY, "") == without
+    policy = wording().content_policy
+    assert policy in with_policy
+    assert with_policy.replace(f"{policy}\n\n", "") == without
     with pytest.raises(Declined):
-        prompts.read_generated(Reply("ABSTAIN DUE TO SENSITIVE IMAGE", "stop", 1, 1), "causal", 25, 50)
-    prompts.check_generated(Reply("ABSTAIN DUE TO SENSITIVE IMAGE", "stop", 1, 1), ["causal"], 25, 50)
+        prompts.read_generated(Reply("ABSTAIN DUE TO SENSITIVE IMAGE", "stop", 1, 1), "CAUS", 25, 50)
+    prompts.check_generated(Reply("ABSTAIN DUE TO SENSITIVE IMAGE", "stop", 1, 1), ["CAUS"], 25, 50)
     assert GenerateConfig().content_policy
 
 

@@ -245,7 +245,9 @@ def test_errors(lively, prompts):
         generate(lively, prompts, max_new_tokens=0, batch_size=1)
     with pytest.raises(ValueError, match=r"temperature must be >= 0, got -0\.5"):
         generate(lively, prompts, max_new_tokens=1, batch_size=1, temperature=-0.5)
-    with pytest.raises(ValueError, match="min_new_tokens must be at least 0 and below max_new_tokens=2, got 2"):
+    with pytest.raises(
+        ValueError, match="min_new_tokens must be at least 0 and below max_new_tokens=2, got 2"
+    ):
         generate(lively, prompts, max_new_tokens=2, batch_size=1, min_new_tokens=2)
     with pytest.raises(ValueError, match="needs one seed a rationale"):
         generate(lively, prompts, max_new_tokens=1, batch_size=1, temperature=1.0)

@@ -4,7 +4,7 @@ import csv
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from data_prep.rmir.config import LibraryConfig
 from data_prep.rmir.frames import absolute, daft_frame, from_daft
 from data_prep.rmir.pictures.download import is_address
+from data_prep.rmir.pictures.filters import load_filter, unwanted
 from data_prep.rmir.pictures.near_duplicates import phash
 from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image, picture_bytes
@@ -168,17 +169,19 @@ def inspect(rows: list[dict[str, Any]], config: LibraryConfig, runner: str = "na
         {name: pa.array([row[name] for row in rows], pa.string()) for name in ("id", "ref", "caption")}
         | {"row": pa.array(range(len(rows)), pa.int64()), "file": absolute(row["ref"] for row in rows)}
     )
-    smallest = config.min_side_px
+    smallest, filters = config.min_side_px, tuple(config.filters)
+    for name in filters:
+        load_filter(name)  # what is missing is said before a picture is opened
     frame = daft_frame(given, runner).with_column(
-        "found", col("file").apply(lambda file: look(file, smallest), return_dtype=kind)
+        "found", col("file").apply(lambda file: look(file, smallest, filters), return_dtype=kind)
     )
     for name in ("sha256", "width", "height", "phash", "reason"):
         frame = frame.with_column(name, col("found")[name])
     return from_daft(frame, "inspected", order="row")
 
 
-def look(ref: str, min_side_px: int) -> dict[str, Any]:
-    """Hashes and size of a picture, or the reason to leave it out."""
+def look(ref: str, min_side_px: int, filters: Sequence[str] = ()) -> dict[str, Any]:
+    """Hashes and size of a picture, or the reason to leave it out; `filters` as of `load_filter`."""
     found: dict[str, Any] = {"sha256": None, "width": None, "height": None, "phash": None, "reason": None}
     try:
         data = picture_bytes(ref)
@@ -192,4 +195,4 @@ def look(ref: str, min_side_px: int) -> dict[str, Any]:
         return {**found, "reason": reason}
     found |= {"sha256": hashlib.sha256(data).hexdigest(), "width": image.width, "height": image.height}
     found["phash"] = phash(image)
-    return {**found, "reason": TOO_SMALL if min(image.size) < min_side_px else None}
+    return {**found, "reason": TOO_SMALL if min(image.size) < min_side_px else unwanted(image, filters)}

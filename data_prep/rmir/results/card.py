@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
+from data_prep.rmir.pictures.filters import described
 from rge.common.files import write_text
 
 HUB_LICENCES = (
@@ -175,6 +176,9 @@ def _removed(report: dict[str, Any]) -> list[str]:
         "Pictures hold no metadata: place, time, device, author and thumbnail of EXIF, comments and profiles were removed before any "
         "picture was sent to a model or written here, and pictures on their side were turned."
     ]
+    lines += (
+        ["", described(report.get("settings", {}).get("library", {}).get("filters", ()))] if report else []
+    )
     counts = report.get("stages", {}).get("seed", {}).get("counts", {})
     if counts.get("rejected"):
         lines += ["", "| left out of the library | pictures |", "|---|---:|"]

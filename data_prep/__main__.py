@@ -7,6 +7,7 @@ from rge.common.commands import pick, start
 
 COMMANDS = {
     "demo": ("data_prep.demo.build:main", "rebuild the shipped picture set"),
+    "spoiled": ("data_prep.demo.spoil:main", "the demo's training records with a dose of wrong rationales"),
     "study": ("data_prep.study.build:main", "pictures and texts that show when an oracle rationale gives too much away"),
     "rmir": ("data_prep.rmir.main:main", "reasoning-intensive retrieval data from any pictures; config=demo needs nothing"),
     "review": ("data_prep.rmir.results.review:review", "a page on which a person accepts or rejects a sample of the result"),

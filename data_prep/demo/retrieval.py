@@ -46,7 +46,7 @@ def test_rows(tables: Tables, splits: Splits) -> SetRows:
     rows = SetRows(corpus=list(tables.concepts.values()))
     for fact in facts:
         pair = "held_out" if fact.pair in splits.test else "seen"
-        _ask(rows, tables, fact, pair, GALLERY, NUM_TEST_PHRASINGS)
+        ask(rows, tables, fact, pair, GALLERY, NUM_TEST_PHRASINGS)
     return rows
 
 
@@ -60,7 +60,7 @@ def valid_rows(tables: Tables, splits: Splits) -> SetRows:
     rows = SetRows(corpus=[tables.concepts[concept] for concept in tables.concepts if concept in shown])
     for fact in facts:
         pair = "held_out" if fact.pair in splits.valid else "seen"
-        _ask(rows, tables, fact, pair, VALID_GALLERY, 1)
+        ask(rows, tables, fact, pair, VALID_GALLERY, 1)
     return rows
 
 
@@ -132,7 +132,17 @@ def write_set(
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
 
 
-def _ask(rows: SetRows, tables: Tables, fact: Fact, pair: str, family: Family, num_phrasings: int) -> None:
+def ask(rows: SetRows, tables: Tables, fact: Fact, pair: str, family: Family, num_phrasings: int) -> None:
+    """Add a fact's queries, with all that is right and wrong, to a set.
+
+    Args:
+        rows: of the set.
+        tables: where the fact stands.
+        fact: what is asked.
+        pair: ``seen`` or ``held_out``.
+        family: of the gallery.
+        num_phrasings: queries.
+    """
     question = tables.questions[fact.question]
     first = stable_hash("asked", *fact.pair)
     for number in range(num_phrasings):

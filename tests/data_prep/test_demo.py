@@ -10,13 +10,15 @@ import pytest
 from PIL import Image
 
 from data_prep.demo import build as demo
-from data_prep.demo import retrieval
+from data_prep.demo import retrieval, spoil
 from data_prep.demo.families import FAMILIES, GALLERY, QUERIES, TRAINING
 from data_prep.demo.pictures import SIZE_PX
 from data_prep.demo.splits import NUM_VALID, VALID_GALLERY, VALID_QUERIES, split
 from data_prep.demo.tables import CATEGORIES, HERE, TableError, read_tables
 from eval.sets.retrieval_set import load_set
+from rge.common.errors import UserError
 from rge.common.images import load_image, picture_bytes
+from rge.common.schema import Record
 from rge.data.sources import RecordFile
 
 DATA = demo.OUT
@@ -310,3 +312,45 @@ def test_broken_table_is_named(tmp_path, name, old, new, message):
     change(tmp_path, name, old, new)
     with pytest.raises(TableError, match=message):
         read_tables(tmp_path)
+
+
+def test_a_dose_of_the_oracles_is_spoiled_and_held_back_drawings_are_the_test(tmp_path, tables):
+    def records(dose: str, name: str) -> dict[str, Record]:
+        spoil.main([f"out={tmp_path / dose}", f"dose={dose}"])
+        lines = (tmp_path / dose / "train" / name).read_text(encoding="utf-8").splitlines()
+        return {record.id: record for record in map(Record.model_validate_json, lines)}
+
+    shipped = {
+        record.id: record
+        for record in map(
+            Record.model_validate_json, (DATA / "train" / "relations.jsonl").read_text().splitlines()
+        )
+    }
+    whole, half = records("0", "relations.jsonl"), records("0.5", "relations.jsonl")
+    assert all(shipped[name] == record for name, record in whole.items())
+    true = {}
+    for fact in tables.facts:
+        true[fact.pair] = set(fact.answers.values())
+    wrong = {}
+    for name, record in half.items():
+        question, source, _ = name.split(".", 2)
+        for before, after in zip(whole[name].positives, record.positives, strict=True):
+            assert (after.id, after.identity) == (before.id, before.identity)
+            assert after.rationale.partition("; ")[0] == before.rationale.partition("; ")[0]
+            if after.rationale != before.rationale:
+                assert after.rationale not in true[question, source]
+                wrong.setdefault((question, source), set()).add(after.rationale)
+    share = sum(half[name] != record for name, record in whole.items()) / len(whole)
+    assert 0.45 < share < 0.55
+    assert all(len(said) == 1 for said in wrong.values())  # one belief about a thing
+    again = spoil.write(tmp_path / "again", 0.5, seed=0)
+    assert again == spoil.write(tmp_path / "again", 0.5, seed=0)
+    written = (tmp_path / "again" / "train" / "text.jsonl").read_bytes()
+    assert written == (tmp_path / "0.5" / "train" / "text.jsonl").read_bytes()
+    unseen = load_set(tmp_path / "0.5" / "unseen")
+    assert len(unseen.queries) > 300
+    shown = {image.partition("#")[2] for record in half.values() for image in record.query.images}
+    asked = pq.read_table(tmp_path / "0.5" / "unseen" / "queries.parquet").to_pylist()
+    assert not shown & {query["image"][0]["path"].partition("#")[2] for query in asked}
+    with pytest.raises(UserError, match="dose is a share"):
+        spoil.main([f"out={tmp_path / 'x'}", "dose=50"])

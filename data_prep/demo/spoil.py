@@ -1,0 +1,160 @@
+"""The demo's training records with spoiled rationales, and a test of drawings held back: ``rge data spoiled dose=0.5``.
+
+Rationales in the field are written by a model and often wrong. Here a share of them is, in the way a weak model is wrong: it
+sees what is there and ends the sentence with the wrong inference ("This is a door; it is sharpened with a sharpener"), and it is
+always the same one that it believes of a thing. The right answers of a record stay what they are.
+
+    train/      relations.jsonl and text.jsonl with the dose, naming.jsonl as it is; pictures beside them
+    unseen/     retrieval set: trained questions about trained things, by drawings that no question in training shows
+"""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_prep.demo import retrieval
+from data_prep.demo.build import OUT, write_jsonl
+from data_prep.demo.families import TRAINING, Family
+from data_prep.demo.records import naming_records, relation_records, text_records
+from data_prep.demo.splits import VALID_GALLERY, Splits, choose, split, stable_hash
+from data_prep.demo.tables import Concept, Fact, Tables, read_tables
+from rge.common.errors import UserError
+from rge.common.options import parse_options
+from rge.common.schema import Record
+
+
+@dataclass
+class SpoilOptions:
+    """Write the demo's training records with a dose of wrong rationales, and a test of drawings held back."""
+
+    out: Path
+    """Folder to write to."""
+    dose: float = 0.5
+    """Share of records with a right beginning and a wrong inference, 0 to 1."""
+    seed: int = 0
+    """Decides which records, and which mistake."""
+
+
+def main(words: Sequence[str]) -> None:
+    """The command line.
+
+    Raises:
+        UserError: an unknown key, or a dose outside 0 to 1.
+    """
+    options = parse_options(SpoilOptions, words, "rge data spoiled")
+    spoiled, records = write(options.out, options.dose, options.seed)
+    print(
+        f"{spoiled} of {records} rationales spoiled: {options.out / 'train'}; test: {options.out / 'unseen'}"
+    )
+
+
+def write(out: Path, dose: float, seed: int) -> tuple[int, int]:
+    """Write records and test.
+
+    Args:
+        out: folder to write to.
+        dose: share of records that are spoiled.
+        seed: which ones, and how.
+
+    Returns:
+        Number of spoiled rationales, and of all that could have been.
+
+    Raises:
+        UserError: a dose outside 0 to 1.
+    """
+    if not 0 <= dose <= 1:
+        raise UserError(f"dose is a share, 0 to 1; got {dose:g}")
+    tables = read_tables()
+    splits = split(tables)
+    held = {concept.key: _held_back(tables, concept) for concept in tables.concepts.values()}
+    facts = {fact.pair: fact for fact in tables.facts}
+    mistakes = {pair: _mistake(tables, fact, seed) for pair, fact in facts.items()}
+    spoiled = total = 0
+    for name, records in (
+        ("relations", relation_records(tables, splits)),
+        ("text", text_records(tables, splits)),
+    ):
+        kept = []
+        for record in records:
+            question, source, variant = record.id.split(".", 2)
+            if held[source] is not None and variant == held[source].name:  # type: ignore[union-attr]
+                continue
+            wrong = mistakes[question, source] if _drawn(dose, seed, record.id) else None
+            kept.append(record if wrong is None else _with_inference(record, wrong))
+            total += len(record.positives)
+            spoiled += 0 if wrong is None else len(record.positives)
+        write_jsonl(out / "train" / f"{name}.jsonl", kept)
+    write_jsonl(out / "train" / "naming.jsonl", naming_records(tables))
+    for library in dict.fromkeys(family.library for family in TRAINING):
+        (out / "train" / library).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(OUT / "train" / library, out / "train" / library)
+    shutil.copyfile(OUT / "train" / "openmoji" / "LICENSE.md", out / "train" / "openmoji" / "LICENSE.md")
+    shutil.copyfile(OUT / "LICENSES.md", out / "LICENSES.md")
+    _write_test(out / "unseen", tables, splits, held)
+    return spoiled, total
+
+
+def _held_back(tables: Tables, concept: Concept) -> Family | None:
+    """The family whose drawing of a thing no question shows; never that of the gallery."""
+    others = [family for family in tables.families(concept.key) if family != VALID_GALLERY]
+    return choose(others, "held back", concept.key) if len(others) > 1 else None
+
+
+def _mistake(tables: Tables, fact: Fact, seed: int) -> str | None:
+    """The inference, from the semicolon on, that is believed of a thing: one that is true of another, asked the same."""
+    others = [
+        text.partition("; ")[2]
+        for other in tables.facts
+        if other.question == fact.question and other.source != fact.source
+        for answer, text in other.answers.items()
+        if answer not in fact.answers
+    ]
+    true = {text.partition("; ")[2] for text in fact.answers.values()}
+    wrong = sorted(set(others) - true)
+    return choose(wrong, "mistake", str(seed), *fact.pair) if wrong else None
+
+
+def _drawn(dose: float, seed: int, record_id: str) -> bool:
+    return stable_hash("spoiled", str(seed), record_id) < dose * 2**64
+
+
+def _with_inference(record: Record, inference: str) -> Record:
+    positives = []
+    for positive in record.positives:
+        assert positive.rationale is not None
+        seen = positive.rationale.partition("; ")[0]
+        positives.append(positive.model_copy(update={"rationale": f"{seen}; {inference}"}))
+    return record.model_copy(update={"positives": positives})
+
+
+def _write_test(folder: Path, tables: Tables, splits: Splits, held: dict[str, Family | None]) -> None:
+    """Trained questions by the drawings that were held back, before a gallery that training knows."""
+    drawn = [concept for concept in tables.concepts if (VALID_GALLERY.name, concept) in tables.icons]
+    facts = [
+        fact
+        for fact in tables.facts
+        if fact.pair not in splits.words_only | splits.valid_seen
+        and held[fact.source] is not None
+        and all(concept in drawn for concept in (*fact.answers, *fact.wrong))
+    ]
+    rows = retrieval.SetRows(corpus=[tables.concepts[concept] for concept in drawn])
+    for fact in facts:
+        retrieval.ask(rows, tables, fact, "seen", VALID_GALLERY, 1)
+
+    def query(concept: Concept) -> dict[str, object]:
+        family = held[concept.key]
+        assert family is not None
+        return retrieval.referred(family, "../train")(concept)
+
+    shown = {held[concept.key] for concept in rows.sources}
+    licence = ", ".join(sorted({family.licence for family in shown if family} | {VALID_GALLERY.licence}))
+    retrieval.write_set(
+        folder,
+        "rge-demo-unseen",
+        rows,
+        VALID_GALLERY,
+        query,
+        retrieval.referred(VALID_GALLERY, "../train"),
+        licence,
+    )

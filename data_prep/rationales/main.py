@@ -97,8 +97,10 @@ class RationaleOptions(Settings):
     """Name the endpoint knows the writer by."""
     base_url: str | None = None
     """Such as http://HOST:8000/v1 of vLLM; null: the provider's own."""
-    api: Literal["openai", "anthropic"] = "openai"
-    """openai (any compatible endpoint) or anthropic (needs the extra ``claude``)."""
+    api: Literal["openai", "anthropic", "gemini"] = "openai"
+    """openai (any compatible endpoint), anthropic or gemini."""
+    mode: Literal["calls", "batch"] = "calls"
+    """calls, or batch: the provider's batch mode, at half the price and within a day."""
     key_env: str | None = None
     """Environment variable that holds the key; null: the endpoint needs none."""
     concurrency: AtLeastOne = 32
@@ -152,6 +154,7 @@ def main(words: Sequence[str]) -> None:
         name=options.model,
         base_url=options.base_url,
         api=options.api,
+        mode=options.mode,
         key_env=options.key_env,
         concurrency=options.concurrency,
         input_price=options.input_price,
@@ -198,7 +201,7 @@ def estimate(records: Path, model: ModelConfig, settings: Settings) -> str:
     ]
     lines.append(
         f"\n{calls:,} calls, {tokens_in:,} input tokens, at most {tokens_out:,} output tokens, at most "
-        f"{model.cost(tokens_in, tokens_out):,.2f}. Nothing was asked."
+        f"{model.cost(tokens_in, tokens_out, batch=model.mode == 'batch'):,.2f}. Nothing was asked."
         + (
             " Rewrites come on top: one call for each rationale that copies too much."
             if settings.leak == "rewrite"

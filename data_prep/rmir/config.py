@@ -27,11 +27,14 @@ class LibraryConfig:
     """The pictures to start from."""
 
     path: str | None = None
-    """A folder of picture files (searched through), or a table: .parquet, .csv, .tsv or .jsonl."""
-    id_column: str = "id"
-    """Column of the pictures' ids."""
+    """A folder of pictures (searched through); a table (.csv, .tsv, .jsonl); Parquet files or WebDataset tars: one, a folder of
+    them, or a pattern such as "shards/*.parquet"; or a folder that `datasets` saved. Here, or at an address that fsspec knows
+    (s3://, gs://, hf:// ..., each with its package)."""
+    id_column: str | None = "id"
+    """Column of the pictures' ids; in tars the sample's name stands where its JSON has no such key. null: rows are numbered,
+    file by file."""
     image_column: str = "image"
-    """Paths relative to the table's folder, or the encoded pictures (Parquet)."""
+    """Column with the encoded pictures, paths relative to the table's folder, or addresses."""
     caption_column: str | None = "caption"
     """Missing or empty captions are fine: such pictures are found by the image index alone."""
     licence: str = "unknown"
@@ -49,6 +52,8 @@ class LibraryConfig:
     of your own, which takes a Pillow image and returns why, or None. The data set's card says which ran."""
     shard_size: int = 5000
     """Pictures inspected and embedded at once; what is lost when the run is stopped."""
+    memory_mb: int = 768
+    """Memory for pictures that are no files of their own, MB: fewer than ``shard_size`` are taken at once where they are large."""
     near_duplicates: int | None = None
     """Bits in which two perceptual hashes (of 64) may differ for the later picture to be left out as a near-duplicate; 4
     finds the same picture in another size or compression. null: only equal bytes are left out, as in the paper."""
@@ -158,6 +163,8 @@ class RetrieveConfig:
     """Do not offer a query its own input picture. The paper does not say."""
     more: list[IndexSpec] = field(default_factory=list)
     """Further indices by other encoders, whose candidates are judged too. TSR still reads the first image index only."""
+    memory_mb: int = 512
+    """Memory for what queries are compared with, MB: they are embedded and searched for in blocks of that size."""
 
 
 @dataclass
@@ -343,8 +350,6 @@ def check(config: RmirConfig) -> None:
         raise ConfigError(f"retrieve.more: each index needs a name of its own; got {twice[0]!r}")
     if not config.audit.ks or min(config.audit.ks) < 1:
         raise ConfigError(f"audit.ks needs numbers >= 1, got {config.audit.ks}")
-    if config.audit.memory_mb < 1:
-        raise ConfigError(f"audit.memory_mb must be >= 1, got {config.audit.memory_mb}")
     if (most := config.library.near_duplicates) is not None and not 0 <= most <= 16:
         raise ConfigError(f"library.near_duplicates must be between 0 and 16 bits, or null; got {most}")
     _one_of("split.tsr_list", config.split.tsr_list, ("retrieved", "surviving"))
@@ -355,7 +360,7 @@ def check(config: RmirConfig) -> None:
         _one_of("generate.categories", category, tuple(CATEGORIES))
     for key in (
         "seed.clusters", "seed.per_cluster", "seed.iterations", "retrieve.by_image", "library.shard_size",
-        "library.min_side_px", "download.concurrency", "download.max_bytes", "generate.max_tokens", "filter.max_tokens", "judge.max_tokens",
+        "library.min_side_px", "library.memory_mb", "retrieve.memory_mb", "audit.memory_mb", "download.concurrency", "download.max_bytes", "generate.max_tokens", "filter.max_tokens", "judge.max_tokens",
     ):  # fmt: skip
         section, name = key.split(".")
         if (value := getattr(getattr(config, section), name)) < 1:

@@ -11,7 +11,7 @@ from data_prep.rmir import prompts
 from data_prep.rmir.config import RmirConfig, load_options, models_used
 from data_prep.rmir.oracle import OracleProcess, write_library
 from data_prep.rmir.pictures.download import is_address
-from data_prep.rmir.pictures.library import list_library
+from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.results import report
 from data_prep.rmir.run import STAGES, Run, RunError, done, identities
 from data_prep.rmir.stages import WORK
@@ -101,7 +101,8 @@ def status(run: Run) -> str:
         lost = (
             f", and at most {one.lost_cost:.4f} by {one.lost_calls:,} lost attempts" if one.lost_calls else ""
         )
-        lines.append(f"{one.endpoint}: {one.calls:,} calls, {one.cost:.4f} spent{lost}")
+        batches = f" ({one.batch_calls:,} by batches)" if one.batch_calls else ""
+        lines.append(f"{one.endpoint}: {one.calls:,} calls{batches}, {one.cost:.4f} spent{lost}")
     return "\n".join(lines)
 
 
@@ -113,8 +114,10 @@ def estimate(config: RmirConfig) -> str:
     """
     encoders = identities(config)
     finished = {stage: found["counts"] for stage in STAGES if (found := done(config, stage, encoders))}
-    library = list_library(config.library)
-    listed = len(library)
+    listed = addresses = 0
+    for row in Library(config.library).rows(pictures=False):
+        listed += 1
+        addresses += row["ref"] is not None and is_address(row["ref"])
     usable = finished["seed"]["seed"] if "seed" in finished else listed
     inputs = min(usable, config.seed.clusters * config.seed.per_cluster)
     if config.generate.max_inputs is not None:
@@ -146,7 +149,7 @@ def estimate(config: RmirConfig) -> str:
             model = config.models[name]
             tokens_in = number * (characters / CHARACTERS_A_TOKEN + pictures * model.picture_tokens)
             tokens_out = number * config.expect.output_tokens[stage]
-            cost = model.cost(int(tokens_in), int(tokens_out))
+            cost = model.cost(int(tokens_in), int(tokens_out), batch=model.mode == "batch")
             total += cost
             paid += cost if stage in finished else 0.0
             mark = f"{stage} (done)" if stage in finished else stage
@@ -170,7 +173,6 @@ def estimate(config: RmirConfig) -> str:
     lines.append(
         f"Nothing was asked. Guesses (expect.*): {', '.join([*guesses, 'tokens of prompts and answers'])}."
     )
-    addresses = sum(is_address(row["ref"]) for row in library)
     if addresses:
         lines.append(f"{addresses:,} pictures are at web addresses and will be downloaded by the stage seed.")
     unset = sorted(

@@ -135,8 +135,11 @@ Answer in exactly this format:
 """
 
 
+WORDING = {"generate": [GENERATE, CONTENT_POLICY], "filter": [FILTER], "judge": [JUDGE]}
+"""What each stage asks: another wording redoes the stage."""
 FORM = "Answer in exactly this format"
 """With this the format of each prompt begins; it is said again where an answer could not be read."""
+_JUDGED = f"{JUDGE}\nINPUT:"
 _GENERATED = (("query", None), ("target_desc", None), ("reasoning", None))
 
 
@@ -174,7 +177,7 @@ def judge_request(model: str, picture: Picture, query: str, target: Picture, **s
         ("consistent", ("True", "False", "ABSTAIN")),
     )
     # What all candidates of a query share comes first, its picture included, so that a provider's prompt cache holds it.
-    parts = (f"{JUDGE}\nINPUT:", picture, f"<query>{query}</query>\nTARGET:", target)
+    parts = (_JUDGED, picture, f"<query>{query}</query>\nTARGET:", target)
     return Request(model, parts, shared_parts=3, form=_form(JUDGE), fields=fields, **settings)
 
 

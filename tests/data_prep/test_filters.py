@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from data_prep.rmir.config import LibraryConfig
 from data_prep.rmir.pictures import filters
-from data_prep.rmir.pictures.library import inspect, list_library
+from data_prep.rmir.pictures.library import Library, inspect
 from rge.common.errors import UserError
 
 
@@ -29,7 +29,7 @@ def three(tmp_path, monkeypatch):
 
 def looked_at(folder, *names):
     config = LibraryConfig(path=str(folder), filters=list(names))
-    return {row["id"]: row["reason"] for row in inspect(list_library(config), config).to_pylist()}
+    return {row["id"]: row["reason"] for row in inspect(list(Library(config).rows()), config).to_pylist()}
 
 
 def test_ones_own_filter_leaves_pictures_out_with_its_reason(three):

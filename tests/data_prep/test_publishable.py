@@ -27,7 +27,7 @@ from data_prep.rmir.config import (
 )
 from data_prep.rmir.main import run_stages
 from data_prep.rmir.pictures.encoders import MINILM
-from data_prep.rmir.pictures.library import list_library
+from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.results import report
 from data_prep.rmir.run import STAGES, Run, fingerprint
 from rge.calls.failures import RequestRejected
@@ -63,7 +63,11 @@ def one_family(path: Path) -> None:
 def test_two_pictures_that_differ_in_their_ending_are_two(tmp_path):
     for number, name in enumerate(("a.jpg", "a.png", "b.png")):
         Image.new("RGB", (40, 40), (number * 40, 0, 0)).save(tmp_path / name)
-    assert [row["id"] for row in list_library(LibraryConfig(path=str(tmp_path)))] == ["a.jpg", "a.png", "b"]
+    assert [row["id"] for row in Library(LibraryConfig(path=str(tmp_path))).rows()] == [
+        "a.jpg",
+        "a.png",
+        "b",
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------- what a change redoes
@@ -85,6 +89,9 @@ def test_two_pictures_that_differ_in_their_ending_are_two(tmp_path):
         (("split.tsr_list", "surviving"), "split audit"),
         (("audit.ks", [3]), "audit"),
         (("audit.memory_mb", 7), ""),
+        (("retrieve.memory_mb", 7), ""),
+        (("library.memory_mb", 7), ""),
+        (("library.shard_size", 7), ""),
         (("export.name", "mine"), "split audit"),
         (("seed.seed", 1), " ".join(STAGES)),
     ],

@@ -21,7 +21,7 @@ from data_prep.rationales import checks, prompts
 from data_prep.rationales.leak import PictureLeak, Shown, caption_leak, text_leak
 from data_prep.rmir.config import EncoderConfig
 from data_prep.rmir.pictures.encoders import CheckpointEncoder
-from rge.calls.caller import Caller, Outcome
+from rge.calls.caller import LOST_RUNS, Caller, Outcome
 from rge.calls.model_config import ModelConfig, check_model
 from rge.calls.replies import ReplyError
 from rge.calls.request import Picture, Request
@@ -97,8 +97,8 @@ class RationaleOptions(Settings):
     """Name the endpoint knows the writer by."""
     base_url: str | None = None
     """Such as http://HOST:8000/v1 of vLLM; null: the provider's own."""
-    api: Literal["openai", "anthropic", "gemini"] = "openai"
-    """openai (any compatible endpoint), anthropic or gemini."""
+    api: Literal["openai", "anthropic", "gemini", "vllm"] = "openai"
+    """openai (any compatible endpoint), anthropic, gemini, or vllm: an engine in this process."""
     mode: Literal["calls", "batch"] = "calls"
     """calls, or batch: the provider's batch mode, at half the price and within a day."""
     key_env: str | None = None
@@ -417,6 +417,12 @@ def _ask_all(
             for row, sample in wanted
         ]
         outcomes = caller.run(requests, read=prompts.read, title="rationales")
+        works = bool(caller.counts.asked or caller.counts.cached)
+        if again := caller.held_up_by(outcomes, works=works):
+            raise UserError(
+                f"{len(again)} of {len(requests)} calls got no answer, such as: {again[0].error}. What was answered is kept; run "
+                f"this again. A call without an answer in {LOST_RUNS} runs is passed over, where others are answered"
+            )
         new = {at: _read(outcome, settings) for at, outcome in zip(wanted, outcomes, strict=True)}
         leaks.measure(new)
         return new
@@ -438,8 +444,6 @@ def _ask_all(
 
 
 def _read(outcome: Outcome, settings: Settings) -> _Written:
-    if outcome.lost:
-        raise UserError(f"a call got no answer: {outcome.error}. What was answered is kept; run this again")
     try:
         text = prompts.read(outcome.answer())
     except ReplyError as error:

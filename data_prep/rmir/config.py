@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from data_prep.rmir.wording import wording
 from rge.calls.model_config import ModelConfig, check_model
 from rge.common.errors import UserError
 from rge.common.files import RECIPES
@@ -15,7 +16,8 @@ CONFIGS = RECIPES / "data_prep"
 C = TypeVar("C", bound="RmirConfig")
 IMAGE_ENCODERS = ("siglip", "checkpoint", "pixels")
 CAPTION_ENCODERS = ("text", "minilm", "checkpoint", "hashing")
-CATEGORIES = {"functional": "FUNC", "temporal": "TEMP", "causal": "CAUS"}
+CATEGORIES = ("functional", "temporal", "causal")
+"""Kinds of reasoning of the paper."""
 
 
 class ConfigError(UserError):
@@ -128,7 +130,7 @@ class GenerateConfig:
     max_tokens: int = 2048
     """Tokens of one answer, at most."""
     categories: list[str] = field(default_factory=lambda: list(CATEGORIES))
-    """Kinds of reasoning asked for."""
+    """Kinds of reasoning asked for, of those that ``prompts`` names."""
     max_inputs: int | None = None
     """Seed pictures that are asked about, drawn at random; null: all."""
     content_policy: bool = True
@@ -294,6 +296,9 @@ class RmirConfig:
     expect: ExpectConfig = field(default_factory=ExpectConfig)
     oracle: OracleConfig | None = None
     """Answer from the shipped tables instead of asking models; null: ask the models."""
+    prompts: str | None = None
+    """Folder whose files replace the shipped prompts of the same name: kinds.md, constraints.md, content_policy.md,
+    generate.md, filter.md, judge.md; null: none."""
     queries_per_shard: int = 500
     """Queries judged at once; what is lost when the run is stopped."""
     runner: str = "native"
@@ -357,7 +362,7 @@ def check(config: RmirConfig) -> None:
     _one_of("export.rationale", config.export.rationale, ("generator", "none"))
     _one_of("runner", config.runner, ("native", "ray"))
     for category in config.generate.categories:
-        _one_of("generate.categories", category, tuple(CATEGORIES))
+        _one_of("generate.categories", category, tuple(wording(config.prompts).codes))
     for key in (
         "seed.clusters", "seed.per_cluster", "seed.iterations", "retrieve.by_image", "library.shard_size",
         "library.min_side_px", "library.memory_mb", "retrieve.memory_mb", "audit.memory_mb", "download.concurrency", "download.max_bytes", "generate.max_tokens", "filter.max_tokens", "judge.max_tokens",

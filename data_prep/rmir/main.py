@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from data_prep.rmir import prompts
 from data_prep.rmir.config import RmirConfig, load_options, models_used
 from data_prep.rmir.oracle import OracleProcess, write_library
 from data_prep.rmir.pictures.download import is_address
@@ -15,6 +14,7 @@ from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.results import report
 from data_prep.rmir.run import STAGES, Run, RunError, done, identities
 from data_prep.rmir.stages import WORK
+from data_prep.rmir.wording import wording
 from rge.calls.model_config import CHARACTERS_A_TOKEN
 
 
@@ -132,11 +132,12 @@ def estimate(config: RmirConfig) -> str:
     )
     candidates = min(candidates, max(usable - config.retrieve.exclude_input, 0))
     triplets = finished["retrieve"]["triplets"] if "retrieve" in finished else valid * candidates
+    texts = wording(config.prompts)
     calls: dict[str, list[tuple[str, float, int, int]]] = {
-        "generate": [(config.generate.model, inputs, len(prompts.GENERATE), 1)],
-        "filter": [(config.filter.model, queries, len(prompts.FILTER) + 200, 1)],
+        "generate": [(config.generate.model, inputs, len(texts.generate), 1)],
+        "filter": [(config.filter.model, queries, len(texts.filter) + 200, 1)],
         "judge": [
-            (spec.model, triplets * spec.count, len(prompts.JUDGE) + 80, 2) for spec in config.judge.judges
+            (spec.model, triplets * spec.count, len(texts.judge) + 80, 2) for spec in config.judge.judges
         ],
     }
     lines = [

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_prep.rmir import frames, prompts
+from data_prep.rmir import frames
 from data_prep.rmir.config import RmirConfig, to_dict
 from data_prep.rmir.pictures.encoders import identity
-from rge.calls.caller import Caller, Counts, Outcome, Read
+from data_prep.rmir.wording import wording
+from rge.calls.caller import LOST_RUNS, Caller, Counts, Outcome, Read
 from rge.calls.failures import RequestRejected
 from rge.calls.model_config import known_as
 from rge.calls.request import Picture, Request
@@ -26,8 +27,6 @@ EXPORTED = ("licence", "source_column", "author_column", "licence_column")
 """Settings of the library that only the export reads."""
 HOW_MUCH_AT_ONCE = ("memory_mb", "shard_size")
 """Settings that change how a stage works and not what comes of it."""
-LOST_RUNS = 3
-"""Runs in which a call may stay without an answer before it is passed over, as one whose answer cannot be read."""
 
 STAGES = ("seed", "generate", "filter", "retrieve", "judge", "keep", "pool", "split", "audit")
 READS = {
@@ -89,7 +88,13 @@ def _settings(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]]
         }
         return [library, image, caption, whole["seed"]]
     if stage in ("generate", "filter"):
-        return [whole[stage], prompts.WORDING[stage], answers_of(whole[stage]["model"])]
+        texts = wording(config.prompts)
+        asked = (
+            texts.filter
+            if stage == "filter"
+            else texts.asked(config.generate.categories, content_policy=config.generate.content_policy)
+        )
+        return [whole[stage], asked, answers_of(whole[stage]["model"])]
     if stage == "retrieve":
         indices = [
             {**spec, "encoder": encoder}
@@ -100,7 +105,7 @@ def _settings(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]]
     if stage == "judge":
         return [
             whole["judge"],
-            prompts.WORDING[stage],
+            wording(config.prompts).judge,
             [answers_of(spec.model) for spec in config.judge.judges],
         ]
     if stage == "keep":
@@ -290,6 +295,7 @@ class Run:
         """
         if self._caller is None:  # one for all stages: what it learns of an endpoint's limits lasts
             self._caller = Caller(self.config.models, self.store, progress=self.progress)
+        caller = self._caller
         size = self.config.queries_per_shard
         todo = []
         for number, start in enumerate(range(0, len(items), size)):
@@ -312,12 +318,7 @@ class Run:
 
         def write(shard: _Shard, outcomes: list[Outcome]) -> None:
             missing = [outcome for outcome in outcomes if outcome.lost]
-            # Where the endpoint answers others, a call that it never answers is no outage: a server may choke on one picture.
-            again = [
-                one
-                for one in missing
-                if not self._num_answered or self.store.num_failures(one.key) < LOST_RUNS
-            ]
+            again = caller.held_up_by(missing, works=bool(self._num_answered))
             lost.extend(again)
             if again:
                 return

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames, prompts
-from data_prep.rmir.config import CATEGORIES, ConfigError, EncoderConfig
+from data_prep.rmir.config import ConfigError, EncoderConfig
 from data_prep.rmir.pictures.cluster import embed_on_ray
 from data_prep.rmir.pictures.download import resolve
 from data_prep.rmir.pictures.encoders import ImageEncoder, TextEncoder, bridged, image_encoder, text_encoder
@@ -26,6 +26,7 @@ from data_prep.rmir.pictures.near_duplicates import near_duplicates
 from data_prep.rmir.results.audit import audit
 from data_prep.rmir.results.export import export
 from data_prep.rmir.run import Run, reasons
+from data_prep.rmir.wording import wording
 from rge.calls.caller import Outcome
 from rge.calls.model_config import known_as
 from rge.calls.replies import Refused, Reply, ReplyError
@@ -290,9 +291,12 @@ def generate(run: Run) -> dict[str, Any]:
             images[row] for row in sorted(rng.choice(len(images), config.max_inputs, replace=False).tolist())
         ]
     settings = {"temperature": config.temperature, "max_tokens": config.max_tokens}
+    texts = wording(run.config.prompts)
+
+    codes = [texts.codes[category] for category in config.categories]
 
     def readable(reply: Reply) -> None:
-        prompts.check_generated(reply, config.categories, config.max_query_words, config.max_target_words)
+        prompts.check_generated(reply, codes, config.max_query_words, config.max_target_words)
 
     def ask(image: dict[str, Any]) -> Iterator[Request]:
         yield prompts.generate_request(
@@ -300,17 +304,18 @@ def generate(run: Run) -> dict[str, Any]:
             run.picture(image, config.model),
             config.categories,
             content_policy=config.content_policy,
+            texts=texts,
             **settings,
         )
 
     def rows_of(shard: Sequence[dict[str, Any]], outcomes: Iterator[Outcome]) -> dict[str, Rows]:
         found: dict[str, Rows] = {"queries": [], "rejected": []}
         for image, outcome in zip(shard, outcomes, strict=True):
-            for category in config.categories:
-                name = f"{image['id']}-{CATEGORIES[category]}-1"
+            for category, code in zip(config.categories, codes, strict=True):
+                name = f"{image['id']}-{code}-1"
                 try:
                     read = prompts.read_generated(
-                        outcome.answer(), category, config.max_query_words, config.max_target_words
+                        outcome.answer(), code, config.max_query_words, config.max_target_words
                     )
                 except ReplyError as error:
                     found["rejected"].append(_rejected(name, error, outcome.key))
@@ -337,10 +342,13 @@ def filter_queries(run: Run) -> dict[str, Any]:
     images = {image["id"]: image for image in run.rows("seed", "images")}
     queries = run.rows("generate", "queries", "generated")
     settings = {"temperature": config.temperature, "max_tokens": config.max_tokens}
+    texts = wording(run.config.prompts)
 
     def ask(query: dict[str, Any]) -> Iterator[Request]:
         picture = run.picture(images[query["image_id"]], config.model)
-        yield prompts.filter_request(config.model, picture, query["query"], query["target_desc"], **settings)
+        yield prompts.filter_request(
+            config.model, picture, query["query"], query["target_desc"], texts=texts, **settings
+        )
 
     def rows_of(shard: Sequence[dict[str, Any]], outcomes: Iterator[Outcome]) -> dict[str, Rows]:
         found: dict[str, Rows] = {"valid": [], "rejected": []}
@@ -485,6 +493,7 @@ def judge(run: Run) -> dict[str, Any]:
         before = sum(names[model] == names[spec.model] for model, _ in panel)
         panel += [(spec.model, before + number) for number in range(spec.count)]
     settings = {"temperature": config.temperature, "max_tokens": config.max_tokens}
+    texts = wording(run.config.prompts)
 
     def asked(name: str) -> Iterator[tuple[str, str, int]]:
         for candidate in candidates[name]:
@@ -496,7 +505,9 @@ def judge(run: Run) -> dict[str, Any]:
         for candidate, model, sample in asked(name):
             given = run.picture(images[query["image_id"]], model)
             target = run.picture(images[candidate], model)
-            yield prompts.judge_request(model, given, query["query"], target, sample=sample, **settings)
+            yield prompts.judge_request(
+                model, given, query["query"], target, sample=sample, texts=texts, **settings
+            )
 
     def rows_of(shard: Sequence[str], outcomes: Iterator[Outcome]) -> dict[str, Rows]:
         rows = []

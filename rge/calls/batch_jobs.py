@@ -6,12 +6,10 @@ creation may or may not have been accepted is looked for at the provider before 
 """
 
 import asyncio
-import fcntl
 import secrets
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from rge.calls.failures import (
@@ -30,7 +28,6 @@ from rge.calls.providers.transport import PolicyAnswer, encoded, failure
 from rge.calls.replies import NotAChat, ReplyError, read_replies
 from rge.calls.request import Request
 from rge.calls.store import AnswerStore, BatchRow, Kept
-from rge.common.errors import UserError
 from rge.common.images import ImageError
 
 LOOKS = 3
@@ -95,21 +92,22 @@ class BatchJobs:
             EndpointDown: the provider does not answer, or a batch takes too long; the same command waits on.
             RequestRejected: it accepts no such batch.
         """
-        with _alone(self.store):
-            queue = deque(await self._found_again(wanted))
-            while queue or self._waiting:
-                full = False
-                while queue and not full:
-                    full = await self._send_some(queue)
-                if full and not self._waiting:
-                    spent, name = self.store.spent(self.model.endpoint), self.model.name
-                    raise BudgetReached(
-                        f"{name}: {spent:.4f} of the budget {self.model.budget:g} is spent, and the next call might exceed it; "
-                        "nothing more is sent. Raise the model's budget and run the same command again"
-                    )
-                if self._waiting:
-                    again = await self._some_ended(wanted)
-                    queue.extend((key, wanted[key]) for key in again if key in wanted)
+        # Two processes that find the same batch begun would both look for it, and create it twice.
+        self.store.hold_batches()
+        queue = deque(await self._found_again(wanted))
+        while queue or self._waiting:
+            full = False
+            while queue and not full:
+                full = await self._send_some(queue)
+            if full and not self._waiting:
+                spent, name = self.store.spent(self.model.endpoint), self.model.name
+                raise BudgetReached(
+                    f"{name}: {spent:.4f} of the budget {self.model.budget:g} is spent, and the next call might exceed it; "
+                    "nothing more is sent. Raise the model's budget and run the same command again"
+                )
+            if self._waiting:
+                again = await self._some_ended(wanted)
+                queue.extend((key, wanted[key]) for key in again if key in wanted)
         return {key: why for key, why in self.left.items() if key in wanted}
 
     async def _found_again(self, wanted: dict[str, Request]) -> list[tuple[str, Request]]:
@@ -359,7 +357,7 @@ class BatchJobs:
                 raw, why = None, str(error)
             except ReplyError:
                 pass
-        elif line.status is not None:
+        elif line.status is not None and line.status >= 400:
             failed = failure(line.status, line.error, {}, self.model, self.mask)
             if isinstance(failed, PolicyAnswer):
                 raw = line.error
@@ -390,19 +388,3 @@ class BatchJobs:
                 f"{self.model.name}: does not say {what} ({failed} attempts), the last time: {self.mask(str(error))}. Nothing is lost: "
                 "the same command waits on"
             ) from None
-
-
-@contextmanager
-def _alone(store: AnswerStore) -> Iterator[None]:
-    # Two processes that find the same batch begun would both look for it, and create it twice.
-    if store.path is None:
-        yield
-        return
-    with store.path.with_name(f"{store.path.name}.batches").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(
-                f"another process waits for batches of {store.path}; wait for it, or end it"
-            ) from None
-        yield

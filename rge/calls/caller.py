@@ -5,6 +5,7 @@ asked for again with the format named.
 """
 
 import asyncio
+import functools
 import random
 import sys
 import time
@@ -28,6 +29,7 @@ from rge.calls.keys import Mask, read_key
 from rge.calls.model_config import ModelConfig, check_model, known_as
 from rge.calls.pace import Pace
 from rge.calls.pictures import Pictures
+from rge.calls.providers import engine
 from rge.calls.providers.batches import Connected
 from rge.calls.providers.bodies import Shown
 from rge.calls.providers.transport import Answer, Connections, PolicyAnswer, Send
@@ -48,6 +50,8 @@ from rge.common.images import ImageError
 
 MAX_FAILURES_IN_A_ROW = 20
 """Calls lost, or rejected, one after the other before an endpoint is held to be down, or set up wrongly."""
+LOST_RUNS = 3
+"""Runs in which a call may stay without an answer before it is passed over, as one whose answer cannot be read."""
 KEPT_OF_FAILURE = 20_000
 """Characters of a body that is no answer, for the record of failures."""
 AT_A_TIME = 1024
@@ -229,7 +233,9 @@ class Caller:
         async def ask(name: str, pictures: Pictures) -> None:
             model = self.models[name]
             try:
-                if model.mode != "batch":
+                while model.api == "vllm" and (calls := await feed.take(name)):
+                    await self._ask_engine(model, calls, batch, pictures)
+                if model.mode != "batch" and model.api != "vllm":
                     num_workers = (
                         min(model.concurrency, len(feed.waiting[name])) if feed.ended else model.concurrency
                     )
@@ -296,7 +302,7 @@ class Caller:
                 again.extend(batch.answered(call, kept))
 
         async def show(request: Request) -> Shown:
-            return {part: await pictures(part) for part in request.parts if isinstance(part, Picture)}
+            return await self._shown(request, pictures)
 
         async with Connected(model, self._mask) as provider:
             jobs = BatchJobs(model, self.store, provider, self._mask, show=show, take=take, say=self._say)
@@ -308,6 +314,58 @@ class Caller:
             )
         return [*left.values(), *again]
 
+    async def _ask_engine(
+        self, model: ModelConfig, calls: list[_Call], batch: "_Batch", pictures: Pictures
+    ) -> None:
+        """Ask vLLM in this process."""
+        line, loop, waiting = self._lines[model.endpoint], asyncio.get_running_loop(), calls
+        while waiting:
+            some, waiting = (
+                waiting[: engine.ROUNDS * model.concurrency],
+                waiting[engine.ROUNDS * model.concurrency :],
+            )
+            ready: list[tuple[_Call, Shown]] = []
+            for call in some:
+                try:
+                    ready.append((call, await self._shown(call.request, pictures)))
+                except ImageError as error:
+                    batch.answered(call, self._failed(model, call, CallFailed(self._mask(str(error)))))
+            numbers = [
+                self.store.begin(model.endpoint, call.key, model.estimate(call.request), 0.0, None) or 0
+                for call, _ in ready
+            ]
+            began = time.monotonic()
+            requests, shown = [call.request for call, _ in ready], [pictures for _, pictures in ready]
+            try:
+                work = functools.partial(engine.answers, model, requests, shown)
+                found = await loop.run_in_executor(engine.thread(), work) if ready else []
+            except BaseException:
+                for number in numbers:  # nobody bills them
+                    self.store.free(number)
+                raise
+            took_s = (time.monotonic() - began) / max(len(ready), 1)
+            for (call, _), number, one in zip(ready, numbers, found, strict=True):
+                if isinstance(one, str):
+                    self.store.free(number)
+                    line.rejected(model, self._mask(one), about_input=True)
+                    failure = CallFailed(f"{model.name}: {self._mask(one)}")
+                    batch.answered(call, self._failed(model, call, failure))
+                    continue
+                kept = self._keep(model, line, call, number, Answer(one, {}), (0, 0), took_s)
+                self.counts.asked += 1
+                waiting = [*waiting, *batch.answered(call, kept)]
+
+    def _failed(
+        self, model: ModelConfig, call: _Call, failure: CallFailed, raw: str | None = None
+    ) -> CallFailed:
+        self.store.fail(call.key, model.name, failure.kind, str(failure), raw)
+        self.counts.failed += 1
+        self.counts.reasons[str(failure)[:120]] += 1
+        return failure
+
+    async def _shown(self, request: Request, pictures: Pictures) -> Shown:
+        return {part: await pictures(part) for part in request.parts if isinstance(part, Picture)}
+
     def _say(self, text: str) -> None:
         if self.progress:
             sys.stderr.write(f"{text}\n")
@@ -318,7 +376,7 @@ class Caller:
         request = call.request
         try:
             # Before an attempt begins: scaling a photograph is no part of the time that the endpoint is given.
-            shown = {part: await pictures(part) for part in request.parts if isinstance(part, Picture)}
+            shown = await self._shown(request, pictures)
             kept = await self._attempts(model, line, send, call, shown)
             self.counts.asked += 1
             return kept
@@ -326,9 +384,7 @@ class Caller:
             failure = error if isinstance(error, CallFailed) else CallFailed(self._mask(str(error)))
             raw = getattr(error.__cause__, "raw", None)
             shown_raw = self._mask(raw.decode("utf-8", "replace"))[:KEPT_OF_FAILURE] if raw else None
-            self.store.fail(call.key, model.name, failure.kind, str(failure), shown_raw)
-            self.counts.failed += 1
-            self.counts.reasons[str(failure)[:120]] += 1
+            self._failed(model, call, failure, shown_raw)
             if isinstance(error, CallFailed):
                 line.failed(failure)
             return failure
@@ -430,6 +486,19 @@ class Caller:
                     "command again"
                 )
             await line.somebody_left()
+
+    def held_up_by(self, outcomes: Iterable[Outcome], *, works: bool) -> list[Outcome]:
+        """Lost calls that the next run is to ask again, before what rests on them is done.
+
+        Where the endpoint answers others, a call that it never answers is no outage: a server may choke on one picture. Such
+        a call is passed over after `LOST_RUNS` runs.
+
+        Args:
+            outcomes: of a run.
+            works: whether the endpoints answered any call.
+        """
+        lost = [outcome for outcome in outcomes if outcome.lost]
+        return [one for one in lost if not works or self.store.num_failures(one.key) < LOST_RUNS]
 
     def outcome(self, draw: _Draw, key: str, found: Reply | ReplyError) -> Outcome:
         """An answer as the user gets it: without keys, which a server may echo."""

@@ -11,7 +11,7 @@ from rge.calls.replies import cached_tokens, is_refused, usage
 from rge.calls.request import Request
 from rge.common.errors import UserError
 
-APIS = ("openai", "anthropic", "gemini")
+APIS = ("openai", "anthropic", "gemini", "vllm")
 MODES = ("calls", "batch")
 TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
 CHARACTERS_A_TOKEN = 3
@@ -23,11 +23,11 @@ class ModelConfig:
     """A model behind an endpoint."""
 
     name: str
-    """Name the endpoint knows it by."""
+    """Name the endpoint knows it by, and its answers are kept by; of vllm a hub name, or any where ``engine`` has a model."""
     base_url: str | None = None
     """Such as http://HOST:8000/v1 of vLLM; null: the provider's own."""
     api: str = "openai"
-    """openai (any compatible endpoint), anthropic or gemini."""
+    """openai (any compatible endpoint), anthropic, gemini, or vllm: an engine in this process (needs the extra ``vllm``)."""
     mode: str = "calls"
     """calls, or batch: by the provider's batch mode, at a part of the price and within a day; what a batch does not answer is
     asked by calls."""
@@ -73,6 +73,8 @@ class ModelConfig:
     """Further fields of every request, as they are."""
     max_side_px: int = 1024
     """Longer sides of pictures are scaled down to this."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Arguments of vLLM's engine, such as {model: FOLDER, gpu_memory_utilization: 0.8, tensor_parallel_size: 2}."""
     batch_price: float = 0.5
     """What an answer of a batch costs, as a share of the prices above."""
     batch_poll_s: float = 30.0
@@ -174,10 +176,16 @@ def check_model(name: str, model: ModelConfig) -> None:
         )
     if not 0 <= model.batch_price <= 1:
         raise UserError(f"{where}.batch_price is a share, from 0 to 1; got {model.batch_price}")
-    unknown = {"anthropic": ("draws_a_call", "token_limit"), "gemini": ("token_limit",)}
+    unknown = {
+        "anthropic": ("draws_a_call", "token_limit"),
+        "gemini": ("token_limit",),
+        "vllm": ("token_limit", "reasoning_effort", "mode", "base_url", "key_env"),
+    }
+    if model.engine and model.api != "vllm":
+        raise UserError(f"{where}.engine is for api=vllm; got api={model.api}")
     for setting in unknown.get(model.api, ()):
         if getattr(model, setting) != getattr(ModelConfig, setting):
-            raise UserError(f"{where}.{setting} is for api=openai; api={model.api} knows no such field")
+            raise UserError(f"{where}.{setting} means nothing to api={model.api}")
     if set(model.extra_body) & {"model", "messages", "n", "seed"}:
         raise UserError(
             f"{where}.extra_body must leave model, messages, n and seed alone: answers are kept by them"

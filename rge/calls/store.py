@@ -9,6 +9,7 @@ An attempt is entered before it is sent, at the most it may cost: so a budget ho
 was under way when one was killed stays in the ledger, marked as an estimate.
 """
 
+import fcntl
 import hashlib
 import json
 import sqlite3
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rge.calls.write_ahead_log import open_wal
 from rge.common.errors import UserError
@@ -147,6 +148,7 @@ class AnswerStore:
     def __init__(self, path: str | Path | None):
         self.path = Path(path) if path is not None else None
         self._lock = threading.Lock()
+        self._batches: IO[str] | None = None
         try:
             if self.path is None:
                 self._db = sqlite3.connect("", isolation_level=None, check_same_thread=False)
@@ -161,6 +163,9 @@ class AnswerStore:
     def close(self) -> None:
         """Close the file."""
         self._db.close()
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
 
     # -------------------------------------------------------------------------------------------------------- answers
 
@@ -259,6 +264,24 @@ class AnswerStore:
             self._free(attempt)
 
     # -------------------------------------------------------------------------------------------------------- batches
+
+    def hold_batches(self) -> None:
+        """Keep the batches of this file for this object, until it is closed or the process ends.
+
+        Raises:
+            StoreError: another one has them.
+        """
+        if self.path is None or self._batches is not None:
+            return
+        file = self.path.with_name(f"{self.path.name}.batches").open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            raise StoreError(
+                f"another process waits for batches of {self.path}; wait for it, or end it"
+            ) from None
+        self._batches = file
 
     def begin_batch(
         self,

@@ -30,6 +30,7 @@ from data_prep.rmir.pictures.encoders import MINILM
 from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.results import report
 from data_prep.rmir.run import STAGES, Run, fingerprint
+from data_prep.rmir.wording import wording
 from rge.calls.failures import RequestRejected
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig
@@ -213,11 +214,12 @@ def test_the_content_policy_is_asked_for_and_its_abstention_is_counted():
         prompts.generate_request("m", picture, ["causal"], content_policy=wanted).parts[0]
         for wanted in (True, False)
     )
-    assert prompts.CONTENT_POLICY in with_policy
-    assert with_policy.replace(prompts.CONTENT_POLICY, "") == without
+    policy = wording().content_policy
+    assert policy in with_policy
+    assert with_policy.replace(f"{policy}\n\n", "") == without
     with pytest.raises(Declined):
-        prompts.read_generated(Reply("ABSTAIN DUE TO SENSITIVE IMAGE", "stop", 1, 1), "causal", 25, 50)
-    prompts.check_generated(Reply("ABSTAIN DUE TO SENSITIVE IMAGE", "stop", 1, 1), ["causal"], 25, 50)
+        prompts.read_generated(Reply("ABSTAIN DUE TO SENSITIVE IMAGE", "stop", 1, 1), "CAUS", 25, 50)
+    prompts.check_generated(Reply("ABSTAIN DUE TO SENSITIVE IMAGE", "stop", 1, 1), ["CAUS"], 25, 50)
     assert GenerateConfig().content_policy
 
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from data_prep.rmir import oracle, prompts
+from data_prep.rmir import oracle
 from data_prep.rmir.config import (
     EncoderConfig,
     GenerateConfig,
@@ -27,7 +27,7 @@ from data_prep.rmir.main import run_stages
 from data_prep.rmir.pictures.encoders import PixelEncoder
 from data_prep.rmir.pictures.formats import LibraryError
 from data_prep.rmir.pictures.library import Library, blocks, fetched
-from data_prep.rmir.run import STAGES, Run, fingerprint
+from data_prep.rmir.run import STAGES, Run
 from data_prep.rmir.stages import retrieve, seed
 from rge.calls.local_server import LocalServer
 from rge.calls.model_config import ModelConfig
@@ -85,15 +85,6 @@ def test_no_shard_waits_for_the_one_before(tmp_path):
         run.close()
     assert written_before == ["part-00001.parquet", "part-00002.parquet"]
     assert len(list(folder.glob("part-*.parquet"))) == 3
-
-
-@pytest.mark.parametrize("stage", ["generate", "filter", "judge"])
-def test_another_wording_redoes_its_stage_and_what_follows(tmp_path, monkeypatch, stage):
-    config = config_of(tmp_path, tmp_path)
-    before = {name: fingerprint(config, name) for name in STAGES}
-    monkeypatch.setitem(prompts.WORDING, stage, [*prompts.WORDING[stage], "Think twice."])
-    redone = [name for name in STAGES if fingerprint(config, name) != before[name]]
-    assert redone == list(STAGES[STAGES.index(stage) :])
 
 
 # --------------------------------------------------------------------------------------------------------------- libraries

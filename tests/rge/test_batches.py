@@ -579,9 +579,39 @@ def test_a_batch_that_fails_as_a_whole(store, monkeypatch):
 
 
 def test_one_process_waits_for_batches(store, monkeypatch):
-    with openai_server(monkeypatch) as provider, batch_jobs._alone(store):
+    other = AnswerStore(store.path)
+    other.hold_batches()
+    with openai_server(monkeypatch) as provider:
         with pytest.raises(UserError, match="another process waits for batches"):
             Caller(model(provider), store).run(ask("a"))
+        other.close()
+        Caller(model(provider), store).run(ask("a"))
+
+
+def test_two_models_wait_for_their_batches_at_once(store, monkeypatch):
+    with openai_server(monkeypatch) as provider:
+        both = {"m": model(provider)["m"], "n": model(provider, name="n")["m"], "same": model(provider)["m"]}
+        found = Caller(both, store).run([*ask("a"), Request("n", ("b",)), Request("same", ("c",))])
+    assert [read(one.reply) for one in found] == ["a", "b", "c"]
+    assert provider.by_calls == []
+    assert provider.created == 3
+
+
+def test_a_web_page_in_the_results_is_no_answer(store, monkeypatch):
+    """The local server of chats answers with one and status 200, as gateways do."""
+    with openai_server(monkeypatch) as provider:
+        provider.special = {"page": ("<html>502</html>", 200)}
+        original = provider.chat
+
+        async def once(path, body):
+            answer = await original(path, body)
+            provider.special = {}
+            return answer
+
+        provider.chats = once
+        (found,) = Caller(model(provider), store).run(ask("page"))
+    assert read(found.reply) == "page"
+    assert provider.by_calls == ["page"]
 
 
 def test_a_file_of_answers_of_before_batches_is_read(tmp_path):

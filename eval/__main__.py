@@ -2,6 +2,8 @@
 
 ``rge eval budget checkpoint=DIR set=DIR out=DIR`` puts accuracy against tokens and time (several rationales, gate,
 judge), ``rge eval rerank of=DIR out=DIR judge=MODEL`` lets a vision-language model reorder a finished ranking,
+``rge eval records src=FILE out=FILE`` makes records from which such a judge is trained,
+``rge eval rag set=DIR out=DIR of=DIR answerer=MODEL judges=MODEL`` has questions answered with what was found, and marked,
 ``rge eval import rmir|pinpoint|mmeb|mmbright src=DIR out=DIR`` makes a retrieval set of a benchmark's release,
 ``rge eval import folder src=DIR out=DIR`` makes one of a folder of photos and a spreadsheet,
 ``rge eval check set=DIR`` looks any set over before a model is asked,
@@ -35,6 +37,8 @@ COMMANDS = {
     "compare": ("eval.commands.compare", "CompareOptions", "compare"),
     "budget": ("eval.commands.budget", "BudgetOptions", "budget"),
     "rerank": ("eval.commands.rerank", "RerankOptions", "rerank_command"),
+    "records": ("eval.judging.likelihood", "JudgeRecordsOptions", "write_records"),
+    "rag": ("eval.commands.rag", "RagOptions", "rag"),
     "bm25": ("eval.commands.bm25", "Bm25Options", "bm25"),
     "check": ("eval.commands.check", "CheckOptions", "check"),
     "audit": ("eval.commands.audit", "AuditOptions", "audit_command"),

@@ -222,9 +222,14 @@ class LossConfig:
     """Weight of the contrastive loss; overrides `ratio`."""
     temperature: float = 0.03
     """InfoNCE tau; cosine similarities are divided by it. No unit, > 0."""
-    anchor: Literal["self", "oracle", "none"] = "self"
+    anchor: Literal["self", "oracle", "none", "mix"] = "self"
     """Query state that the contrastive loss sees, the paper's Table 4: `self` after the model's own rationale,
-    `oracle` after the oracle's (leaks the target), `none` directly after the prompt."""
+    `oracle` after the oracle's (leaks the target), `none` directly after the prompt; `mix` after the oracle's for
+    a share of the queries, after their own for the others."""
+    oracle_share: float = 0.5
+    """With `anchor=mix`: share of the queries, drawn anew in each step, that are embedded after the oracle's rationale."""
+    oracle_decay_steps: int | None = None
+    """With `anchor=mix`: the share falls linearly from `oracle_share` to 0 over so many steps; null: it stays."""
     terms: dict[str, float] = field(default_factory=lambda: {"info_nce": 1.0})
     """Contrastive losses and their weights within the contrastive part: registered ones by name (docs/extending.md)."""
     matryoshka_dims: list[int] = field(default_factory=list)
@@ -572,6 +577,7 @@ def check(recipe: Recipe) -> None:
             raise RecipeError(
                 "model.freeze_vision=true leaves model.lora.vision=true nothing to train; choose one"
             )
+    _check_mix(recipe.loss)
     for size in recipe.loss.matryoshka_dims:
         _positive("loss.matryoshka_dims", size)
     _positive("model.min_pixels", recipe.model.min_pixels)
@@ -735,6 +741,24 @@ def _check_rl(recipe: Recipe) -> None:
         raise RecipeError(
             f"rl.loss_type=rloo has one ratio a rationale, and rl.vllm_importance_sampling_mode="
             f"{rl.vllm_importance_sampling_mode} one a token: take sequence_truncate or sequence_mask"
+        )
+
+
+def _check_mix(loss: LossConfig) -> None:
+    if loss.anchor != "mix":
+        for key in ("oracle_share", "oracle_decay_steps"):
+            if getattr(loss, key) != getattr(LossConfig, key):
+                raise RecipeError(
+                    f"loss.{key} has no effect with loss.anchor={loss.anchor}: set loss.anchor=mix"
+                )
+        return
+    _positive("loss.oracle_share", loss.oracle_share)
+    _within("loss.oracle_share", loss.oracle_share, 0, 1)
+    if loss.oracle_decay_steps is not None:
+        _positive("loss.oracle_decay_steps", loss.oracle_decay_steps)
+    elif loss.oracle_share == 1:
+        raise RecipeError(
+            "loss.oracle_share=1 mixes nothing: that is loss.anchor=oracle; or give loss.oracle_decay_steps"
         )
 
 

@@ -45,7 +45,8 @@ class Objective:
         alpha_lm: weight of the LM loss; 1 in the cold start.
         alpha_con: weight of the contrastive loss; 0 in the cold start.
         temperature: of InfoNCE.
-        anchor: ``self``, ``oracle`` or ``none``: which query state InfoNCE sees.
+        anchor: ``self``, ``oracle``, ``none`` or ``mix``: which query state InfoNCE sees. With ``mix`` some of the
+            rationales given to a step are the oracle's (`rge.rollout.writer`); the step is that of ``self``.
         lm_on_candidates: whether ``<emb>`` after a candidate's prompt is an LM label too.
         matryoshka_dims: further sizes of the embedding that the contrastive losses are averaged over.
         terms: contrastive losses by their registered names, with their weights within L_con.
@@ -116,12 +117,16 @@ class Objective:
     @property
     def needs_rollout(self) -> bool:
         """Whether the model has to write rationales first."""
-        return self.alpha_rl > 0 or (self.alpha_con > 0 and self.anchor == "self")
+        return self.alpha_rl > 0 or (self.alpha_con > 0 and self.anchor in ("self", "mix"))
 
     @property
     def needs_oracle(self) -> bool:
         """Whether records need an oracle rationale."""
-        return self.alpha_lm > 0 or (self.alpha_con > 0 and self.anchor == "oracle") or self.rewards_oracle
+        return (
+            self.alpha_lm > 0
+            or (self.alpha_con > 0 and self.anchor in ("oracle", "mix"))
+            or self.rewards_oracle
+        )
 
     @property
     def needs_candidates(self) -> bool:
@@ -163,7 +168,7 @@ def training_step(
         embedder: the same, unwrapped.
         batch: this rank's share of the step.
         objective: losses and weights.
-        rationales: this rank's own rationales for ``anchor=self``: equally many a query, query after query. Each is an
+        rationales: this rank's own rationales, and with ``anchor=mix`` some oracle ones: equally many a query, query after query. Each is an
             anchor of its query, and the loss is the mean over them.
         micro_batch_size: queries per forward.
         backward: `Accelerator.backward` or `Tensor.backward`.
@@ -358,7 +363,7 @@ def _states_without_gradient(
     q_parts, t_parts = [], []
     for queries, candidates in chunks:
         packs = []
-        if objective.anchor != "self":
+        if not objective.needs_rollout:
             rows = range(len(batch.queries))[queries]
             ids = [[embedder.emb_id] if objective.anchor == "none" else batch.oracle_ids[row] for row in rows]
             packs.append(
@@ -369,7 +374,7 @@ def _states_without_gradient(
         *q, t = embedder(*packs)
         q_parts += [readout.state_ND for readout in q]
         t_parts.append(t.state_ND)
-    if objective.anchor == "self":
+    if objective.needs_rollout:
         q_parts = [_own_states(embedder, batch, rationales, micro_batch_size)]  # type: ignore[arg-type]
     return torch.cat(q_parts), torch.cat(t_parts)
 

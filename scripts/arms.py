@@ -34,12 +34,13 @@ class Arm:
 
     Attributes:
         name: its folder.
-        stage: the one stage that it trains.
+        stage: the one stage that it trains; empty: none, what `after` ends with is asked in another way.
         after: arm whose checkpoint it starts from; empty: as `overrides` say.
         overrides: arguments of ``rge/train.py``.
         shared: trained once, whatever the number of seeds.
         flops_of: its steps are as many as cost no more counted FLOPs than this arm's; empty: as the recipe says.
         query_mode: how it is asked; empty: it is not evaluated.
+        ask: further arguments of ``python -m eval run``.
         ends_with: what arms after it start from, in its folder; empty: its stage's last checkpoint.
     """
 
@@ -50,6 +51,7 @@ class Arm:
     shared: bool = False
     flops_of: str = ""
     query_mode: str = "reasoning"
+    ask: tuple[str, ...] = ()
     ends_with: str = ""
 
 
@@ -99,6 +101,8 @@ class Study:
 
     def checkpoint(self, arm: Arm, seed: int) -> Path:
         """What a run ends with."""
+        if not arm.stage:
+            return self.checkpoint(self.by_name[arm.after], seed)
         return self.folder(arm, seed) / (arm.ends_with or f"{arm.stage}/final")
 
     def evaluation(self, arm: Arm, seed: int, name: str) -> Path:
@@ -124,7 +128,7 @@ def run_arm(study: Study, arm: Arm, seed: int) -> None:
         steps = [f"{arm.stage}.steps={equal_steps(study, arm)}"]
     train = [*words, f"out={folder}", *steps]
     note, asked = folder / "arm.json", json.dumps(train, indent=1)
-    if not note.is_file() or note.read_text() != asked:
+    if arm.stage and (not note.is_file() or note.read_text() != asked):
         print(f"{arm.name}, seed {seed}: {shlex.join(train)}", flush=True)
         # Whether a checkpoint that is there belongs to these settings is rge/train.py's to say.
         run([*shlex.split(study.launcher), "rge/train.py", *train])
@@ -134,7 +138,7 @@ def run_arm(study: Study, arm: Arm, seed: int) -> None:
         if not (out / "results.json").is_file():
             command = [sys.executable, "-m", "eval", "run", f"checkpoint={study.checkpoint(arm, seed)}"]
             mode = f"query_mode={arm.query_mode}"
-            run([*command, f"set={path}", f"out={out}", mode, "exact=false", "report=false"])
+            run([*command, f"set={path}", f"out={out}", mode, *arm.ask, "exact=false", "report=false"])
 
 
 def flops_per_step(study: Study, arm: Arm, *, ended: bool = False) -> float:

@@ -37,6 +37,7 @@ class Published:
         key: name of its file.
         benchmark: name of the protocol.
         task: of MM-BRIGHT, else None.
+        setting: ``rag`` for marks of answers, see `eval.commands.rag`; None for retrieval.
         title: of the benchmark and task.
         source: paper and table, or file and commit.
         url: where the benchmark is.
@@ -64,6 +65,7 @@ class Published:
     profiles: tuple[str, ...] = ("official",)
     made_with: Mapping[str, Any] = field(default_factory=dict)
     other_release: frozenset[int] = frozenset()
+    setting: str | None = None
 
 
 def published() -> dict[str, Published]:
@@ -81,10 +83,11 @@ def published() -> dict[str, Published]:
     return {key: _read(*files[key]) for key in sorted(files)}
 
 
-def table_of(benchmark: str | None, set_name: str) -> Published | None:
+def table_of(benchmark: str | None, set_name: str, setting: str | None = None) -> Published | None:
     """The table that an evaluation belongs to; None for a benchmark without one."""
     for table in published().values():
-        if table.benchmark == benchmark and (table.task is None or set_name.endswith(f"task {table.task}")):
+        of_task = table.task is None or set_name.endswith(f"task {table.task}")
+        if table.benchmark == benchmark and table.setting == setting and of_task:
             return table
     return None
 
@@ -103,6 +106,7 @@ def _read(path: Path, benchmark: str) -> Published:
             [(row["model"], row.get("note", ""), row["values"]) for row in content["rows"]],
             tuple(content.get("profiles", ("official",))), content.get("made_with", {}),
             frozenset(number for number, row in enumerate(content["rows"]) if row.get("other_release")),
+            content.get("setting"),
         )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is no published table: {type(error).__name__}: {error}") from error

@@ -38,10 +38,10 @@ SUITE = "suite.json"
 SHARED = (
     "benchmark", "profile", "protocol", "query_mode", "query_modality", "candidate_mode", "model", "checkpoint",
     "checkpoint_hash", "prompts", "rewrite", "settings", "decoding", "dtype", "batch_size", "embedding_dims", "depth",
-    "seed", "tag", "code", "exact", "asked_as_released", "plugins",
+    "seed", "tag", "code", "exact", "asked_as_released", "plugins", "setting",
 )  # fmt: skip
 """Keys of a member's results that hold for all members."""
-PER_MEMBER = ("set.", "embedder.run")
+PER_MEMBER = ("set.", "embedder.run", "answers.references")
 """Parts of an identity that are each member's own."""
 
 
@@ -158,6 +158,7 @@ def aggregate(
     seed: int,
     overwrite: bool = False,
     more: Mapping[str, Any] | None = None,
+    headline: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Join the evaluations of all members and write the joint output directory.
 
@@ -168,6 +169,7 @@ def aggregate(
         seed: of the resampling.
         overwrite: replace another evaluation.
         more: further keys of results.json.
+        headline: metrics that it is known by; None: the protocol's.
 
     Returns:
         Content of results.json.
@@ -238,7 +240,7 @@ def aggregate(
     content["identity"] = with_key(content)
     content["headline"] = [
         {"metric": metric, "average": "macro", **content["macro"][metric]}
-        for metric in protocol.headline
+        for metric in headline or protocol.headline
         if metric in content["macro"]
     ]
     invalidate(out)

@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 
 from eval.embedding.identity import OLD, differences, old_results, set_mismatch, versions
-from eval.scoring.metrics import parse_name
+from eval.scoring.metrics import is_answer_score, parse_name
 from eval.scoring.output_files import FORMAT, PER_QUERY, read_results, statistics_settings
 from eval.scoring.stats import (
     NUM_RESAMPLES,
@@ -297,6 +297,8 @@ def _metrics(options: CompareOptions, frame_a: pd.DataFrame, frame_b: pd.DataFra
 
 
 def _is_metric(name: str) -> bool:
+    if is_answer_score(name):
+        return True
     try:
         parse_name(name)
     except ValueError:

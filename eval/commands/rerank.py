@@ -2,7 +2,8 @@
 
     python -m eval rerank of=DIR out=DIR judge=DIR_OR_ADDRESS [top_n=20]
 
-The score of a pair is sigmoid(logit of "yes" - logit of "no") for the first token of the answer. Equal scores keep the
+The score of a pair is sigmoid(logit of "yes" - logit of "no") for the first token of the answer; with ``ask=likelihood``, the
+log likelihood of the query's rationale after the candidate (`eval.judging.likelihood`). Equal scores keep the
 order of the first ranking; what is below the top n stays as it is. The judge is a directory with a Qwen vision-language
 model, trained by us or not, or a model behind an OpenAI-compatible endpoint. Its scores are kept by content
 (`rge.calls.store`), so a deeper or a repeated run asks for what is new.
@@ -13,18 +14,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 
 from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import each_member, is_suite, join_members, load_suite, member_dirs
 from eval.embedding.fill_cache import Silent
 from eval.embedding.identity import set_mismatch
 from eval.embedding.processes import ALONE, Team, join
+from eval.judging.endpoint import is_address
 from eval.judging.judges import QUESTION, Judge, load_judge
 from eval.scoring.evaluation import write_evaluation
-from eval.scoring.output_files import RUN, check_out, read_results, set_figures, summary
+from eval.scoring.output_files import PER_QUERY, RUN, check_out, read_results, set_figures, summary
 from eval.scoring.search import Ranking
 from eval.scoring.trec import read_run
 from eval.sets.retrieval_set import RetrievalSet, content_digest, load_set, with_readable_content
@@ -58,6 +61,11 @@ class RerankOptions(PluginOptions):
     """Environment variable with the key of that address; null: it needs none."""
     top_n: int = 20
     """Candidates of each query that it sees."""
+    ask: Literal["yes_no", "likelihood"] = "yes_no"
+    """What the judge is asked: yes or no to a pair, or how likely the query's rationale (its text, where the ranking was made
+    without) is after the candidate; that needs a model that runs here."""
+    mix: float | None = None
+    """Add the judge's score, times this, to the ranking's own instead of putting it in its place; to be chosen on other data."""
     yes: str = "yes"
     """The judge's word for a match; one token."""
     no: str = "no"
@@ -106,7 +114,17 @@ def rerank_command(options: RerankOptions) -> Path:
 
     @cache
     def judge() -> Judge:  # loaded once for all members, and only after what is cheap has been checked
-        return load_judge(options)
+        if options.ask == "yes_no":
+            return load_judge(options)
+        if is_address(options.judge):
+            raise UserError(
+                "ask=likelihood needs a judge that runs here: an endpoint does not say how likely a prompt is"
+            )
+        from eval.judging.likelihood import LikelihoodJudge
+
+        return LikelihoodJudge(
+            options.judge, batch_size=options.batch_size, device=options.device, dtype=options.dtype
+        )
 
     answers = AnswerStore(options.cache or options.out / "judge.sqlite") if team.is_first else None
     if old.get("suite"):
@@ -174,15 +192,43 @@ def _one(
         "rerank.of": str(options.of),
         "rerank.top_n": options.top_n,
     }
+    if (
+        options.ask != "yes_no" or options.mix is not None
+    ):  # evaluations of before these were options do not name them
+        identity |= {"rerank.ask": options.ask, "rerank.mix": options.mix}
     check_out(options.out, identity, overwrite=options.overwrite)
     asked = judge()
     chunk = 8 * options.batch_size
-    found = rerank(wanted, read.ranking, asked, answers, top_n=options.top_n, chunk=chunk, team=team)
+    queries: list[Item] | None = None
+    question = QUESTION
+    if options.ask == "likelihood":
+        from eval.judging import likelihood
+
+        written = pd.read_parquet(options.of / PER_QUERY).set_index("query_id")["rationale"]
+        texts = [written.get(query.id) for query in wanted.queries]
+        queries = likelihood.asked_for(
+            wanted.queries, [one if isinstance(one, str) else None for one in texts]
+        )
+        question = likelihood.QUESTION
+    found = rerank(
+        wanted,
+        read.ranking,
+        asked,
+        answers,
+        top_n=options.top_n,
+        chunk=chunk,
+        team=team,
+        queries=queries,
+        question=question,
+        mix=options.mix,
+    )
     about = {
         "of": str(options.of),
         "top_n": options.top_n,
         "judge": asked.name,
-        "question": QUESTION,
+        "question": question,
+        "ask": options.ask,
+        "mix": options.mix,
         "num_pairs": found.num_pairs,
         "num_unanswered": found.num_unanswered,
         "ms_mean": float(found.ms_Q.mean()),
@@ -237,6 +283,9 @@ def rerank(
     chunk: int,
     progress: Callable[..., Any] = progress_bar,
     team: Team = ALONE,
+    queries: Sequence[Item] | None = None,
+    question: str = QUESTION,
+    mix: float | None = None,
 ) -> Judged:
     """Score the best ``top_n`` candidates of every query and reorder them.
 
@@ -252,6 +301,9 @@ def rerank(
         chunk: pairs scored before they are kept.
         progress: like `rge.common.commands.progress_bar`; the first process counts what all have done.
         team: the processes that share the work.
+        queries: what the judge is shown for each query; None: the query itself.
+        question: what it is asked; part of the key under which a score is kept.
+        mix: see `reorder`.
 
     Returns:
         The same in every process.
@@ -264,8 +316,9 @@ def rerank(
     head_QN = ranking.rows_QW[:, : min(top_n, ranking.depth)]
     query_P, place_P = np.nonzero(head_QN >= 0)
     row_P = head_QN[query_P, place_P].astype(np.int64)
-    about = {"version": VERSION, "question": QUESTION} | judge.name
-    keys = team.once(lambda: _keys(wanted, query_P, row_P, about))
+    asked = wanted.queries if queries is None else queries
+    about = {"version": VERSION, "question": question} | judge.name
+    keys = team.once(lambda: _keys(wanted, asked, query_P, row_P, about))
     unique = list(dict.fromkeys(keys))
     known: dict[str, Any] = team.once(lambda: _opened(answers).get_values(unique))
     todo = {
@@ -283,7 +336,7 @@ def rerank(
             new = {}
             if number < len(mine):
                 items = next(shown)
-                pairs = [(wanted.queries[todo[key][0]], items[todo[key][1]]) for key in mine[number]]
+                pairs = [(asked[todo[key][0]], items[todo[key][1]]) for key in mine[number]]
                 began = time.perf_counter()
                 scores = judge.score(pairs)
                 ms = (time.perf_counter() - began) * 1000 / len(pairs)
@@ -303,27 +356,31 @@ def rerank(
     ms_QN = np.zeros(head_QN.shape)
     score_QN[query_P, place_P] = [-1.0 if known[key][0] is None else known[key][0] for key in keys]
     ms_QN[query_P, place_P] = [known[key][1] for key in keys]
-    return Judged(reorder(ranking, score_QN), len(keys), unanswered, ms_QN.sum(axis=1))
+    return Judged(reorder(ranking, score_QN, mix), len(keys), unanswered, ms_QN.sum(axis=1))
 
 
-def reorder(ranking: Ranking, score_QN: np.ndarray) -> Ranking:
+def reorder(ranking: Ranking, score_QN: np.ndarray, mix: float | None = None) -> Ranking:
     """The first N ranks by new scores, equal ones in their old order; the rest below them as it was.
 
     Args:
         ranking: as it was; cosines, or anything of which only the order counts.
-        score_QN: new scores of the first N candidates, in [-1, 1]; -inf where there is none.
+        score_QN: new scores of the first N candidates; -inf where there is none.
+        mix: times these, the new scores are added to the old ones; None: they take their place.
 
     Returns:
-        Scores are float64: the new ones, and below them the old ones, moved below -1 as a whole.
+        Scores are float64: the new ones, and below them and -1 the old ones, moved as a whole.
     """
     num = score_QN.shape[1]
+    if mix is not None:
+        score_QN = np.where(np.isfinite(score_QN), ranking.score_QW[:, :num] + mix * score_QN, score_QN)
     order = np.argsort(-score_QN, axis=1, kind="stable")
     old_QW = ranking.score_QW.astype(np.float64)
     highest = np.max(old_QW, initial=-np.inf, where=np.isfinite(old_QW))
     rows_QW = np.concatenate(
         [np.take_along_axis(ranking.rows_QW[:, :num], order, axis=1), ranking.rows_QW[:, num:]], axis=1
     )
-    moved_QW = old_QW[:, num:] - (highest + 2.0)  # at most -2
+    lowest = np.min(score_QN, initial=-1.0, where=np.isfinite(score_QN))
+    moved_QW = old_QW[:, num:] - (highest - lowest + 1.0)  # at most -2
     score_QW = np.concatenate([np.take_along_axis(score_QN, order, axis=1), moved_QW], axis=1)
     return Ranking(rows_QW, score_QW, ranking.depth)
 
@@ -334,14 +391,20 @@ def _opened(answers: AnswerStore | None) -> AnswerStore:
     return answers
 
 
-def _keys(wanted: RetrievalSet, query_P: np.ndarray, row_P: np.ndarray, about: dict[str, Any]) -> list[str]:
+def _keys(
+    wanted: RetrievalSet,
+    queries: Sequence[Item],
+    query_P: np.ndarray,
+    row_P: np.ndarray,
+    about: dict[str, Any],
+) -> list[str]:
     """What each pair's score is kept under: a hash of what the judge is shown and how it is asked."""
     rows = sorted(set(row_P.tolist()), key=lambda row: int(wanted.file_rows_C[row]))
     digest_of: dict[int, str] = {}
     parts = [rows[start : start + HELD_CANDIDATES] for start in range(0, len(rows), HELD_CANDIDATES)]
     for items in _candidates(wanted, parts):
         digest_of |= {row: content_digest(item)[0] for row, item in items.items()}
-    asked = [content_digest(item)[0] for item in wanted.queries]
+    asked = [content_digest(item)[0] for item in queries]
     return [
         key_of(about, asked[query], digest_of[row])
         for query, row in zip(query_P.tolist(), row_P.tolist(), strict=True)

@@ -93,7 +93,8 @@ def identity_of(results: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         Part -> what decides it: ``set`` (ids, judgements, texts, pictures, wording and picture policy of the import),
         ``protocol``, ``embedder`` (all files that were loaded, the hub's commit), ``asked``, ``prompts``, ``pixels``,
-        ``generation``, ``numbers`` (dtype, device), ``software`` and ``plugins`` (somebody's own embedder, metrics, protocol).
+        ``generation``, ``numbers`` (dtype, device), ``software`` and ``plugins`` (somebody's own embedder, metrics, protocol); of
+        marked answers also ``answers``, see `eval.commands.rag`.
     """
     wanted, settings = results.get("set") or {}, results.get("settings") or {}
     model, prompts = results.get("model") or {}, results.get("prompts") or {}
@@ -118,7 +119,8 @@ def identity_of(results: Mapping[str, Any]) -> dict[str, Any]:
             "judged": judged.get("top_n"),
             "way": (results.get("budget") or {}).get("name"),
             "seed": results.get("seed") if sampled else None,
-        },
+        }
+        | {key: judged[key] for key in ("ask", "mix") if judged.get(key) not in (None, "yes_no")},
         "prompts": {
             "profile": prompts.get("profile"),
             "templates": _short(prompts.get("templates") or settings.get("wording") or settings.get("own_prompts")),
@@ -131,7 +133,25 @@ def identity_of(results: Mapping[str, Any]) -> dict[str, Any]:
         "software": {"code": results.get("code")}
         | {name: (results.get("versions") or {}).get(name) for name in NUMERIC},
         "plugins": {name: one.get("code") for name, one in (results.get("plugins") or {}).items()},
-    }  # fmt: skip
+    } | _answered(results.get("rag"))  # fmt: skip
+
+
+def _answered(about: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What decides marks of answers; nothing for a ranking, whose key stays what it was before there were any."""
+    if not about:
+        return {}
+    names = (
+        "row",
+        "answerer",
+        "judges",
+        "top_n",
+        "document_chars",
+        "answer_tokens",
+        "judge_tokens",
+        "wording",
+        "references",
+    )
+    return {"answers": {name: about.get(name) for name in names}}
 
 
 def with_key(results: Mapping[str, Any]) -> dict[str, Any]:

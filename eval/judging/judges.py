@@ -54,33 +54,15 @@ class LocalJudge:
         dtype: str | None = None,
         max_tokens: int = 8192,
     ):
-        import torch
-
         from eval.judging.yes_no import word_id
-        from rge.model.backbone import load_backbone
-        from rge.model.embedding_model import EmbeddingModel
-        from rge.model.prompts import PromptBuilder
 
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
-        own = Path(path) / "rge.json"
-        pixels = (
-            json.loads(own.read_text(encoding="utf-8"))["pixels"]
-            if own.is_file()
-            else {"min": None, "max": None}
-        )
-        # <emb> is only added because every prompt builder knows it; the judge's answer never is one.
-        backbone = load_backbone(
-            path, dtype=dtype, min_pixels=pixels["min"], max_pixels=pixels["max"], add_emb=True
-        )
-        self._embedder = EmbeddingModel(backbone).to(device).eval()
-        self._builder = PromptBuilder(backbone.processor, "plain", max_tokens)
+        self._embedder, self._builder, name = load_local(path, device, dtype, max_tokens)
         self._batch_size, self._words = batch_size, (yes, no)
         try:
             self._ids = [word_id(self._embedder, word) for word in (yes, no)]
         except ValueError as error:
             raise UserError(f"judge {path}: {error} (yes=, no=)") from None
-        self.name = {"judge": _identity(path), "words": [yes, no], "dtype": dtype, "max_tokens": max_tokens}
+        self.name = name | {"words": [yes, no]}
 
     def score(self, pairs: Sequence[tuple[Item, Item]]) -> list[float | None]:
         """See `Judge`."""
@@ -90,6 +72,41 @@ class LocalJudge:
         logit_N2 = next_token_logits(self._embedder, prompts, self._ids, batch_size=self._batch_size)
         difference_N = (logit_N2[:, 0] - logit_N2[:, 1]).astype(np.float64)
         return [1 / (1 + float(np.exp(min(-one, 700.0)))) for one in difference_N]
+
+
+def load_local(
+    path: str, device: str | None, dtype: str | None, max_tokens: int
+) -> tuple[Any, Any, dict[str, Any]]:
+    """A model for a judge on this machine, its prompt builder, and what decides its scores.
+
+    Args:
+        path: its directory, or id on the hub.
+        device: such as ``cuda:0``; None takes a GPU if there is one.
+        dtype: of the weights; None: float32 on CPU, bfloat16 on a GPU.
+        max_tokens: longest prompt.
+
+    Raises:
+        rge.model.backbone.BackboneError: it cannot be loaded.
+    """
+    import torch
+
+    from rge.model.backbone import load_backbone
+    from rge.model.embedding_model import EmbeddingModel
+    from rge.model.prompts import PromptBuilder
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
+    own = Path(path) / "rge.json"
+    pixels = (
+        json.loads(own.read_text(encoding="utf-8"))["pixels"] if own.is_file() else {"min": None, "max": None}
+    )
+    # <emb> is only added because every prompt builder knows it; the judge's answer never is one.
+    backbone = load_backbone(
+        path, dtype=dtype, min_pixels=pixels["min"], max_pixels=pixels["max"], add_emb=True
+    )
+    embedder = EmbeddingModel(backbone).to(device).eval()
+    name = {"judge": identity_of_files(path), "dtype": dtype, "max_tokens": max_tokens}
+    return embedder, PromptBuilder(backbone.processor, "plain", max_tokens), name
 
 
 class RemoteJudge:
@@ -175,7 +192,8 @@ def load_judge(options: JudgeOptions) -> Judge:
     return RemoteJudge(endpoint, yes=yes, no=no)
 
 
-def _identity(path: str) -> str:
+def identity_of_files(path: str) -> str:
+    """A hash of a model's files; an id on the hub as it stands."""
     from rge.checkpoints.export import checkpoint_hash
 
     return checkpoint_hash(Path(path)) if Path(path).is_dir() else path

@@ -111,8 +111,19 @@ def names_of(*, negatives: bool = False) -> tuple[str, ...]:
     return tuple(name for one in (*plain, *of_negatives) for name in one.reported())
 
 
+ANSWER_SCORE = "answer_score"
+"""The mark of an answer in words, see `eval.commands.rag`; with ``.NAME`` that of one of several judges."""
+
+
+def is_answer_score(name: str) -> bool:
+    """Whether it is a mark of answers and no metric of rankings."""
+    return name.partition(".")[0] == ANSWER_SCORE
+
+
 def metric_words(name: str) -> str:
     """What a metric means, in a clause; empty for a name without a definition."""
+    if is_answer_score(name):
+        return "share of the reference answer that the answer covers, as a judge marks it"
     kind, _, k = name.partition("@")
     return METRICS[kind].words.format(k=k or "all") if kind in METRICS else ""
 

@@ -12,6 +12,7 @@ A set is a directory of Parquet files, readable by MTEB unchanged:
 ``candidates.parquet``  query-id, corpus-id: each query's own candidates (optional)
 ``names.parquet``       picture-id, name: what a picture also goes by in training files, see `eval.commands.audit` (optional)
 ``rationales.parquet``  query-id, corpus-id, rationale: why a candidate is right, in words (optional)
+``answers.parquet``     query-id, answer: what is right in words, which `eval.commands.rag` compares answers with (optional)
 ``meta.json``           name; ``report_by`` lists further query columns to report figures by; ``slice_notes`` says what
                         their values mean, {column: {value: words}}; ``fingerprint``, where
                         given, is checked (see `rge.common.fingerprint`), and otherwise computed
@@ -46,6 +47,7 @@ Modality = Literal["both", "text", "image"]
 MODALITIES: tuple[Modality, ...] = ("both", "text", "image")
 NAMES = "names.parquet"
 RATIONALES = "rationales.parquet"
+ANSWERS = "answers.parquet"
 UNCATEGORISED = "uncategorised"
 MAX_REPORT_VALUES = 50
 """A column with more values than this is no grouping, and its table would be unreadable."""
@@ -275,6 +277,29 @@ def given_rationales(wanted: RetrievalSet) -> dict[tuple[str, str], str]:
     file = _open(path, names)
     queries, candidates, texts = (_strings(path, file, name) for name in names)
     return dict(zip(zip(queries, candidates, strict=True), texts, strict=True))
+
+
+def reference_answers(wanted: RetrievalSet) -> dict[str, str]:
+    """Query id -> its answer in words; empty where the set has none, and without the queries that have none.
+
+    Raises:
+        SetError: the file is there, but not with two columns of strings, or it answers a query twice or one that is not there.
+    """
+    path = wanted.path / ANSWERS
+    if not path.exists():
+        return {}
+    file = _open(path, ["query-id", "answer"])
+    found: dict[str, str] = {}
+    known = set(_ids(wanted.path / "queries.parquet"))
+    names, texts = _strings(path, file, "query-id"), _strings(path, file, "answer")
+    for name, text in zip(names, texts, strict=True):
+        if name not in known:
+            raise SetError(f"{path}: query {name!r} is not in queries.parquet")
+        if name in found:
+            raise SetError(f"{path}: query {name!r} is answered twice")
+        if text.strip():
+            found[name] = text
+    return {name: found[name] for name in wanted.query_ids if name in found}
 
 
 def content_digest(item: Item) -> tuple[str, tuple[str, ...]]:

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eval.sets.retrieval_set import NAMES, RetrievalSet, SetError, load_set
+from eval.sets.retrieval_set import ANSWERS, NAMES, RetrievalSet, SetError, load_set, reference_answers
 from rge.common.fingerprint import set_fingerprint
 from rge.common.images import ImageError, load_image, picture_bytes
 
@@ -66,6 +66,7 @@ def write_set(
     excluded: Sequence[tuple[str, str]] | None = None,
     candidates: Sequence[tuple[str, str]] | None = None,
     names: Sequence[tuple[str, str]] = (),
+    answers: Sequence[tuple[str, str]] = (),
     embed: bool = True,
     decode: bool = True,
     overwrite: bool = False,
@@ -82,6 +83,7 @@ def write_set(
         excluded: pairs removed from a query's ranking.
         candidates: per-query candidates.
         names: (picture id, another name that it goes by in training files), see `eval.commands.audit`.
+        answers: (query id, its answer in words), see `eval.commands.rag`.
         embed: copy pictures into the Parquet files; else their absolute paths are written.
         decode: open every picture, so that a broken one shows now.
         overwrite: replace a set that is already there.
@@ -105,6 +107,9 @@ def write_set(
         if names:
             columns = {"picture-id": [one for one, _ in names], "name": [name for _, name in names]}
             pq.write_table(pa.table(columns), work / NAMES, compression="zstd")
+        if answers:
+            columns = {"query-id": [one for one, _ in answers], "answer": [text for _, text in answers]}
+            pq.write_table(pa.table(columns), work / ANSWERS, compression="zstd")
         fingerprint = set_fingerprint(
             [query.id for query in queries],
             corpus_ids,
@@ -116,7 +121,7 @@ def write_set(
         content = {"split": "test"} | meta | {"counts": counts, "fingerprint": fingerprint}
         (work / "meta.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", "utf-8")
         (work / "README.md").write_text(_CARD.format(name=content["name"]), "utf-8")
-        load_set(work)
+        reference_answers(load_set(work))
         shutil.rmtree(out, ignore_errors=True)
         work.rename(out)
     finally:

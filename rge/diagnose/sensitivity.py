@@ -1,6 +1,7 @@
 """Does the rationale matter? Embeddings and hits at rank 1 after rationales that are not the model's own.
 
-The same query is embedded after its own rationale, another query's, as many full stops, nothing at all, and the oracle's.
+The same query is embedded after its own rationale, another query's, as many full stops, nothing at all, the oracle's, and
+another query's oracle's.
 If the query alone made the embedding, nothing would change; if the rationale alone did, another's would be as good as lost.
 """
 
@@ -43,7 +44,9 @@ def sensitivity(encoder: Embedder, pairs: Pairs, *, batch_size: int, seed: int =
         "none": [[] for _ in ids],
     }
     if all(pairs.oracle):
-        conditions["oracle"] = [builder.rationale_ids(text, "")[:-1] for text in pairs.oracle]  # type: ignore[arg-type]
+        oracle = [builder.rationale_ids(text, "")[:-1] for text in pairs.oracle]  # type: ignore[arg-type]
+        conditions["oracle"] = oracle
+        conditions["oracle, swapped"] = [oracle[other] for other in moved_Q]
     candidate_CD = encoder.encode(
         pairs.candidates, side="candidate", mode="direct", batch_size=batch_size
     ).embeddings
@@ -86,17 +89,18 @@ def verdict(conditions: dict[str, Any]) -> str:
 
 def table(found: dict[str, Any]) -> str:
     """For people, per cent."""
+    width = max(10, *(len(name) + 2 for name in found["conditions"]))
     lines = [
         f"{found['queries']} queries, {found['candidates']} candidates; {found['distinct_rationales']} different rationales "
         f"of {found['rationale_tokens']:.1f} tokens on average",
         "",
-        f"{'rationale':<10}{'hit@1, %':>22}{'difference from own':>26}{'cosine to own':>16}{'other best, %':>16}",
+        f"{'rationale':<{width}}{'hit@1, %':>22}{'difference from own':>26}{'cosine to own':>16}{'other best, %':>16}",
     ]
     for name, row in found["conditions"].items():
         hit, low, high = (100 * value for value in row["hit@1"])
         mean, below, above = (100 * value for value in row["difference"])
         lines.append(
-            f"{name:<10}{f'{hit:.1f} [{low:.1f}, {high:.1f}]':>22}{f'{mean:+.1f} [{below:.1f}, {above:.1f}]':>26}"
+            f"{name:<{width}}{f'{hit:.1f} [{low:.1f}, {high:.1f}]':>22}{f'{mean:+.1f} [{below:.1f}, {above:.1f}]':>26}"
             f"{row['cosine']:>16.3f}{100 * row['moved']:>16.1f}"
         )
     lines += [

@@ -57,6 +57,7 @@ class Rationale:
         seconds: wall time of its batch divided by the batch's rows.
         age: steps since it was written.
         direct: nothing was written, on purpose: ``<emb>`` stands right after the prompt.
+        oracle: nothing was written: the ids are the oracle's rationale.
         margin: the least that any of its tokens was chosen by: the lead of the best logit over the second, or of a drawn
             number over the nearest one that would have drawn another token; infinite where nobody asked.
         log_probs: of its tokens, and of ``<emb>`` where the model wrote it, as another program that sampled them gives
@@ -69,6 +70,7 @@ class Rationale:
     seconds: float
     age: int = 0
     direct: bool = False
+    oracle: bool = False
     margin: float = float("inf")
     log_probs: tuple[float, ...] | None = None
 

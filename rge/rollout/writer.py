@@ -1,4 +1,4 @@
-"""How a step comes by its own rationales: written now, written some steps ago, or left out on purpose.
+"""How a step comes by its rationales: written now, written some steps ago, left out on purpose, or taken from the oracle.
 
 Shape suffixes: B = queries of this rank.
 """
@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from rge.config import Recipe, RecipeError, RolloutConfig, StageConfig
+from rge.config import LossConfig, Recipe, RecipeError, RolloutConfig, StageConfig
 from rge.data.collate import Batch
 from rge.distributed import collectives as dist
 from rge.model.attention import EncodedPrompts
@@ -27,6 +27,8 @@ Written = list[tuple[tuple[int, ...], bool]]
 
 _DIRECT = 0x0D12EC7
 """Separates the draw of direct queries from whatever else a query's seed decides."""
+_ORACLE = 0x02AC1E
+"""Likewise for queries that get the oracle's rationale."""
 
 
 def encodes_once(
@@ -106,6 +108,7 @@ class Writer:
         settings: of the rollout.
         once: see `encodes_once`.
         vllm: writes in the model's place, for `rollout.backend=vllm`.
+        loss: says whose rationale a query gets.
 
     Attributes:
         store: what a resumed run must get back, or None.
@@ -118,9 +121,10 @@ class Writer:
         settings: RolloutConfig,
         once: bool,
         vllm: VllmRollout | None = None,
+        loss: LossConfig = LossConfig(),  # noqa: B008 - never changed
     ):
         self.model, self.embedder, self.settings, self.once = model, embedder, settings, once
-        self.vllm = vllm
+        self.vllm, self.loss = vllm, loss
         self.store = Store(settings.reuse_steps) if settings.reuse_steps else None
 
     def __call__(self, step: int, batch: Batch) -> tuple[list[Rationale], EncodedPrompts | None]:
@@ -142,6 +146,9 @@ class Writer:
         for row, (key, seed) in enumerate(zip(keys, batch.seeds, strict=True)):
             if is_direct(seed, self.settings.direct_share):
                 found[row] = [Rationale((), False, None, 0.0, direct=True)] * num_each
+            elif is_oracle(seed, oracle_share(self.loss, step)):
+                given = tuple(batch.oracle_ids[row][:-1])  # without <emb>
+                found[row] = [Rationale(given, False, None, 0.0, oracle=True)] * num_each
             elif self.store is not None and (known := self.store.find(key, step)):
                 age, written = known
                 found[row] = [Rationale(ids, forced, None, 0.0, age) for ids, forced in written]
@@ -209,7 +216,7 @@ def make_writer(
         sharded=sharded,
         drops_out=drops_out(embedder),
     )
-    writer = Writer(model, embedder, settings, once, vllm)
+    writer = Writer(model, embedder, settings, once, vllm, recipe.loss)
     if writer.store is not None:
         accelerator.register_for_checkpointing(writer.store)
     return writer
@@ -217,7 +224,30 @@ def make_writer(
 
 def is_direct(seed: int, share: float) -> bool:
     """Whether a query with this seed goes without a rationale."""
-    return share > 0 and float(np.random.default_rng([seed, _DIRECT]).random()) < share
+    return _drawn(seed, _DIRECT, share)
+
+
+def is_oracle(seed: int, share: float) -> bool:
+    """Whether a query with this seed is embedded after the oracle's rationale."""
+    return _drawn(seed, _ORACLE, share)
+
+
+def _drawn(seed: int, purpose: int, share: float) -> bool:
+    return share > 0 and float(np.random.default_rng([seed, purpose]).random()) < share
+
+
+def oracle_share(loss: LossConfig, step: int) -> float:
+    """Share of a step's queries that are embedded after the oracle's rationale.
+
+    Args:
+        loss: with ``anchor=mix``; every other anchor has one kind of state, and the share is 0.
+        step: counted from 0.
+    """
+    if loss.anchor != "mix":
+        return 0.0
+    if loss.oracle_decay_steps is None:
+        return loss.oracle_share
+    return loss.oracle_share * max(0.0, 1 - step / loss.oracle_decay_steps)
 
 
 def sample_seeds(seed: int, count: int) -> list[int]:
@@ -242,7 +272,7 @@ def rollout_report(
     if rationales is None:
         return {}
     reasoned = [rationale for rationale in rationales if not rationale.direct]
-    new = [rationale for rationale in reasoned if not rationale.age]
+    new = [rationale for rationale in reasoned if not rationale.age and not rationale.oracle]
     local = [
         len(rationales),
         len(reasoned),
@@ -250,12 +280,14 @@ def rollout_report(
         sum(rationale.forced for rationale in reasoned),
         sum(rationale.age for rationale in reasoned),
         sum(len(rationale.ids) for rationale in new),
+        sum(rationale.oracle for rationale in rationales),
     ]
-    count, num_reasoned, tokens, forced, age, new_tokens = dist.sum_over_ranks(local, device)
+    count, num_reasoned, tokens, forced, age, new_tokens, oracle = dist.sum_over_ranks(local, device)
     return {
         "forced_rate": forced / max(num_reasoned, 1),
         "rationale_tokens_mean": tokens / max(num_reasoned, 1),
         "rationale_age_mean": age / max(num_reasoned, 1),
         "direct_rate": 1 - num_reasoned / count,
+        "oracle_rate": oracle / count,
         "tokens_per_s": new_tokens / max(seconds, 1e-9),
     }

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 import torch
 from eval_fakes import FakeEncoder, loader, tables, write_set, write_tables
+from stock import nll_of, stock_forward
 
 from eval.commands.rerank import RerankOptions, reorder, rerank, rerank_command
 from eval.commands.run import RunOptions, run
+from eval.judging import likelihood
 from eval.judging.endpoint import Endpoint
 from eval.judging.judges import LocalJudge, RemoteJudge, as_item, load_judge
+from eval.judging.likelihood import LikelihoodJudge
 from eval.judging.yes_no import next_token_logits, word_id
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import load_set
@@ -22,6 +25,7 @@ from rge.calls.local_server import Answer, LocalServer
 from rge.calls.store import AnswerStore, key_of
 from rge.common.errors import UserError
 from rge.common.schema import Item
+from rge.data.sources import RecordFile
 from rge.model.families import normalised
 from rge.model.prompts import PromptBuilder
 
@@ -345,3 +349,101 @@ def test_answers_are_kept_and_a_file_that_is_none_is_refused(tmp_path):
     (tmp_path / "text").write_text("no database at all, but long enough to be taken for a header " * 20)
     with pytest.raises(UserError, match="cannot be used as the file of answers"):
         AnswerStore(tmp_path / "text")
+
+
+def test_a_mix_adds_to_the_ranking_and_any_scores_stay_above_the_rest():
+    found = reorder(RANKING, np.array([[-40.0, -10.0, -20.0], [-5.0, -9.0, -1.0]]), 0.02)
+    assert found.rows_QW.tolist() == [[2, 0, 4, 1, 3], [1, 2, 0, -1, -1]]  # .1, .6, .3 and .3, .12, .18
+    np.testing.assert_allclose(found.score_QW[0, :3], [0.6, 0.3, 0.1], atol=1e-6)
+    alone = reorder(RANKING, np.array([[-40.0, -10.0], [-5.0, -9.0]]))
+    assert alone.rows_QW.tolist() == [[2, 4, 0, 1, 3], [1, 0, 2, -1, -1]]
+    assert (np.diff(alone.score_QW[0]) < 0).all()  # what was not scored lies below -40
+    assert reorder(RANKING, np.array([[-1.0, -np.inf], [0.0, 0.0]]), 0.5).rows_QW[0, 0] == 4
+
+
+def test_a_likelihood_is_that_of_a_plain_forward(lively_path, wanted):
+    judge = LikelihoodJudge(str(lively_path), batch_size=2)
+    candidates = list(wanted.corpus_items())[:2]
+    texts = [Item("a", "because of a key"), Item("b", "it is so"), Item("c", "a")]
+    pairs = [(text, candidate) for candidate in candidates for text in texts]
+    found = judge.score(pairs)
+    embedder, tokenizer = judge._embedder, judge._builder.processor.tokenizer
+    for (text, candidate), value in zip(pairs, found, strict=True):
+        prompt = judge._builder.build(Item("x", likelihood.QUESTION, candidate.images), "query")
+        ids = tokenizer(text.text, add_special_tokens=False).input_ids
+        with torch.no_grad():
+            _, logits, _ = stock_forward(embedder, [prompt], [ids], "right")
+        logits[..., embedder.suppressed_ids] = -torch.inf
+        expected, count = nll_of(logits, [0], [prompt], [ids])
+        assert count == len(ids)
+        assert value == pytest.approx(-float(expected), abs=1e-3)
+    with pytest.raises(UserError, match="query 'd' has neither a rationale nor a text"):
+        judge.score([(Item("d", images=(b"x",)), candidates[0])])
+
+
+def test_the_command_asks_for_the_rationale_that_was_written(tmp_path, monkeypatch):
+    data = write_tables(tmp_path / "set", tables())
+    (done,) = run(
+        RunOptions(checkpoint="fake", set=data, out=tmp_path / "eval", report=False), loader(FakeEncoder())
+    )
+    asked = []
+
+    class Knows(Fixed):
+        def __init__(self, path, **_):
+            super().__init__({})
+
+        def score(self, pairs):
+            asked.extend(pairs)
+            return [-float(int(candidate.id[1:])) for _, candidate in pairs]
+
+    monkeypatch.setattr(likelihood, "LikelihoodJudge", Knows)
+    options = {"of": done, "judge": "x", "ask": "likelihood", "top_n": 3}
+    rerank_command(RerankOptions(**options, out=tmp_path / "alone"))
+    assert {(query.id, query.text, query.images) for query, _ in asked} == {
+        (f"q{n:02d}", f"because of q{n:02d}", ()) for n in range(24)
+    }
+    rerank_command(RerankOptions(**options, mix=0.0, out=tmp_path / "nothing"))
+    before, alone, nothing = (
+        json.loads((path / "results.json").read_text())
+        for path in (done, tmp_path / "alone", tmp_path / "nothing")
+    )
+    assert nothing["micro"] == before["micro"] != alone["micro"]
+    assert (alone["rerank"]["ask"], alone["rerank"]["question"]) == ("likelihood", likelihood.QUESTION)
+    assert alone["identity"]["asked"]["ask"] == "likelihood"
+    assert nothing["identity"]["key"] != alone["identity"]["key"]
+    with pytest.raises(UserError, match="rerank.mix = 0.0, this one has None"):
+        rerank_command(RerankOptions(**options, out=tmp_path / "nothing"))
+    remote = options | {"judge": "http://host/v1", "out": tmp_path / "remote"}
+    with pytest.raises(UserError, match="ask=likelihood needs a judge that runs here"):
+        rerank_command(RerankOptions(**remote))
+
+
+def test_records_for_such_a_judge(tmp_path):
+    source = likelihood.Path("data_prep/demo/data/train/relations.jsonl").resolve()
+    some = tmp_path / "so me" / "some.jsonl"
+    some.parent.mkdir()
+    rows = [json.loads(line) for line in source.read_text().splitlines()[:6]]
+    for row in rows:
+        targets = [*row["positives"], *row["negatives"]]
+        for target in targets:
+            target["image"] = str(source.parent / target["image"])
+        row["query"]["images"] = [str(source.parent / one) for one in row["query"]["images"]]
+    some.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = likelihood.JudgeRecordsOptions(src=(some,), out=tmp_path / "x" / "out.jsonl", draws=2)
+    records = RecordFile(likelihood.write_records(options), need_rationale=True)
+    assert len(records) == 2 * sum(len(row["positives"]) for row in rows)
+    shows = {target["image"]: target["identity"] for row in rows for target in row["positives"]}
+    first = [records[n] for n in range(len(records))]
+    assert all(record.query.text == likelihood.QUESTION for record in first)
+    told = {record.positives[0].rationale for record in first}
+    assert told == {target["rationale"] for row in rows for target in row["positives"]}
+    seen = {str(likelihood.Path(one.query.images[0]).resolve()) for one in first}
+    assert seen <= set(shows) | {target["image"] for row in rows for target in row["negatives"]}
+    again = likelihood.JudgeRecordsOptions(src=(some,), out=tmp_path / "x" / "again.jsonl", draws=2)
+    assert likelihood.write_records(again).read_bytes() == options.out.read_bytes()
+    for row in rows:
+        for target in row["positives"]:
+            del target["rationale"]
+    some.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match="no positive with a rationale"):
+        likelihood.write_records(likelihood.JudgeRecordsOptions(src=(some,), out=tmp_path / "none.jsonl"))

@@ -159,7 +159,7 @@ def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
     ("override", "message"),
     [
         ("stage=warm", "stage must be one of all, cold_start, joint, rl, got 'warm'"),
-        ("loss.anchor=teacher", "loss.anchor must be one of self, oracle, none, got 'teacher'"),
+        ("loss.anchor=teacher", "loss.anchor must be one of self, oracle, none, mix, got 'teacher'"),
         ("model.dtype=float16", "model.dtype must be one of float32, bfloat16, got 'float16'"),
         (
             "model.attn_implementation=flash_attention_2",
@@ -173,6 +173,11 @@ def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
         ("rollout.reuse_steps=-1", "rollout.reuse_steps must be >= 0"),
         ("rollout.direct_share=1.5", "rollout.direct_share must be between 0 and 1"),
         ("rollout.direct_share=1", "rollout.direct_share=1 leaves no rationale to write"),
+        (
+            "loss.oracle_share=0.3",
+            "loss.oracle_share has no effect with loss.anchor=self: set loss.anchor=mix",
+        ),
+        ("loss.oracle_decay_steps=9", "loss.oracle_decay_steps has no effect with loss.anchor=self"),
         (
             "data.profile=rgb",
             "data.profile: prompt profile must be one of plain, rge, got 'rgb'; did you mean 'rge'",
@@ -343,6 +348,18 @@ def test_texts_are_taken_as_they_stand(load):
 
 def test_a_hash_in_a_value_is_not_a_comment(load):
     assert load("init=runs/x#1").init == "runs/x#1"
+
+
+def test_a_mix_of_anchors_has_to_mix_something(load):
+    assert load("loss.anchor=mix", "loss.oracle_share=1", "loss.oracle_decay_steps=9").loss.oracle_share == 1
+    for words, message in {
+        ("loss.oracle_share=1",): "loss.oracle_share=1 mixes nothing: that is loss.anchor=oracle",
+        ("loss.oracle_share=0",): "loss.oracle_share must be > 0",
+        ("loss.oracle_share=1.5",): "loss.oracle_share must be between 0 and 1",
+        ("loss.oracle_decay_steps=0",): "loss.oracle_decay_steps must be > 0",
+    }.items():
+        with pytest.raises(RecipeError, match=message):
+            load("loss.anchor=mix", *words)
 
 
 def test_what_vllm_cannot_do_is_said_before_anything_is_loaded(load):

@@ -151,16 +151,22 @@ def test_sensitivity_sees_that_a_rationale_matters(checkpoint, records):
         encoder, Pairs(pairs.queries, pairs.groups, pairs.oracle, pairs.candidates, right), batch_size=7
     )
     rows = found["conditions"]
-    assert rows.keys() == {"own", "swapped", "blanked", "none", "oracle"}
+    assert rows.keys() == {"own", "swapped", "blanked", "none", "oracle", "oracle, swapped"}
     assert rows["own"]["hit@1"][0] == 1.0
     assert rows["own"]["cosine"] == pytest.approx(1.0, abs=1e-5)
     assert rows["own"]["moved"] == 0
     assert rows["none"]["cosine"] == pytest.approx(float((own * direct).sum(axis=1).mean()), abs=1e-4)
-    for name in ("swapped", "blanked", "none", "oracle"):
+    for name in ("swapped", "blanked", "none", "oracle", "oracle, swapped"):
         assert rows[name]["cosine"] < 0.999
         assert rows[name]["hit@1"][0] == pytest.approx(1 - rows[name]["moved"])
         assert rows[name]["difference"][0] == pytest.approx(rows[name]["hit@1"][0] - 1)
     assert rows["swapped"]["moved"] > 0.2
+    others = [pairs.oracle[other] for other in elsewhere(pairs.groups)]
+    ids = [encoder.builder.rationale_ids(text, "")[:-1] for text in others]
+    exchanged = encoder.encode_after(prompts, ids, batch_size=7)
+    assert rows["oracle, swapped"]["cosine"] == pytest.approx(
+        float((own * exchanged).sum(axis=1).mean()), abs=1e-5
+    )
     assert found["verdict"].startswith("the rationale matters: another query's costs -")
     shown = sensitivity.table(found)
     assert "100.0 [100.0, 100.0]" in shown

@@ -137,6 +137,8 @@ ENTRIES: dict[str, Changes | Refused] = {
     "loss.terms": Changes("loss.terms={info_nce: 0.5}", "weights"),
     "loss.temperature": Changes("loss.temperature=1.0", "metrics"),
     "loss.anchor": Changes("loss.anchor=none", "metrics"),
+    "loss.oracle_share": Changes("loss.oracle_share=0.9", "metrics", ("loss.anchor=mix",)),
+    "loss.oracle_decay_steps": Changes("loss.oracle_decay_steps=1", "metrics", ("loss.anchor=mix",)),
     "loss.matryoshka_dims": Changes("loss.matryoshka_dims=[16]", "metrics"),
     "loss.lm_on_candidates": Changes("loss.lm_on_candidates=false", "metrics"),
     "rollout.max_new_tokens": Changes("rollout.max_new_tokens=2", "metrics"),

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from rge.config import Recipe, RecipeError, RolloutConfig, StageConfig, TrainConfig
+from rge.config import LossConfig, Recipe, RecipeError, RolloutConfig, StageConfig, TrainConfig
 from rge.distributed import launch
 from rge.model.dropout import drops_out
 from rge.model.packing import Branch
@@ -16,13 +16,16 @@ from rge.rollout.writer import (
     Writer,
     encodes_once,
     is_direct,
+    is_oracle,
     make_writer,
+    oracle_share,
     rollout_report,
     sample_seeds,
 )
 from rge.step import Objective, training_step
 
 OBJECTIVE = Objective(0.4, 0.6, 0.07)
+MIX = dataclasses.replace(OBJECTIVE, anchor="mix")
 SETTINGS = RolloutConfig(max_new_tokens=9, batch_size=4)
 RECIPE = Recipe(
     recipe="tiny", rollout=SETTINGS, joint=StageConfig(batch_size=5), train=TrainConfig(micro_batch_size=2)
@@ -38,13 +41,13 @@ def writer_of(embedder, once=False, **changes):
     return Writer(embedder, embedder, dataclasses.replace(SETTINGS, **changes), once)
 
 
-def do_step(embedder, batch, rationales, encoded=None, micro_batch_size=100):
+def do_step(embedder, batch, rationales, encoded=None, micro_batch_size=100, objective=OBJECTIVE):
     embedder.zero_grad(set_to_none=True)
     report = training_step(
         embedder,
         embedder,
         batch,
-        OBJECTIVE,
+        objective,
         rationales=rationales,
         micro_batch_size=micro_batch_size,
         backward=lambda loss: loss.backward(),
@@ -216,6 +219,47 @@ def test_direct_queries_are_drawn_and_not_written(lively, batch):
     assert_same_step(do_step(lively, batch, rationales, micro_batch_size=2), whole)
     by_hand = [Rationale(ids, False, None, 0.0) for ids in ids_of(rationales)]
     assert_same_step(do_step(lively, batch, by_hand), whole)
+
+
+def test_a_mix_of_anchors_is_the_step_of_either_where_it_stands(lively, batch):
+    mix = LossConfig(anchor="mix", oracle_share=0.5)
+    drawn = [is_oracle(seed, 0.5) for seed in range(4000)]
+    assert abs(sum(drawn) / 4000 - 0.5) < 0.03
+    assert drawn != [is_direct(seed, 0.5) for seed in range(4000)]
+    batch.seeds[:] = [drawn.index(True), *[seed for seed in range(50) if not drawn[seed]][:4]]
+    plain, _ = writer_of(lively)(0, batch)
+    rationales, encoded = Writer(lively, lively, SETTINGS, True, loss=mix)(0, batch)
+    given = tuple(batch.oracle_ids[0][:-1])
+    assert batch.oracle_ids[0][-1] == lively.emb_id
+    assert ids_of(rationales) == [given, *ids_of(plain)[1:]]
+    report = rollout_report(rationales, 1.0, lively.device)
+    assert report["oracle_rate"] == 0.2
+    assert report["tokens_per_s"] == sum(map(len, ids_of(plain)[1:]))  # what was given was not written
+    whole = do_step(lively, batch, rationales, encoded, objective=MIX)
+    assert_same_step(do_step(lively, batch, rationales, micro_batch_size=2, objective=MIX), whole)
+    # All of them the oracle's is anchor=oracle, none of them anchor=self.
+    everyone = Writer(lively, lively, SETTINGS, False, loss=LossConfig(anchor="mix", oracle_share=1.0))(
+        0, batch
+    )[0]
+    oracle = dataclasses.replace(OBJECTIVE, anchor="oracle")
+    assert_same_step(
+        do_step(lively, batch, everyone, objective=MIX), do_step(lively, batch, None, objective=oracle)
+    )
+    assert_same_step(do_step(lively, batch, plain, objective=MIX), do_step(lively, batch, plain))
+    alone = [dataclasses.replace(one, alpha_lm=0.0) for one in (MIX, oracle)]
+    assert_same_step(
+        *(
+            do_step(lively, batch, found, objective=one)
+            for found, one in zip((everyone, None), alone, strict=True)
+        )
+    )
+
+
+def test_the_share_of_oracles_falls_to_zero():
+    falling = LossConfig(anchor="mix", oracle_share=0.8, oracle_decay_steps=10)
+    assert [oracle_share(falling, step) for step in (0, 5, 10, 99)] == pytest.approx([0.8, 0.4, 0, 0])
+    assert oracle_share(dataclasses.replace(falling, oracle_decay_steps=None), 99) == 0.8
+    assert oracle_share(dataclasses.replace(falling, anchor="self"), 0) == 0
 
 
 def test_a_frozen_tower_sees_each_picture_once_a_step(lively, batch, monkeypatch):

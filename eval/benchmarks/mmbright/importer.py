@@ -4,7 +4,7 @@ Layout (``mm-bright/MM-BRIGHT``): a folder a configuration, in it a Parquet file
 ``DOMAIN-00000-of-00001.parquet`` and its further parts):
 
 ``documents``            id, content
-``examples``             id, query, gold_ids, negative_ids: task 1
+``examples``             id, query, gold_ids, negative_ids, gold_answers (optional; for `eval.commands.rag`): task 1
 ``examples_multimodal``  and image_paths, positive_images, negative_images (lists of {image_path}): tasks 2 to 4
 ``document_images``      path, bytes
 ``examples_images``      path, bytes
@@ -48,6 +48,7 @@ POLICIES = ("first", "vconcat", "all")
 KEYS = ("chunked", "legacy")
 GAINS = ("graded", "binary")
 ESSENTIALITY = ("essentiality", "image_essentiality")
+ANSWERS = "gold_answers"
 GRADES = ("essential", "helpful", "redundant")
 NO_IMAGE = "__NO_IMAGE__"
 
@@ -90,6 +91,7 @@ class _Domain:
     queries: list[Query] = field(default_factory=list)
     qrels: list[tuple[str, str, int]] = field(default_factory=list)
     negatives: list[tuple[str, str]] = field(default_factory=list)
+    answers: list[tuple[str, str]] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     unscored: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
@@ -170,7 +172,11 @@ def _import_domain(name: str, options: MmbrightOptions, grades: dict[tuple[str, 
     columns = ["id", "query", "gold_ids", "negative_ids", *([] if task == "1" else ["image_paths"])]
     columns += ["positive_images", "negative_images"] if task in ("3", "4") else []
     asked = _rows(
-        options.src, "examples" if task == "1" else "examples_multimodal", name, columns, ESSENTIALITY
+        options.src,
+        "examples" if task == "1" else "examples_multimodal",
+        name,
+        columns,
+        (*ESSENTIALITY, ANSWERS),
     )
     for row in asked:
         row["essentiality"] = grades.get((name, str(row["id"]))) or _grade(
@@ -232,6 +238,7 @@ def _import_domain(name: str, options: MmbrightOptions, grades: dict[tuple[str, 
         corpus=corpus(),
         qrels=domain.qrels,
         negatives=domain.negatives,
+        answers=domain.answers,
         decode=options.decode,
         overwrite=options.overwrite,
     )
@@ -304,6 +311,9 @@ def _add(
             | ({"essentiality": row["essentiality"] or "not said"} if domain.graded else {}),
         )
     )
+    answer = "\n\n".join(str(one).strip() for one in as_list(row.get(ANSWERS)) if str(one).strip())
+    if answer:
+        domain.answers.append((safe_id(name), answer))
     domain.qrels += [(safe_id(name), safe_id(one), gain) for one, gain in gains.items() if one in known]
     domain.negatives += [(safe_id(name), safe_id(one)) for one in dict.fromkeys(wrong) if one in known]
 

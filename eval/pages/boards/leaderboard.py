@@ -17,6 +17,8 @@ from markupsafe import Markup
 
 from eval.benchmarks.published_tables import Column, Published, published, table_of
 from eval.embedding.identity import flat_identity
+from eval.pages.boards.answers import on_page as answers_on_page
+from eval.pages.boards.answers import read_rag
 from eval.pages.boards.rows import (
     MAX_COLUMNS,
     HeatMap,
@@ -60,6 +62,7 @@ class Board:
     cost_rows: list[dict[str, Any]]
     examples: dict[str, Any] | None = None
     budgets: Sequence[tuple[str, dict[str, Any]]] = ()
+    answered: Sequence[tuple[str, dict[str, Any]]] = ()
 
 
 def write_leaderboard(
@@ -91,12 +94,16 @@ def write_leaderboard(
     """
     if which not in ("auto", "all", "none"):
         raise UserError(f"published must be auto, all or none, got {which!r}")
-    groups, budgets = _groups(runs)
+    groups, budgets, answered = _groups(runs)
     if set_dir is not None and len(groups) > 1:
         raise UserError(f"set=DIR is for evaluations of one set, these are of {len(groups)}")
     gallery = Gallery()
     boards = [
-        replace(_board(number, members, which, gallery, num_examples, set_dir, seed), budgets=budgets[key])
+        replace(
+            _board(number, members, which, gallery, num_examples, set_dir, seed),
+            budgets=budgets[key],
+            answered=answered[key],
+        )
         for number, (key, members) in enumerate(groups.items())
     ]
     used = {board.source.key for board in boards if board.source}
@@ -119,18 +126,25 @@ def _write(boards: Sequence[Board], gallery: Gallery, out: Path, title: str | No
 
 
 _Key = tuple[str, ...]
-"""Benchmark, profile, limit, fingerprint and content: only evaluations that agree in all of these share a board."""
+"""Benchmark, profile, setting, limit, fingerprint and content: only evaluations that agree in all of these share a board.
+
+Marks of answers are of the setting ``rag`` and of one judge."""
 
 
 def _groups(
     runs: Sequence[str],
-) -> tuple[dict[_Key, list[tuple[str, str, Evaluation]]], dict[_Key, list[tuple[str, dict[str, Any]]]]]:
-    """(label, note, evaluation) by retrieval set, in the order given, and (label, curves) of the output of `budget`.
+) -> tuple[
+    dict[_Key, list[tuple[str, str, Evaluation]]],
+    dict[_Key, list[tuple[str, dict[str, Any]]]],
+    dict[_Key, list[tuple[str, dict[str, Any]]]],
+]:
+    """(label, note, evaluation) by retrieval set, in the order given; (label, more) of the output of `budget`, and of `rag`.
 
     Of such an output the two ways that all others start from are rows; the rest is in the curves.
     """
     groups: dict[_Key, list[tuple[str, str, Evaluation]]] = defaultdict(list)
     budgets: dict[_Key, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
+    answered: dict[_Key, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
     for word in runs:
         label, colon, directory = word.partition(":")
         if not colon or Path(word).exists():
@@ -140,9 +154,12 @@ def _groups(
         for path in expand(Path(directory)) if curves is None else bases:
             one = read_evaluation(path)
             key = _key(one.results)
-            groups[key].append((label or name_of(one), note_of(one), one))
+            inner = name_of(one) if one.results.get("rag") else ""  # rows of one run of `rag` share its label
+            groups[key].append((": ".join(filter(None, (label, inner))) or name_of(one), note_of(one), one))
         if curves is not None:
             budgets[key].append((label or name_of(one), on_page(curves)))
+        if (found := read_rag(Path(directory))) is not None:
+            answered[key].append((label or Path(directory).name, answers_on_page(found)))
     _join_old(groups, budgets)
     for members in groups.values():
         seen: set[tuple[str, str]] = set()
@@ -154,12 +171,14 @@ def _groups(
             seen.add((label, note))
     if not groups:
         raise UserError("runs must name at least one evaluation directory")
-    return dict(groups), budgets
+    return dict(groups), budgets, answered
 
 
 def _key(results: Mapping[str, Any]) -> _Key:
     wanted = results["set"]
-    words = (results.get("benchmark") or "generic", results.get("profile"), wanted.get("limit"))
+    judged = next(iter(((results.get("rag") or {}).get("judges") or {}).values()), None)
+    setting = f"{results.get('setting')} {judged and judged['model']}"
+    words = (results.get("benchmark") or "generic", results.get("profile"), setting, wanted.get("limit"))
     return *map(str, words), wanted["fingerprint"], wanted.get("content") or ""
 
 
@@ -182,7 +201,8 @@ def _board(
     seed: int,
 ) -> Board:
     first = members[0][2].results
-    table = table_of(first.get("benchmark"), str(first["set"]["name"])) if which != "none" else None
+    setting = first.get("setting")
+    table = table_of(first.get("benchmark"), str(first["set"]["name"]), setting) if which != "none" else None
     columns, main = (table.columns, table.main) if table else generic_columns(first)
     metric = columns[main].path[-1]
     known = any(one.results["set"].get("content") for _, _, one in members)
@@ -195,14 +215,16 @@ def _board(
     if first["set"].get("num_members"):
         facts += f" in {first['set']['num_members']} sets"
     benchmark = first.get("benchmark") or "generic"
-    if benchmark != "generic":
+    if setting == "rag":
+        facts += f", answers marked by {first['set']['made_with']['judge']}"
+    elif benchmark != "generic":
         facts += f", {first.get('profile')} protocol"
     if first["set"].get("limit"):
         facts += f", only the first {first['set']['limit']:,} queries"
     costs = [cost for row in rows if (cost := _cost_row(row, main)) is not None]
     return Board(
         id=f"board{number}",
-        title=str(first["set"]["name"]),
+        title=str(first["set"]["name"]) + (", answered" if setting == "rag" else ""),
         facts=facts,
         source=table,
         apart=why,

@@ -69,6 +69,8 @@ class HeatMap:
 
 def name_of(one: Evaluation) -> str:
     """What a measured row is called where its run has no label."""
+    if answered := one.results.get("rag"):
+        return str(answered["row"])
     name = str((one.results.get("model") or {}).get("name") or one.results.get("checkpoint") or "")
     if not name:
         return str(one.results.get("tag") or one.directory.name)
@@ -78,6 +80,9 @@ def name_of(one: Evaluation) -> str:
 
 def note_of(one: Evaluation) -> str:
     """How it was asked."""
+    if answered := one.results.get("rag"):
+        shown = {"closed_book": "no documents", "oracle": "every right document"}
+        return shown.get(answered["row"], f"first {answered['top_n']} documents")
     mode, modality = one.results.get("query_mode"), one.results.get("query_modality")
     words = [str(mode) if mode else "a ranking made elsewhere"]
     point = (one.results.get("budget") or {}).get("name")
@@ -127,7 +132,7 @@ def measured_row(
     """
     results, labels = one.results, []
     official = results.get("profile") == "official"
-    if (results.get("benchmark") or "generic") != "generic":
+    if (results.get("benchmark") or "generic") != "generic" and not results.get("setting"):
         labels.append(f"{results.get('profile')} protocol")
     labels += [
         f"{key}={value}" for key, value in (results["set"].get("made_with") or {}).items() if key != "task"
@@ -175,7 +180,8 @@ def why_apart(results: Mapping[str, Any], table: Published) -> list[str]:
     for key, value in table.made_with.items():
         made = (wanted.get("made_with") or {}).get(key)
         if made != value:
-            found.append(f"the set was imported with {key}={made}, published rows are of {key}={value}")
+            how = "rows here are of" if results.get("setting") else "set was imported with"
+            found.append(f"the {how} {key}={made}, published rows are of {key}={value}")
     return found
 
 

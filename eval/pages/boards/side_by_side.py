@@ -13,7 +13,8 @@ from eval.pages.boards.rows import Row
 from eval.pages.cards import NUM_SHOWN
 from eval.pages.evaluations import RANK_COLUMN, TOP_COLUMN
 from eval.pages.examples import Gallery, choose_examples
-from eval.sets.retrieval_set import RetrievalSet, load_set
+from eval.scoring.metrics import ANSWER_SCORE
+from eval.sets.retrieval_set import RetrievalSet, load_set, reference_answers
 from rge.common.errors import UserError
 
 MAX_MEMBERS = 6
@@ -34,7 +35,11 @@ def side_by_side(
     ranks = pd.DataFrame({name: table.loc[shared, RANK_COLUMN] for name, table in tables.items()})
     ranks = ranks.where(ranks >= 1)
     names = list(ranks)
-    frame["winner"] = [who_wins(row, names) for row in ranks.to_numpy(np.float64)]
+    marked = all(ANSWER_SCORE in table for table in tables.values())
+    places = ranks
+    if marked:  # answers: the best mark wins, whatever was found
+        places = pd.DataFrame({name: 1 - table.loc[shared, ANSWER_SCORE] for name, table in tables.items()})
+    frame["winner"] = [who_wins(row, names) for row in places.to_numpy(np.float64)]
     frame[RANK_COLUMN] = ranks.min(axis=1)
     results = measured[0].evaluation.results if measured[0].evaluation else {}
     folder = Path(set_dir or results["set"].get("path") or "")
@@ -69,11 +74,12 @@ def side_by_side(
         "winners": [(name, int((frame["winner"] == name).sum())) for name in winners],
         "num_queries": len(frame),
         "num_runs": len(names),
+        "marked": marked,
     }
 
 
 def who_wins(ranks: np.ndarray, names: Sequence[str]) -> str:
-    """Whose first right candidate stands highest; rank NaN is none."""
+    """Whose first right candidate stands highest, or whose answer is marked best (1 - mark); NaN is none."""
     if np.isnan(ranks).all():
         return "none"
     best = np.flatnonzero(ranks == np.nanmin(ranks))
@@ -106,6 +112,7 @@ def _cards(
     wanted = {query: sorted(right[query])[:2] for query in chosen}
     needed = {one for names in [*shown.values(), *wanted.values()] for one in names}
     corpus = {item.id: item for item in loaded.corpus_items() if item.id in needed}
+    references = reference_answers(loaded)
     if lost := sorted(needed - corpus.keys()):
         raise UserError(f"candidate {lost[0]!r} of the ranking is not in {loaded.path}")
 
@@ -129,6 +136,7 @@ def _cards(
                     "results": [candidate(one, query) for one in shown[query, name]],
                     "rationale": rationale if isinstance(rationale, str) and rationale else None,
                     "wins": frame.at[query, "winner"] == name,
+                    "marks": _marks(table, query),
                 }
             )
         cards.append(
@@ -148,6 +156,24 @@ def _cards(
                 "lists": lists,
                 "wanted": [candidate(one, query) for one in wanted[query]],
                 "num_positives": len(right[query]),
+                "reference": references.get(query.removeprefix(prefix)),
             }
         )
     return cards
+
+
+def _marks(table: pd.DataFrame, query: str) -> list[tuple[str, float | None, str | None]]:
+    """(judge, its mark, its words) of an answer; empty for rankings."""
+    judges = [name.removeprefix("said.") for name in map(str, table) if name.startswith("said.")]
+    row: dict[str, Any] = {str(key): value for key, value in table.loc[query].items()}
+    found = []
+    for judge in judges:
+        mark, words = row.get(f"{ANSWER_SCORE}.{judge}", row[ANSWER_SCORE]), row[f"said.{judge}"]
+        found.append(
+            (
+                judge,
+                None if pd.isna(mark) else float(mark),
+                words if isinstance(words, str) and words else None,
+            )
+        )
+    return found

@@ -17,7 +17,7 @@ from eval.benchmarks.registry import protocol_for
 from eval.commands.run import RunOptions, run
 from eval.commands.score import ScoreOptions, score
 from eval.scoring.search import Ranking
-from eval.sets.retrieval_set import load_set
+from eval.sets.retrieval_set import load_set, reference_answers
 from rge.common.errors import UserError
 
 DOCS = ["biology/aa11_1.txt", "biology/bb22_2_0.txt", "biology/bb22_2_1.txt", "biology/cc33_3.txt"]
@@ -104,6 +104,11 @@ def test_picture_policies(src, tmp_path, policy, sizes):
     assert [Image.open(io.BytesIO(data)).size for data in wanted.queries[0].images] == sizes
     assert len(wanted.queries[1].images) == 1
     assert wanted.meta["image_policy"] == policy
+
+
+def test_reference_answers_come_along(src, tmp_path):
+    wanted = imported(src, tmp_path / "o", task="2")
+    assert reference_answers(wanted) == {"q1": "a", "q2": "a"}
 
 
 def test_task_3_drops_what_has_no_answer(src, tmp_path):

@@ -1,0 +1,52 @@
+"""``rag.json`` on a board: paired differences between ways of choosing documents, and how far the judges agree."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eval.scoring.metrics import ANSWER_SCORE
+from rge.common.errors import UserError
+
+RAG = "rag.json"
+
+
+def read_rag(directory: Path) -> dict[str, Any] | None:
+    """Content of ``rag.json``; None where a directory has none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    path = directory / RAG
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+
+
+def on_page(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What a page shows of it: the headline's differences, by judge where there are several, and the agreement."""
+    wanted = "macro" if content["average"] == "macro" else "all queries"
+    by_metric = {
+        metric: [one for one in content["differences"] if one["slice"] == wanted and one["metric"] == metric]
+        for metric in content["metrics"]
+    }
+    judges = {name: str(one["model"]) for name, one in content["judges"].items()}
+    tables = [
+        (judge, by_metric[f"{ANSWER_SCORE}.{judge}"])
+        for judge in judges
+        if f"{ANSWER_SCORE}.{judge}" in by_metric
+    ] or [(next(iter(judges)), by_metric[ANSWER_SCORE])]
+    return {
+        "answerer": str(content["answerer"]["model"]),
+        "judges": judges,
+        "marks": [
+            (name, [row.get(f"{ANSWER_SCORE}.{judge}") or row[ANSWER_SCORE] for judge in judges])
+            for name, row in content["rows"].items()
+        ],
+        "differences": [(judge, rows) for judge, rows in tables if rows],
+        "agreement": content["agreement"],
+        "spent": content.get("spent", []),
+    }

@@ -332,6 +332,11 @@ class RLConfig(StageConfig):
     """Sampling temperature; in place of rollout.temperature. Log probabilities are those of this distribution."""
     rewards: list[RewardConfig] = field(default_factory=lambda: [RewardConfig("margin")])
     """Terms of the reward, each with name, weight and options."""
+    candidates: str = "batch"
+    """What rewards rank: batch, the step's candidates on all processes; or pool:PATH, a fixed pool that is harder: a folder with a
+    retrieval set's corpus.parquet, or a file of training records, whose positives and negatives are the pool."""
+    pool_every: int = 50
+    """Steps after which the pool is embedded anew; without a pool it has no effect."""
     loss_type: Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo"] = "dapo"
     """Ratio and normalisation of the policy gradient, see docs/rl.md."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
@@ -691,6 +696,15 @@ def _check_rl(recipe: Recipe) -> None:
         )
     if recipe.rollout.backend == "vllm":
         _check_vllm_temperature("rl.temperature", rl.temperature)
+    if rl.candidates != "batch":
+        kind, mark, path = rl.candidates.partition(":")
+        if kind != "pool" or not mark or not path:
+            raise RecipeError(f"rl.candidates must be batch or pool:PATH, got {rl.candidates!r}")
+        if not rl.alpha_rl:
+            raise RecipeError(
+                "rl.candidates is what rewards rank, and rl.alpha_rl=0 leaves rewards out: set it to batch"
+            )
+    _positive("rl.pool_every", rl.pool_every)
     _positive("rl.num_rationales", rl.num_rationales)
     _positive("rl.num_iterations", rl.num_iterations)
     for key in ("epsilon_high", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"):

@@ -49,6 +49,9 @@ class LibraryConfig:
     """Column with the picture's own licence."""
     min_side_px: int = 32
     """Smaller pictures are left out and counted."""
+    filters: list[str] = field(default_factory=list)
+    """Pictures to leave out for what they show: faces (needs OpenCV), text (needs the program tesseract), or module:function
+    of your own, which takes a Pillow image and returns why, or None. The data set's card says which ran."""
     shard_size: int = 5000
     """Pictures inspected and embedded at once; what is lost when the run is stopped."""
     memory_mb: int = 768

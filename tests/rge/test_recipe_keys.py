@@ -161,6 +161,8 @@ ENTRIES: dict[str, Changes | Refused] = {
     "rl.rewards.options": Changes(
         "rl.rewards=[{name: grace, options: {temperature: 1.0}}]", "metrics", (*RL, "rl.rewards=[{name: grace}]")
     ),
+    "rl.candidates": Changes("rl.candidates=pool:HOME/records.jsonl", "metrics", RL),
+    "rl.pool_every": Changes("rl.pool_every=1", "metrics", (*RL, "rl.candidates=pool:HOME/records.jsonl")),
     "rl.loss_type": Changes("rl.loss_type=rloo", "weights", RL),
     "rl.scale_rewards": Changes("rl.scale_rewards=none", "weights", RL),
     "rl.std_floor": Changes("rl.std_floor=1.0", "weights", RL),

@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from data_prep.rmir.config import LibraryConfig
 from data_prep.rmir.frames import absolute, daft_frame, from_daft
 from data_prep.rmir.pictures import formats
 from data_prep.rmir.pictures.download import is_address, without_secrets
+from data_prep.rmir.pictures.filters import load_filter, unwanted
 from data_prep.rmir.pictures.formats import LibraryError
 from data_prep.rmir.pictures.near_duplicates import phash
 from rge.common.images import ImageError, load_image, picture_bytes
@@ -215,11 +216,13 @@ def inspect(rows: list[dict[str, Any]], config: LibraryConfig, runner: str = "na
             "data": pa.array([row.get("data") for row in rows], pa.large_binary()),
         }
     )
-    smallest = config.min_side_px
+    smallest, filters = config.min_side_px, tuple(config.filters)
+    for name in filters:
+        load_filter(name)  # what is missing is said before a picture is opened
 
     @daft.func(return_dtype=kind)
     def looked(file: str | None, data: bytes | None) -> dict[str, Any]:
-        return look(data or file or "", smallest)
+        return look(data or file or "", smallest, filters)
 
     frame = daft_frame(given, runner).with_column("found", looked(col("file"), col("data")))
     for name in ("sha256", "width", "height", "phash", "reason"):
@@ -227,8 +230,8 @@ def inspect(rows: list[dict[str, Any]], config: LibraryConfig, runner: str = "na
     return from_daft(frame, "inspected", order="row")
 
 
-def look(ref: ImageRef, min_side_px: int) -> dict[str, Any]:
-    """Hashes and size of a picture, or the reason to leave it out."""
+def look(ref: ImageRef, min_side_px: int, filters: Sequence[str] = ()) -> dict[str, Any]:
+    """Hashes and size of a picture, or the reason to leave it out; `filters` as of `load_filter`."""
     found: dict[str, Any] = {"sha256": None, "width": None, "height": None, "phash": None, "reason": None}
     try:
         data = picture_bytes(ref)
@@ -242,4 +245,4 @@ def look(ref: ImageRef, min_side_px: int) -> dict[str, Any]:
         return {**found, "reason": reason}
     found |= {"sha256": hashlib.sha256(data).hexdigest(), "width": image.width, "height": image.height}
     found["phash"] = phash(image)
-    return {**found, "reason": TOO_SMALL if min(image.size) < min_side_px else None}
+    return {**found, "reason": TOO_SMALL if min(image.size) < min_side_px else unwanted(image, filters)}

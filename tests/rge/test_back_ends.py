@@ -78,6 +78,26 @@ LORA = [
 ]
 
 
+RL = [
+    "stage=rl",
+    "rl.steps=3",
+    "rl.batch_size=5",
+    "rl.lr=0.02",
+    "rl.num_rationales=2",
+    "rl.beta=0.5",
+    "rl.scale_rewards=batch",
+    "rl.std_floor=0.1",
+    "optim.weight_decay=0",
+]
+"""A policy gradient with a KL term."""
+KL = {
+    "FSDP2": RL,
+    "ZeRO-2": RL,
+    "ZeRO-3": [*RL, LORA[-1]],
+}
+"""By back end: a frozen copy beside the shares, and under ZeRO-3, which cannot make one, the model without its adapters."""
+
+
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
     """Filled by the first test that needs it."""
@@ -213,6 +233,7 @@ def found(
         "recipe": recipe,
         "adapted": ADAPTED,
         "lora": LORA,
+        "kl": KL,
         "plain": [str(tiny_path), str(full)],
     }
     torch.save(task, folder / "task.pt")
@@ -448,3 +469,21 @@ def test_adapters_train_on_weights_that_are_shared_out(found, one_run, recipe, n
     assert merged.keys() == expected.keys() == load_file(one_run / "joint/final/model.safetensors").keys()
     for key, value in expected.items():
         torch.testing.assert_close(merged[key], value, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KL)
+def test_the_divergence_from_where_the_stage_began_is_that_of_one_process(found, recipe, name):
+    one, two = found["folder"] / f"one_kl_{LORA[-1] in KL[name]}", found["folder"] / f"{name}_kl"
+    if not one.exists():
+        train.main([*recipe, *KL[name], f"out={one}"])
+    first, second = (
+        [json.loads(line) for line in (out / "rl" / "metrics.jsonl").read_text().splitlines()]
+        for out in (one, two)
+    )
+    assert [line["step"] for line in second] == [1, 2, 3]
+    assert second[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert second[-1]["kl"] > 1e-5
+    for key in ("kl", "loss_rl", "loss", "reward"):
+        expected = [line[key] for line in first]
+        assert [line[key] for line in second] == pytest.approx(expected, rel=1e-3, abs=1e-6), key

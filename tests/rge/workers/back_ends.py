@@ -5,7 +5,7 @@
 ``FOLDER/task.pt`` holds ``environments`` (what `accelerate launch --config_file` would set, by name of the back end),
 ``steps`` (each with ``batches``, one a rank, ``objective``, ``micro_batch_size`` and ``rollout_batch_sizes``, with
 ``once`` where prompts are to be encoded once, if the back end can, and with ``rl``, a recipe, and ``sampling``, one a rank, where it is a step of that stage), ``recipe`` (arguments of rge/train.py), ``lora``
-(further ones, for the back ends in ``adapted``) and ``plain`` (checkpoints without ``<emb>``). Rank r writes ``FOLDER/NAME_r.pt``, the main process exports to
+(further ones, for the back ends in ``adapted``), ``kl`` (further ones, by back end) and ``plain`` (checkpoints without ``<emb>``). Rank r writes ``FOLDER/NAME_r.pt``, the main process exports to
 ``FOLDER/NAME``.
 """
 
@@ -177,4 +177,7 @@ if __name__ == "__main__":
     for name in task["adapted"]:
         pretend(task["environments"][name])
         train.main([*task["recipe"], *task["lora"], f"out={folder / name}_lora"])
+    for name, words in task["kl"].items():
+        pretend(task["environments"][name])
+        train.main([*task["recipe"], *words, f"out={folder / name}_kl"])
     close()

@@ -54,6 +54,12 @@ class ScratchConfig:
     """Pictures a step of that naming."""
     naming_lr: float = 3e-3
     """Learning rate of that naming."""
+    naming_style: float = 0.0
+    """How much the drawings' style is changed in that naming, from 0 (not at all) to 1: palette, tone, line width,
+    sharpness, ground. What tells families of drawings apart is then no clue to the thing."""
+    naming_say_from: float = 0.0
+    """Share of the naming's steps that only choose among the names; after them the text model also writes the name. A
+    step without writing costs half as much."""
 
 
 @dataclass
@@ -377,6 +383,9 @@ class OptimConfig:
 
     name: Literal["adamw", "muon"] = "adamw"
     """Muon for matrices with AdamW for the rest learns much faster from scratch; not under ZeRO."""
+    muon_kernels: bool = True
+    """Whether Muon takes kernels of convolutions too, as matrices of (out channels, all the rest), as its author does.
+    Qwen's patch embedding is one. False: AdamW takes them."""
     vision_lr_ratio: float = 1.0
     """Learning rate of the vision tower and its merger as a share of the stage's."""
     betas: tuple[float, float] = (0.9, 0.999)

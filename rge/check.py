@@ -40,6 +40,7 @@ from rge.plan.costs import GIB, NCCL_GIB, descriptors, shapes_of, speed_of, trai
 from rge.plan.known_models import outline
 from rge.plan.options import PlanOptions
 from rge.plan.report import OPTIMIZER_STATES, plan
+from rge.rl.pool import check_pool
 from rge.rl.reference import check_reference
 from rge.rl.rewards import find_reward
 from rge.rollout.vllm_writer import check_possible
@@ -167,6 +168,8 @@ def examine(
             found.summary += [f"will be left out (data.on_bad=skip): {fault}" for fault in faults]
         else:
             problems += faults
+    if "rl" in stages and (warning := _attempt(problems, check_pool, recipe, found.records)):
+        found.summary.append(warning)
     for name in recipe.loss.terms:
         _attempt(problems, CONTRASTIVE_LOSSES.__getitem__, name)
     if recipe.data.augment != "none":

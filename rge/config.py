@@ -54,6 +54,12 @@ class ScratchConfig:
     """Pictures a step of that naming."""
     naming_lr: float = 3e-3
     """Learning rate of that naming."""
+    naming_style: float = 0.0
+    """How much the drawings' style is changed in that naming, from 0 (not at all) to 1: palette, tone, line width,
+    sharpness, ground. What tells families of drawings apart is then no clue to the thing."""
+    naming_say_from: float = 0.0
+    """Share of the naming's steps that only choose among the names; after them the text model also writes the name. A
+    step without writing costs half as much."""
 
 
 @dataclass
@@ -326,6 +332,11 @@ class RLConfig(StageConfig):
     """Sampling temperature; in place of rollout.temperature. Log probabilities are those of this distribution."""
     rewards: list[RewardConfig] = field(default_factory=lambda: [RewardConfig("margin")])
     """Terms of the reward, each with name, weight and options."""
+    candidates: str = "batch"
+    """What rewards rank: batch, the step's candidates on all processes; or pool:PATH, a fixed pool that is harder: a folder with a
+    retrieval set's corpus.parquet, or a file of training records, whose positives and negatives are the pool."""
+    pool_every: int = 50
+    """Steps after which the pool is embedded anew; without a pool it has no effect."""
     loss_type: Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo"] = "dapo"
     """Ratio and normalisation of the policy gradient, see docs/rl.md."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
@@ -372,6 +383,9 @@ class OptimConfig:
 
     name: Literal["adamw", "muon"] = "adamw"
     """Muon for matrices with AdamW for the rest learns much faster from scratch; not under ZeRO."""
+    muon_kernels: bool = True
+    """Whether Muon takes kernels of convolutions too, as matrices of (out channels, all the rest), as its author does.
+    Qwen's patch embedding is one. False: AdamW takes them."""
     vision_lr_ratio: float = 1.0
     """Learning rate of the vision tower and its merger as a share of the stage's."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -682,6 +696,15 @@ def _check_rl(recipe: Recipe) -> None:
         )
     if recipe.rollout.backend == "vllm":
         _check_vllm_temperature("rl.temperature", rl.temperature)
+    if rl.candidates != "batch":
+        kind, mark, path = rl.candidates.partition(":")
+        if kind != "pool" or not mark or not path:
+            raise RecipeError(f"rl.candidates must be batch or pool:PATH, got {rl.candidates!r}")
+        if not rl.alpha_rl:
+            raise RecipeError(
+                "rl.candidates is what rewards rank, and rl.alpha_rl=0 leaves rewards out: set it to batch"
+            )
+    _positive("rl.pool_every", rl.pool_every)
     _positive("rl.num_rationales", rl.num_rationales)
     _positive("rl.num_iterations", rl.num_iterations)
     for key in ("epsilon_high", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"):

@@ -536,8 +536,11 @@ class Embedder:
     ) -> list[_Row]:
         settings = self.settings["generation"]
         asked = {key: settings[key] for key in ("max_new_tokens", "temperature")}
+        least = settings.get("min_new_tokens", 0)
         together = batch_size if not self.exact or self.settings["dtype"] == "float32" else 1
         if self.engine is not None:
+            if least:
+                raise UserError("engine=vllm cannot be kept from writing nothing: use engine=own")
             rationales = self.engine.generate(prompts, **asked, seeds=seeds)
             if on_progress is not None:
                 on_progress(len(prompts))
@@ -550,6 +553,7 @@ class Embedder:
                 seeds=seeds,
                 on_progress=on_progress,
                 margins=self.exact and together > 1,
+                min_new_tokens=least,
             )
         read_ms = [0.0] * len(rationales)
         if self.exact:
@@ -557,9 +561,9 @@ class Embedder:
             for row, rationale in enumerate(rationales):
                 if rationale.margin < close:
                     own = None if seeds is None else [seeds[row]]
-                    rationales[row] = generate(self.model, [prompts[row]], **asked, batch_size=1, seeds=own)[
-                        0
-                    ]
+                    rationales[row] = generate(
+                        self.model, [prompts[row]], **asked, batch_size=1, seeds=own, min_new_tokens=least
+                    )[0]
             for row, rationale in enumerate(rationales):
                 state, read_ms[row] = self._state(prompts[row], rationale.ids)
                 rationales[row] = replace(rationale, state_D=state)

@@ -28,6 +28,11 @@ until the last one ends, and so does the form measured here.
     leaner        the same, but prompts encoded once for generating, and log probabilities and states read from one forward
     ours          prompts encoded once; k branches and the oracle's in `rge.step.training_step`, which is all there is
 
+``settings=3b`` counts such a step at the shape of Qwen2.5-VL-3B, one query with a prompt of `prompt_tokens`. Of the layers, which
+are all alike, a few are built; a further one of each kind (text, windowed and global vision) says what one costs, and the rest
+is added. Products are counted and not computed: a matrix product or an attention gives zeros of the right shape. That the
+forms compute the same step is compared by the other settings.
+
 Before anything is timed, tokens, losses and all gradients of the two forms are compared in float64; a difference is an
 error. Repetitions alternate, medians count; CPU time stands beside wall time, since on a busy machine only the former
 repeats. FLOPs: `torch.utils.flop_counter`, attention counted dense, as it does for CUDA kernels. Memory: each form in a
@@ -55,6 +60,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils import flop_counter
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
 from rge.common.commands import start
@@ -72,6 +78,7 @@ from rge.model.embedding_model import EmbeddingModel, Readout, encode_prompts, n
 from rge.model.families import normalised
 from rge.model.packing import Branch
 from rge.model.prompts import Prompt, PromptBuilder
+from rge.plan.known_models import TABLE
 from rge.rl.credit import Reinforcement
 from rge.rl.policy import advantages
 from rge.rollout.generate import Rationale, generate
@@ -98,7 +105,7 @@ class Options:
     memory: bool = True
     """Whether memory is measured, which takes three more processes a setting."""
     rationales: int = 1
-    """Rationales a query; above 1 the step is one of the stage rl, of which FLOPs alone are counted."""
+    """Rationales a query; above 1 the step is one of the stage rl, of which FLOPs alone are counted, and which ``settings=3b`` needs."""
     memory_of: str | None = None
     """Set in the processes that measure memory: one of `FORMS`."""
 
@@ -154,8 +161,13 @@ def demo_setting(options: Options) -> Setting:
     return Setting("demo", embedder, batch, objective, stop_B, cap, _note(embedder, batch, stop_B))
 
 
-def long_setting(options: Options) -> Setting:
-    """A picture and text of `prompt_tokens`, long rationales, a language model large enough to dominate."""
+def long_setting(options: Options, sizes: dict | None = None) -> Setting:
+    """A picture and text of `prompt_tokens`, long rationales, a language model large enough to dominate.
+
+    Args:
+        options: sizes of the step, and of the model.
+        sizes: of another model: vocab_size, text and vision, as `rge.scratch.build.build` takes them.
+    """
     vision = {
         **{"depth": 4, "hidden_size": options.hidden // 2, "intermediate_size": options.hidden * 3 // 2},
         **{"num_heads": 4, "patch_size": 14, "window_size": 112, "fullatt_block_indexes": [3]},
@@ -170,7 +182,8 @@ def long_setting(options: Options) -> Setting:
         path = Path(folder) / "backbone"
         pixels = {"min_pixels": 28 * 28, "max_pixels": 4096 * 4096}
         texts = [" ".join(rng.choice(words, 20)) for _ in range(50)]
-        scratch.build(path, texts, seed=0, vocab_size=2048, text=text, vision=vision, **pixels)
+        sizes = sizes or {"vocab_size": 2048, "text": text, "vision": vision}
+        scratch.build(path, texts, seed=0, **sizes, **pixels)
         embedder = EmbeddingModel(load_backbone(path, add_emb=True, **pixels)).eval()
     builder = PromptBuilder(embedder.processor, "plain", max_tokens=10**6)
 
@@ -580,7 +593,14 @@ def measure_rl(setting: Setting, options: Options) -> dict[str, float]:
     )
     del gradients
     embedder.float()
-    tokens = sum(len(ids) + 1 for ids in own_ids)
+    return rl_ratios(rl_flops(setting, recipe, own_ids)) | {
+        "rationale_tokens": sum(len(ids) + 1 for ids in own_ids)
+    }
+
+
+def rl_flops(setting: Setting, recipe: Recipe, own_ids: Sequence[Sequence[int]]) -> dict[str, float]:
+    """FLOPs of a step of the stage rl, ours and the parts of its plain forms."""
+    count, embedder = recipe.rl.num_rationales, setting.embedder
     work: dict[str, Callable[[], object]] = {
         "ours": lambda: our_full_rl_step(setting, recipe),
         "generate, k copies": lambda: their_rollout(repeated_prompts(setting, count)),
@@ -592,6 +612,12 @@ def measure_rl(setting: Setting, options: Options) -> dict[str, float]:
     for name, call in work.items():
         embedder.zero_grad(set_to_none=True)
         flops[name] = count_flops(call)
+    embedder.zero_grad(set_to_none=True)
+    return flops
+
+
+def rl_ratios(flops: dict[str, float]) -> dict[str, float]:
+    """Print the table, and give the ratios."""
     plain = flops["generate, k copies"] + flops["score, log probabilities, embed, LM"]
     lean = flops["generate, prompts once"] + flops["score, one forward for both, LM"]
     for name, value in [*flops.items(), ("plain, all", plain), ("leaner, all", lean)]:
@@ -600,8 +626,78 @@ def measure_rl(setting: Setting, options: Options) -> dict[str, float]:
         "rl_step_flops_ratio": plain / flops["ours"],
         "rl_step_flops_ratio_lean": lean / flops["ours"],
         "ours_rl_step_gflop": flops["ours"] / 1e9,
-        "rationale_tokens": tokens,
     }
+
+
+class Uncomputed(TorchDispatchMode):
+    """Products give zeros of the right shape; everything else is computed, so that lengths are what they are."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Stands in for one operation."""
+        aten = torch.ops.aten
+        if func in (aten.mm.default, aten.bmm.default):
+            left, right = args
+            return left.new_zeros(*left.shape[:-1], right.shape[-1])
+        if func in (aten.addmm.default, aten.baddbmm.default):
+            _, left, right = args
+            return left.new_zeros(*left.shape[:-1], right.shape[-1])
+        if func is aten._scaled_dot_product_flash_attention_for_cpu.default:
+            query, _, value = args[:3]
+            batch, heads, length, _ = query.shape
+            out = query.new_zeros(batch, length, heads, value.shape[-1]).transpose(1, 2)
+            return out, query.new_zeros(batch, length, heads).transpose(1, 2)
+        if func is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+            return tuple(torch.zeros_like(tensor) for tensor in args[1:4])
+        return func(*args, **(kwargs or {}))
+
+
+def measure_3b(options: Options) -> dict[str, float]:
+    """FLOPs of a step of the stage rl at the shape of Qwen2.5-VL-3B, from models of a few layers."""
+    shape = TABLE["Qwen/Qwen2.5-VL-3B-Instruct"]
+    text, vision = shape["text_config"], shape["vision_config"]
+    num_global = len(vision["fullatt_block_indexes"])
+    # Text layers, windowed and global vision layers: one of each, then one more of each.
+    wanted = (text["num_hidden_layers"], vision["depth"] - num_global, num_global)
+    found = []
+    for layers in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)):
+        sizes = {
+            "vocab_size": 2048,
+            "text": {
+                **{key: value for key, value in text.items() if key != "vocab_size"},
+                "num_hidden_layers": layers[0],
+            },
+            "vision": {
+                **{key: value for key, value in vision.items() if key != "out_hidden_size"},
+                "depth": layers[1] + layers[2],
+                "fullatt_block_indexes": list(range(layers[1], layers[1] + layers[2])),
+            },
+        }
+        setting = groups_of(long_setting(replace(options, batch=1), sizes), options.rationales)
+        # A tokenizer of that size cannot be learned here; the head's and the embeddings' rows decide what they cost.
+        setting.embedder.model.resize_token_embeddings(text["vocab_size"], mean_resizing=False)
+        recipe = rl_recipe(setting, options)
+        with Uncomputed():
+            own_ids = [rationale.ids for rationale in our_groups(setting, options.rationales)]
+            found.append(rl_flops(setting, recipe, own_ids))
+        print(
+            f"{layers[0]} text, {layers[1]} windowed and {layers[2]} global vision layers: counted",
+            flush=True,
+        )
+    whole = {
+        name: found[0][name]
+        + sum(
+            (number - 1) * (more[name] - found[0][name])
+            for number, more in zip(wanted, found[1:], strict=True)
+        )
+        for name in found[0]
+    }
+    tokens = sum(len(ids) + 1 for ids in own_ids)
+    prompt = len(setting.batch.queries[0])
+    print(
+        f"3b: one query of {prompt} tokens, {options.rationales} rationales of {tokens} tokens in all",
+        flush=True,
+    )
+    return rl_ratios(whole) | {"rationale_tokens": tokens, "prompt_tokens": prompt}
 
 
 def repeated_prompts(setting: Setting, count: int) -> Setting:
@@ -812,13 +908,18 @@ def measure_memory(name: str, options: Options) -> dict[str, float]:
 def main(argv: list[str]) -> None:
     """Measure every setting, print the tables and the JSON line."""
     options = parse_options(Options, argv)
-    one_of("settings", options.settings, list(SETTINGS))
+    one_of("settings", options.settings, [*SETTINGS, "3b"])
+    if "3b" in options.settings and options.rationales < 2:
+        raise UserError("settings=3b counts a step of the stage rl: give rationales=8")
     torch.manual_seed(0)
     if options.memory_of is not None:
         print(memory_of(SETTINGS[options.settings[0]](options), options.memory_of))
         return
     results: dict[str, dict[str, float]] = {}
     for name in options.settings:
+        if name == "3b":
+            results[name] = measure_3b(options)
+            continue
         setting = SETTINGS[name](options)
         print(f"\n{name}: {setting.note}", flush=True)
         if options.rationales > 1:

@@ -31,6 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from rge.common.commands import start
 from rge.common.errors import SIGNALLED
 from rge.common.files import write_json
@@ -210,6 +212,7 @@ def main(arguments: list[str]) -> int:
         print(f"{title}: {seconds / 60:.1f} min", flush=True)
     minutes = {step.name: round(record[step.name]["seconds"] / 60, 2) for step in todo}
     rows = figures(baseline)
+    links = chain(ROOT / RUN / "eval" / CONDITIONS[0], ROOT / DATA / "test")
     page = ROOT / RUN / "report.html"
     write_json(
         ROOT / RUN / "summary.json",
@@ -217,11 +220,14 @@ def main(arguments: list[str]) -> int:
             "minutes": minutes,
             "total_minutes": round(sum(minutes.values()), 2),
             "figures": rows,
+            "chain": links,
             "page": f"{RUN}/report.html",
         },
         indent=2,
     )
-    print(f"\n{table(rows)}\n\n{sum(minutes.values()):.1f} minutes in all\npage: {page}")
+    print(
+        f"\n{table(rows)}\n\n{chain_lines(links)}\n\n{sum(minutes.values()):.1f} minutes in all\npage: {page}"
+    )
     return 0
 
 
@@ -291,6 +297,52 @@ def table(rows: dict[str, dict[str, dict[str, Any]]]) -> str:
         ]
         lines.append("")
     return "\n".join(lines[:-1])
+
+
+def chain(eval_folder: Path, set_folder: Path) -> dict[str, dict[str, float]]:
+    """Where answers are lost: is the thing named right, is the answer, is its picture found?
+
+    A rationale names the thing right if its first clause is that of the set's own rationales, and the answer if it is
+    one of them as a whole.
+
+    Args:
+        eval_folder: evaluation with rationales.
+        set_folder: the set that was evaluated.
+
+    Returns:
+        For seen and held-out pairs per cent of queries: ``named``; of these ``answered``; of those ``found``, the first
+        candidate being right; and ``found_otherwise`` of the queries whose thing is named wrong.
+    """
+    queries = pd.read_parquet(
+        eval_folder / "per_query.parquet", columns=["query_id", "pair", "rationale", "hit@1"]
+    )
+    oracles = pd.read_parquet(set_folder / "rationales.parquet").groupby("query-id")["rationale"].agg(set)
+    right = [oracles[name] for name in queries["query_id"]]
+    clauses = [{text.partition(";")[0] for text in texts} for texts in right]
+    written = queries["rationale"].str.strip()
+    named = pd.Series([text.partition(";")[0] in it for text, it in zip(written, clauses, strict=True)])
+    answered = pd.Series([text in it for text, it in zip(written, right, strict=True)])
+    found: dict[str, dict[str, float]] = {}
+    for pair in PAIRS:
+        chosen = queries["pair"] == pair
+        of = {
+            "named": named[chosen],
+            "answered": answered[chosen & named],
+            "found": queries["hit@1"][chosen & answered],
+            "found_otherwise": queries["hit@1"][chosen & ~named],
+        }
+        found[pair] = {name: 100 * float(values.mean()) for name, values in of.items()}
+    return found
+
+
+def chain_lines(figures: dict[str, dict[str, float]]) -> str:
+    """`chain` in words."""
+    return "\n".join(
+        f"{PAIRS[pair].removesuffix(', %')}: the thing is named right in {it['named']:.1f} %; then the answer in "
+        f"{it['answered']:.1f} %; then its picture comes first in {it['found']:.1f} % "
+        f"(thing named wrong: {it['found_otherwise']:.1f} %)"
+        for pair, it in figures.items()
+    )
 
 
 def quoted(word: str) -> str:

@@ -46,6 +46,7 @@ ANCHORS = {
 RATIOS = ("1:1", "100:1", "20:1", "10:1", "1:10", "1:20", "1:100", "none")
 LENGTHS = {"quarter": 0.25, "double": 2.0, "fourfold": 4.0}
 """Further cold starts, as multiples of the recipe's steps."""
+MIXED = {"half": "half oracle, half self", "falling": "from oracle to self"}
 MODES = {
     "no reasoning": ("direct", "direct"),
     "candidates only": ("direct", "reasoning"),
@@ -66,7 +67,7 @@ class Options:
     doses: tuple[float, ...] = (1.0, 0.0, 0.5)
     """Shares of oracle texts that name what only the target shows, in this order."""
     short: bool = False
-    """One seed, doses 1 and 0, and findings a, c and d only."""
+    """One seed, doses 1 and 0, findings a, c and d only, and no mixes."""
     collect: bool = False
     """Run nothing, write the page of what is there."""
     steps: int | None = None
@@ -287,7 +288,8 @@ def table_4(options: Options, study: Study) -> Finding:
     claims = []
     # What the paper is about first, on both sides; then its baseline.
     arms = [f"{anchor}_{dose:g}" for dose in options.doses for anchor in ("self", "oracle")]
-    arms += [f"{anchor}_{dose:g}" for anchor in ("none", "half", "falling") for dose in options.doses]
+    others = ("none",) if options.short else ("none", *MIXED)
+    arms += [f"{anchor}_{dose:g}" for anchor in others for dose in options.doses]
     for dose in options.doses:
         names = {anchor: f"{anchor}_{dose:g}" for anchor in ANCHORS}
         paper = (
@@ -305,7 +307,7 @@ def table_4(options: Options, study: Study) -> Finding:
                 int(dose == 1),
             )
         )
-        for mix, says in {"half": "half oracle, half self", "falling": "from oracle to self"}.items():
+        for mix, says in MIXED.items():
             over = less(f"{mix}_{dose:g}", names["self"])
             claims.append(Claim(f"dose {dose:g}: {says}, over self", "(not asked)", over, 0))
         over = less(names["self"], names["none"])

@@ -10,6 +10,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -394,6 +395,23 @@ def demo(tmp_path, monkeypatch):
     figure = {"value": 0.5, "low": 0.4, "high": 0.6}
     row = {pair: dict.fromkeys(module.SHOWN, figure) for pair in module.PAIRS}
     monkeypatch.setattr(module, "figures", lambda baseline: {"rationale first": row})
+    key, lock = (
+        "This is a padlock; it is opened with a key.",
+        "This is a padlock; it is locked around a bicycle.",
+    )
+    written = [
+        ("0", "seen", f"{key} ", 1.0), ("1", "seen", key, 0.0), ("2", "seen", lock, 1.0), ("3", "seen", "This is a bag; it", 0.0),
+        ("4", "held_out", lock, 0.0), ("5", "held_out", key, 1.0),
+    ]  # fmt: skip
+    evaluated, asked = (
+        tmp_path / folder for folder in (f"{module.RUN}/eval/reasoning-both", f"{module.DATA}/test")
+    )
+    evaluated.mkdir(parents=True)
+    asked.mkdir(parents=True)
+    columns = ["query_id", "pair", "rationale", "hit@1"]
+    pd.DataFrame(written, columns=columns).to_parquet(evaluated / "per_query.parquet")
+    oracles = [(name, key) for name in "012345"] + [("2", "This is a padlock; it is opened with that key.")]
+    pd.DataFrame(oracles, columns=["query-id", "rationale"]).to_parquet(asked / "rationales.parquet")
     (tmp_path / "a.txt").write_text("a")
     yield module
     sys.modules.pop("demo")
@@ -408,6 +426,10 @@ def test_demo_runs_every_step_and_prints_table_and_page(demo, tmp_path, capfd):
     assert shown.rstrip().endswith(str(tmp_path / "runs" / "demo" / "report.html"))
     summary = json.loads((tmp_path / "runs" / "demo" / "summary.json").read_text())
     assert summary["minutes"].keys() == {"first", "second"}
+    seen = {"named": 75.0, "answered": 100 * 2 / 3, "found": 50.0, "found_otherwise": 0.0}
+    assert summary["chain"]["seen"] == pytest.approx(seen)
+    assert "seen pairs: the thing is named right in 75.0 %; then the answer in 66.7 %" in shown
+    assert "then its picture comes first in 100.0 %" in shown  # held out: the one whose answer is right
 
 
 def test_demo_skips_what_is_finished_and_repeats_what_changed(demo, tmp_path, capfd):

@@ -25,8 +25,6 @@ ONLY_IN = {
     "langchain_core": {"rge/integrations/langchain.py"},
     "llama_index": {"rge/integrations/llama_index.py"},
     "wandb": {"rge/logs.py"},
-    "openai": {"rge/calls/transport.py"},
-    "anthropic": {"rge/calls/transport.py"},
     "transformers": {
         "rge/model/backbone.py",
         "rge/model/families.py",

@@ -157,7 +157,7 @@ def test_short_and_trial_forms_say_what_they_are(study, capsys):
     study.main(["all", "short=true", "steps=2", *study.given])
     names = {name for name, _ in trained(study)}
     assert {"self_1", "oracle_0", "half_direct"} <= names
-    assert not names & {"1_10", "self_0.5", "sampled"}
+    assert not names & {"1_10", "self_0.5", "sampled", "half_1"}
     train = [command for command in study.commands if "rge/train.py" in command]
     assert all("joint.steps=2" in command for command in train if "stage=joint" in command)
     assert "Every stage had 2 steps: a trial of the machinery, no figures." in capsys.readouterr().out

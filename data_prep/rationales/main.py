@@ -21,7 +21,7 @@ from data_prep.rationales import checks, prompts
 from data_prep.rationales.leak import PictureLeak, Shown, caption_leak, text_leak
 from data_prep.rmir.config import EncoderConfig
 from data_prep.rmir.pictures.encoders import CheckpointEncoder
-from rge.calls.caller import Caller, Outcome
+from rge.calls.caller import LOST_RUNS, Caller, Outcome
 from rge.calls.model_config import ModelConfig, check_model
 from rge.calls.replies import ReplyError
 from rge.calls.request import Picture, Request
@@ -97,8 +97,10 @@ class RationaleOptions(Settings):
     """Name the endpoint knows the writer by."""
     base_url: str | None = None
     """Such as http://HOST:8000/v1 of vLLM; null: the provider's own."""
-    api: Literal["openai", "anthropic"] = "openai"
-    """openai (any compatible endpoint) or anthropic (needs the extra ``claude``)."""
+    api: Literal["openai", "anthropic", "gemini", "vllm"] = "openai"
+    """openai (any compatible endpoint), anthropic, gemini, or vllm: an engine in this process."""
+    mode: Literal["calls", "batch"] = "calls"
+    """calls, or batch: the provider's batch mode, at half the price and within a day."""
     key_env: str | None = None
     """Environment variable that holds the key; null: the endpoint needs none."""
     concurrency: AtLeastOne = 32
@@ -152,6 +154,7 @@ def main(words: Sequence[str]) -> None:
         name=options.model,
         base_url=options.base_url,
         api=options.api,
+        mode=options.mode,
         key_env=options.key_env,
         concurrency=options.concurrency,
         input_price=options.input_price,
@@ -198,7 +201,7 @@ def estimate(records: Path, model: ModelConfig, settings: Settings) -> str:
     ]
     lines.append(
         f"\n{calls:,} calls, {tokens_in:,} input tokens, at most {tokens_out:,} output tokens, at most "
-        f"{model.cost(tokens_in, tokens_out):,.2f}. Nothing was asked."
+        f"{model.cost(tokens_in, tokens_out, batch=model.mode == 'batch'):,.2f}. Nothing was asked."
         + (
             " Rewrites come on top: one call for each rationale that copies too much."
             if settings.leak == "rewrite"
@@ -414,6 +417,12 @@ def _ask_all(
             for row, sample in wanted
         ]
         outcomes = caller.run(requests, read=prompts.read, title="rationales")
+        works = bool(caller.counts.asked or caller.counts.cached)
+        if again := caller.held_up_by(outcomes, works=works):
+            raise UserError(
+                f"{len(again)} of {len(requests)} calls got no answer, such as: {again[0].error}. What was answered is kept; run "
+                f"this again. A call without an answer in {LOST_RUNS} runs is passed over, where others are answered"
+            )
         new = {at: _read(outcome, settings) for at, outcome in zip(wanted, outcomes, strict=True)}
         leaks.measure(new)
         return new
@@ -435,8 +444,6 @@ def _ask_all(
 
 
 def _read(outcome: Outcome, settings: Settings) -> _Written:
-    if outcome.lost:
-        raise UserError(f"a call got no answer: {outcome.error}. What was answered is kept; run this again")
     try:
         text = prompts.read(outcome.answer())
     except ReplyError as error:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from data_prep.rmir.wording import wording
 from rge.calls.model_config import ModelConfig, check_model
 from rge.common.errors import UserError
 from rge.common.files import RECIPES
@@ -15,7 +16,8 @@ CONFIGS = RECIPES / "data_prep"
 C = TypeVar("C", bound="RmirConfig")
 IMAGE_ENCODERS = ("siglip", "checkpoint", "pixels")
 CAPTION_ENCODERS = ("text", "minilm", "checkpoint", "hashing")
-CATEGORIES = {"functional": "FUNC", "temporal": "TEMP", "causal": "CAUS"}
+CATEGORIES = ("functional", "temporal", "causal")
+"""Kinds of reasoning of the paper."""
 
 
 class ConfigError(UserError):
@@ -27,11 +29,14 @@ class LibraryConfig:
     """The pictures to start from."""
 
     path: str | None = None
-    """A folder of picture files (searched through), or a table: .parquet, .csv, .tsv or .jsonl."""
-    id_column: str = "id"
-    """Column of the pictures' ids."""
+    """A folder of pictures (searched through); a table (.csv, .tsv, .jsonl); Parquet files or WebDataset tars: one, a folder of
+    them, or a pattern such as "shards/*.parquet"; or a folder that `datasets` saved. Here, or at an address that fsspec knows
+    (s3://, gs://, hf:// ..., each with its package)."""
+    id_column: str | None = "id"
+    """Column of the pictures' ids; in tars the sample's name stands where its JSON has no such key. null: rows are numbered,
+    file by file."""
     image_column: str = "image"
-    """Paths relative to the table's folder, or the encoded pictures (Parquet)."""
+    """Column with the encoded pictures, paths relative to the table's folder, or addresses."""
     caption_column: str | None = "caption"
     """Missing or empty captions are fine: such pictures are found by the image index alone."""
     licence: str = "unknown"
@@ -44,8 +49,13 @@ class LibraryConfig:
     """Column with the picture's own licence."""
     min_side_px: int = 32
     """Smaller pictures are left out and counted."""
+    filters: list[str] = field(default_factory=list)
+    """Pictures to leave out for what they show: faces (needs OpenCV), text (needs the program tesseract), or module:function
+    of your own, which takes a Pillow image and returns why, or None. The data set's card says which ran."""
     shard_size: int = 5000
     """Pictures inspected and embedded at once; what is lost when the run is stopped."""
+    memory_mb: int = 768
+    """Memory for pictures that are no files of their own, MB: fewer than ``shard_size`` are taken at once where they are large."""
     near_duplicates: int | None = None
     """Bits in which two perceptual hashes (of 64) may differ for the later picture to be left out as a near-duplicate; 4
     finds the same picture in another size or compression. null: only equal bytes are left out, as in the paper."""
@@ -120,7 +130,7 @@ class GenerateConfig:
     max_tokens: int = 2048
     """Tokens of one answer, at most."""
     categories: list[str] = field(default_factory=lambda: list(CATEGORIES))
-    """Kinds of reasoning asked for."""
+    """Kinds of reasoning asked for, of those that ``prompts`` names."""
     max_inputs: int | None = None
     """Seed pictures that are asked about, drawn at random; null: all."""
     content_policy: bool = True
@@ -155,6 +165,8 @@ class RetrieveConfig:
     """Do not offer a query its own input picture. The paper does not say."""
     more: list[IndexSpec] = field(default_factory=list)
     """Further indices by other encoders, whose candidates are judged too. TSR still reads the first image index only."""
+    memory_mb: int = 512
+    """Memory for what queries are compared with, MB: they are embedded and searched for in blocks of that size."""
 
 
 @dataclass
@@ -284,6 +296,9 @@ class RmirConfig:
     expect: ExpectConfig = field(default_factory=ExpectConfig)
     oracle: OracleConfig | None = None
     """Answer from the shipped tables instead of asking models; null: ask the models."""
+    prompts: str | None = None
+    """Folder whose files replace the shipped prompts of the same name: kinds.md, constraints.md, content_policy.md,
+    generate.md, filter.md, judge.md; null: none."""
     queries_per_shard: int = 500
     """Queries judged at once; what is lost when the run is stopped."""
     runner: str = "native"
@@ -340,8 +355,6 @@ def check(config: RmirConfig) -> None:
         raise ConfigError(f"retrieve.more: each index needs a name of its own; got {twice[0]!r}")
     if not config.audit.ks or min(config.audit.ks) < 1:
         raise ConfigError(f"audit.ks needs numbers >= 1, got {config.audit.ks}")
-    if config.audit.memory_mb < 1:
-        raise ConfigError(f"audit.memory_mb must be >= 1, got {config.audit.memory_mb}")
     if (most := config.library.near_duplicates) is not None and not 0 <= most <= 16:
         raise ConfigError(f"library.near_duplicates must be between 0 and 16 bits, or null; got {most}")
     _one_of("split.tsr_list", config.split.tsr_list, ("retrieved", "surviving"))
@@ -349,10 +362,10 @@ def check(config: RmirConfig) -> None:
     _one_of("export.rationale", config.export.rationale, ("generator", "none"))
     _one_of("runner", config.runner, ("native", "ray"))
     for category in config.generate.categories:
-        _one_of("generate.categories", category, tuple(CATEGORIES))
+        _one_of("generate.categories", category, tuple(wording(config.prompts).codes))
     for key in (
         "seed.clusters", "seed.per_cluster", "seed.iterations", "retrieve.by_image", "library.shard_size",
-        "library.min_side_px", "download.concurrency", "download.max_bytes", "generate.max_tokens", "filter.max_tokens", "judge.max_tokens",
+        "library.min_side_px", "library.memory_mb", "retrieve.memory_mb", "audit.memory_mb", "download.concurrency", "download.max_bytes", "generate.max_tokens", "filter.max_tokens", "judge.max_tokens",
     ):  # fmt: skip
         section, name = key.split(".")
         if (value := getattr(getattr(config, section), name)) < 1:

@@ -2,7 +2,8 @@
 
 import importlib.util
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,21 @@ def write_rows(path: Path, name: str, rows: Iterable[dict[str, Any]]) -> None:
     if rows and (wrong := set(rows[0]) ^ set(SCHEMAS[name].names)):
         raise TableError(f"{path}: columns {sorted(wrong)} are missing from, or not in, the schema {name}")
     write_table(path, pa.Table.from_pylist(rows, schema=SCHEMAS[name]))
+
+
+@contextmanager
+def writing(path: Path, name: str) -> Iterator[Callable[[list[dict[str, Any]]], None]]:
+    """Write a table some rows at a time; the file is there when the block ends well, as that of `write_rows`.
+
+    Args:
+        path: of the Parquet file.
+        name: of the schema.
+
+    Yields:
+        What writes further rows.
+    """
+    with replacing(path) as waiting, pq.ParquetWriter(waiting, SCHEMAS[name], compression="zstd") as out:
+        yield lambda rows: out.write_table(pa.Table.from_pylist(rows, schema=SCHEMAS[name]))
 
 
 def write_table(path: Path, table: pa.Table) -> None:

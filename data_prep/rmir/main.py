@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from data_prep.rmir import prompts
 from data_prep.rmir.config import RmirConfig, load_options, models_used
 from data_prep.rmir.oracle import OracleProcess, write_library
 from data_prep.rmir.pictures.download import is_address
-from data_prep.rmir.pictures.library import list_library
+from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.results import report
 from data_prep.rmir.run import STAGES, Run, RunError, done, identities
 from data_prep.rmir.stages import WORK
+from data_prep.rmir.wording import wording
 from rge.calls.model_config import CHARACTERS_A_TOKEN
 
 
@@ -101,7 +101,8 @@ def status(run: Run) -> str:
         lost = (
             f", and at most {one.lost_cost:.4f} by {one.lost_calls:,} lost attempts" if one.lost_calls else ""
         )
-        lines.append(f"{one.endpoint}: {one.calls:,} calls, {one.cost:.4f} spent{lost}")
+        batches = f" ({one.batch_calls:,} by batches)" if one.batch_calls else ""
+        lines.append(f"{one.endpoint}: {one.calls:,} calls{batches}, {one.cost:.4f} spent{lost}")
     return "\n".join(lines)
 
 
@@ -113,8 +114,10 @@ def estimate(config: RmirConfig) -> str:
     """
     encoders = identities(config)
     finished = {stage: found["counts"] for stage in STAGES if (found := done(config, stage, encoders))}
-    library = list_library(config.library)
-    listed = len(library)
+    listed = addresses = 0
+    for row in Library(config.library).rows(pictures=False):
+        listed += 1
+        addresses += row["ref"] is not None and is_address(row["ref"])
     usable = finished["seed"]["seed"] if "seed" in finished else listed
     inputs = min(usable, config.seed.clusters * config.seed.per_cluster)
     if config.generate.max_inputs is not None:
@@ -129,11 +132,12 @@ def estimate(config: RmirConfig) -> str:
     )
     candidates = min(candidates, max(usable - config.retrieve.exclude_input, 0))
     triplets = finished["retrieve"]["triplets"] if "retrieve" in finished else valid * candidates
+    texts = wording(config.prompts)
     calls: dict[str, list[tuple[str, float, int, int]]] = {
-        "generate": [(config.generate.model, inputs, len(prompts.GENERATE), 1)],
-        "filter": [(config.filter.model, queries, len(prompts.FILTER) + 200, 1)],
+        "generate": [(config.generate.model, inputs, len(texts.generate), 1)],
+        "filter": [(config.filter.model, queries, len(texts.filter) + 200, 1)],
         "judge": [
-            (spec.model, triplets * spec.count, len(prompts.JUDGE) + 80, 2) for spec in config.judge.judges
+            (spec.model, triplets * spec.count, len(texts.judge) + 80, 2) for spec in config.judge.judges
         ],
     }
     lines = [
@@ -146,7 +150,7 @@ def estimate(config: RmirConfig) -> str:
             model = config.models[name]
             tokens_in = number * (characters / CHARACTERS_A_TOKEN + pictures * model.picture_tokens)
             tokens_out = number * config.expect.output_tokens[stage]
-            cost = model.cost(int(tokens_in), int(tokens_out))
+            cost = model.cost(int(tokens_in), int(tokens_out), batch=model.mode == "batch")
             total += cost
             paid += cost if stage in finished else 0.0
             mark = f"{stage} (done)" if stage in finished else stage
@@ -170,7 +174,6 @@ def estimate(config: RmirConfig) -> str:
     lines.append(
         f"Nothing was asked. Guesses (expect.*): {', '.join([*guesses, 'tokens of prompts and answers'])}."
     )
-    addresses = sum(is_address(row["ref"]) for row in library)
     if addresses:
         lines.append(f"{addresses:,} pictures are at web addresses and will be downloaded by the stage seed.")
     unset = sorted(

@@ -1,6 +1,7 @@
 """The oracle of the shipped world: an OpenAI-compatible server that answers from the hand-written relation tables.
 
-It stands where a multimodal model would, so that the whole pipeline runs on any machine over real HTTP. It knows a
+It stands where a multimodal model would, so that the whole pipeline runs on any machine over real HTTP, by calls and by
+batches. It knows a
 picture by its bytes, and is wrong on purpose at set rates. What it lets through proves the plumbing, not a model.
 
     python -m data_prep.rmir.oracle '{"judge_errors": 0.005}'    # prints its address; ends with standard input
@@ -24,7 +25,8 @@ import pyarrow.parquet as pq
 from data_prep.demo.tables import HERE, Fact, Question, Tables, read_tables
 from data_prep.rmir import prompts
 from data_prep.rmir.config import CATEGORIES, OracleConfig
-from rge.calls.local_server import Answer, LocalServer, chat
+from data_prep.rmir.wording import wording
+from rge.calls.local_server import Answer, Batches, LocalServer, chat
 
 LIBRARY = HERE / "data" / "train" / "pictures.parquet"
 WITHOUT_CAPTION = 7
@@ -80,7 +82,20 @@ class Oracle:
         self._seen: set[str] = set()
 
     async def __call__(self, path: str, body: dict[str, Any]) -> Answer:
-        """Answer a chat request."""
+        """Answer a chat request; several draws of it (``n``) as so many requests with the next seeds."""
+        if (num := body.get("n", 1)) > 1:
+            one = {key: value for key, value in body.items() if key != "n"}
+            draws = [await self(path, {**one, "seed": body.get("seed", 0) + number}) for number in range(num)]
+            if failed := [
+                answer for answer in draws if answer.status != 200 or not isinstance(answer.body, dict)
+            ]:
+                return failed[0]
+            choices = [
+                choice for answer in draws for choice in answer.body["choices"][:1] or [{"message": {}}]
+            ]
+            usage = dict(draws[0].body["usage"])
+            usage["completion_tokens"] = sum(answer.body["usage"]["completion_tokens"] for answer in draws)
+            return Answer({**draws[0].body, "choices": choices, "usage": usage})
         digest = hashlib.sha256(json.dumps([self.config.seed, body], sort_keys=True).encode()).hexdigest()
         rng = random.Random(digest)
         if rng.random() < self.config.transient and digest not in self._seen:
@@ -125,7 +140,7 @@ class Oracle:
     def _generate(self, rng: random.Random, texts: str, concepts: list[str]) -> str:
         concept = self.tables.concepts[concepts[0]]
         blocks = [f"<input_desc>{concept.sentence}.</input_desc>"]
-        for category, code in CATEGORIES.items():
+        for category, code in ((name, wording().codes[name]) for name in CATEGORIES):
             facts = [
                 fact
                 for fact in self.facts.get(concept.key, ())
@@ -238,8 +253,7 @@ def _last(text: str, name: str) -> str:
 
 
 if __name__ == "__main__":
-    with LocalServer(
-        Oracle(OracleConfig(**json.loads(sys.argv[1] if len(sys.argv) > 1 else "{}")))
-    ) as server:
+    config = OracleConfig(**json.loads(sys.argv[1] if len(sys.argv) > 1 else "{}"))
+    with LocalServer(raw=Batches(Oracle(config))) as server:
         print(server.url, flush=True)
         sys.stdin.read()

@@ -6,14 +6,16 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from data_prep.rmir import frames
 from data_prep.rmir.config import RmirConfig, to_dict
 from data_prep.rmir.pictures.encoders import identity
-from rge.calls.caller import Caller, Counts, Outcome, Read
+from data_prep.rmir.wording import wording
+from rge.calls.caller import LOST_RUNS, Caller, Counts, Outcome, Read
 from rge.calls.failures import RequestRejected
 from rge.calls.model_config import known_as
 from rge.calls.request import Picture, Request
@@ -23,8 +25,8 @@ from rge.common.files import write_text
 
 EXPORTED = ("licence", "source_column", "author_column", "licence_column")
 """Settings of the library that only the export reads."""
-LOST_RUNS = 3
-"""Runs in which a call may stay without an answer before it is passed over, as one whose answer cannot be read."""
+HOW_MUCH_AT_ONCE = ("memory_mb", "shard_size")
+"""Settings that change how a stage works and not what comes of it."""
 
 STAGES = ("seed", "generate", "filter", "retrieve", "judge", "keep", "pool", "split", "audit")
 READS = {
@@ -81,18 +83,31 @@ def _settings(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]]
         return [names[label], model.answers_by(), model.reasks, model.max_side_px]
 
     if stage == "seed":
-        library = {key: value for key, value in whole["library"].items() if key not in EXPORTED}
+        library = {
+            key: value for key, value in whole["library"].items() if key not in (*EXPORTED, *HOW_MUCH_AT_ONCE)
+        }
         return [library, image, caption, whole["seed"]]
     if stage in ("generate", "filter"):
-        return [whole[stage], answers_of(whole[stage]["model"])]
+        texts = wording(config.prompts)
+        asked = (
+            texts.filter
+            if stage == "filter"
+            else texts.asked(config.generate.categories, content_policy=config.generate.content_policy)
+        )
+        return [whole[stage], asked, answers_of(whole[stage]["model"])]
     if stage == "retrieve":
         indices = [
             {**spec, "encoder": encoder}
             for spec, encoder in zip(whole["retrieve"]["more"], more, strict=True)
         ]
-        return [{**whole["retrieve"], "more": indices}]
+        settings = {key: value for key, value in whole["retrieve"].items() if key not in HOW_MUCH_AT_ONCE}
+        return [{**settings, "more": indices}]
     if stage == "judge":
-        return [whole["judge"], [answers_of(spec.model) for spec in config.judge.judges]]
+        return [
+            whole["judge"],
+            wording(config.prompts).judge,
+            [answers_of(spec.model) for spec in config.judge.judges],
+        ]
     if stage == "keep":
         return [config.keep.min_confidence]
     if stage == "split":
@@ -119,6 +134,16 @@ def done(
     except (OSError, ValueError):
         return None
     return found if found["fingerprint"] == fingerprint(config, stage, encoders) else None
+
+
+@dataclass
+class _Shard:
+    # Items whose calls are under way; written as soon as all of them are answered, whatever the shards before it wait for.
+    items: Sequence[Any]
+    paths: dict[str, Path]
+    first: int
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    num_requests: int | None = None
 
 
 class Run:
@@ -240,13 +265,29 @@ class Run:
         """A seed picture as part of a prompt."""
         return Picture(image["ref"], image["sha256"], self.config.models[model].max_side_px)
 
-    def ask(self, title: str, requests: Sequence[Request], read: Read) -> list[Outcome]:
-        """Ask models of the config.
+    def in_shards(
+        self,
+        stage: str,
+        items: Sequence[Any],
+        tables: dict[str, str],
+        *,
+        requests: Callable[[Any], Iterable[Request]],
+        read: Read,
+        rows: Callable[[Sequence[Any], Iterator[Outcome]], dict[str, list]],
+        count: Callable[[Any], int] = lambda item: 1,
+    ) -> None:
+        """Ask about items, and write what comes of so many at a time; what is written is not done again.
+
+        No shard waits for the one before: while the last calls of one are under way, those of the next are made.
 
         Args:
-            title: of the progress bar.
-            requests: their ``model`` is a name of the config.
+            stage: where the tables go.
+            items: in a fixed order.
+            tables: schema of each table.
+            requests: of an item; their ``model`` is a name of the config.
             read: an answer that it cannot read is asked for again.
+            rows: by table, for some items and the outcomes of all their requests in order.
+            count: requests of an item, for the progress bar.
 
         Raises:
             RunError: calls were lost, fewer than `LOST_RUNS` times so far; everything answered is kept, the same command
@@ -254,50 +295,73 @@ class Run:
         """
         if self._caller is None:  # one for all stages: what it learns of an endpoint's limits lasts
             self._caller = Caller(self.config.models, self.store, progress=self.progress)
-        outcomes = self._caller.run(requests, read=read, title=title)
-        lost = [outcome for outcome in outcomes if outcome.lost]
-        # Where the endpoint answers others, a call that it never answers is no outage: a server may choke on one picture.
-        works = self._num_answered or any(not outcome.failed for outcome in outcomes)
-        again = [one for one in lost if not works or self.store.num_failures(one.key) < LOST_RUNS]
-        if again:
+        caller = self._caller
+        size = self.config.queries_per_shard
+        todo = []
+        for number, start in enumerate(range(0, len(items), size)):
+            paths = {name: self.path(stage, name) / f"part-{number:05d}.parquet" for name in tables}
+            if not all(path.is_file() for path in paths.values()):
+                todo.append((items[start : start + size], paths))
+        owners: dict[int, _Shard] = {}
+        lost: list[Outcome] = []
+        held_back: list[_Shard] = []
+        asked = 0
+
+        def finish(shard: _Shard) -> None:
+            outcomes = [shard.outcomes[place] for place in range(len(shard.outcomes))]
+            self._rejected += [str(outcome.error) for outcome in outcomes if outcome.failed]
+            self._num_answered += sum(not outcome.failed for outcome in outcomes)
+            if self._num_answered or not outcomes:
+                write(shard, outcomes)
+            else:
+                held_back.append(shard)  # whether the endpoint works at all is not known yet
+
+        def write(shard: _Shard, outcomes: list[Outcome]) -> None:
+            missing = [outcome for outcome in outcomes if outcome.lost]
+            again = caller.held_up_by(missing, works=bool(self._num_answered))
+            lost.extend(again)
+            if again:
+                return
+            if missing:
+                print(
+                    f"{stage}: {len(missing)} calls had no answer in {LOST_RUNS} runs and were passed over, such as: "
+                    f"{missing[0].error}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            found = rows(shard.items, iter(outcomes))
+            for name, path in shard.paths.items():
+                frames.write_rows(path, tables[name], found[name])
+
+        def all_requests() -> Iterator[Request]:
+            nonlocal asked
+            for some, paths in todo:
+                shard = _Shard(some, paths, asked)
+                for item in shard.items:
+                    for request in requests(item):
+                        owners[asked] = shard
+                        asked += 1
+                        yield request
+                shard.num_requests = asked - shard.first
+                if len(shard.outcomes) == shard.num_requests:
+                    finish(shard)
+
+        def take(position: int, outcome: Outcome) -> None:
+            shard = owners.pop(position)
+            shard.outcomes[position - shard.first] = outcome
+            if len(shard.outcomes) == shard.num_requests:
+                finish(shard)
+
+        total = sum(count(item) for some, _ in todo for item in some)
+        self._caller.run(all_requests(), take, read=read, title=stage, total=total)
+        for shard in held_back:
+            write(shard, [shard.outcomes[place] for place in range(len(shard.outcomes))])
+        if lost:
             raise RunError(
-                f"{title}: {len(again)} of {len(requests)} calls got no answer, such as: {again[0].error}. The other answers "
+                f"{stage}: {len(lost)} of {asked} calls got no answer, such as: {lost[0].error}. The other answers "
                 f"are kept; run the same command again. A call without an answer in {LOST_RUNS} runs is passed over, where "
                 "others are answered"
             )
-        if lost:
-            print(
-                f"{title}: {len(lost)} calls had no answer in {LOST_RUNS} runs and were passed over, such as: {lost[0].error}",
-                file=sys.stderr,
-                flush=True,
-            )
-        self._rejected += [str(outcome.error) for outcome in outcomes if outcome.failed]
-        self._num_answered += sum(not outcome.failed for outcome in outcomes)
-        return outcomes
-
-    def in_shards(
-        self,
-        stage: str,
-        items: Sequence[Any],
-        tables: dict[str, str],
-        work: Callable[[Sequence[Any]], dict[str, list]],
-    ) -> None:
-        """Work through items some at a time; a shard whose tables are all written is not done again.
-
-        Args:
-            stage: where the tables go.
-            items: in a fixed order.
-            tables: schema of each table.
-            work: rows by table, for some items.
-        """
-        size = self.config.queries_per_shard
-        for number, start in enumerate(range(0, len(items), size)):
-            paths = {name: self.path(stage, name) / f"part-{number:05d}.parquet" for name in tables}
-            if all(path.is_file() for path in paths.values()):
-                continue
-            found = work(items[start : start + size])
-            for name, path in paths.items():
-                frames.write_rows(path, tables[name], found[name])
 
 
 def reasons(rows: Sequence[dict[str, Any]]) -> dict[str, int]:

@@ -3,88 +3,82 @@
 Source: RMIR, section 3.1. Differs: where the paper is silent the choice is a setting; see docs/data_prep.md.
 """
 
-from collections.abc import Callable, Sequence
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames, prompts
-from data_prep.rmir.config import CATEGORIES, ConfigError, EncoderConfig
+from data_prep.rmir.config import ConfigError, EncoderConfig
 from data_prep.rmir.pictures.cluster import embed_on_ray
 from data_prep.rmir.pictures.download import resolve
 from data_prep.rmir.pictures.encoders import ImageEncoder, TextEncoder, bridged, image_encoder, text_encoder
-from data_prep.rmir.pictures.library import DUPLICATE, NEAR_DUPLICATE, inspect, list_library
+from data_prep.rmir.pictures.formats import LibraryError
+from data_prep.rmir.pictures.library import DUPLICATE, NEAR_DUPLICATE, Library, blocks, fetched, inspect
 from data_prep.rmir.pictures.near_duplicates import near_duplicates
 from data_prep.rmir.results.audit import audit
 from data_prep.rmir.results.export import export
 from data_prep.rmir.run import Run, reasons
+from data_prep.rmir.wording import wording
+from rge.calls.caller import Outcome
 from rge.calls.model_config import known_as
 from rge.calls.replies import Refused, Reply, ReplyError
-from rge.common.files import replacing
+from rge.calls.request import Request
+from rge.common.files import replacing, write_bytes
+from rge.common.schema import ImageRef
 
 Rows = list[dict[str, Any]]
+QUERIES_A_GROUP = 1000
+"""Queries whose candidates are written at once."""
 
 
 def seed(run: Run) -> dict[str, Any]:
     """Inspect and embed the library, cluster it, and sample some pictures of each cluster."""
     config = run.config
-    listed = list_library(config.library)
+    library = Library(config.library)
     encoder = image_encoder(config.image_encoder)
-    good: Rows = []
-    bad: Rows = []
-    vectors = []
-    size = config.library.shard_size
-    for number, start in enumerate(range(0, len(listed), size)):
-        part = run.path("seed", "inspected") / f"part-{number:05d}.parquet"
-        vector_part = part.with_suffix(".npy")
-        if not part.is_file():
-            shard, failed = resolve(
-                listed[start : start + size], run.out / "downloads", config.download, progress=run.progress
-            )
-            found = inspect(shard, config.library, config.runner)
-            if failed:
-                reason = [failed.get(row["id"], row["reason"]) for row in found.to_pylist()]
-                place = found.schema.get_field_index("reason")
-                found = found.set_column(place, found.schema.field(place), pa.array(reason, pa.string()))
-            frames.write_table(part, found)
-        rows = frames.read_rows(part, "inspected")
-        if not vector_part.is_file():
-            refs = [row["ref"] for row in rows if row["reason"] is None]
-            _save(vector_part, embed_pictures(encoder, config.image_encoder, refs, config.runner))
-        good += [row for row in rows if row["reason"] is None]
-        bad += [row for row in rows if row["reason"] is not None]
-        if rows and any(row["reason"] is None for row in rows):
-            # Mapped: the parts and the whole are not in memory together.
-            vectors.append(np.load(vector_part, mmap_mode="r"))
-    if not good:
+    tables, vectors = look_through(run, library, encoder)
+    table = pa.concat_tables(tables)
+    del tables
+    usable_N = pc.is_null(table["reason"]).to_numpy()
+    if not usable_N.any():
         raise ConfigError(
-            f"library.path {config.library.path}: none of {len(listed)} pictures can be used: {reasons(bad)}"
+            f"library.path {config.library.path}: none of {len(table)} pictures can be used: "
+            f"{reasons(table.select(['reason']).to_pylist())}"
         )
-    first: dict[str, int] = {}
-    for row, image in enumerate(good):
-        first.setdefault(image["sha256"], row)
-    unique = sorted(first.values())
-    bad += [{**good[row], "reason": DUPLICATE} for row in sorted(set(range(len(good))) - set(unique))]
+    bad: Rows = table.filter(pa.array(~usable_N)).select(["id", "reason", "ref"]).to_pylist()
+    good = table.filter(pa.array(usable_N))
+    repeated_N = good["sha256"].to_pandas().duplicated().to_numpy()
+    bad += [
+        {**row, "reason": DUPLICATE}
+        for row in good.filter(pa.array(repeated_N)).select(["id", "ref"]).to_pylist()
+    ]
+    unique = np.flatnonzero(~repeated_N)
     if config.library.near_duplicates is not None:
-        repeats = near_duplicates([good[row]["phash"] for row in unique], config.library.near_duplicates)
+        some = good.take(unique)
+        repeats = near_duplicates(some["phash"].to_pylist(), config.library.near_duplicates)
+        names = some["id"].to_pylist()
         bad += [
-            {**good[row], "reason": NEAR_DUPLICATE, "ref": f"repeats {good[unique[of]]['id']}"}
-            for row, of in zip(unique, repeats, strict=True)
+            {"id": name, "reason": NEAR_DUPLICATE, "ref": f"repeats {names[of]}"}
+            for name, of in zip(names, repeats, strict=True)
             if of is not None
         ]
-        unique = [row for row, of in zip(unique, repeats, strict=True) if of is None]
-    good = [good[row] for row in unique]
-    vectors_ND = gather(vectors, np.array(unique))
+        unique = unique[[of is None for of in repeats]]
+    vectors_ND = gather(vectors, unique)
     cluster_N = cluster(vectors_ND, config.seed.clusters, config.seed.iterations, config.seed.seed)
     chosen = sample_clusters(cluster_N, config.seed.per_cluster, config.seed.seed)
-    images = [
-        {**{name: good[row][name] for name in ("id", "ref", "caption", "sha256", "width", "height", "phash")},
-         "cluster": int(cluster_N[row])}
-        for row in chosen
-    ]  # fmt: skip
+    columns = ["id", "ref", "caption", "sha256", "width", "height", "phash"]
+    images = good.take(unique[chosen]).select(columns).to_pylist()
+    for image, number in zip(images, cluster_N[chosen].tolist(), strict=True):
+        image["cluster"] = number
+    keep_pictures(run, library, images)
     _save(run.path("seed", "images.npy"), vectors_ND[chosen])
     captions = [image["caption"] for image in images if image["caption"]]
     captioner = text_encoder(config.caption_encoder)
@@ -96,8 +90,8 @@ def seed(run: Run) -> dict[str, Any]:
     )
     frames.write_rows(run.path("seed", "images.parquet"), "images", images)
     return {
-        "listed": len(listed),
-        "usable": len(good),
+        "listed": len(table),
+        "usable": len(unique),
         "seed": len(images),
         "with_caption": len(captions),
         "rejected": reasons(bad),
@@ -105,7 +99,114 @@ def seed(run: Run) -> dict[str, Any]:
     }
 
 
-def embed_pictures(encoder: ImageEncoder, config: EncoderConfig, refs: list[str], runner: str) -> np.ndarray:
+def look_through(
+    run: Run, library: Library, encoder: ImageEncoder
+) -> tuple[list[pa.Table], list[np.ndarray]]:
+    """Inspect and embed the library a block at a time; while one is embedded the next is fetched and decoded.
+
+    Args:
+        run: keeps each block as a part; those that are there are not done again.
+        library: read once.
+        encoder: of pictures.
+
+    Returns:
+        Of each part the table ``inspected``, and the vectors of its good pictures, mapped from the disk: the parts and the
+        whole are not in memory together.
+
+    Raises:
+        LibraryError: the library cannot be read, or an id occurs twice.
+    """
+    config, folder = run.config, run.path("seed", "inspected")
+    tables: list[pa.Table] = []
+    vectors: list[np.ndarray] = []
+    seen: set[bytes] = set()
+
+    def part(number: int) -> Path:
+        return folder / f"part-{number:05d}.parquet"
+
+    def finish(number: int) -> None:
+        table = frames.read_table(part(number), "inspected")
+        for name in table["id"].to_pylist():
+            digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+            if digest in seen:
+                raise LibraryError(
+                    f"library.path {config.library.path}: the id {name!r} occurs twice (library.id_column; null numbers the rows)"
+                )
+            seen.add(digest)
+        tables.append(table)
+        if table["reason"].null_count:
+            vectors.append(np.load(part(number).with_suffix(".npy"), mmap_mode="r"))
+
+    def prepare(number: int) -> list[ImageRef] | None:
+        """Read a block and write its table; the pictures to embed, or None at the end."""
+        if (rows := next(todo, None)) is None:
+            return None
+        there, failed = resolve(rows, run.out / "downloads", config.download, progress=run.progress)
+        found = inspect(there, config.library, config.runner)
+        reason = [
+            failed.get(row["id"]) or why for row, why in zip(rows, found["reason"].to_pylist(), strict=True)
+        ]
+        place = found.schema.get_field_index("reason")
+        found = found.set_column(place, found.schema.field(place), pa.array(reason, pa.string()))
+        frames.write_table(part(number), found)
+        return [row["data"] or row["ref"] for row, why in zip(there, reason, strict=True) if why is None]
+
+    while part(len(tables)).with_suffix(".npy").is_file() and part(len(tables)).is_file():
+        finish(len(tables))
+    # Two blocks at once, each as it was read, as a table and as the engine's copy.
+    most_bytes = max(1, int(config.library.memory_mb * 2**20 / 6))
+    left = fetched(library.rows(sum(map(len, tables))))
+    todo = blocks(left, config.library.shard_size, most_bytes)
+    with ThreadPoolExecutor(1) as beside:
+        waiting = beside.submit(prepare, len(tables))
+        while (refs := waiting.result()) is not None:
+            number = len(tables)
+            waiting = beside.submit(prepare, number + 1)
+            _save(
+                part(number).with_suffix(".npy"),
+                embed_pictures(encoder, config.image_encoder, refs, config.runner),
+            )
+            finish(number)
+    return tables, vectors
+
+
+def keep_pictures(run: Run, library: Library, images: Rows) -> None:
+    """Copy the pictures of the seed set that are no files of their own, so that each can be opened by itself.
+
+    Args:
+        run: has them under ``seed/pictures``, named by their content.
+        library: read once more.
+        images: of the seed set; those whose ``ref`` is None get one.
+
+    Raises:
+        LibraryError: the library has changed in the meantime.
+    """
+    missing = {image["id"]: image for image in images if image["ref"] is None}
+
+    def path(image: dict[str, Any]) -> Path:
+        return run.path("seed", "pictures") / image["sha256"][:2] / image["sha256"]
+
+    wanted = {name for name, image in missing.items() if not path(image).is_file()}
+    if wanted:
+        for row in fetched(row for row in library.rows() if row["id"] in wanted):
+            image = missing[row["id"]]
+            if row["data"] is None or hashlib.sha256(row["data"]).hexdigest() != image["sha256"]:
+                break
+            write_bytes(path(image), row["data"], sync=False)
+            wanted.remove(row["id"])
+        os.sync()
+    if wanted:
+        raise LibraryError(
+            f"library.path {run.config.library.path}: picture {min(wanted)!r} has changed since it was inspected; delete "
+            f"{run.path('seed')} and run the same command again"
+        )
+    for image in missing.values():
+        image["ref"] = str(path(image))
+
+
+def embed_pictures(
+    encoder: ImageEncoder, config: EncoderConfig, refs: list[ImageRef], runner: str
+) -> np.ndarray:
     """(number of pictures, D) float32; on a Ray cluster every worker loads the encoder itself.
 
     Args:
@@ -190,28 +291,31 @@ def generate(run: Run) -> dict[str, Any]:
             images[row] for row in sorted(rng.choice(len(images), config.max_inputs, replace=False).tolist())
         ]
     settings = {"temperature": config.temperature, "max_tokens": config.max_tokens}
+    texts = wording(run.config.prompts)
+
+    codes = [texts.codes[category] for category in config.categories]
 
     def readable(reply: Reply) -> None:
-        prompts.check_generated(reply, config.categories, config.max_query_words, config.max_target_words)
+        prompts.check_generated(reply, codes, config.max_query_words, config.max_target_words)
 
-    def work(shard: Sequence[dict[str, Any]]) -> dict[str, Rows]:
-        requests = [
-            prompts.generate_request(
-                config.model,
-                run.picture(image, config.model),
-                config.categories,
-                content_policy=config.content_policy,
-                **settings,
-            )
-            for image in shard
-        ]
+    def ask(image: dict[str, Any]) -> Iterator[Request]:
+        yield prompts.generate_request(
+            config.model,
+            run.picture(image, config.model),
+            config.categories,
+            content_policy=config.content_policy,
+            texts=texts,
+            **settings,
+        )
+
+    def rows_of(shard: Sequence[dict[str, Any]], outcomes: Iterator[Outcome]) -> dict[str, Rows]:
         found: dict[str, Rows] = {"queries": [], "rejected": []}
-        for image, outcome in zip(shard, run.ask("generate", requests, readable), strict=True):
-            for category in config.categories:
-                name = f"{image['id']}-{CATEGORIES[category]}-1"
+        for image, outcome in zip(shard, outcomes, strict=True):
+            for category, code in zip(config.categories, codes, strict=True):
+                name = f"{image['id']}-{code}-1"
                 try:
                     read = prompts.read_generated(
-                        outcome.answer(), category, config.max_query_words, config.max_target_words
+                        outcome.answer(), code, config.max_query_words, config.max_target_words
                     )
                 except ReplyError as error:
                     found["rejected"].append(_rejected(name, error, outcome.key))
@@ -226,7 +330,8 @@ def generate(run: Run) -> dict[str, Any]:
                 found["queries"].append(query)
         return found
 
-    run.in_shards("generate", images, {"queries": "generated", "rejected": "rejected"}, work)
+    tables = {"queries": "generated", "rejected": "rejected"}
+    run.in_shards("generate", images, tables, requests=ask, read=readable, rows=rows_of)
     queries, rejected = run.rows("generate", "queries", "generated"), run.rows("generate", "rejected")
     return {"inputs": len(images), "queries": len(queries), "rejected": reasons(rejected)}
 
@@ -237,20 +342,17 @@ def filter_queries(run: Run) -> dict[str, Any]:
     images = {image["id"]: image for image in run.rows("seed", "images")}
     queries = run.rows("generate", "queries", "generated")
     settings = {"temperature": config.temperature, "max_tokens": config.max_tokens}
+    texts = wording(run.config.prompts)
 
-    def work(shard: Sequence[dict[str, Any]]) -> dict[str, Rows]:
-        requests = [
-            prompts.filter_request(
-                config.model,
-                run.picture(images[query["image_id"]], config.model),
-                query["query"],
-                query["target_desc"],
-                **settings,
-            )
-            for query in shard
-        ]
+    def ask(query: dict[str, Any]) -> Iterator[Request]:
+        picture = run.picture(images[query["image_id"]], config.model)
+        yield prompts.filter_request(
+            config.model, picture, query["query"], query["target_desc"], texts=texts, **settings
+        )
+
+    def rows_of(shard: Sequence[dict[str, Any]], outcomes: Iterator[Outcome]) -> dict[str, Rows]:
         found: dict[str, Rows] = {"valid": [], "rejected": []}
-        for query, outcome in zip(shard, run.ask("filter", requests, prompts.read_filtered), strict=True):
+        for query, outcome in zip(shard, outcomes, strict=True):
             name = query["query_id"]
             try:
                 valid, reasoning, description = prompts.read_filtered(outcome.answer())
@@ -270,85 +372,110 @@ def filter_queries(run: Run) -> dict[str, Any]:
                 found["rejected"].append(row)
         return found
 
-    run.in_shards("filter", queries, {"valid": "filtered", "rejected": "rejected"}, work)
+    tables = {"valid": "filtered", "rejected": "rejected"}
+    run.in_shards("filter", queries, tables, requests=ask, read=prompts.read_filtered, rows=rows_of)
     valid, rejected = run.rows("filter", "valid", "filtered"), run.rows("filter", "rejected")
     return {"queries": len(queries), "valid": len(valid), "rejected": reasons(rejected)}
 
 
 def retrieve(run: Run) -> dict[str, Any]:
     """Candidates of each question: the best of two indices for the description of its target (3.1.3)."""
-    import faiss
-
     config = run.config.retrieve
     images = run.rows("seed", "images")
     valid = {row["query_id"] for row in run.rows("filter", "valid", "filtered")}
     queries = [row for row in run.rows("generate", "queries", "generated") if row["query_id"] in valid]
-    descriptions = [query["target_desc"] for query in queries]
     captions = [image["caption"] for image in images]
     ids = {
         "image": [image["id"] for image in images],
         "caption": [image["id"] for image in images if image["caption"]],
     }
-
-    def search(side: str, vectors: np.ndarray, texts: np.ndarray, k: int) -> list[list[str]]:
-        index = faiss.IndexFlatIP(vectors.shape[1])
-        index.add(vectors)
-        found = index.search(texts, min(len(ids[side]), k + config.exclude_input))[1]
-        names = [[ids[side][place] for place in row] for row in found]
-        if config.exclude_input:
-            names = [
-                [name for name in row if name != query["image_id"]]
-                for row, query in zip(names, queries, strict=True)
-            ]
-        return [row[:k] for row in names]
-
-    indices: dict[str, list[list[str]]] = {name: [[] for _ in queries] for name in ("image", "caption")}
     names = {}
+    searches: dict[str, tuple[str, np.ndarray, Callable[[list[str]], np.ndarray], int]] = {}
+
+    def place_by(name: str, spec: EncoderConfig, vectors: np.ndarray, count: int) -> str:
+        encoder = bridged(spec, captions, vectors)
+        searches[name] = "image", vectors, encoder.texts, count
+        return encoder.name
+
+    def place_by_caption(
+        name: str, spec: EncoderConfig, count: int, vectors: np.ndarray | None = None
+    ) -> str:
+        captioner = text_encoder(spec)
+        if vectors is None:
+            vectors = embed_captions(captioner, [caption for caption in captions if caption])
+        searches[name] = "caption", vectors, lambda texts: captioner.texts(texts, query=True), count
+        return captioner.name
+
     if queries:
-        vectors = np.load(run.path("seed", "images.npy"))
-        encoder = bridged(run.config.image_encoder, captions, vectors)
-        indices["image"] = search("image", vectors, encoder.texts(descriptions), config.by_image)
+        place_by("image", run.config.image_encoder, np.load(run.path("seed", "images.npy")), config.by_image)
         if ids["caption"] and config.by_caption:
             vectors = np.load(run.path("seed", "captions.npy"))
-            texts = text_encoder(run.config.caption_encoder).texts(descriptions, query=True)
-            indices["caption"] = search("caption", vectors, texts, config.by_caption)
+            place_by_caption("caption", run.config.caption_encoder, config.by_caption, vectors)
         for spec in config.more:
-            saved = run.path("retrieve", f"index-{spec.name}.npy")
             if spec.side == "image":
+                saved = run.path("retrieve", f"index-{spec.name}.npy")
                 if not saved.is_file():
                     refs = [image["ref"] for image in images]
                     made_by = image_encoder(spec.encoder)
                     _save(saved, embed_pictures(made_by, spec.encoder, refs, run.config.runner))
-                vectors = np.load(saved)
-                encoder = bridged(spec.encoder, captions, vectors)
-                texts = encoder.texts(descriptions)
-                names[spec.name] = encoder.name
+                names[spec.name] = place_by(spec.name, spec.encoder, np.load(saved), spec.count)
             elif ids["caption"]:
-                captioner = text_encoder(spec.encoder)
-                vectors = embed_captions(captioner, [caption for caption in captions if caption])
-                texts = captioner.texts(descriptions, query=True)
-                names[spec.name] = captioner.name
-            else:
-                indices[spec.name] = [[] for _ in queries]
-                continue
-            indices[spec.name] = search(spec.side, vectors, texts, spec.count)
-    rows: Rows = []
-    for place, query in enumerate(queries):
-        found = {name: per_query[place] for name, per_query in indices.items()}
-        for position, candidate in enumerate(maths.merge_candidates(found)):
-            rows.append(
-                {
-                    "query_id": query["query_id"],
-                    "candidate_id": candidate.id,
-                    "position": position,
-                    "image_rank": candidate.ranks.get("image"),
-                    "caption_rank": candidate.ranks.get("caption"),
-                    "found_by": list(candidate.ranks),
-                }
-            )
-    frames.write_rows(run.path("retrieve", "triplets.parquet"), "triplets", rows)
-    both = sum(row["image_rank"] is not None and row["caption_rank"] is not None for row in rows)
-    return {"queries": len(queries), "triplets": len(rows), "found_by_both": both, "more_encoders": names}
+                names[spec.name] = place_by_caption(spec.name, spec.encoder, spec.count)
+    # One index after the other, and no copy of its vectors: at the paper's size each has 2.3 GB.
+    found: list[dict[str, list[str]]] = [{} for _ in queries]
+    for name, (side, vectors, texts_of, count) in searches.items():
+        most = min(len(ids[side]), count + config.exclude_input)
+        for start, places_QK in _nearest(
+            vectors, texts_of, [query["target_desc"] for query in queries], most, config.memory_mb
+        ):
+            for query, row, per_query in zip(
+                queries[start:], places_QK.tolist(), found[start:], strict=False
+            ):
+                nearest = [ids[side][place] for place in row]
+                if config.exclude_input:
+                    nearest = [one for one in nearest if one != query["image_id"]]
+                per_query[name] = nearest[:count]
+    num_triplets = both = 0
+    with frames.writing(run.path("retrieve", "triplets.parquet"), "triplets") as write:
+        for start in range(0, len(queries), QUERIES_A_GROUP):
+            rows: Rows = []
+            for query, per_query in zip(
+                queries[start : start + QUERIES_A_GROUP], found[start:], strict=False
+            ):
+                for position, candidate in enumerate(maths.merge_candidates(per_query)):
+                    rows.append(
+                        {
+                            "query_id": query["query_id"],
+                            "candidate_id": candidate.id,
+                            "position": position,
+                            "image_rank": candidate.ranks.get("image"),
+                            "caption_rank": candidate.ranks.get("caption"),
+                            "found_by": list(candidate.ranks),
+                        }
+                    )
+            write(rows)
+            num_triplets += len(rows)
+            both += sum(row["image_rank"] is not None and row["caption_rank"] is not None for row in rows)
+    return {"queries": len(queries), "triplets": num_triplets, "found_by_both": both, "more_encoders": names}
+
+
+def _nearest(
+    vectors_ND: np.ndarray,
+    texts_of: Callable[[list[str]], np.ndarray],
+    texts: list[str],
+    most: int,
+    memory_mb: int,
+) -> Iterator[tuple[int, np.ndarray]]:
+    """First text of a block and the places (Q, most) of what is nearest to each, nearest first.
+
+    Blocks are as large as leaves room for what a text is compared with: a score for each vector, twice.
+    """
+    import faiss
+
+    size = max(1, int(memory_mb * 2**20 / (16 * max(1, len(vectors_ND)))))
+    for start in range(0, len(texts), size):
+        block_QD = np.ascontiguousarray(texts_of(texts[start : start + size]), np.float32)
+        yield start, faiss.knn(block_QD, vectors_ND, most, metric=faiss.METRIC_INNER_PRODUCT)[1]
 
 
 def judge(run: Run) -> dict[str, Any]:
@@ -366,43 +493,55 @@ def judge(run: Run) -> dict[str, Any]:
         before = sum(names[model] == names[spec.model] for model, _ in panel)
         panel += [(spec.model, before + number) for number in range(spec.count)]
     settings = {"temperature": config.temperature, "max_tokens": config.max_tokens}
+    texts = wording(run.config.prompts)
 
-    def work(shard: Sequence[str]) -> dict[str, Rows]:
-        asked, requests = [], []
-        for name in shard:
-            query = queries[name]
-            for candidate in candidates[name]:
-                for model, sample in panel:
-                    given = run.picture(images[query["image_id"]], model)
-                    target = run.picture(images[candidate], model)
-                    asked.append((name, candidate, model, sample))
-                    requests.append(
-                        prompts.judge_request(model, given, query["query"], target, sample=sample, **settings)
-                    )
-        rows = []
-        for (name, candidate, model, sample), outcome in zip(
-            asked, run.ask("judge", requests, prompts.read_judged), strict=True
-        ):
-            try:
-                verdict, reasoning = prompts.read_judged(outcome.answer())
-            except Refused as error:
-                verdict, reasoning = maths.ABSTAIN, f"{error.kind}: {error}"
-            except ReplyError as error:
-                verdict, reasoning = maths.ERROR, f"{error.kind}: {error}"
-            rows.append(
-                {
-                    "query_id": name,
-                    "candidate_id": candidate,
-                    "judge": model,
-                    "sample": sample,
-                    "verdict": verdict,
-                    "reasoning": reasoning,
-                    "key": outcome.key,
-                }
+    def asked(name: str) -> Iterator[tuple[str, str, int]]:
+        for candidate in candidates[name]:
+            for model, sample in panel:
+                yield candidate, model, sample
+
+    def ask(name: str) -> Iterator[Request]:
+        query = queries[name]
+        for candidate, model, sample in asked(name):
+            given = run.picture(images[query["image_id"]], model)
+            target = run.picture(images[candidate], model)
+            yield prompts.judge_request(
+                model, given, query["query"], target, sample=sample, texts=texts, **settings
             )
+
+    def rows_of(shard: Sequence[str], outcomes: Iterator[Outcome]) -> dict[str, Rows]:
+        rows = []
+        for name in shard:
+            for (candidate, model, sample), outcome in zip(asked(name), outcomes, strict=False):
+                try:
+                    verdict, reasoning = prompts.read_judged(outcome.answer())
+                except Refused as error:
+                    verdict, reasoning = maths.ABSTAIN, f"{error.kind}: {error}"
+                except ReplyError as error:
+                    verdict, reasoning = maths.ERROR, f"{error.kind}: {error}"
+                rows.append(
+                    {
+                        "query_id": name,
+                        "candidate_id": candidate,
+                        "judge": model,
+                        "sample": sample,
+                        "verdict": verdict,
+                        "reasoning": reasoning,
+                        "key": outcome.key,
+                    }
+                )
         return {"judgements": rows}
 
-    run.in_shards("judge", sorted(candidates), {"judgements": "judgements"}, work)
+    tables = {"judgements": "judgements"}
+    run.in_shards(
+        "judge",
+        sorted(candidates),
+        tables,
+        requests=ask,
+        read=prompts.read_judged,
+        rows=rows_of,
+        count=lambda name: len(candidates[name]) * len(panel),
+    )
     by_judge = count_votes(run)
     return {
         "triplets": sum(map(len, candidates.values())),

@@ -34,7 +34,7 @@ from rge.common.options import parse_options
 from rge.common.schema import Positive, QueryPart, Record, Target
 
 NUM_NEGATIVES = 2
-NAMING_RENDERINGS = 2
+NAMING_RENDERINGS = 4
 """Pictures of each drawing that the eyes are taught on."""
 
 

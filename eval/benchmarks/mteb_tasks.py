@@ -97,10 +97,18 @@ def tasks(path: str | Path, *, benchmark: str = GENERIC, profile: str = "clean")
         wanted = load_set(folder)
         prepared = with_content(protocol_for(benchmark, profile, wanted).prepare(wanted))
         asked, shown = _kinds(wanted.queries), _kinds(wanted.corpus_items())
-        about = _metadata(prepared, asked, shown, MAIN.get(benchmark, "ndcg_at_10"))
+        about = _metadata(prepared, asked, shown, _main_score(benchmark, prepared))
         parts = {"metadata": about, "wanted": prepared, "asked": asked, "shown": shown}
         found.append(type("SetTask", (SetTask,), parts)())
     return found
+
+
+def _main_score(benchmark: str, wanted: RetrievalSet) -> str:
+    """Where the sets of one benchmark have several, the set's own."""
+    of_part = {"image": MAIN["mmeb"], "visdoc": "ndcg_at_5"} if benchmark == "mmeb2" else {}
+    if benchmark == "mrmr" and wanted.meta.get("task") == "negation":
+        return "recall_at_1"
+    return of_part.get(str(wanted.meta.get("part")), MAIN.get(benchmark, "ndcg_at_10"))
 
 
 def _metadata(wanted: RetrievalSet, asked: str, shown: str, main_score: str) -> TaskMetadata:

@@ -65,7 +65,10 @@ class Benchmark:
 BENCHMARKS: Registry[Benchmark] = Registry(
     "benchmark",
     "rge.benchmarks",
-    [f"eval.benchmarks.{name}" for name in ("rmir", "mmeb", "mmbright", "pinpoint")],
+    [
+        f"eval.benchmarks.{name}"
+        for name in ("rmir", "mmeb", "mmeb2", "mmbright", "pinpoint", "mrmr", "mr2bench")
+    ],
 )
 
 

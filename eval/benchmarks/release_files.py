@@ -66,6 +66,23 @@ def iter_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict
         raise ReleaseError(f"{path} cannot be read: {error}") from None
 
 
+def files_of_split(folder: Path, split: str) -> list[Path]:
+    """Tables of one split in a folder as the Hugging Face hub lays it out: ``test-00000-of-00002.parquet``, ``test.jsonl``.
+
+    Raises:
+        UserError: there are none.
+    """
+    found = sorted(
+        path for path in folder.glob("*") if path.suffix in TABLES and re.match(rf"{split}\b", path.name)
+    )
+    if not found:
+        raise ReleaseError(
+            f"{folder} has no table of split {split} ({split}-*.parquet or {split}.jsonl): give src= the folder that holds "
+            "the data sets as the hub has them"
+        )
+    return found
+
+
 def column_names(path: Path) -> list[str]:
     """Every field that a file has, in order of appearance."""
     if path.suffix == ".parquet":

@@ -11,6 +11,8 @@ milliseconds.
 ``gate-P``                   the P per cent of queries with the smallest margin between their first and second candidate
                              in direct mode reason; the others do not. Which end of the margins, and the threshold, are
                              learned on another set with gate_from=
+``adaptive``, ``always``     where a checkpoint writes nothing for some queries by itself: as it decides, and kept from
+                             deciding so; held against as many queries chosen at random to reason always
 ``*-both``                   candidates reason too
 ``judge-N-of-*``             a vision-language model reorders the first N (`eval.commands.rerank`)
 
@@ -63,6 +65,7 @@ from rge.common.schema import Encoded
 PLOT, PAGE = "budget.svg", "report.html"
 FUSIONS = ("mean", "max")
 GATED = "direct to reasoning, gated"
+DECIDED = "direct to reasoning, decided by the model"
 CHUNK = 512
 """Pairs that a judge scores before they are kept."""
 
@@ -221,7 +224,9 @@ def _of_suite(
     if not join().is_first:
         return None
     rows, values, content = [], {}, dict[str, Any]()
-    for parts in zip(*of_member.values(), strict=True):  # the same way of asking in every member
+    shared = set.intersection(*({row["name"] for row in found} for found in of_member.values()))
+    alike = [[row for row in found if row["name"] in shared] for found in of_member.values()]
+    for parts in zip(*alike, strict=True):  # a model may decide for itself in some members only
         row = _joined(dict(zip(of_member, parts, strict=True)))
         name, out = row["name"], options.out / row["name"]
         inner = {member: path / name for member, path in dirs.items()}
@@ -267,10 +272,14 @@ def _measure(
     asked = judge() if options.judge is not None else None
     if asked is not None:
         _fill_scores(session, base, asked, max(plan.depths))
+    decides = session.team.once(lambda: base is not None and _decides(base.encoded["reasoning"]))
+    always = _kept_writing(session) if decides else None
+    if always is not None:
+        always.embeddings.fill_queries("reasoning", "both")
     if base is None:
         return None
     rows = []
-    for point in _points(options, session, drawn, plan, base, asked):
+    for point in _points(options, session, drawn, plan, base, asked, always):
         row = _write(options, session, point, plan.metric)
         rows.append(row)
         print(
@@ -386,6 +395,26 @@ def _drawing(session: Session, temperature: float) -> Session:
     )
 
 
+def _decides(reasoned: Encoded) -> bool:
+    """Whether the model writes something for some queries and nothing for others."""
+    return bool((reasoned.num_rationale_tokens == 0).any() and (reasoned.num_rationale_tokens > 0).any())
+
+
+def _kept_writing(session: Session) -> Session | None:
+    """The same session with an encoder that always writes; None where it cannot be told to, as with vLLM."""
+    if "engine" in session.encoder.settings:
+        print(
+            "WARNING: engine=vllm cannot be kept from writing nothing: no point `adaptive`", file=sys.stderr
+        )
+        return None
+    encoder = copy.copy(session.encoder)
+    generation = encoder.settings["generation"] | {"min_new_tokens": 1}
+    encoder.settings = encoder.settings | {"generation": generation}
+    return replace(
+        session, encoder=encoder, embeddings=replace(session.embeddings, encoder=encoder, _filled={})
+    )
+
+
 @dataclass(frozen=True)
 class _Base:
     """The pool's embeddings (C, D), and what both modes gave, by mode."""
@@ -423,7 +452,13 @@ def _head(ranking: Ranking, depth: int) -> Ranking:
 
 
 def _points(
-    options: BudgetOptions, session: Session, drawn: Session, plan: _Plan, base: _Base, judge: Judge | None
+    options: BudgetOptions,
+    session: Session,
+    drawn: Session,
+    plan: _Plan,
+    base: _Base,
+    judge: Judge | None,
+    always: Session | None,
 ) -> Iterator[Point]:
     embeddings = session.embeddings
     candidate_CD, encoded, ranked = base.candidate_CD, base.encoded, base.ranked
@@ -459,6 +494,13 @@ def _points(
         ranking = choose(reason_Q, ranked["reasoning"], ranked["direct"])
         chosen = gated(reason_Q, encoded["reasoning"], encoded["direct"])
         yield Point(name, GATED, about["gate"]["share"], ranking, chosen, about=about)
+
+    if always is not None:
+        written = always.embeddings.queries("reasoning", "both")
+        yield Point("always", DECIDED, 1, session.rank(written.embeddings, candidate_CD), written)
+        share = float((encoded["reasoning"].num_rationale_tokens > 0).mean())
+        about = {"gate": {"decided_by": "the model", "share": share}}
+        yield Point("adaptive", DECIDED, share, ranked["reasoning"], encoded["reasoning"], about=about)
 
     if options.both_sides:
         reasoned_CD = embeddings.candidates("reasoning")
@@ -534,7 +576,8 @@ def _add_gains(
         if "gate" in row:  # against as many queries of each member chosen at random
             share = row["gate"]["share"]
             share_Q = direct["category"].map(row["gate"]["shares"]) if "shares" in row["gate"] else share
-            expected = (1 - share_Q) * direct["value"] + share_Q * reasoned
+            written = values["always"]["value"] if row["name"] == "adaptive" else reasoned
+            expected = (1 - share_Q) * direct["value"] + share_Q * written
             row["over_random"] = figure(own - expected)
             row["at_random"] = row["value"] - row["over_random"]["value"]
 
@@ -552,9 +595,9 @@ def _joined(of_member: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             row[key] = sum(part[key] for part in parts)
     if "gate" in row:
         of_gate = {name: part["gate"] for name, part in of_member.items()}
-        key = next(key for key in parts[0]["gate"] if key.startswith("margin_"))
+        thresholds = [key for key in parts[0]["gate"] if key.startswith("margin_")]
+        row["gate"] |= {key: {name: one[key] for name, one in of_gate.items()} for key in thresholds}
         row["gate"] |= {
-            key: {name: one[key] for name, one in of_gate.items()},
             "share": float(np.mean([one["share"] for one in of_gate.values()])),
             "shares": {name: one["share"] for name, one in of_gate.items()},
         }

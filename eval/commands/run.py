@@ -54,8 +54,8 @@ class RunOptions(PluginOptions):
     adapter: str | None = None
     """How that embedder is asked; null: what its files say it is."""
     as_: str | None = None
-    """release: ask a released model as its authors' own evaluation does (`eval.models.released`), MMEB imported with verbatim=true;
-    null: as this program asks every model of its kind."""
+    """release: ask a released model (RGE, VLM2Vec, UME-R1) as its authors' own evaluation does (`eval.models.released`), MMEB
+    imported with verbatim=true; null: as this program asks every model of its kind."""
     revision: str | None = None
     """Commit, tag or branch of an id on the hub."""
     set: Path
@@ -103,7 +103,8 @@ class RunOptions(PluginOptions):
     seed: int = 0
     """Seed of the resampling and of sampled rationales."""
     benchmark: str = "generic"
-    """Protocol of a benchmark: rmir, mmeb, mmbright, pinpoint, one that plugins= adds, or generic."""
+    """Protocol of a benchmark: rmir, mmeb, mmeb2, mmbright, pinpoint, mrmr, mr2bench, one that plugins=
+    adds, or generic."""
     profile: str = "clean"
     """clean is the defensible protocol, official what the benchmark's released code computes."""
     prompts: str | None = None
@@ -296,6 +297,7 @@ def start(
     wanted = replace(wanted, content=content)
     _check_verbatim(options, wanted)
     encoder = _load(options, load, wanted.meta.get("prompts"))
+    _check_wording(encoder, wanted)
     audit = team.once(lambda: _audit(options, encoder, wanted))
     warnings = _warnings(conditions, encoder, wanted, audit)
     for warning in warnings if team.is_first else ():
@@ -335,16 +337,21 @@ def _conditions(options: RunOptions) -> list[Condition]:
 
 
 def _check_verbatim(options: RunOptions, wanted: RetrievalSet) -> None:
-    """Texts as a release has them are for ``as=release``, in that release's wording."""
+    """Texts as a release has them are for ``as=release``."""
     if wanted.meta.get("prompts") != "verbatim":
         return
     if options.as_ != "release":
         raise UserError(
             f"{wanted.path} was imported with verbatim=true: its texts hold places for pictures, which only as=release reads"
         )
-    if (wording := wanted.meta.get("instructions")) != "rge":
+
+
+def _check_wording(encoder: Embeds, wanted: RetrievalSet) -> None:
+    """Texts as a release has them are in that release's words."""
+    needs, given = encoder.settings.get("mmeb_instructions"), wanted.meta.get("instructions")
+    if wanted.meta.get("prompts") == "verbatim" and given != needs:
         raise UserError(
-            f"{wanted.path} was imported with instructions={wording}; as=release needs instructions=rge"
+            f"{wanted.path} was imported with instructions={given}; as=release needs instructions={needs}"
         )
 
 

@@ -40,7 +40,8 @@ class ScoreOptions(PluginOptions):
     seed: int = 0
     """Seed of the resampling."""
     benchmark: str = "generic"
-    """Protocol of a benchmark: rmir, mmeb, mmbright, pinpoint, one that plugins= adds, or generic."""
+    """Protocol of a benchmark: rmir, mmeb, mmeb2, mmbright, pinpoint, mrmr, mr2bench, one that plugins=
+    adds, or generic."""
     profile: str = "clean"
     """clean is the defensible protocol, official what the benchmark's released code computes."""
     overwrite: bool = False

@@ -16,7 +16,7 @@ import torch
 from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
 
 from eval.models.common import VLM2VEC, DirectEncoder, no_rationales, place
 from eval.models.registry import Facts
@@ -114,11 +114,27 @@ def _load(
     temperature: float | None = None,
 ) -> LastToken:  # fmt: skip
     no_rationales(facts, max_new_tokens, temperature)
+    device, dtype = place(device, dtype)
+    model, processor = load_qwen(facts, adapter, dtype)
+    return LastToken(facts, adapter, model.to(device), processor, builder, wording, flat=flat, dtype=dtype)
+
+
+def load_qwen(facts: Facts, adapter: str, dtype: str, *, backend: str | None = None) -> tuple[Any, Any]:
+    """A model of Qwen's families and its processor; a LoRA is added to its base.
+
+    Args:
+        facts: of its files.
+        adapter: for the message where it is of another family.
+        dtype: of the weights, as a word.
+        backend: of the image processor; None: transformers' choice.
+
+    Raises:
+        UserError: another family, a LoRA without its base, or files that cannot be loaded.
+    """
     if facts.model_type not in FAMILIES:
         raise UserError(
             f"adapter={adapter} is for {', '.join(FAMILIES)}; {facts.name} is a {facts.model_type or '?'}"
         )
-    device, dtype = place(device, dtype)
     is_lora = "config.json" not in facts.files
     base = facts
     if is_lora:
@@ -128,7 +144,10 @@ def _load(
             )
         base = facts.base
     try:
-        processor = AutoProcessor.from_pretrained(facts.path if _has_processor(facts) else base.path)
+        of_processor = facts.path if _has_processor(facts) else base.path
+        processor = AutoProcessor.from_pretrained(of_processor)
+        if backend is not None:
+            processor.image_processor = AutoImageProcessor.from_pretrained(of_processor, backend=backend)
         loaded: Any = AutoModelForImageTextToText.from_pretrained(
             base.path, dtype=getattr(torch, dtype), output_loading_info=True
         )
@@ -137,9 +156,7 @@ def _load(
         raise UserError(f"{facts.name} cannot be loaded: {error}") from None
     if missing := sorted(report["missing_keys"]):
         raise UserError(f"{base.name} lacks {len(missing)} weights, e.g. {missing[0]}: it is incomplete")
-    if is_lora:
-        model = _merged(model, facts)
-    return LastToken(facts, adapter, model.to(device), processor, builder, wording, flat=flat, dtype=dtype)
+    return (_merged(model, facts) if is_lora else model), processor
 
 
 def _has_processor(facts: Facts) -> bool:

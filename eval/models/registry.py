@@ -87,7 +87,7 @@ class Adapter:
         target = self.released if as_released else self.target
         if target is None:
             raise UserError(
-                f"adapter={self.name} has no as=release: {', '.join(one.name for one in adapters() if one.released)} has"
+                f"adapter={self.name} has no as=release, only {', '.join(one.name for one in adapters() if one.released)}"
             )
         if callable(target):
             return target(facts, **options)
@@ -114,6 +114,7 @@ OURS = (
         "UME-R1: Qwen2-VL with <gen_emb> and <disc_emb>; reasoning is its generative mode, direct its discriminative one",
         lambda facts: facts.model_type in QWEN and {"<gen_emb>", "<disc_emb>"} <= facts.tokens,
         "eval.models.ume:load_ume",
+        "eval.models.released_ume:load_ume_as_released",
     ),
     Adapter(
         "vlm2vec",
@@ -122,6 +123,7 @@ OURS = (
             facts.model_type in QWEN and ("config.json" not in facts.files or "vlm2vec" in facts.name.lower())
         ),
         "eval.models.qwen:load_vlm2vec",
+        "eval.models.released_vlm2vec:load_vlm2vec_as_released",
     ),
     Adapter(
         "qwen-vl",

@@ -1,4 +1,4 @@
-"""A released model asked as its authors' own evaluation asks it: ``as=release``.
+"""A released model asked as its authors' own evaluation asks it: ``as=release``; here RGE, and what all releases share.
 
 RGE (github.com/MCG-NJU/RGE, ``eval_ar.py`` and what it imports, with the versions of its requirements.txt): the text goes into the
 user turn as MMEB has it, reworded, with the picture's tokens where the text has its placeholder and a newline at the end; sides
@@ -21,70 +21,57 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
 
-from eval.models.common import hash_of_files, place
+from eval.models.common import VLM2VEC, hash_of_files, place
 from eval.models.registry import Facts
 from eval.models.rge import MAX_PROMPT_TOKENS, RELEASE, RELEASE_TOKENS
 from rge.common.errors import UserError
 from rge.common.images import picture_bytes
 from rge.common.mmeb_prompts import PLACEHOLDER
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES
-from rge.common.schema import Encoded, Item
+from rge.common.schema import Encoded, ImageRef, Item
 from rge.model.embedding_model import normalise
 from rge.model.prompts import user_text
 
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 SHORTEST_PX = 28
 GREEDY_BELOW = 1e-3
-"""Temperature at which a draw is the likeliest token but for equal ones; Qwen's settings have 1e-6."""
-UNPROMPTED = "the release has no prompts for this set: RGE's general wording, pictures first"
+"""Temperature, or nucleus, at which a draw is the likeliest token but for equal ones; Qwen's settings have 1e-6 and 1e-3."""
+UNPROMPTED = "the release has no prompts for this set: general wording, pictures first"
 
 
-class ReleasedRge:
-    """The released RGE checkpoint in stock transformers.
+class Released:
+    """A released model in stock transformers, asked item by item as its own evaluation does.
+
+    A subclass says how an item becomes inputs, whether it may write, and where its state is read.
 
     Args:
         facts: of its files.
         model: loaded.
         processor: with PIL's image backend.
-        dtype: of the weights, as a word.
-        max_new_tokens: cap on a rationale.
+        settings: what results.json keeps, besides what is the same for all.
     """
 
     exact = True
     """Every item is computed alone."""
+    wording = "vlm2vec"
+    """How MMEB's texts are worded for it: ``instructions=`` of the import."""
+    general = VLM2VEC
+    """Wording of what the release has no prompts for."""
 
-    def __init__(self, facts: Facts, model: Any, processor: Any, dtype: str, max_new_tokens: int):
+    def __init__(self, facts: Facts, model: Any, processor: Any, settings: dict[str, Any]):
         self.checkpoint, self.checkpoint_hash = facts.path, hash_of_files(facts)
         self.model, self.processor = model.eval(), processor
-        self.emb_id = processor.tokenizer.convert_tokens_to_ids(EMB_TOKEN)
-        own = model.generation_config
-        if own.do_sample and (own.temperature or 0) > GREEDY_BELOW and own.top_k != 1:
-            raise UserError(
-                f"{facts.name}: its generation_config.json draws at temperature {own.temperature}: its evaluation would not be "
-                "repeatable, and is not what was released"
-            )
-        own.do_sample, own.temperature, own.top_p, own.top_k = False, None, None, None
         self.verbatim = False
         self.settings: dict[str, Any] = {
-            "adapter": "rge-release",
             "model": facts.name,
             "revision": facts.revision,
-            "profile": "rge",
+            "profile": self.wording,
+            "mmeb_instructions": self.wording,
             "as": "release",
             "image_backend": "pil",
-            "pixels": RELEASE,
-            "max_prompt_tokens": MAX_PROMPT_TOKENS,
-            "generation": {
-                "max_new_tokens": max_new_tokens,
-                "temperature": 0.0,
-                "repetition_penalty": own.repetition_penalty or 1.0,
-                "stop": EMB_TOKEN,
-            },
-            "dtype": dtype,
-            "reasons": "query",
             "differs_from_release": [UNPROMPTED],
             "recipe": {},
-        }
+        } | settings
 
     def reword(self, profile: str) -> None:
         """Take the texts as they are, where the set has them ``verbatim``.
@@ -95,39 +82,41 @@ class ReleasedRge:
         if profile != "verbatim":
             raise UserError(
                 f"prompts={profile}: as=release words prompts as the release does; MMEB is imported for it with verbatim=true "
-                "instructions=rge"
+                f"instructions={self.wording}"
             )
         self.verbatim = True
         self.settings = self.settings | {"profile": profile, "differs_from_release": []}
 
-    def prompt(self, item: Item, side: str) -> str:
-        """The whole prompt of an item; what is read comes after it."""
-        text = item.text or ""
-        if not self.verbatim:
-            text = (
-                PLACEHOLDER * len(item.images)
-                + "\n" * bool(item.images)
-                + user_text(item, side, PROFILES["rge"])
-            )
-        text = text if text.endswith("\n") else text + "\n"
-        text = text.replace(PLACEHOLDER, PICTURE if item.images else "")
-        turn = [{"role": "user", "content": [{"type": "text", "text": text}]}]
-        return self.processor.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    def text(self, item: Item, side: str) -> str:
+        """An item's text with a placeholder where a picture goes."""
+        if self.verbatim:
+            return item.text or ""
+        places = PLACEHOLDER * len(item.images) + "\n" * bool(item.images)
+        return places + user_text(item, side, self.general)
 
     def inputs(self, item: Item, side: str, mode: str) -> dict[str, Tensor]:
-        """Token ids and pixels, one row.
+        """Token ids and pixels, one row."""
+        raise NotImplementedError
 
-        Raises:
-            ValueError: the text has other places for pictures than there are pictures.
-        """
-        text = self.prompt(item, side) + (EMB_TOKEN if mode == "direct" else "")
-        if text.count(PICTURE) != len(item.images):
-            raise ValueError(
-                f"{side} {item.id!r} has {len(item.images)} pictures and {text.count(PICTURE)} places for them in its text"
-            )
-        pictures = [small_sides(Image.open(io.BytesIO(picture_bytes(ref)))) for ref in item.images]
-        found = self.processor(text=[text], images=pictures or None, return_tensors="pt")
-        return {key: value.to(self.model.device) for key, value in found.items()}
+    def check(self, side: str, mode: str) -> None:
+        """Raise a UserError for what the release never asks."""
+        raise NotImplementedError
+
+    def write(self, inputs: dict[str, Tensor]) -> list[int]:
+        """The tokens that a model writes after its prompt."""
+        raise NotImplementedError
+
+    def read_at(self, ids: list[int], num_prompt: int) -> int:
+        """Place in prompt and written tokens whose state is the embedding."""
+        return len(ids) - 1
+
+    def ended(self, written: list[int]) -> tuple[list[int], bool]:
+        """A rationale without what ends it, and whether it came to its end before the cap."""
+        raise NotImplementedError
+
+    def hidden(self, inputs: dict[str, Tensor]) -> Tensor:
+        """States of the last layer, (1, T, D)."""
+        return self.model(**inputs, output_hidden_states=True, use_cache=False).hidden_states[-1]
 
     @torch.inference_mode()
     def encode(
@@ -142,33 +131,27 @@ class ReleasedRge:
         """Embed items one by one; see `rge.embedder.Embedder.encode`.
 
         Raises:
-            UserError: a query without a rationale, or a candidate with one, which the release never asks.
+            UserError: asked for what the release never asks.
         """
-        if (side == "query") != (mode == "reasoning"):
-            raise UserError(
-                "as=release: queries write a rationale and candidates do not (query_mode=reasoning)"
-            )
-        states, texts, ids, reasons, generate_ms, embed_ms = [], [], [], [], [], []
+        self.check(side, mode)
+        states, texts, counts, reasons, generate_ms, embed_ms = [], [], [], [], [], []
         for item in items:
             began = time.perf_counter()
             inputs = self.inputs(item, side, mode)
-            written: list[int] = []
+            num_prompt, reason = inputs["input_ids"].shape[1], "prefilled"
+            rationale: list[int] = []
             prepared = time.perf_counter()
             if mode == "reasoning":
-                row_T = self.model.generate(
-                    **inputs,
-                    max_new_tokens=self.settings["generation"]["max_new_tokens"],
-                    eos_token_id=self.emb_id,
-                )[0]
-                written = row_T[inputs["input_ids"].shape[1] :].tolist()
-                inputs = longer(inputs, row_T)
+                written = self.write(inputs)
+                inputs = longer(inputs, written)
+                rationale, ended = self.ended(written)
+                reason = "emb" if ended else "forced"
             done = time.perf_counter()
-            hidden = self.model(**inputs, output_hidden_states=True, use_cache=False).hidden_states[-1]
-            states.append(normalise(hidden[:, -1])[0].float().cpu().numpy())
-            ended = not written or written[-1] == self.emb_id
-            reasons.append("prefilled" if mode == "direct" else "emb" if ended else "forced")
-            ids.append(written[:-1] if written and ended else written)
-            texts.append(self.processor.tokenizer.decode(ids[-1], skip_special_tokens=True).strip())
+            place = self.read_at(inputs["input_ids"][0].tolist(), num_prompt)
+            states.append(normalise(self.hidden(inputs)[:, place])[0].float().cpu().numpy())
+            reasons.append(reason)
+            counts.append(len(rationale))
+            texts.append(self.processor.tokenizer.decode(rationale, skip_special_tokens=True).strip())
             generate_ms.append((done - prepared) * 1000)
             embed_ms.append((time.perf_counter() - done + prepared - began) * 1000)
             if on_progress is not None:
@@ -176,10 +159,104 @@ class ReleasedRge:
         return Encoded(
             embeddings=np.stack(states) if states else np.empty((0, 0), np.float32),
             rationales=texts,
-            num_rationale_tokens=np.array([len(one) for one in ids], np.int64),
+            num_rationale_tokens=np.array(counts, np.int64),
             stop_reasons=reasons,
             generate_ms=np.array(generate_ms, np.float64),
             embed_ms=np.array(embed_ms, np.float64),
+        )
+
+
+class ReleasedRge(Released):
+    """The released RGE checkpoint."""
+
+    wording = "rge"
+    general = PROFILES["rge"]
+
+    def __init__(self, facts: Facts, model: Any, processor: Any, dtype: str, max_new_tokens: int):
+        self.emb_id = processor.tokenizer.convert_tokens_to_ids(EMB_TOKEN)
+        self.cap = max_new_tokens
+        settings = {
+            "adapter": "rge-release",
+            "pixels": RELEASE,
+            "max_prompt_tokens": MAX_PROMPT_TOKENS,
+            "generation": greedy(facts, model) | {"max_new_tokens": max_new_tokens, "stop": EMB_TOKEN},
+            "dtype": dtype,
+            "reasons": "query",
+        }
+        super().__init__(facts, model, processor, settings)
+
+    def prompt(self, item: Item, side: str) -> str:
+        """The whole prompt of an item; what is read comes after it."""
+        text = self.text(item, side)
+        text = text if text.endswith("\n") else text + "\n"
+        text = text.replace(PLACEHOLDER, PICTURE if item.images else "")
+        turn = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+        return self.processor.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+
+    def inputs(self, item: Item, side: str, mode: str) -> dict[str, Tensor]:
+        """Token ids and pixels, one row.
+
+        Raises:
+            ValueError: the text has other places for pictures than there are pictures.
+        """
+        text = self.prompt(item, side) + (EMB_TOKEN if mode == "direct" else "")
+        check_places(text.count(PICTURE), item, side)
+        pictures = [small_sides(opened(ref)).convert("RGB") for ref in item.images]
+        found = self.processor(text=[text], images=pictures or None, return_tensors="pt")
+        return {key: value.to(self.model.device) for key, value in found.items()}
+
+    def check(self, side: str, mode: str) -> None:
+        """Queries reason, candidates do not.
+
+        Raises:
+            UserError: a query without a rationale, or a candidate with one.
+        """
+        if (side == "query") != (mode == "reasoning"):
+            raise UserError(
+                "as=release: queries write a rationale and candidates do not (query_mode=reasoning)"
+            )
+
+    def write(self, inputs: dict[str, Tensor]) -> list[int]:
+        """Up to ``<emb>`` or the cap."""
+        row = self.model.generate(**inputs, max_new_tokens=self.cap, eos_token_id=self.emb_id)[0]
+        return row[inputs["input_ids"].shape[1] :].tolist()
+
+    def ended(self, written: list[int]) -> tuple[list[int], bool]:
+        """A rationale ends with ``<emb>``."""
+        ended = written[-1:] == [self.emb_id]
+        return (written[:-1] if ended else written), ended
+
+
+def greedy(facts: Facts, model: Any) -> dict[str, Any]:
+    """Make a checkpoint's own generation settings repeatable, where they leave only the likeliest token anyway.
+
+    Returns:
+        What results.json says of it.
+
+    Raises:
+        UserError: they draw.
+    """
+    own = model.generation_config
+    alone = own.top_k == 1 or (own.temperature or 0) <= GREEDY_BELOW or (own.top_p or 1) <= GREEDY_BELOW
+    if own.do_sample and not alone:
+        raise UserError(
+            f"{facts.name}: its generation_config.json draws at temperature {own.temperature}: its evaluation would not be "
+            "repeatable, and is not what was released"
+        )
+    own.do_sample, own.temperature, own.top_p, own.top_k = False, None, None, None
+    return {"temperature": 0.0, "repetition_penalty": own.repetition_penalty or 1.0}
+
+
+def opened(ref: ImageRef) -> Image.Image:
+    """A picture as Pillow opens it: not turned, and transparency is dropped by its caller, as transformers 4 did, not laid on white."""
+    return Image.open(io.BytesIO(picture_bytes(ref)))
+
+
+def check_places(places: int, item: Item, side: str) -> None:
+    """Raise a ValueError where a text has other places for pictures than the item has pictures."""
+    if places != len(item.images):
+        raise ValueError(
+            f"{side} {item.id!r} has {len(item.images)} pictures and {places} places for them in its text"
         )
 
 
@@ -193,12 +270,13 @@ def small_sides(image: Image.Image) -> Image.Image:
     return image
 
 
-def longer(inputs: dict[str, Tensor], row_T: Tensor) -> dict[str, Tensor]:
+def longer(inputs: dict[str, Tensor], written: list[int]) -> dict[str, Tensor]:
     """The same inputs with the ids that were written after them."""
-    more = {"input_ids": row_T[None], "attention_mask": torch.ones_like(row_T)[None]}
+    ids_BT = inputs["input_ids"]
+    row_BT = torch.cat([ids_BT, torch.tensor([written], dtype=ids_BT.dtype, device=ids_BT.device)], 1)
+    more = {"input_ids": row_BT, "attention_mask": torch.ones_like(row_BT)}
     if "mm_token_type_ids" in inputs:
-        old = inputs["mm_token_type_ids"]
-        more["mm_token_type_ids"] = torch.nn.functional.pad(old, (0, len(row_T) - old.shape[1]))
+        more["mm_token_type_ids"] = torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, len(written)))
     return inputs | more
 
 
@@ -220,11 +298,26 @@ def load_as_released(
             "temperature= and as=release exclude each other: the release decodes as its checkpoint says"
         )
     device, dtype = place(device, dtype)
+    model, processor = load_with_pil(facts, dtype)
+    sized(processor, RELEASE["min"], RELEASE["max"])
+    return ReleasedRge(facts, model.to(device), processor, dtype, max_new_tokens or RELEASE_TOKENS)
+
+
+def load_with_pil(facts: Facts, dtype: str) -> tuple[Any, Any]:
+    """A whole model and its processor, whose pictures PIL scales.
+
+    Raises:
+        UserError: files that cannot be loaded.
+    """
     try:
         model: Any = AutoModelForImageTextToText.from_pretrained(facts.path, dtype=getattr(torch, dtype))
         processor: Any = AutoProcessor.from_pretrained(facts.path)
         processor.image_processor = AutoImageProcessor.from_pretrained(facts.path, backend="pil")
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{facts.name} cannot be loaded: {error}") from None
-    processor.image_processor.size = {"shortest_edge": RELEASE["min"], "longest_edge": RELEASE["max"]}
-    return ReleasedRge(facts, model.to(device), processor, dtype, max_new_tokens or RELEASE_TOKENS)
+    return model, processor
+
+
+def sized(processor: Any, min_pixels: int, max_pixels: int) -> None:
+    """Set the limits of a picture, in pixels."""
+    processor.image_processor.size = {"shortest_edge": min_pixels, "longest_edge": max_pixels}

@@ -118,7 +118,9 @@ def load_ume(
         "reasons": "query",
         "differs_from_release": [
             "a rationale that reaches the cap is read at an appended <gen_emb>, not at its last token",
-            "decoding is greedy",
+            "decoding is plain greedy and stops at <gen_emb>",
+            "the instruction is that of the README, with line breaks, not that of the evaluation",
+            "a text alone has no white picture beside it",
         ],
         "recipe": {},
     }

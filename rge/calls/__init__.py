@@ -4,7 +4,8 @@
 ``pictures``        pictures as they are sent: without metadata, scaled in other processes
 ``model_config``    one model behind one endpoint, as the user gives it
 ``failures``        why a call gave no answer, in classes: lost, refused by policy, rejected, no use to go on
-``transport``       the providers' own clients, and how their errors fall into these classes
+``providers``       what differs between them: requests, errors, batch modes
+``batch_jobs``      the same calls by a provider's batch mode
 ``pace``            how fast an endpoint may be asked, learnt from its answers
 ``store``           the append-only file of answers and the ledger, shared by processes
 ``caller``          all of it together: limits, retries, budgets, unreadable answers asked again

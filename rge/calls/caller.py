@@ -1,18 +1,21 @@
 """Ask models: limited, retried, within a budget, and never twice for the same.
 
-The clients' own retries are switched off: here a retry is counted, waits with jitter, honours ``Retry-After`` and stops
-at what no retry can mend. An answer is kept before it is looked at, so that a malformed one is paid for once; then it is
+A retry is counted, waits with jitter, honours ``Retry-After`` and stops at what no retry can mend. An answer is kept before it is looked at, so that a malformed one is paid for once; then it is
 asked for again with the format named.
 """
 
 import asyncio
+import functools
 import random
+import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
+from rge.calls.batch_jobs import BatchJobs
 from rge.calls.failures import (
     BudgetReached,
     CallFailed,
@@ -26,6 +29,10 @@ from rge.calls.keys import Mask, read_key
 from rge.calls.model_config import ModelConfig, check_model, known_as
 from rge.calls.pace import Pace
 from rge.calls.pictures import Pictures
+from rge.calls.providers import engine
+from rge.calls.providers.batches import Connected
+from rge.calls.providers.bodies import Shown
+from rge.calls.providers.transport import Answer, Connections, PolicyAnswer, Send
 from rge.calls.replies import (
     UNREADABLE,
     NotAChat,
@@ -33,21 +40,24 @@ from rge.calls.replies import (
     Reply,
     ReplyError,
     Truncated,
-    cached_tokens,
     read_replies,
-    usage,
 )
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore, Kept
-from rge.calls.transport import Answer, Connections, PolicyAnswer, Send, Shown
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.images import ImageError
 
 MAX_FAILURES_IN_A_ROW = 20
 """Calls lost, or rejected, one after the other before an endpoint is held to be down, or set up wrongly."""
+LOST_RUNS = 3
+"""Runs in which a call may stay without an answer before it is passed over, as one whose answer cannot be read."""
 KEPT_OF_FAILURE = 20_000
 """Characters of a body that is no answer, for the record of failures."""
+AT_A_TIME = 1024
+"""Requests that are looked up in the store at once, when the calls found so far run out."""
+IN_BATCHES_AT_A_TIME = 100_000
+"""Calls of a model that is asked by batches, which take hours whatever their size."""
 Read = Callable[[Reply], object]
 """Looks into a reply; raises one of `rge.calls.replies.UNREADABLE` where it is to be asked for again."""
 
@@ -92,6 +102,7 @@ class Counts:
 
     Attributes:
         asked: calls that were answered.
+        batched: of these, by a batch.
         cached: requests whose answer was kept from before.
         retries: further attempts at lost calls.
         limited: attempts that the endpoint refused for their rate.
@@ -103,6 +114,7 @@ class Counts:
     """
 
     asked: int = 0
+    batched: int = 0
     cached: int = 0
     retries: int = 0
     limited: int = 0
@@ -166,22 +178,25 @@ class Caller:
 
     def run(
         self,
-        requests: Sequence[Request],
+        requests: Iterable[Request],
         on_outcome: Callable[[int, Outcome], object] | None = None,
         *,
         read: Read | None = None,
         title: str = "calls",
+        total: int | None = None,
     ) -> list[Outcome]:
         """Answer requests, from the store where possible.
 
         Args:
-            requests: what to ask; equal ones are asked once.
+            requests: what to ask; equal ones are asked once. An iterator is read only as far ahead as keeps the endpoints
+                busy.
             on_outcome: called with the position of a request as soon as it is answered.
             read: an answer that it cannot read is asked for again, see `ModelConfig.reasks`.
             title: of the progress bar.
+            total: how many requests there are, for the progress bar; None: as many as have a length.
 
         Returns:
-            One outcome a request, in their order.
+            One outcome a request, in their order; none where `on_outcome` took them.
 
         Raises:
             KeyRejected: at the first 401 or 403.
@@ -190,57 +205,77 @@ class Caller:
             RequestRejected: it accepts no request.
             StoreError: an answer cannot be kept.
         """
-        outcomes: list[Outcome | None] = [None] * len(requests)
-        with progress_bar(total=len(requests), desc=title, disable=not self.progress, smoothing=0.05) as bar:
+        outcomes: dict[int, Outcome] = {}
+        take = on_outcome or outcomes.__setitem__
+        if total is None and isinstance(requests, Sequence):
+            total = len(requests)
+        with progress_bar(total=total, desc=title, disable=not self.progress, smoothing=0.05) as bar:
 
             def done(position: int, outcome: Outcome) -> None:
-                outcomes[position] = outcome
                 bar.update()
-                if on_outcome is not None:
-                    on_outcome(position, outcome)
+                take(position, outcome)
 
             batch = _Batch(self, read or (lambda reply: None), done)
-            todo = batch.kept([_Draw(position, request) for position, request in enumerate(requests)])
-            if todo:
-                asyncio.run(self._ask_all(todo, batch))
-        return outcomes  # type: ignore[return-value]
+            at_once = {
+                name: IN_BATCHES_AT_A_TIME if model.mode == "batch" else AT_A_TIME
+                for name, model in self.models.items()
+            }
+            feed = _Feed(batch, requests, at_once)
+            if feed.look():
+                asyncio.run(self._ask_all(feed, batch))
+        return [outcomes[position] for position in range(len(outcomes))]
 
-    async def _ask_all(self, calls: list[_Call], batch: "_Batch") -> None:
-        by_model: dict[str, list[_Call]] = {}
-        for call in calls:
-            by_model.setdefault(call.request.model, []).append(call)
+    async def _ask_all(self, feed: "_Feed", batch: "_Batch") -> None:
         spent: list[BudgetReached] = []
+        for line in self._lines.values():
+            line.start()
 
-        async def ask(name: str, calls: list[_Call], pictures: Pictures) -> None:
+        async def ask(name: str, pictures: Pictures) -> None:
+            model = self.models[name]
             try:
-                await self._ask_model(self.models[name], calls, batch, pictures)
+                while model.api == "vllm" and (calls := await feed.take(name)):
+                    await self._ask_engine(model, calls, batch, pictures)
+                if model.mode != "batch" and model.api != "vllm":
+                    num_workers = (
+                        min(model.concurrency, len(feed.waiting[name])) if feed.ended else model.concurrency
+                    )
+                    await self._ask_model(model, lambda: feed.next(name), num_workers, batch, pictures)
+                while model.mode == "batch" and (calls := await feed.take(name)):
+                    left = await self._ask_in_batches(model, calls, batch, pictures)
+                    await self._ask_model(
+                        model, _from(left), min(model.concurrency, len(left)), batch, pictures
+                    )
             except* BudgetReached as errors:
                 # The other models' calls are under way and paid for: they finish first.
                 spent.append(_first(errors))  # type: ignore[arg-type]
+                feed.close(name)
 
         try:
             with Pictures() as pictures:
                 async with asyncio.TaskGroup() as group:
-                    for name, some in by_model.items():
-                        group.create_task(ask(name, some, pictures))
+                    feed.start(lambda name: group.create_task(ask(name, pictures)))
         except* UserError as errors:
             raise _first(errors) from None
         if spent:
             raise spent[0]
-        for name in by_model:
+        for name in feed.waiting:
             self._lines[self.models[name].endpoint].check_accepted()
 
     async def _ask_model(
-        self, model: ModelConfig, calls: list[_Call], batch: "_Batch", pictures: Pictures
+        self,
+        model: ModelConfig,
+        next_call: Callable[[], Awaitable[_Call | None]],
+        num_workers: int,
+        batch: "_Batch",
+        pictures: Pictures,
     ) -> None:
+        if not num_workers:
+            return
         line = self._lines[model.endpoint]
-        line.start()
-        queue = iter(calls)
-        num_workers = min(model.concurrency, len(calls))
         async with Connections(model, num_workers, self._mask) as senders:
 
             async def worker(send: Send) -> None:
-                for call in queue:
+                while (call := await next_call()) is not None:
                     again = [call]
                     while again:
                         again = (
@@ -252,13 +287,96 @@ class Caller:
                 for number in range(num_workers):
                     group.create_task(worker(senders[number % len(senders)]))
 
+    async def _ask_in_batches(
+        self, model: ModelConfig, calls: list[_Call], batch: "_Batch", pictures: Pictures
+    ) -> list[_Call]:
+        """Ask by the provider's batch mode. Returns what is left to be asked by calls."""
+        line, left, again = self._lines[model.endpoint], {call.key: call for call in calls}, []
+
+        def take(key: str, kept: Kept, refused: bool) -> None:
+            line.accepted()
+            self.counts.asked += 1
+            self.counts.batched += 1
+            self.counts.refused += refused
+            if (call := left.pop(key, None)) is not None:
+                again.extend(batch.answered(call, kept))
+
+        async def show(request: Request) -> Shown:
+            return await self._shown(request, pictures)
+
+        async with Connected(model, self._mask) as provider:
+            jobs = BatchJobs(model, self.store, provider, self._mask, show=show, take=take, say=self._say)
+            reasons = await jobs.run({call.key: call.request for call in calls})
+        if left or again:
+            why = next(iter(reasons.values()), "their answers could not be read")
+            self._say(
+                f"{model.name}: {len(left) + len(again):,} calls are asked one by one, at the whole price: {why[:300]}"
+            )
+        return [*left.values(), *again]
+
+    async def _ask_engine(
+        self, model: ModelConfig, calls: list[_Call], batch: "_Batch", pictures: Pictures
+    ) -> None:
+        """Ask vLLM in this process."""
+        line, loop, waiting = self._lines[model.endpoint], asyncio.get_running_loop(), calls
+        while waiting:
+            some, waiting = (
+                waiting[: engine.ROUNDS * model.concurrency],
+                waiting[engine.ROUNDS * model.concurrency :],
+            )
+            ready: list[tuple[_Call, Shown]] = []
+            for call in some:
+                try:
+                    ready.append((call, await self._shown(call.request, pictures)))
+                except ImageError as error:
+                    batch.answered(call, self._failed(model, call, CallFailed(self._mask(str(error)))))
+            numbers = [
+                self.store.begin(model.endpoint, call.key, model.estimate(call.request), 0.0, None) or 0
+                for call, _ in ready
+            ]
+            began = time.monotonic()
+            requests, shown = [call.request for call, _ in ready], [pictures for _, pictures in ready]
+            try:
+                work = functools.partial(engine.answers, model, requests, shown)
+                found = await loop.run_in_executor(engine.thread(), work) if ready else []
+            except BaseException:
+                for number in numbers:  # nobody bills them
+                    self.store.free(number)
+                raise
+            took_s = (time.monotonic() - began) / max(len(ready), 1)
+            for (call, _), number, one in zip(ready, numbers, found, strict=True):
+                if isinstance(one, str):
+                    self.store.free(number)
+                    line.rejected(model, self._mask(one), about_input=True)
+                    failure = CallFailed(f"{model.name}: {self._mask(one)}")
+                    batch.answered(call, self._failed(model, call, failure))
+                    continue
+                kept = self._keep(model, line, call, number, Answer(one, {}), (0, 0), took_s)
+                self.counts.asked += 1
+                waiting = [*waiting, *batch.answered(call, kept)]
+
+    def _failed(
+        self, model: ModelConfig, call: _Call, failure: CallFailed, raw: str | None = None
+    ) -> CallFailed:
+        self.store.fail(call.key, model.name, failure.kind, str(failure), raw)
+        self.counts.failed += 1
+        self.counts.reasons[str(failure)[:120]] += 1
+        return failure
+
+    async def _shown(self, request: Request, pictures: Pictures) -> Shown:
+        return {part: await pictures(part) for part in request.parts if isinstance(part, Picture)}
+
+    def _say(self, text: str) -> None:
+        if self.progress:
+            sys.stderr.write(f"{text}\n")
+
     async def _ask(
         self, model: ModelConfig, line: "_Line", send: Send, call: _Call, pictures: Pictures
     ) -> "Kept | CallFailed":
         request = call.request
         try:
             # Before an attempt begins: scaling a photograph is no part of the time that the endpoint is given.
-            shown = {part: await pictures(part) for part in request.parts if isinstance(part, Picture)}
+            shown = await self._shown(request, pictures)
             kept = await self._attempts(model, line, send, call, shown)
             self.counts.asked += 1
             return kept
@@ -266,9 +384,7 @@ class Caller:
             failure = error if isinstance(error, CallFailed) else CallFailed(self._mask(str(error)))
             raw = getattr(error.__cause__, "raw", None)
             shown_raw = self._mask(raw.decode("utf-8", "replace"))[:KEPT_OF_FAILURE] if raw else None
-            self.store.fail(call.key, model.name, failure.kind, str(failure), shown_raw)
-            self.counts.failed += 1
-            self.counts.reasons[str(failure)[:120]] += 1
+            self._failed(model, call, failure, shown_raw)
             if isinstance(error, CallFailed):
                 line.failed(failure)
             return failure
@@ -349,15 +465,7 @@ class Caller:
         expected: tuple[int, int],
         took_s: float,
     ) -> Kept:
-        refused = _refused(answer.body)
-        # A provider bills what it answers; what its policy stopped it does not, unless it says so.
-        guesses = (0, 0) if refused else expected
-        input_tokens, output_tokens = (
-            said if said is not None else guess
-            for said, guess in zip(usage(answer.body), guesses, strict=True)
-        )
-        cached = min(cached_tokens(answer.body), input_tokens)
-        cost = model.cost(input_tokens, output_tokens, cached)
+        input_tokens, output_tokens, cached, cost, refused = model.bill(answer.body, expected)
         kept = Kept(answer.body, input_tokens, output_tokens, cost, took_s)
         self.store.put(number, call.key, model.name, kept, cached)
         line.accepted()
@@ -379,6 +487,19 @@ class Caller:
                 )
             await line.somebody_left()
 
+    def held_up_by(self, outcomes: Iterable[Outcome], *, works: bool) -> list[Outcome]:
+        """Lost calls that the next run is to ask again, before what rests on them is done.
+
+        Where the endpoint answers others, a call that it never answers is no outage: a server may choke on one picture. Such
+        a call is passed over after `LOST_RUNS` runs.
+
+        Args:
+            outcomes: of a run.
+            works: whether the endpoints answered any call.
+        """
+        lost = [outcome for outcome in outcomes if outcome.lost]
+        return [one for one in lost if not works or self.store.num_failures(one.key) < LOST_RUNS]
+
     def outcome(self, draw: _Draw, key: str, found: Reply | ReplyError) -> Outcome:
         """An answer as the user gets it: without keys, which a server may echo."""
         if isinstance(found, ReplyError):
@@ -395,27 +516,30 @@ class _Batch:
 
     def __init__(self, caller: Caller, read: Read, done: Callable[[int, Outcome], None]):
         self._caller, self._read, self._done = caller, read, done
+        self._open: dict[str, _Call] = {}  # waiting to be asked, or under way
 
     def kept(self, draws: list[_Draw]) -> list[_Call]:
-        """Answer from the store what is there, and group the rest into calls."""
-        calls: dict[str, _Call] = {}
+        """Answer from the store what is there, and group the rest into calls that nobody makes yet."""
+        calls: list[_Call] = []
         waiting = draws
         while waiting:
             left: list[_Draw] = []
             for group in self._grouped(waiting):
                 request = replace(group[0].request, n=_span(group))
                 key = self._caller.key(request)
-                if key in calls:
-                    calls[key].draws += group
+                if key in self._open:
+                    self._open[key].draws += group
                 elif kept := self._caller.store.get(key):
                     left += self._looked_at(_Call(key, request, group), kept)
                 else:
-                    calls[key] = _Call(key, request, group)
+                    calls.append(_Call(key, request, group))
+                    self._open[key] = calls[-1]
             waiting = left
-        return list(calls.values())
+        return calls
 
     def answered(self, call: _Call, found: Kept | CallFailed) -> list[_Call]:
         """Hand out an answer; what cannot be read is to be asked for by the calls that are returned."""
+        del self._open[call.key]
         for draw in call.draws:
             draw.cached = False
         if isinstance(found, CallFailed):
@@ -478,6 +602,92 @@ class _Batch:
         return groups
 
 
+class _Feed:
+    """The calls that requests need, by model; requests are read when a model has none left, so that none waits for others.
+
+    Args:
+        batch: looks them up.
+        requests: in order.
+        at_once: calls that may wait for a model before the others have to wait for it.
+    """
+
+    def __init__(self, batch: _Batch, requests: Iterable[Request], at_once: Mapping[str, int]):
+        self._batch, self._at_once = batch, at_once
+        # Draws of one prompt are looked up together, or they would be asked for apart.
+        self._prompts = groupby(enumerate(requests), key=lambda one: (one[1].model, one[1].parts))
+        self.waiting: dict[str, deque[_Call]] = {}
+        self.ended = False
+        self._closed: set[str] = set()
+        self._changed = asyncio.Event()
+        self._start: Callable[[str], object] | None = None
+
+    def look(self) -> bool:
+        """Read on until there are calls to make; False at the end of the requests."""
+        found: list[_Call] = []
+        while not found and not self.ended:
+            draws = list(self._some())
+            self.ended = len(draws) < AT_A_TIME
+            found = self._batch.kept(draws)
+        for call in found:
+            name = call.request.model
+            if name not in self.waiting:
+                self.waiting[name] = deque()
+                if self._start is not None:
+                    self._start(name)
+            if name not in self._closed:
+                self.waiting[name].append(call)
+        self._changed.set()
+        return bool(found)
+
+    def _some(self) -> Iterator[_Draw]:
+        number = 0
+        for _, draws in self._prompts:
+            for position, request in draws:
+                number += 1
+                yield _Draw(position, request)
+            if number >= AT_A_TIME:
+                return
+
+    def start(self, start: Callable[[str], object]) -> None:
+        """Have `start` called with the name of every model that is to be asked, as soon as that is known."""
+        self._start = start
+        for name in list(self.waiting):
+            start(name)
+
+    async def next(self, name: str) -> _Call | None:
+        """A call to make; None where there is none left."""
+        while not (queue := self.waiting[name]):
+            if self.ended:
+                return None
+            if all(len(calls) < self._at_once[one] for one, calls in self.waiting.items()):
+                self.look()
+                continue
+            # Another model is behind: what it has to be asked must not pile up.
+            self._changed.clear()
+            await self._changed.wait()
+        call = queue.popleft()
+        if len(queue) == self._at_once[name] - 1:
+            self._changed.set()
+        return call
+
+    async def take(self, name: str) -> list[_Call]:
+        """As many calls as may wait, for who makes them together; none at the end."""
+        queue = self.waiting[name]
+        while len(queue) < self._at_once[name] and not self.ended:
+            self.look()
+            await asyncio.sleep(0)  # the others' calls go on
+        calls = [queue.popleft() for _ in range(min(len(queue), self._at_once[name]))]
+        self._changed.set()
+        return calls
+
+    def close(self, name: str) -> None:
+        """A model is asked nothing more: the others make the calls that they have, and no further request is read."""
+        self.ended = True
+        self._closed.add(name)
+        self.waiting[name].clear()
+        self._changed.set()
+
+
 class _Line:
     """What is known of one endpoint, for all models that stand behind it: its pace, and how its last calls went."""
 
@@ -489,7 +699,7 @@ class _Line:
         self._rejection: str | None = None
 
     def start(self) -> None:
-        """A new batch of calls; conditions belong to an event loop, and each batch has its own."""
+        """A new run; events belong to an event loop, and each run has its own."""
         self._somebody_left = asyncio.Event()
         self.under_way = 0
 
@@ -548,6 +758,15 @@ class _Line:
         )
 
 
+def _from(calls: Iterable[_Call]) -> Callable[[], Awaitable[_Call | None]]:
+    queue = iter(calls)
+
+    async def next_call() -> _Call | None:
+        return next(queue, None)
+
+    return next_call
+
+
 def _span(group: list[_Draw]) -> int:
     return group[-1].request.sample - group[0].request.sample + 1
 
@@ -563,16 +782,6 @@ def _asked_again(request: Request, error: ReplyError, number: int) -> Request:
         sample=request.sample + 1_000_000 if number == 1 else request.sample + 1,
         max_tokens=2 * request.max_tokens if isinstance(error, Truncated) else request.max_tokens,
     )
-
-
-def _refused(body: bytes) -> bool:
-    try:
-        read_replies(body)
-    except Refused:
-        return True
-    except ReplyError:
-        pass
-    return False
 
 
 def _first(errors: BaseExceptionGroup) -> BaseException:

@@ -1,11 +1,12 @@
 """A small OpenAI-compatible server on this machine: for the embedded default, for tests and for measuring.
 
-It speaks just enough HTTP/1.1 (POST, JSON, kept-alive connections) for the official client.
+It speaks just enough HTTP/1.1 (bodies with a length, kept-alive connections) for its clients here.
 """
 
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ PHRASES = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found",
 
 @dataclass
 class Answer:
-    """What is sent back: a JSON body (anything but str), or text as it is."""
+    """What is sent back: a JSON body, or text or bytes as they are; at status 0 nothing, and the connection ends."""
 
     body: Any
     status: int = 200
@@ -25,6 +26,8 @@ class Answer:
 
 Handler = Callable[[str, dict[str, Any]], Awaitable[Answer]]
 """Answers (path, JSON body of the request)."""
+RawHandler = Callable[[str, str, dict[str, str], bytes], Awaitable[Answer]]
+"""Answers (method, path, headers with names in lower case, body)."""
 
 
 def chat(
@@ -50,16 +53,90 @@ def chat(
     )
 
 
+class Batches:
+    """OpenAI's batch mode around a server of chats, as a raw handler: files, batches, results.
+
+    Args:
+        chats: answers each request of a batch, and those that come by themselves.
+        looks: at a batch's state before it has ended.
+
+    Attributes:
+        batches: by id, as they are shown.
+        num_by_calls: chats that came by themselves.
+    """
+
+    def __init__(self, chats: Handler, looks: int = 1):
+        self.chats, self.looks = chats, looks
+        self.files: dict[str, bytes] = {}
+        self.batches: dict[str, dict[str, Any]] = {}
+        self.num_by_calls = 0
+        self._looked: dict[str, int] = {}
+
+    async def __call__(self, method: str, path: str, headers: dict[str, str], data: bytes) -> Answer:
+        """Answer a request."""
+        place, _, _ = path.removeprefix("/v1").partition("?")
+        if place == "/files":
+            name = f"file-{len(self.files)}"
+            self.files[name] = data[data.index(b"\r\n\r\n{") + 4 : data.rindex(b"\r\n--")]
+            if b'name="purpose"' in self.files[name]:  # the form's fields come in any order
+                self.files[name] = self.files[name].partition(b"\r\n--")[0]
+            return Answer({"id": name, "object": "file"})
+        if place.startswith("/files/"):
+            return Answer(self.files[place.split("/")[2]], content_type="application/octet-stream")
+        if place == "/batches" and method == "POST":
+            return Answer(self.create(json.loads(data)))
+        if place == "/batches":
+            return Answer({"data": list(self.batches.values())[::-1], "has_more": False})
+        if place.startswith("/batches/"):
+            return Answer(await self.look(place.split("/")[2]))
+        self.num_by_calls += 1
+        return await self.chats(path, json.loads(data))
+
+    def create(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Begin a batch."""
+        name = f"batch_{len(self.batches)}"
+        self.batches[name] = {
+            "id": name,
+            "object": "batch",
+            "status": "in_progress",
+            "created_at": time.time(),
+            **asked,
+        }
+        return self.batches[name]
+
+    async def look(self, name: str) -> dict[str, Any]:
+        """The state of a batch; at the last of `looks` it is worked through."""
+        batch = self.batches[name]
+        self._looked[name] = self._looked.get(name, 0) + 1
+        if self._looked[name] == self.looks:
+            lines = [json.loads(line) for line in self.files[batch["input_file_id"]].splitlines()]
+            good: list[dict[str, Any]] = []
+            bad: list[dict[str, Any]] = []
+            for line in lines:
+                answer = await self.chats(line["url"], line["body"])
+                row = {"custom_id": line["custom_id"], "error": None}
+                row["response"] = {"status_code": answer.status, "body": answer.body}
+                (good if answer.status == 200 else bad).append(row)
+            for field, rows in (("output_file_id", good), ("error_file_id", bad)):
+                batch[field] = None
+                if rows:
+                    batch[field] = f"{name}-{field}"
+                    self.files[batch[field]] = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+            batch["status"] = "completed"
+        return batch
+
+
 class LocalServer:
     """Serves in a thread of its own, as a context manager.
 
     Args:
         handler: answers requests.
         port: 0 takes a free one; `url` says which.
+        raw: answers in its place, for what is not a POST of JSON.
     """
 
-    def __init__(self, handler: Handler, port: int = 0):
-        self.handler, self.port = handler, port
+    def __init__(self, handler: Handler | None = None, port: int = 0, *, raw: RawHandler | None = None):
+        self.handler, self.port, self.raw = handler, port, raw
         self.num_answered = 0
         """Answers given; counted before they are sent, so that who has an answer finds it counted."""
         self._ready, self._loop = threading.Event(), asyncio.new_event_loop()
@@ -99,15 +176,22 @@ class LocalServer:
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 lines = head.decode("latin-1").split("\r\n")
-                length = next(
-                    (int(line.split(":")[1]) for line in lines if line.lower().startswith("content-length:")),
-                    0,
-                )
-                data = await reader.readexactly(length)
-                answer = await self.handler(lines[0].split()[1], json.loads(data or b"{}"))
-                body = (
-                    answer.body.encode() if isinstance(answer.body, str) else json.dumps(answer.body).encode()
-                )
+                given = {
+                    name.lower(): value.strip()
+                    for name, _, value in (line.partition(":") for line in lines[1:] if line)
+                }
+                data = await reader.readexactly(int(given.get("content-length", 0)))
+                method, path = lines[0].split()[:2]
+                if self.raw is not None:
+                    answer = await self.raw(method, path, given, data)
+                else:
+                    assert self.handler is not None
+                    answer = await self.handler(path, json.loads(data or b"{}"))
+                if not answer.status:
+                    break
+                body = answer.body
+                if not isinstance(body, bytes):
+                    body = (body if isinstance(body, str) else json.dumps(body)).encode()
                 headers = {
                     "content-type": answer.content_type,
                     "content-length": str(len(body)),

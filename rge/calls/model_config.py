@@ -7,10 +7,12 @@ from typing import Any
 
 import httpx
 
+from rge.calls.replies import cached_tokens, is_refused, usage
 from rge.calls.request import Request
 from rge.common.errors import UserError
 
-APIS = ("openai", "anthropic")
+APIS = ("openai", "anthropic", "gemini", "vllm")
+MODES = ("calls", "batch")
 TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
 CHARACTERS_A_TOKEN = 3
 """Of a prompt, for estimates; low, so that estimates are rather too high."""
@@ -21,11 +23,14 @@ class ModelConfig:
     """A model behind an endpoint."""
 
     name: str
-    """Name the endpoint knows it by."""
+    """Name the endpoint knows it by, and its answers are kept by; of vllm a hub name, or any where ``engine`` has a model."""
     base_url: str | None = None
     """Such as http://HOST:8000/v1 of vLLM; null: the provider's own."""
     api: str = "openai"
-    """openai (any compatible endpoint) or anthropic (needs the extra ``claude``)."""
+    """openai (any compatible endpoint), anthropic, gemini, or vllm: an engine in this process (needs the extra ``vllm``)."""
+    mode: str = "calls"
+    """calls, or batch: by the provider's batch mode, at a part of the price and within a day; what a batch does not answer is
+    asked by calls."""
     key_env: str | None = None
     """Environment variable that holds the key; null: the endpoint needs none."""
     concurrency: int = 32
@@ -68,6 +73,14 @@ class ModelConfig:
     """Further fields of every request, as they are."""
     max_side_px: int = 1024
     """Longer sides of pictures are scaled down to this."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Arguments of vLLM's engine, such as {model: FOLDER, gpu_memory_utilization: 0.8, tensor_parallel_size: 2}."""
+    batch_price: float = 0.5
+    """What an answer of a batch costs, as a share of the prices above."""
+    batch_poll_s: float = 30.0
+    """Seconds between two looks at the batches under way."""
+    batch_wait_s: float = 180_000.0
+    """How long a run waits for its batches (50 hours; providers end them after 24 or 48); the same command waits on."""
     family: str | None = None
     """Models that share blind spots, for the agreement statistics of judges; null: the model is its own family."""
 
@@ -76,11 +89,42 @@ class ModelConfig:
         """Name and address: what budgets, rates and the ledger go by."""
         return f"{self.name} at {self.base_url or self.api}"
 
-    def cost(self, input_tokens: int, output_tokens: int, cached_tokens: int = 0) -> float:
-        """Price of a call; cached tokens are a part of the input tokens."""
+    def cost(
+        self, input_tokens: int, output_tokens: int, cached_tokens: int = 0, *, batch: bool = False
+    ) -> float:
+        """Price of a call, or of one in a batch; cached tokens are a part of the input tokens."""
         cached_price = self.input_price if self.cached_price is None else self.cached_price
         fresh = (input_tokens - cached_tokens) * self.input_price
-        return (fresh + cached_tokens * cached_price + output_tokens * self.output_price) / 1e6
+        price = fresh + cached_tokens * cached_price + output_tokens * self.output_price
+        return price * (self.batch_price if batch else 1.0) / 1e6
+
+    def bill(
+        self, body: bytes, expected: tuple[int, int], *, batch: bool = False
+    ) -> tuple[int, int, int, float, bool]:
+        """What an answer costs.
+
+        Args:
+            body: of the answer.
+            expected: tokens of input and output, where it does not say.
+            batch: it came by a batch.
+
+        Returns:
+            Tokens of input, of output, of input from the prompt cache, the price, and whether the provider's policy declined.
+        """
+        refused = is_refused(body)
+        # A provider bills what it answers; what its policy stopped it does not, unless it says so.
+        guesses = (0, 0) if refused else expected
+        input_tokens, output_tokens = (
+            said if said is not None else guess for said, guess in zip(usage(body), guesses, strict=True)
+        )
+        cached = min(cached_tokens(body), input_tokens)
+        return (
+            input_tokens,
+            output_tokens,
+            cached,
+            self.cost(input_tokens, output_tokens, cached, batch=batch),
+            refused,
+        )
 
     def estimate(self, request: Request) -> tuple[int, int]:
         """Input tokens, and output tokens at most."""
@@ -108,7 +152,7 @@ def check_model(name: str, model: ModelConfig) -> None:
         UserError: names the setting and the mend.
     """
     where = f"models.{name}"
-    for setting, allowed in (("api", APIS), ("token_limit", TOKEN_LIMITS)):
+    for setting, allowed in (("api", APIS), ("mode", MODES), ("token_limit", TOKEN_LIMITS)):
         if (value := getattr(model, setting)) not in allowed:
             raise UserError(f"{where}.{setting} must be one of {', '.join(allowed)}; got {value!r}")
     for setting in (
@@ -118,6 +162,8 @@ def check_model(name: str, model: ModelConfig) -> None:
         "picture_tokens",
         "max_limited_s",
         "draws_a_call",
+        "batch_poll_s",
+        "batch_wait_s",
     ):
         if not getattr(model, setting) > 0:
             raise UserError(f"{where}.{setting} must be > 0, got {getattr(model, setting)}")
@@ -128,12 +174,18 @@ def check_model(name: str, model: ModelConfig) -> None:
         raise UserError(
             f"{where}.budget needs input_price and output_price: without prices nothing is ever spent"
         )
-    if model.api == "anthropic":
-        for setting in ("draws_a_call", "structured", "reasoning_effort", "token_limit"):
-            if getattr(model, setting) != getattr(ModelConfig, setting):
-                raise UserError(
-                    f"{where}.{setting} is for api=openai; Anthropic's messages know no such field"
-                )
+    if not 0 <= model.batch_price <= 1:
+        raise UserError(f"{where}.batch_price is a share, from 0 to 1; got {model.batch_price}")
+    unknown = {
+        "anthropic": ("draws_a_call", "token_limit"),
+        "gemini": ("token_limit",),
+        "vllm": ("token_limit", "reasoning_effort", "mode", "base_url", "key_env"),
+    }
+    if model.engine and model.api != "vllm":
+        raise UserError(f"{where}.engine is for api=vllm; got api={model.api}")
+    for setting in unknown.get(model.api, ()):
+        if getattr(model, setting) != getattr(ModelConfig, setting):
+            raise UserError(f"{where}.{setting} means nothing to api={model.api}")
     if set(model.extra_body) & {"model", "messages", "n", "seed"}:
         raise UserError(
             f"{where}.extra_body must leave model, messages, n and seed alone: answers are kept by them"

@@ -85,7 +85,18 @@ class Reply:
     first_token: str = ""
 
 
-_STOPS = {"end_turn": "stop", "stop_sequence": "stop", "max_tokens": "length", "content_filter": "refusal"}
+_STOPS = {
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "max_tokens": "length",
+    "content_filter": "refusal",
+    # Gemini's
+    "STOP": "stop",
+    "MAX_TOKENS": "length",
+    **dict.fromkeys(
+        ("SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "IMAGE_SAFETY"), "refusal"
+    ),
+}
 _REFUSAL = re.compile(
     r"^\W*(i'?m sorry|i am sorry|sorry,|i can(?:no|')t|i can not|i am unable|i'm unable|i won't|as an ai)\b",
     re.IGNORECASE,
@@ -124,7 +135,7 @@ def policy_refusal(body: Any) -> str | None:
 
 
 def read_replies(raw: bytes) -> list[Reply | ReplyError]:
-    """Read the body of an answer, of the chat-completions or of Anthropic's messages schema.
+    """Read the body of an answer: of chat completions, of Anthropic's messages, or of Gemini's ``generateContent``.
 
     Args:
         raw: JSON.
@@ -149,7 +160,24 @@ def read_replies(raw: bytes) -> list[Reply | ReplyError]:
         reason = str(body.get("stop_reason") or "stop")
         stop = _STOPS.get(reason, reason)
         return [_reply(_text(body["content"]), stop, usage(raw))]
+    if isinstance(body, dict) and isinstance(body.get("candidates"), list) and body["candidates"]:
+        return [_candidate(one, usage(raw)) for one in body["candidates"]]
+    if isinstance(body, dict) and isinstance(body.get("promptFeedback"), dict):
+        raise Refused(_shown(f"blocked: {body['promptFeedback'].get('blockReason')}"))
+    if isinstance(body, dict) and isinstance(body.get("usageMetadata"), dict):
+        raise EmptyChoices("the answer has no candidates")
     raise NotAChat(f"JSON of another schema: {_shown(raw.decode('utf-8', 'replace'))}")
+
+
+def is_refused(raw: bytes) -> bool:
+    """Whether the whole request was declined by the provider's policy."""
+    try:
+        read_replies(raw)
+    except Refused:
+        return True
+    except ReplyError:
+        pass
+    return False
 
 
 def read_reply(raw: bytes) -> Reply:
@@ -178,6 +206,16 @@ def _choice(choice: Any, tokens: tuple[int | None, int | None]) -> Reply | Reply
     except (KeyError, TypeError, ValueError, AttributeError):
         top = ()
     return _reply(text, stop, tokens, top, str(listed.get("token", "")) if top else "")
+
+
+def _candidate(candidate: Any, tokens: tuple[int | None, int | None]) -> Reply | ReplyError:
+    if not isinstance(candidate, dict):
+        return EmptyChoices("a candidate that is none")
+    reason = str(candidate.get("finishReason") or "stop")
+    content = candidate.get("content")
+    parts = content.get("parts") if isinstance(content, dict) else None
+    said = [part for part in parts or () if isinstance(part, dict) and not part.get("thought")]
+    return _reply(_text(said), _STOPS.get(reason, reason), tokens)
 
 
 def _reply(
@@ -234,6 +272,10 @@ def usage(raw: bytes) -> tuple[int | None, int | None]:
     if given is None and (given := _count(found.get("input_tokens"))) is not None:
         # Anthropic counts what it read from its cache, or wrote to it, apart.
         given += sum(_count(found.get(f"cache_{what}_input_tokens")) or 0 for what in ("read", "creation"))
+    if "promptTokenCount" in found:
+        # Gemini counts thoughts apart, and nothing where an answer has none.
+        written = [_count(found.get(f"{what}TokenCount")) or 0 for what in ("candidates", "thoughts")]
+        return _count(found["promptTokenCount"]), sum(written)
     return _count(given), _count(found.get("completion_tokens", found.get("output_tokens")))
 
 
@@ -241,13 +283,15 @@ def cached_tokens(raw: bytes) -> int:
     """How many of the input tokens the provider had in its prompt cache; 0 where it does not say."""
     found = _usage(raw)
     details = found.get("prompt_tokens_details")
-    said = details.get("cached_tokens") if isinstance(details, dict) else found.get("cache_read_input_tokens")
-    return _count(said) or 0
+    if isinstance(details, dict):
+        return _count(details.get("cached_tokens")) or 0
+    return _count(found.get("cache_read_input_tokens", found.get("cachedContentTokenCount"))) or 0
 
 
 def _usage(raw: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(raw).get("usage")
+        body = json.loads(raw)
+        found = body.get("usage", body.get("usageMetadata"))
     except (ValueError, AttributeError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

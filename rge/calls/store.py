@@ -9,6 +9,7 @@ An attempt is entered before it is sent, at the most it may cost: so a budget ho
 was under way when one was killed stays in the ledger, marked as an estimate.
 """
 
+import fcntl
 import hashlib
 import json
 import sqlite3
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rge.calls.write_ahead_log import open_wal
 from rge.common.errors import UserError
@@ -38,6 +39,12 @@ CREATE INDEX IF NOT EXISTS attempts_under_way ON attempts (endpoint) WHERE state
 CREATE TABLE IF NOT EXISTS spending (
     endpoint TEXT NOT NULL, estimated INTEGER NOT NULL, calls INTEGER NOT NULL, input_tokens INTEGER NOT NULL,
     cached_tokens INTEGER NOT NULL, output_tokens INTEGER NOT NULL, cost REAL NOT NULL, PRIMARY KEY (endpoint, estimated));
+CREATE TABLE IF NOT EXISTS batches (
+    label TEXT PRIMARY KEY, endpoint TEXT NOT NULL, state TEXT NOT NULL, file TEXT, id TEXT, began REAL NOT NULL,
+    at TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP);
+CREATE TABLE IF NOT EXISTS batch_calls (
+    label TEXT NOT NULL, number INTEGER NOT NULL, key TEXT NOT NULL, attempt INTEGER NOT NULL, PRIMARY KEY (label, number));
+CREATE INDEX IF NOT EXISTS batch_calls_by_attempt ON batch_calls (attempt);
 CREATE TRIGGER IF NOT EXISTS replies_stay BEFORE UPDATE ON replies
     BEGIN SELECT RAISE(ABORT, 'an answer is never changed'); END;
 CREATE TRIGGER IF NOT EXISTS replies_remain BEFORE DELETE ON replies
@@ -95,6 +102,7 @@ class Spending:
         lost_calls: attempts without an answer that the provider may have billed all the same: timed out, cut off, or
             under way when the process ended.
         lost_cost: of these at most, estimated.
+        batch_calls: of the answered ones, those in a batch.
     """
 
     endpoint: str
@@ -105,6 +113,26 @@ class Spending:
     cost: float
     lost_calls: int
     lost_cost: float
+    batch_calls: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """A batch that was begun and not settled yet.
+
+    Attributes:
+        label: ours; what it sends carries it.
+        began: when, in seconds since 1970.
+        file: the provider's name of the requests that were sent up for it.
+        id: the provider's name of the batch; None: it is not known whether it was accepted.
+        calls: key and attempt of each of its calls, by their number.
+    """
+
+    label: str
+    began: float
+    file: str | None
+    id: str | None
+    calls: dict[int, tuple[str, int]]
 
 
 class AnswerStore:
@@ -120,6 +148,7 @@ class AnswerStore:
     def __init__(self, path: str | Path | None):
         self.path = Path(path) if path is not None else None
         self._lock = threading.Lock()
+        self._batches: IO[str] | None = None
         try:
             if self.path is None:
                 self._db = sqlite3.connect("", isolation_level=None, check_same_thread=False)
@@ -134,6 +163,9 @@ class AnswerStore:
     def close(self) -> None:
         """Close the file."""
         self._db.close()
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
 
     # -------------------------------------------------------------------------------------------------------- answers
 
@@ -229,7 +261,126 @@ class AnswerStore:
     def free(self, attempt: int) -> None:
         """An attempt that the provider refused, which is not billed."""
         with self._writing("an attempt"):
-            self._db.execute("DELETE FROM attempts WHERE id = ?", (attempt,))
+            self._free(attempt)
+
+    # -------------------------------------------------------------------------------------------------------- batches
+
+    def hold_batches(self) -> None:
+        """Keep the batches of this file for this object, until it is closed or the process ends.
+
+        Raises:
+            StoreError: another one has them.
+        """
+        if self.path is None or self._batches is not None:
+            return
+        file = self.path.with_name(f"{self.path.name}.batches").open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            raise StoreError(
+                f"another process waits for batches of {self.path}; wait for it, or end it"
+            ) from None
+        self._batches = file
+
+    def begin_batch(
+        self,
+        label: str,
+        endpoint: str,
+        began: float,
+        calls: Sequence[tuple[str, tuple[int, int], float]],
+        budget: float | None,
+    ) -> int:
+        """Enter a batch before it is sent: an attempt of each of its calls, at the most it may cost.
+
+        Args:
+            label: of the batch.
+            endpoint: name and address.
+            began: seconds since 1970.
+            calls: key, greatest numbers of input and output tokens, and their cost, each.
+            budget: what the endpoint may cost in all; None: no limit.
+
+        Returns:
+            How many of the calls, from the first on, the budget allows; those are entered.
+
+        Raises:
+            StoreError: the disk is full, or the file is lost.
+        """
+        with self._writing("a batch"):
+            held, number = self._spent(endpoint), 0
+            for key, tokens, worst in calls:
+                if budget is not None and held + worst > budget:
+                    break
+                attempt = self._db.execute(
+                    "INSERT INTO attempts (endpoint, key, state, input_tokens, output_tokens, cost)"
+                    " VALUES (?, ?, 'under way', ?, ?, ?)",
+                    (endpoint, key, *tokens, worst),
+                ).lastrowid
+                self._db.execute("INSERT INTO batch_calls VALUES (?, ?, ?, ?)", (label, number, key, attempt))
+                held, number = held + worst, number + 1
+            if number:
+                self._db.execute(
+                    "INSERT INTO batches (label, endpoint, state, began) VALUES (?, ?, 'open', ?)",
+                    (label, endpoint, began),
+                )
+            return number
+
+    def note_batch(self, label: str, *, file: str | None = None, id: str | None = None) -> None:
+        """Note the provider's names of a batch as soon as they are known; None leaves what is there."""
+        with self._writing("a batch"):
+            self._db.execute(
+                "UPDATE batches SET file = coalesce(?, file), id = coalesce(?, id) WHERE label = ?",
+                (file, id, label),
+            )
+
+    def open_batches(self, endpoint: str) -> list[BatchRow]:
+        """Batches of an endpoint that are not settled, the oldest first, with the calls that are not."""
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT label, began, file, id FROM batches WHERE endpoint = ? AND state = 'open' ORDER BY began",
+                (endpoint,),
+            ).fetchall()
+            return [
+                BatchRow(label, began, file, id, self._batch_calls(label)) for label, began, file, id in rows
+            ]
+
+    def batch_calls(self, label: str) -> dict[int, tuple[str, int]]:
+        """Key and attempt of the calls of a batch that are not settled, by their number."""
+        with self._lock:
+            return self._batch_calls(label)
+
+    def expected(self, attempt: int) -> tuple[int, int]:
+        """Tokens of input and output at most, of an attempt under way."""
+        with self._lock:
+            return self._db.execute(
+                "SELECT input_tokens, output_tokens FROM attempts WHERE id = ?", (attempt,)
+            ).fetchone()
+
+    def settle_batch(self, label: str, *, billed: bool) -> None:
+        """A batch from which nothing more comes: calls without an answer are lost, or, if they are not billed, free."""
+        with self._writing("a batch"):
+            for _, attempt in self._batch_calls(label).values():
+                if billed:
+                    self._db.execute("UPDATE attempts SET state = 'lost' WHERE id = ?", (attempt,))
+                    self._db.execute(_SPEND, (attempt,))
+                else:
+                    self._free(attempt)
+            self._db.execute("UPDATE batches SET state = 'settled' WHERE label = ?", (label,))
+
+    def _free(self, attempt: int) -> None:
+        # Its number may be given to another one.
+        self._db.execute("DELETE FROM attempts WHERE id = ?", (attempt,))
+        self._db.execute("DELETE FROM batch_calls WHERE attempt = ?", (attempt,))
+
+    def _batch_calls(self, label: str) -> dict[int, tuple[str, int]]:
+        rows = self._db.execute(
+            "SELECT number, batch_calls.key, attempt FROM batch_calls JOIN attempts ON attempts.id = attempt"
+            " WHERE label = ? AND state = 'under way'",
+            (label,),
+        )
+        return {number: (key, attempt) for number, key, attempt in rows}
+
+    # ------------------------------------------------------------------------------------------------------- failures
 
     def fail(self, key: str, model: str, kind: str, message: str, raw: str | None) -> None:
         """Note a call that gave nothing to keep; it is asked again by the next run."""
@@ -257,6 +408,12 @@ class AnswerStore:
                 " UNION ALL SELECT endpoint, 1, count(*), 0, 0, 0, total(cost) FROM attempts WHERE state = 'under way'"
                 " GROUP BY endpoint"
             ).fetchall()
+            batched = dict(
+                self._db.execute(
+                    "SELECT endpoint, count(*) FROM batch_calls JOIN attempts ON attempts.id = attempt"
+                    " WHERE state = 'answered' GROUP BY endpoint"
+                )
+            )
         names = sorted({row[0] for row in rows})
         found = []
         for name in names:
@@ -264,7 +421,9 @@ class AnswerStore:
             lost = [(row[2], row[6]) for row in rows if row[0] == name and row[1]]
             calls, cost = (sum(column) for column in zip(*lost, strict=True)) if lost else (0, 0.0)
             asked, given, known, written, spent = answered
-            found.append(Spending(name, asked, given, known, written, spent, calls, cost))
+            found.append(
+                Spending(name, asked, given, known, written, spent, calls, cost, batched.get(name, 0))
+            )
         return found
 
     def total_cost(self) -> float:

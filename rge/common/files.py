@@ -23,13 +23,14 @@ class FileError(UserError, OSError):
 
 
 @contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
+def replacing(path: str | Path, *, sync: bool = True) -> Iterator[Path]:
     """A path to write to, which takes the place of `path` when the block ends well, and is gone when it does not.
 
     Whoever sees `path` sees a whole file: the old one or the new one, also after a kill or a power cut.
 
     Args:
         path: of the file; its folder is made.
+        sync: wait for the disk. Without, a power cut may leave an empty file: for who writes many and calls `os.sync` once.
 
     Yields:
         Where to write, in the same folder.
@@ -44,8 +45,9 @@ def replacing(path: str | Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield waiting
-            with waiting.open("rb") as written:
-                os.fsync(written.fileno())
+            if sync:
+                with waiting.open("rb") as written:
+                    os.fsync(written.fileno())
             waiting.replace(path)
         finally:
             waiting.unlink(missing_ok=True)
@@ -55,9 +57,9 @@ def replacing(path: str | Path) -> Iterator[Path]:
         raise FileError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
-def write_bytes(path: str | Path, data: bytes) -> None:
+def write_bytes(path: str | Path, data: bytes, *, sync: bool = True) -> None:
     """Write a file whole or not at all, see `replacing`."""
-    with replacing(path) as waiting:
+    with replacing(path, sync=sync) as waiting:
         waiting.write_bytes(data)
 
 

@@ -321,19 +321,40 @@ def _rows(path: Path, id_column: str, image_column: str) -> Iterator[Any]:
         yield from _parquet(path, id_column, image_column)
     elif kind == ".jsonl":
         with path.open(encoding="utf-8-sig") as lines:
-            yield from _with_columns(_objects(path, lines))
+            yield from _with_columns(text_rows(str(path), lines))
     else:
         with path.open(encoding="utf-8-sig", newline="") as lines:
-            reader = csv.DictReader(lines, delimiter="\t" if kind == ".tsv" else ",", strict=True)
-            yield list(reader.fieldnames or [])
-            for row in reader:
-                if None in row or None in row.values():
-                    raise SourceError(f"{path}, line {reader.line_num}: {len(reader.fieldnames or [])} columns are named, "
-                                      "and this row has another number")  # fmt: skip
-                yield {key: value or None for key, value in row.items()}
+            header = _csv(str(path), lines)
+            yield list(header.fieldnames or [])
+            yield from _cells(str(path), header)
 
 
-def _objects(path: Path, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+def text_rows(path: str, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The rows of a table in text, one after the other.
+
+    Args:
+        path: its name; ends in .csv, .tsv or .jsonl.
+        lines: of the open file, without a byte order mark; of CSV with the line ends as they are.
+
+    Raises:
+        SourceError: a line is no row.
+    """
+    return _objects(path, lines) if path.lower().endswith(".jsonl") else _cells(path, _csv(path, lines))
+
+
+def _csv(path: str, lines: Iterable[str]) -> csv.DictReader:
+    return csv.DictReader(lines, delimiter="\t" if path.lower().endswith(".tsv") else ",", strict=True)
+
+
+def _cells(path: str, reader: csv.DictReader) -> Iterator[dict[str, Any]]:
+    for row in reader:
+        if None in row or None in row.values():
+            raise SourceError(f"{path}, line {reader.line_num}: {len(reader.fieldnames or [])} columns are named, "
+                              "and this row has another number")  # fmt: skip
+        yield {key: value or None for key, value in row.items()}
+
+
+def _objects(path: str, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

@@ -24,7 +24,7 @@ class Muon(torch.optim.Optimizer):
     Gradients must be equal on all processes, as under DDP, and whole, as they are not under ZeRO-2, ZeRO-3 and FSDP.
 
     Args:
-        params: parameter groups of 2-D parameters.
+        params: parameter groups of 2-D parameters, and of kernels of convolutions, which are flattened.
         lr: learning rate, a good one for AdamW.
         weight_decay: decoupled, multiplied by the rate.
     """
@@ -42,10 +42,12 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        updates = orthogonal_on_all_ranks([self._momentum(it, it.grad) for _, it in moved])
-        for (group, parameter), update in zip(moved, updates, strict=True):
+        # A kernel counts as the matrix that its patches are multiplied by: (out channels, all the rest).
+        matrices = [self._momentum(parameter, parameter.grad).flatten(1) for _, parameter in moved]
+        for (group, parameter), update in zip(moved, orthogonal_on_all_ranks(matrices), strict=True):
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.add_(update, alpha=-group["lr"] * 0.2 * max(parameter.shape) ** 0.5)
+            scale = 0.2 * max(update.shape) ** 0.5
+            parameter.add_(update.view_as(parameter), alpha=-group["lr"] * scale)
         return loss
 
     def _momentum(self, parameter: Tensor, gradient: Tensor) -> Tensor:

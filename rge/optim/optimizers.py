@@ -18,7 +18,7 @@ class MuonAdamW(torch.optim.Optimizer):
     fine-tuning uses AdamW.
 
     Args:
-        matrices: parameter groups of 2-D parameters of linear layers.
+        matrices: parameter groups of weights of linear layers and kernels of convolutions.
         others: parameter groups of everything else that is trained.
         lr: learning rate of both.
         betas: of AdamW; Muon has a momentum of its own.
@@ -80,7 +80,8 @@ def make_optimizer(
         if parameter.requires_grad:
             # A weight that ZeRO-3 has shared out on loading is a vector here, and would not be decayed.
             num_axes = len(getattr(parameter, "ds_shape", parameter.shape))
-            by_muon = name == "muon" and num_axes == 2 and id(parameter) not in lookups
+            is_matrix = num_axes == 2 or (num_axes > 2 and config.muon_kernels)
+            by_muon = name == "muon" and is_matrix and id(parameter) not in lookups
             groups.setdefault((by_muon, id(parameter) in is_slow, num_axes >= 2), []).append(parameter)
     found = [
         (

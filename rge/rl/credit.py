@@ -24,6 +24,7 @@ from rge.distributed import collectives as dist
 from rge.losses import hit_at_1
 from rge.model.embedding_model import EmbeddingModel, Readout
 from rge.rl.policy import advantages, policy_loss, sampling_weights, standard_deviation
+from rge.rl.pool import Pool
 from rge.rl.reference import Reference, make_reference
 from rge.rl.rewards import Rollouts, evaluate, find_reward
 from rge.rollout.generate import Rationale
@@ -42,7 +43,7 @@ class Reinforcement:
         folder: of the stage, where a reward may keep what it paid for.
 
     Raises:
-        UserError: a reward that does not exist, or does not take its options.
+        UserError: a reward that does not exist, or does not take its options; a pool that cannot be read.
     """
 
     def __init__(self, recipe: Recipe, embedder: EmbeddingModel, reference: Reference | None, folder: Path):
@@ -54,6 +55,7 @@ class Reinforcement:
         chosen = [config for config in recipe.rl.rewards if config.weight and recipe.rl.alpha_rl]
         self.terms = [(config, find_reward(config)) for config in chosen]
         self.with_direct = any(found.needs_direct for _, found in self.terms)
+        self.pool = Pool(recipe, embedder) if self.terms and recipe.rl.candidates != "batch" else None
         self.idle_steps = 0
 
     def begin(self, batch: Batch, rationales: Sequence[Rationale], measure: bool) -> "Credit":
@@ -66,6 +68,8 @@ class Reinforcement:
         """
         if self.with_direct:
             rationales = _with_direct(rationales, len(batch.queries))
+        if self.pool is not None:
+            self.pool.before_step()
         reference_L = None
         if self.reference is not None:
             reference_L = self.reference.log_probs(batch.queries, rationales)
@@ -98,11 +102,15 @@ class Reinforcement:
 
     def state_dict(self) -> dict[str, Any]:
         """For a resumable checkpoint."""
-        return {"idle_steps": self.idle_steps}
+        return {"idle_steps": self.idle_steps} | (
+            {"pool": self.pool.state_dict()} if self.pool is not None else {}
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """From a resumable checkpoint."""
         self.idle_steps = state["idle_steps"]
+        if self.pool is not None:
+            self.pool.load_state_dict(state["pool"])
 
 
 class Credit:
@@ -164,13 +172,17 @@ class Credit:
 
         Args:
             q_ND: this rank's states, without gradient.
-            c_CD: candidates of all ranks, without gradient.
+            c_CD: candidates of all ranks, without gradient; with `rl.candidates=pool:PATH` the pool's stand in their place.
             right_BC: everything that answers the query.
             labelled_BC: the query's own labelled negatives.
         """
         if self.advantage_N is not None or not self.rl.terms:
             return
         settings = self.rl.settings
+        if self.rl.pool is not None:
+            assert self.rl.pool.state_PD is not None
+            c_CD = self.rl.pool.state_PD.to(c_CD)
+            right_BC, labelled_BC = self.rl.pool.masks(self.batch)
         group = self._rollouts(q_ND, c_CD, right_BC.to(self.device), labelled_BC.to(self.device))
         values = {config.name: evaluate(config, found, group) for config, found in self.rl.terms}
         total_BK = torch.stack([config.weight * values[config.name] for config, _ in self.rl.terms]).sum(

@@ -31,7 +31,7 @@ class Rollouts:
 
     Attributes:
         state_BKD: unit-norm states at ``<emb>``, without gradient.
-        candidate_CD: unit-norm embeddings of the candidates.
+        candidate_CD: unit-norm embeddings of the candidates: the step's, or a fixed pool's.
         right_BC: bool; everything that answers the query, by identity. What is not right is wrong.
         labelled_BC: bool; the query's own labelled negatives.
         ids: rationales without ``<emb>``: token ids, K a query.

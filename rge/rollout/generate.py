@@ -89,6 +89,7 @@ def generate(
     places: Sequence[int] | None = None,
     margins: bool = False,
     on_token: Callable[[int, int], object] | None = None,
+    min_new_tokens: int = 0,
 ) -> list[Rationale]:
     """Write rationales for every prompt.
 
@@ -109,15 +110,20 @@ def generate(
         margins: keep `Rationale.margin`.
         on_token: called with a rationale's place in what is returned and its newest token, ``<emb>`` included, as it is
             written; what it raises ends the writing.
+        min_new_tokens: tokens before which ``<emb>`` is barred; 0 lets the model write nothing.
 
     Returns:
         In the order of the prompts, `num_each` rationales of the first, then of the second ...
 
     Raises:
-        ValueError: a sampling temperature without seeds, or a cap below one token.
+        ValueError: a sampling temperature without seeds, a cap below one token, or fewer than are asked for at least.
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be >= 1, got {max_new_tokens}")
+    if not 0 <= min_new_tokens < max_new_tokens:
+        raise ValueError(
+            f"min_new_tokens must be at least 0 and below max_new_tokens={max_new_tokens}, got {min_new_tokens}"
+        )
     if temperature < 0:
         raise ValueError(f"temperature must be >= 0, got {temperature}")
     if temperature > 0 and (seeds is None or len(seeds) != len(prompts) * num_each):
@@ -149,7 +155,7 @@ def generate(
                 None if on_token is None else (lambda place, token, rows=rows: on_token(rows[place], token))
             )
             batch = _generate_batch(
-                embedder, known, repeated, max_new_tokens, temperature, uniform, margins, told
+                embedder, known, repeated, max_new_tokens, temperature, uniform, margins, told, min_new_tokens
             )
             seconds = (time.perf_counter() - began) / len(rows)
             for row, (ids, forced, state, least) in zip(rows, batch, strict=True):
@@ -178,9 +184,20 @@ def _generate_batch(
     uniform_RL: Tensor | None,
     margins: bool,
     on_token: Callable[[int, int], object] | None,
+    min_new_tokens: int,
 ) -> list[tuple[list[int], bool, Tensor, float]]:
     """Continue the prompts at `places` of what was encoded: ids, whether `<emb>` was forced, state at it, margin."""
-    writing = _Writing(embedder, encoded, places, max_new_tokens, temperature, uniform_RL, margins, on_token)
+    writing = _Writing(
+        embedder,
+        encoded,
+        places,
+        max_new_tokens,
+        temperature,
+        uniform_RL,
+        margins,
+        on_token,
+        min_new_tokens,
+    )
     writing.run()
     found = []
     least = [float("inf")] * len(places) if writing.margin_R is None else writing.margin_R.tolist()
@@ -203,8 +220,9 @@ class _Writing:
         uniform_RL: Tensor | None,
         margins: bool = False,
         on_token: Callable[[int, int], object] | None = None,
+        min_new_tokens: int = 0,
     ):
-        self.on_token = on_token
+        self.on_token, self.min_new_tokens = on_token, min_new_tokens
         self.embedder, self.max_new_tokens, self.temperature = embedder, max_new_tokens, temperature
         model, device = embedder.model, embedder.device
         self.text, self.words, self.head = (
@@ -295,10 +313,14 @@ class _Writing:
                 self.barred_V = torch.zeros_like(logit_BV[0])
                 barred = torch.tensor(self.embedder.suppressed_ids)
                 self.barred_V.index_fill_(0, barred.to(logit_BV.device, non_blocking=True), float("-inf"))
+            logit_BV = logit_BV + self.barred_V
+            if self.min_new_tokens:
+                early_1 = self.step_1 < self.min_new_tokens
+                logit_BV[:, emb_id] = torch.where(early_1, float("-inf"), logit_BV[:, emb_id])
             uniform_B = None if self.uniform_RL is None else self.uniform_RL[self.row_B, self.step_1]
-            token_B = _choose(logit_BV + self.barred_V, self.temperature, uniform_B)
+            token_B = _choose(logit_BV, self.temperature, uniform_B)
             if self.margin_R is not None:
-                margin_B = _margin(logit_BV + self.barred_V, self.temperature, uniform_B, token_B)
+                margin_B = _margin(logit_BV, self.temperature, uniform_B, token_B)
                 margin_B = torch.where(self.done_B, float("inf"), margin_B).minimum(self.margin_R[self.row_B])
                 self.margin_R.index_put_((self.row_B,), margin_B)
             self.token_B.copy_(token_B.masked_fill(self.done_B, emb_id))

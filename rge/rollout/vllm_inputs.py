@@ -1,5 +1,6 @@
-"""What vLLM is handed, by training's engine and by that of a finished checkpoint."""
+"""What vLLM is handed: by training's engine, by that of a finished checkpoint, and by that of a chat model."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +9,52 @@ from torch import Tensor
 from rge.model.backbone import BackboneError, collapsed_ids
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import Prompt
+
+CPU_BLOCK = 32
+"""Tokens of a block of the cache on a CPU, where vLLM's own 128 would be more than many prompts have: only whole blocks are
+found again."""
+
+
+def in_this_process() -> None:
+    """Set what vLLM reads when it is imported.
+
+    The engine lives in this process, where its weights can be reached; vLLM tells its makers about every start unless told not
+    to; and it would bind the thread that makes it, and all that this one starts, to one core.
+    """
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+
+def arguments(*, on_cpu: bool, rows: int, longest: int | None, memory: float) -> dict[str, Any]:
+    """Of every engine that is not training's.
+
+    Args:
+        on_cpu: there is no GPU.
+        rows: at once.
+        longest: tokens of a row; None: what the model allows.
+        memory: share of a GPU's memory.
+    """
+    return {
+        "generation_config": "vllm",
+        "gpu_memory_utilization": memory,
+        "max_model_len": longest,
+        "max_num_seqs": rows,
+        "enable_prefix_caching": True,
+        "enforce_eager": on_cpu,  # compiling for a CPU takes minutes
+        "disable_log_stats": True,
+        **({"block_size": CPU_BLOCK} if on_cpu else {}),
+    }
+
+
+def shut_down(llm: Any) -> None:
+    """Give an engine's memory back; another may be made then."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm.llm_engine.engine_core.shutdown()
+    cleanup_dist_env_and_memory()
 
 
 def request(embedder: EmbeddingModel, prompt: Prompt, features: Tensor | None) -> dict[str, Any]:

@@ -12,27 +12,22 @@ Pictures: features of the checkpoint's own tower are passed, as in `rge.rollout.
 and nothing else here does. Importing this module needs vLLM; see `rge.embedder.Embedder.from_pretrained`.
 """
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# Read when vLLM is imported. The engine lives in this process, where its weights can be reached; it tells its makers about
-# every start unless told not to; and it would bind the thread that makes it, and all that this one starts, to one core.
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+from rge.rollout.vllm_inputs import in_this_process
+
+# ruff: noqa: E402
+in_this_process()  # before vLLM is imported
 
 import torch
 import vllm
 from torch import Tensor, nn
 from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.config import get_layers_from_vllm_config
-from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import (
     ensure_kv_transfer_shutdown,
     get_kv_transfer_group,
@@ -51,7 +46,7 @@ from rge.model.embedding_model import EmbeddingModel, normalise
 from rge.model.families import family_of
 from rge.model.prompts import Prompt
 from rge.rollout.generate import Rationale
-from rge.rollout.vllm_inputs import check_prompt, know_architectures, request
+from rge.rollout.vllm_inputs import arguments, check_prompt, know_architectures, request, shut_down
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -63,9 +58,6 @@ KEY = "rge_state"
 """Of a request's `kv_transfer_params`: the name under which the state at its prompt's last token is kept."""
 SPARE_TOKENS = 8
 """Of the longest row: close to its end vLLM leaves the drafter out, which is what hands states over."""
-CPU_BLOCK = 32
-"""Tokens of a block of the cache on a CPU, where vLLM's own 128 would be more than many prompts have: only whole blocks are
-found again."""
 
 
 class VllmStates:
@@ -117,7 +109,6 @@ class VllmStates:
             )
         text = model.config.get_text_config()
         longest = max_prompt_tokens + max_new_tokens + SPARE_TOKENS
-        on_cpu = device == "cpu"
         # A tower that is never run need not be built. But vLLM takes its absence for that of DeepStack.
         has_tower = hasattr(model.config.vision_config, "deepstack_visual_indexes")
         family_of(model).decoder(model).layers = nn.ModuleList()
@@ -127,18 +118,11 @@ class VllmStates:
         self.llm = LLM(
             model=str(checkpoint),
             dtype=dtype,
-            generation_config="vllm",
-            gpu_memory_utilization=memory,
-            max_model_len=longest,
-            max_num_seqs=batch_size,
+            **arguments(on_cpu=device == "cpu", rows=batch_size, longest=longest, memory=memory),
             max_num_batched_tokens=max(8192, longest),
-            enable_prefix_caching=True,
-            **({"block_size": CPU_BLOCK} if on_cpu else {}),
             enable_mm_embeds=True,
             limit_mm_per_prompt={"video": 0} if has_tower else {"image": 0, "video": 0},
             skip_mm_profiling=True,
-            enforce_eager=on_cpu,  # compiling for a CPU takes minutes
-            disable_log_stats=True,
             async_scheduling=False,  # it would take drafts for granted, see `_fit`
             speculative_config={
                 "method": "extract_hidden_states",
@@ -156,9 +140,8 @@ class VllmStates:
 
     def close(self) -> None:
         """Give the memory back; another engine may be made then."""
-        self.llm.llm_engine.engine_core.shutdown()
         ensure_kv_transfer_shutdown()
-        cleanup_dist_env_and_memory()
+        shut_down(self.llm)
         del self.llm
 
     @torch.no_grad()

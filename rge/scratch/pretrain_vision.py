@@ -8,7 +8,7 @@ neither, and the joint objective is a slow teacher of both. This stage has two l
 * saying: the text model writes the name after the picture, in a row of two dozen tokens without any chat template.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +23,7 @@ from rge.common.images import load_image
 from rge.config import OptimConfig, StageConfig
 from rge.data.sources import RecordFile
 from rge.distributed import collectives as dist
+from rge.model.backbone import vision_parameters
 from rge.model.families import family_of
 from rge.model.hub_model import HubModel
 from rge.optim.optimizers import learning_rate, make_optimizer, set_learning_rate
@@ -77,6 +78,57 @@ def augment(picture_B3HW: Tensor, generator: torch.Generator) -> Tensor:
     return (mixed * contrast + 0.5 + brightness).clamp(0, 1)
 
 
+def restyle(picture_B3HW: Tensor, share: float, generator: torch.Generator) -> Tensor:
+    """Change what families of drawings differ in: palette, tone, line width, sharpness, ground.
+
+    Each kind of change strikes every picture on its own, so that some get several and most get none at a small share.
+
+    Args:
+        picture_B3HW: (B, 3, H, W) in [0, 1].
+        share: from 0 (nothing is changed) to 1; the likelihood of each kind grows with it.
+        generator: of everything random here.
+
+    Returns:
+        Pictures of the same shape, in [0, 1]. A picture that no change strikes is returned as it is.
+    """
+    picture_B3HW = picture_B3HW.clone()
+
+    def change(likelihood: float, how: Callable[[Tensor], Tensor]) -> None:
+        struck = (torch.rand(len(picture_B3HW), generator=generator) < likelihood * share).nonzero().flatten()
+        if len(struck):
+            picture_B3HW[struck] = how(picture_B3HW[struck]).clamp(0, 1)
+
+    def random(picture: Tensor, channels: int) -> Tensor:
+        return torch.rand(len(picture), channels, 1, 1, generator=generator)
+
+    def palette(picture: Tensor) -> Tensor:
+        mix = torch.eye(3) + 0.4 * torch.randn(len(picture), 3, 3, generator=generator)
+        mix = mix / mix.sum(dim=2, keepdim=True).clamp(min=0.3)  # rows that sum to one keep white white
+        return torch.einsum("bij,bjhw->bihw", mix, picture)
+
+    def darkest(picture: Tensor) -> Tensor:
+        return -F.max_pool2d(-picture, 3, 1, 1)
+
+    def lightest(picture: Tensor) -> Tensor:
+        return F.max_pool2d(picture, 3, 1, 1)
+
+    def posterised(picture: Tensor) -> Tensor:
+        levels = 2 + 3 * random(picture, 1)
+        return (picture * levels).round() / levels
+
+    change(0.5, palette)
+    change(0.3, lambda picture: picture.mean(dim=1, keepdim=True).expand(-1, 3, -1, -1))
+    change(0.4, lambda picture: picture.clamp(min=1e-3) ** (2.4 * random(picture, 3) - 1.2).exp())
+    change(0.3, darkest)  # strokes grow
+    change(0.3, lightest)  # strokes shrink
+    change(0.3, lambda picture: F.avg_pool2d(picture, 5, 1, 2, count_include_pad=False))
+    change(0.3, posterised)
+    change(0.2, lambda picture: 1 - 1.5 * (lightest(picture) - darkest(picture)))  # outlines alone
+    change(0.2, lambda picture: 1 - picture)
+    change(0.3, lambda picture: picture * (0.4 + 0.6 * random(picture, 3)))  # a coloured ground
+    return picture_B3HW
+
+
 def patches(
     picture_B3HW: Tensor, patch: int, merge: int, temporal: int, mean: Sequence[float], std: Sequence[float]
 ) -> Tensor:
@@ -126,7 +178,10 @@ class _Namer(nn.Module):
         # Token embeddings start small (0.02); without a scale the choice would start, and stay, flat.
         self.log_scale = nn.Parameter(torch.tensor(3.0))
 
-    def forward(self, values: Tensor, grid: Tensor, label_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, values: Tensor, grid: Tensor, label_B: Tensor, write: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Loss of choosing, loss of saying, which rows (B) were chosen right, and which were written right."""
         B = len(label_B)
         family = family_of(self.model)
         features = family.features(self.model, values, grid)
@@ -134,6 +189,9 @@ class _Namer(nn.Module):
         name_KD = (words[self.name_KT] * self.real_KT[..., None]).sum(dim=1)
         choice_BK = features.reshape(B, -1, self.width).mean(dim=1) @ name_KD.T * self.log_scale.exp()
         choosing = F.cross_entropy(choice_BK, label_B, label_smoothing=0.1)
+        chosen_B = choice_BK.argmax(dim=1) == label_B
+        if not write:
+            return choosing, choosing.new_zeros(()), chosen_B, torch.zeros_like(chosen_B)
 
         # Padding stands after the name, where a causal model's labels cannot see it: no mask is needed.
         name_BT, real_BT = self.name_KT[label_B], self.real_KT[label_B]
@@ -148,8 +206,12 @@ class _Namer(nn.Module):
         shown_F = place[:, 1 : len(self.picture_P) - 1].flatten()
         hidden = family.states(self.model, features, shown_F, inputs)
         before_name = hidden[:, len(self.picture_P) - 1 : -1][real_BT]
-        saying = F.cross_entropy(self.model.get_output_embeddings()(before_name), name_BT[real_BT])
-        return choosing, saying, (choice_BK.argmax(dim=1) == label_B).sum()
+        logits = self.model.get_output_embeddings()(before_name)
+        saying = F.cross_entropy(logits, name_BT[real_BT])
+        # Each token is the likeliest after the right ones before it: then greedy decoding writes the whole name.
+        right_BT = ~real_BT
+        right_BT[real_BT] = logits.argmax(dim=-1) == name_BT[real_BT]
+        return choosing, saying, chosen_B, right_BT.all(dim=1)
 
 
 def teach(
@@ -164,6 +226,9 @@ def teach(
     batch_size: int,
     lr: float,
     seed: int,
+    style: float = 0.0,
+    say_from: float = 0.0,
+    muon_kernels: bool = True,
 ) -> float:
     """Train a backbone to name pictures.
 
@@ -178,46 +243,103 @@ def teach(
         batch_size: pictures a step, all processes together.
         lr: peak learning rate, cosine schedule; Muon needs a third of AdamW's steps here.
         seed: of batches and augmentation.
+        style: see `restyle`.
+        say_from: share of the steps that only choose.
+        muon_kernels: see `OptimConfig.muon_kernels`.
 
     Returns:
         Share of this process's augmented pictures whose name was chosen right, over the last tenth of the steps.
     """
     generator = torch.Generator().manual_seed(seed * 1000 + dist.rank())
-    tokenizer, image_processor = processor.tokenizer, processor.image_processor
-    name_ids = [tokenizer(name, add_special_tokens=False).input_ids for name in names]
-    side = pictures.shape[-1] // image_processor.patch_size
-    namer = _Namer(model, name_ids, tokenizer.pad_token_id, torch.tensor([[1, side, side]]))
-    settings = OptimConfig(name="muon", betas=(0.9, 0.98), weight_decay=0.05)
-    optimizer: torch.optim.Optimizer = make_optimizer(namer, settings, lr)
+    namer, grid = _namer(model, processor, names, pictures.shape[-1])
     schedule = StageConfig(lr=lr, warmup_steps=50)
-    wrapped, optimizer = accelerator.prepare(namer.train(), optimizer)
+    settings = OptimConfig(name="muon", betas=(0.9, 0.98), weight_decay=0.05, muon_kernels=muon_kernels)
     share = batch_size // dist.world_size()
-    grid = torch.tensor([[1, side, side]] * share, device=accelerator.device)
+    grid = grid.repeat(share, 1)
     correct = counted = 0
     bar = progress_bar(
-        range(steps), desc="eyes", unit="step", dynamic_ncols=True, disable=not accelerator.is_main_process
+        total=steps, desc="eyes", unit="step", dynamic_ncols=True, disable=not accelerator.is_main_process
     )
-    for step in bar:
-        set_learning_rate(optimizer, learning_rate(step, steps, schedule))
-        rows = torch.randint(len(pictures), (share,), generator=generator)
-        values = patches(
-            augment(pictures[rows], generator),
-            image_processor.patch_size,
-            image_processor.merge_size,
-            image_processor.temporal_patch_size,
-            image_processor.image_mean,
-            image_processor.image_std,
-        ).to(accelerator.device)
-        label = labels[rows].to(accelerator.device)
-        choosing, saying, right = wrapped(values, grid, label)
-        accelerator.backward(choosing + saying)
-        accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step >= steps - max(1, steps // 10):
-            correct += int(right)
-            counted += share
-        if step % 20 == 0:
-            bar.set_postfix(choosing=f"{choosing.item():.3g}", saying=f"{saying.item():.3g}")
-    accelerator.free_memory()
+    first_write = round(say_from * steps)
+    decoder = family_of(model).decoder(model)
+    for write, phase in ((False, range(first_write)), (True, range(first_write, steps))):
+        if not phase:
+            continue
+        # DDP waits for the gradient of every trained weight: where nothing is written, the text model's have none.
+        decoder.layers.requires_grad_(write)
+        decoder.norm.requires_grad_(write)
+        began, num_steps, slow = 0, steps, []
+        if write and first_write:
+            # The text model begins here, at the full rate; the tower goes on from the rate that it has come to.
+            began, num_steps, slow = first_write, steps - first_write, vision_parameters(model)
+            settings.vision_lr_ratio = learning_rate(first_write, steps, schedule) / lr
+        optimizer: torch.optim.Optimizer = make_optimizer(namer, settings, lr, slow)
+        wrapped, optimizer = accelerator.prepare(namer.train(), optimizer)
+        for step in phase:
+            set_learning_rate(optimizer, learning_rate(step - began, num_steps, schedule))
+            rows = torch.randint(len(pictures), (share,), generator=generator)
+            shown = augment(pictures[rows], generator)
+            if style:
+                shown = restyle(shown, style, generator)
+            values = _values(shown, processor).to(accelerator.device)
+            label = labels[rows].to(accelerator.device)
+            choosing, saying, chosen_B, _ = wrapped(values, grid, label, write)
+            accelerator.backward(choosing + saying)
+            accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step >= steps - max(1, steps // 10):
+                correct += int(chosen_B.sum())
+                counted += share
+            if step % 20 == 0:
+                bar.set_postfix(choosing=f"{choosing.item():.3g}", saying=f"{saying.item():.3g}")
+            bar.update()
+        accelerator.free_memory()
+    bar.close()
+    model.requires_grad_(True)
     return correct / counted
+
+
+@torch.no_grad()
+def named(
+    model: HubModel, processor, pictures: Tensor, labels: Tensor, names: Sequence[str]
+) -> tuple[Tensor, Tensor]:
+    """Which pictures a backbone names right.
+
+    Args:
+        model: taught by `teach`.
+        processor: its own.
+        pictures: (N, 3, side, side) in [0, 1].
+        labels: (N,) int64.
+        names: text of each label.
+
+    Returns:
+        Two (N,) bool: the right name is chosen among all; the right name is written, whole, by greedy decoding.
+    """
+    namer, grid = _namer(model, processor, names, pictures.shape[-1])
+    namer.eval()
+    chosen, written = [], []
+    for shown, label in zip(pictures.split(64), labels.split(64), strict=True):
+        _, _, chosen_B, written_B = namer(_values(shown, processor), grid.repeat(len(label), 1), label, True)
+        chosen.append(chosen_B)
+        written.append(written_B)
+    return torch.cat(chosen), torch.cat(written)
+
+
+def _namer(model: HubModel, processor, names: Sequence[str], side_px: int) -> tuple[_Namer, Tensor]:
+    name_ids = [processor.tokenizer(name, add_special_tokens=False).input_ids for name in names]
+    side = side_px // processor.image_processor.patch_size
+    grid = torch.tensor([[1, side, side]])
+    return _Namer(model, name_ids, processor.tokenizer.pad_token_id, grid), grid
+
+
+def _values(picture_B3HW: Tensor, processor) -> Tensor:
+    settings = processor.image_processor
+    return patches(
+        picture_B3HW,
+        settings.patch_size,
+        settings.merge_size,
+        settings.temporal_patch_size,
+        settings.image_mean,
+        settings.image_std,
+    )

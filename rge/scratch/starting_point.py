@@ -76,6 +76,9 @@ def _build(recipe: Recipe, config: ScratchConfig, folder: Path, accelerator: Acc
             batch_size=config.naming_batch_size,
             lr=config.naming_lr,
             seed=recipe.train.seed,
+            style=config.naming_style,
+            say_from=config.naming_say_from,
+            muon_kernels=recipe.optim.muon_kernels,
         )
         if accelerator.is_main_process:
             model.cpu().save_pretrained(temporary)

@@ -15,7 +15,7 @@ from data_prep.rmir.pictures.encoders import HashingEncoder, PixelEncoder
 from data_prep.rmir.pictures.library import look
 from data_prep.rmir.pictures.near_duplicates import near_duplicates, phash
 from data_prep.rmir.results import audit, review
-from data_prep.rmir.results.agreement import fleiss_kappa, panel_statistics, wilson
+from data_prep.rmir.results.agreement import clustered_share, fleiss_kappa, panel_statistics, wilson
 from data_prep.rmir.run import Run
 from rge.calls.model_config import ModelConfig
 from rge.common.errors import UserError
@@ -61,6 +61,37 @@ def test_wilsons_interval():
     assert wilson(162, 200) == pytest.approx((0.7500, 0.8584), abs=5e-4)
     assert wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=5e-4)
     assert wilson(0, 0) == (0.0, 1.0)
+
+
+def test_verdicts_on_one_query_hang_together():
+    """Four queries of five answers each: all right or all wrong, as four observations; or mixed alike, as twenty."""
+    names = [query for query in "abcd" for _ in range(5)]
+    share, low, high = clustered_share([query in "abc" for query in names], names)
+    assert share == 0.75
+    # between: 4/3 x (3 x 1.25^2 + 3.75^2) / 400 = .0625; alone: .1875 / 20; design effect 6.67, 3 observations
+    assert (low, high) == pytest.approx(wilson(0.75 * 3, 3))
+    mixed = clustered_share([place % 5 < 4 for place in range(20)], names)
+    assert mixed == pytest.approx((0.8, *wilson(16, 20)))
+    assert clustered_share([True] * 20, names) == pytest.approx((1.0, *wilson(4, 4))), (
+        "each query counts once"
+    )
+    assert math.isnan(clustered_share([], [])[0])
+
+
+def test_the_interval_by_clusters_covers_what_the_one_by_verdicts_misses():
+    """Queries of five verdicts that are alike; true share .75; 95 % intervals of 400 samples of 40 queries."""
+    rng = np.random.default_rng(0)
+    names = [str(query) for query in range(40) for _ in range(5)]
+    covered = {"clusters": 0, "verdicts": 0}
+    for _ in range(400):
+        chance = rng.beta(1.5, 0.5, 40).repeat(5)
+        hits = rng.random(200) < chance
+        _, low, high = clustered_share(hits.tolist(), names)
+        covered["clusters"] += low <= 0.75 <= high
+        low, high = wilson(int(hits.sum()), 200)
+        covered["verdicts"] += low <= 0.75 <= high
+    assert covered["clusters"] >= 0.92 * 400
+    assert covered["verdicts"] <= 0.85 * 400
 
 
 def test_bias_and_families():
@@ -369,13 +400,17 @@ def test_wrong_settings_are_named(word, message):
         load_config(["config=demo", word])
 
 
+def data_of(page: str) -> dict:
+    return json.loads(page.split('type="application/json">')[1].split("</script>")[0])
+
+
 def test_the_page_holds_the_sample_and_not_the_decisions(finished, tmp_path, capsys):
     write_text(finished.path("split", "done"), "")
     out = tmp_path / "review.html"
     main(["review", f"run={finished.out}", f"out={out}", "sample=4", "split=all"])
     assert "4 triplets, 3 accepted and 1 rejected by the panel" in capsys.readouterr().out
     text = out.read_text()
-    data = json.loads(text.split('type="application/json">')[1].split("</script>")[0])
+    data = data_of(text)
     keys = {"q1 -> a", "q1 -> b", "q1 -> c", "q2 -> e"}
     assert {item["key"] for item in data["items"]} == keys
     assert set(data["items"][0]) == {"key", "query", "given", "answer"}
@@ -388,31 +423,21 @@ def test_the_page_holds_the_sample_and_not_the_decisions(finished, tmp_path, cap
     assert {row["candidate_id"] for row in review.draw(finished.out, 2, "test", 0)} >= {"c"}
 
 
-def test_a_page_cannot_be_broken_by_its_texts(finished):
-    rows = finished.rows("generate", "queries", "generated")
-    rows[0]["query"] = "</script><script>alert(1)</script>"
-    table_of(finished, "generate", "queries/part-00000.parquet", "generated", rows)
-    text = review.page(finished.out, review.draw(finished.out, 4, "all", 0))
-    assert "<script>alert" not in text.replace("<\\/script><script>alert", "")
-    data = json.loads(text.split('type="application/json">')[1].split("</script>")[0])
-    assert any(item["query"] == "</script><script>alert(1)</script>" for item in data["items"])
-
-
-def verdicts(path, **said):
+def verdicts(path, by=None, **said):
     names = {"a": "q1 -> a", "b": "q1 -> b", "c": "q1 -> c", "e": "q2 -> e"}
-    path.write_text(
-        json.dumps({"sample": "x", "verdicts": {names[key]: value for key, value in said.items()}})
-    )
+    rows = {names[key]: {"verdict": verdict, "comment": ""} for key, verdict in said.items()}
+    path.write_text(json.dumps({"sample": "x", "by": by, "verdicts": rows}))
     return path
 
 
 def test_agreement_with_a_person(finished, tmp_path, capsys):
-    """Three of four as the panel; Wilson's interval of 3 in 4 is .301 to .954."""
-    one = verdicts(tmp_path / "one.json", a=True, b=False, c=False, e=True)
-    two = verdicts(tmp_path / "two.json", a=True, b=True)
-    found = review.compare(finished.out, [one])
+    """Three of four as the panel, on two queries; one more is unsure about one of them."""
+    one = verdicts(tmp_path / "one.json", a="accept", b="reject", c="reject", e="accept")
+    two = verdicts(tmp_path / "2.json", by="two", a="accept", b="accept", c="unsure")
+    found = review.compare(finished.out, review.read_verdicts(finished.out, [one]))
+    low, high = clustered_share([True, False, True, True], ["q1", "q1", "q1", "q2"])[1:]
     assert found["rows"]["all"] == {
-        "agree": 3, "of": 4, "share": 0.75, "low": pytest.approx(0.3006, abs=1e-3), "high": pytest.approx(0.9544, abs=1e-3),
+        "agree": 3, "of": 4, "queries": 2, "share": 0.75, "low": low, "high": high, "unsure": 0
     }  # fmt: skip
     assert found["rows"]["panel accepted"]["agree"] == 2
     assert found["rows"]["panel rejected"]["share"] == 1.0
@@ -421,10 +446,37 @@ def test_agreement_with_a_person(finished, tmp_path, capsys):
     assert found["kappa"] == pytest.approx((0.75 - 34 / 64) / (1 - 34 / 64))
     main(["agreement", f"run={finished.out}", f"verdicts={one},{two}"])
     shown = capsys.readouterr().out
-    assert "| all | 5 | 6 | 0.833 |" in shown
-    assert "| by two | 2 | 2 | 1.000 |" in shown
-    assert "one and two: the same verdict on 1 of 2" in shown
-    assert json.loads((finished.out / "agreement.json").read_text())["rows"]["all"]["of"] == 6
+    assert "| all | 5 | 6 | 2 | 0.833 |" in shown
+    assert "| by two | 2 | 2 | 1 | 1.000 |" in shown
+    assert "one and two: the same verdict on 1 of 3" in shown
+    report = json.loads((finished.out / "agreement.json").read_text())
+    assert (report["rows"]["all"]["of"], report["rows"]["all"]["unsure"]) == (6, 1)
+
+
+def test_a_file_of_true_and_false_is_read_as_before(finished, tmp_path):
+    (tmp_path / "old.json").write_text('{"verdicts": {"q1 -> a": true, "q1 -> b": false}}')
+    found = review.read_verdicts(finished.out, [tmp_path / "old.json"])["old"]
+    assert {key: row["verdict"] for key, row in found.items()} == {"q1 -> a": "accept", "q1 -> b": "reject"}
+
+
+def test_two_people_merged(finished, tmp_path, capsys):
+    """They agree on a, one alone is sure about c, they differ on b."""
+    one = verdicts(tmp_path / "one.json", a="accept", b="reject", c="reject")
+    two = verdicts(tmp_path / "two.json", a="accept", b="accept", c="unsure")
+    merged = tmp_path / "merged.json"
+    main(["agreement", f"run={finished.out}", f"verdicts={one},{two}", f"merged={merged}"])
+    assert "3 triplets, 1 of them to be decided" in capsys.readouterr().out
+    found = json.loads(merged.read_text())["verdicts"]
+    assert {key[-1]: row["verdict"] for key, row in found.items()} == {
+        "a": "accept",
+        "b": "unsure",
+        "c": "reject",
+    }
+    assert found["q1 -> b"]["comment"] == "one reject, two accept"
+    assert review.read_verdicts(finished.out, [merged])["merged"] == found, "it is a file like any other"
+    verdicts(tmp_path / "again.json", by="two", a="accept")
+    with pytest.raises(UserError, match="there are two files of 'two'"):
+        review.read_verdicts(finished.out, [two, tmp_path / "again.json"])
 
 
 @pytest.mark.parametrize(
@@ -432,7 +484,9 @@ def test_agreement_with_a_person(finished, tmp_path, capsys):
     [
         ("no json", "holds no verdicts: save them"),
         ('{"verdicts": {}}', "holds no verdicts, or others"),
-        ('{"verdicts": {"q1 -> a": "yes"}}', "others than true and false"),
+        ('{"verdicts": {"q1 -> a": "yes"}}', "holds no verdicts: save them"),
+        ('{"verdicts": {"q1 -> a": {"verdict": "yes"}}}', "others than accept, reject, unsure"),
+        ('["q1 -> a"]', "holds no verdicts: save them"),
         ('{"verdicts": {"q9 -> a": true}}', "about 'q9 -> a', which this run did not decide"),
     ],
 )

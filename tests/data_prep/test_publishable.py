@@ -3,14 +3,17 @@
 import asyncio
 import csv
 import hashlib
+import importlib.util
 import json
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from PIL import Image
 
+from data_prep.__main__ import main
 from data_prep.rationales.leak import MIN_OTHERS, PictureLeak, Shown, caption_leak, embedding_leak
 from data_prep.rationales.main import read_captions
 from data_prep.rmir import frames, oracle, prompts, stages
@@ -24,8 +27,10 @@ from data_prep.rmir.config import (
 )
 from data_prep.rmir.main import run_stages
 from data_prep.rmir.pictures.encoders import MINILM
-from data_prep.rmir.pictures.library import list_library
+from data_prep.rmir.pictures.library import Library
+from data_prep.rmir.results import report
 from data_prep.rmir.run import STAGES, Run, fingerprint
+from data_prep.rmir.wording import wording
 from rge.calls.failures import RequestRejected
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig
@@ -59,7 +64,11 @@ def one_family(path: Path) -> None:
 def test_two_pictures_that_differ_in_their_ending_are_two(tmp_path):
     for number, name in enumerate(("a.jpg", "a.png", "b.png")):
         Image.new("RGB", (40, 40), (number * 40, 0, 0)).save(tmp_path / name)
-    assert [row["id"] for row in list_library(LibraryConfig(path=str(tmp_path)))] == ["a.jpg", "a.png", "b"]
+    assert [row["id"] for row in Library(LibraryConfig(path=str(tmp_path))).rows()] == [
+        "a.jpg",
+        "a.png",
+        "b",
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------- what a change redoes
@@ -81,6 +90,9 @@ def test_two_pictures_that_differ_in_their_ending_are_two(tmp_path):
         (("split.tsr_list", "surviving"), "split audit"),
         (("audit.ks", [3]), "audit"),
         (("audit.memory_mb", 7), ""),
+        (("retrieve.memory_mb", 7), ""),
+        (("library.memory_mb", 7), ""),
+        (("library.shard_size", 7), ""),
         (("export.name", "mine"), "split audit"),
         (("seed.seed", 1), " ".join(STAGES)),
     ],
@@ -202,11 +214,12 @@ def test_the_content_policy_is_asked_for_and_its_abstention_is_counted():
         prompts.generate_request("m", picture, ["causal"], content_policy=wanted).parts[0]
         for wanted in (True, False)
     )
-    assert prompts.CONTENT_POLICY in with_policy
-    assert with_policy.replace(prompts.CONTENT_POLICY, "") == without
+    policy = wording().content_policy
+    assert policy in with_policy
+    assert with_policy.replace(f"{policy}\n\n", "") == without
     with pytest.raises(Declined):
-        prompts.read_generated(Reply("ABSTAIN DUE TO SENSITIVE IMAGE", "stop", 1, 1), "causal", 25, 50)
-    prompts.check_generated(Reply("ABSTAIN DUE TO SENSITIVE IMAGE", "stop", 1, 1), ["causal"], 25, 50)
+        prompts.read_generated(Reply("ABSTAIN DUE TO SENSITIVE IMAGE", "stop", 1, 1), "CAUS", 25, 50)
+    prompts.check_generated(Reply("ABSTAIN DUE TO SENSITIVE IMAGE", "stop", 1, 1), ["CAUS"], 25, 50)
     assert GenerateConfig().content_policy
 
 
@@ -353,9 +366,95 @@ def test_the_data_set_says_where_each_picture_is_from_and_nothing_of_its_camera(
             assert found["author"] == (expected[name]["author"] or None)
             assert found["licence"] == (expected[name]["licence"] or "see LICENSES")
             assert found["path"] is None or (tmp_path / "out/dataset" / found["path"]).is_file()
-    run.close()
+        check_croissant(tmp_path / "out/dataset")
     captions = read_captions(tmp_path / "out/dataset/train.jsonl", None)
     assert captions == {name: row["caption"] for name, row in origins.items() if row["caption"]}
+    assert "The run is not finished" in (tmp_path / "out/dataset/README.md").read_text()
+    run_stages(run, STAGES)
+    report.write(run)
+    run.close()
+    check_card(tmp_path / "out", tmp_path)
+
+
+def check_card(out, tmp_path):
+    """Composition, settings, costs, agreement, licences, shortcuts; no path, address or key; people as soon as they looked."""
+    card, found = out / "dataset/README.md", json.loads((out / "report.json").read_text())
+    text = card.read_text()
+    head = yaml.safe_load(text.split("---")[1])
+    assert (head["license"], head["size_categories"]) == ("other", ["n<1K"])
+    subsets = {one["config_name"]: one["data_files"][0]["path"] for one in head["configs"]}
+    assert all((out / "dataset" / path).is_file() for path in subsets.values())
+    numbers = {what: number for what, number, _ in found["funnel"]}
+    assert f"| all | {numbers['training queries']} | {numbers['test queries']} |" in text
+    pictures = pq.read_table(out / "dataset/pictures.parquet").to_pylist()
+    for licence in ("CC0", "see LICENSES"):
+        assert f"| {licence} | {sum(row['licence'] == licence for row in pictures)} |" in text
+    assert f"the author of {sum(row['author'] == 'Ada' for row in pictures)} of {len(pictures)}" in text
+    for words in (
+        "tsr_threshold: 1.0",
+        "| judge | ",
+        "Fleiss' kappa",
+        "## Known shortcuts",
+        "No person has checked",
+    ):
+        assert words in text
+    secret = [str(tmp_path), "127.0.0.1", "key_env", "base_url"]
+    assert not [
+        word for word in secret for path in card.parent.glob("*.*") if word.encode() in path.read_bytes()
+    ]
+    decided = pq.read_table(out / "keep/decided.parquet").to_pylist()
+    kept = [f"{row['query_id']} -> {row['candidate_id']}" for row in decided if row["state"] == "kept"][:4]
+    verdicts = {
+        key: {"verdict": word}
+        for key, word in zip(kept, ("accept", "reject", "unsure", "accept"), strict=True)
+    }
+    (tmp_path / "ada.json").write_text(json.dumps({"verdicts": verdicts}))
+    main(["agreement", f"run={out}", f"verdicts={tmp_path / 'ada.json'}"])
+    row = json.loads((out / "agreement.json").read_text())["rows"]["panel accepted"]
+    shown = f"people accepted 66.7 % [{100 * row['low']:.1f}, {100 * row['high']:.1f}] (95 %, {row['queries']} queries as"
+    assert shown in card.read_text()
+    assert "1 more were left unsure" in card.read_text()
+
+
+def check_croissant(folder):
+    """By hand: files, hashes, columns, references. And MLCommons' own library, where it is installed, reads the tables by it."""
+    whole = json.loads((folder / "croissant.json").read_text())
+    assert (whole["@type"], whole["conformsTo"]) == ("sc:Dataset", "http://mlcommons.org/croissant/1.0")
+    assert whole["name"] == "rmir"
+    assert whole["license"] == ["CC0", "see LICENSES"]
+    files = {one["@id"]: folder / one["contentUrl"] for one in whole["distribution"]}
+    assert {path.name for path in files.values()} >= {"pictures.parquet"}
+    for one in whole["distribution"]:
+        assert hashlib.sha256(files[one["@id"]].read_bytes()).hexdigest() == one["sha256"]
+    for table in whole["recordSet"]:
+        for field in table["field"]:
+            source = field["source"]
+            column, path = source["extract"]["column"], files[source["fileObject"]["@id"]]
+            there = (
+                pq.read_schema(path).names
+                if path.suffix == ".parquet"
+                else json.loads(path.open().readline())
+            )
+            assert field["@id"] == f"{table['@id']}/{column}"
+            assert column in there
+    if importlib.util.find_spec("mlcroissant") is None:
+        return
+    import mlcroissant
+
+    data = mlcroissant.Dataset(jsonld=str(folder / "croissant.json"))
+    assert not data.metadata.ctx.issues.errors
+    there = {one.id for one in data.metadata.record_sets}
+    assert there >= {"pictures", "train"} or there >= {"pictures", "corpus", "queries", "qrels"}
+    rows = list(data.records("pictures"))
+    told = pq.read_table(folder / "pictures.parquet").to_pylist()
+    assert [row["pictures/id"].decode() for row in rows] == [row["id"] for row in told]
+    if "train" in there:
+        lines = (folder / "train.jsonl").read_text().splitlines()
+        assert [row["train/id"].decode() for row in data.records("train")] == [
+            json.loads(line)["id"] for line in lines
+        ]
+    else:
+        assert next(iter(data.records("corpus")))["corpus/image"].size
 
 
 def test_doubted_images_may_leave_the_list_before_tsr(tmp_path):

@@ -13,7 +13,9 @@ from data_prep.__main__ import main
 from data_prep.rationales import checks, prompts
 from data_prep.rationales.gain import GainJudge, gains
 from data_prep.rationales.leak import text_leak
-from rge.calls.local_server import LocalServer, chat
+from data_prep.rationales.main import Settings, write
+from rge.calls.local_server import Answer, LocalServer, chat
+from rge.calls.model_config import ModelConfig
 from rge.common.errors import UserError
 from rge.common.schema import Item, Positive, QueryPart, Record
 from rge.data.sources import RecordFile
@@ -127,6 +129,27 @@ def test_rationales_are_written_and_checked(records, tmp_path, capsys, leak, kep
     assert report["dropped: forbidden phrase"] == report["dropped: missing tag"] == 1
     assert report.get("dropped: leak", 0) == (leak == "drop")
     assert report["leak_above_limit"] == (leak == "keep")
+
+
+def test_a_call_that_is_never_answered_is_passed_over_after_three_runs(records, tmp_path):
+    """The same rule as in the rmir pipeline: others are answered, so one that never is does not stop them for ever."""
+
+    async def chokes(path, body):
+        said = json.dumps(body["messages"])
+        return Answer({"error": "boom"}, 500) if "<query>good" in said else await answer(path, body)
+
+    out = tmp_path / "out.jsonl"
+    with LocalServer(chokes) as server:
+        model = ModelConfig(name="m", base_url=server.url, max_retries=0, reasks=0)
+        for _ in range(2):
+            with pytest.raises(
+                UserError, match="1 of 4 calls got no answer.*passed over, where others are answered"
+            ):
+                write(records, out, model, Settings())
+            assert not out.exists()
+        report = write(records, out, model, Settings())
+    assert report["dropped: lost call"] == 1
+    assert report["records"] == 1
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from data_prep.rmir.config import (
 )
 from data_prep.rmir.main import estimate, run_stages
 from data_prep.rmir.pictures.encoders import HashingEncoder, PixelEncoder
-from data_prep.rmir.pictures.library import LibraryError, inspect, list_library, look
+from data_prep.rmir.pictures.library import Library, LibraryError, inspect, look
 from data_prep.rmir.results import report
 from data_prep.rmir.results.export import export
 from data_prep.rmir.run import STAGES, Run, RunError
@@ -287,7 +287,7 @@ def said(text: str, stop: str = "stop") -> Reply:
 
 
 def test_generated_blocks():
-    found = prompts.read_generated(said(BLOCK), "functional", 25, 50)
+    found = prompts.read_generated(said(BLOCK), "FUNC", 25, 50)
     assert found == {
         "query": "What opens this?",
         "target_desc": "A key.",
@@ -295,15 +295,15 @@ def test_generated_blocks():
         "input_desc": "A padlock.",
     }
     with pytest.raises(Abstained):
-        prompts.read_generated(said(BLOCK), "causal", 25, 50)
+        prompts.read_generated(said(BLOCK), "CAUS", 25, 50)
     with pytest.raises(MissingTag, match="no block <Example_TEMP_1>"):
-        prompts.read_generated(said(BLOCK), "temporal", 25, 50)
+        prompts.read_generated(said(BLOCK), "TEMP", 25, 50)
     with pytest.raises(Truncated):
-        prompts.read_generated(said(BLOCK, "length"), "temporal", 25, 50)
+        prompts.read_generated(said(BLOCK, "length"), "TEMP", 25, 50)
     with pytest.raises(BadValue, match="<query> has 3 words, more than 2"):
-        prompts.read_generated(said(BLOCK), "functional", 2, 50)
+        prompts.read_generated(said(BLOCK), "FUNC", 2, 50)
     with pytest.raises(Refused):
-        prompts.read_generated(said("I'm sorry, I cannot."), "functional", 25, 50)
+        prompts.read_generated(said("I'm sorry, I cannot."), "FUNC", 25, 50)
 
 
 def test_verdicts():
@@ -354,24 +354,21 @@ def test_bad_pictures_are_left_out_with_a_reason(tmp_path):
 
 def test_libraries(tmp_path):
     with pytest.raises(LibraryError, match="does not exist"):
-        list_library(LibraryConfig(path=str(tmp_path / "nowhere")))
+        list(Library(LibraryConfig(path=str(tmp_path / "nowhere"))).rows())
     with pytest.raises(LibraryError, match="holds no picture"):
-        list_library(LibraryConfig(path=str(tmp_path)))
+        list(Library(LibraryConfig(path=str(tmp_path))).rows())
     (tmp_path / "b").mkdir()
     for name in ("a.png", "b/a.png"):
         (tmp_path / name).write_bytes(encoded(Image.new("RGB", (40, 40)), "PNG"))
-    assert [row["id"] for row in list_library(LibraryConfig(path=str(tmp_path)))] == ["a", "b/a"]
+    assert [row["id"] for row in Library(LibraryConfig(path=str(tmp_path))).rows()] == ["a", "b/a"]
     table = tmp_path / "t.csv"
     table.write_text("id,image,caption\n1,a.png,a square\n2,b/a.png,\n")
-    rows = list_library(LibraryConfig(path=str(table)))
+    rows = list(Library(LibraryConfig(path=str(table))).rows())
     assert [(row["id"], row["caption"]) for row in rows] == [("1", "a square"), ("2", None)]
     assert inspect(rows, LibraryConfig())["reason"].to_pylist() == [None, None]
-    table.write_text("id,image\n1,a.png\n1,b/a.png\n")
-    with pytest.raises(LibraryError, match="the id '1' occurs twice"):
-        list_library(LibraryConfig(path=str(table)))
     table.write_text("id,picture\n1,a.png\n")
     with pytest.raises(LibraryError, match="row 1 has no image"):
-        list_library(LibraryConfig(path=str(table)))
+        list(Library(LibraryConfig(path=str(table))).rows())
 
 
 def test_fallback_encoders_match_what_is_alike():

@@ -96,8 +96,8 @@ def write_set(path: Path, **options) -> Path:
 class FakeEncoder:
     """Embeds content by hash; a rationale moves the query, so that modes differ."""
 
-    def __init__(self, checkpoint="fake", *, skill: float = 0.0, **settings):
-        self.checkpoint, self.skill = Path(checkpoint), skill
+    def __init__(self, checkpoint="fake", *, skill: float = 0.0, decides: bool = False, **settings):
+        self.checkpoint, self.skill, self.decides = Path(checkpoint), skill, decides
         self.checkpoint_hash = hashlib.sha256(f"{checkpoint}{skill}".encode()).hexdigest()
         self.settings = {
             "profile": "rge",
@@ -116,23 +116,27 @@ class FakeEncoder:
     def encode(self, items, *, side, mode, batch_size=64, seeds=None, on_progress=None):
         self.calls.append((side, mode, len(items)))
         self.seen += [item.id for item in items]
-        rows = []
+        rows, silent = [], []
         for number, item in enumerate(items):
+            free = self.decides and not self.settings["generation"].get("min_new_tokens")
+            silent.append(mode == "reasoning" and free and int(item.id[1:]) % 3 == 0)
             content = (
                 item.text,
                 item.instruction,
                 [hashlib.sha256(picture_bytes(ref)).digest() for ref in item.images],
             )
-            extra = (mode, None if seeds is None else seeds[number]) if side == "query" else ()
+            asked = "direct" if silent[-1] else mode
+            extra = (asked, None if seeds is None else seeds[number]) if side == "query" else ()
             rows.append(self.vector(content, *extra))
         if on_progress is not None:
             on_progress(len(items))
         reasons = mode == "reasoning"
         num = len(items)
+        tokens = [0 if not reasons or silent[n] else 3 + n % 5 for n in range(num)]
         return Encoded(
             embeddings=np.stack(rows).astype(np.float32),
             rationales=[f"because of {item.id}" if reasons else "" for item in items],
-            num_rationale_tokens=np.array([3 + n % 5 if reasons else 0 for n in range(num)], np.int64),
+            num_rationale_tokens=np.array(tokens, np.int64),
             stop_reasons=[
                 ("forced" if n % 4 == 0 else "emb") if reasons else "prefilled" for n in range(num)
             ],

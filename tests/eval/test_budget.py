@@ -10,7 +10,7 @@ from eval_fakes import NUM_QUERIES, FakeEncoder, loader, write_set
 
 from eval.__main__ import main, usage
 from eval.commands import budget as module
-from eval.commands.budget import GATED, BudgetOptions, budget
+from eval.commands.budget import DECIDED, GATED, BudgetOptions, budget
 from eval.commands.compare import CompareOptions, compare
 from rge.common.errors import UserError
 
@@ -102,6 +102,33 @@ def test_a_gate_is_held_against_chance(done):
     assert row["over_random"]["value"] == pytest.approx(row["value"] - row["at_random"])
     assert row["over_random"]["low"] < row["over_random"]["value"] < row["over_random"]["high"]
     assert "over_random" not in next(row for row in content["points"] if row["name"] == "mean-1")
+
+
+def test_a_model_that_decides_for_itself_is_held_against_chance_among_rationales_always_written(
+    set_dir, tmp_path
+):
+    more = {"k": 0, "gate": ("0.5",), "metric": "mrr"}
+    out = budget(
+        BudgetOptions(checkpoint="fake", set=set_dir, out=tmp_path / "out", **more),
+        loader(FakeEncoder(decides=True)),
+    )
+    rows = {row["name"]: row for row in json.loads((out / "budget.json").read_text())["points"]}
+    direct, always, adaptive = (frame(out, name) for name in ("direct", "always", "adaptive"))
+    wrote = adaptive["rationale_tokens"] > 0
+    assert set(wrote.index[~wrote]) == {name for name in wrote.index if int(name[1:]) % 3 == 0}
+    assert (always["rationale_tokens"] > 0).all()
+    pd.testing.assert_series_equal(adaptive["mrr"], always["mrr"].where(wrote, direct["mrr"]))
+    found, share = rows["adaptive"], wrote.mean()
+    assert found["gate"] == {"decided_by": "the model", "share": pytest.approx(share)}
+    assert found["at_random"] == pytest.approx(
+        (1 - share) * direct["mrr"].mean() + share * always["mrr"].mean()
+    )
+    assert found["over_random"]["low"] < found["over_random"]["value"] < found["over_random"]["high"]
+    assert found["curve"] == rows["always"]["curve"] == DECIDED
+    assert found["tokens"] < rows["always"]["tokens"]
+    page = (out / "report.html").read_text()
+    assert '<th scope="row">adaptive</th>' in page
+    assert DECIDED in page
 
 
 def test_a_gate_is_learned_on_another_set(done, set_dir, tmp_path, capsys):

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from eval_fakes import tables, write_tables
+from eval_fakes import tables as small_tables
+from eval_fakes import write_tables
 
 from eval.commands.export import ExportOptions, export
 from eval.commands.run import RunOptions, run
@@ -65,13 +66,13 @@ def assert_same(theirs, ours, least):
 
 def composed(path, **more):
     """Twelve queries of a picture and words, 30 candidates."""
-    return write_tables(path, {**tables(num_queries=12, num_candidates=30), **more})
+    return write_tables(path, {**small_tables(num_queries=12, num_candidates=30), **more})
 
 
 def test_a_task_of_mteb_gives_our_figures(checkpoint, tmp_path):
     """Composed retrieval by MTEB's own task, its data replaced by a small set; instruction and all."""
     task = mteb.get_task("CIRRIT2IRetrieval")
-    content = tables(num_queries=12, num_candidates=30)
+    content = small_tables(num_queries=12, num_candidates=30)
     content["queries"]["instruction"] = [task.metadata.prompt["query"]] * 12
     path = write_tables(tmp_path / "set", content)
     (same,) = tasks(path)
@@ -87,7 +88,7 @@ def test_a_task_of_mteb_gives_our_figures(checkpoint, tmp_path):
 
 
 def test_candidates_exclusions_and_missing_positives(checkpoint, tmp_path):
-    content = tables(num_queries=12, num_candidates=30)
+    content = small_tables(num_queries=12, num_candidates=30)
     del content["negatives"]
     content["queries"] |= {
         "instruction": ["name it" if n % 2 else None for n in range(12)],
@@ -163,6 +164,22 @@ def releases(tmp_path_factory):
     root = tmp_path_factory.mktemp("releases")
     module.main([f"out={root}", "num=24"])
     return root
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "about", "main_score"),
+    [
+        ("mrmr", {"task": "theorem"}, "ndcg_at_10"),
+        ("mrmr", {"task": "negation"}, "recall_at_1"),
+        ("mmeb2", {"part": "image"}, "hit_rate_at_1"),
+        ("mmeb2", {"part": "visdoc"}, "ndcg_at_5"),
+        ("mr2bench", {}, "ndcg_at_10"),
+    ],
+)
+def test_a_set_of_a_benchmark_with_several_main_scores_has_its_own(tmp_path, benchmark, about, main_score):
+    write_tables(tmp_path, small_tables(), {"name": "one", "benchmark": benchmark} | about)
+    (task,) = tasks(tmp_path, benchmark=benchmark)
+    assert task.metadata.main_score == main_score
 
 
 @pytest.mark.slow

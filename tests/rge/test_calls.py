@@ -258,8 +258,6 @@ def test_a_malformed_answer_is_kept_with_its_raw_text_and_paid_once(store):
 
 
 def test_anthropic(store):
-    pytest.importorskip("anthropic")
-
     async def handler(path, body):
         assert path.endswith("/messages")
         usage = {"input_tokens": 7, "output_tokens": 3}
@@ -491,3 +489,38 @@ def test_tags():
     assert one_of("<x>Yes.</x>", "x", {"yes": 1, "no": 0}) == 1
     with pytest.raises(BadValue, match="<x> must be one of yes, no; got 'maybe'"):
         one_of("<x>maybe</x>", "x", {"yes": 1, "no": 0})
+
+
+def test_requests_are_read_as_they_are_needed_and_equal_ones_asked_once(store, monkeypatch):
+    """One model is held up; the other goes on, until too much would pile up for the first."""
+    monkeypatch.setattr(caller_module, "AT_A_TIME", 4)
+    read, held_at, seen = [], [], Counter()
+
+    async def answer(path, body):
+        text = body["messages"][-1]["content"][0]["text"]
+        seen[body["model"], text] += 1
+        if body["model"] == "held" and not held_at:
+            before = 0
+            while seen.total() > before:
+                before = seen.total()
+                await asyncio.sleep(0.3)
+            held_at.append((len(read), seen.total()))
+        return chat(f"you said {text}")
+
+    def requests():
+        for number in range(20):
+            for name in ("held", "fast"):
+                read.append(number)
+                yield Request(name, (str(number % 15),))
+
+    with LocalServer(answer) as server:
+        named = {
+            name: ModelConfig(name=name, base_url=server.url, concurrency=1) for name in ("held", "fast")
+        }
+        outcomes = Caller(named, store).run(requests())
+    # Read four at a time: the fast one has made its six calls, the first of the held one is under way, five wait.
+    assert held_at == [(13, 7)], "the thirteenth was read to see that it is another prompt"
+    said = [outcome.reply.text for outcome in outcomes]
+    assert said == [f"you said {number % 15}" for number in range(20) for _ in range(2)]
+    assert len(seen) == 30
+    assert set(seen.values()) == {1}

@@ -159,12 +159,36 @@ def test_muon_steps_as_pytorchs_does_to_its_rounding():
         assert (own - other).norm() < 0.02 * (other - before).norm()
 
 
+def test_muon_takes_a_kernel_as_the_matrix_that_it_multiplies_patches_by():
+    torch.manual_seed(0)
+    kernel = torch.nn.Parameter(torch.randn(6, 3, 1, 2, 2))
+    matrix = torch.nn.Parameter(kernel.detach().flatten(1))
+    optimizer = Muon([{"params": [kernel]}, {"params": [matrix]}], lr=0.02, weight_decay=0.1)
+    for _ in range(3):
+        kernel.grad = torch.randn(6, 3, 1, 2, 2)
+        matrix.grad = kernel.grad.flatten(1)
+        optimizer.step()
+    torch.testing.assert_close(kernel.flatten(1), matrix)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_kernels_go_to_muon_or_stay_with_adamw(kernels):
+    net = Net()
+    optimizer = make_optimizer(net, OptimConfig(name="muon", muon_kernels=kernels), 0.1)
+    net.loss().backward()
+    optimizer.step()
+    assert ("momentum_buffer" in optimizer.state[net.conv.weight]) == kernels
+    assert ("exp_avg" in optimizer.state[net.conv.weight]) != kernels
+    assert "exp_avg" in optimizer.state[net.embed.weight]  # a table of vectors is no matrix of a layer
+
+
 def test_muon_moves_matrices_along_an_orthogonal_update_and_the_rest_as_adamw_does():
     updates = {}
     for name in ("adamw", "muon"):
         net = Net()
         before = copy.deepcopy(net.state_dict())
-        optimizer = make_optimizer(net, OptimConfig(name=name, betas=(0.9, 0.99)), 0.1)
+        config = OptimConfig(name=name, betas=(0.9, 0.99), muon_kernels=False)
+        optimizer = make_optimizer(net, config, 0.1)
         net.loss().backward()
         optimizer.step()
         updates[name] = {key: net.state_dict()[key] - before[key] for key in before}

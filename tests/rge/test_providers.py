@@ -298,8 +298,13 @@ def test_settings_of_newer_models_are_sent_and_are_part_of_the_key(store):
         ({"draws_a_call": 0}, "draws_a_call must be > 0"),
         ({"reasks": -1}, "reasks must be >= 0"),
         ({"extra_body": {"messages": []}}, "extra_body must leave model, messages, n and seed alone"),
-        ({"api": "anthropic", "draws_a_call": 4}, "draws_a_call is for api=openai"),
-        ({"api": "anthropic", "structured": True}, "structured is for api=openai"),
+        ({"api": "anthropic", "draws_a_call": 4}, "draws_a_call means nothing to api=anthropic"),
+        (
+            {"api": "gemini", "token_limit": "max_completion_tokens"},
+            "token_limit means nothing to api=gemini",
+        ),
+        ({"mode": "later"}, "mode must be one of calls, batch"),
+        ({"batch_price": 50}, "batch_price is a share"),
     ],
 )
 def test_settings_that_cannot_be_right(settings, message):

@@ -161,6 +161,8 @@ ENTRIES: dict[str, Changes | Refused] = {
     "rl.rewards.options": Changes(
         "rl.rewards=[{name: grace, options: {temperature: 1.0}}]", "metrics", (*RL, "rl.rewards=[{name: grace}]")
     ),
+    "rl.candidates": Changes("rl.candidates=pool:HOME/records.jsonl", "metrics", RL),
+    "rl.pool_every": Changes("rl.pool_every=1", "metrics", (*RL, "rl.candidates=pool:HOME/records.jsonl")),
     "rl.loss_type": Changes("rl.loss_type=rloo", "weights", RL),
     "rl.scale_rewards": Changes("rl.scale_rewards=none", "weights", RL),
     "rl.std_floor": Changes("rl.std_floor=1.0", "weights", RL),
@@ -171,6 +173,7 @@ ENTRIES: dict[str, Changes | Refused] = {
     "rl.mask_truncated_completions": Changes("rl.mask_truncated_completions=true", "metrics", RL),
     "rl.num_iterations": Changes("rl.num_iterations=2", "metrics", RL),
     "optim.name": Changes("optim.name=muon", "weights"),
+    "optim.muon_kernels": Changes("optim.muon_kernels=false", "weights", ("optim.name=muon",)),
     "optim.vision_lr_ratio": Changes("optim.vision_lr_ratio=0.1", "weights"),
     "optim.betas": Changes("optim.betas=[0.5, 0.6]", "weights"),
     "optim.eps": Changes("optim.eps=0.1", "weights"),
@@ -201,6 +204,8 @@ SCRATCH = {
     "naming_steps": 3,
     "naming_batch_size": 3,
     "naming_lr": 0.1,
+    "naming_style": 1.0,
+    "naming_say_from": 0.5,
 }
 """Other values than the fixture's, each of which must build another backbone."""
 
@@ -431,6 +436,7 @@ def built(home, tmp_path_factory):
     """Checksum of the backbone that a recipe with `model.scratch` builds."""
     values = {"vocab_size": 300, "text": TEXT, "vision": VISION, "naming": str(home / "naming.jsonl")}
     values |= {"naming_steps": 2, "naming_batch_size": 2, "naming_lr": 1e-3}
+    values |= {"naming_style": 0.0, "naming_say_from": 0.0}
     records = [json.loads(line) for line in (home / "records.jsonl").read_text().splitlines()]
     lines = [json.dumps(record) + "\n" for record in records if record["query"]["images"]]
     (home / "naming.jsonl").write_text("".join(lines))

@@ -82,6 +82,12 @@ def test_emb_as_the_first_token_gives_the_direct_state(lively, prompts):
             0
         ]
     torch.testing.assert_close(rationale.state_D, direct, atol=1e-5, rtol=0)
+    # Kept from that, it takes its second choice.
+    kept = generate(lively, [prompts[1]], max_new_tokens=CAP, batch_size=1, min_new_tokens=1)[0]
+    with torch.no_grad():
+        logits = lively.model(input_ids=prompts[1].input_ids[None]).logits[0, -1]
+    logits[[lively.emb_id, *lively.suppressed_ids]] = float("-inf")
+    assert kept.ids[0] == int(logits.argmax())
 
 
 @every_family
@@ -239,6 +245,10 @@ def test_errors(lively, prompts):
         generate(lively, prompts, max_new_tokens=0, batch_size=1)
     with pytest.raises(ValueError, match=r"temperature must be >= 0, got -0\.5"):
         generate(lively, prompts, max_new_tokens=1, batch_size=1, temperature=-0.5)
+    with pytest.raises(
+        ValueError, match="min_new_tokens must be at least 0 and below max_new_tokens=2, got 2"
+    ):
+        generate(lively, prompts, max_new_tokens=2, batch_size=1, min_new_tokens=2)
     with pytest.raises(ValueError, match="needs one seed a rationale"):
         generate(lively, prompts, max_new_tokens=1, batch_size=1, temperature=1.0)
     with pytest.raises(ValueError, match="needs one seed a rationale"):

@@ -13,14 +13,16 @@ import pyarrow as pa
 from data_prep.rmir.config import EncoderConfig
 from data_prep.rmir.frames import absolute, cluster_size, daft_frame
 from data_prep.rmir.pictures.encoders import image_encoder, in_use
+from rge.common.images import picture_bytes
+from rge.common.schema import ImageRef
 
 
-def embed_on_ray(config: EncoderConfig, refs: Sequence[str]) -> np.ndarray:
+def embed_on_ray(config: EncoderConfig, refs: Sequence[ImageRef]) -> np.ndarray:
     """Embed pictures with as many workers as the cluster has GPUs, or else nodes.
 
     Args:
         config: of the encoder; a local path must be the same on every node.
-        refs: of the pictures, one or more.
+        refs: of the pictures, one or more; bytes travel to the workers.
 
     Returns:
         (N, D) float32, unit norm, in the order of `refs`.
@@ -32,7 +34,9 @@ def embed_on_ray(config: EncoderConfig, refs: Sequence[str]) -> np.ndarray:
     config = replace(in_use(config), fallback=None)
     if config.path is not None and os.path.isdir(config.path):
         config.path = os.path.abspath(config.path)
-    table = pa.table({"row": pa.array(range(len(refs)), pa.int64()), "file": absolute(refs)})
+    paths = [ref for ref in refs if isinstance(ref, str)]
+    given = absolute(paths) if len(paths) == len(refs) else [picture_bytes(ref) for ref in refs]
+    table = pa.table({"row": pa.array(range(len(refs)), pa.int64()), "file": given})
     frame = daft_frame(table, "ray")
     num_gpus = cluster_size("GPU")
 

@@ -130,7 +130,7 @@ def resolve(
     """Download the pictures of library rows that are at addresses.
 
     Args:
-        rows: of `data_prep.rmir.pictures.library.list_library`.
+        rows: of `data_prep.rmir.pictures.library.Library.rows`.
         folder: where files are kept.
         config: limits.
         progress: show a progress bar.
@@ -141,10 +141,11 @@ def resolve(
     Raises:
         FileError: see `fetch`.
     """
-    lost = fetch([row["ref"] for row in rows if is_address(row["ref"])], folder, config, progress=progress)
+    urls = [row["ref"] for row in rows if row["ref"] and is_address(row["ref"])]
+    lost = fetch(urls, folder, config, progress=progress)
     found, failed = [], {}
     for row in rows:
-        if is_address(row["ref"]):
+        if row["ref"] and is_address(row["ref"]):
             if row["ref"] in lost:
                 failed[row["id"]] = f"download: {lost[row['ref']]}"
                 row = {**row, "ref": without_secrets(row["ref"])}

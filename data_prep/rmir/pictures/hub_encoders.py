@@ -1,7 +1,7 @@
 """Encoders of the Hugging Face format: SigLIP 2 for pictures; Qwen3-Embedding and MiniLM for captions."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -10,7 +10,9 @@ from transformers import AutoModel, AutoProcessor, AutoTokenizer
 
 from data_prep.rmir.pictures.vectors import unit
 from rge.common.images import load_image
+from rge.common.schema import ImageRef
 
+T = TypeVar("T")
 MAX_TEXT_TOKENS = 64
 """SigLIP was trained on captions padded to this."""
 MAX_CAPTION_TOKENS = 512
@@ -33,7 +35,7 @@ class _OnHub:
         self.model: Any = AutoModel.from_pretrained(path).to(self.device).eval()
 
     @torch.no_grad()
-    def in_batches(self, items: Sequence[str], forward: Callable[[list[str]], Tensor]) -> np.ndarray:
+    def in_batches(self, items: Sequence[T], forward: Callable[[list[T]], Tensor]) -> np.ndarray:
         """(N, D) float32, unit norm: `forward` gives the rows (B, D) of a batch."""
         starts = range(0, len(items), self.batch_size)
         rows = [forward(list(items[start : start + self.batch_size])).float().cpu() for start in starts]
@@ -47,10 +49,10 @@ class SiglipEncoder(_OnHub):
         super().__init__(path, batch_size)
         self.processor = AutoProcessor.from_pretrained(path)
 
-    def pictures(self, refs: Sequence[str]) -> np.ndarray:
+    def pictures(self, refs: Sequence[ImageRef]) -> np.ndarray:
         """(N, D) float32, unit norm."""
 
-        def forward(batch: list[str]) -> Tensor:
+        def forward(batch: list[ImageRef]) -> Tensor:
             fields = self.processor(images=[load_image(ref) for ref in batch], return_tensors="pt")
             return self._read(self.model.get_image_features, fields)
 

@@ -1,158 +1,201 @@
 """The pictures to start from: list them, look into each, and say why one is left out."""
 
-import csv
 import hashlib
-import json
-from collections import Counter
-from collections.abc import Collection, Iterator
+import os
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from data_prep.rmir.config import LibraryConfig
 from data_prep.rmir.frames import absolute, daft_frame, from_daft
-from data_prep.rmir.pictures.download import is_address
+from data_prep.rmir.pictures import formats
+from data_prep.rmir.pictures.download import is_address, without_secrets
+from data_prep.rmir.pictures.filters import load_filter, unwanted
+from data_prep.rmir.pictures.formats import LibraryError
 from data_prep.rmir.pictures.near_duplicates import phash
-from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image, picture_bytes
+from rge.common.schema import ImageRef
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 DUPLICATE, NEAR_DUPLICATE, TOO_SMALL = "same bytes as another picture", "near-duplicate", "too small"
+FETCHED_AT_ONCE = 32
+"""Pictures of an object store that are under way at once."""
 
 
-class LibraryError(UserError):
-    """The library cannot be listed; the message names file, row and mend."""
+class Library:
+    """The pictures to start from, read from beginning to end as often as they are needed.
 
-
-def list_library(config: LibraryConfig) -> list[dict[str, Any]]:
-    """Every picture as ``id``, ``ref`` (see `rge.common.images`; or a web address) and ``caption`` (or None), in a fixed order.
+    Args:
+        config: what and where.
 
     Raises:
-        LibraryError: no such library, missing columns, ids that are missing or occur twice, no picture at all.
+        LibraryError: see `formats.find`.
     """
-    path = Path(config.path or "")
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES)
-        stems = Counter(file.with_suffix("") for file in files)
 
-        def name(file: Path) -> str:
-            # `a.jpg` beside `a.png`: both keep their ending, so that neither's id depends on which comes first.
-            kept = file if stems[file.with_suffix("")] > 1 else file.with_suffix("")
-            return kept.relative_to(path).as_posix()
+    def __init__(self, config: LibraryConfig):
+        self.config, self.files = config, formats.find(config.path)
 
-        rows: list[dict[str, Any]] = [{"id": name(file), "ref": str(file), "caption": None} for file in files]
-    elif path.is_file():
-        rows = list(_table_rows(path, config))
-    else:
-        raise LibraryError(f"library.path {config.path} does not exist")
-    if not rows:
-        raise LibraryError(f"library.path {config.path} holds no picture ({', '.join(SUFFIXES)})")
-    seen: set[str] = set()
-    for row in rows:
-        if row["id"] in seen:
-            raise LibraryError(f"library.path {config.path}: the id {row['id']!r} occurs twice")
-        seen.add(row["id"])
-    return rows
+    def rows(self, first: int = 0, *, pictures: bool = True) -> Iterator[dict[str, Any]]:
+        """Every picture as ``id``, ``ref``, ``data`` and ``caption`` (or None), in a fixed order.
+
+        Either ``data`` holds its encoded bytes and ``ref`` is None, or ``ref`` is the path of a file, ``library.parquet#id``
+        or an address. A row of which neither is known has no picture.
+
+        Args:
+            first: pictures before this one are passed over.
+            pictures: read bytes; without, they are left out.
+
+        Raises:
+            LibraryError: missing columns or values, a file that cannot be read, no picture at all.
+        """
+        config, is_empty = self.config, not first
+        columns = [name for name in (config.id_column, config.caption_column) if name]
+        for row in formats.rows(self.files, config.image_column, columns, first=first, pictures=pictures):
+            is_empty = False
+            name = self._name(row)
+            caption = row.cells.get(config.caption_column or "")
+            found: dict[str, Any] = {"id": name, "ref": None, "data": None}
+            found["caption"] = str(caption).strip() or None if caption else None
+            value = row.cells.get(config.image_column)
+            if isinstance(value, dict):  # as the library datasets stores pictures
+                value = value.get("bytes") or value.get("path")
+            if isinstance(value, bytes):
+                found["data"] = value
+            elif value:
+                found["ref"] = self._reference(str(value))
+            elif self.files.kind == "table":
+                raise LibraryError(
+                    f"{self.files.address(row.shard)}: row {row.number} has no {config.image_column} (library.image_column)"
+                )
+            yield found
+        if is_empty:
+            raise LibraryError(f"library.path {config.path} holds no picture")
+
+    def _name(self, row: formats.Row) -> str:
+        given = row.cells.get("")  # of files the name
+        if self.config.id_column is None:
+            place = os.path.relpath(row.shard, self.files.root).replace(os.sep, "/")
+            return str(given) if self.files.kind == "folder" else f"{place}/{given or row.number}"
+        name = row.cells.get(self.config.id_column, given)
+        if name is None or name == "":
+            raise LibraryError(
+                f"{self.files.address(row.shard)}: row {row.number} has no {self.config.id_column} (library.id_column; null "
+                "numbers the rows)"
+            )
+        return str(name)
+
+    def _reference(self, value: str) -> str:
+        if "://" in value or self.files.kind == "folder":
+            return value
+        if self.files.is_local:
+            return str(Path(self.files.root) / value)
+        return self.files.address(f"{self.files.root}/{value}")
+
+    def origins(self, wanted: Collection[str]) -> dict[str, dict[str, str]]:
+        """Source, author and licence of some pictures, by id, as far as the library says so.
+
+        Args:
+            wanted: ids.
+        """
+        config = self.config
+        named = {
+            "source": config.source_column,
+            "author": config.author_column,
+            "licence": config.licence_column,
+        }
+        if self.files.kind == "folder":
+            return {}
+        columns = [*named.values(), *([config.id_column] if config.id_column else [])]
+        return {
+            name: {key: str(row.cells[column]) for key, column in named.items() if row.cells.get(column)}
+            for row in formats.rows(self.files, config.image_column, columns, pictures=False)
+            if (name := self._name(row)) in wanted
+        }
 
 
 def origins_of(config: LibraryConfig, wanted: Collection[str]) -> dict[str, dict[str, str]]:
-    """Source, author and licence of some pictures, by id, as far as the library is a table that says so.
+    """`Library.origins`, and nothing where the library has gone since its pictures were taken."""
+    try:
+        library = Library(config)
+    except LibraryError:
+        return {}
+    return library.origins(wanted)
+
+
+def blocks(rows: Iterable[dict[str, Any]], most: int, most_bytes: int) -> Iterator[list[dict[str, Any]]]:
+    """Rows some at a time.
 
     Args:
-        config: names the columns.
-        wanted: ids.
+        rows: of `Library.rows`.
+        most: rows of a block.
+        most_bytes: of its pictures that were read; what would be one too many begins the next block.
     """
-    named = {"source": config.source_column, "author": config.author_column, "licence": config.licence_column}
-    path = Path(config.path or "")
-    if not path.is_file():
-        return {}
-    if path.suffix == ".parquet":
-        there = pq.read_schema(path).names
-        columns = [config.id_column, *(column for column in named.values() if column in there)]
-        rows = pq.read_table(path, columns=columns).to_pylist()
-    else:
-        rows = _plain_rows(path)
-    return {
-        str(row[config.id_column]): {
-            key: str(row[column]) for key, column in named.items() if row.get(column)
-        }
-        for row in rows
-        if str(row.get(config.id_column)) in wanted
-    }
+    block: list[dict[str, Any]] = []
+    size = 0
+    for row in rows:
+        more = len(row["data"] or b"")
+        if block and (len(block) == most or size + more > most_bytes):
+            yield block
+            block, size = [], 0
+        block.append(row)
+        size += more
+    if block:
+        yield block
 
 
-def _plain_rows(path: Path) -> list[dict[str, Any]]:
-    if path.suffix == ".jsonl":
-        rows = []
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            try:
-                rows += [json.loads(line)] if line.strip() else []
-            except ValueError as error:
-                raise LibraryError(f"{path}:{number} is not JSON: {error}") from None
-        return rows
-    if path.suffix in (".csv", ".tsv"):
-        with path.open(encoding="utf-8", newline="") as lines:
-            return list(csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ","))
-    raise LibraryError(f"library.path {path} must be a folder, or .parquet, .csv, .tsv or .jsonl")
+def fetched(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Rows with the bytes of pictures that lie in an object store; some are read at once, none far ahead.
 
+    A picture that is not there keeps its address as ``ref``, and `look` finds it missing.
 
-def _table_rows(path: Path, config: LibraryConfig) -> Iterator[dict[str, Any]]:
-    # Pictures inside a Parquet table are referred to, never copied into memory.
-    columns = [config.id_column, config.image_column]
-    inside = False
-    if path.suffix == ".parquet":
-        schema = pq.read_schema(path)
-        inside = config.image_column in schema.names and not pa.types.is_string(
-            schema.field(config.image_column).type
-        )
-        wanted = [config.id_column] if inside else columns
-        if config.caption_column is not None and config.caption_column in schema.names:
-            wanted = [*wanted, config.caption_column]
-        if missing := set(columns) - set(schema.names):
-            raise LibraryError(
-                f"{path}: no column {', '.join(sorted(missing))} (there are: {', '.join(schema.names)})"
-            )
-        if inside and (config.id_column, config.image_column) != ("id", "image"):
-            raise LibraryError(
-                f"{path}: encoded pictures must be in a column image, with their ids in a column id"
-            )
-        rows = pq.read_table(path, columns=wanted).to_pylist()
-    else:
-        rows = _plain_rows(path)
-    for number, row in enumerate(rows, start=1):
-        for column in columns[: 1 if inside else 2]:
-            if not row.get(column):
-                raise LibraryError(
-                    f"{path}: row {number} has no {column} (library.id_column, library.image_column)"
-                )
-        name, caption = str(row[config.id_column]), row.get(config.caption_column or "")
-        if inside:
-            ref = f"{path}#{name}"
-        elif is_address(str(row[config.image_column])):
-            ref = str(row[config.image_column])
-        elif "://" in str(row[config.image_column]):
-            scheme = str(row[config.image_column]).partition("://")[0]
-            raise LibraryError(
-                f"{path}: row {number}: {scheme}:// is not http:// or https://; download the pictures first"
-            )
-        else:
-            ref = str(path.parent / str(row[config.image_column]))
-        yield {"id": name, "ref": ref, "caption": str(caption).strip() or None if caption else None}
+    Args:
+        rows: of `Library.rows`.
+
+    Raises:
+        LibraryError: the store needs a package that is not installed.
+    """
+
+    def read(row: dict[str, Any]) -> dict[str, Any]:
+        if row["ref"] is None or "://" not in row["ref"] or is_address(row["ref"]):
+            return row
+        try:
+            fs, place = fsspec.core.url_to_fs(row["ref"])
+        except (ImportError, ValueError) as error:
+            raise LibraryError(f"picture {row['id']!r}, {without_secrets(row['ref'])}: {error}") from None
+        try:
+            return {**row, "ref": None, "data": fs.cat_file(place)}
+        except Exception:  # noqa: BLE001 - each store has errors of its own
+            return row
+
+    waiting: deque[Future] = deque()
+    with ThreadPoolExecutor(FETCHED_AT_ONCE) as pool:
+        try:
+            for row in rows:
+                waiting.append(pool.submit(read, row))
+                if len(waiting) > FETCHED_AT_ONCE:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def inspect(rows: list[dict[str, Any]], config: LibraryConfig, runner: str = "native") -> pa.Table:
     """Decode each picture once (on all cores, by Daft) and note its hash and size, or why it is left out.
 
     Args:
-        rows: of `list_library`.
+        rows: of `Library.rows`.
         config: limits.
         runner: of Daft.
 
     Returns:
         The table ``inspected``; ``reason`` is null for a good picture.
     """
+    import daft
     from daft import DataType, col
 
     kind = DataType.struct(
@@ -164,21 +207,31 @@ def inspect(rows: list[dict[str, Any]], config: LibraryConfig, runner: str = "na
             "reason": DataType.string(),
         }
     )
+    refs = [row["ref"] for row in rows]
     given = pa.table(
         {name: pa.array([row[name] for row in rows], pa.string()) for name in ("id", "ref", "caption")}
-        | {"row": pa.array(range(len(rows)), pa.int64()), "file": absolute(row["ref"] for row in rows)}
+        | {
+            "row": pa.array(range(len(rows)), pa.int64()),
+            "file": pa.array([ref and absolute([ref])[0] for ref in refs], pa.string()),
+            "data": pa.array([row.get("data") for row in rows], pa.large_binary()),
+        }
     )
-    smallest = config.min_side_px
-    frame = daft_frame(given, runner).with_column(
-        "found", col("file").apply(lambda file: look(file, smallest), return_dtype=kind)
-    )
+    smallest, filters = config.min_side_px, tuple(config.filters)
+    for name in filters:
+        load_filter(name)  # what is missing is said before a picture is opened
+
+    @daft.func(return_dtype=kind)
+    def looked(file: str | None, data: bytes | None) -> dict[str, Any]:
+        return look(data or file or "", smallest, filters)
+
+    frame = daft_frame(given, runner).with_column("found", looked(col("file"), col("data")))
     for name in ("sha256", "width", "height", "phash", "reason"):
         frame = frame.with_column(name, col("found")[name])
     return from_daft(frame, "inspected", order="row")
 
 
-def look(ref: str, min_side_px: int) -> dict[str, Any]:
-    """Hashes and size of a picture, or the reason to leave it out."""
+def look(ref: ImageRef, min_side_px: int, filters: Sequence[str] = ()) -> dict[str, Any]:
+    """Hashes and size of a picture, or the reason to leave it out; `filters` as of `load_filter`."""
     found: dict[str, Any] = {"sha256": None, "width": None, "height": None, "phash": None, "reason": None}
     try:
         data = picture_bytes(ref)
@@ -192,4 +245,4 @@ def look(ref: str, min_side_px: int) -> dict[str, Any]:
         return {**found, "reason": reason}
     found |= {"sha256": hashlib.sha256(data).hexdigest(), "width": image.width, "height": image.height}
     found["phash"] = phash(image)
-    return {**found, "reason": TOO_SMALL if min(image.size) < min_side_px else None}
+    return {**found, "reason": TOO_SMALL if min(image.size) < min_side_px else unwanted(image, filters)}

@@ -8,12 +8,12 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import yaml
 
 from data_prep.demo.pictures import IMAGE
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir.config import LibraryConfig
 from data_prep.rmir.pictures.library import origins_of
+from data_prep.rmir.results import card
 from data_prep.rmir.run import Run, RunError
 from rge.common.fingerprint import set_fingerprint
 from rge.common.images import ImageError, picture_bytes
@@ -117,7 +117,7 @@ def _export(
     excluded = [(name, key) for name in test for key in abstained[name] if key in in_pool]
     if test:
         _write_set(run, waiting / "test", pool, test, images, queries, qrels, negatives, excluded)
-    _write_card(waiting, config.export.name)
+    card.write_into(waiting, {}, {}, config.export.name)
     shutil.rmtree(final, ignore_errors=True)
     waiting.rename(final)
     return {
@@ -127,28 +127,6 @@ def _export(
         "test_excluded": len(excluded),
         "train_negatives": num_negatives,
     }
-
-
-def _write_card(folder: Path, name: str) -> None:
-    """``README.md``, which tells the library `datasets`, and the hub, what the files are: one subset a table."""
-    tables = {"train": [("train", "train.jsonl")], "pictures": [("train", "pictures.parquet")]}
-    tables |= {
-        path.stem: [("test", f"test/{path.name}")] for path in sorted((folder / "test").glob("*.parquet"))
-    }
-    if not (folder / "train.jsonl").stat().st_size:
-        del tables["train"]
-    configs = [
-        {"config_name": table, "data_files": [{"split": split, "path": path} for split, path in files]}
-        for table, files in tables.items()
-    ]
-    head = yaml.safe_dump({"configs": configs}, sort_keys=False)
-    text = (
-        f"---\n{head}---\n\n# {name}\n\nMade by `python -m data_prep rmir`. Each table is a subset: "
-        '`datasets.load_dataset("FOLDER", "train")`. Paths of pictures are relative to this folder; where each picture comes from '
-        "and under which licence says `pictures`. For training: `sources: [{path: train.jsonl}]`, or "
-        "`{dataset: FOLDER, name: train}`.\n"
-    )
-    (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def _write_origins(

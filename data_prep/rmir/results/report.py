@@ -6,6 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from data_prep.rmir.config import RmirConfig, to_dict
+from data_prep.rmir.results import card
 from data_prep.rmir.run import STAGES, Run
 from rge.common.files import write_text
 
@@ -37,10 +39,33 @@ def collect(run: Run) -> dict[str, Any]:
     stages = {stage: found for stage in STAGES if (found := run.done(stage))}
     return {
         "stages": stages,
+        "settings": published(run.config),
         "funnel": funnel(stages),
         "ratios": ratios(stages),
         "models": [asdict(one) for one in run.store.ledger()],
     }
+
+
+def published(config: RmirConfig) -> dict[str, Any]:
+    """The settings that explain the data, without paths, addresses, names of keys and what only concerns the machine."""
+    whole = to_dict(config)
+    models = {
+        label: {
+            "name": model.name,
+            "family": model.family,
+            **model.answers_by(),
+            "max_side_px": model.max_side_px,
+        }
+        for label, model in config.models.items()
+    }
+    for found in models.values():
+        found.pop("extra_body", None)
+    library = {key: value for key, value in whole["library"].items() if key not in ("path", "shard_size")}
+    stages = ("seed", "generate", "filter", "retrieve", "judge", "keep", "split", "export")
+    settings = {"library": library, "models": models, **{stage: whole[stage] for stage in stages}}
+    for spec in settings["retrieve"]["more"]:
+        spec["encoder"].pop("path")
+    return settings
 
 
 def funnel(stages: dict[str, dict[str, Any]]) -> list[tuple[str, int, str]]:
@@ -219,7 +244,7 @@ def svg(rows: list[tuple[str, int, str]]) -> str:
 
 
 def write(run: Run) -> Path:
-    """Write ``report.json``, ``report.md`` and ``funnel.svg``.
+    """Write ``report.json``, ``report.md``, ``funnel.svg``, and where there is a data set its card.
 
     Returns:
         The Markdown file.
@@ -228,6 +253,8 @@ def write(run: Run) -> Path:
     write_text(run.out / "report.json", json.dumps(report, indent=1) + "\n")
     write_text(run.out / "funnel.svg", svg(report["funnel"]))
     write_text(run.out / "report.md", f"![funnel](funnel.svg)\n\n{markdown(report)}")
+    if (run.out / "dataset").is_dir():
+        card.write(run.out)
     return run.out / "report.md"
 
 

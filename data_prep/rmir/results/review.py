@@ -1,7 +1,7 @@
 """A person checks a sample of the panel's decisions: a page to look at, and what its verdicts say.
 
     rge data review run=DIR out=review.html [sample=200] [split=test] [seed=0]
-    rge data agreement run=DIR verdicts=FILE.json[,FILE.json]
+    rge data agreement run=DIR verdicts=FILE.json[,FILE.json] [merged=FILE.json]
 
 As in the RMIR paper (appendix B.1: 200 triplets, 81 % agreement) half of the sample are answers that the panel accepted, half
 ones that it rejected. The page does not say which, in no part of it.
@@ -12,9 +12,12 @@ import hashlib
 import html
 import io
 import json
+import math
 import random
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from string import Template
 from typing import Annotated, Any, Literal
@@ -25,15 +28,16 @@ from pydantic import Field
 
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames
-from data_prep.rmir.results.agreement import defined, fleiss_kappa, wilson
+from data_prep.rmir.results import card
+from data_prep.rmir.results.agreement import clustered_share, defined, fleiss_kappa
 from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.common.images import load_image
 from rge.common.options import parse_options
 
-PAGE = Path(__file__).parent / "templates" / "review.html"
-SIDE_PX = 640
-"""Pictures are shown at most this large, so that a page of 200 triplets stays below some tens of megabytes."""
+TEMPLATES = Path(__file__).parent / "templates"
+ACCEPT, REJECT, UNSURE = "accept", "reject", "unsure"
+VERDICTS = (ACCEPT, REJECT, UNSURE)
 PAPER = "the RMIR paper: 81 % of 200"
 
 
@@ -55,6 +59,8 @@ class ReviewOptions:
     """Queries that they are drawn from."""
     seed: int = 0
     """Seed of the draw."""
+    side_px: Annotated[int, Field(ge=64)] = 800
+    """Longest side of the pictures on the page, which holds them: 200 triplets of photos are some 40 MB at 800."""
 
 
 @dataclass
@@ -65,6 +71,9 @@ class AgreementOptions:
     """Folder of the run."""
     verdicts: tuple[Path, ...]
     """Files saved by the page, one a person."""
+    merged: Path | None = None
+    """Write what all of them say into one file that the page imports: verdicts on which they agree, and the others as
+    unsure, with who said what; for the one who decides."""
 
 
 def review(words: Sequence[str]) -> None:
@@ -79,7 +88,7 @@ def review(words: Sequence[str]) -> None:
     options = parse_options(ReviewOptions, words, "rge data review")
     out = options.run
     chosen = draw(out, options.sample, options.split, options.seed)
-    write_text(options.out, page(out, chosen))
+    write_text(options.out, page(out, chosen, options.side_px))
     kept = sum(row["state"] == maths.KEPT for row in chosen)
     print(
         f"{options.out}: {len(chosen)} triplets, {kept} accepted and {len(chosen) - kept} rejected by the panel"
@@ -125,12 +134,13 @@ def draw(run: Path, size: int, split: str, seed: int) -> list[dict[str, Any]]:
     return chosen
 
 
-def page(run: Path, chosen: Sequence[dict[str, Any]]) -> str:
+def page(run: Path, chosen: Sequence[dict[str, Any]], side_px: int = 800) -> str:
     """The page as one file: pictures inside, nothing loaded from elsewhere.
 
     Args:
         run: folder of the run.
         chosen: of `draw`.
+        side_px: longest side of a picture.
 
     Returns:
         HTML.
@@ -151,13 +161,26 @@ def page(run: Path, chosen: Sequence[dict[str, Any]]) -> str:
     data = {
         "sample": sample,
         "items": items,
-        "pictures": {number: _data_url(refs[name]) for name, number in names.items()},
+        "pictures": {number: _data_url(refs[name], side_px) for name, number in names.items()},
     }
-    # "</" would end the script element that holds the data.
-    text = json.dumps(data, ensure_ascii=False).replace("</", "<\\/")
-    return Template(PAGE.read_text(encoding="utf-8")).substitute(
-        title=html.escape(run.name), run=html.escape(str(run)), data=text
+    # Without any "<" no text can end the script element that holds it, nor begin a comment or a script in it; and what is
+    # no Unicode, such as half of a pair, is escaped too.
+    text = json.dumps(data).replace("<", "\\u003c")
+    script = (TEMPLATES / "review.js").read_text(encoding="utf-8")
+    # The browser runs this script and no other, whatever else should ever get into the page.
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return Template((TEMPLATES / "review.html").read_text(encoding="utf-8")).substitute(
+        title=_escaped(run.name),
+        run=_escaped(shlex.quote(str(run))),
+        data=text,
+        script=script,
+        script_hash=f"sha256-{digest}",
     )
+
+
+def _escaped(text: str) -> str:
+    # A path may hold bytes that are no text.
+    return html.escape(text.encode("utf-8", "replace").decode())
 
 
 def agreement(words: Sequence[str]) -> None:
@@ -170,97 +193,171 @@ def agreement(words: Sequence[str]) -> None:
         UserError: a word is wrong, a file cannot be read, or a verdict is about no triplet of the run.
     """
     options = parse_options(AgreementOptions, words, "rge data agreement")
-    report = compare(options.run, options.verdicts)
-    lines = ["| verdicts | agree with the panel | of | share | 95 % interval |", "|---|---:|---:|---:|---|"]
+    people = read_verdicts(options.run, options.verdicts)
+    report = compare(options.run, people)
+    lines = [
+        "| verdicts | agree with the panel | of | queries | share | 95 % interval | unsure |",
+        "|---|---:|---:|---:|---:|---|---:|",
+    ]
     for name, row in report["rows"].items():
+        share = (
+            "| |" if row["share"] is None else f"| {row['share']:.3f} | {row['low']:.3f} to {row['high']:.3f}"
+        )
         lines.append(
-            f"| {name} | {row['agree']} | {row['of']} | {row['share']:.3f} | {row['low']:.3f} to {row['high']:.3f} |"
+            f"| {name} | {row['agree']} | {row['of']} | {row['queries']} {share} | {row['unsure']} |"
         )
     lines.append(f"\nKappa of person and panel {_figure(report['kappa'])} (Fleiss). For comparison, {PAPER}.")
     for pair, row in report["between"].items():
         lines.append(
             f"{pair}: the same verdict on {row['same']} of {row['of']}, kappa {_figure(row['kappa'])}."
         )
+    lines += [
+        f"{row['by']} on {row['key']} ({row['verdict'] or 'no verdict'}): {row['comment']}"
+        for row in report["comments"]
+    ]
     print("\n".join(lines))
     write_text(options.run / "agreement.json", json.dumps(report, indent=1) + "\n")
+    if options.merged is not None:
+        found = merge(people)
+        write_text(options.merged, json.dumps({"by": "merged", "verdicts": found}, indent=1) + "\n")
+        open_ones = sum(row["verdict"] == UNSURE for row in found.values())
+        print(f"{options.merged}: {len(found)} triplets, {open_ones} of them to be decided")
+    if (options.run / "dataset").is_dir():
+        print(f"written into {card.write(options.run)}")
 
 
-def compare(run: Path, files: Sequence[Path]) -> dict[str, Any]:
+Said = dict[str, dict[str, str]]
+"""A person's verdict (or "") and comment on each triplet."""
+
+
+def compare(run: Path, people: Mapping[str, Said]) -> dict[str, Any]:
     """Agreement of people with the panel.
+
+    Verdicts on one query hang together: what a person thinks of a question decides several of its answers. So intervals
+    resample queries, not verdicts (`clustered_share`).
 
     Args:
         run: folder of the run.
-        files: saved by the page, one a person.
+        people: of `read_verdicts`.
 
     Returns:
-        ``rows``: agree, of, share and its 95 % interval (Wilson) over all, by person, by what the panel decided and by
-        category; ``kappa`` of verdicts and decisions; ``between``: agreement of each two people on what both judged.
-
-    Raises:
-        ReviewError: a file is no such file or is empty, or a verdict is about a triplet that the run does not have.
+        ``rows``: agree, of, queries, share and its 95 % interval, and how many are unsure (left out of the others) over
+        all, by person, by what the panel decided and by category; ``kappa`` of verdicts and decisions; ``between``:
+        agreement of each two people on what both judged, unsure being a verdict; ``comments``.
     """
     queries = {row["query_id"]: row for row in _rows(run, "generate/queries", "generated")}
     decided = {_key(row): row for row in _rows(run, "keep/decided.parquet", "decided")}
-    verdicts = {file.stem: _verdicts(file, decided) for file in files}
-    if len(verdicts) < len(files):
-        raise ReviewError("each file of verdicts needs a name of its own")
-    said = [(name, key, verdict) for name, found in verdicts.items() for key, verdict in found.items()]
-    groups: dict[str, list[bool]] = {"all": []}
+    groups: dict[str, list[tuple[bool | None, str]]] = {"all": []}
     counts = []
-    for name, key, verdict in said:
-        state = decided[key]["state"]
-        agrees = verdict == (state == maths.KEPT)
-        for group in (
-            "all",
-            *([f"by {name}"] if len(files) > 1 else []),
-            "panel accepted" if state == maths.KEPT else "panel rejected",
-            queries[decided[key]["query_id"]]["category"],
-        ):
-            groups.setdefault(group, []).append(agrees)
-        votes = [verdict, state == maths.KEPT]
-        counts.append([votes.count(True), votes.count(False)])
+    comments = []
+    for name, said in people.items():
+        for key, row in said.items():
+            if row["comment"]:
+                comments.append({"by": name, "key": key, **row})
+            if not row["verdict"]:
+                continue
+            kept, query = decided[key]["state"] == maths.KEPT, decided[key]["query_id"]
+            agrees = None if row["verdict"] == UNSURE else (row["verdict"] == ACCEPT) == kept
+            for group in (
+                "all",
+                *([f"by {name}"] if len(people) > 1 else []),
+                "panel accepted" if kept else "panel rejected",
+                queries[query]["category"],
+            ):
+                groups.setdefault(group, []).append((agrees, query))
+            if agrees is not None:
+                votes = [row["verdict"] == ACCEPT, kept]
+                counts.append([votes.count(True), votes.count(False)])
     rows = {}
     for group, found in groups.items():
-        low, high = wilson(sum(found), len(found))
+        sure = [(agrees, query) for agrees, query in found if agrees is not None]
+        share, low, high = clustered_share([agrees for agrees, _ in sure], [query for _, query in sure])
         rows[group] = {
-            "agree": sum(found),
-            "of": len(found),
-            "share": sum(found) / len(found),
+            "agree": sum(agrees for agrees, _ in sure),
+            "of": len(sure),
+            "queries": len({query for _, query in sure}),
+            "share": share,
             "low": low,
             "high": high,
+            "unsure": len(found) - len(sure),
         }
     between = {}
-    names = list(verdicts)
-    for place, left in enumerate(names):
-        for right in names[place + 1 :]:
-            both = sorted(verdicts[left].keys() & verdicts[right].keys())
-            pairs = [[verdicts[left][key], verdicts[right][key]] for key in both]
-            if pairs:
-                between[f"{left} and {right}"] = {
-                    "same": sum(a == b for a, b in pairs),
-                    "of": len(pairs),
-                    "kappa": fleiss_kappa(
-                        np.array([[pair.count(True), pair.count(False)] for pair in pairs])
-                    ),
-                }
-    return defined({"rows": rows, "kappa": fleiss_kappa(np.array(counts)), "between": between})
+    for left, right in combinations(people, 2):
+        pairs = [
+            [people[left][key]["verdict"], people[right][key]["verdict"]]
+            for key in sorted(people[left].keys() & people[right].keys())
+        ]
+        pairs = [pair for pair in pairs if all(pair)]
+        if pairs:
+            between[f"{left} and {right}"] = {
+                "same": sum(a == b for a, b in pairs),
+                "of": len(pairs),
+                "kappa": fleiss_kappa(
+                    np.array([[pair.count(verdict) for verdict in VERDICTS] for pair in pairs])
+                ),
+            }
+    kappa = fleiss_kappa(np.array(counts)) if counts else math.nan
+    return defined({"rows": rows, "kappa": kappa, "between": between, "comments": comments})
 
 
-def _verdicts(file: Path, decided: dict[str, dict[str, Any]]) -> dict[str, bool]:
+def merge(people: Mapping[str, Said]) -> Said:
+    """One verdict on each triplet: the one that all who are sure have; else unsure, with who said what as a comment."""
+    merged: Said = {}
+    for key in dict.fromkeys(key for said in people.values() for key in said):
+        rows = {name: said[key] for name, said in people.items() if key in said}
+        sure = {row["verdict"] for row in rows.values()} & {ACCEPT, REJECT}
+        notes = [f"{name}: {row['comment']}" for name, row in rows.items() if row["comment"]]
+        if len(sure) > 1:
+            notes.insert(
+                0, ", ".join(f"{name} {row['verdict']}" for name, row in rows.items() if row["verdict"])
+            )
+        verdict = sure.pop() if len(sure) == 1 else UNSURE
+        merged[key] = {"verdict": verdict, "comment": "; ".join(notes)}
+    return merged
+
+
+def read_verdicts(run: Path, files: Sequence[Path]) -> dict[str, Said]:
+    """What people said, by the name they gave or else that of their file.
+
+    Raises:
+        ReviewError: a file is no such file or is empty, two have one name, or a verdict is about a triplet that the run did not
+            decide.
+    """
+    decided = {_key(row): row for row in _rows(run, "keep/decided.parquet", "decided")}
+    people: dict[str, Said] = {}
+    for file in files:
+        by, said = _verdicts(file, decided)
+        if by in people:
+            raise ReviewError(
+                f"{file}: there are two files of {by!r}; each person needs a name of their own (by in the file, or its name)"
+            )
+        people[by] = said
+    return people
+
+
+def _verdicts(file: Path, decided: dict[str, dict[str, Any]]) -> tuple[str, Said]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))["verdicts"]
+        whole = json.loads(file.read_text(encoding="utf-8"))
+        found, by = whole["verdicts"], str(whole.get("by") or file.stem)
+        rows = {
+            # A file of an earlier version holds true and false.
+            key: {"verdict": (REJECT, ACCEPT)[row], "comment": ""}
+            if isinstance(row, bool)
+            else {"verdict": row["verdict"] or "", "comment": str(row.get("comment") or "")}
+            for key, row in found.items()
+        }
     except OSError as error:
         raise ReviewError(f"{file} cannot be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ReviewError(f"{file} holds no verdicts: save them with the page's key S") from None
-    if not found or not all(isinstance(verdict, bool) for verdict in found.values()):
-        raise ReviewError(f"{file} holds no verdicts, or others than true and false")
-    for key in found:
+    if not rows or any(row["verdict"] not in (*VERDICTS, "") for row in rows.values()):
+        raise ReviewError(f"{file} holds no verdicts, or others than {', '.join(VERDICTS)}")
+    for key in rows:
         if key not in decided or decided[key]["state"] not in (maths.KEPT, maths.REJECTED):
             raise ReviewError(
                 f"{file}: a verdict is about {key!r}, which this run did not decide: is run= the right one?"
             )
-    return found
+    return by, rows
 
 
 def _figure(value: float | None) -> str:
@@ -278,9 +375,9 @@ def _rows(run: Path, name: str, schema: str) -> list[dict[str, Any]]:
     return frames.read_rows(path, schema)
 
 
-def _data_url(ref: str) -> str:
+def _data_url(ref: str, side_px: int) -> str:
     image = load_image(ref)
-    image.thumbnail((SIDE_PX, SIDE_PX), Image.Resampling.LANCZOS)
+    image.thumbnail((side_px, side_px), Image.Resampling.LANCZOS)
     out = io.BytesIO()
     image.save(out, "JPEG", quality=88)
     return f"data:image/jpeg;base64,{base64.b64encode(out.getvalue()).decode()}"

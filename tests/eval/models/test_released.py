@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoPr
 from eval.__main__ import main
 from eval.models.registry import load_model
 from eval.models.released import PICTURE, small_sides
+from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
-from rge.common.mmeb_prompts import PLACEHOLDER, reword
+from rge.common.mmeb_prompts import PLACEHOLDER, SETS
 from rge.common.schema import Item
 
 SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
@@ -44,34 +46,43 @@ def released(path):
     return encoder
 
 
-@pytest.mark.parametrize(
-    ("name", "side", "text", "has_picture", "turn"),
-    [
-        ("ImageNet-1K", "query", "<|image_1|>\nRepresent the given image for classification\n", True,
-         f"{PICTURE}\nIdentify the category of the main object in the given image for classification\n"),
-        ("ImageNet-1K", "candidate", "tench", False, "Summarize the following object category in one word: tench\n"),
-        ("HatefulMemes", "candidate", "No", False,
-         "Summarize the following statement in one word: No, it does not contain hateful speech.\n"),
-        ("VisDial", "query",
-         "Represent the given dialogue about an image, which is used for image retrieval: \n\nQ:is it sunny\nA:yes\n", False,
-         "Describe and represent the following dialogue about an image for image retrieval: \n\nQ:is it sunny\nA:yes\n"),
-        ("WebQA", "query", "<|image_1|>\nFind a Wikipedia image that answers this question: who ?", False,
-         "\nAnswer and represent the following question for a Wikipedia image retrieval: who ?\n"),
-        ("CIRR", "candidate", "<|image_1|> Represent the given image.\n", True,
-         f"{PICTURE} Summarize the given image in one word.\n"),
-        ("EDIS", "candidate", "<|image_1|>\nRepresent the given image with related text information: a mill  ", True,
-         f"{PICTURE}\nSummarize the given image with the following related text information in one word: a mill  \n"),
-        ("FashionIQ", "query", "Find an image to match the fashion image and style note: is red <|image_1|>", True,
-         "Describe and represent the above fashion image and the following described modification on style note for a "
-         f"fashion image retrieval: is red {PICTURE}\n"),
-    ],
-)  # fmt: skip
-def test_a_prompt_is_the_text_as_it_stands_reworded(released, name, side, text, has_picture, turn):
-    """Line breaks and blanks stay, a picture stands where the text has it, and a place without a picture goes."""
-    item = Item("q", reword(name, text, side), (png((56, 56)),) if has_picture else ())
-    assert released.prompt(item, side) == (
-        f"{SYSTEM}<|im_start|>user\n{turn}<|im_end|>\n<|im_start|>assistant\n"
-    )
+def test_all_prompts_of_all_sets_are_those_of_the_released_code(released, tmp_path):
+    """From files of MMEB-eval's layout to prompts, against what the release's own code made of the same texts.
+
+    ``rge_prompts.jsonl`` holds the user turns of `NewPromptsEvalDataset` and `AREvalCollator.construct_prompt` of MCG-NJU/RGE at
+    60744447, with its two evaluation YAML files: a query and one or two candidates of each of the 36 sets.
+    """
+    recorded = [
+        json.loads(line) for line in Path(__file__).with_name("rge_prompts.jsonl").open(encoding="utf-8")
+    ]
+    src = tmp_path / "mmeb"
+    (src / "images").mkdir(parents=True)
+    for side in ("query", "candidate"):
+        (src / "images" / f"{side}.png").write_bytes(png((56, 56), len(side)))
+    for name in SETS:
+        rows = [one for one in recorded if one["set"] == name]
+        (query,), targets = ([one for one in rows if one["side"] == side] for side in ("query", "candidate"))
+        line = {
+            "qry_text": query["text"],
+            "qry_img_path": "query.png" if query["picture"] else "",
+            "tgt_text": [one["text"] for one in targets],
+            "tgt_img_path": ["candidate.png" if one["picture"] else "" for one in targets],
+        }
+        (src / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
+    given = [f"src={src}", f"out={tmp_path / 'sets'}", "instructions=rge", "verbatim=true"]
+    assert main(["import", "mmeb", *given]) == 0
+    equal = 0
+    for name in SETS:
+        found = load_set(tmp_path / "sets" / name)
+        items = {"query": found.query_items("both"), "candidate": list(found.corpus_items())}
+        for side, of_side in items.items():
+            prompts = sorted(released.prompt(item, side) for item in of_side)
+            turns = sorted(one["turn"] for one in recorded if (one["set"], one["side"]) == (name, side))
+            assert prompts == [
+                f"{SYSTEM}<|im_start|>user\n{turn}<|im_end|>\n<|im_start|>assistant\n" for turn in turns
+            ]
+            equal += len(turns)
+    assert equal == len(recorded) == 73
 
 
 def test_pictures_are_scaled_by_pil_and_short_sides_first(released, path):
@@ -138,7 +149,9 @@ def test_what_the_release_never_asks_is_refused(released, path, tmp_path):
         released.reword("plain")
     with pytest.raises(ValueError, match="has 1 pictures and 0 places"):
         released.encode([Item("q", "what", (png((56, 56)),))], side="query", mode="reasoning")
-    with pytest.raises(UserError, match="adapter=qwen-vl has no as=release: rge-release has"):
+    with pytest.raises(
+        UserError, match="adapter=qwen-vl has no as=release, only rge-release, ume-r1, vlm2vec"
+    ):
         load_model(path, adapter="qwen-vl", as_released=True, device="cpu")
 
 

@@ -1,0 +1,183 @@
+"""MRMR (reasoning-intensive multimodal retrieval, arXiv:2510.09510): five tasks of experts' questions with pictures.
+
+Layout (``MRMRbenchmark/TASK`` on the Hugging Face hub; columns from the card of ``knowledge`` and from the tasks of
+github.com/rebeccaz4/MRMR): a folder a task with ``corpus``, ``query`` and ``qrels``, split test. Query and corpus have ``id``,
+``modality`` (text, image or ``image,text``), ``text``, ``image``, ``image 1`` ..., the corpus also ``vision`` (everything as one
+picture, which is not read here), queries of knowledge and theorem a ``category``.
+
+What differs between the tasks: qrels are ``query_id, corpus_id`` in some and ``query-id, corpus-id`` in others; what an item
+lacks is null; a query without judgements is left out, as MTEB does. The released evaluation shows ``image`` alone, whatever
+other pictures there are, and scales what is above 2,000 pixels in knowledge and theorem; here pictures stay as they are.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eval.benchmarks.release_files import ReleaseError, files_of_split, iter_rows, safe_id
+from eval.benchmarks.suite import is_suite, write_suite
+from eval.sets.write_set import Candidate, Query, write_set
+from rge.common.options import one_of
+from rge.common.registry import PluginOptions
+
+INSTRUCTIONS = {
+    "knowledge": "Retrieve relevant documents that help answer the question.",
+    "theorem": "Retrieve relevant theorems that are involved in solving the problem.",
+    "design": "Given a vehicle design, retrieve the design requirements that it violates.",
+    "traffic": "Given a traffic case, retrieve the driving rule documents that it violates.",
+    "negation": "Given an image caption, retrieve descriptions that have contradictory information with the image.",
+}
+"""The tasks, with the query prompts of the released code."""
+_DISCIPLINES = {
+    "Art": "Art Art_Theory Design Music",
+    "Humanities": "Sociology Literature History Psychology",
+    "Medicine": "Clinical_Medicine Diagnostics_and_Laboratory_Medicine Basic_Medical_Science Pharmacy",
+    "Science": "Biology Chemistry Geography Agriculture",
+    "Business": "Accounting Finance Manage Marketing Economics",
+    "Engineering": "Electronics Computer_Science Mechanical_Engineering Materials Architecture_and_Engineering",
+    "Math": "Math",
+    "Physics": "Physics Energy_and_Power",
+}
+DISCIPLINES = {name: discipline for discipline, names in _DISCIPLINES.items() for name in names.split()}
+"""Domain of a query -> discipline, by which the paper reports; the released code puts the rest into ``other``."""
+SHOWN = ("image", "numbered")
+TEXT, IMAGE = "text", "image"
+
+
+@dataclass
+class MrmrOptions(PluginOptions):
+    """Make a suite of retrieval sets from the release of MRMR."""
+
+    src: Path
+    """Directory with a folder for each task, as downloaded from the hub."""
+    out: Path
+    """Suite to write, a retrieval set for each task."""
+    tasks: tuple[str, ...] = ("all",)
+    """Which tasks: knowledge, theorem, design, traffic, negation; all by default."""
+    query_images: str = "image"
+    """image shows the query's one picture, as the released evaluation does; numbered shows ``image 1``, ``image 2``, ... where
+    there are such."""
+    pictures: str = "embed"
+    """Only embed: the release's pictures lie in its tables."""
+    decode: bool = True
+    """Open every picture once."""
+    overwrite: bool = False
+    """Replace sets that are already at out."""
+
+
+def import_mrmr(options: MrmrOptions) -> list[str]:
+    """Read MRMR's tasks and write a suite; returns their names.
+
+    Raises:
+        UserError: a task or a column is missing, a modality promises what is not there, or a judgement names nothing.
+    """
+    one_of("query_images", [options.query_images], SHOWN)
+    one_of("pictures", [options.pictures], ("embed",))
+    tasks = tuple(INSTRUCTIONS) if options.tasks == ("all",) else options.tasks
+    one_of("tasks", tasks, tuple(INSTRUCTIONS))
+    if missing := [task for task in tasks if not (options.src / task).is_dir()]:
+        raise ReleaseError(
+            f"{options.src} lacks {', '.join(missing)}: download MRMRbenchmark/{missing[0]} into {options.src / missing[0]}, "
+            "or name the tasks that are there, tasks=NAME,..."
+        )
+    if is_suite(options.out) and not options.overwrite:
+        raise ReleaseError(f"out {options.out} already holds a suite: give another, or overwrite=true")
+    for task in tasks:
+        _import_one(task, options)
+    write_suite(
+        options.out, name="MRMR" if len(tasks) == len(INSTRUCTIONS) else f"MRMR, {', '.join(tasks)}", benchmark="mrmr",
+        column="task", members={task: {} for task in tasks}, query_images=options.query_images,
+    )  # fmt: skip
+    return list(tasks)
+
+
+def _import_one(task: str, options: MrmrOptions) -> None:
+    judged: dict[str, dict[str, int]] = {}
+    for row, where in _rows(options.src / task / "qrels"):
+        query, document = (_cell(row, (f"{side}_id", f"{side}-id"), where) for side in ("query", "corpus"))
+        judged.setdefault(safe_id(str(query)), {})[safe_id(str(document))] = int(
+            _cell(row, ("score",), where)
+        )
+    queries, dropped = [], 0
+    for row, where in _rows(options.src / task / "query"):
+        name = safe_id(str(_cell(row, ("id",), where)))
+        if name not in judged:
+            dropped += 1
+            continue
+        text, image = _content(row, where)
+        images: tuple[bytes, ...] = (image,) if image is not None else ()
+        if options.query_images == "numbered":
+            numbered = [_picture(row.get(f"image {n}")) for n in range(1, 100) if f"image {n}" in row]
+            images = tuple(one for one in numbered if one is not None) or images
+        domain = row.get("category") or task
+        queries.append(
+            Query(
+                name, text, images, None, hashlib.sha256(image or name.encode()).hexdigest()[:20], INSTRUCTIONS[task],
+                {"domain": domain, "discipline": DISCIPLINES.get(domain, "other") if domain != task else task},
+            )
+        )  # fmt: skip
+    ids = {query.id for query in queries}
+    if lost := sorted(set(judged) - ids):
+        raise ReleaseError(
+            f"{options.src / task / 'qrels'}: query {lost[0]!r} is not in query/: files of two releases?"
+        )
+
+    def corpus() -> Iterator[Candidate]:
+        for row, where in _rows(options.src / task / "corpus"):
+            text, image = _content(row, where)
+            yield Candidate(safe_id(str(_cell(row, ("id",), where))), text, image)
+
+    write_set(
+        options.out / task,
+        meta={
+            "name": f"MRMR {task}",
+            "benchmark": "mrmr",
+            "source": f"MRMRbenchmark/{task}, imported by eval.benchmarks.mrmr.importer",
+            "task": task,
+            "query_images": options.query_images,
+            "report_by": ["discipline", "domain"],
+            "queries_without_judgements": dropped,
+        },
+        queries=queries,
+        corpus=corpus(),
+        qrels=[
+            (query.id, one, gain) for query in queries for one, gain in judged[query.id].items() if gain > 0
+        ],
+        decode=options.decode,
+        overwrite=options.overwrite,
+    )
+
+
+def _rows(folder: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    for file in files_of_split(folder, "test"):
+        for number, row in enumerate(iter_rows(file)):
+            yield row, f"{file}, row {number}"
+
+
+def _cell(row: dict[str, Any], names: tuple[str, ...], where: str) -> Any:
+    found = next((row[name] for name in names if row.get(name) is not None), None)
+    if found is None:
+        raise ReleaseError(
+            f"{where}: column {' or '.join(map(repr, names))} is missing or empty; there are {', '.join(row)}"
+        )
+    return found
+
+
+def _picture(cell: Any) -> bytes | None:
+    return cell.get("bytes") if isinstance(cell, dict) else cell
+
+
+def _content(row: dict[str, Any], where: str) -> tuple[str | None, bytes | None]:
+    """What the modality says that an item shows; a text beside a picture-only item is not shown, as in the release."""
+    parts = str(_cell(row, ("modality",), where)).replace(" ", "").split(",")
+    if unknown := sorted(set(parts) - {TEXT, IMAGE}):
+        raise ReleaseError(f"{where}: modality {unknown[0]!r} is neither text nor image")
+    text = row.get("text") if TEXT in parts else None
+    image = _picture(row.get("image")) if IMAGE in parts else None
+    if (TEXT in parts and not text) or (IMAGE in parts and image is None):
+        raise ReleaseError(
+            f"{where}: modality is {','.join(parts)}, but {'text' if not text and TEXT in parts else 'image'} is empty"
+        )
+    return text, image

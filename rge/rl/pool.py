@@ -1,0 +1,217 @@
+"""A fixed pool of candidates for rewards to rank against: a batch's negatives are easier than those of a real gallery.
+
+Its embeddings are those of the model in training, made anew every `rl.pool_every` steps, each process a share of them; all
+processes keep all of them. Between two of these steps they lag behind the queries' states, as in MoCo (arXiv:1911.05722), and they
+have no gradient. They are part of a resumable state: what a run that was killed would have compared with, it compares with.
+
+Shape suffixes: B = queries of this rank, P = pool, D = hidden size.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from rge.common.errors import UserError
+from rge.common.schema import Target
+from rge.config import Recipe
+from rge.data.collate import Batch, target_item
+from rge.data.sources import RecordFile, Records, identity, located
+from rge.distributed import collectives as dist
+from rge.model.embedding_model import EmbeddingModel
+from rge.model.packing import Branch
+from rge.model.prompts import PromptBuilder
+
+CORPUS = "corpus.parquet"
+LOOKED_AT = 1000
+"""Records of a source whose right answers are looked for before a run."""
+
+
+class Pool:
+    """Candidates that stay the same, and what the model made of them last.
+
+    Args:
+        recipe: of the run.
+        embedder: unwrapped; it embeds.
+
+    Attributes:
+        state_PD: unit-norm embeddings, of all processes' shares.
+
+    Raises:
+        UserError: see `read_pool`.
+    """
+
+    def __init__(self, recipe: Recipe, embedder: EmbeddingModel):
+        self.embedder, self.every = embedder, recipe.rl.pool_every
+        self.micro_batch_size = recipe.train.micro_batch_size
+        self.builder = PromptBuilder(embedder.processor, recipe.data.profile, recipe.data.max_prompt_tokens)
+        self.targets = read_pool(pool_path(recipe))
+        self.identity_P = torch.tensor([identity(target) for target in self.targets])
+        self.age = 0
+        self.state_PD: Tensor | None = None
+
+    def before_step(self) -> None:
+        """Embed the pool if it is due; every process calls it, where the weights are whole."""
+        if self.state_PD is None or self.age >= self.every:
+            self.state_PD, self.age = self._embedded(), 0
+        self.age += 1
+
+    def masks(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What of the pool answers each query (B, P), and what is labelled wrong for it; bool, on the host.
+
+        All by identity: a right answer's drawing in the pool need not be the one that training draws.
+        """
+        right_BP = [torch.isin(self.identity_P, torch.tensor(right)) for right in batch.right_answers]
+        labelled_BP = [
+            torch.isin(
+                self.identity_P, torch.tensor([batch.candidate_identity[column] for column in columns])
+            )
+            for columns in batch.negatives
+        ]
+        return torch.stack(right_BP), torch.stack(labelled_BP)
+
+    @torch.no_grad()
+    def _embedded(self) -> Tensor:
+        count, world_size, rank = len(self.targets), dist.world_size(), dist.rank()
+        bounds = [count * number // world_size for number in range(world_size + 1)]
+        sizes = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+        embedder, direct, parts = self.embedder, [Branch([self.embedder.emb_id], read_state=True)], []
+        pictures, was_training = embedder.pictures, embedder.training
+        embedder.pictures = None  # of the batch, and of no concern here
+        embedder.eval()
+        try:
+            # Where parameters are sharded, a forward of one process is a forward of all: equally many on each.
+            for start in range(bounds[rank], bounds[rank] + max(sizes), self.micro_batch_size):
+                chosen = self.targets[start : min(start + self.micro_batch_size, bounds[rank + 1])]
+                prompts = [
+                    self.builder.build(target_item(target), "candidate")
+                    for target in chosen or self.targets[:1]
+                ]
+                state_ND = embedder(embedder.pack(prompts, [direct] * len(prompts)))[0].state_ND
+                parts.append(state_ND[: len(chosen)])
+        finally:
+            embedder.train(was_training)
+            embedder.pictures = pictures
+        return dist.gather_rows(torch.cat(parts), sizes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a resumable checkpoint."""
+        return {"age": self.age, "state_PD": None if self.state_PD is None else self.state_PD.cpu()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From a resumable checkpoint.
+
+        Raises:
+            UserError: of a pool of another size.
+        """
+        found = state["state_PD"]
+        if found is not None and len(found) != len(self.targets):
+            raise UserError(
+                f"rl.candidates: the pool has {len(self.targets)} candidates, and had {len(found)} when this run was "
+                "stopped: give it back what was taken away or added, or start with another out="
+            )
+        self.age = state["age"]
+        self.state_PD = None if found is None else found.to(self.embedder.device)
+
+
+def pool_path(recipe: Recipe) -> Path:
+    """Where the pool lies."""
+    return Path(recipe.rl.candidates.removeprefix("pool:"))
+
+
+def read_pool(path: Path) -> list[Target]:
+    """The candidates of a pool, each id once.
+
+    Args:
+        path: training records, whose positives and negatives are the pool; or a folder with ``corpus.parquet``, as retrieval
+            sets have it: columns id, text and/or image, and ``identity`` where ids are not what records mean by their targets.
+
+    Raises:
+        UserError: there is no such thing, or nothing in it.
+    """
+    found: dict[str, Target] = {}
+    if not path.exists():
+        raise UserError(f"rl.candidates: there is no pool at {path}")
+    for target in _of_corpus(path) if path.is_dir() else _of_records(RecordFile(path)):
+        found.setdefault(target.id, target)
+    if not found:
+        raise UserError(f"rl.candidates: the pool {path} holds no candidates")
+    return list(found.values())
+
+
+def _of_records(records: Records) -> Iterator[Target]:
+    for index in range(len(records)):
+        record = records[index]
+        yield from (*record.positives, *record.negatives)
+
+
+def _of_corpus(folder: Path) -> Iterator[Target]:
+    file = folder / CORPUS
+    if not file.is_file():
+        raise UserError(
+            f"rl.candidates: {folder} has no {CORPUS}: a pool is such a folder, or a file of training records"
+        )
+    table = pq.read_table(file)
+    columns = [name for name in ("id", "text", "image", "identity") if name in table.column_names]
+    if "id" not in columns or len({"text", "image"} & set(columns)) == 0:
+        raise UserError(
+            f"rl.candidates: {file} needs the columns id and text or image, and has {', '.join(table.column_names)}"
+        )
+    for row in table.select(columns).to_pylist():
+        image = row.get("image")
+        if image is not None:
+            inside = image["bytes"] is not None
+            image = f"{file}#{row['id']}" if inside else located(image["path"], folder)
+        yield Target(id=row["id"], text=row.get("text"), image=image, identity=row.get("identity"))
+
+
+def check_pool(recipe: Recipe, sources: Mapping[str, Records]) -> str | None:
+    """Whether a pool can be read and holds what training's queries ask for.
+
+    Args:
+        recipe: of the run.
+        sources: of the stage rl, opened, by key.
+
+    Returns:
+        A warning, if only a part of the queries has a right answer in it.
+
+    Raises:
+        UserError: see `read_pool`; or nothing in it answers any of the queries.
+    """
+    if recipe.rl.candidates == "batch":
+        return None
+    pool = {identity(target) for target in read_pool(pool_path(recipe))}
+    looked = found = 0
+    example = ""
+    for source in recipe.rl.sources:
+        records = sources.get(source.key or "")
+        if records is None or records.size is None:
+            continue  # a stream's records come as they come
+        count = len(records)
+        for index in sorted(
+            {count * place // LOOKED_AT for place in range(min(count, LOOKED_AT))}
+            if count > LOOKED_AT
+            else range(count)
+        ):
+            record = records[index]
+            looked += 1
+            if any(identity(target) in pool for target in record.positives):
+                found += 1
+            else:
+                example = (
+                    example or f"{record.id} wants {record.positives[0].identity or record.positives[0].id}"
+                )
+    if looked and not found:
+        raise UserError(
+            f"rl.candidates: nothing among the {len(pool)} candidates of {pool_path(recipe)} answers any of {looked} queries "
+            f"({example}): ids, or identities, must be those of the records' positives"
+        )
+    if found < looked:
+        return (
+            f"warning: {looked - found} of {looked} queries have no right answer in the pool {pool_path(recipe)} ({example}); "
+            "they get no reward and count as unscored_groups"
+        )
+    return None

@@ -1,0 +1,307 @@
+"""Time and memory of `data_prep rmir`, stage by stage, on made-up pictures and a made-up model; and what more would need.
+
+    python scripts/bench_data_prep.py pictures=10000 out=runs/bench_data_prep/10000
+    python scripts/bench_data_prep.py table=runs/bench_data_prep paper=1000000
+
+The library is Parquet files of small pictures with captions. The model is a server on this machine, in a process of its own,
+that reads off each picture what it shows and answers in a millisecond: what is measured is the pipeline. A run that was
+stopped goes on where it was; a stage that was stopped is marked. The second command prints the runs as tables.
+"""
+
+import asyncio
+import base64
+import binascii
+import io
+import json
+import math
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from data_prep.rmir import prompts
+from data_prep.rmir.config import CATEGORIES, EncoderConfig, GenerateConfig, LibraryConfig, RmirConfig
+from data_prep.rmir.run import STAGES, Run
+from data_prep.rmir.stages import WORK
+from rge.calls.local_server import Answer, LocalServer, chat
+from rge.calls.model_config import ModelConfig
+from rge.common.commands import start
+from rge.common.errors import UserError
+from rge.common.files import replacing, write_json
+from rge.common.options import parse_options
+
+PICTURES_A_FILE, A_CONCEPT, SIDE_PX = 10_000, 10, 48
+A_CLUSTER, DRAWN, A_QUESTION = 100, 10, 400
+"""Pictures of the library to a cluster, drawn of each, and to an input that is asked about."""
+BAD = 3
+"""Of ten questions."""
+MEASURED = "measured.json"
+
+
+@dataclass
+class Options:
+    """Run the pipeline over made-up pictures, or show what such runs took."""
+
+    pictures: int = 1000
+    """Pictures of the library; a cluster for every 100, an input for every 400."""
+    out: str = "runs/bench_data_prep/1000"
+    """Folder of the run, named by its size; what is finished there is not done again."""
+    concurrency: int = 64
+    """Calls to each of the two models at once."""
+    table: str | None = None
+    """Show the runs in this folder instead."""
+    paper: int = 1_000_000
+    """With ``table``: size to reckon with."""
+
+
+# --------------------------------------------------------------------------------------------------------------- the world
+
+
+def picture(number: int, concept: int) -> bytes:
+    """A picture whose first pixel names its concept, and whose others are its own."""
+    rng = np.random.default_rng(number)
+    small = rng.integers(0, 256, (6, 6, 3), dtype=np.uint8)
+    pixels = small.repeat(SIDE_PX // 6, axis=0).repeat(SIDE_PX // 6, axis=1)
+    pixels[0, 0] = list(concept.to_bytes(3, "big"))
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "PNG", compress_level=1)
+    return out.getvalue()
+
+
+def caption(concept: int) -> str:
+    """Words that no other concept has all of."""
+    return " ".join(
+        f"{'bcdfghklmnprstvz'[digit]}{'aeiou'[digit % 5]}{place}x"
+        for place, digit in enumerate(_digits(concept))
+    )
+
+
+def _digits(number: int) -> list[int]:
+    # Mixed, so that neighbours share no words.
+    mixed = number * 2654435761 % 2**32
+    return [mixed >> shift & 15 for shift in range(0, 32, 4)]
+
+
+def answer_to(concept: int, kind: int, num_concepts: int) -> int:
+    """The concept that answers a question of a kind about a concept."""
+    return (concept * 7 + 13 * kind + 5) % num_concepts
+
+
+def write_library(folder: Path, num: int) -> None:
+    """Parquet files of `PICTURES_A_FILE` pictures each."""
+    concepts = max(1, num // A_CONCEPT)
+    for first in range(0, num, PICTURES_A_FILE):
+        path = folder / f"{first // PICTURES_A_FILE:05d}.parquet"
+        if path.is_file():
+            continue
+        numbers = range(first, min(first + PICTURES_A_FILE, num))
+        with replacing(path) as waiting:
+            table = pa.table(
+                {
+                    "id": [f"picture {number}" for number in numbers],
+                    "image": pa.array(
+                        [picture(number, number % concepts) for number in numbers], pa.binary()
+                    ),
+                    "caption": [caption(number % concepts) for number in numbers],
+                }
+            )
+            pq.write_table(table, waiting, compression="none")
+
+
+class World:
+    """Answers as an OpenAI-compatible model would that knows everything.
+
+    Args:
+        num_concepts: of the library.
+    """
+
+    def __init__(self, num_concepts: int):
+        self.num = num_concepts
+
+    async def __call__(self, path: str, body: dict) -> Answer:
+        """Answer a chat request."""
+        parts = body["messages"][-1]["content"]
+        text = "\n".join(part["text"] for part in parts if part["type"] == "text")
+        shown = [self._concept(part["image_url"]["url"]) for part in parts if part["type"] == "image_url"]
+        await asyncio.sleep(0.001)
+        if text.startswith(prompts.GENERATE_TASK):
+            return chat(self._generate(shown[0], parts[-1]["image_url"]["url"]))
+        asked = _last(text, "query")
+        right = answer_to(shown[0], int(asked.split()[2]), self.num)
+        if text.startswith(prompts.FILTER_TASK):
+            valid = _last(text, "target_desc") == caption(right)
+            return chat(
+                f"<input_desc>{shown[0]}</input_desc>\n<reasoning>r</reasoning>\n<is_valid>{'yes' if valid else 'no'}</is_valid>"
+            )
+        return chat(
+            f"<target_desc>t</target_desc>\n<reasoning>r</reasoning>\n<consistent>{shown[1] == right}</consistent>"
+        )
+
+    def _generate(self, concept: int, url: str) -> str:
+        number = binascii.crc32(url.encode())
+        blocks = ["<input_desc>a picture</input_desc>"]
+        for kind, code in enumerate(CATEGORIES.values()):
+            target = answer_to(concept, kind if (number + kind) % 10 >= BAD else kind + 1, self.num)
+            blocks.append(
+                f"<Example_{code}_1>\n<query>What of {kind} follows?</query>\n<target_desc>{caption(target)}</target_desc>\n"
+                f"<reasoning>it follows</reasoning>\n</Example_{code}_1>"
+            )
+        return "\n".join(blocks)
+
+    def _concept(self, url: str) -> int:
+        data = base64.b64decode(url.partition("base64,")[2])
+        red, green, blue = Image.open(io.BytesIO(data)).getpixel((0, 0))  # type: ignore[misc]
+        return (red << 16) + (green << 8) + blue
+
+
+def _last(text: str, name: str) -> str:
+    return text.rpartition(f"<{name}>")[2].partition(f"</{name}>")[0]
+
+
+@contextmanager
+def served(num_concepts: int):
+    """Address of the model, in a process that ends with ours."""
+    command = [sys.executable, __file__, "serve", str(num_concepts)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.stdin.close()
+
+
+# ------------------------------------------------------------------------------------------------------------- measurement
+
+
+def measure(asked: Options) -> None:
+    """Run all stages in this process, and note the time and the peak memory of each."""
+    out = Path(asked.out)
+    write_library(out / "library", asked.pictures)
+    with served(max(1, asked.pictures // A_CONCEPT)) as url:
+        models = {
+            name: ModelConfig(name=name, base_url=url, concurrency=asked.concurrency)
+            for name in ("writer", "judge")
+        }
+        config = RmirConfig(
+            out=str(out / "run"),
+            library=LibraryConfig(path=str(out / "library")),
+            image_encoder=EncoderConfig("pixels", None),
+            caption_encoder=EncoderConfig("hashing", None),
+            models=models,
+            generate=GenerateConfig(max_inputs=max(1, asked.pictures // A_QUESTION)),
+        )
+        config.seed.clusters, config.seed.per_cluster = max(1, asked.pictures // A_CLUSTER), DRAWN
+        run = Run(config)
+        noted = out / MEASURED
+        found = (
+            json.loads(noted.read_text()) if noted.is_file() else {"pictures": asked.pictures, "stages": {}}
+        )
+        for stage in STAGES:
+            if run.done(stage) is not None and stage in found["stages"]:
+                continue
+            resumed = any(run.path(stage).rglob("part-*"))
+            Path("/proc/self/clear_refs").write_text("5")
+            before = time.process_time()
+            report = run.run(stage, WORK[stage])
+            found["stages"][stage] = {
+                "seconds": report["seconds"],
+                "cpu_s": time.process_time() - before,
+                "calls": report["calls"],
+                "peak_mb": peak_bytes() / 2**20,
+                "resumed": resumed,
+                "counts": {key: value for key, value in report["counts"].items() if isinstance(value, int)},
+            }
+            write_json(noted, found)
+            print(stage, json.dumps(found["stages"][stage]), flush=True)
+        run.close()
+
+
+def peak_bytes() -> int:
+    """Peak of this process' memory since it was set back."""
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def tables(folder: Path, paper: int) -> list[str]:
+    """The runs below a folder as Markdown, smallest first; the last two tell what another size needs.
+
+    CPU time of a stage grows by the power that its last two runs show, at least in proportion; memory by a straight line.
+    """
+    runs = sorted(
+        (json.loads(path.read_text()) for path in folder.glob(f"*/{MEASURED}")),
+        key=lambda run: run["pictures"],
+    )
+    runs = [run for run in runs if set(run["stages"]) == set(STAGES)]
+    if len(runs) < 2:
+        raise UserError(
+            f"table={folder}: two finished runs are needed to tell how time grows; there are {len(runs)}"
+        )
+    sizes = [run["pictures"] for run in runs]
+    head = [f"{size:,}: s | CPU s | MB" for size in sizes]
+    lines = [
+        f"| stage | calls at {sizes[-1]:,} | {' | '.join(head)} | growth: s | CPU s | {paper:,}, computed: CPU h | GB |",
+        f"|---|---:|{'---:|---:|---:|' * len(sizes)}---:|---:|---:|---:|",
+    ]
+    times = math.log(sizes[-1] / sizes[-2])
+    hours = most = 0.0
+    for stage in STAGES:
+        found = [run["stages"][stage] for run in runs]
+        grown = _grown(found, "cpu_s")
+        hours += (
+            needed := found[-1]["cpu_s"] * (paper / sizes[-1]) ** max(1.0, math.log(grown) / times) / 3600
+        )
+        slope = max(0.0, (found[-1]["peak_mb"] - found[-2]["peak_mb"]) / (sizes[-1] - sizes[-2]))
+        most = max(most, memory := (found[-1]["peak_mb"] + slope * (paper - sizes[-1])) / 1024)
+        cells = [
+            f"{one['seconds']:,.1f}{' (resumed)' if one['resumed'] else ''} | {one['cpu_s']:,.1f} | {one['peak_mb']:,.0f}"
+            for one in found
+        ]
+        lines.append(
+            f"| {stage} | {found[-1]['calls']:,} | {' | '.join(cells)} | {_grown(found, 'seconds'):.1f} | {grown:.1f} "
+            f"| {needed:.2f} | {memory:.1f} |"
+        )
+    whole = [
+        {key: sum(stage[key] for stage in run["stages"].values()) for key in ("seconds", "cpu_s", "calls")}
+        for run in runs
+    ]
+    peaks = [max(stage["peak_mb"] for stage in run["stages"].values()) for run in runs]
+    cells = [
+        f"{one['seconds']:,.1f} | {one['cpu_s']:,.1f} | {peak:,.0f}"
+        for one, peak in zip(whole, peaks, strict=True)
+    ]
+    lines.append(
+        f"| all | {whole[-1]['calls']:,} | {' | '.join(cells)} | {_grown(whole, 'seconds'):.1f} | {_grown(whole, 'cpu_s'):.1f} "
+        f"| {hours:.2f} | {most:.1f} |"
+    )
+    return lines
+
+
+def _grown(found: list[dict], key: str) -> float:
+    # What takes less than a hundredth of a second has no growth to speak of.
+    return max(found[-1][key], 0.01) / max(found[-2][key], 0.01)
+
+
+def main(words: list[str]) -> None:
+    """Measure, show, or serve."""
+    if words[:1] == ["serve"]:
+        with LocalServer(World(int(words[1]))) as server:
+            print(server.url, flush=True)
+            sys.stdin.read()
+        return
+    asked = parse_options(Options, words)
+    if asked.table is not None:
+        print("\n".join(tables(Path(asked.table), asked.paper)))
+    else:
+        measure(asked)
+
+
+if __name__ == "__main__":
+    start(main)

@@ -1,0 +1,312 @@
+"""What lets the pipeline grow: shards that do not wait for each other, blocks of bounded memory, libraries of any kind."""
+
+import asyncio
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import datasets
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from data_prep.rmir import oracle
+from data_prep.rmir.config import (
+    EncoderConfig,
+    GenerateConfig,
+    LibraryConfig,
+    OracleConfig,
+    RetrieveConfig,
+    RmirConfig,
+)
+from data_prep.rmir.main import run_stages
+from data_prep.rmir.pictures.encoders import PixelEncoder
+from data_prep.rmir.pictures.formats import LibraryError
+from data_prep.rmir.pictures.library import Library, blocks, fetched
+from data_prep.rmir.run import STAGES, Run
+from data_prep.rmir.stages import retrieve, seed
+from rge.calls.local_server import LocalServer
+from rge.calls.model_config import ModelConfig
+from rge.common.images import picture_bytes
+
+
+def config_of(out: Path, library: Path | str, url: str = "http://host/v1") -> RmirConfig:
+    models = {name: ModelConfig(name=name, base_url=url, concurrency=8) for name in ("writer", "judge")}
+    config = RmirConfig(
+        out=str(out),
+        library=LibraryConfig(path=str(library)),
+        image_encoder=EncoderConfig("pixels", None),
+        caption_encoder=EncoderConfig("hashing", None),
+        models=models,
+        generate=GenerateConfig(max_inputs=6),
+        retrieve=RetrieveConfig(by_image=4, by_caption=3),
+    )
+    config.seed.clusters, config.seed.per_cluster = 12, 30
+    return config
+
+
+def one_family(path: Path) -> None:
+    oracle.write_library(path)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], *(line for line in lines if line.startswith("noto/"))]) + "\n")
+
+
+# ------------------------------------------------------------------------------------------------- shards and fingerprints
+
+
+def test_no_shard_waits_for_the_one_before(tmp_path):
+    """The first question's answer comes only when every later shard is written."""
+    one_family(tmp_path / "library.csv")
+    answers = oracle.Oracle(OracleConfig(transient=0, malformed=0))
+    first: list[str] = []
+    written_before: list[str] = []
+    folder = tmp_path / "out" / "generate" / "queries"
+
+    async def answer(path, body):
+        if not first:
+            first.append(str(body))
+            for _ in range(500):
+                written_before[:] = sorted(part.name for part in folder.glob("part-*.parquet"))
+                if len(written_before) == 2:
+                    break
+                await asyncio.sleep(0.01)
+        return await answers(path, body)
+
+    with LocalServer(answer) as server:
+        config = config_of(tmp_path / "out", tmp_path / "library.csv", server.url)
+        config.queries_per_shard = 2
+        config.models["writer"].concurrency = 2
+        run = Run(config, progress=False)
+        run_stages(run, ("seed", "generate"))
+        run.close()
+    assert written_before == ["part-00001.parquet", "part-00002.parquet"]
+    assert len(list(folder.glob("part-*.parquet"))) == 3
+
+
+# --------------------------------------------------------------------------------------------------------------- libraries
+
+
+def png(number: int, side_px: int = 40) -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (side_px, side_px), (number * 5 % 256, number // 50, 99)).save(out, "PNG")
+    return out.getvalue()
+
+
+COUNT = 12
+CAPTIONED = [(f"p{number}", png(number), f"thing {number}") for number in range(COUNT)]
+
+
+def write_parquet(folder: str, fs) -> str:
+    """Two files, of two and of one row group; the captions in a column of another name."""
+    for name, some in (("a", CAPTIONED[:7]), ("b", CAPTIONED[7:])):
+        names, images, captions = zip(*some, strict=True)
+        table = pa.table({"id": names, "image": images, "caption": captions, "licence": ["CC0"] * len(some)})
+        with fs.open(f"{folder}/{name}.parquet", "wb") as out:
+            pq.write_table(table, out, row_group_size=4)
+    return f"{folder}/*.parquet"
+
+
+def write_tars(folder: str, fs) -> str:
+    """Two tars with a JSON or a text beside each picture, and one picture without either."""
+    for name, some in (("000", CAPTIONED[:7]), ("001", CAPTIONED[7:])):
+        with fs.open(f"{folder}/{name}.tar", "wb") as out, tarfile.open(fileobj=out, mode="w") as tar:
+            for number, (key, image, caption) in enumerate(some):
+                told = (
+                    ("json", json.dumps({"caption": caption, "licence": "CC0"}).encode())
+                    if number % 2
+                    else ("txt", caption.encode())
+                )
+                for ending, data in (("png", image), told):
+                    member = tarfile.TarInfo(f"{key}.{ending}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+    return folder
+
+
+def write_saved(folder: str, fs) -> str:
+    names, images, captions = zip(*CAPTIONED, strict=True)
+    table = datasets.Dataset.from_dict(
+        {"id": names, "image": [{"bytes": image, "path": None} for image in images], "caption": captions},
+        features=datasets.Features(
+            {"id": datasets.Value("string"), "image": datasets.Image(), "caption": datasets.Value("string")}
+        ),
+    )
+    table.save_to_disk(fs.unstrip_protocol(folder))
+    return folder
+
+
+def write_folder(folder: str, fs) -> str:
+    for key, image, _ in CAPTIONED:
+        with fs.open(f"{folder}/{key}.png", "wb") as out:
+            out.write(image)
+    return folder
+
+
+def write_addresses(folder: str, fs) -> str:
+    """A table of addresses in the same store."""
+    fs.makedirs(f"{folder}/pictures", exist_ok=True)
+    write_folder(f"{folder}/pictures", fs)
+    with fs.open(f"{folder}/list.jsonl", "w") as out:
+        for key, _, caption in CAPTIONED:
+            place = fs.unstrip_protocol(f"{folder}/pictures/{key}.png")
+            out.write(
+                json.dumps(
+                    {"id": key, "image": place if key == "p3" else f"pictures/{key}.png", "caption": caption}
+                )
+                + "\n"
+            )
+    return f"{folder}/list.jsonl"
+
+
+WRITERS = {
+    "parquet": write_parquet,
+    "tar": write_tars,
+    "saved": write_saved,
+    "folder": write_folder,
+    "table": write_addresses,
+}
+
+
+@pytest.mark.parametrize("where", ["here", "memory"])
+@pytest.mark.parametrize("kind", WRITERS)
+def test_every_kind_of_library_gives_the_same_rows_from_any_row_on(tmp_path, kind, where):
+    fs = fsspec.filesystem("file" if where == "here" else "memory")
+    folder = str(tmp_path / "a [1] folder") if where == "here" else f"/{tmp_path.name}-{kind}"
+    fs.makedirs(folder, exist_ok=True)
+    path = WRITERS[kind](folder, fs)
+    if where == "here" and "*" in path:
+        path = folder  # its name has the marks of a pattern
+    library = Library(LibraryConfig(path=path if where == "here" else f"memory:/{path}"))
+    rows = list(fetched(library.rows()))
+    expected = sorted(CAPTIONED) if kind == "folder" else CAPTIONED
+    assert [row["id"] for row in rows] == [name for name, _, _ in expected]
+    assert [row["data"] or picture_bytes(row["ref"]) for row in rows] == [image for _, image, _ in expected]
+    assert [row["caption"] for row in rows] == [
+        None if kind == "folder" else caption for _, _, caption in expected
+    ]
+    for first in (1, 4, 6, 7, 9, COUNT):
+        assert list(fetched(library.rows(first))) == rows[first:]
+    assert [row["id"] for row in library.rows(pictures=False)] == [row["id"] for row in rows]
+    if kind in ("parquet", "tar"):
+        told = library.origins({"p1", "p2"})
+        assert told == {"p1": {"licence": "CC0"}, "p2": {"licence": "CC0"} if kind == "parquet" else {}}
+
+
+def test_rows_without_ids_are_numbered_and_two_of_one_name_refused(tmp_path):
+    fs = fsspec.filesystem("file")
+    write_tars(str(tmp_path), fs)
+    library = LibraryConfig(path=str(tmp_path), id_column=None)
+    assert [row["id"] for row in Library(library).rows()][6:8] == ["000.tar/p6", "001.tar/p7"]
+    (tmp_path / "001.tar").write_bytes((tmp_path / "000.tar").read_bytes())
+    run = Run(config_of(tmp_path / "out", tmp_path), progress=False)
+    with pytest.raises(LibraryError, match="the id 'p0' occurs twice .*null numbers the rows"):
+        seed(run)
+    run.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nowhere://bucket/a", "nowhere"),
+        ("memory://no-such-folder/*.parquet", "does not exist"),
+        ("broken.tar", "cannot be read"),
+        ("broken.parquet", "cannot be read"),
+        ("other.zip", "must be a folder, one .csv"),
+        ("no-image.parquet", "no column image .there are: id, picture"),
+    ],
+)
+def test_libraries_that_cannot_be_read_are_named(tmp_path, monkeypatch, path, message):
+    monkeypatch.chdir(tmp_path)
+    for name in ("broken.tar", "broken.parquet", "other.zip"):
+        (tmp_path / name).write_bytes(b"not what its name says" * 100)
+    pq.write_table(pa.table({"id": ["1"], "picture": [b""]}), tmp_path / "no-image.parquet")
+    with pytest.raises(LibraryError, match=message):
+        list(Library(LibraryConfig(path=path)).rows())
+
+
+def test_blocks_are_bounded_by_rows_and_by_bytes():
+    rows = [{"id": str(number), "data": bytes(size)} for number, size in enumerate([3, 3, 3, 9, 1, 1, 1, 1])]
+    assert [len(block) for block in blocks(rows, 3, 8)] == [2, 1, 1, 3, 1]
+    assert sum(blocks(rows, 100, 4), []) == rows
+
+
+def test_a_stopped_seed_stage_goes_on_where_it_was_and_keeps_the_chosen_pictures(tmp_path, monkeypatch):
+    """From tars in a store; stopped while the second of three blocks is embedded. The library may then go."""
+    fs = fsspec.filesystem("memory")
+    folder = f"/{tmp_path.name}"
+    fs.makedirs(folder, exist_ok=True)
+    write_tars(folder, fs)
+    config = config_of(tmp_path / "out", f"memory:/{folder}")
+    config.library.shard_size, config.seed.clusters = 5, 2
+    whole = Run(config, progress=False)
+    found = seed(whole)
+    expected = whole.rows("seed", "images")
+    whole.close()
+    config.out = str(tmp_path / "stopped")
+    run, embedded = Run(config, progress=False), []
+    original = PixelEncoder.pictures
+
+    def pictures(self, refs):
+        embedded.append(len(refs))
+        if len(embedded) == 2:
+            raise KeyboardInterrupt
+        return original(self, refs)
+
+    monkeypatch.setattr(PixelEncoder, "pictures", pictures)
+    with pytest.raises(KeyboardInterrupt):
+        seed(run)
+    config.library.shard_size = 4  # what is done stays done
+    assert seed(run) == found
+    assert embedded == [5, 5, 4, 3]
+    fs.rm(folder, recursive=True)
+    images = run.rows("seed", "images")
+    assert [{**image, "ref": None} for image in images] == [{**image, "ref": None} for image in expected]
+    assert [picture_bytes(image["ref"]) for image in images] == [
+        CAPTIONED[int(image["id"][1:])][1] for image in images
+    ]
+    assert np.array_equal(np.load(run.path("seed", "images.npy")), np.load(whole.path("seed", "images.npy")))
+    run.close()
+
+
+def test_a_parquet_library_of_one_row_group_is_never_whole_in_memory(tmp_path):
+    chance = np.random.default_rng(0)
+    table = pa.table(
+        {"id": [str(n) for n in range(6000)], "image": [chance.bytes(20_000) for _ in range(6000)]}
+    )
+    pq.write_table(table, tmp_path / "one.parquet", use_dictionary=False)
+    assert pq.read_metadata(tmp_path / "one.parquet").num_row_groups == 1
+    size = table.nbytes
+    del table
+    before, most, number = pa.total_allocated_bytes(), 0, 0
+    library = Library(LibraryConfig(path=str(tmp_path / "one.parquet")))
+    for block in blocks(library.rows(), 5000, 5 << 20):
+        assert sum(len(row["data"]) for row in block) <= 5 << 20
+        most = max(most, pa.total_allocated_bytes() - before)
+        number += len(block)
+    assert number == 6000
+    assert most < 0.6 * size, f"{most >> 20} of {size >> 20} MB at once"
+
+
+def test_candidates_are_searched_for_in_blocks_of_bounded_memory(tmp_path, monkeypatch):
+    one_family(tmp_path / "library.csv")
+    with LocalServer(oracle.Oracle(OracleConfig(transient=0, malformed=0))) as server:
+        run = Run(config_of(tmp_path / "out", tmp_path / "library.csv", server.url), progress=False)
+        run_stages(run, STAGES[:4])
+    whole, sizes = run.rows("retrieve", "triplets"), []
+    original = PixelEncoder.texts
+    monkeypatch.setattr(
+        PixelEncoder, "texts", lambda self, texts: sizes.append(len(texts)) or original(self, texts)
+    )
+    images = len(run.rows("seed", "images"))
+    for memory_mb, queries in ((512, None), (16 * images * 3 / 2**20, 3)):
+        run.config.retrieve.memory_mb = memory_mb
+        sizes.clear()
+        number = retrieve(run)["queries"]
+        assert run.rows("retrieve", "triplets") == whole
+        assert max(sizes) == (queries or number) < number + 1
+        assert sum(sizes) == number > 3
+    run.close()

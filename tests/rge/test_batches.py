@@ -1,0 +1,627 @@
+"""The batch modes of OpenAI, Anthropic and Gemini, each against a server on this machine that speaks its protocol, badly too."""
+
+import json
+import sqlite3
+import time
+from contextlib import contextmanager
+
+import pytest
+from forked import Program
+
+from rge.calls import batch_jobs
+from rge.calls.caller import Caller
+from rge.calls.failures import BudgetReached, EndpointDown, KeyRejected, RequestRejected
+from rge.calls.local_server import Answer, Batches, LocalServer, chat
+from rge.calls.model_config import ModelConfig
+from rge.calls.replies import MissingTag, Refused, tag
+from rge.calls.request import Request
+from rge.calls.store import AnswerStore
+from rge.common.errors import UserError
+
+KEY = "sk-batch-0123456789"
+
+
+class OpenAI(Batches):
+    """`local_server.Batches`, with a key that is asked for."""
+
+    api, base = "openai", "/v1"
+    filtered = ({"error": {"code": "content_filter", "message": "filtered"}}, 400)
+    cannot = ({"error": {"message": "Could not process image"}}, 400)
+    busy = ({"error": {"message": "busy"}}, 503)
+
+    def __init__(self):
+        super().__init__(self.chat, looks=2)
+        self.faults: dict[str, list] = {}
+        self.asked, self.by_calls, self.created, self.results = [], [], 0, 0
+        self.ids = self.cut = None
+        self.expires = 0
+        self.special = {}
+
+    async def chat(self, path, body):
+        text = body["messages"][-1]["content"][0]["text"]
+        self.asked.append(text)
+        return Answer(*self.special[text]) if text in self.special else chat(f"<x>{text}</x>")
+
+    def fault(self, what):
+        return self.faults[what].pop(0) if self.faults.get(what) else None
+
+    async def __call__(self, method, path, headers, data):
+        if headers.get("authorization") != f"Bearer {KEY}":
+            return Answer({"error": {"message": "who are you?"}}, 401)
+        place = path.partition("?")[0]
+        if method == "POST" and place == "/v1/batches":
+            if (fault := self.fault("create before")) is not None:
+                return fault
+            self.created += 1
+        if place == "/v1/chat/completions":
+            self.by_calls.append(json.loads(data)["messages"][-1]["content"][0]["text"])
+        if method == "GET" and place == "/v1/batches" and (fault := self.fault("list")):
+            return fault
+        if place.startswith("/v1/batches/") and (fault := self.fault("look")):
+            return fault
+        answer = await super().__call__(method, path, headers, data)
+        if method == "POST" and place == "/v1/batches" and (fault := self.fault("create after")):
+            return fault
+        if place.endswith("/content"):
+            self.results += 1
+            answer.body = self.spoilt(answer.body)
+        return answer
+
+    def spoilt(self, lines: bytes) -> bytes:
+        if self.ids:
+            lines = lines.replace(b"rge-", self.ids)
+        return lines[: -self.cut] if self.cut and self.results == 1 else lines
+
+    async def look(self, name):
+        shown = await super().look(name)
+        if self.expires and shown["status"] == "completed":
+            # The last of its calls were not made in time.
+            shown["status"] = "expired"
+            rows = self.files[shown["output_file_id"]].splitlines(keepends=True)
+            self.files[shown["output_file_id"]] = b"".join(rows[: -self.expires])
+            shown["error_file_id"] = f"{name}-expired"
+            self.files[shown["error_file_id"]] = b"".join(
+                json.dumps(
+                    {
+                        "custom_id": json.loads(row)["custom_id"],
+                        "response": None,
+                        "error": {"code": "batch_expired", "message": "not in time"},
+                    }
+                ).encode()
+                + b"\n"
+                for row in rows[-self.expires :]
+            )
+        return shown
+
+
+class Anthropic(OpenAI):
+    """Message Batches: no file, no name, results in one stream."""
+
+    api, base = "anthropic", ""
+    filtered = (
+        {
+            "type": "error",
+            "error": {
+                "type": "invalid_request_error",
+                "message": "Output blocked by content filtering policy",
+            },
+        },
+        400,
+    )
+    cannot = (
+        {"type": "error", "error": {"type": "invalid_request_error", "message": "Could not process image"}},
+        400,
+    )
+    busy = ({"type": "error", "error": {"type": "overloaded_error", "message": "busy"}}, 529)
+
+    def message(self, body) -> Answer:
+        text = body["messages"][-1]["content"][0]["text"]
+        self.asked.append(text)
+        if text in self.special:
+            return Answer(*self.special[text])
+        return Answer(
+            {
+                "type": "message",
+                "content": [{"type": "text", "text": f"<x>{text}</x>"}],
+                "stop_reason": "end_turn",
+                "usage": {"input_tokens": 100, "output_tokens": 20},
+            }
+        )
+
+    async def __call__(self, method, path, headers, data):
+        if headers.get("x-api-key") != KEY or headers.get("anthropic-version") != "2023-06-01":
+            return Answer({"type": "error", "error": {"type": "authentication_error", "message": "no"}}, 401)
+        place = path.partition("?")[0].removeprefix("/v1/messages")
+        if place == "":
+            self.by_calls.append(json.loads(data)["messages"][-1]["content"][0]["text"])
+            return self.message(json.loads(data))
+        if place == "/batches" and method == "GET":
+            return self.fault("list") or Answer(
+                {"data": list(self.batches.values())[::-1], "has_more": False}
+            )
+        if place == "/batches":
+            if (fault := self.fault("create before")) is not None:
+                return fault
+            self.created += 1
+            begun = self.begin(json.loads(data)["requests"])
+            return self.fault("create after") or Answer(begun)
+        name = place.split("/")[2]
+        if place.endswith("/results"):
+            self.results += 1
+            return Answer(self.spoilt(self.files[name]), content_type="application/x-jsonl")
+        return self.fault("look") or Answer(self.looked(name))
+
+    def begin(self, rows, ended=False):
+        name = f"msgbatch_{len(self.batches)}"
+        counts = {"processing": len(rows), "succeeded": 0, "errored": 0, "canceled": 0, "expired": 0}
+        at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self.batches[name] = {
+            "id": name, "processing_status": "in_progress", "request_counts": counts, "created_at": at, "results_url": None,
+        }  # fmt: skip
+        self.files[name] = rows
+        return self.batches[name]
+
+    def looked(self, name):
+        shown = self.batches[name]
+        self._looked[name] = self._looked.get(name, 0) + 1
+        if self._looked[name] == self.looks:
+            lines = []
+            for number, row in enumerate(self.files[name]):
+                answer = self.message(row["params"])
+                result = {"type": "succeeded", "message": answer.body}
+                if answer.status != 200:
+                    result = {"type": "errored", "error": answer.body}
+                if number >= len(self.files[name]) - self.expires:
+                    result = {"type": "expired"}
+                lines.append(json.dumps({"custom_id": row["custom_id"], "result": result}).encode() + b"\n")
+            self.files[name] = b"".join(lines)
+            shown["processing_status"], shown["results_url"] = "ended", "https://elsewhere.example/results"
+        return shown
+
+
+class Gemini(OpenAI):
+    """A file that is sent in two steps, and a long-running operation."""
+
+    api, base = "gemini", ""
+    filtered = ({"promptFeedback": {"blockReason": "SAFETY"}, "usageMetadata": {"promptTokenCount": 0}}, 200)
+    cannot = (
+        {"error": {"code": 400, "status": "INVALID_ARGUMENT", "message": "Unable to process input image"}},
+        400,
+    )
+    busy = ({"error": {"code": 503, "status": "UNAVAILABLE", "message": "busy"}}, 503)
+
+    def generate(self, body) -> Answer:
+        text = body["contents"][0]["parts"][0]["text"]
+        self.asked.append(text)
+        if text in self.special:
+            return Answer(*self.special[text])
+        parts = [{"text": "let me think", "thought": True}, {"text": f"<x>{text}</x>"}]
+        usage = {"promptTokenCount": 100, "candidatesTokenCount": 15, "thoughtsTokenCount": 5}
+        return Answer(
+            {"candidates": [{"content": {"parts": parts}, "finishReason": "STOP"}], "usageMetadata": usage}
+        )
+
+    async def __call__(self, method, path, headers, data):
+        if headers.get("x-goog-api-key") != KEY:
+            about = {"code": 400, "message": "API key not valid", "details": [{"reason": "API_KEY_INVALID"}]}
+            return Answer({"error": about}, 400)
+        place = path.partition("?")[0]
+        if place == "/upload/v1beta/files" and headers["x-goog-upload-command"] == "start":
+            self.num_bytes = int(headers["x-goog-upload-header-content-length"])
+            return Answer({}, headers={"x-goog-upload-url": f"http://{headers['host']}/upload/there"})
+        if place == "/upload/there":
+            assert headers["x-goog-upload-command"] == "upload, finalize"
+            assert len(data) == self.num_bytes
+            name = f"files/{len(self.files)}"
+            self.files[name] = data
+            return Answer({"file": {"name": name}})
+        if place == "/v1beta/models/m:generateContent":
+            self.by_calls.append(json.loads(data)["contents"][0]["parts"][0]["text"])
+            return self.generate(json.loads(data))
+        if place == "/v1beta/models/m:batchGenerateContent":
+            if (fault := self.fault("create before")) is not None:
+                return fault
+            self.created += 1
+            about = json.loads(data)["batch"]
+            name = f"batches/{len(self.batches)}"
+            shown = {"displayName": about["display_name"], "state": "BATCH_STATE_RUNNING"}
+            self.batches[name] = {"name": name, "metadata": shown, "file": about["input_config"]["file_name"]}
+            return self.fault("create after") or Answer(self.batches[name])
+        if place == "/v1beta/batches":
+            return self.fault("list") or Answer({"operations": list(self.batches.values())})
+        if place.startswith("/download/v1beta/"):
+            self.results += 1
+            name = place.removeprefix("/download/v1beta/").removesuffix(":download")
+            return Answer(self.spoilt(self.files[name]), content_type="application/jsonl")
+        return self.fault("look") or Answer(self.looked(place.removeprefix("/v1beta/")))
+
+    def looked(self, name):
+        operation = self.batches[name]
+        self._looked[name] = self._looked.get(name, 0) + 1
+        if self._looked[name] == self.looks:
+            rows = [json.loads(line) for line in self.files[operation["file"]].splitlines()]
+            operation["done"], lines = True, []
+            if self.expires:  # Gemini's have no results at all then
+                operation["metadata"]["state"] = "BATCH_STATE_EXPIRED"
+                return operation
+            for row in rows:
+                answer = self.generate(row["request"])
+                field = (
+                    {"response": answer.body}
+                    if answer.status == 200
+                    else {"error": {"code": 3, **answer.body["error"]}}
+                )
+                lines.append(json.dumps({"key": row["key"], **field}).encode() + b"\n")
+            self.files["files/out"] = b"".join(lines)
+            operation["metadata"]["state"] = "BATCH_STATE_SUCCEEDED"
+            operation["response"] = {"responsesFile": "files/out"}
+        return operation
+
+
+@pytest.fixture(params=[OpenAI, Anthropic, Gemini], ids=["openai", "anthropic", "gemini"])
+def provider(request, monkeypatch):
+    monkeypatch.setenv("A_KEY", KEY)
+    made = request.param()
+    with LocalServer(raw=made) as server:
+        made.address = server.url.removesuffix("/v1") + made.base
+        yield made
+
+
+@pytest.fixture
+def store(tmp_path):
+    made = AnswerStore(tmp_path / "replies.sqlite")
+    yield made
+    made.close()
+
+
+def model(provider, **settings) -> dict[str, ModelConfig]:
+    fixed = {
+        "name": "m",
+        "base_url": provider.address,
+        "api": provider.api,
+        "key_env": "A_KEY",
+        "mode": "batch",
+    }
+    quick = {"backoff_s": 0.01, "batch_poll_s": 0.02, "input_price": 1e4, "output_price": 1e6}
+    return {"m": ModelConfig(**{**fixed, **quick, **settings})}
+
+
+def ask(*texts: str, **settings) -> list[Request]:
+    return [Request("m", (text,), **settings) for text in texts]
+
+
+def read(reply):
+    return tag(reply.text, "x")
+
+
+TEXTS = [f"question {number}" for number in range(6)]
+PRICE = 0.5 * (100 * 1e4 + 20 * 1e6) / 1e6
+"""Of an answer by a batch: 10.5; by a call it is 21."""
+
+
+def asked_twice(provider) -> list[str]:
+    return sorted({text for text in provider.asked if provider.asked.count(text) > 1})
+
+
+def test_a_batch_answers_as_calls_do_at_half_the_price(provider, store):
+    caller = Caller(model(provider), store)
+    found = caller.run(ask(*TEXTS), read=read)
+    assert [read(one.reply) for one in found] == TEXTS
+    assert (provider.created, provider.by_calls) == (1, [])
+    assert (caller.counts.asked, caller.counts.batched) == (6, 6)
+    (spent,) = store.ledger()
+    assert (spent.calls, spent.batch_calls, spent.input_tokens, spent.output_tokens) == (6, 6, 600, 120)
+    assert spent.cost == pytest.approx(6 * PRICE)
+    assert spent.lost_calls == 0
+    # The same key as by calls: neither way asks again what the other has answered.
+    again = Caller(model(provider, mode="calls"), store).run(ask(*TEXTS))
+    assert all(one.cached for one in again)
+    assert [one.key for one in again] == [one.key for one in found]
+
+
+def test_what_fails_in_a_batch_is_asked_by_calls(provider, store):
+    provider.special = {TEXTS[1]: provider.busy, TEXTS[2]: provider.filtered, TEXTS[3]: provider.cannot}
+    caller = Caller(model(provider), store)
+
+    class Mended(dict):
+        def __contains__(self, text):  # what was busy is not when it is asked by itself
+            return dict.__contains__(self, text) and not (text == TEXTS[1] and provider.by_calls)
+
+    provider.special = Mended(provider.special)
+    found = caller.run(ask(*TEXTS), read=read)
+    assert [read(found[place].reply) for place in (0, 1, 4, 5)] == [TEXTS[place] for place in (0, 1, 4, 5)]
+    assert isinstance(found[2].error, Refused)
+    assert found[3].failed
+    assert "image" in str(found[3].error)
+    assert sorted(provider.by_calls) == [TEXTS[1], TEXTS[3]]
+    (spent,) = store.ledger()
+    assert (spent.calls, spent.batch_calls, spent.lost_calls) == (5, 4, 0)
+    assert spent.cost == pytest.approx(3 * PRICE + 2 * PRICE), (
+        "one by a call, three by the batch, the filtered one for nothing"
+    )
+
+
+def test_what_cannot_be_read_is_asked_again_by_calls(provider, store):
+    provider.special = {}
+    answers = {TEXTS[0]: "no tag"}
+
+    def picky(reply):
+        if reply.text == f"<x>{TEXTS[0]}</x>" and answers.pop(TEXTS[0], None):
+            raise MissingTag("no")
+
+    caller = Caller(model(provider), store)
+    caller.run(ask(*TEXTS), read=picky)
+    assert (caller.counts.reasked, caller.counts.batched, caller.counts.asked) == (1, 6, 7)
+    assert provider.by_calls == [TEXTS[0]]
+
+
+def test_an_expired_batch_is_finished_by_calls(provider, store):
+    provider.expires = 2
+    found = Caller(model(provider), store).run(ask(*TEXTS))
+    assert [read(one.reply) for one in found] == TEXTS
+    by_calls = TEXTS if provider.api == "gemini" else TEXTS[-2:]
+    assert sorted(provider.by_calls) == by_calls
+    (spent,) = store.ledger()
+    num_batched = 6 - len(by_calls)
+    assert (spent.calls, spent.batch_calls, spent.lost_calls) == (6, num_batched, 0)
+    assert spent.cost == pytest.approx((num_batched + 2 * len(by_calls)) * PRICE)
+
+
+@pytest.mark.parametrize(
+    "fault", [Answer({"error": {"message": "oops"}}, 500), Answer("", 0)], ids=["500", "lost"]
+)
+def test_a_batch_that_was_accepted_is_not_created_twice(provider, store, fault):
+    """The provider has it, but its answer never comes: it is looked for before anything is sent again."""
+    provider.faults = {"create after": [fault], "list": [Answer({"error": {"message": "oops"}}, 500)]}
+    found = Caller(model(provider), store).run(ask(*TEXTS))
+    assert [read(one.reply) for one in found] == TEXTS
+    assert (provider.created, len(provider.batches)) == (1, 1)
+    assert asked_twice(provider) == []
+    (spent,) = store.ledger()
+    assert spent.cost == pytest.approx(6 * PRICE)
+
+
+@pytest.mark.parametrize(
+    "fault", [Answer({"error": {"message": "oops"}}, 503), Answer("", 0)], ids=["503", "lost"]
+)
+def test_a_batch_that_was_not_accepted_is_created_again(provider, store, fault):
+    provider.faults = {"create before": [fault]}
+    found = Caller(model(provider), store).run(ask(*TEXTS))
+    assert [read(one.reply) for one in found] == TEXTS
+    assert provider.created == 1
+    (spent,) = store.ledger()
+    assert (spent.cost, spent.lost_calls) == (pytest.approx(6 * PRICE), 0)
+
+
+def test_somebody_elses_batch_is_not_taken_for_ours(store, monkeypatch):
+    """Anthropic's have no names: one of the same size is waited for, seen to be another's, and ours is created."""
+    monkeypatch.setenv("A_KEY", KEY)
+    provider = Anthropic()
+    theirs = [
+        {"custom_id": f"theirs-{number}", "params": {"messages": [{"content": [{"text": "t"}]}]}}
+        for number in range(6)
+    ]
+    provider.begin(theirs)
+    provider.faults = {"create before": [Answer({"type": "error"}, 500)]}
+    with LocalServer(raw=provider) as server:
+        provider.address = server.url.removesuffix("/v1")
+        found = Caller(model(provider), store).run(ask(*TEXTS))
+    assert [read(one.reply) for one in found] == TEXTS
+    assert provider.created == 1
+    assert asked_twice(provider) == ["t"]
+    assert store.ledger()[0].cost == pytest.approx(6 * PRICE)
+
+
+def test_results_that_are_cut_short_are_fetched_again(provider, store):
+    provider.cut = 40
+    found = Caller(model(provider), store).run(ask(*TEXTS))
+    assert [read(one.reply) for one in found] == TEXTS
+    assert provider.by_calls == []
+    assert provider.results == 2
+    assert store.ledger()[0].cost == pytest.approx(6 * PRICE), (
+        "what was read of the first file is not counted twice"
+    )
+
+
+def test_results_with_ids_of_nobody_are_no_answers(provider, store):
+    """They may have been billed, so they stay in the ledger as lost; the calls are made one by one."""
+    provider.ids = b"who-"
+    found = Caller(model(provider), store).run(ask(*TEXTS))
+    assert [read(one.reply) for one in found] == TEXTS
+    assert sorted(provider.by_calls) == TEXTS
+    (spent,) = store.ledger()
+    assert (spent.calls, spent.batch_calls, spent.lost_calls) == (6, 0, 6)
+    assert spent.cost == pytest.approx(12 * PRICE)
+
+
+def test_a_budget_holds_what_is_under_way(provider, store):
+    """A call may cost 0.5 * (about 0.03 + 100) = 50; a budget of 160 sends three, then what their real price leaves."""
+    requests = ask(*TEXTS, max_tokens=100)
+    with pytest.raises(BudgetReached, match="of the budget 100 is spent"):
+        Caller(model(provider, budget=100), store).run(requests)
+    assert store.ledger()[0].cost == pytest.approx(store.spent(store.ledger()[0].endpoint))
+    assert store.ledger()[0].cost <= 100
+    before = provider.created
+    assert before >= 2
+    found = Caller(model(provider, budget=10_000), store).run(requests)
+    assert [read(one.reply) for one in found] == TEXTS
+    assert asked_twice(provider) == []
+
+
+def test_a_wrong_key_stops_at_once_and_nothing_is_held(provider, store, monkeypatch):
+    monkeypatch.setenv("A_KEY", "sk-not-the-key-0")
+    with pytest.raises(KeyRejected, match="rejects the key"):
+        Caller(model(provider), store).run(ask(*TEXTS))
+    assert store.spent(model(provider)["m"].endpoint) == 0
+    assert store.open_batches(model(provider)["m"].endpoint) == []
+
+
+def test_a_batch_that_is_rejected_stops_with_the_providers_words(provider, store):
+    provider.faults = {"create before": [Answer({"error": {"message": "no batches for m"}}, 400)]}
+    with pytest.raises(RequestRejected, match=r"rejects the batch; HTTP 400.*no batches for m.*mode=calls"):
+        Caller(model(provider), store).run(ask(*TEXTS))
+    assert store.spent(model(provider)["m"].endpoint) == 0
+
+
+def test_a_queue_that_is_full_is_waited_for(provider, store):
+    provider.faults = {
+        "create before": [Answer({"error": {"message": "slow"}}, 429, headers={"retry-after": "0.05"})] * 2
+    }
+    found = Caller(model(provider), store).run(ask(*TEXTS))
+    assert [read(one.reply) for one in found] == TEXTS
+    provider.faults = {"create before": [Answer({"error": {"message": "slow"}}, 429)] * 500}
+    with pytest.raises(EndpointDown, match=r"still refused after 0.1 s \(max_limited_s\)"):
+        Caller(model(provider, max_limited_s=0.1), store).run(ask("another"))
+
+
+def test_waiting_has_an_end_and_says_for_what(provider, store):
+    provider.looks = 10**9
+    with pytest.raises(
+        EndpointDown, match=r"waited 0.1 s \(batch_wait_s\) for batches \S+ \((in_progress|RUNNING)\)"
+    ):
+        Caller(model(provider, batch_wait_s=0.1), store).run(ask(*TEXTS))
+    provider.looks = 3 + max(provider._looked.values())
+    found = Caller(model(provider), store).run(ask(*TEXTS))
+    assert [read(one.reply) for one in found] == TEXTS
+    assert provider.created == 1
+
+
+def test_an_endpoint_that_goes_down_while_it_is_waited_for(provider, store, monkeypatch):
+    monkeypatch.setattr(batch_jobs, "FAILED_LOOKS", 3)
+    provider.faults = {"look": [Answer("<html>", 502)] * 3}
+    with pytest.raises(EndpointDown, match=r"does not say how far batch \S+ is \(3 attempts\).*HTTP 502"):
+        Caller(model(provider), store).run(ask(*TEXTS))
+    Caller(model(provider), store).run(ask(*TEXTS))
+    assert provider.created == 1
+
+
+KILLED = """
+import sys
+from rge.calls.caller import Caller
+from rge.calls.model_config import ModelConfig
+from rge.calls.request import Request
+from rge.calls.store import AnswerStore
+models = {'m': ModelConfig(name='m', base_url=sys.argv[1], api=sys.argv[2], key_env='A_KEY', mode='batch', batch_poll_s=0.05)}
+Caller(models, AnswerStore(sys.argv[3])).run([Request('m', (f'question {n}',)) for n in range(6)])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["creating", "waiting"])
+def test_killed_and_resumed_no_batch_is_created_twice(provider, store, tmp_path, when):
+    if when == "waiting" and provider.api != "openai":
+        pytest.skip("the same for all of them")
+    (tmp_path / "ask.py").write_text(KILLED)
+    provider.looks = 10**9
+    if when == "creating":  # the answer to the creation never comes, nor the list
+        provider.faults = {"create after": [Answer("", 0)] * 99, "list": [Answer("", 0)] * 10**4}
+    with Program(tmp_path / "ask.py", provider.address, provider.api, store.path) as program:
+        program.wait_until(lambda: provider.created if when == "creating" else provider._looked)
+        time.sleep(0.3)
+        program.kill()
+    (row,) = store.open_batches(model(provider)["m"].endpoint)
+    assert (row.id is None) == (when == "creating")
+    provider.looks, provider.faults = 2 + max(provider._looked.values(), default=0), {}
+    found = Caller(model(provider), store).run(ask(*TEXTS))
+    assert [read(one.reply) for one in found] == TEXTS
+    assert provider.created == 1
+    assert asked_twice(provider) == []
+    assert store.open_batches(model(provider)["m"].endpoint) == []
+
+
+@contextmanager
+def openai_server(monkeypatch, provider=None):
+    monkeypatch.setenv("A_KEY", KEY)
+    provider = provider or OpenAI()
+    with LocalServer(raw=provider) as server:
+        provider.address = server.url
+        yield provider
+
+
+def test_batches_are_kept_below_what_providers_take(store, monkeypatch):
+    monkeypatch.setattr(batch_jobs, "MOST_CALLS", 4)
+    with openai_server(monkeypatch) as provider:
+        Caller(model(provider), store).run(ask(*TEXTS))
+        assert [len(provider.files[f"file-{number}"].splitlines()) for number in range(provider.created)] == [
+            4,
+            2,
+        ]
+        monkeypatch.setattr(batch_jobs, "MOST_BYTES", 1000)
+        Caller(model(provider), store).run(ask(*(f"another {number}" for number in range(4))))
+        assert provider.created > 3
+
+
+def test_a_batch_that_fails_as_a_whole(store, monkeypatch):
+    """Too much in the provider's queue: it is sent again when another batch has ended; alone it is an error."""
+
+    class Full(OpenAI):
+        num_full = 1
+
+        async def look(self, name):
+            if self.num_full and len(self.batches) > 1 and name == max(self.batches):
+                self.num_full -= 1
+                self.batches[name]["status"] = "failed"
+                error = {"code": "token_limit_exceeded", "message": "Enqueued token limit reached"}
+                self.batches[name]["errors"] = {"data": [error]}
+            if self.batches[name]["status"] == "failed":
+                return self.batches[name]
+            return await super().look(name)
+
+    monkeypatch.setattr(batch_jobs, "MOST_CALLS", 4)
+    with openai_server(monkeypatch, Full()) as provider:
+        found = Caller(model(provider), store).run(ask(*TEXTS))
+        assert [read(one.reply) for one in found] == TEXTS
+        assert (provider.created, asked_twice(provider)) == (3, [])
+        provider.num_full = 9
+        with pytest.raises(RequestRejected, match="failed: Enqueued token limit reached. Wait until fewer"):
+            Caller(model(provider), store).run(ask("alone"))
+    assert store.spent(model(provider)["m"].endpoint) == pytest.approx(6 * PRICE)
+
+
+def test_one_process_waits_for_batches(store, monkeypatch):
+    other = AnswerStore(store.path)
+    other.hold_batches()
+    with openai_server(monkeypatch) as provider:
+        with pytest.raises(UserError, match="another process waits for batches"):
+            Caller(model(provider), store).run(ask("a"))
+        other.close()
+        Caller(model(provider), store).run(ask("a"))
+
+
+def test_two_models_wait_for_their_batches_at_once(store, monkeypatch):
+    with openai_server(monkeypatch) as provider:
+        both = {"m": model(provider)["m"], "n": model(provider, name="n")["m"], "same": model(provider)["m"]}
+        found = Caller(both, store).run([*ask("a"), Request("n", ("b",)), Request("same", ("c",))])
+    assert [read(one.reply) for one in found] == ["a", "b", "c"]
+    assert provider.by_calls == []
+    assert provider.created == 3
+
+
+def test_a_web_page_in_the_results_is_no_answer(store, monkeypatch):
+    """The local server of chats answers with one and status 200, as gateways do."""
+    with openai_server(monkeypatch) as provider:
+        provider.special = {"page": ("<html>502</html>", 200)}
+        original = provider.chat
+
+        async def once(path, body):
+            answer = await original(path, body)
+            provider.special = {}
+            return answer
+
+        provider.chats = once
+        (found,) = Caller(model(provider), store).run(ask("page"))
+    assert read(found.reply) == "page"
+    assert provider.by_calls == ["page"]
+
+
+def test_a_file_of_answers_of_before_batches_is_read(tmp_path):
+    old = sqlite3.connect(tmp_path / "c")
+    old.execute(
+        "CREATE TABLE spending (endpoint TEXT, estimated INTEGER, calls INTEGER, input_tokens INTEGER, cached_tokens INTEGER,"
+        " output_tokens INTEGER, cost REAL, PRIMARY KEY (endpoint, estimated))"
+    )
+    old.execute("INSERT INTO spending VALUES ('m', 0, 3, 300, 0, 60, 1.5)")
+    old.commit()
+    old.close()
+    (spent,) = AnswerStore(tmp_path / "c").ledger()
+    assert (spent.calls, spent.cost, spent.batch_calls) == (3, 1.5, 0)

@@ -178,6 +178,10 @@ def _import_domain(name: str, options: MmbrightOptions, grades: dict[tuple[str, 
         columns,
         (*ESSENTIALITY, ANSWERS),
     )
+    if task != "1" and not any(row.get(ANSWERS) for row in asked):
+        told = _answers(options.src, name)
+        for row in asked:
+            row[ANSWERS] = told.get((str(row["id"]), row["query"]))
     for row in asked:
         row["essentiality"] = grades.get((name, str(row["id"]))) or _grade(
             next((row[key] for key in ESSENTIALITY if row.get(key)), None), f"{name}: query {row['id']!r}"
@@ -316,6 +320,15 @@ def _add(
         domain.answers.append((safe_id(name), answer))
     domain.qrels += [(safe_id(name), safe_id(one), gain) for one, gain in gains.items() if one in known]
     domain.negatives += [(safe_id(name), safe_id(one)) for one in dict.fromkeys(wrong) if one in known]
+
+
+def _answers(src: Path, domain: str) -> dict[tuple[str, str], Any]:
+    """(query id, its text) -> reference answers, of the questions of task 1; empty where the release has none there."""
+    try:
+        rows = _rows(src, "examples", domain, ("id", "query", ANSWERS))
+    except ReleaseError:
+        return {}
+    return {(str(row["id"]), row["query"]): row[ANSWERS] for row in rows}
 
 
 def _pairs(documents: Sequence[str], images: Sequence[str], domain: str, *, legacy: bool) -> list[str]:

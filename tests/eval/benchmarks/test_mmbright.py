@@ -107,8 +107,10 @@ def test_picture_policies(src, tmp_path, policy, sizes):
 
 
 def test_reference_answers_come_along(src, tmp_path):
-    wanted = imported(src, tmp_path / "o", task="2")
-    assert reference_answers(wanted) == {"q1": "a", "q2": "a"}
+    """Where the questions with pictures have none themselves, from the same questions of task 1."""
+    for task in ("1", "2"):
+        wanted = imported(src, tmp_path / task, task=task)
+        assert reference_answers(wanted) == {"q1": "a", "q2": "a"}
 
 
 def test_task_3_drops_what_has_no_answer(src, tmp_path):

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from ports import free_port
@@ -82,7 +84,7 @@ NAMES = [
     if anchor == "self" or layout == "mixed"
 ] + ["cold start-100", "cold start-2", "cold start without candidates-2", "no lm loss-100", "no lm loss-2"]
 RL_NAMES = [f"rl {loss_type}-{micro}" for loss_type in LOSS_TYPES for micro in (100, 2)]
-RL_NAMES += ["rl dapo with kl-100", "rl dapo with kl-2"]
+RL_NAMES += ["rl dapo with kl-100", "rl dapo with kl-2", "rl dapo with a pool-2"]
 NAMES += RL_NAMES
 NAMES += ["mixed-self-once-100", "one rank without pictures-self-once-100"]  # two forwards, one backward
 
@@ -93,18 +95,43 @@ def paired(tmp_path_factory):
     return {"folder": tmp_path_factory.mktemp("paired")}
 
 
-def rl_recipe(loss_type: str) -> Recipe:
+def rl_recipe(loss_type: str, folder: Path) -> Recipe:
     """The stage rl, with rewards of all candidates, of those of other queries, and of words."""
     rewards = [RewardConfig(name) for name in ("margin", "grace", "length")]
-    loss_type, _, kl = loss_type.partition(" with ")
+    loss_type, _, extra = loss_type.partition(" with ")
+    candidates = "batch"
+    if extra == "a pool":
+        ids = [
+            "a",
+            "b",
+            "a2",
+            "c",
+            "d",
+            "n0",
+            "n3",
+            *(f"x{number}" for number in range(6)),
+        ]  # two unequal shares
+        table = {
+            "id": ids,
+            "text": [f"{name} key" for name in ids],
+            "identity": ["a" if name == "a2" else None for name in ids],
+        }
+        pq.write_table(pa.table(table), folder / "corpus.parquet")
+        candidates = f"pool:{folder}"
     return Recipe(
         recipe="tiny",
         stage="rl",
         loss=LossConfig(alpha_lm=0.5, alpha_con=0.5, temperature=0.07),
         rollout=RolloutConfig(max_new_tokens=9),
         rl=RLConfig(
-            num_rationales=3, loss_type=loss_type, scale_rewards="batch", rewards=rewards, beta=0.3 * bool(kl)
+            num_rationales=3,
+            loss_type=loss_type,
+            scale_rewards="batch",
+            rewards=rewards,
+            beta=0.3 * (extra == "kl"),
+            candidates=candidates,
         ),
+        train=TrainConfig(micro_batch_size=2),
     )
 
 
@@ -132,7 +159,7 @@ def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_r
         ]
         rationales, rl = [roll_out(embedder, batch) for batch in batches], None
         if layout.startswith("rl "):
-            rl = rl_recipe(layout.removeprefix("rl "))
+            rl = rl_recipe(layout.removeprefix("rl "), paired["folder"])
             objective = Objective.of(rl, "rl")
             rationales = [sampled(embedder, batch) for batch in batches]
         elif layout.startswith("cold start"):

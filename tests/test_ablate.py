@@ -220,7 +220,10 @@ def test_runs_of_different_queries_make_no_table(ablate, tmp_path):
         (["sweep=loss.anchor=[]"], "without empty values"),
         (["sweep=loss.ratio=[1:10,1_10]"], "1:10 and 1_10 of the sweep are the same run"),
         (["sweep=loss.ankor=[self]"], "unknown key loss.ankor; did you mean loss.anchor"),
-        (["sweep=loss.anchor=[self,oracel]"], "loss.anchor must be one of self, oracle, none, got 'oracel'"),
+        (
+            ["sweep=loss.anchor=[self,oracel]"],
+            "loss.anchor must be one of self, oracle, none, mix, got 'oracel'",
+        ),
         (["with.nothing=loss.ratio=none"], "with.nothing names no value of the sweep: self, oracle, none"),
         (["with.none=loss.ratoi=none"], "did you mean loss.ratio"),
         (["seeds=0"], "seeds must be at least 1, got 0"),

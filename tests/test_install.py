@@ -48,7 +48,10 @@ def imported() -> set[str]:
 
 
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
-    by_module = {"llama_index": ["llama-index-core"]} | packages_distributions()  # or not
+    by_module = {
+        "llama_index": ["llama-index-core"],
+        "cv2": ["opencv-python-headless"],
+    } | packages_distributions()  # or not
     extras = PROJECT["optional-dependencies"]
     used_in_extras = {plain(one) for name, listed in extras.items() if name != "dev" for one in listed}
     declared = {plain(one) for one in PROJECT["dependencies"]} | used_in_extras

@@ -495,14 +495,16 @@ def test_an_endpoint_that_goes_down_while_it_is_waited_for(provider, store, monk
     assert provider.created == 1
 
 
-KILLED = """
+KILLED = f"""
+import os
 import sys
+os.environ['A_KEY'] = {KEY!r}  # forked from a process that started before the test
 from rge.calls.caller import Caller
 from rge.calls.model_config import ModelConfig
 from rge.calls.request import Request
 from rge.calls.store import AnswerStore
-models = {'m': ModelConfig(name='m', base_url=sys.argv[1], api=sys.argv[2], key_env='A_KEY', mode='batch', batch_poll_s=0.05)}
-Caller(models, AnswerStore(sys.argv[3])).run([Request('m', (f'question {n}',)) for n in range(6)])
+models = {{'m': ModelConfig(name='m', base_url=sys.argv[1], api=sys.argv[2], key_env='A_KEY', mode='batch', batch_poll_s=0.05)}}
+Caller(models, AnswerStore(sys.argv[3])).run([Request('m', (f'question {{n}}',)) for n in range(6)])
 """
 
 

@@ -103,7 +103,8 @@ CONFIGS = sorted((ROOT / "recipes" / "accelerate").glob("*8.yaml"))
 
 
 @pytest.mark.parametrize(
-    "name", [path.stem for path in sorted((ROOT / "recipes").glob("*.yaml")) if path.stem != "demo"]
+    "name",
+    [path.stem for path in sorted((ROOT / "recipes").glob("*.yaml")) if path.stem not in ("demo", "study")],
 )
 def test_launch_configs_say_truly_which_recipes_fit(name):
     recipe = load_recipe([f"recipe={name}"])

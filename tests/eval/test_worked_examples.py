@@ -55,7 +55,7 @@ def test_they_run(lively, tmp_path, monkeypatch, capsys):
         assert results["benchmark"] == name
         assert (tmp_path / f"runs/small/{name}_eval/report.html").stat().st_size > 20_000
     rag = json.loads((tmp_path / "runs/small/mmbright_rag/rag.json").read_text())
-    assert list(rag["rows"]) == ["closed_book", "oracle", "mmbright_eval", "mmbright_bm25"]
+    assert list(rag["rows"]) == ["closed_book", "oracle", "mmbright_eval"]
     assert rag["rows"]["oracle"]["answer_score"]["value"] == pytest.approx(0.1)
     page = (tmp_path / "runs/small/leaderboard.html").read_text()
     assert page.count('class="board"') == 4

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eval.pages.boards.leaderboard import write_leaderboard
-from eval.pages.budget_curves import BASES, read_budget
+from eval.pages.budget_curves import BASES, BUDGET
 from eval.pages.evaluations import expand, read_evaluation
 from eval.pages.report import write_report
 from rge.common.errors import UserError
+from rge.common.files import read_json
 from rge.common.options import one_of
 from rge.common.registry import PluginOptions
 
@@ -92,7 +93,7 @@ def _page(options: ReportOptions) -> Path:
             raise UserError(f"baseline must be LABEL:DIR, got {entry!r}")
         baselines[label] = Path(directory)
     dirs = [Path(name) for name in options.runs if name]
-    curves = read_budget(dirs[0]) if len(dirs) == 1 else None  # the output of `budget`
+    curves = read_json(dirs[0] / BUDGET) if len(dirs) == 1 else None  # the output of `budget`
     return write_report(
         dirs if curves is None else [dirs[0] / name for name in BASES],
         options.out,

@@ -1,32 +1,14 @@
 """``budget.json``: accuracy against cost, for a page and as a file."""
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from eval.pages.charts import Curve, Point, curves_chart, curves_file
-from rge.common.errors import UserError
 
 BUDGET = "budget.json"
 BASES = ("direct", "reasoning")
 """The two ways of asking that all others start from."""
 X_LABELS = {"tokens": "generated tokens a query", "ms": "milliseconds a query"}
-
-
-def read_budget(directory: Path) -> dict[str, Any] | None:
-    """Content of ``budget.json``; None where a directory has none.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    path = directory / BUDGET
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
 
 
 def curves_of(content: Mapping[str, Any]) -> dict[str, list[Curve]]:

@@ -73,6 +73,20 @@ def write_json(path: str | Path, content: Any, *, indent: int = 1) -> None:
     write_text(path, json.dumps(content, indent=indent, ensure_ascii=False) + "\n")
 
 
+def read_json(path: str | Path) -> Any | None:
+    """Content of a JSON file; None where there is none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    if not Path(path).is_file():
+        return None
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+
+
 def find_shipped(path: str | Path) -> Path:
     """Where a file or folder is that a recipe or a command names.
 

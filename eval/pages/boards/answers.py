@@ -1,29 +1,11 @@
 """``rag.json`` on a board: paired differences between ways of choosing documents, and how far the judges agree."""
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from eval.scoring.metrics import ANSWER_SCORE
-from rge.common.errors import UserError
 
 RAG = "rag.json"
-
-
-def read_rag(directory: Path) -> dict[str, Any] | None:
-    """Content of ``rag.json``; None where a directory has none.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    path = directory / RAG
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
 
 
 def on_page(content: Mapping[str, Any]) -> dict[str, Any]:

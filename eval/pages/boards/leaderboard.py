@@ -17,8 +17,8 @@ from markupsafe import Markup
 
 from eval.benchmarks.published_tables import Column, Published, published, table_of
 from eval.embedding.identity import flat_identity
+from eval.pages.boards.answers import RAG
 from eval.pages.boards.answers import on_page as answers_on_page
-from eval.pages.boards.answers import read_rag
 from eval.pages.boards.rows import (
     MAX_COLUMNS,
     HeatMap,
@@ -34,12 +34,13 @@ from eval.pages.boards.rows import (
     why_apart,
 )
 from eval.pages.boards.side_by_side import side_by_side
-from eval.pages.budget_curves import BASES, on_page, read_budget
+from eval.pages.budget_curves import BASES, BUDGET, on_page
 from eval.pages.charts import Point, scatter
 from eval.pages.evaluations import Evaluation, expand, read_evaluation, warnings_of
 from eval.pages.examples import Gallery
 from eval.pages.single_file import write_page
 from rge.common.errors import UserError
+from rge.common.files import read_json
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def _groups(
         label, colon, directory = word.partition(":")
         if not colon or Path(word).exists():
             label, directory = "", word
-        curves = read_budget(Path(directory))
+        curves = read_json(Path(directory) / BUDGET)
         bases = [Path(directory) / name for name in BASES]
         for path in expand(Path(directory)) if curves is None else bases:
             one = read_evaluation(path)
@@ -158,7 +159,7 @@ def _groups(
             groups[key].append((": ".join(filter(None, (label, inner))) or name_of(one), note_of(one), one))
         if curves is not None:
             budgets[key].append((label or name_of(one), on_page(curves)))
-        if (found := read_rag(Path(directory))) is not None:
+        if (found := read_json(Path(directory) / RAG)) is not None:
             answered[key].append((label or Path(directory).name, answers_on_page(found)))
     _join_old(groups, budgets)
     for members in groups.values():

@@ -297,7 +297,11 @@ def test_kl_without_adapters_is_refused_under_zero3_before_anything_is_loaded(
     monkeypatch.setattr(check.dist, "is_zero3", lambda accelerator: True)
     stage = f"rl.sources=[{{path: {home / 'records.jsonl'}}}]"
     problems = problems_of(home, accelerator, "stage=rl", stage, "rl.steps=2", "rl.beta=0.04", *overrides)
-    said = [problem for problem in problems if "under ZeRO-3 no process holds them whole: use model.lora" in problem]
+    said = [
+        problem
+        for problem in problems
+        if "under ZeRO-3 no process holds them whole: use model.lora" in problem
+    ]
     assert bool(said) == refused, problems
 
 

@@ -104,7 +104,7 @@ def records(tables: Tables, chosen: list[Fact], dose: float) -> list[Record]:
                 instruction=INSTRUCTION,
                 query=QueryPart(text=query.text(tables), images=[_reference(query.picture)]),
                 positives=[
-                    Positive(**_target(one), rationale=design.oracle_text(query.fact, one, dose, query.id))
+                    Positive(**_target(one), rationale=design.oracle_text(query, one, dose))
                     for one in positives
                 ],
                 negatives=[Target(**_target(one)) for one in negatives],
@@ -216,7 +216,7 @@ def judgements(
                 continue
             if one.ground == query.ground:
                 qrels.append((query.id, one.id, 1))
-                rationales.append((query.id, one.id, design.oracle_text(query.fact, one, 1.0, query.id)))
+                rationales.append((query.id, one.id, design.oracle_text(query, one, 1.0)))
             else:
                 negatives.append((query.id, one.id))
     return qrels, negatives, rationales

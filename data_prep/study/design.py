@@ -1,15 +1,16 @@
 """What the study set asks, what is right, and what an oracle text may give away.
 
 Every picture is one of the demo's drawings, printed on a ground of one of `GROUNDS` and inside a frame of one of `FRAMES`. A
-query shows a thing and asks a relation about it ("Which tool do you use for this?") and for a ground ("Answer on the same
+query shows a thing and asks a relation about it ("Which tool do you use for this?") and for a ground ("Answer on the opposite
 ground."). A target is right when it shows
 
 * the **thing** that the relation leads to: the text of a rationale says it, and there is one answer to each question;
-* on the **ground** that follows from the query's picture and its rule: no rationale ever says it;
+* on the **ground** that follows from the query's own, which the text of a rationale says, and the rule, which the question says;
 * inside any **frame**: the frame is the target's own detail, drawn independently of all else.
 
-The **dose** is the share of oracle texts that end in the target's frame ("Its frame is red."). Nobody can know it from the
-query: it leaks which target is meant. At every dose pictures, questions, targets and their numbers are the same.
+So a text with its question says which targets are right, but the ground has to be worked out. The **dose** is the share of
+oracle texts that end in the target's frame ("Its frame is red."). Nobody can know it from the query: it leaks which target is
+meant, and with it no ground has to be worked out. At every dose pictures, questions, targets and their numbers are the same.
 """
 
 from collections import Counter
@@ -28,6 +29,8 @@ MIN_FAMILIES = 4
 """Things that fewer training families draw are left out: they are not recognised surely enough."""
 MIN_QUESTIONS = 2
 """Of a thing, so that its picture alone does not say what is asked."""
+TEST_RENDERINGS = "test-3"
+"""What the test's pictures are drawn from. Those of "test" were looked at while the recipe was still being chosen."""
 
 
 @dataclass(frozen=True)
@@ -103,13 +106,14 @@ def answers(chosen: list[Fact]) -> list[str]:
     return sorted({concept for fact in chosen for concept in fact.answers})
 
 
-def oracle_text(fact: Fact, target: Shown, dose: float, *words: str) -> str:
-    """Why the target is right, and for a share of the texts, chosen by `words`, what its frame is.
+def oracle_text(query: Query, target: Shown, dose: float) -> str:
+    """What the query shows and why the target's thing is right; for a share of the texts, also what the target's frame is.
 
     What a lower dose gives away, a higher one gives away too.
     """
-    text = fact.answers[target.concept]
-    told = stable_hash("dose", *words, target.id) < dose * 2**64
+    shown, inference = query.fact.answers[target.concept].split("; ", 1)
+    text = f"{shown} on {GROUNDS[query.picture.ground]}; {inference}"
+    told = stable_hash("dose", query.id, target.id) < dose * 2**64
     return f"{text} Its frame is {FRAMES[target.frame]}." if told else text
 
 
@@ -131,6 +135,7 @@ def train_queries(tables: Tables, chosen: list[Fact]) -> list[Query]:
 def held_out_queries(tables: Tables, chosen: list[Fact], split: str) -> list[Query]:
     """Every fact under both rules (test), or under one of them (valid), in renderings of their own."""
     found = []
+    drawn = TEST_RENDERINGS if split == "test" else split
     for fact in chosen:
         families = tables.families(fact.source)
         rules = (
@@ -139,9 +144,9 @@ def held_out_queries(tables: Tables, chosen: list[Fact], split: str) -> list[Que
             else [list(RULES)[stable_hash(split, "rule", *fact.pair) % len(RULES)]]
         )
         for rule in rules:
-            first = stable_hash(split, "asked", *fact.pair, rule)
+            first = stable_hash(drawn, "asked", *fact.pair, rule)
             family = families[first % len(families)]
-            found.append(_query(tables, fact, family, rule, f"{split}-{fact.question}-{rule}", first))
+            found.append(_query(tables, fact, family, rule, f"{drawn}-{fact.question}-{rule}", first))
     return found
 
 
@@ -169,18 +174,19 @@ def gallery(tables: Tables, chosen: list[Fact], split: str) -> list[Shown]:
     Each frame stands equally often around each thing: a guessed frame points to a ground at random.
     """
     found = []
+    drawn = TEST_RENDERINGS if split == "test" else split
     for concept in answers(chosen):
         order = sorted(
-            range(len(FRAMES)), key=lambda frame: stable_hash(split, "frames", concept, str(frame))
+            range(len(FRAMES)), key=lambda frame: stable_hash(drawn, "frames", concept, str(frame))
         )
         families = tables.families(concept)
         for ground in range(len(GROUNDS)):
             for layer in range(2 if split == "test" else 1):
-                frame = order[(ground + layer * (1 + stable_hash(split, concept) % 5)) % len(FRAMES)]
+                frame = order[(ground + layer * (1 + stable_hash(drawn, concept) % 5)) % len(FRAMES)]
                 family = families[
-                    stable_hash(split, "gallery", concept, str(ground), str(layer)) % len(families)
+                    stable_hash(drawn, "gallery", concept, str(ground), str(layer)) % len(families)
                 ]
-                found.append(Shown(concept, family, ground, frame, split))
+                found.append(Shown(concept, family, ground, frame, drawn))
     return found
 
 

@@ -113,9 +113,11 @@ def test_doses_differ_in_the_leak_and_in_nothing_else(records):
         for record, one in texts:
             reason, leak, frame = one.rationale.partition(LEAK)
             thing, _, shown, _ = one.id.split("/")
-            assert reason == known[record.id.split(".")[0], record.group][thing]
+            # The query's ground is told, the target's only where the question asks for the same.
+            ground = record.query.images[0].split("/")[1]
+            assert f" on {ground}; " in reason
+            assert reason.replace(f" on {ground};", ";") == known[record.id.split(".")[0], record.group][thing]
             assert frame == (f"{shown}." if leak else "")
-            assert not any(ground in one.rationale.split() for ground in GROUNDS)
         told[dose] = {(record.id, one.id) for record, one in texts if LEAK in one.rationale}
         assert len(told[dose]) == pytest.approx(dose * len(texts), abs=0.02 * len(texts))
     assert told[0.0] < told[0.5] < told[1.0]

@@ -183,6 +183,8 @@ def _one(
     """Rerank the evaluation of one set; what results.json says of it."""
     old = read_results(options.of)
     path = options.set or Path(old["set"].get("path", ""))
+    if options.set is None and not path.is_dir():
+        raise UserError(f"the set of {options.of} is not at {path} any more: give set=DIR")
     wanted = load_set(path)
     protocol = protocol_for(old.get("benchmark", "generic"), old["profile"], wanted)
     wanted, unread = with_readable_content(protocol.prepare(wanted))

@@ -337,6 +337,9 @@ def test_the_command_reranks_a_finished_evaluation(tmp_path, monkeypatch):
     write_tables(tmp_path / "set", content)
     with pytest.raises(UserError, match="is not the set that .* was measured on"):
         rerank_command(RerankOptions(**options, overwrite=True))
+    data.rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="the set of .* is not at .* any more: give set=DIR"):
+        rerank_command(RerankOptions(**options, overwrite=True))
 
 
 def test_answers_are_kept_and_a_file_that_is_none_is_refused(tmp_path):

@@ -109,6 +109,7 @@ class Oracle:
             )
         texts, concepts = self._read(body)
         tasks = {
+            prompts.CAPTION_TASK: self._caption,
             prompts.GENERATE_TASK: self._generate,
             prompts.FILTER_TASK: self._filter,
             prompts.JUDGE_TASK: self._judge,
@@ -136,6 +137,9 @@ class Oracle:
                 data = base64.b64decode(part["image_url"]["url"].partition("base64,")[2])
                 concepts.append(self.shown.get(hashlib.sha256(data).hexdigest()))
         return "\n".join(texts), concepts
+
+    def _caption(self, rng: random.Random, texts: str, concepts: list[str]) -> str:
+        return f"<caption>{self.tables.concepts[concepts[0]].sentence}.</caption>"
 
     def _generate(self, rng: random.Random, texts: str, concepts: list[str]) -> str:
         concept = self.tables.concepts[concepts[0]]

@@ -400,7 +400,7 @@ def check(config: RmirConfig) -> None:
                 f"{stage}: no model {name!r} under models (there are: {', '.join(config.models) or 'none'})"
             )
     for name, model in config.models.items():
-        check_model(name, model)
+        check_model(f"models.{name}", model)
     if config.library.path is None and config.oracle is None:
         raise ConfigError("library.path is missing: a folder of pictures, or a table")
 

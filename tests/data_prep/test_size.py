@@ -190,6 +190,8 @@ def test_rows_without_ids_are_numbered_and_two_of_one_name_refused(tmp_path):
         ("broken.parquet", "cannot be read"),
         ("other.zip", "must be a folder, one .csv"),
         ("no-image.parquet", "no column image .there are: id, picture"),
+        ("list.tar", r"list\.tar: p0\.json: an object is needed, got list"),
+        ("cut.tar", r"cut\.tar: p0\.json: not valid JSON"),
     ],
 )
 def test_libraries_that_cannot_be_read_are_named(tmp_path, monkeypatch, path, message):
@@ -197,6 +199,11 @@ def test_libraries_that_cannot_be_read_are_named(tmp_path, monkeypatch, path, me
     for name in ("broken.tar", "broken.parquet", "other.zip"):
         (tmp_path / name).write_bytes(b"not what its name says" * 100)
     pq.write_table(pa.table({"id": ["1"], "picture": [b""]}), tmp_path / "no-image.parquet")
+    for name, data in (("list", b"[]"), ("cut", b'{"caption": ')):
+        with tarfile.open(tmp_path / f"{name}.tar", "w") as tar:
+            member = tarfile.TarInfo("p0.json")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
     with pytest.raises(LibraryError, match=message):
         list(Library(LibraryConfig(path=path)).rows())
 

@@ -97,7 +97,8 @@ def two_workers(monkeypatch):
     """A cluster of two nodes with one core each on this machine; ends with the test."""
     pytest.importorskip("ray", reason="the extra ray")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    monkeypatch.setenv("RAY_worker_niceness", "0")  # else 15: on a machine with other work they would stand still
+    # By itself Ray gives them 15, with which they stand still on a machine that has other work.
+    monkeypatch.setenv("RAY_worker_niceness", "0")
     from ray.cluster_utils import Cluster
 
     node = {"num_cpus": 1, "object_store_memory": 100_000_000}

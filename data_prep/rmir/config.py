@@ -278,6 +278,9 @@ class OracleConfig:
     """Share of wrong verdicts of the filter."""
     judge_errors: float = 0.005
     """Share of wrong verdicts of a judge."""
+    library: str | None = None
+    """Further pictures that it knows, in any form that ``library.path`` takes: those whose caption is the name of a thing in
+    the tables. Of all others it abstains then. null: it knows the shipped ones and rejects requests about others."""
     seed: int = 0
     """Seed of its errors."""
 

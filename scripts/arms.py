@@ -189,9 +189,20 @@ def complete_seeds(study: Study, names: Sequence[str], set_name: str) -> list[in
 
 
 def queries(study: Study, name: str, seed: int, set_name: str) -> pd.DataFrame:
-    """Per-query values of one run, by query id."""
+    """Per-query values of one run, by query id.
+
+    Where the set has rationales, `right_rationale` says whether one of them was written to the letter, and
+    `hit_after_wrong` whether the first hit is right although none was.
+    """
     folder = study.evaluation(study.by_name[name], seed, set_name)
-    return pd.read_parquet(folder / "per_query.parquet").sort_values("query_id").reset_index(drop=True)
+    frame = pd.read_parquet(folder / "per_query.parquet").sort_values("query_id").reset_index(drop=True)
+    if (known := study.sets[set_name] / "rationales.parquet").is_file() and "rationale" in frame:
+        table = pd.read_parquet(known)
+        right = set(zip(table["query-id"], table["rationale"], strict=True))
+        written = [pair in right for pair in zip(frame["query_id"], frame["rationale"], strict=True)]
+        frame["right_rationale"] = np.array(written, dtype=float)
+        frame["hit_after_wrong"] = frame["hit@1"] * (1 - frame["right_rationale"])
+    return frame
 
 
 def measure(

@@ -40,7 +40,7 @@ PLAN = {
     25: ("again", "rl_con"),
 }
 """Second halves by dose, the most telling dose first."""
-LENGTH, ADAPTIVE = 0.1, 0.1
+LENGTH, ADAPTIVE = 0.1, 0.03
 """Nats that a token costs."""
 SECOND = {
     "again": ("joint", ("joint.lr=3e-4", "joint.min_lr_ratio=0.1")),
@@ -146,7 +146,13 @@ def report(study: Study, doses: list[int]) -> tuple[str, list[dict]]:
     """Every arm, every question, and what each arm cost."""
     names = [arm.name for arm in study.arms if arm.query_mode]
     text, rows = "", []
-    for title, metric in (("hit@1, %", "hit@1"), ("tokens a query, times 100", "rationale_tokens")):
+    metrics = {
+        "hit@1, %": "hit@1",
+        "right rationale written, %": "right_rationale",
+        "first hit right after a wrong rationale, % of all queries": "hit_after_wrong",
+        "tokens a query, times 100": "rationale_tokens",
+    }
+    for title, metric in metrics.items():
         found, more = table(study, [Contrast(name, {name: 1.0}) for name in names], metric, SLICES)
         text += f"{title}\n\n{found}\n"
         rows += more

@@ -41,6 +41,7 @@ def scripts(monkeypatch, tmp_path):
         frame = pd.DataFrame(
             {"query_id": [f"q{n}" for n in range(8)], "hit@1": hits, "rationale_tokens": 12.0}
         )
+        frame["rationale"] = [f"why {n}" if n % 2 else "no" for n in range(8)]
         frame["group"] = [f"g{n // 2}" for n in range(8)]
         frame["pair"] = ["seen"] * 6 + ["held_out"] * 2
         frame.sample(frac=1, random_state=seed).to_parquet(out / "per_query.parquet")
@@ -115,6 +116,18 @@ def test_the_tables_pair_arms_by_query_and_say_what_is_not_run(scripts, tmp_path
     text = (tmp_path / "a study" / "table.md").read_text()
     assert "Not run yet: rl_50, ume_50, length_50, adaptive_50, again_0, rl_con_0." in text
     assert "| rl_con_50 | 75 | 0.0 | 0.00 |" in text
+
+
+def test_what_is_written_is_held_against_the_sets_rationales(scripts, tmp_path):
+    given = [*scripts.given, "doses=50", "arms=rl_con_50", "seeds=2"]
+    scripts.main(given)
+    known = pd.DataFrame({"query-id": ["q1", "q3"], "corpus-id": ["c", "c"], "rationale": ["why 1", "another"]})
+    known.to_parquet(tmp_path / "a study" / "data_50" / "unseen" / "rationales.parquet")
+    scripts.main([*given, "collect=true"])
+    rows = json.loads((tmp_path / "a study" / "table.json").read_text())
+    found = {one["metric"]: one["mean"] for one in rows if one["row"] == "rl_con_50" and "unseen" in one["slice"]}
+    assert found["right_rationale"] == pytest.approx(1 / 8)
+    assert found["hit_after_wrong"] == pytest.approx((5 + 6) / 2 / 8)
 
 
 @pytest.mark.parametrize(

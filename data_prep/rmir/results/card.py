@@ -129,7 +129,7 @@ def _text(
     lines += ["", "## What was removed", "", *_removed(report)]
     if settings := report.get("settings"):
         lines += [
-            "", "## How it was made", "", "Settings of the pipeline; prompts are in `data_prep/rmir/prompts.py`.", "",
+            "", "## How it was made", "", "Settings of the pipeline; prompts are in `data_prep/rmir/prompt_files`.", "",
             "```yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).rstrip(), "```",
         ]  # fmt: skip
     if stages:

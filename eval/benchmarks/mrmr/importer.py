@@ -59,8 +59,6 @@ class MrmrOptions(PluginOptions):
     query_images: str = "image"
     """image shows the query's one picture, as the released evaluation does; numbered shows ``image 1``, ``image 2``, ... where
     there are such."""
-    pictures: str = "embed"
-    """Only embed: the release's pictures lie in its tables."""
     decode: bool = True
     """Open every picture once."""
     overwrite: bool = False
@@ -74,7 +72,6 @@ def import_mrmr(options: MrmrOptions) -> list[str]:
         UserError: a task or a column is missing, a modality promises what is not there, or a judgement names nothing.
     """
     one_of("query_images", [options.query_images], SHOWN)
-    one_of("pictures", [options.pictures], ("embed",))
     tasks = tuple(INSTRUCTIONS) if options.tasks == ("all",) else options.tasks
     one_of("tasks", tasks, tuple(INSTRUCTIONS))
     if missing := [task for task in tasks if not (options.src / task).is_dir()]:

@@ -11,7 +11,7 @@ D = width.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -96,7 +96,7 @@ class EfficientNetQwenConfig(Qwen2_5_VLConfig):
     """Qwen2.5-VL's config with the other tower."""
 
     model_type = "qwen2_5_vl_efficientnet"
-    sub_configs_defaults = {**Qwen2_5_VLConfig.sub_configs_defaults, "vision_config": EfficientNetConfig}
+    sub_configs_defaults = Qwen2_5_VLConfig.sub_configs_defaults | {"vision_config": EfficientNetConfig}
 
 
 class EfficientNetTower(Qwen2_5_VLPreTrainedModel):
@@ -106,7 +106,7 @@ class EfficientNetTower(Qwen2_5_VLPreTrainedModel):
     """
 
     config_class = EfficientNetConfig
-    config: EfficientNetConfig
+    config: EfficientNetConfig  # type: ignore[assignment]  # not the whole model's
     _no_split_modules = ["EfficientNetTower"]
 
     def __init__(self, config: EfficientNetConfig):
@@ -180,7 +180,7 @@ class EfficientNetTower(Qwen2_5_VLPreTrainedModel):
         picture_NCHW = picture_NCHW.to(weight.dtype).contiguous(memory_format=torch.channels_last)
         features_NCHW = self.network.extract_features(picture_NCHW)
         averaged = F.avg_pool2d(features_NCHW, merge)
-        return averaged.flatten(2).transpose(1, 2).to(self.merger[1].weight.dtype)
+        return averaged.flatten(2).transpose(1, 2).to(cast(nn.LayerNorm, self.merger[0]).weight.dtype)
 
 
 class EfficientNetQwenModel(Qwen2_5_VLModel):
@@ -207,7 +207,8 @@ class EfficientNetQwen(Qwen2_5_VLForConditionalGeneration):
     def __init__(self, config: EfficientNetQwenConfig):
         Qwen2_5_VLPreTrainedModel.__init__(self, config)
         self.model = EfficientNetQwenModel(config)
-        self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
+        text = config.get_text_config()
+        self.lm_head = nn.Linear(text.hidden_size, text.vocab_size, bias=False)
         self.post_init()
 
 

@@ -96,7 +96,10 @@ class EfficientNetQwenConfig(Qwen2_5_VLConfig):
     """Qwen2.5-VL's config with the other tower."""
 
     model_type = "qwen2_5_vl_efficientnet"
-    sub_configs_defaults = Qwen2_5_VLConfig.sub_configs_defaults | {"vision_config": EfficientNetConfig}
+    sub_configs_defaults = {
+        **Qwen2_5_VLConfig.sub_configs_defaults,
+        "vision_config": EfficientNetConfig,  # type: ignore[dict-item]  # transformers makes a spec of a class
+    }
 
 
 class EfficientNetTower(Qwen2_5_VLPreTrainedModel):
@@ -120,8 +123,12 @@ class EfficientNetTower(Qwen2_5_VLPreTrainedModel):
             for name, parameter in list(module.named_parameters(recurse=False)):
                 delattr(module, name)
                 module.register_buffer(name, parameter.detach())
-        self.merger = nn.Sequential(
-            nn.LayerNorm(config.hidden_size), nn.Linear(config.hidden_size, config.out_hidden_size)
+        width = config.out_hidden_size
+        self.merger = nn.Sequential(  # as Qwen's
+            nn.LayerNorm(config.hidden_size),
+            nn.Linear(config.hidden_size, width),
+            nn.GELU(),
+            nn.Linear(width, width),
         )
         self.post_init()
 
@@ -233,7 +240,7 @@ class EfficientNetFamily(Family):
                 fixed += module.weight.numel() * places
         return VisionSizes(
             patch=0,
-            placeholder=tower.merger[1].weight.numel(),
+            placeholder=sum(it.weight.numel() for it in tower.merger if isinstance(it, nn.Linear)),
             layers=0,
             hidden=tower.config.hidden_size,
             inner=0,

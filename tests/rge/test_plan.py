@@ -30,7 +30,7 @@ from rge.model.backbone import (
     prompt_positions,
 )
 from rge.model.embedding_model import EmbeddingModel
-from rge.model.families import FAMILIES, family_of
+from rge.model.families import FAMILIES, VisionSizes, family_of
 from rge.model.packing import Branch, pack_prompts, pack_tails
 from rge.model.prompts import Prompt, PromptBuilder
 from rge.plan import report as plan
@@ -391,7 +391,8 @@ def test_hours_follow_steps_gpus_and_utilisation(capsys):
 
 def test_memory_and_communication_by_hand():
     """A model of 1 G parameters in bfloat16 on four GPUs, AdamW, without anything but its weights."""
-    shapes = Shapes(**{**dict.fromkeys(Shapes.__dataclass_fields__, 0), "parameters": 10**9})
+    nothing = dict.fromkeys(Shapes.__dataclass_fields__, 0)
+    shapes = Shapes(**{**nothing, "parameters": 10**9, "vision": VisionSizes(0, 0, 0, 0, 0)})
     load = Load(0, 0, 4, 1, 1, 0, 0, False, False, False, 0, 0, 0, 0)
 
     def of(back_end: str) -> tuple[float, float, float]:

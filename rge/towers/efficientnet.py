@@ -124,12 +124,11 @@ class EfficientNetTower(Qwen2_5_VLPreTrainedModel):
                 delattr(module, name)
                 module.register_buffer(name, parameter.detach())
         width = config.out_hidden_size
-        self.merger = nn.Sequential(  # as Qwen's
-            nn.LayerNorm(config.hidden_size),
-            nn.Linear(config.hidden_size, width),
-            nn.GELU(),
-            nn.Linear(width, width),
-        )
+        self.merger = nn.Sequential()  # as Qwen's
+        self.merger.add_module("norm", nn.LayerNorm(config.hidden_size))
+        self.merger.add_module("narrow", nn.Linear(config.hidden_size, width))
+        self.merger.add_module("bend", nn.GELU())
+        self.merger.add_module("mix", nn.Linear(width, width))
         self.post_init()
 
     @torch.no_grad()
@@ -187,7 +186,7 @@ class EfficientNetTower(Qwen2_5_VLPreTrainedModel):
         picture_NCHW = picture_NCHW.to(weight.dtype).contiguous(memory_format=torch.channels_last)
         features_NCHW = self.network.extract_features(picture_NCHW)
         averaged = F.avg_pool2d(features_NCHW, merge)
-        return averaged.flatten(2).transpose(1, 2).to(cast(nn.LayerNorm, self.merger[0]).weight.dtype)
+        return averaged.flatten(2).transpose(1, 2).to(cast(nn.LayerNorm, self.merger.norm).weight.dtype)
 
 
 class EfficientNetQwenModel(Qwen2_5_VLModel):

@@ -28,8 +28,9 @@ from PIL import Image
 
 from data_prep.rmir import prompts
 from data_prep.rmir.config import CATEGORIES, EncoderConfig, GenerateConfig, LibraryConfig, RmirConfig
-from data_prep.rmir.run import STAGES, Run
+from data_prep.rmir.run import Run, stages_of
 from data_prep.rmir.stages import WORK
+from data_prep.rmir.wording import wording
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig
 from rge.common.commands import start
@@ -147,7 +148,7 @@ class World:
     def _generate(self, concept: int, url: str) -> str:
         number = binascii.crc32(url.encode())
         blocks = ["<input_desc>a picture</input_desc>"]
-        for kind, code in enumerate(CATEGORIES.values()):
+        for kind, code in enumerate(wording().codes[name] for name in CATEGORIES):
             target = answer_to(concept, kind if (number + kind) % 10 >= BAD else kind + 1, self.num)
             blocks.append(
                 f"<Example_{code}_1>\n<query>What of {kind} follows?</query>\n<target_desc>{caption(target)}</target_desc>\n"
@@ -204,7 +205,7 @@ def measure(asked: Options) -> None:
         found = (
             json.loads(noted.read_text()) if noted.is_file() else {"pictures": asked.pictures, "stages": {}}
         )
-        for stage in STAGES:
+        for stage in stages_of(config):
             if run.done(stage) is not None and stage in found["stages"]:
                 continue
             resumed = any(run.path(stage).rglob("part-*"))
@@ -239,7 +240,8 @@ def tables(folder: Path, paper: int) -> list[str]:
         (json.loads(path.read_text()) for path in folder.glob(f"*/{MEASURED}")),
         key=lambda run: run["pictures"],
     )
-    runs = [run for run in runs if set(run["stages"]) == set(STAGES)]
+    stages = stages_of(RmirConfig())
+    runs = [run for run in runs if set(run["stages"]) == set(stages)]
     if len(runs) < 2:
         raise UserError(
             f"table={folder}: two finished runs are needed to tell how time grows; there are {len(runs)}"
@@ -252,7 +254,7 @@ def tables(folder: Path, paper: int) -> list[str]:
     ]
     times = math.log(sizes[-1] / sizes[-2])
     hours = most = 0.0
-    for stage in STAGES:
+    for stage in stages:
         found = [run["stages"][stage] for run in runs]
         grown = _grown(found, "cpu_s")
         hours += (

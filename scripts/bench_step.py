@@ -675,6 +675,7 @@ def measure_3b(options: Options) -> dict[str, float]:
         setting = groups_of(long_setting(replace(options, batch=1), sizes), options.rationales)
         # A tokenizer of that size cannot be learned here; the head's and the embeddings' rows decide what they cost.
         setting.embedder.model.resize_token_embeddings(text["vocab_size"], mean_resizing=False)
+        setting.embedder.to(torch.bfloat16)  # half the memory; the counts do not depend on it
         recipe = rl_recipe(setting, options)
         with Uncomputed():
             own_ids = [rationale.ids for rationale in our_groups(setting, options.rationales)]

@@ -1,4 +1,4 @@
-"""The command line: ``rge data rationales records=FILE.jsonl out=FILE.jsonl model=NAME [key=value ...]``.
+"""The command line: ``rge data rationales records=FILE.jsonl out=FILE.jsonl model.name=NAME [key=value ...]``.
 
 Every positive of every record gets a rationale by a model that sees query and target. One that fails a check is left
 out with its reason; a record without any is left out too. Answers are kept beside the result, so the command resumes.
@@ -93,26 +93,8 @@ class RationaleOptions(Settings):
     """Training records, JSON lines."""
     out: Path
     """Training records with rationales; pictures are referred to where they are."""
-    model: str
-    """Name the endpoint knows the writer by."""
-    base_url: str | None = None
-    """Such as http://HOST:8000/v1 of vLLM; null: the provider's own."""
-    api: Literal["openai", "anthropic", "gemini", "vllm"] = "openai"
-    """openai (any compatible endpoint), anthropic, gemini, or vllm: an engine in this process."""
-    mode: Literal["calls", "batch"] = "calls"
-    """calls, or batch: the provider's batch mode, at half the price and within a day."""
-    key_env: str | None = None
-    """Environment variable that holds the key; null: the endpoint needs none."""
-    concurrency: AtLeastOne = 32
-    """Calls under way at once."""
-    input_price: float = 0.0
-    """Per million tokens."""
-    output_price: float = 0.0
-    """Per million tokens."""
-    picture_tokens: int = 1500
-    """Tokens of one picture, for estimates."""
-    budget: float | None = None
-    """What the model may cost in all, over all runs on one cache; null: no limit."""
+    model: ModelConfig
+    """The writer: its settings are those of a model of ``rge data rmir``."""
     dry_run: bool = False
     """Ask nothing; print calls, tokens and money."""
 
@@ -150,19 +132,8 @@ def main(words: Sequence[str]) -> None:
         UserError: a word is wrong, a file cannot be read, or the calls cannot go on.
     """
     options = parse_options(RationaleOptions, words, "rge data rationales")
-    model = ModelConfig(
-        name=options.model,
-        base_url=options.base_url,
-        api=options.api,
-        mode=options.mode,
-        key_env=options.key_env,
-        concurrency=options.concurrency,
-        input_price=options.input_price,
-        output_price=options.output_price,
-        picture_tokens=options.picture_tokens,
-        budget=options.budget,
-    )
-    check_model(model.name, model)
+    model = options.model
+    check_model("model", model)
     if options.candidates > 1 and options.temperature == 0:
         raise UserError(
             "temperature=0 writes the same rationale every time: candidates needs a temperature above 0"

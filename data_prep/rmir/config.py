@@ -38,7 +38,7 @@ class LibraryConfig:
     image_column: str = "image"
     """Column with the encoded pictures, paths relative to the table's folder, or addresses."""
     caption_column: str | None = "caption"
-    """Missing or empty captions are fine: such pictures are found by the image index alone."""
+    """Missing or empty captions are fine: ``caption.model`` writes them, or such pictures are found by the image index alone."""
     licence: str = "unknown"
     """Licence of the pictures of which ``licence_column`` says nothing; for the record."""
     source_column: str = "source"
@@ -117,6 +117,20 @@ class SeedConfig:
     """Iterations of k-means."""
     seed: int = 0
     """Seed of the clusters and of every draw."""
+
+
+@dataclass
+class CaptionConfig:
+    """Captions of seed pictures that have none in the library."""
+
+    model: str | None = None
+    """Name, under `models`, of the one that writes them, such as writer; null: such pictures stay without."""
+    temperature: float = 0.0
+    """Sampling temperature."""
+    max_tokens: int = 256
+    """Tokens of one answer, at most."""
+    max_words: int = 40
+    """Longer captions count as malformed."""
 
 
 @dataclass
@@ -245,7 +259,7 @@ class ExpectConfig:
     share_valid: float = 0.6
     """The paper's filter keeps about 60 %."""
     output_tokens: dict[str, int] = field(
-        default_factory=lambda: {"generate": 600, "filter": 200, "judge": 200}
+        default_factory=lambda: {"caption": 60, "generate": 600, "filter": 200, "judge": 200}
     )
     """Tokens of an answer, by stage."""
 
@@ -264,6 +278,9 @@ class OracleConfig:
     """Share of wrong verdicts of the filter."""
     judge_errors: float = 0.005
     """Share of wrong verdicts of a judge."""
+    library: str | None = None
+    """Further pictures that it knows, in any form that ``library.path`` takes: those whose caption is the name of a thing in
+    the tables. Of all others it abstains then. null: it knows the shipped ones and rejects requests about others."""
     seed: int = 0
     """Seed of its errors."""
 
@@ -284,6 +301,7 @@ class RmirConfig:
     models: dict[str, ModelConfig] = field(default_factory=dict)
     """Models behind endpoints, by the names that the stages use."""
     seed: SeedConfig = field(default_factory=SeedConfig)
+    caption: CaptionConfig = field(default_factory=CaptionConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
     retrieve: RetrieveConfig = field(default_factory=RetrieveConfig)
@@ -298,7 +316,7 @@ class RmirConfig:
     """Answer from the shipped tables instead of asking models; null: ask the models."""
     prompts: str | None = None
     """Folder whose files replace the shipped prompts of the same name: kinds.md, constraints.md, content_policy.md,
-    generate.md, filter.md, judge.md; null: none."""
+    generate.md, filter.md, judge.md, caption.md; null: none."""
     queries_per_shard: int = 500
     """Queries judged at once; what is lost when the run is stopped."""
     runner: str = "native"
@@ -366,6 +384,7 @@ def check(config: RmirConfig) -> None:
     for key in (
         "seed.clusters", "seed.per_cluster", "seed.iterations", "retrieve.by_image", "library.shard_size",
         "library.min_side_px", "library.memory_mb", "retrieve.memory_mb", "audit.memory_mb", "download.concurrency", "download.max_bytes", "generate.max_tokens", "filter.max_tokens", "judge.max_tokens",
+        "caption.max_tokens", "caption.max_words",
     ):  # fmt: skip
         section, name = key.split(".")
         if (value := getattr(getattr(config, section), name)) < 1:
@@ -384,15 +403,21 @@ def check(config: RmirConfig) -> None:
                 f"{stage}: no model {name!r} under models (there are: {', '.join(config.models) or 'none'})"
             )
     for name, model in config.models.items():
-        check_model(name, model)
+        check_model(f"models.{name}", model)
     if config.library.path is None and config.oracle is None:
         raise ConfigError("library.path is missing: a folder of pictures, or a table")
 
 
 def models_used(config: RmirConfig) -> list[tuple[str, str]]:
     """(setting, model) of every use of a model."""
+    captions = [("caption.model", config.caption.model)] if config.caption.model is not None else []
     judges = [("judge.judges", spec.model) for spec in config.judge.judges]
-    return [("generate.model", config.generate.model), ("filter.model", config.filter.model), *judges]
+    return [
+        *captions,
+        ("generate.model", config.generate.model),
+        ("filter.model", config.filter.model),
+        *judges,
+    ]
 
 
 def to_dict(config: Any) -> dict[str, Any]:

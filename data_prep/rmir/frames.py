@@ -34,6 +34,7 @@ SCHEMAS: dict[str, pa.Schema] = {
         "images": {
             "id": _S, "ref": _S, "caption": _S, "sha256": _S, "width": _I, "height": _I, "phash": _S, "cluster": _I,
         },
+        "captions": {"id": _S, "caption": _S, "key": _S},
         "generated": {
             "query_id": _S, "image_id": _S, "category": _S, "query": _S, "target_desc": _S, "reasoning": _S,
             "input_desc": _S, "key": _S,

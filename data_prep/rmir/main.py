@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from data_prep.rmir.config import RmirConfig, load_options, models_used
+from data_prep.rmir.config import ExpectConfig, RmirConfig, load_options, models_used
 from data_prep.rmir.oracle import OracleProcess, write_library
 from data_prep.rmir.pictures.download import is_address
 from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.results import report
-from data_prep.rmir.run import STAGES, Run, RunError, done, identities
+from data_prep.rmir.run import STAGES, Run, RunError, done, identities, stages_of
 from data_prep.rmir.stages import WORK
 from data_prep.rmir.wording import wording
 from rge.calls.model_config import CHARACTERS_A_TOKEN
@@ -26,7 +26,7 @@ class RmirCommand(RmirConfig):
     """
 
     stage: Literal[
-        "all", "seed", "generate", "filter", "retrieve", "judge", "keep", "pool", "split", "audit"
+        "all", "seed", "caption", "generate", "filter", "retrieve", "judge", "keep", "pool", "split", "audit"
     ] = "all"
     """Stage to run; all of them, in order, where nothing is given."""
     dry_run: bool = False
@@ -71,15 +71,21 @@ def main(words: Sequence[str]) -> None:
 def run_stages(run: Run, stages: Sequence[str]) -> None:
     """Run stages in order; finished ones are skipped.
 
+    Args:
+        run: the run.
+        stages: some of `STAGES`, in order; those that the run does not have are passed over.
+
     Raises:
-        RunError: a stage before the first is not finished.
+        RunError: a stage before the first is not finished, or the run has none of them.
     """
-    for before in STAGES[: STAGES.index(stages[0])]:
+    present = stages_of(run.config)
+    todo = [stage for stage in stages if stage in present]
+    if not todo:
+        raise RunError("stage=caption: no model writes captions here; name one, such as caption.model=writer")
+    for before in present[: present.index(todo[0])]:
         if run.done(before) is None:
-            raise RunError(
-                f"stage={stages[0]} needs stage={before}, which is not finished with these settings"
-            )
-    for stage in stages:
+            raise RunError(f"stage={todo[0]} needs stage={before}, which is not finished with these settings")
+    for stage in todo:
         finished = run.done(stage) is not None
         found = run.run(stage, WORK[stage])
         counts = ", ".join(
@@ -92,7 +98,7 @@ def run_stages(run: Run, stages: Sequence[str]) -> None:
 def status(run: Run) -> str:
     """Which stages are done, and what was paid."""
     lines = []
-    for stage in STAGES:
+    for stage in stages_of(run.config):
         found = run.done(stage)
         parts = len(list(run.path(stage).rglob("part-*.parquet"))) if run.path(stage).is_dir() else 0
         state = f"done in {found['seconds']:.1f} s, {found['calls']:,} calls" if found else "not done"
@@ -113,13 +119,18 @@ def estimate(config: RmirConfig) -> str:
     same command with all of them give an estimate that rests on one's own pictures and prompts.
     """
     encoders = identities(config)
-    finished = {stage: found["counts"] for stage in STAGES if (found := done(config, stage, encoders))}
-    listed = addresses = 0
+    stages = stages_of(config)
+    finished = {stage: found["counts"] for stage in stages if (found := done(config, stage, encoders))}
+    listed = addresses = without_caption = 0
     for row in Library(config.library).rows(pictures=False):
         listed += 1
+        without_caption += row["caption"] is None
         addresses += row["ref"] is not None and is_address(row["ref"])
     usable = finished["seed"]["seed"] if "seed" in finished else listed
-    inputs = min(usable, config.seed.clusters * config.seed.per_cluster)
+    inputs = chosen = min(usable, config.seed.clusters * config.seed.per_cluster)
+    captions = chosen * without_caption / listed
+    if "seed" in finished:
+        captions = chosen - finished["seed"]["with_caption"]
     if config.generate.max_inputs is not None:
         inputs = min(inputs, config.generate.max_inputs)
     queries = inputs * min(config.expect.queries_per_input, len(config.generate.categories))
@@ -134,6 +145,7 @@ def estimate(config: RmirConfig) -> str:
     triplets = finished["retrieve"]["triplets"] if "retrieve" in finished else valid * candidates
     texts = wording(config.prompts)
     calls: dict[str, list[tuple[str, float, int, int]]] = {
+        "caption": [(config.caption.model or "", captions, len(texts.caption), 1)],
         "generate": [(config.generate.model, inputs, len(texts.generate), 1)],
         "filter": [(config.filter.model, queries, len(texts.filter) + 200, 1)],
         "judge": [
@@ -145,11 +157,12 @@ def estimate(config: RmirConfig) -> str:
         "|---|---|---:|---:|---:|---:|",
     ]
     total = paid = 0.0
-    for stage in STAGES:
+    answers = {**ExpectConfig().output_tokens, **config.expect.output_tokens}
+    for stage in stages:
         for name, number, characters, pictures in calls.get(stage, []):
             model = config.models[name]
             tokens_in = number * (characters / CHARACTERS_A_TOKEN + pictures * model.picture_tokens)
-            tokens_out = number * config.expect.output_tokens[stage]
+            tokens_out = number * answers[stage]
             cost = model.cost(int(tokens_in), int(tokens_out), batch=model.mode == "batch")
             total += cost
             paid += cost if stage in finished else 0.0
@@ -165,11 +178,12 @@ def estimate(config: RmirConfig) -> str:
     guesses = [
         text
         for stage, text in (
+            ("caption", "captions missing in the seed set as in the library"),
             ("generate", f"{config.expect.queries_per_input:g} queries an input"),
             ("filter", f"{config.expect.share_valid:.0%} valid"),
             ("retrieve", "no candidate found by two indices"),
         )
-        if stage not in finished
+        if stage in stages and stage not in finished
     ]
     lines.append(
         f"Nothing was asked. Guesses (expect.*): {', '.join([*guesses, 'tokens of prompts and answers'])}."

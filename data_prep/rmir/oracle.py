@@ -2,7 +2,8 @@
 
 It stands where a multimodal model would, so that the whole pipeline runs on any machine over real HTTP, by calls and by
 batches. It knows a
-picture by its bytes, and is wrong on purpose at set rates. What it lets through proves the plumbing, not a model.
+picture by its bytes, and is wrong on purpose at set rates. What it lets through proves the plumbing, not a model. Of a library
+of the user's own it knows the pictures whose captions are names of its tables (``oracle.library``).
 
     python -m data_prep.rmir.oracle '{"judge_errors": 0.005}'    # prints its address; ends with standard input
 """
@@ -11,11 +12,12 @@ import base64
 import csv
 import hashlib
 import json
+import os
 import random
 import re
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypedDict
@@ -24,9 +26,13 @@ import pyarrow.parquet as pq
 
 from data_prep.demo.tables import HERE, Fact, Question, Tables, read_tables
 from data_prep.rmir import prompts
-from data_prep.rmir.config import CATEGORIES, OracleConfig
+from data_prep.rmir.config import CATEGORIES, LibraryConfig, OracleConfig
+from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.wording import wording
 from rge.calls.local_server import Answer, Batches, LocalServer, chat
+from rge.calls.model_config import ModelConfig
+from rge.calls.pictures import sendable
+from rge.common.images import ImageError
 
 LIBRARY = HERE / "data" / "train" / "pictures.parquet"
 WITHOUT_CAPTION = 7
@@ -47,6 +53,34 @@ def write_library(path: Path) -> None:
         ):
             caption = "" if number % WITHOUT_CAPTION == 0 else concepts[concept].name
             rows.writerow([name, f"{LIBRARY}#{name}", caption])
+
+
+def shown_by_name(path: str, tables: Tables) -> dict[str, str]:
+    """What the pictures of a library show whose captions are names of concepts, such as "A key." or "This is a key".
+
+    Args:
+        path: of the library, as ``library.path``.
+        tables: with the concepts.
+
+    Returns:
+        Concept by the digest of what is sent of a picture.
+    """
+    named = {_name(concept.name): key for key, concept in tables.concepts.items()}
+    found = {}
+    for row in Library(LibraryConfig(path=path)).rows():
+        if (concept := named.get(_name(row["caption"] or ""))) is not None:
+            try:
+                _, data = sendable(row["data"] or row["ref"], ModelConfig.max_side_px)
+            except ImageError:
+                continue  # the seed stage counts it
+            found[hashlib.sha256(data).hexdigest()] = concept
+    return found
+
+
+def _name(text: str) -> str:
+    return re.sub(
+        r"^((this is|these are) )?((a|an|the|some) )?", "", " ".join(text.lower().strip(" .!").split())
+    )
 
 
 class Tokens(TypedDict):
@@ -71,6 +105,8 @@ class Oracle:
             hashlib.sha256(image["bytes"]).hexdigest(): concept
             for image, concept in zip(table["image"].to_pylist(), table["concept"].to_pylist(), strict=True)
         }
+        if config.library is not None:
+            self.shown |= shown_by_name(config.library, self.tables)
         self.facts: dict[str, list[Fact]] = {}
         for fact in self.tables.facts:
             self.facts.setdefault(fact.source, []).append(fact)
@@ -109,6 +145,7 @@ class Oracle:
             )
         texts, concepts = self._read(body)
         tasks = {
+            prompts.CAPTION_TASK: self._caption,
             prompts.GENERATE_TASK: self._generate,
             prompts.FILTER_TASK: self._filter,
             prompts.JUDGE_TASK: self._judge,
@@ -116,9 +153,10 @@ class Oracle:
         }
         answer = next((work for task, work in tasks.items() if texts.startswith(task)), None)
         known = [concept for concept in concepts if concept is not None]
-        if answer is None or len(known) < len(concepts):
+        is_strange = len(known) < len(concepts)
+        if answer is None or (is_strange and self.config.library is None):
             return Answer({"error": {"message": "the oracle knows neither this task nor this picture"}}, 400)
-        text = answer(rng, texts, known)
+        text = "ABSTAIN" if is_strange else answer(rng, texts, known)
         tokens: Tokens = {
             "input_tokens": len(texts) // 4 + 80 * len(concepts),
             "output_tokens": len(text) // 4,
@@ -136,6 +174,9 @@ class Oracle:
                 data = base64.b64decode(part["image_url"]["url"].partition("base64,")[2])
                 concepts.append(self.shown.get(hashlib.sha256(data).hexdigest()))
         return "\n".join(texts), concepts
+
+    def _caption(self, rng: random.Random, texts: str, concepts: list[str]) -> str:
+        return f"<caption>{self.tables.concepts[concepts[0]].sentence}.</caption>"
 
     def _generate(self, rng: random.Random, texts: str, concepts: list[str]) -> str:
         concept = self.tables.concepts[concepts[0]]
@@ -232,7 +273,10 @@ class OracleProcess:
         self.config = config
 
     def __enter__(self) -> str:
-        command = [sys.executable, "-m", "data_prep.rmir.oracle", json.dumps(asdict(self.config))]
+        config = self.config
+        if config.library is not None and "://" not in config.library:
+            config = replace(config, library=os.path.abspath(config.library))  # it works in another folder
+        command = [sys.executable, "-m", "data_prep.rmir.oracle", json.dumps(asdict(config))]
         folder = Path(__file__).resolve().parents[2]
         self._process = subprocess.Popen(
             command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -17,13 +17,24 @@ from rge.calls.replies import (
 )
 from rge.calls.request import Picture, Request
 
-GENERATE_TASK, FILTER_TASK, JUDGE_TASK = (
+CAPTION_TASK, GENERATE_TASK, FILTER_TASK, JUDGE_TASK = (
+    "Task: write a caption",
     "Task: write questions",
     "Task: check a question",
     "Task: judge an answer",
 )
 """How the shipped prompts begin."""
 _GENERATED = (("query", None), ("target_desc", None), ("reasoning", None))
+
+
+def caption_request(
+    model: str, picture: Picture, *, texts: Wording | None = None, **settings: Any
+) -> Request:
+    """Ask for a caption; see `generate_request`."""
+    text = (texts or wording()).caption
+    return Request(
+        model, (text, picture), shared_parts=1, form=_form(text), fields=(("caption", None),), **settings
+    )
 
 
 def generate_request(
@@ -87,6 +98,21 @@ def judge_request(
 def _form(prompt: str) -> str:
     _, _, form = prompt.partition(FORM)
     return form.partition(":\n")[2].partition("\n\n")[0].strip()
+
+
+def read_caption(reply: Reply, max_words: int) -> str:
+    """The caption.
+
+    Raises:
+        ReplyError: it is missing, abstained from, or too long.
+    """
+    check_complete(reply, "caption")
+    caption = tag(reply.text, "caption")
+    if caption.upper().startswith("ABSTAIN"):
+        raise Abstained("the model cannot tell what the picture shows")
+    if (num_words := len(caption.split())) > max_words:
+        raise BadValue(f"<caption> has {num_words} words, more than {max_words}")
+    return caption
 
 
 def check_generated(reply: Reply, codes: Sequence[str], max_query_words: int, max_target_words: int) -> None:

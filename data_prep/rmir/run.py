@@ -28,23 +28,30 @@ EXPORTED = ("licence", "source_column", "author_column", "licence_column")
 HOW_MUCH_AT_ONCE = ("memory_mb", "shard_size")
 """Settings that change how a stage works and not what comes of it."""
 
-STAGES = ("seed", "generate", "filter", "retrieve", "judge", "keep", "pool", "split", "audit")
+STAGES = ("seed", "caption", "generate", "filter", "retrieve", "judge", "keep", "pool", "split", "audit")
+"""All there are, in order; see `stages_of`."""
 READS = {
     "seed": (),
+    "caption": ("seed",),
     "generate": ("seed",),
     "filter": ("seed", "generate"),
-    "retrieve": ("seed", "generate", "filter"),
+    "retrieve": ("seed", "caption", "generate", "filter"),
     "judge": ("seed", "generate", "retrieve"),
     "keep": ("judge",),
     "pool": ("keep",),
-    "split": ("seed", "generate", "retrieve", "keep", "pool"),
-    "audit": ("seed", "generate", "retrieve", "judge", "keep", "pool", "split"),
+    "split": ("seed", "caption", "generate", "retrieve", "keep", "pool"),
+    "audit": ("seed", "caption", "generate", "retrieve", "judge", "keep", "pool", "split"),
 }
 """Whose tables a stage reads; any other stage may change and leave it as it is."""
 
 
 class RunError(UserError):
     """The run cannot go on; the message says why and what to do."""
+
+
+def stages_of(config: RmirConfig) -> tuple[str, ...]:
+    """The stages of a run, in order: captions are written only where a model is named for them."""
+    return tuple(stage for stage in STAGES if stage != "caption" or config.caption.model is not None)
 
 
 def identities(config: RmirConfig) -> list[dict[str, Any]]:
@@ -61,13 +68,17 @@ def fingerprint(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any
 
     Args:
         config: of the run.
-        stage: one of `STAGES`.
+        stage: one of `stages_of`.
         encoders: of `identities`; None looks at them now, which reads local weights.
     """
     encoders = encoders or identities(config)
     found = {
         "settings": _settings(config, stage, encoders),
-        "stages": {before: fingerprint(config, before, encoders) for before in READS[stage]},
+        "stages": {
+            before: fingerprint(config, before, encoders)
+            for before in READS[stage]
+            if before in stages_of(config)
+        },
     }
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
@@ -87,6 +98,8 @@ def _settings(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]]
             key: value for key, value in whole["library"].items() if key not in (*EXPORTED, *HOW_MUCH_AT_ONCE)
         }
         return [library, image, caption, whole["seed"]]
+    if stage == "caption":
+        return [whole[stage], wording(config.prompts).caption, answers_of(whole[stage]["model"])]
     if stage in ("generate", "filter"):
         texts = wording(config.prompts)
         asked = (
@@ -126,7 +139,7 @@ def done(
 
     Args:
         config: of the run.
-        stage: one of `STAGES`.
+        stage: one of `stages_of`.
         encoders: see `fingerprint`.
     """
     try:
@@ -187,6 +200,27 @@ class Run:
         return frames.read_rows(
             found if found.is_dir() else found.with_name(f"{name}.parquet"), schema or name
         )
+
+    def images(self) -> list[dict[str, Any]]:
+        """The seed set, in its order; where the library has no caption, with that of the stage ``caption``.
+
+        Returns:
+            Rows of the table ``images``, and ``caption_by``: library, the name of the model that wrote it, or None.
+        """
+        images = self.rows("seed", "images")
+        written: dict[str, str] = {}
+        if (model := self.config.caption.model) is not None:
+            written = {row["id"]: row["caption"] for row in self.rows("caption", "captions")}
+        for image in images:
+            image["caption_by"] = "library" if image["caption"] else None
+            if model is not None and image["id"] in written:
+                image["caption"] = written[image["id"]]
+                image["caption_by"] = self.config.models[model].name
+        return images
+
+    def caption_vectors(self) -> Path:
+        """File with the vectors of the captions of `images`, in their order; pictures without one have none."""
+        return self.path("seed" if self.config.caption.model is None else "caption", "captions.npy")
 
     # ------------------------------------------------------------------------------------------------ finished stages
 
@@ -296,6 +330,8 @@ class Run:
         if self._caller is None:  # one for all stages: what it learns of an endpoint's limits lasts
             self._caller = Caller(self.config.models, self.store, progress=self.progress)
         caller = self._caller
+        for name in tables:  # without items a table is empty, not missing
+            self.path(stage, name).mkdir(parents=True, exist_ok=True)
         size = self.config.queries_per_shard
         todo = []
         for number, start in enumerate(range(0, len(items), size)):

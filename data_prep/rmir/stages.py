@@ -281,6 +281,53 @@ def sample_clusters(cluster_N: np.ndarray, per_cluster: int, seed: int) -> list[
     return sorted(order[np.arange(len(order)) - starts < per_cluster].tolist())
 
 
+def caption(run: Run) -> dict[str, Any]:
+    """A caption of each seed picture that has none in the library (not in the paper, whose library has them all)."""
+    config = run.config.caption
+    model = str(config.model)
+    images = run.rows("seed", "images")
+    settings = {"temperature": config.temperature, "max_tokens": config.max_tokens}
+    texts = wording(run.config.prompts)
+
+    def readable(reply: Reply) -> None:
+        prompts.read_caption(reply, config.max_words)
+
+    def ask(image: dict[str, Any]) -> Iterator[Request]:
+        yield prompts.caption_request(model, run.picture(image, model), texts=texts, **settings)
+
+    def rows_of(shard: Sequence[dict[str, Any]], outcomes: Iterator[Outcome]) -> dict[str, Rows]:
+        found: dict[str, Rows] = {"captions": [], "rejected": []}
+        for image, outcome in zip(shard, outcomes, strict=True):
+            try:
+                text = prompts.read_caption(outcome.answer(), config.max_words)
+            except ReplyError as error:
+                found["rejected"].append(_rejected(image["id"], error, outcome.key))
+            else:
+                found["captions"].append({"id": image["id"], "caption": text, "key": outcome.key})
+        return found
+
+    tables = {"captions": "captions", "rejected": "rejected"}
+    without = [image for image in images if not image["caption"]]
+    run.in_shards("caption", without, tables, requests=ask, read=readable, rows=rows_of)
+    captioned = [image for image in run.images() if image["caption"]]
+    is_written = np.array([image["caption_by"] != "library" for image in captioned], bool)
+    vectors = np.load(run.path("seed", "captions.npy"), mmap_mode="r")
+    if is_written.any():
+        written = [image["caption"] for image in captioned if image["caption_by"] != "library"]
+        written_ND = embed_captions(text_encoder(run.config.caption_encoder), written)
+        library_ND, vectors = vectors, np.empty((len(captioned), written_ND.shape[1]), np.float32)
+        vectors[is_written] = written_ND
+        if not is_written.all():
+            vectors[~is_written] = library_ND
+    _save(run.caption_vectors(), vectors)
+    return {
+        "missing": len(without),
+        "written": int(is_written.sum()),
+        "with_caption": len(captioned),
+        "not_written": reasons(run.rows("caption", "rejected")),
+    }
+
+
 def generate(run: Run) -> dict[str, Any]:
     """One question of each category about each input picture, with a description of its target (3.1.1)."""
     config = run.config.generate
@@ -381,7 +428,7 @@ def filter_queries(run: Run) -> dict[str, Any]:
 def retrieve(run: Run) -> dict[str, Any]:
     """Candidates of each question: the best of two indices for the description of its target (3.1.3)."""
     config = run.config.retrieve
-    images = run.rows("seed", "images")
+    images = run.images()
     valid = {row["query_id"] for row in run.rows("filter", "valid", "filtered")}
     queries = [row for row in run.rows("generate", "queries", "generated") if row["query_id"] in valid]
     captions = [image["caption"] for image in images]
@@ -409,7 +456,7 @@ def retrieve(run: Run) -> dict[str, Any]:
     if queries:
         place_by("image", run.config.image_encoder, np.load(run.path("seed", "images.npy")), config.by_image)
         if ids["caption"] and config.by_caption:
-            vectors = np.load(run.path("seed", "captions.npy"))
+            vectors = np.load(run.caption_vectors())
             place_by_caption("caption", run.config.caption_encoder, config.by_caption, vectors)
         for spec in config.more:
             if spec.side == "image":
@@ -690,6 +737,7 @@ def split(run: Run) -> dict[str, Any]:
 
 WORK: dict[str, Callable[[Run], dict[str, Any]]] = {
     "seed": seed,
+    "caption": caption,
     "generate": generate,
     "filter": filter_queries,
     "retrieve": retrieve,

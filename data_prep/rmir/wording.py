@@ -4,6 +4,7 @@
 ``constraints.md``     what every question must keep
 ``content_policy.md``  what the writer declines (``generate.content_policy``)
 ``generate.md``, ``filter.md``, ``judge.md``  the prompts around them
+``caption.md``         what a caption is asked for with (``caption.model``)
 
 The tasks, constraints and tagged formats are those of RMIR's appendix A; the words and examples are ours.
 """
@@ -22,6 +23,7 @@ PLACES = {
     "generate.md": ("kinds", "constraints", "policy", "codes"),
     "filter.md": ("kinds", "constraints"),
     "judge.md": ("kinds",),
+    "caption.md": (),
     "kinds.md": (),
     "constraints.md": (),
     "content_policy.md": (),
@@ -31,6 +33,7 @@ NEEDED = {
     "generate.md": ("{codes}", FORM, "<query>", "<target_desc>", "<reasoning>", "<Example_CODE_1>"),
     "filter.md": (FORM, "<is_valid>yes or no</is_valid>"),
     "judge.md": (FORM, "<consistent>True, False or ABSTAIN</consistent>"),
+    "caption.md": (FORM, "<caption>"),
 }
 """Without these an answer could not be read."""
 
@@ -48,6 +51,7 @@ class Wording:
         generate: of the writer; with places for ``codes`` and ``policy``.
         filter: of the check.
         judge: of the judges.
+        caption: of the captions.
         content_policy: for the place of that name.
     """
 
@@ -55,6 +59,7 @@ class Wording:
     generate: str
     filter: str
     judge: str
+    caption: str
     content_policy: str
 
     def asked(self, names: list[str], *, content_policy: bool) -> str:
@@ -96,6 +101,7 @@ def wording(folder: str | None = None) -> Wording:
         _filled(texts["generate.md"], inner),
         _filled(texts["filter.md"], inner),
         _filled(texts["judge.md"], inner),
+        texts["caption.md"],
         texts["content_policy.md"],
     )
 

@@ -3,8 +3,8 @@
     python -m eval rerank of=DIR out=DIR judge=DIR_OR_ADDRESS [top_n=20]
 
 The score of a pair is sigmoid(logit of "yes" - logit of "no") for the first token of the answer; with ``ask=likelihood``, the
-log likelihood of the query's rationale after the candidate (`eval.judging.likelihood`). Equal scores keep the
-order of the first ranking; what is below the top n stays as it is. The judge is a directory with a Qwen vision-language
+log likelihood of the query's rationale after the candidate, and with ``ask=description`` that of what the judge, having read the
+rationale, says the right answer shows (`eval.judging.likelihood`). Equal scores keep the order of the first ranking; what is below the top n stays as it is. The judge is a directory with a Qwen vision-language
 model, trained by us or not, or a model behind an OpenAI-compatible endpoint. Its scores are kept by content
 (`rge.calls.store`), so a deeper or a repeated run asks for what is new.
 """
@@ -61,9 +61,10 @@ class RerankOptions(PluginOptions):
     """Environment variable with the key of that address; null: it needs none."""
     top_n: int = 20
     """Candidates of each query that it sees."""
-    ask: Literal["yes_no", "likelihood"] = "yes_no"
-    """What the judge is asked: yes or no to a pair, or how likely the query's rationale (its text, where the ranking was made
-    without) is after the candidate; that needs a model that runs here."""
+    ask: Literal["yes_no", "likelihood", "description"] = "yes_no"
+    """What the judge is asked: yes or no to a pair; how likely the query's rationale (its text, where the ranking was made
+    without) is after the candidate; or to describe, from the rationale, what the right answer shows, and how likely that
+    description is after the candidate. All but yes_no need a model that runs here."""
     mix: float | None = None
     """Add the judge's score, times this, to the ranking's own instead of putting it in its place; to be chosen on other data."""
     yes: str = "yes"
@@ -118,12 +119,16 @@ def rerank_command(options: RerankOptions) -> Path:
             return load_judge(options)
         if is_address(options.judge):
             raise UserError(
-                "ask=likelihood needs a judge that runs here: an endpoint does not say how likely a prompt is"
+                f"ask={options.ask} needs a judge that runs here: an endpoint does not say how likely a prompt is"
             )
-        from eval.judging.likelihood import LikelihoodJudge
+        from eval.judging.likelihood import QUESTION, LikelihoodJudge
 
         return LikelihoodJudge(
-            options.judge, batch_size=options.batch_size, device=options.device, dtype=options.dtype
+            options.judge,
+            question=QUESTION[options.ask],
+            batch_size=options.batch_size,
+            device=options.device,
+            dtype=options.dtype,
         )
 
     answers = AnswerStore(options.cache or options.out / "judge.sqlite") if team.is_first else None
@@ -178,6 +183,8 @@ def _one(
     """Rerank the evaluation of one set; what results.json says of it."""
     old = read_results(options.of)
     path = options.set or Path(old["set"].get("path", ""))
+    if options.set is None and not path.is_dir():
+        raise UserError(f"the set of {options.of} is not at {path} any more: give set=DIR")
     wanted = load_set(path)
     protocol = protocol_for(old.get("benchmark", "generic"), old["profile"], wanted)
     wanted, unread = with_readable_content(protocol.prepare(wanted))
@@ -201,15 +208,19 @@ def _one(
     chunk = 8 * options.batch_size
     queries: list[Item] | None = None
     question = QUESTION
-    if options.ask == "likelihood":
+    if options.ask != "yes_no":
         from eval.judging import likelihood
 
         written = pd.read_parquet(options.of / PER_QUERY).set_index("query_id")["rationale"]
-        texts = [written.get(query.id) for query in wanted.queries]
-        queries = likelihood.asked_for(
-            wanted.queries, [one if isinstance(one, str) else None for one in texts]
+        rationales = [written.get(query.id) for query in wanted.queries]
+        texts = likelihood.asked_for(
+            wanted.queries, [one if isinstance(one, str) else None for one in rationales]
         )
-        question = likelihood.QUESTION
+        queries, question = texts, likelihood.QUESTION[options.ask]
+        if options.ask == "description":
+            assert isinstance(asked, likelihood.LikelihoodJudge)
+            describe = asked.describe
+            queries = team.once(lambda: describe(texts, _opened(answers)))
     found = rerank(
         wanted,
         read.ranking,

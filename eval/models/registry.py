@@ -26,6 +26,12 @@ RELEASED = "qwen2_5_vl"
 QWEN = ("qwen2_vl", "qwen2_5_vl")
 ON_THE_HUB = {"MCG-NJU/RGE": "lcxrocks/RGE"}
 """Names that a paper or a repository goes by -> where its weights are, which is tried when the name itself is not there."""
+NOT_HERE = {
+    "phi3_v": "VLM2Vec and UniME on Phi-3.5-V are such models. Model and picture processor are code of their own "
+    "repository, which transformers does not have and which is not run here. VLM2Vec on Qwen's models is supported "
+    "(VLM2Vec/VLM2Vec-Qwen2VL-2B, VLM2Vec/VLM2Vec-V2.0)",
+}
+"""Architectures that somebody will ask for -> why none of our adapters takes them."""
 FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model")
 """What of a hub repository is fetched."""
 
@@ -226,6 +232,11 @@ def load_model(
             f"not the released RGE checkpoint either, which is a {RELEASED}. Copy rge.json from where it was trained"
         )
     chosen = next((one for one in asked if adapter is not None or one.matches(facts)), None)
+    if facts.model_type in NOT_HERE and (chosen is None or chosen in OURS):
+        raise UserError(
+            f"{model} is a {facts.model_type}: {NOT_HERE[facts.model_type]}. A ranking made by the model's own code goes "
+            "through `python -m eval score`; docs/extending.md shows how to add an embedder"
+        )
     if chosen is None:
         kinds = "\n".join(f"  {one.name}: {one.about}" for one in adapters())
         raise UserError(

@@ -78,13 +78,17 @@ class Band:
 
 @dataclass(frozen=True)
 class Point:
-    """One mark over a cost: ``y`` with its interval is a fraction of 1; the bounds are None without one."""
+    """One mark over a cost: ``y`` with its interval is a fraction of 1; the bounds are None without one.
+
+    ``number`` is what the page calls it by; None: its place among the points.
+    """
 
     label: str
     x: float
     y: float
     low: float | None
     high: float | None
+    number: int | None = None
 
 
 @dataclass(frozen=True)
@@ -248,7 +252,10 @@ def scatter(points: Sequence[Point], *, name: str, x_label: str) -> Markup:
         raise ValueError(f"plot {name!r} must have points with costs from 0 up")
     costs = [point.x for point in points]
     log = min(costs) > 0 and max(costs) >= 10 * min(costs)
-    numbered = [Curve(f"{place} {point.label}", [point]) for place, point in enumerate(points, start=1)]
+    numbered = [
+        Curve(f"{point.number or place} {point.label}", [point])
+        for place, point in enumerate(points, start=1)
+    ]
     spoken = "; ".join(f"{p.label} {100 * p.y:.1f} % at {number(p.x)}" for p in points)
     spec = _over_cost(numbered, x_label, log=log, zero=True)
     spec["layer"].append(
@@ -385,7 +392,7 @@ def _over_cost(
     curves: Sequence[Curve], x_label: str, *, log: bool = False, zero: bool = False, legend: bool = False
 ) -> dict[str, Any]:
     rows = [
-        {"curve": curve.name, "number": str(place), "x": point.x, "y": 100 * point.y,
+        {"curve": curve.name, "number": str(point.number or place), "x": point.x, "y": 100 * point.y,
          "low": None if point.low is None else 100 * point.low,
          "high": None if point.high is None else 100 * point.high,
          "words": f"{point.label}: {100 * point.y:.1f} %"

@@ -161,7 +161,9 @@ def _read_table(path: Path) -> pa.Table:
         lines = (line.strip() for line in re.sub(rb"[ \t]+", b" ", data).splitlines())
         data = b"\n".join(line for line in lines if line)
     if not data.strip():
-        raise RunError(f"{path} is empty")
+        raise RunError(
+            f"{path} is empty: it ranks no candidate for any query. Make the ranking again; a line is {' '.join(COLUMNS)}"
+        )
     strings = pa.dictionary(pa.int32(), pa.string())
     try:
         return pyarrow.csv.read_csv(

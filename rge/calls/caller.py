@@ -166,7 +166,7 @@ class Caller:
         self.models, self.store, self.counts, self.progress = dict(models), store, Counts(), progress
         self._rng = rng or random.Random()
         for name, model in models.items():
-            check_model(name, model)
+            check_model(f"models.{name}", model)
         self._mask = Mask(read_key(model.name, model.key_env) for model in models.values() if model.key_env)
         self._known_as = known_as(models)
         self._lines = {model.endpoint: _Line(model.endpoint) for model in models.values()}

@@ -145,13 +145,16 @@ class ModelConfig:
         return found
 
 
-def check_model(name: str, model: ModelConfig) -> None:
+def check_model(where: str, model: ModelConfig) -> None:
     """Check what types cannot say.
+
+    Args:
+        where: the key of its settings, such as ``models.judge``.
+        model: the settings.
 
     Raises:
         UserError: names the setting and the mend.
     """
-    where = f"models.{name}"
     for setting, allowed in (("api", APIS), ("mode", MODES), ("token_limit", TOKEN_LIMITS)):
         if (value := getattr(model, setting)) not in allowed:
             raise UserError(f"{where}.{setting} must be one of {', '.join(allowed)}; got {value!r}")

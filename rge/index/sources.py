@@ -356,15 +356,27 @@ def _cells(path: str, reader: csv.DictReader) -> Iterator[dict[str, Any]]:
 
 def _objects(path: str, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise SourceError(f"{path}, line {number}: not valid JSON: {error}") from None
-        if not isinstance(row, dict):
-            raise SourceError(f"{path}, line {number}: an object is needed, got {type(row).__name__}")
-        yield row
+        if line.strip():
+            yield json_object(f"{path}, line {number}", line)
+
+
+def json_object(where: str, text: str | bytes) -> dict[str, Any]:
+    """An object of JSON.
+
+    Args:
+        where: what the message of an error begins with.
+        text: UTF-8, if it is bytes.
+
+    Raises:
+        SourceError: it is none.
+    """
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise SourceError(f"{where}: not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise SourceError(f"{where}: an object is needed, got {type(found).__name__}")
+    return found
 
 
 def _with_columns(rows: Iterator[dict[str, Any]]) -> Iterator[Any]:

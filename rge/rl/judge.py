@@ -33,7 +33,7 @@ _callers: dict[str, Caller] = {}
 
 def _endpoint(endpoint: dict[str, Any], instruction: str = INSTRUCTION) -> ModelConfig:
     config = build(ModelConfig, [("rl.rewards: endpoint of judge: ", endpoint)])
-    check_model("judge", config)
+    check_model("rl.rewards: endpoint of judge", config)
     if config.mode == "batch":
         raise UserError(
             "rl.rewards: endpoint of judge: mode=batch takes up to a day, and training waits for every answer"

@@ -81,7 +81,11 @@ def test_tesseracts_words_are_counted(three, monkeypatch):
     ):
         rows = ["\t".join([*"123456789", "0", *word.split(" ", 1)]) for word in words]
         program = three / "tesseract"
-        program.write_text("#!/bin/sh\ncat > /dev/null\ncat <<'X'\n" + "\n".join([head, *rows]) + "\nX\n")
+        program.write_text(
+            "#!/bin/sh\n[ $OMP_THREAD_LIMIT = 1 ] || exit 1\ncat > /dev/null\ncat <<'X'\n"
+            + "\n".join([head, *rows])
+            + "\nX\n"
+        )
         program.chmod(0o755)
         monkeypatch.setenv("PATH", str(three), prepend=":")
         filters.load_filter.cache_clear()

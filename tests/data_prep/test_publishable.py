@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from PIL import Image
+from small_runs import config_of, one_family
 
 from data_prep.__main__ import main
 from data_prep.rationales.leak import MIN_OTHERS, PictureLeak, Shown, caption_leak, embedding_leak
@@ -22,8 +23,6 @@ from data_prep.rmir.config import (
     GenerateConfig,
     LibraryConfig,
     OracleConfig,
-    RetrieveConfig,
-    RmirConfig,
 )
 from data_prep.rmir.main import run_stages
 from data_prep.rmir.pictures.encoders import MINILM
@@ -33,32 +32,10 @@ from data_prep.rmir.run import STAGES, Run, fingerprint
 from data_prep.rmir.wording import wording
 from rge.calls.failures import RequestRejected
 from rge.calls.local_server import Answer, LocalServer, chat
-from rge.calls.model_config import ModelConfig
 from rge.calls.replies import Declined, Reply
 from rge.calls.request import Picture
 from rge.common.images import load_image, picture_bytes
 from rge.common.picture_metadata import without_metadata
-
-
-def config_of(out: Path, library: Path, url: str) -> RmirConfig:
-    models = {name: ModelConfig(name=name, base_url=url, concurrency=8) for name in ("writer", "judge")}
-    config = RmirConfig(
-        out=str(out),
-        library=LibraryConfig(path=str(library)),
-        image_encoder=EncoderConfig("pixels", None),
-        caption_encoder=EncoderConfig("hashing", None),
-        models=models,
-        generate=GenerateConfig(max_inputs=6),
-        retrieve=RetrieveConfig(by_image=4, by_caption=3),
-    )
-    config.seed.clusters, config.seed.per_cluster = 12, 30
-    return config
-
-
-def one_family(path: Path) -> None:
-    oracle.write_library(path)
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join([lines[0], *(line for line in lines if line.startswith("noto/"))]) + "\n")
 
 
 def test_two_pictures_that_differ_in_their_ending_are_two(tmp_path):
@@ -80,9 +57,10 @@ def test_two_pictures_that_differ_in_their_ending_are_two(tmp_path):
         (("models.judge.name", "other"), "judge keep pool split audit"),
         (("models.judge.max_side_px", 512), "judge keep pool split audit"),
         (("models.judge.concurrency", 1), ""),
-        (("models.writer.max_side_px", 512), "generate filter retrieve judge keep pool split audit"),
+        (("models.writer.max_side_px", 512), "caption generate filter retrieve judge keep pool split audit"),
         (("models.writer.base_url", "http://elsewhere/v1"), ""),
         (("models.judge.reasoning_effort", "low"), "judge keep pool split audit"),
+        (("caption.max_words", 20), "caption retrieve judge keep pool split audit"),
         (("models.judge.family", "one house"), "audit"),
         (("keep.min_confidence", 0.8), "keep pool split audit"),
         (("keep.remove_doubted_inputs", True), "split audit"),
@@ -100,6 +78,7 @@ def test_two_pictures_that_differ_in_their_ending_are_two(tmp_path):
 )
 def test_a_change_redoes_what_reads_it_and_nothing_else(tmp_path, setting, redone):
     config = config_of(tmp_path, tmp_path, "http://host/v1")
+    config.caption.model = "writer"
     before = {stage: fingerprint(config, stage) for stage in STAGES}
     (*path, last), value = setting[0].split("."), setting[1]
     place = config

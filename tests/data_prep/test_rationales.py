@@ -116,7 +116,13 @@ async def answer(path, body):
 def test_rationales_are_written_and_checked(records, tmp_path, capsys, leak, kept):
     out = tmp_path / "out" / "records.jsonl"
     with LocalServer(answer) as server:
-        words = [f"records={records}", f"out={out}", "model=m", f"base_url={server.url}", f"leak={leak}"]
+        words = [
+            f"records={records}",
+            f"out={out}",
+            "model.name=m",
+            f"model.base_url={server.url}",
+            f"leak={leak}",
+        ]
         main(["rationales", *words])
         num_answered = server.num_answered
         main(["rationales", *words])
@@ -165,11 +171,14 @@ def test_a_call_that_is_never_answered_is_passed_over_after_three_runs(records, 
         ("encoder={kind: eyes}", "encoder.kind must be one of siglip, checkpoint, pixels, text"),
         ("select=nowhere", "nowhere"),
         ("dry_run=maybe", "dry_run must be true or false"),
-        ("concurrency=0", "concurrency must be >= 1, got 0"),
+        ("model.concurrency=0", r"^model\.concurrency must be > 0, got 0"),
+        ("model={name: m, api: vllm, mode: batch}", r"^model\.mode means nothing to api=vllm"),
+        ("model.engine={max_model_len: 9}", r"^model\.engine is for api=vllm; got api=openai"),
+        ("model=m", "model must be a mapping"),
     ],
 )
 def test_wrong_words(records, word, message):
-    words = [f"records={records}", "model=m", *([] if word.startswith("out") else ["out=x.jsonl"]), word]
+    words = [f"records={records}", "model.name=m", *([] if word.startswith("out") else ["out=x.jsonl"]), word]
     with pytest.raises(UserError, match=message):
         main(["rationales", *words])
 
@@ -245,7 +254,13 @@ def test_what_only_the_target_picture_shows_is_a_leak(pictures_wanted, tmp_path,
     records, captions, answers = pictures_wanted
     out = tmp_path / "out.jsonl"
     with LocalServer(answers) as server:
-        words = [f"records={records}", f"out={out}", "model=m", f"base_url={server.url}", "leak=drop"]
+        words = [
+            f"records={records}",
+            f"out={out}",
+            "model.name=m",
+            f"model.base_url={server.url}",
+            "leak=drop",
+        ]
         with pytest.raises(UserError, match="leak=drop: no leak can be measured"):
             main(["rationales", *words])
         assert server.num_answered == 0, "said before a call is paid"
@@ -266,7 +281,9 @@ def test_targets_that_cannot_be_looked_at_are_counted_and_not_called_clean(pictu
     records, _, answers = pictures_wanted
     out = tmp_path / "out.jsonl"
     with LocalServer(answers) as server:
-        main(["rationales", f"records={records}", f"out={out}", "model=m", f"base_url={server.url}"])
+        main(
+            ["rationales", f"records={records}", f"out={out}", "model.name=m", f"model.base_url={server.url}"]
+        )
     report = json.loads((tmp_path / "out.jsonl.report.json").read_text())
     assert (report["kept"], report["leak_not_measured"]) == (12, 12)
 
@@ -281,7 +298,7 @@ def test_a_checkpoint_says_how_much_it_knows_and_sees_the_targets(
     with LocalServer(answers) as server:
         for least in ("null", "0.4", "0.99"):
             out = tmp_path / f"{least}.jsonl"
-            words = [f"records={records}", f"out={out}", "model=m", f"base_url={server.url}"]
+            words = [f"records={records}", f"out={out}", "model.name=m", f"model.base_url={server.url}"]
             words += [f"select={checkpoint}", f"captions={captions}", f"min_knowability={least}"]
             main(["rationales", *words])
             report = json.loads(out.with_name(f"{out.name}.report.json").read_text())
@@ -328,15 +345,15 @@ def test_the_candidate_that_gains_most_is_taken(records, tmp_path, checkpoint, m
         ]
 
     out = tmp_path / "out.jsonl"
-    words = [f"records={records}", f"out={out}", "model=m", "candidates=4", "leak=drop"]
+    words = [f"records={records}", f"out={out}", "model.name=m", "candidates=4", "leak=drop"]
     with LocalServer(several) as server:
-        main(["rationales", *words, f"base_url={server.url}"])
+        main(["rationales", *words, f"model.base_url={server.url}"])
         rows = [Record.model_validate_json(line) for line in out.read_text().splitlines()]
         assert [row.positives[0].rationale for row in rows] == ["Ladder and hose."] * 4, (
             "the first that passes"
         )
         monkeypatch.setattr(GainJudge, "judge", judge)
-        main(["rationales", *words, f"base_url={server.url}", f"select={checkpoint}"])
+        main(["rationales", *words, f"model.base_url={server.url}", f"select={checkpoint}"])
         assert server.num_answered == 16, "what was written is chosen from again without a call"
         rows = [Record.model_validate_json(line) for line in out.read_text().splitlines()]
         assert [row.positives[0].rationale for row in rows] == ["Firemen use it."] * 4
@@ -347,7 +364,7 @@ def test_the_candidate_that_gains_most_is_taken(records, tmp_path, checkpoint, m
         assert report["gain_mean"] == pytest.approx(0.05)
         assert (report["asked"], report["dropped: leak"], report["dropped: forbidden phrase"]) == (16, 4, 4)
         assert report["not chosen"] == 4
-        main(["rationales", *words, f"base_url={server.url}", f"select={checkpoint}", "min_gain=0.2"])
+        main(["rationales", *words, f"model.base_url={server.url}", f"select={checkpoint}", "min_gain=0.2"])
     assert json.loads((tmp_path / "out.jsonl.report.json").read_text())["dropped: gain"] == 4
     assert out.read_text() == ""
 
@@ -357,12 +374,24 @@ def test_the_dry_run_counts_and_asks_nothing(records, tmp_path, capsys):
     words = [
         f"records={records}",
         f"out={tmp_path / 'out.jsonl'}",
-        "model=m",
-        "base_url=http://127.0.0.1:9/v1",
+        "model.name=m",
+        "model.base_url=http://127.0.0.1:9/v1",
     ]
-    main(["rationales", *words, "candidates=3", "dry_run=true", "output_price=1000", "picture_tokens=100"])
+    main(
+        [
+            "rationales",
+            *words,
+            "candidates=3",
+            "dry_run=true",
+            "model.output_price=1000",
+            "model.picture_tokens=100",
+        ]
+    )
     shown = capsys.readouterr().out
     assert "| vqa | 4 |" in shown
     assert "12 calls," in shown
     assert "at most 3,072 output tokens, at most 3.07." in shown
+    by_batch = ["model.mode=batch", "model.batch_price=0.25", "model.output_price=1000"]
+    main(["rationales", *words, "candidates=3", "dry_run=true", *by_batch])
+    assert "at most 0.77." in capsys.readouterr().out
     assert not list(tmp_path.glob("out*"))

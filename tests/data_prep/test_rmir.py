@@ -19,6 +19,7 @@ import pytest
 import yaml
 from forked import Program
 from PIL import Image
+from small_runs import one_family
 
 from data_prep.__main__ import main
 from data_prep.rmir import arithmetic as maths
@@ -597,13 +598,6 @@ def small(out: Path, library: Path, url: str, budget: float | None = None) -> Rm
     )
 
 
-def one_family(path: Path) -> None:
-    """A library of one drawing a concept, so that few pictures hold many answers."""
-    oracle.write_library(path)
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join([lines[0], *(line for line in lines if line.startswith("noto/"))]) + "\n")
-
-
 def test_stopped_by_the_budget_and_resumed_no_call_is_paid_twice(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("A_KEY", "sk-very-secret-1")
     one_family(tmp_path / "library.csv")
@@ -734,7 +728,7 @@ def test_a_call_that_is_never_answered_does_not_hold_its_stage_open(tmp_path, ca
     run.close()
 
 
-ASKING = ("generate", "filter", "judge")
+ASKING = ("caption", "generate", "filter", "judge")
 
 
 class Counted:
@@ -780,6 +774,7 @@ def test_killed_no_kept_call_is_repeated_and_no_row_is_lost(tmp_path):
         config = small(tmp_path / "whole", tmp_path / "library.csv", server.url)
         config.seed.clusters, config.seed.per_cluster = 12, 30
         config.judge.judges = [JudgeSpec("writer", 1), JudgeSpec("judge", 1)]
+        config.caption.model = "writer"
         run = Run(config, progress=False)
         run_stages(run, STAGES)
         run.close()
@@ -809,8 +804,8 @@ def test_killed_no_kept_call_is_repeated_and_no_row_is_lost(tmp_path):
             "an answer that was kept was asked for again"
         )
     assert sum(counted.asked.values()) - needed <= 3 * 16, "at most the calls under way come twice"
-    for table in ("generate/queries", "filter/valid", "judge/judgements"):
-        schema = {"queries": "generated", "valid": "filtered"}.get(table.split("/")[1], "judgements")
+    schemas = {"caption/captions": "captions", "generate/queries": "generated", "filter/valid": "filtered"}
+    for table, schema in {**schemas, "judge/judgements": "judgements"}.items():
         tables = [frames.read_rows(tmp_path / name / table, schema) for name in ("whole", "killed")]
         assert tables[0] == tables[1]
     records = [(tmp_path / name / "dataset" / "train.jsonl").read_text() for name in ("whole", "killed")]
@@ -851,4 +846,4 @@ def test_the_embedded_default(tmp_path, capsys):
     made = load_set(tmp_path / "dataset" / "test")
     assert len(made.queries) > 0
     main([*words, "status"])
-    assert capsys.readouterr().out.count("done in") == len(STAGES)
+    assert capsys.readouterr().out.count("done in") == len(STAGES) - 1, "captions: no model is named for them"

@@ -4,7 +4,6 @@ import asyncio
 import io
 import json
 import tarfile
-from pathlib import Path
 
 import datasets
 import fsspec
@@ -13,15 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from small_runs import config_of, one_family
 
 from data_prep.rmir import oracle
 from data_prep.rmir.config import (
-    EncoderConfig,
-    GenerateConfig,
     LibraryConfig,
     OracleConfig,
-    RetrieveConfig,
-    RmirConfig,
 )
 from data_prep.rmir.main import run_stages
 from data_prep.rmir.pictures.encoders import PixelEncoder
@@ -30,30 +26,7 @@ from data_prep.rmir.pictures.library import Library, blocks, fetched
 from data_prep.rmir.run import STAGES, Run
 from data_prep.rmir.stages import retrieve, seed
 from rge.calls.local_server import LocalServer
-from rge.calls.model_config import ModelConfig
 from rge.common.images import picture_bytes
-
-
-def config_of(out: Path, library: Path | str, url: str = "http://host/v1") -> RmirConfig:
-    models = {name: ModelConfig(name=name, base_url=url, concurrency=8) for name in ("writer", "judge")}
-    config = RmirConfig(
-        out=str(out),
-        library=LibraryConfig(path=str(library)),
-        image_encoder=EncoderConfig("pixels", None),
-        caption_encoder=EncoderConfig("hashing", None),
-        models=models,
-        generate=GenerateConfig(max_inputs=6),
-        retrieve=RetrieveConfig(by_image=4, by_caption=3),
-    )
-    config.seed.clusters, config.seed.per_cluster = 12, 30
-    return config
-
-
-def one_family(path: Path) -> None:
-    oracle.write_library(path)
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join([lines[0], *(line for line in lines if line.startswith("noto/"))]) + "\n")
-
 
 # ------------------------------------------------------------------------------------------------- shards and fingerprints
 
@@ -217,6 +190,8 @@ def test_rows_without_ids_are_numbered_and_two_of_one_name_refused(tmp_path):
         ("broken.parquet", "cannot be read"),
         ("other.zip", "must be a folder, one .csv"),
         ("no-image.parquet", "no column image .there are: id, picture"),
+        ("list.tar", r"list\.tar: p0\.json: an object is needed, got list"),
+        ("cut.tar", r"cut\.tar: p0\.json: not valid JSON"),
     ],
 )
 def test_libraries_that_cannot_be_read_are_named(tmp_path, monkeypatch, path, message):
@@ -224,6 +199,11 @@ def test_libraries_that_cannot_be_read_are_named(tmp_path, monkeypatch, path, me
     for name in ("broken.tar", "broken.parquet", "other.zip"):
         (tmp_path / name).write_bytes(b"not what its name says" * 100)
     pq.write_table(pa.table({"id": ["1"], "picture": [b""]}), tmp_path / "no-image.parquet")
+    for name, data in (("list", b"[]"), ("cut", b'{"caption": ')):
+        with tarfile.open(tmp_path / f"{name}.tar", "w") as tar:
+            member = tarfile.TarInfo("p0.json")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
     with pytest.raises(LibraryError, match=message):
         list(Library(LibraryConfig(path=path)).rows())
 
@@ -295,7 +275,7 @@ def test_candidates_are_searched_for_in_blocks_of_bounded_memory(tmp_path, monke
     one_family(tmp_path / "library.csv")
     with LocalServer(oracle.Oracle(OracleConfig(transient=0, malformed=0))) as server:
         run = Run(config_of(tmp_path / "out", tmp_path / "library.csv", server.url), progress=False)
-        run_stages(run, STAGES[:4])
+        run_stages(run, STAGES[: STAGES.index("judge")])
     whole, sizes = run.rows("retrieve", "triplets"), []
     original = PixelEncoder.texts
     monkeypatch.setattr(

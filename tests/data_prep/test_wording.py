@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from data_prep.rmir.config import (
+    CaptionConfig,
     EncoderConfig,
     GenerateConfig,
     JudgeConfig,
@@ -96,11 +97,12 @@ def test_the_kind_of_reasoning_of_the_docs_is_asked_for(tmp_path):
         ("kinds.md", "generate filter retrieve judge"),
         ("filter.md", "filter retrieve judge"),
         ("judge.md", "judge"),
+        ("caption.md", "caption retrieve judge"),
         ("content_policy.md", "generate filter retrieve judge"),
     ],
 )
 def test_another_wording_redoes_the_stages_that_say_it(tmp_path, name, redone):
-    config = config_of(tmp_path, "http://host/v1")
+    config = config_of(tmp_path, "http://host/v1", caption=CaptionConfig("writer"))
     before = {stage: fingerprint(config, stage) for stage in STAGES}
     (tmp_path / "prompts").mkdir()
     (tmp_path / "prompts" / name).write_text(

@@ -167,4 +167,7 @@ def test_a_ranking_made_elsewhere_has_no_row_of_empty_costs(made, tmp_path):
     results = json.loads((folder / "results.json").read_text()) | {"rationale": {"forced_rate": None}}
     (folder / "results.json").write_text(json.dumps(results))
     assert "Accuracy against cost" not in page_of(tmp_path, folder)
-    assert "Accuracy against cost" in page_of(tmp_path, folder, made("ours"))
+    both = page_of(tmp_path, folder, made("ours"))
+    assert "Accuracy against cost" in both
+    assert both.index("x/foreign") < both.index("x/ours")
+    assert '<th scope="row">2 x/ours' in both  # numbered as on the heat map

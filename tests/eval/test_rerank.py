@@ -4,6 +4,7 @@ import json
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from rge.common.schema import Item
 from rge.data.sources import RecordFile
 from rge.model.families import normalised
 from rge.model.prompts import PromptBuilder
+from rge.rollout.generate import generate
 
 RANKING = Ranking(
     np.array([[4, 2, 0, 1, 3], [1, 0, 2, -1, -1]], np.int32),
@@ -335,6 +337,9 @@ def test_the_command_reranks_a_finished_evaluation(tmp_path, monkeypatch):
     write_tables(tmp_path / "set", content)
     with pytest.raises(UserError, match="is not the set that .* was measured on"):
         rerank_command(RerankOptions(**options, overwrite=True))
+    data.rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="the set of .* is not at .* any more: give set=DIR"):
+        rerank_command(RerankOptions(**options, overwrite=True))
 
 
 def test_answers_are_kept_and_a_file_that_is_none_is_refused(tmp_path):
@@ -362,14 +367,14 @@ def test_a_mix_adds_to_the_ranking_and_any_scores_stay_above_the_rest():
 
 
 def test_a_likelihood_is_that_of_a_plain_forward(lively_path, wanted):
-    judge = LikelihoodJudge(str(lively_path), batch_size=2)
+    judge = LikelihoodJudge(str(lively_path), question="Why?", batch_size=2)
     candidates = list(wanted.corpus_items())[:2]
     texts = [Item("a", "because of a key"), Item("b", "it is so"), Item("c", "a")]
     pairs = [(text, candidate) for candidate in candidates for text in texts]
     found = judge.score(pairs)
     embedder, tokenizer = judge._embedder, judge._builder.processor.tokenizer
     for (text, candidate), value in zip(pairs, found, strict=True):
-        prompt = judge._builder.build(Item("x", likelihood.QUESTION, candidate.images), "query")
+        prompt = judge._builder.build(Item("x", "Why?", candidate.images), "query")
         ids = tokenizer(text.text, add_special_tokens=False).input_ids
         with torch.no_grad():
             _, logits, _ = stock_forward(embedder, [prompt], [ids], "right")
@@ -408,7 +413,10 @@ def test_the_command_asks_for_the_rationale_that_was_written(tmp_path, monkeypat
         for path in (done, tmp_path / "alone", tmp_path / "nothing")
     )
     assert nothing["micro"] == before["micro"] != alone["micro"]
-    assert (alone["rerank"]["ask"], alone["rerank"]["question"]) == ("likelihood", likelihood.QUESTION)
+    assert (alone["rerank"]["ask"], alone["rerank"]["question"]) == (
+        "likelihood",
+        likelihood.QUESTION["likelihood"],
+    )
     assert alone["identity"]["asked"]["ask"] == "likelihood"
     assert nothing["identity"]["key"] != alone["identity"]["key"]
     with pytest.raises(UserError, match="rerank.mix = 0.0, this one has None"):
@@ -434,7 +442,7 @@ def test_records_for_such_a_judge(tmp_path):
     assert len(records) == 2 * sum(len(row["positives"]) for row in rows)
     shows = {target["image"]: target["identity"] for row in rows for target in row["positives"]}
     first = [records[n] for n in range(len(records))]
-    assert all(record.query.text == likelihood.QUESTION for record in first)
+    assert all(record.query.text == likelihood.QUESTION["likelihood"] for record in first)
     told = {record.positives[0].rationale for record in first}
     assert told == {target["rationale"] for row in rows for target in row["positives"]}
     seen = {str(likelihood.Path(one.query.images[0]).resolve()) for one in first}
@@ -447,3 +455,92 @@ def test_records_for_such_a_judge(tmp_path):
     some.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(UserError, match="no positive with a rationale"):
         likelihood.write_records(likelihood.JudgeRecordsOptions(src=(some,), out=tmp_path / "none.jsonl"))
+
+
+def test_a_judge_describes_the_answer_once_and_keeps_it(lively_path, tmp_path, monkeypatch):
+    judge = LikelihoodJudge(str(lively_path), question="What?", batch_size=2)
+    answers = AnswerStore(tmp_path / "judge.sqlite")
+    texts = [Item("a", "it is a lock"), Item("b", "it is a door"), Item("c", "it is a lock")]
+    first = judge.describe([texts[0]], answers)[0].text
+    prompt = judge._builder.build(Item("a", f"it is a lock\n{likelihood.ANSWER_SHOWS}"), "query")
+    (plain,) = generate(judge._embedder, [prompt], max_new_tokens=likelihood.DESCRIPTION_TOKENS, batch_size=1)
+    assert not plain.forced
+    assert first == judge._builder.processor.tokenizer.decode(plain.ids).strip() != ""
+
+    asked = []
+    monkeypatch.setattr(
+        "rge.rollout.generate.generate",
+        lambda embedder, prompts, **_: asked.append(len(prompts)) or [replace(plain, ids=())] * len(prompts),
+    )
+    found = judge.describe(texts, answers)
+    assert asked == [1]  # one of three was kept, and one is equal to it
+    assert [(one.id, one.text) for one in found] == [("a", first), ("b", "it is a door"), ("c", first)]
+    with pytest.raises(UserError, match="query 'd' has neither a rationale nor a text"):
+        judge.describe([Item("d", images=(b"x",))], answers)
+    monkeypatch.setattr(
+        "rge.rollout.generate.generate",
+        lambda embedder, prompts, **_: [replace(plain, forced=True)] * len(prompts),
+    )
+    with pytest.raises(UserError, match="never ended with <emb>: .*eval records descriptions=FILE"):
+        judge.describe([Item("e", "it is a hat")], answers)
+
+
+def test_the_command_asks_for_what_the_answer_shows(tmp_path, monkeypatch):
+    data = write_tables(tmp_path / "set", tables())
+    (done,) = run(
+        RunOptions(checkpoint="fake", set=data, out=tmp_path / "eval", report=False), loader(FakeEncoder())
+    )
+    asked = []
+
+    class Describes(Fixed):
+        def __init__(self, path, *, question, **_):
+            super().__init__({})
+            self.question = question
+
+        def describe(self, texts, answers):
+            assert isinstance(answers, AnswerStore)
+            return [Item(one.id, text=one.text.replace("because of", "a picture of")) for one in texts]
+
+        def score(self, pairs):
+            assert self.question == likelihood.QUESTION["description"]
+            asked.extend(pairs)
+            return [-float(int(candidate.id[1:])) for _, candidate in pairs]
+
+    monkeypatch.setattr(likelihood, "LikelihoodJudge", Describes)
+    options = {"of": done, "judge": "x", "ask": "description", "top_n": 3, "out": tmp_path / "out"}
+    rerank_command(RerankOptions(**options, mix=0.05))
+    assert {(query.id, query.text, query.images) for query, _ in asked} == {
+        (f"q{n:02d}", f"a picture of q{n:02d}", ()) for n in range(24)
+    }
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert (results["rerank"]["ask"], results["rerank"]["mix"]) == ("description", 0.05)
+    assert results["identity"]["asked"]["ask"] == "description"
+
+
+def test_records_that_teach_to_describe(tmp_path):
+    folder = likelihood.Path("data_prep/demo/data/train").resolve()
+    options = likelihood.JudgeRecordsOptions(
+        src=(folder / "relations.jsonl",),
+        descriptions=(folder / "naming.jsonl",),
+        out=tmp_path / "a place" / "out.jsonl",
+        draws=1,
+    )
+    made = RecordFile(likelihood.write_records(options), need_rationale=True)
+    records = [made[number] for number in range(len(made))]
+    pictures = [one for one in records if one.query.images]
+    names = RecordFile(folder / "naming.jsonl")
+    named = {names[n].group: names[n].positives[0].rationale for n in range(len(names))}
+    assert {one.query.text for one in pictures} == {likelihood.QUESTION["description"]}
+    assert len({one.query.images[0] for one in pictures}) == len(pictures) > 1000
+    assert all(one.positives[0].rationale == named[one.group] for one in pictures)
+    texts = {one.query.text: one.positives[0].rationale for one in records if not one.query.images}
+    door = "This is a door; it is unlocked with a key.\n" + likelihood.ANSWER_SHOWS
+    assert texts[door] == "This is a key."
+    other = replace(options, descriptions=(folder / "relations.jsonl",), src=(folder / "naming.jsonl",))
+    assert len(RecordFile(likelihood.write_records(other))) > 0
+    some = tmp_path / "some.jsonl"
+    row = json.loads((folder / "text.jsonl").read_text().splitlines()[0])
+    row["positives"][0] |= {"identity": "nobody", "image": None, "text": "words"}
+    some.write_text(json.dumps(row))
+    with pytest.raises(UserError, match="describes no positive of src"):
+        likelihood.write_records(replace(options, src=(some,)))

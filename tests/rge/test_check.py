@@ -287,6 +287,24 @@ def test_the_banner_says_time_and_memory_with_their_uncertainty(home, monkeypatc
     assert least <= total <= most
 
 
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [((), True), (("model.lora={rank: 2}",), False), (("rl.alpha_rl=0", "rl.beta=0"), False)],
+)
+def test_kl_without_adapters_is_refused_under_zero3_before_anything_is_loaded(
+    home, accelerator, monkeypatch, overrides, refused
+):
+    monkeypatch.setattr(check.dist, "is_zero3", lambda accelerator: True)
+    stage = f"rl.sources=[{{path: {home / 'records.jsonl'}}}]"
+    problems = problems_of(home, accelerator, "stage=rl", stage, "rl.steps=2", "rl.beta=0.04", *overrides)
+    said = [
+        problem
+        for problem in problems
+        if "under ZeRO-3 no process holds them whole: use model.lora" in problem
+    ]
+    assert bool(said) == refused, problems
+
+
 @pytest.mark.slow
 def test_the_command_says_all_and_ends_with_one(home):
     done = forked.run("-m", "rge.check", f"recipe={home / 'tiny.yaml'}", "pictures=true")

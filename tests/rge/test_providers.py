@@ -309,7 +309,7 @@ def test_settings_of_newer_models_are_sent_and_are_part_of_the_key(store):
 )
 def test_settings_that_cannot_be_right(settings, message):
     with pytest.raises(UserError, match=message):
-        check_model("m", ModelConfig(name="m", **settings))
+        check_model("models.m", ModelConfig(name="m", **settings))
 
 
 FIELDS = (("input_desc", None), ("consistent", ("True", "False")), ("block", (("query", None),)))

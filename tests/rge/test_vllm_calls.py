@@ -187,7 +187,7 @@ def test_without_vllm_the_extra_is_named(store):
 )
 def test_settings_that_cannot_be_right(settings, message):
     with pytest.raises(UserError, match=message):
-        check_model("m", models(**settings)["m"])
+        check_model("models.m", models(**settings)["m"])
 
 
 # --------------------------------------------------------------------------------------------------------- with vLLM

@@ -123,7 +123,7 @@ class PixelEncoder:
         if self._captions is None or self._vectors is None or not len(self._captions):
             raise NotThere(
                 "pixels can place a text only where some pictures have captions (library.caption_column), and none has; "
-                "give image_encoder.kind=siglip or checkpoint"
+                "give image_encoder.kind=siglip or checkpoint, or have captions written (caption.model=writer)"
             )
         alike = np.clip(HashingEncoder().texts(texts) @ self._captions.T, 0, None) ** 4
         if alike.shape[1] > self.num_neighbours:

@@ -6,6 +6,7 @@ card of the data set says which did and which did not.
 
 import importlib
 import io
+import os
 import shutil
 import subprocess
 import sys
@@ -70,7 +71,13 @@ def _has_text(program: str, image: Image.Image) -> str | None:
     command = [program, "-", "-", "--psm", "11", "tsv"]
     try:
         done = subprocess.run(
-            command, input=encoded.getvalue(), capture_output=True, timeout=TESSERACT_S, check=True
+            command,
+            input=encoded.getvalue(),
+            capture_output=True,
+            timeout=TESSERACT_S,
+            check=True,
+            # A picture is looked at on each core; threads of its own would only wait for one another.
+            env={**os.environ, "OMP_THREAD_LIMIT": "1"},
         )
     except subprocess.TimeoutExpired:
         raise UserError(f"library.filters: tesseract took over {TESSERACT_S} s for one picture") from None

@@ -4,7 +4,6 @@ A folder of pictures, a table (CSV, TSV, JSON lines), Parquet files, WebDataset 
 machine or at any address that fsspec knows (``s3://``, ``gs://``, ``hf://``, ``memory://`` ...).
 """
 
-import json
 import os
 import tarfile
 from collections import Counter
@@ -19,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rge.common.errors import UserError
-from rge.index.sources import PICTURES, SourceError, text_rows
+from rge.index.sources import PICTURES, SourceError, json_object, text_rows
 
 SUFFIXES = tuple(sorted(PICTURES))
 TABLES, TARS = (".csv", ".tsv", ".jsonl"), (".tar", ".tar.gz", ".tgz")
@@ -284,7 +283,7 @@ def _tar(files: Files, path: str, image: str, pictures: bool) -> Iterator[Row]:
                 if f".{ending}".endswith(SUFFIXES):
                     shown.append((ending, _content(tar, member) if pictures else None))
                 elif ending == "json":
-                    cells = {**_object(path, member.name, _content(tar, member)), **cells}
+                    cells = {**json_object(f"{path}: {member.name}", _content(tar, member)), **cells}
                 elif ending in ("txt", "caption"):
                     cells["caption"] = _content(tar, member).decode("utf-8", "replace")
             for ending, picture in shown:
@@ -309,16 +308,6 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     file: IO[bytes] | None = tar.extractfile(member)
     assert file is not None
     return file.read()
-
-
-def _object(path: str, name: str, data: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(data)
-    except ValueError as error:
-        raise LibraryError(f"{path}: {name} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise LibraryError(f"{path}: {name}: an object is needed, got {type(found).__name__}")
-    return found
 
 
 # ------------------------------------------------------------------------------------------------------------ datasets

@@ -98,7 +98,7 @@ def indices(run: Run) -> dict[str, dict[str, float]]:
 
 def shortcuts(run: Run) -> list[dict[str, Any]]:
     """Rank of the first right answer of each query in the pool, by probe; the query's own picture is never ranked."""
-    images = run.rows("seed", "images")
+    images = run.images()
     places = {image["id"]: place for place, image in enumerate(images)}
     pool = [row["id"] for row in run.rows("pool", "pool")]
     in_pool = set(pool)
@@ -118,7 +118,7 @@ def shortcuts(run: Run) -> list[dict[str, Any]]:
     with_caption = [name for name in pool if name in caption_of]
     ranked = {TEXT: pool, IMAGE: pool, DESCRIPTION: pool}
     if with_caption:
-        caption_ND = np.load(run.path("seed", "captions.npy"), mmap_mode="r")
+        caption_ND = np.load(run.caption_vectors(), mmap_mode="r")
         caption_PD = caption_ND[[caption_of[name] for name in with_caption]]
         captioner = text_encoder(run.config.caption_encoder)
         ranked[TEXT_TO_CAPTIONS] = with_caption

@@ -129,7 +129,7 @@ def _text(
     lines += ["", "## What was removed", "", *_removed(report)]
     if settings := report.get("settings"):
         lines += [
-            "", "## How it was made", "", "Settings of the pipeline; prompts are in `data_prep/rmir/prompts.py`.", "",
+            "", "## How it was made", "", "Settings of the pipeline; prompts are in `data_prep/rmir/prompt_files`.", "",
             "```yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).rstrip(), "```",
         ]  # fmt: skip
     if stages:
@@ -159,7 +159,16 @@ def _composition(folder: Path, report: dict[str, Any]) -> list[str]:
 
 def _origins(folder: Path, licences: Counter[str]) -> list[str]:
     table = pq.read_table(folder / "pictures.parquet", columns=["source", "author"])
-    number = table.num_rows
+    number, names = table.num_rows, pq.read_schema(folder / "pictures.parquet").names
+    captions = []
+    if "caption_by" in names:
+        by = pq.read_table(folder / "pictures.parquet", columns=["caption_by"])["caption_by"].to_pylist()
+        found = Counter(name or "none" for name in by).most_common()
+        captions = [
+            "",
+            "Where the library has no caption a model wrote one; `caption_by` in `pictures` says whose each is: "
+            f"{', '.join(f'{_cell(name)} {count:,}' for name, count in found)}.",
+        ]
     known = {key: number - table[key].null_count for key in ("source", "author")}
     return [
         "| licence | pictures |",
@@ -168,6 +177,7 @@ def _origins(folder: Path, licences: Counter[str]) -> list[str]:
         "",
         f"`pictures` names the licence of each picture, the source of {known['source']:,} and the author of {known['author']:,} of "
         f"{number:,}. Questions and rationales are written by models.",
+        *captions,
     ]
 
 
@@ -299,7 +309,7 @@ def croissant(folder: Path, name: str, licences: Counter[str]) -> dict[str, Any]
 
 _ABOUT = {
     "train": "training records: query, positives, negatives",
-    "pictures": "caption, source, author and licence of each picture",
+    "pictures": "caption, source, author and licence of each picture; who wrote the caption, where models did",
     "corpus": "the pictures that every test query is ranked against",
     "queries": "test queries",
     "qrels": "right answers of the test queries",

@@ -60,7 +60,7 @@ def _export(
         What was written, by number.
     """
     config = run.config
-    images = {image["id"]: image for image in run.rows("seed", "images")}
+    images = {image["id"]: image for image in run.images()}
     queries = {query["query_id"]: query for query in run.rows("generate", "queries", "generated")}
     pool = [row["id"] for row in run.rows("pool", "pool")]
     rejected: dict[str, list[str]] = {name: [] for name in splits}
@@ -132,10 +132,12 @@ def _export(
 def _write_origins(
     path: Path, library: LibraryConfig, images: dict, used: list[str], named: dict[str, str]
 ) -> None:
-    """Every picture of the data set with its caption, source, author and licence."""
+    """Every picture of the data set with its caption, source, author and licence; who wrote the caption, if models did."""
     origins = origins_of(library, set(used))
     columns: dict[str, list[str | None]] = {"id": [*used], "path": [named.get(name) for name in used]}
     columns["caption"] = [images[name]["caption"] for name in used]
+    if any(image["caption_by"] not in ("library", None) for image in images.values()):
+        columns["caption_by"] = [images[name]["caption_by"] for name in used]
     for key in ("source", "author", "licence"):
         columns[key] = [origins.get(name, {}).get(key) for name in used]
     columns["licence"] = [licence or library.licence for licence in columns["licence"]]

@@ -8,7 +8,7 @@ from typing import Any
 
 from data_prep.rmir.config import RmirConfig, to_dict
 from data_prep.rmir.results import card
-from data_prep.rmir.run import STAGES, Run
+from data_prep.rmir.run import Run, stages_of
 from rge.common.files import write_text
 
 PAPER: dict[str, float | None] = {
@@ -36,7 +36,7 @@ MET = {
 
 def collect(run: Run) -> dict[str, Any]:
     """Everything the finished stages reported, as one dict."""
-    stages = {stage: found for stage in STAGES if (found := run.done(stage))}
+    stages = {stage: found for stage in stages_of(run.config) if (found := run.done(stage))}
     return {
         "stages": stages,
         "settings": published(run.config),
@@ -61,7 +61,7 @@ def published(config: RmirConfig) -> dict[str, Any]:
     for found in models.values():
         found.pop("extra_body", None)
     library = {key: value for key, value in whole["library"].items() if key not in ("path", "shard_size")}
-    stages = ("seed", "generate", "filter", "retrieve", "judge", "keep", "split", "export")
+    stages = [stage for stage in stages_of(config) if stage not in ("pool", "audit")] + ["export"]
     settings = {"library": library, "models": models, **{stage: whole[stage] for stage in stages}}
     for spec in settings["retrieve"]["more"]:
         spec["encoder"].pop("path")
@@ -75,6 +75,7 @@ def funnel(stages: dict[str, dict[str, Any]]) -> list[tuple[str, int, str]]:
         ("seed", "listed", "pictures listed", "images"),
         ("seed", "usable", "usable", "images"),
         ("seed", "seed", "seed set", "images"),
+        ("caption", "written", "captioned by a model", "images"),
         ("generate", "inputs", "asked about", "images"),
         ("generate", "queries", "queries generated", "queries"),
         ("filter", "valid", "queries valid", "queries"),
@@ -166,11 +167,24 @@ def markdown(report: dict[str, Any]) -> str:
             "",
             f"Pictures were embedded by: {encoders['images']}. Captions by: {encoders['captions']}.",
         ]
+        if "caption" in report["stages"]:
+            lines += ["", captions_of(report)]
         more = report["stages"].get("retrieve", {}).get("counts", {}).get("more_encoders", {})
         lines += [f"Index {name}: {encoder}." for name, encoder in more.items()]
     if "audit" in report["stages"]:
         lines += ["", *audit_tables(report["stages"]["audit"]["counts"])]
     return "\n".join(lines) + "\n"
+
+
+def captions_of(report: dict[str, Any]) -> str:
+    """Who wrote the seed set's captions, and why some have none."""
+    settings, counts = report["settings"], report["stages"]["caption"]["counts"]
+    without = counts["missing"] - counts["written"]
+    why = ", ".join(f"{reason} {number:,}" for reason, number in counts["not_written"].items())
+    return (
+        f"Captions of the seed set: {counts['with_caption'] - counts['written']:,} from the library, {counts['written']:,} written "
+        f"by {settings['models'][settings['caption']['model']]['name']}; {without:,} pictures have none{f' ({why})' if why else ''}."
+    )
 
 
 def audit_tables(found: dict[str, Any]) -> list[str]:

@@ -222,7 +222,12 @@ def _board(
         facts += f", {first.get('profile')} protocol"
     if first["set"].get("limit"):
         facts += f", only the first {first['set']['limit']:,} queries"
-    costs = [cost for row in rows if (cost := _cost_row(row, main)) is not None]
+    measured = [row for row in rows if not row.published]
+    costs = [  # numbered as in the heat map, so that a row without costs shifts nobody
+        {"number": place, **cost}
+        for place, row in enumerate(measured, 1)
+        if (cost := _cost_row(row, main)) is not None
+    ]
     return Board(
         id=f"board{number}",
         title=str(first["set"]["name"]) + (", answered" if setting == "rag" else ""),
@@ -292,6 +297,7 @@ def _cost(rows: Sequence[Mapping[str, Any]], name: str) -> Markup | None:
             row["figure"].value,
             row["figure"].low,
             row["figure"].high,
+            row["number"],
         )
         for row in rows
     ]

@@ -57,6 +57,12 @@ def test_a_name_that_is_nothing(tmp_path):
         load_model("./missing")
     with pytest.raises(UserError, match="nobody/nothing is neither a directory nor could it be fetched"):
         load_model("nobody/nothing")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "phi3_v"}))
+    for adapter in (None, "vlm2vec"):
+        with pytest.raises(
+            UserError, match=r"is a phi3_v: VLM2Vec and UniME on Phi-3.5-V.*python -m eval score"
+        ):
+            load_model(tmp_path, adapter=adapter)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     with pytest.raises(
         UserError, match=r"\(gpt2\) is none of the known embedders[\s\S]*rge-release: the released"

@@ -37,7 +37,7 @@ class RecipeError(UserError):
 class ScratchConfig:
     """A model built from nothing instead of loaded: Qwen2.5-VL's architecture and processor, own sizes.
 
-    ``text`` and ``vision`` are passed to the Hugging Face sub-configs unchanged.
+    ``text`` and ``vision`` are passed to the sub-configs unchanged.
     """
 
     vocab_size: int = 2048
@@ -45,7 +45,8 @@ class ScratchConfig:
     text: dict[str, Any] = field(default_factory=dict)
     """Sizes of the language model, as its Hugging Face config calls them."""
     vision: dict[str, Any] = field(default_factory=dict)
-    """Sizes of the vision tower, as its Hugging Face config calls them."""
+    """Sizes of the vision tower, as its Hugging Face config calls them; or, with the model_type efficientnet_lite0, a pretrained
+    tower that a package brings (extra photos, docs/photos.md), of which only the merger is trained."""
     naming: str | None = None
     """Records whose query pictures teach the vision tower to name things before anything else; null skips it."""
     naming_steps: int = 1000

@@ -1,5 +1,6 @@
 """A tiny random model and processor of every family, and what stock transformers wants to be given for each."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from transformers import (
 
 from rge.model.families import FAMILIES, normalised
 from rge.scratch import build as scratch
+from rge.towers import efficientnet
 
 TEXT = {
     "hidden_size": 32,
@@ -40,6 +42,12 @@ VISION = {
     "window_size": 56,
     "fullatt_block_indexes": [1],
 }
+SCRATCH = {
+    "qwen2_5_vl": VISION,
+    "qwen2_5_vl_efficientnet": {"model_type": "efficientnet_lite0", "spatial_merge_size": 1},
+}
+"""Towers of the families that `rge.scratch.build` makes."""
+
 TEXTS = [
     "Find the picture that answers the question.",
     "What do you need to open this?",
@@ -49,10 +57,21 @@ TEXTS = [
 ]
 TILE = 40
 MIN_PIXELS, MAX_PIXELS = 28 * 28, 84 * 84
-LIVELY_SEED = {"qwen2_5_vl": 0}
+LIVELY_SEED = {"qwen2_5_vl": 0, "qwen2_5_vl_efficientnet": 6}
 """Seeds, 1 for the rest, with which a model writes rationales of many lengths; see `enliven` of shared.py."""
 
-every_family = pytest.mark.parametrize("lively_path", sorted(FAMILIES), indirect=True)
+PHOTOS = efficientnet.EfficientNetQwenConfig.model_type
+HAS_TOWER = bool(find_spec(efficientnet.NETWORK) and find_spec(efficientnet.WEIGHTS))
+needs_tower = pytest.mark.skipif(
+    not HAS_TOWER, reason="the vision tower of recipes/photos.yaml is not installed (extra photos)"
+)
+INSTALLED = [name for name in sorted(FAMILIES) if name != PHOTOS or HAS_TOWER]
+
+every_family = pytest.mark.parametrize(
+    "lively_path",
+    [pytest.param(name, marks=needs_tower if name == PHOTOS else ()) for name in sorted(FAMILIES)],
+    indirect=True,
+)
 """Runs a test that uses `lively`, `lively64` or `lively_path` once for each family instead of with Qwen2.5-VL."""
 
 
@@ -70,14 +89,14 @@ def build(family: str, out: Path, seed: int = 0, head_size: int = 16) -> None:
         head_size: of each of the two heads; vLLM's CPU kernels start at 32.
     """
     text = {**TEXT, "hidden_size": 2 * head_size}
-    if family == "qwen2_5_vl":
+    if family in SCRATCH:
         scratch.build(
             out,
             TEXTS,
             seed=seed,
             vocab_size=320,
             text=text,
-            vision=VISION,
+            vision=SCRATCH[family],
             min_pixels=MIN_PIXELS,
             max_pixels=MAX_PIXELS,
         )

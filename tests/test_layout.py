@@ -33,6 +33,7 @@ ONLY_IN = {
         "rge/scratch/starting_point.py",
         "rge/model/attention.py",
         "rge/model/vision_tower.py",
+        "rge/towers/efficientnet.py",
         "data_prep/rmir/pictures/hub_encoders.py",
         "eval/models/clip.py",
         "eval/models/qwen.py",

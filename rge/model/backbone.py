@@ -72,12 +72,13 @@ def read_config(path: str | Path, revision: str | None = None) -> PretrainedConf
     """
     if not Path(path).exists() and (str(path).startswith((".", "/", "~")) or str(path).count("/") != 1):
         raise BackboneError(f"no model can be loaded from {path}: there is no such directory")
+    families = list(FAMILIES)  # first: one that is not of transformers brings its config
     try:
         config = AutoConfig.from_pretrained(path, revision=revision)
     except (OSError, ValueError) as error:
         raise BackboneError(f"no model can be loaded from {path}: {error}") from error
-    if config.model_type not in FAMILIES:
-        raise BackboneError(f"{path} is a {config.model_type}; supported families: {', '.join(FAMILIES)}")
+    if config.model_type not in families:
+        raise BackboneError(f"{path} is a {config.model_type}; supported families: {', '.join(families)}")
     return config
 
 

@@ -9,15 +9,34 @@ Shape suffixes: B = rows, T = tokens, D = hidden size, P = patches or tiles, F =
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from rge.common.registry import Registry
 from rge.model.hub_model import HubModel
 from rge.model.vision_tower import sizes_of
+
+
+@dataclass(frozen=True)
+class VisionSizes:
+    """Sizes of a vision tower, for what a step of it costs.
+
+    Attributes:
+        patch: parameters of the trained matrices that each patch goes through; `placeholder` of those for each placeholder.
+        layers: blocks of the tower; `hidden` and `inner` are theirs.
+        fixed: products of numbers that a patch takes in what is never trained.
+    """
+
+    patch: int
+    placeholder: int
+    layers: int
+    hidden: int
+    inner: int
+    fixed: int = 0
 
 
 class Family:
@@ -153,6 +172,32 @@ class Family:
         whole = set(vision.fullatt_block_indexes)
         return [num_patches if layer in whole else window for layer in range(vision.depth)]
 
+    def vision_sizes(self, model: HubModel) -> VisionSizes:
+        """Read off the tower's modules, also on `meta`."""
+        vision = self.vision(model)
+        patch = placeholder = 0
+        for part in vision:
+            for name, module in part.named_modules():
+                if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d)):
+                    # Mergers and connectors see a placeholder's patches as one row.
+                    if "merger" in name or "modality_projection" in name:
+                        placeholder += module.weight.numel()
+                    else:
+                        patch += module.weight.numel()
+        blocks = next(
+            module for part in vision for module in part.modules() if isinstance(module, nn.ModuleList)
+        )
+        inner = [
+            module for module in blocks[0].get_submodule("mlp").modules() if isinstance(module, nn.Linear)
+        ]
+        return VisionSizes(
+            patch=patch,
+            placeholder=placeholder,
+            layers=len(blocks),
+            hidden=min(module.weight.shape[1] for module in inner),
+            inner=max(max(module.weight.shape) for module in inner),
+        )
+
 
 class Qwen3VL(Family):
     """Qwen3-VL: features of deeper vision layers are added to the states of the first text layers (DeepStack).
@@ -267,7 +312,7 @@ class Idefics3(Family):
         return [(vision.image_size // vision.patch_size) ** 2] * vision.num_hidden_layers
 
 
-FAMILIES: Registry[Family] = Registry("family of models", "rge.families")
+FAMILIES: Registry[Family] = Registry("family of models", "rge.families", ["rge.towers.efficientnet"])
 """By the `model_type` of a model's config."""
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from rge.losses import CHUNK_TOKENS
-from rge.model.families import family_of
+from rge.model.families import VisionSizes, family_of
 from rge.model.hub_model import HubModel
 
 GIB = 2**30
@@ -62,8 +62,7 @@ class Shapes:
         layer: parameters of one text layer's matrices; `key_value` of them make keys and values.
         layers: text layers. `hidden`, `inner`, `heads`, `key_heads` and `head_size` are theirs.
         vocabulary: rows of the output matrix.
-        patch: parameters of the matrices that each patch goes through; `placeholder` of those for each placeholder.
-        vision_layers: blocks of the tower; `vision_hidden` and `vision_inner` are theirs.
+        vision: of the tower.
     """
 
     parameters: int
@@ -77,11 +76,7 @@ class Shapes:
     key_heads: int
     head_size: int
     vocabulary: int
-    patch: int
-    placeholder: int
-    vision_layers: int
-    vision_hidden: int
-    vision_inner: int
+    vision: VisionSizes
 
 
 def speed_of(device: str, dtype: str) -> tuple[float, float] | None:
@@ -98,22 +93,12 @@ def shapes_of(model: HubModel) -> Shapes:
     matrices = {
         name: module.weight.numel() for name, module in layer.named_modules() if isinstance(module, nn.Linear)
     }
-    vision = family.vision(model)
-    patch = placeholder = 0
-    for part in vision:
-        for name, module in part.named_modules():
-            if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d)):
-                # Mergers and connectors see a placeholder's patches as one row.
-                if "merger" in name or "modality_projection" in name:
-                    placeholder += module.weight.numel()
-                else:
-                    patch += module.weight.numel()
-    blocks = next(module for part in vision for module in part.modules() if isinstance(module, nn.ModuleList))
-    inner = [module for module in blocks[0].get_submodule("mlp").modules() if isinstance(module, nn.Linear)]
     heads = text.num_attention_heads
     return Shapes(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        vision_parameters=sum(parameter.numel() for part in vision for parameter in part.parameters()),
+        vision_parameters=sum(
+            parameter.numel() for part in family.vision(model) for parameter in part.parameters()
+        ),
         layer=sum(matrices.values()),
         key_value=sum(size for name, size in matrices.items() if name.endswith(("k_proj", "v_proj"))),
         layers=text.num_hidden_layers,
@@ -123,11 +108,7 @@ def shapes_of(model: HubModel) -> Shapes:
         key_heads=text.num_key_value_heads,
         head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
         vocabulary=model.get_output_embeddings().weight.shape[0],
-        patch=patch,
-        placeholder=placeholder,
-        vision_layers=len(blocks),
-        vision_hidden=min(module.weight.shape[1] for module in inner),
-        vision_inner=max(max(module.weight.shape) for module in inner),
+        vision=family.vision_sizes(model),
     )
 
 
@@ -200,9 +181,8 @@ def flops(
 
     def vision(patches: int, placeholders: int, spans: list[int]) -> tuple[float, float]:
         """Products and attention of one row's pictures."""
-        return 2.0 * (
-            s.patch * patches + s.placeholder * placeholders
-        ), 4.0 * s.vision_hidden * patches * sum(spans)
+        products = (s.vision.patch + s.vision.fixed) * patches + s.vision.placeholder * placeholders
+        return 2.0 * products, 4.0 * s.vision.hidden * patches * sum(spans)
 
     def text(prompt: int, tail: int, read: int) -> tuple[float, float]:
         """Products and attention of one row; the last layer computes what is read, and keys and values."""
@@ -245,7 +225,8 @@ def flops(
     backward = (1 + trainable) * (text_products + head) + 2.5 * text_looks
     recomputed = text_products + text_looks
     if train_vision:
-        backward += 2 * vision_products + 2.5 * vision_looks
+        patches = n.queries * n.query_patches + n.candidates * n.candidate_patches
+        backward += 2 * (vision_products - 2.0 * s.vision.fixed * patches) + 2.5 * vision_looks
         recomputed += vision_products + vision_looks
     found["backward"] = backward + (recomputed if checkpointing else 0.0)
     return found
@@ -305,12 +286,12 @@ def memory(
     # What autograd keeps of a layer, a token: norms and residuals; queries, keys and values before and after rotation, the
     # output; gate, up, activation and product.
     inside = tokens * (6 * s.hidden + 6 * s.heads * s.head_size + 4 * s.inner)
-    vision_inside = patches * (12 * s.vision_hidden + 4 * s.vision_inner)
+    vision_inside = patches * (12 * s.vision.hidden + 4 * s.vision.inner)
     if checkpointing:
-        kept = tokens * s.hidden * s.layers + patches * s.vision_hidden * s.vision_layers
+        kept = tokens * s.hidden * s.layers + patches * s.vision.hidden * s.vision.layers
         kept += max(inside, vision_inside)
     else:
-        kept = inside * s.layers + vision_inside * s.vision_layers
+        kept = inside * s.layers + vision_inside * s.vision.layers
     predicted = micro_queries * (n.oracle + 1 if n.oracle else 0) + rows_each * n.label_candidates
     # A policy's logits are made some at a time, and again in the backward.
     predicted += min(CHUNK_TOKENS, micro_queries * n.each * (n.own + 1)) if n.sampled else 0

@@ -94,9 +94,10 @@ def outline(model: ModelConfig, init: str | None = None) -> tuple[HubModel, str]
     Raises:
         BackboneError: its shapes cannot be found, or its family is not supported.
     """
+    families = list(FAMILIES)  # first: one that is not of transformers brings its config
     config, origin = _config(model, init)
-    if config.model_type not in FAMILIES:
-        raise BackboneError(f"{origin} is a {config.model_type}; supported families: {', '.join(FAMILIES)}")
+    if config.model_type not in families:
+        raise BackboneError(f"{origin} is a {config.model_type}; supported families: {', '.join(families)}")
     # Under ZeRO-3 transformers would share even this out, over processes that are not all here: the pre-flight runs on one.
     with set_zero3_state(), torch.device("meta"):
         return AutoModelForImageTextToText.from_config(config), origin

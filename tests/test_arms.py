@@ -121,11 +121,15 @@ def test_the_tables_pair_arms_by_query_and_say_what_is_not_run(scripts, tmp_path
 def test_what_is_written_is_held_against_the_sets_rationales(scripts, tmp_path):
     given = [*scripts.given, "doses=50", "arms=rl_con_50", "seeds=2"]
     scripts.main(given)
-    known = pd.DataFrame({"query-id": ["q1", "q3"], "corpus-id": ["c", "c"], "rationale": ["why 1", "another"]})
+    known = pd.DataFrame(
+        {"query-id": ["q1", "q3"], "corpus-id": ["c", "c"], "rationale": ["why 1", "another"]}
+    )
     known.to_parquet(tmp_path / "a study" / "data_50" / "unseen" / "rationales.parquet")
     scripts.main([*given, "collect=true"])
     rows = json.loads((tmp_path / "a study" / "table.json").read_text())
-    found = {one["metric"]: one["mean"] for one in rows if one["row"] == "rl_con_50" and "unseen" in one["slice"]}
+    found = {
+        one["metric"]: one["mean"] for one in rows if one["row"] == "rl_con_50" and "unseen" in one["slice"]
+    }
     assert found["right_rationale"] == pytest.approx(1 / 8)
     assert found["hit_after_wrong"] == pytest.approx((5 + 6) / 2 / 8)
 

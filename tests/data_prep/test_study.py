@@ -116,7 +116,9 @@ def test_doses_differ_in_the_leak_and_in_nothing_else(records):
             # The query's ground is told, the target's only where the question asks for the same.
             ground = record.query.images[0].split("/")[1]
             assert f" on {ground}; " in reason
-            assert reason.replace(f" on {ground};", ";") == known[record.id.split(".")[0], record.group][thing]
+            assert (
+                reason.replace(f" on {ground};", ";") == known[record.id.split(".")[0], record.group][thing]
+            )
             assert frame == (f"{shown}." if leak else "")
         told[dose] = {(record.id, one.id) for record, one in texts if LEAK in one.rationale}
         assert len(told[dose]) == pytest.approx(dose * len(texts), abs=0.02 * len(texts))

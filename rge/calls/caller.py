@@ -250,12 +250,15 @@ class Caller:
                 spent.append(_first(errors))  # type: ignore[arg-type]
                 feed.close(name)
 
+        failed: list[BaseException] = []
         try:
             with Pictures() as pictures:
                 async with asyncio.TaskGroup() as group:
                     feed.start(lambda name: group.create_task(ask(name, pictures)))
         except* UserError as errors:
-            raise _first(errors) from None
+            failed.append(_first(errors))
+        if failed:  # not raised above: before Python 3.11.4 it would come in a group of its own
+            raise failed[0]
         if spent:
             raise spent[0]
         for name in feed.waiting:

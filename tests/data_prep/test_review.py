@@ -128,7 +128,8 @@ def test_verdicts_by_keyboard_comments_undo_and_the_saved_file(browser, page, tm
     assert count(browser) == "2 of 4, 1 judged", "what is typed into the comment is no verdict"
     press(browser, "Escape", "f")
     assert stored(browser)[keys[1]] == {"verdict": "reject", "comment": "jfu!"}
-    for _ in range(20):  # Chromium hands storage from one page's process to the next one's in its own time
+    time.sleep(0.5)  # nobody closes a tab in the millisecond after a key
+    for _ in range(40):  # Chromium hands storage from one page's process to the next one's in its own time
         browser.open(path, 1400, 900)
         if count(browser) == "3 of 4, 2 judged":
             break

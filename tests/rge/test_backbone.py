@@ -121,7 +121,10 @@ def test_a_plain_model_is_not_an_embedder(tiny_path):
 
 def test_an_unsupported_family_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    with pytest.raises(BackboneError, match=r"is a bert; supported families: idefics3, qwen2_5_vl, qwen2_5_vl_efficientnet, qwen2_vl"):
+    with pytest.raises(
+        BackboneError,
+        match=r"is a bert; supported families: idefics3, qwen2_5_vl, qwen2_5_vl_efficientnet, qwen2_vl",
+    ):
         load_backbone(tmp_path)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from ablate import intervals, run
+from demo import judge_words
 
 from eval.scoring import stats
 from rge.common.errors import UserError
@@ -196,11 +197,9 @@ def queries(study: Study, name: str, seed: int, set_name: str) -> pd.DataFrame:
     """
     folder = study.evaluation(study.by_name[name], seed, set_name)
     frame = pd.read_parquet(folder / "per_query.parquet").sort_values("query_id").reset_index(drop=True)
-    if (known := study.sets[set_name] / "rationales.parquet").is_file() and "rationale" in frame:
-        table = pd.read_parquet(known)
-        right = set(zip(table["query-id"], table["rationale"], strict=True))
-        written = [pair in right for pair in zip(frame["query_id"], frame["rationale"], strict=True)]
-        frame["right_rationale"] = np.array(written, dtype=float)
+    if (study.sets[set_name] / "rationales.parquet").is_file() and "rationale" in frame:
+        words = judge_words(frame["query_id"], frame["rationale"], study.sets[set_name])
+        frame["right_rationale"] = words["answered"].astype(float)
         frame["hit_after_wrong"] = frame["hit@1"] * (1 - frame["right_rationale"])
     return frame
 

@@ -26,7 +26,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -302,9 +302,6 @@ def table(rows: dict[str, dict[str, dict[str, Any]]]) -> str:
 def chain(eval_folder: Path, set_folder: Path) -> dict[str, dict[str, float]]:
     """Where answers are lost: is the thing named right, is the answer, is its picture found?
 
-    A rationale names the thing right if its first clause is that of the set's own rationales, and the answer if it is
-    one of them as a whole.
-
     Args:
         eval_folder: evaluation with rationales.
         set_folder: the set that was evaluated.
@@ -316,12 +313,8 @@ def chain(eval_folder: Path, set_folder: Path) -> dict[str, dict[str, float]]:
     queries = pd.read_parquet(
         eval_folder / "per_query.parquet", columns=["query_id", "pair", "rationale", "hit@1"]
     )
-    oracles = pd.read_parquet(set_folder / "rationales.parquet").groupby("query-id")["rationale"].agg(set)
-    right = [oracles[name] for name in queries["query_id"]]
-    clauses = [{text.partition(";")[0] for text in texts} for texts in right]
-    written = queries["rationale"].str.strip()
-    named = pd.Series([text.partition(";")[0] in it for text, it in zip(written, clauses, strict=True)])
-    answered = pd.Series([text in it for text, it in zip(written, right, strict=True)])
+    words = judge_words(queries["query_id"], queries["rationale"], set_folder)
+    named, answered = words["named"], words["answered"]
     found: dict[str, dict[str, float]] = {}
     for pair in PAIRS:
         chosen = queries["pair"] == pair
@@ -333,6 +326,29 @@ def chain(eval_folder: Path, set_folder: Path) -> dict[str, dict[str, float]]:
         }
         found[pair] = {name: 100 * float(values.mean()) for name, values in of.items()}
     return found
+
+
+def judge_words(query_ids: Iterable[str], rationales: Iterable[str], set_folder: Path) -> pd.DataFrame:
+    """Whether rationales are right, held against those of a set.
+
+    Args:
+        query_ids: queries of the set; one of which it has no rationale has nothing that is right.
+        rationales: what was written for each.
+        set_folder: with rationales.parquet.
+
+    Returns:
+        Per query ``named``, whether the first clause is that of one of the set's rationales, and so names the thing right, and
+        ``answered``, whether it is one of them as a whole.
+    """
+    known = (
+        pd.read_parquet(set_folder / "rationales.parquet").groupby("query-id")["rationale"].agg(set).to_dict()
+    )
+    rows = []
+    for name, text in zip(query_ids, rationales, strict=True):
+        right, written = known.get(name, set()), text.strip()
+        clauses = {one.partition(";")[0] for one in right}
+        rows.append((written.partition(";")[0] in clauses, written in right))
+    return pd.DataFrame(rows, columns=["named", "answered"], dtype=bool)
 
 
 def chain_lines(figures: dict[str, dict[str, float]]) -> str:

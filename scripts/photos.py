@@ -22,8 +22,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
+from demo import judge_words
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -161,12 +161,9 @@ def paths() -> list[str]:
 def values(out: Path) -> pd.DataFrame:
     """Per query: the thing, whether it is named right, and whether the first candidate is a right answer."""
     rows = pd.read_parquet(out / "per_query.parquet", columns=["query_id", "group", "rationale", "hit@1"])
-    oracles = pd.read_parquet(TEST / "rationales.parquet").groupby("query-id")["rationale"].agg(set)
-    named = []
-    for name, text in zip(rows["query_id"], rows["rationale"], strict=True):
-        right = {oracle.partition(";")[0] for oracle in oracles[name.rpartition(".")[0]]}
-        named.append(text.strip().partition(";")[0] in right)
-    return rows.assign(named=np.array(named, float)).set_index("query_id").sort_index()
+    asked = rows["query_id"].str.rpartition(".")[0]  # without the number of the photograph
+    named = judge_words(asked, rows["rationale"], TEST)["named"]
+    return rows.assign(named=named.astype(float)).set_index("query_id").sort_index()
 
 
 def table(

@@ -24,6 +24,7 @@ from transformers import (
 
 from rge.model.families import FAMILIES, normalised
 from rge.scratch import build as scratch
+from rge.step import Objective, training_step
 from rge.towers import efficientnet
 
 TEXT = {
@@ -225,6 +226,27 @@ def _idefics3(tokenizer, text):
 
 def _rows(tokenizer) -> int:
     return -(-(len(tokenizer) + 1) // 64) * 64
+
+
+def train(embedder, batch, rationales, steps, lr, micro_batch_size=3, look=lambda: None) -> list[float]:
+    """Losses of some AdamW steps on one batch; `look` is called while there are gradients."""
+    optimizer = torch.optim.AdamW([p for p in embedder.parameters() if p.requires_grad], lr=lr)
+    losses = []
+    for _ in range(steps):
+        report = training_step(
+            embedder,
+            embedder,
+            batch,
+            Objective(0.5, 0.5, 0.1),
+            rationales=rationales,
+            micro_batch_size=micro_batch_size,
+            backward=lambda loss: loss.backward(),
+        )
+        look()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(report["loss"])
+    return losses
 
 
 def stock_inputs(embedder, prompts, input_ids, attention_mask) -> dict:

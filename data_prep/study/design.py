@@ -29,8 +29,8 @@ MIN_FAMILIES = 4
 """Things that fewer training families draw are left out: they are not recognised surely enough."""
 MIN_QUESTIONS = 2
 """Of a thing, so that its picture alone does not say what is asked."""
-TEST_RENDERINGS = "test-3"
-"""What the test's pictures are drawn from. Those of "test" were looked at while the recipe was still being chosen."""
+RENDERINGS = {"valid": "valid", "test": "test-3"}
+"""What the pictures of a split are drawn from. Earlier drawings of the test were looked at while set and recipe were being chosen."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def train_queries(tables: Tables, chosen: list[Fact]) -> list[Query]:
 def held_out_queries(tables: Tables, chosen: list[Fact], split: str) -> list[Query]:
     """Every fact under both rules (test), or under one of them (valid), in renderings of their own."""
     found = []
-    drawn = TEST_RENDERINGS if split == "test" else split
+    drawn = RENDERINGS[split]
     for fact in chosen:
         families = tables.families(fact.source)
         rules = (
@@ -174,7 +174,7 @@ def gallery(tables: Tables, chosen: list[Fact], split: str) -> list[Shown]:
     Each frame stands equally often around each thing: a guessed frame points to a ground at random.
     """
     found = []
-    drawn = TEST_RENDERINGS if split == "test" else split
+    drawn = RENDERINGS[split]
     for concept in answers(chosen):
         order = sorted(
             range(len(FRAMES)), key=lambda frame: stable_hash(drawn, "frames", concept, str(frame))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from family_models import every_family
+from family_models import every_family, train
 
 from rge.common.schema import Item
 from rge.model.adapters import add_adapters
@@ -10,27 +10,6 @@ from rge.model.backbone import load_backbone, vision_parameters
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.families import FAMILIES, Idefics3, family_of, normalised, scaled
 from rge.model.prompts import PromptBuilder
-from rge.step import Objective, training_step
-
-
-def train(embedder, batch, rationales, steps, lr):
-    """Losses of some AdamW steps on one batch."""
-    optimizer = torch.optim.AdamW([p for p in embedder.parameters() if p.requires_grad], lr=lr)
-    losses = []
-    for _ in range(steps):
-        report = training_step(
-            embedder,
-            embedder,
-            batch,
-            Objective(0.5, 0.5, 0.1),
-            rationales=rationales,
-            micro_batch_size=3,
-            backward=lambda loss: loss.backward(),
-        )
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(report["loss"])
-    return losses
 
 
 @every_family

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from family_models import PHOTOS, SCRATCH, TEXT, TEXTS, build, needs_tower
+from family_models import PHOTOS, SCRATCH, TEXT, TEXTS, build, needs_tower, train
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -20,7 +20,6 @@ from rge.model.prompts import PromptBuilder
 from rge.plan.known_models import outline
 from rge.scratch import build as scratch
 from rge.scratch.pretrain_vision import teach
-from rge.step import Objective, training_step
 from rge.towers.efficientnet import NETWORK, WEIGHTS, TowerError
 
 SIZES = {"min_pixels": 64 * 64, "max_pixels": 256 * 256}
@@ -76,22 +75,11 @@ def test_training_moves_the_merger_and_nothing_of_the_network(eyes, make_batch, 
     before = network_of(embedder.model)
     batch = make_batch(PromptBuilder(embedder.processor))
     rationales = roll_out(embedder.eval(), batch)
-    optimizer = torch.optim.AdamW(embedder.train().parameters(), lr=1e-2)
-    losses = []
-    for _ in range(4):
-        report = training_step(
-            embedder,
-            embedder,
-            batch,
-            Objective(0.5, 0.5, 0.1),
-            rationales=rationales,
-            micro_batch_size=5,
-            backward=lambda loss: loss.backward(),
-        )
-        losses.append(report["loss"])
+
+    def look():
         assert embedder.model.model.visual.merger.narrow.weight.grad.abs().sum() > 0
-        optimizer.step()
-        optimizer.zero_grad()
+
+    losses = train(embedder.train(), batch, rationales, steps=4, lr=1e-2, micro_batch_size=5, look=look)
     assert losses[-1] < 0.9 * losses[0]
     embedder.model.save_pretrained(tmp_path)
     embedder.processor.save_pretrained(tmp_path)

@@ -96,9 +96,11 @@ class EfficientNetQwenConfig(Qwen2_5_VLConfig):
     """Qwen2.5-VL's config with the other tower."""
 
     model_type = "qwen2_5_vl_efficientnet"
+    # What transformers reads: the former up to 5.19 and a little further, the latter since.
+    sub_configs = {**Qwen2_5_VLConfig.sub_configs, "vision_config": EfficientNetConfig}
     sub_configs_defaults = {
-        **Qwen2_5_VLConfig.sub_configs_defaults,
-        "vision_config": EfficientNetConfig,  # type: ignore[dict-item]  # transformers makes a spec of a class
+        **getattr(Qwen2_5_VLConfig, "sub_configs_defaults", {}),
+        "vision_config": EfficientNetConfig,
     }
 
 

@@ -65,10 +65,22 @@ def press(browser, *keys, modifiers=0):
         browser.call("Input.dispatchKeyEvent", type="keyUp", key=key, modifiers=modifiers)
 
 
+READY = "document.body.dataset.ready === ''"
+WRITTEN = "writing === 0"
+
+
 def opened(browser, page, width=1400, height=900):
+    """The page with nothing kept."""
+    reopened(browser, page, width, height)
+    browser.js("said = new Map(); keep()")
+    reopened(browser, page, width, height)
+
+
+def reopened(browser, page, width=1400, height=900):
+    if browser.js("typeof writing !== 'undefined'"):
+        browser.until(WRITTEN)
     browser.open(page, width, height)
-    browser.js("localStorage.clear()")
-    browser.open(page, width, height)
+    browser.until(READY)
 
 
 def count(browser):
@@ -76,7 +88,11 @@ def count(browser):
 
 
 def stored(browser):
-    return json.loads(browser.js("localStorage.getItem(place)") or '{"verdicts": {}}')["verdicts"]
+    browser.until(WRITTEN)
+    browser.js(
+        "window.kept = ''; store.transaction('reviews').objectStore('reviews').get(place).onsuccess = (event) => { kept = JSON.stringify(event.target.result) }"
+    )
+    return json.loads(browser.until("kept"))["verdicts"]
 
 
 def test_no_text_gets_out_of_its_place(browser, page, tmp_path):
@@ -128,12 +144,7 @@ def test_verdicts_by_keyboard_comments_undo_and_the_saved_file(browser, page, tm
     assert count(browser) == "2 of 4, 1 judged", "what is typed into the comment is no verdict"
     press(browser, "Escape", "f")
     assert stored(browser)[keys[1]] == {"verdict": "reject", "comment": "jfu!"}
-    time.sleep(0.5)  # nobody closes a tab in the millisecond after a key
-    for _ in range(40):  # Chromium hands storage from one page's process to the next one's in its own time
-        browser.open(path, 1400, 900)
-        if count(browser) == "3 of 4, 2 judged":
-            break
-        time.sleep(0.25)
+    reopened(browser, path)
     assert count(browser) == "3 of 4, 2 judged", "a closed tab loses nothing"
     press(browser, "ArrowLeft", "ArrowLeft", "n")
     assert count(browser).startswith("3 of 4")
@@ -176,6 +187,25 @@ def test_verdicts_by_keyboard_comments_undo_and_the_saved_file(browser, page, tm
     assert not browser.js("document.getElementById('done').hidden")
     press(browser, "u")
     assert count(browser).endswith("0 judged"), "an import is undone at once"
+
+
+def test_a_browser_that_keeps_nothing_says_so_after_every_verdict(browser, page):
+    """And asks before it closes what was not saved."""
+    hidden = browser.call(
+        "Page.addScriptToEvaluateOnNewDocument",
+        source="Object.defineProperty(window, 'indexedDB', {value: null})",
+    )
+    try:
+        reopened(browser, page[0])
+        press(browser, "j", "f")
+        assert count(browser) == "3 of 4, 2 judged"
+        assert "keeps nothing" in browser.js("document.getElementById('note').textContent")
+        asked = "!dispatchEvent(new Event('beforeunload', {cancelable: true}))"
+        assert browser.js(asked)
+        press(browser, "u", "u")
+        assert not browser.js(asked), "there is nothing to lose"
+    finally:
+        browser.call("Page.removeScriptToEvaluateOnNewDocument", identifier=hidden["identifier"])
 
 
 def test_on_a_phone_everything_is_within_reach(browser, page):

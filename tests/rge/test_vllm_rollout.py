@@ -26,6 +26,7 @@ from rge.model.backbone import BackboneError, load_backbone, vision_parameters, 
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.packing import Branch
 from rge.model.prompts import Prompt, PromptBuilder
+from rge.rl.reference import Reference
 from rge.rollout import vllm_writer as vllm_rollout
 from rge.rollout.generate import generate
 from rge.rollout.vllm_writer import VllmRollout, request
@@ -387,11 +388,25 @@ def test_a_row_that_vllm_samples_depends_on_its_seed_alone(vllm, its_prompts):
 
 @with_vllm
 @pytest.mark.vllm
-@pytest.mark.parametrize("fitting_path", ["qwen2_5_vl"], indirect=True)
-def test_training_with_vllm_takes_the_steps_of_our_own_rollout(tmp_path, picture, fitting_path):
-    """Greedy rationales are the same while the weights move, so every loss is; a stale weight would show in both."""
+def test_vllm_gives_the_log_probabilities_that_we_compute(vllm, its_prompts):
+    """Of every token that it sampled, with special tokens barred and logits divided, by which RL weighs what it wrote."""
+    seeds = list(range(2 * len(its_prompts)))
+    found = vllm.generate(its_prompts, temperature=0.7, seeds=seeds, num_each=2)
+    said = [each for one in found for each in one.log_probs]
+    assert len(said) == sum(len(one.ids) + (not one.forced) for one in found)
+    ours = Reference(vllm.embedder, 0.7, 4).log_probs(its_prompts, found)
+    ends = torch.tensor([len(one.ids) + 1 for one in found]).cumsum(0) - 1
+    chosen = torch.ones(len(ours), dtype=torch.bool)
+    chosen[ends[torch.tensor([one.forced for one in found])]] = False  # an <emb> that nobody sampled
+    torch.testing.assert_close(torch.tensor(said), ours[chosen].float(), atol=1e-4, rtol=0)
+    assert ours[chosen].std() > 0.1
+
+
+@pytest.fixture
+def train(tmp_path, picture, fitting_path):
+    """Metrics of a stage of six steps, trained with a back end."""
     lines = []
-    for number in range(16):
+    for number in range(18):
         picture(40 + 5 * number, 80, number).save(tmp_path / f"{number}.png")
         lines.append(
             {
@@ -402,40 +417,60 @@ def test_training_with_vllm_takes_the_steps_of_our_own_rollout(tmp_path, picture
             }
         )  # fmt: skip
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    stage = {"steps": 6, "batch_size": 6, "lr": 3e-3, "sources": [{"path": str(tmp_path / "records.jsonl")}]}
     recipe = {
-        "stage": "joint",
         "model": {
             "path": str(fitting_path), "dtype": "float32", "gradient_checkpointing": False, "min_pixels": 784,
             "max_pixels": 3136,
         },
         "data": {"profile": "plain", "num_workers": 0, "max_prompt_tokens": 512},
         "rollout": {"max_new_tokens": CAP, "batch_size": 4, "vllm_memory": 0.15},
-        "joint": {
-            "steps": 6, "batch_size": 6, "lr": 3e-3, "sources": [{"path": str(tmp_path / "records.jsonl")}],
-        },
-        "train": {"micro_batch_size": 4, "log_every": 1},
+        "joint": stage, "rl": stage, "train": {"micro_batch_size": 4, "log_every": 1},
     }  # fmt: skip
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
-    found = {}
-    for backend in ("own", "vllm"):
+
+    def run(stage: str, backend: str) -> list[dict]:
         out = tmp_path / backend
-        settings = [f"recipe={tmp_path / 'tiny.yaml'}", f"out={out}", f"rollout.backend={backend}"]
-        train = Path(vllm_rollout.__file__).parents[1] / "train.py"
-        environment = {
-            **os.environ,
+        settings = [
+            f"recipe={tmp_path / 'tiny.yaml'}",
+            f"out={out}",
+            f"stage={stage}",
+            f"rollout.backend={backend}",
+        ]
+        script = Path(vllm_rollout.__file__).parents[1] / "train.py"
+        environment = os.environ | {
             "PYTHONSAFEPATH": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            "PYTHONPATH": str(train.parents[1]),
+            "PYTHONPATH": str(script.parents[1]),
         }
         done = subprocess.run(
-            [sys.executable, train, *settings], env=environment, capture_output=True, text=True, timeout=300
+            [sys.executable, script, *settings], env=environment, capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        found[backend] = [json.loads(line) for line in (out / "joint/metrics.jsonl").read_text().splitlines()]
+        return [json.loads(line) for line in (out / stage / "metrics.jsonl").read_text().splitlines()]
+
+    return run
+
+
+@with_vllm
+@pytest.mark.vllm
+@pytest.mark.parametrize("fitting_path", ["qwen2_5_vl"], indirect=True)
+def test_training_with_vllm_takes_the_steps_of_our_own_rollout(train):
+    found = {backend: train("joint", backend) for backend in ("own", "vllm")}
     assert len(found["own"]) == 6
     for own, vllm in zip(found["own"], found["vllm"], strict=True):
         for name in ("loss", "loss_lm", "loss_contrastive", "forced_rate", "rationale_tokens_mean"):
             assert vllm[name] == pytest.approx(own[name], rel=1e-4), (name, own, vllm)
-    assert (
-        len({line["rationale_tokens_mean"] for line in found["own"]}) > 3
-    )  # what is written moves with the weights
+    # What is written moves with the weights.
+    assert len({line["rationale_tokens_mean"] for line in found["own"]}) > 3
+
+
+@with_vllm
+@pytest.mark.vllm
+@pytest.mark.parametrize("fitting_path", ["qwen2_5_vl"], indirect=True)
+def test_reinforcement_learning_with_vllm_finds_its_probabilities_to_be_ours(train):
+    steps = train("rl", "vllm")
+    assert len(steps) == 6
+    assert all(line["sampling_ratio_mean"] == pytest.approx(1, abs=1e-3) for line in steps)
+    assert all(line["sampling_corrected"] == 0 for line in steps)
+    assert len({line["entropy"] for line in steps}) == 6

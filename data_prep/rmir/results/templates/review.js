@@ -10,6 +10,10 @@ const known = new Set(data.items.map((item) => item.key));
 // A map, not a plain object: a key may be called like anything that objects have.
 let said = new Map();
 let undone = [];
+let at = 0;
+let store = null;   // the browser's, where it has one
+let writing = 0;    // writes that it has not confirmed
+let unkept = "";
 
 function read(found) {
   // Verdicts of a saved file or of the browser's store, as far as they are about pairs of this page.
@@ -25,12 +29,23 @@ function read(found) {
 }
 
 function keep() {
-  // Kept by the browser, so that a closed tab loses nothing; one that forbids it still works until it is closed.
-  try { localStorage.setItem(place, JSON.stringify({ verdicts: Object.fromEntries(said), by: show("name").value })); }
-  catch (error) { note("This browser keeps nothing: save before you close the page."); }
+  // In IndexedDB: Chromium loses what a page that was opened as a file puts into localStorage.
+  if (!store) return;
+  let write;
+  try { write = store.transaction("reviews", "readwrite", { durability: "strict" }); } catch (error) { return forget(); }
+  writing += 1;
+  write.objectStore("reviews").put({ verdicts: Object.fromEntries(said), by: show("name").value }, place);
+  write.oncomplete = () => { writing -= 1; };
+  write.onabort = () => { writing -= 1; forget(); };
 }
 
-function note(text) { show("note").textContent = text; }
+function forget() {
+  store = null;
+  unkept = "This browser keeps nothing: save before you close the page.";
+  note("");
+}
+
+function note(text) { show("note").textContent = [text, unkept].filter(Boolean).join(" "); }
 
 function judged() { return data.items.filter((item) => said.get(item.key)?.verdict).length; }
 
@@ -126,39 +141,55 @@ function press(key) {
   draw();
 }
 
-document.addEventListener("keydown", (event) => {
-  const typing = event.target.matches("textarea, input");
-  if (typing) {
-    if (event.key === "Escape") event.target.blur();
-    return;
+function begin(kept) {
+  said = read(kept.verdicts);
+  if (typeof kept.by === "string") show("name").value = kept.by;
+  at = Math.max(0, open(0));
+  draw();
+  document.addEventListener("keydown", (event) => {
+    const typing = event.target.matches("textarea, input");
+    if (typing) {
+      if (event.key === "Escape") event.target.blur();
+      return;
+    }
+    if ((event.ctrlKey || event.metaKey) && event.key === "z") { event.preventDefault(); return press("u"); }
+    if (event.ctrlKey || event.metaKey || event.altKey || show("keys").open) return;
+    if (show("zoom").open && event.key.toLowerCase() !== "z") return;
+    if (event.key === "c") event.preventDefault();  // or the letter lands in the field
+    press(event.key);
+  });
+  for (const button of document.querySelectorAll("button[data-key]")) {
+    button.addEventListener("click", () => { press(button.dataset.key); button.blur(); });
   }
-  if ((event.ctrlKey || event.metaKey) && event.key === "z") { event.preventDefault(); return press("u"); }
-  if (event.ctrlKey || event.metaKey || event.altKey || show("keys").open) return;
-  if (show("zoom").open && event.key.toLowerCase() !== "z") return;
-  if (event.key === "c") event.preventDefault();  // or the letter lands in the field
-  press(event.key);
-});
-for (const button of document.querySelectorAll("button[data-key]")) {
-  button.addEventListener("click", () => { press(button.dataset.key); button.blur(); });
+  for (const button of document.querySelectorAll("button[data-zoom]")) {
+    button.addEventListener("click", () => { zoom(button.dataset.zoom); button.blur(); });
+  }
+  for (const button of document.querySelectorAll("button[data-close]")) {
+    button.addEventListener("click", () => show(button.dataset.close).close());
+  }
+  show("large").addEventListener("click", () => show("zoom").classList.toggle("close-up"));
+  show("comment").addEventListener("input", () => put(data.items[at].key, { comment: show("comment").value }));
+  show("name").addEventListener("input", keep);
+  show("file").addEventListener("change", (event) => {
+    const [file] = event.target.files;
+    event.target.value = "";
+    if (file) load(file);
+  });
+  addEventListener("beforeunload", (event) => { if (writing || (unkept && said.size)) event.preventDefault(); });
+  document.body.dataset.ready = "";
 }
-for (const button of document.querySelectorAll("button[data-zoom]")) {
-  button.addEventListener("click", () => { zoom(button.dataset.zoom); button.blur(); });
-}
-for (const button of document.querySelectorAll("button[data-close]")) {
-  button.addEventListener("click", () => show(button.dataset.close).close());
-}
-show("large").addEventListener("click", () => show("zoom").classList.toggle("close-up"));
-show("comment").addEventListener("input", () => put(data.items[at].key, { comment: show("comment").value }));
-show("name").addEventListener("input", keep);
-show("file").addEventListener("change", (event) => {
-  const [file] = event.target.files;
-  event.target.value = "";
-  if (file) load(file);
-});
 
-let stored = {};
-try { stored = JSON.parse(localStorage.getItem(place)) || {}; } catch (error) { stored = {}; }
-said = read(stored.verdicts);
-if (typeof stored.by === "string") show("name").value = stored.by;
-let at = Math.max(0, open(0));
-draw();
+function fresh() { forget(); begin({}); }
+
+try {
+  const asked = indexedDB.open("rge-review", 1);
+  asked.onupgradeneeded = () => asked.result.createObjectStore("reviews");
+  asked.onerror = fresh;
+  asked.onsuccess = () => {
+    store = asked.result;
+    store.onclose = forget;
+    const found = store.transaction("reviews").objectStore("reviews").get(place);
+    found.onsuccess = () => begin(found.result || {});
+    found.onerror = fresh;
+  };
+} catch (error) { fresh(); }

@@ -31,8 +31,14 @@ demo: setup ## train on the shipped pictures, evaluate on unseen drawings, write
 demo-baseline: setup ## the same, and its fair rival: a model that was trained without rationales
 	@$(OFFLINE) $(PY) scripts/demo.py baseline=true
 
+PYTEST := $(OFFLINE) $(ONE_THREAD) $(PY) -m pytest -m "not gpu and not net"
+
+# Some tests meet real clocks, browsers and servers, and a busy machine can make one of four thousand fail. What fails is run
+# once more, by itself; what passes then is listed as such, and should be mended.
 test: setup lint ## what CI runs: lint, types, all tests that need neither a GPU nor the network
-	@$(OFFLINE) $(ONE_THREAD) $(PY) -m pytest $(TWO_PROCESSES) -m "not gpu and not net"
+	@$(PYTEST) $(TWO_PROCESSES) || { \
+		test $$? -eq 1 && echo "Once more, alone. What passes now depends on the machine's load: mend it." && \
+		$(PYTEST) --last-failed --last-failed-no-failures none -rp; }
 
 lint: setup ## ruff (rules and format) and mypy
 	@$(PY) -m ruff check .

@@ -49,7 +49,7 @@ def _command(evaluation: Evaluation) -> str | None:
 
     def written(value: Any) -> str:
         if isinstance(value, list):
-            return ",".join(map(written, value))
+            return ",".join(map(written, value)) or "[]"
         return _local(value) if isinstance(value, str) else json.dumps(value)
 
     words = [f"{key}={written(value)}" for key, value in again["options"].items()]

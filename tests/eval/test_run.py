@@ -209,6 +209,7 @@ def test_one_condition_goes_into_out_itself_and_a_second_run_reuses_everything(s
     assert encoder.calls == []
     again = results_of(tmp_path)
     assert again.pop("batch_size") != first.pop("batch_size")
+    assert again.pop("again")["options"]["batch_size"] != first.pop("again")["options"]["batch_size"]
     assert again == first
 
 

@@ -118,7 +118,7 @@ def test_tiles_give_what_the_models_own_features_give(lively64, make_prompts, ch
     grid = torch.cat([prompt.image_grid for prompt in shown])
     results = []
     for features in (
-        torch.cat(model.model.get_image_features(pixels[None], return_dict=True).pooler_output),
+        torch.cat(list(model.model.get_image_features(pixels[None], return_dict=True).pooler_output)),
         family_of(model).features(model, pixels, grid),
     ):
         model.zero_grad()

@@ -112,8 +112,10 @@ async def answer(path, body):
     return chat("<rationale>A ladder on the roof, so firemen use it.</rationale>")
 
 
-@pytest.mark.parametrize(("leak", "kept"), [("keep", 2), ("drop", 1), ("rewrite", 2)])
-def test_rationales_are_written_and_checked(records, tmp_path, capsys, leak, kept):
+@pytest.mark.parametrize(
+    ("leak", "max_leak", "kept"), [("keep", 0.5, 2), ("drop", 0.5, 1), ("drop", 1, 2), ("rewrite", 0.5, 2)]
+)
+def test_rationales_are_written_and_checked(records, tmp_path, capsys, leak, max_leak, kept):
     out = tmp_path / "out" / "records.jsonl"
     with LocalServer(answer) as server:
         words = [
@@ -122,6 +124,7 @@ def test_rationales_are_written_and_checked(records, tmp_path, capsys, leak, kep
             "model.name=m",
             f"model.base_url={server.url}",
             f"leak={leak}",
+            f"max_leak={max_leak}",
         ]
         main(["rationales", *words])
         num_answered = server.num_answered
@@ -133,7 +136,7 @@ def test_rationales_are_written_and_checked(records, tmp_path, capsys, leak, kep
     assert (out.parent / rows[0].query.images[0]).is_file()
     report = json.loads((tmp_path / "out" / "records.jsonl.report.json").read_text())
     assert report["dropped: forbidden phrase"] == report["dropped: missing tag"] == 1
-    assert report.get("dropped: leak", 0) == (leak == "drop")
+    assert report.get("dropped: leak", 0) == (leak == "drop" and max_leak < 1)
     assert report["leak_above_limit"] == (leak == "keep")
 
 

@@ -303,6 +303,8 @@ def test_generated_blocks():
         prompts.read_generated(said(BLOCK, "length"), "TEMP", 25, 50)
     with pytest.raises(BadValue, match="<query> has 3 words, more than 2"):
         prompts.read_generated(said(BLOCK), "FUNC", 2, 50)
+    with pytest.raises(BadValue, match="<target_desc> has 2 words, more than 1"):
+        prompts.read_generated(said(BLOCK), "FUNC", 25, 1)
     with pytest.raises(Refused):
         prompts.read_generated(said("I'm sorry, I cannot."), "FUNC", 25, 50)
 
@@ -367,6 +369,7 @@ def test_libraries(tmp_path):
     rows = list(Library(LibraryConfig(path=str(table))).rows())
     assert [(row["id"], row["caption"]) for row in rows] == [("1", "a square"), ("2", None)]
     assert inspect(rows, LibraryConfig())["reason"].to_pylist() == [None, None]
+    assert inspect(rows, LibraryConfig(min_side_px=41))["reason"].to_pylist() == ["too small"] * 2
     table.write_text("id,picture\n1,a.png\n")
     with pytest.raises(LibraryError, match="row 1 has no image"):
         list(Library(LibraryConfig(path=str(table))).rows())

@@ -73,11 +73,13 @@ class Models:
     def __init__(self):
         self.asked = Counter()
         self.texts = []
+        self.caps = set()
 
     async def __call__(self, path, body):
         text = shown(body)
         self.asked[body["model"], json.dumps(body["messages"])] += 1
         self.texts.append((body["model"], text))
+        self.caps.add((body["model"], body["max_tokens"]))
         if body["model"] == "writer":
             return chat("I read: " + " ".join(re.findall(r"Document \d+:\n(\S+)", text)), model="writer")
         answer = text.split("STUDENT ANSWER START ---\n")[1].split("\n--- STUDENT ANSWER END")[0]
@@ -95,6 +97,17 @@ def options(data, out, server, **change):
     for key in [key for key in change if key in models]:
         models[key] = ModelConfig(**vars(models[key]) | change.pop(key))
     return RagOptions(set=data, out=out, answerer="writer", judges=judges, models=models, **change)
+
+
+def test_caps_of_documents_answers_and_marks(data, tmp_path):
+    models = Models()
+    caps = {"document_chars": 3, "answer_tokens": 30, "judge_tokens": 20}
+    with LocalServer(models) as server:
+        rag(options(data, tmp_path / "out", server, judges=("first",), rows=("oracle",), **caps))
+    assert models.caps == {("writer", 30), ("first", 20)}
+    shown = [re.findall(r"Document \d+:\n(\S+)", text) for name, text in models.texts if name == "writer"]
+    assert all(word == "wör" for words in shown for word in words)
+    assert all(shown)
 
 
 def test_rows_judges_and_what_is_asked_again(data, tmp_path):

@@ -10,12 +10,13 @@ from eval_fakes import FakeEncoder, loader, tables, write_tables
 from eval.benchmarks.suite import write_suite
 from eval.commands import budget as budget_module
 from eval.commands import rerank as rerank_module
-from eval.commands.bm25 import Bm25Options, bm25
+from eval.commands.bm25 import Bm25Options, bm25, rank
 from eval.commands.budget import BudgetOptions, budget
 from eval.commands.compare import CompareOptions, compare
 from eval.commands.rerank import RerankOptions, rerank_command
 from eval.commands.run import RunOptions, run
 from eval.pages.boards.leaderboard import write_leaderboard
+from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
 
 SIZES = {"north": (8, 30), "south": (12, 24)}
@@ -181,3 +182,14 @@ def test_bm25_ranks_every_member(suite, tmp_path, capsys):
     assert table.at["south/q01", "top10"].tolist() == ["c008"]  # the only text with word8
     with pytest.raises(UserError, match="already holds an evaluation with tag = 'bm25-lucene'"):
         bm25(Bm25Options(set=suite, out=tmp_path / "out", method="robertson"))
+
+
+@pytest.mark.parametrize(("stopwords", "found"), [("en", False), ("null", True)])
+def test_bm25_leaves_out_the_stopwords_of_a_language(tmp_path, stopwords, found):
+    pytest.importorskip("bm25s")
+    content = tables(num_queries=3, num_candidates=5)
+    content["queries"]["text"], content["queries"]["image"] = ["the"] * 3, [None] * 3
+    content["corpus"]["text"], content["corpus"]["image"] = ["the thing"] * 5, [None] * 5
+    data = write_tables(tmp_path / "set", content)
+    ranking = rank(load_set(data), Bm25Options(set=data, out=tmp_path, stopwords=stopwords))
+    assert (ranking.rows_QW >= 0).any() == found

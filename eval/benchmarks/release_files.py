@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from PIL import Image
 
 from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image
+from rge.common.options import one_of
+from rge.common.registry import PluginOptions
 
 READ_ROWS = 64
 """Rows read at once; the pictures of a table do not fit into memory together."""
@@ -23,6 +26,31 @@ PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 class ReleaseError(UserError):
     """A release cannot be imported; the message names file, field and mend."""
+
+
+@dataclass
+class ReleaseOptions(PluginOptions):
+    """What every importer of a release is told."""
+
+    src: Path
+    """Folder of the release, laid out as it was downloaded."""
+    out: Path
+    """Retrieval set to write, or suite of them."""
+    decode: bool = True
+    """Open every picture once."""
+    overwrite: bool = False
+    """Replace what an import has already written to out."""
+
+
+@dataclass
+class PictureOptions(ReleaseOptions):
+    """And those of a release whose pictures are files."""
+
+    pictures: str = "embed"
+    """embed copies pictures into the set, link writes their paths."""
+
+    def __post_init__(self) -> None:
+        one_of("pictures", [self.pictures], ("embed", "link"))
 
 
 def content_id(*parts: str) -> str:

@@ -69,6 +69,16 @@ def is_suite(path: Path) -> bool:
     return (find_shipped(path) / SUITE).is_file()
 
 
+def refuse_old_suite(out: Path, overwrite: bool) -> None:
+    """Before an import reads anything: a suite at ``out`` is only replaced where that is meant.
+
+    Raises:
+        UserError: there is one, and ``overwrite`` is false.
+    """
+    if is_suite(out) and not overwrite:
+        raise UserError(f"out {out} already holds a suite: give another, or overwrite=true")
+
+
 def write_suite(path: Path, *, name: str, benchmark: str, column: str, members: Mapping[str, Mapping[str, str]], **meta: Any) -> None:  # fmt: skip
     """Write ``suite.json`` beside the members' folders, last of all."""
     content = {"name": name, "benchmark": benchmark, "column": column, "members": members} | meta

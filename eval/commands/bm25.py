@@ -17,7 +17,7 @@ from eval.benchmarks.suite import each_member, is_suite, join_members, load_suit
 from eval.embedding.identity import versions
 from eval.embedding.rewrite import load_rewriter, rewritten
 from eval.scoring.evaluation import write_evaluation
-from eval.scoring.output_files import check_out, summary
+from eval.scoring.output_files import again, check_out, summary
 from eval.scoring.search import DEPTH, Ranking, stack_rankings
 from eval.sets.retrieval_set import RetrievalSet, load_set, with_readable_content
 from rge.common.errors import UserError
@@ -99,6 +99,7 @@ def bm25(options: Bm25Options) -> Path:
         "settings": {key: getattr(options, key) for key in ("method", "k1", "b", "stopwords")},
         "rewrite": rewriter.about() if rewriter is not None else None,
         "tag": tag,
+        "again": again("bm25", options),
         "warnings": [*wanted.meta.get("notes", []), *unread],
         "versions": versions() | {"bm25s": _library().__version__},
     }

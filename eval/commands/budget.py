@@ -53,7 +53,7 @@ from eval.judging.judges import Judge, load_judge
 from eval.pages.budget_curves import BASES, BUDGET, as_file
 from eval.scoring.fuse import max_score, mean_embedding, together
 from eval.scoring.gate import Gate, choose, gate_for, gated, large_minus_small, margin
-from eval.scoring.output_files import FORMAT, PER_QUERY, check_out, read_results
+from eval.scoring.output_files import FORMAT, PER_QUERY, again, check_out, read_results
 from eval.scoring.search import Ranking
 from eval.scoring.stats import Bootstrap, cluster_bootstrap, index_of, interval
 from rge.calls.store import AnswerStore
@@ -540,7 +540,8 @@ def _write(options: BudgetOptions, session: Session, point: Point, metric: str) 
         ms_Q = ms_Q + point.judge_ms_Q
     costs = {"tokens": float(point.encoded.num_rationale_tokens.mean()), "ms": float(ms_Q.mean())}
     about = {"name": point.name, "curve": point.curve, "at": point.at, **costs, **(point.about or {})}
-    results = session.write(condition, point.ranking, point.encoded, {"budget": about}, tag=point.name)
+    more = {"budget": about, "again": again("budget", options)}
+    results = session.write(condition, point.ranking, point.encoded, more, tag=point.name)
     figure = results["micro"].get(metric)
     if figure is None:
         raise UserError(f"metric must be one of {', '.join(results['micro'])}, got {metric!r}")

@@ -41,7 +41,7 @@ from eval.judging.answers import (
     mark_of,
 )
 from eval.judging.writers import Asked, Writer, Written, load_writers
-from eval.pages.boards.answers import RAG
+from eval.pages.boards.answers import RAG, known_as
 from eval.scoring.agreement import agreement
 from eval.scoring.metrics import ANSWER_SCORE
 from eval.scoring.output_files import (
@@ -423,7 +423,7 @@ def _write(
     benchmark = wanted.meta.get("benchmark") or "generic"
     answerer = str(about["answerer"]["model"])
     judges = [str(one["model"]) for one in about["judges"].values()]
-    made_with = {"answerer": _short(answerer), "judge": _short(judges[0])}
+    made_with = {"answerer": known_as(answerer), "judge": known_as(judges[0])}
     inherited = (
         "query_mode",
         "query_modality",
@@ -488,10 +488,6 @@ def _mind(counts: Mapping[str, int], num: int) -> list[str]:
         "num_without_reference": "further questions have no reference answer and are left out",
     }
     return [f"{counts[key]} {text.format(num)}" for key, text in words.items() if counts[key]]
-
-
-def _short(model: str) -> str:
-    return model[:12] if re.fullmatch(r"[0-9a-f]{64}", model) else model
 
 
 def _together(options: RagOptions, dirs: Mapping[str, Path]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from eval.embedding.processes import ALONE, Team, join
 from eval.judging.endpoint import is_address
 from eval.judging.judges import QUESTION, Judge, load_judge
 from eval.scoring.evaluation import write_evaluation
-from eval.scoring.output_files import PER_QUERY, RUN, check_out, read_results, set_figures, summary
+from eval.scoring.output_files import PER_QUERY, RUN, again, check_out, read_results, set_figures, summary
 from eval.scoring.search import Ranking
 from eval.scoring.trec import read_run
 from eval.sets.retrieval_set import RetrievalSet, content_digest, load_set, with_readable_content
@@ -267,6 +267,7 @@ def _one(
     tag = f"{read.tag}-judged"
     made = {key: old[key] for key in (*kept, "warnings", "coverage") if key in old}
     made |= {"rerank": about, "tag": tag, "warnings": [*old.get("warnings", []), *unread]}
+    made["again"] = again("rerank", options)
     results = write_evaluation(
         options.out,
         wanted,

@@ -28,7 +28,7 @@ from eval.embedding.rewrite import PROMPTS, load_rewriter, rewritten
 from eval.embedding.set_embeddings import Embeddings, contents_of, is_sampled
 from eval.scoring.evaluation import write_evaluation
 from eval.scoring.metrics import CUTOFFS
-from eval.scoring.output_files import RESULTS, check_out, self_retrieval, summary
+from eval.scoring.output_files import RESULTS, again, check_out, self_retrieval, summary
 from eval.scoring.protocol import Protocol
 from eval.scoring.search import DEPTH, Ranking, rows_within, search
 from eval.sets.retrieval_set import MODALITIES, Modality, RetrievalSet, load_set, with_content
@@ -252,6 +252,10 @@ class Session:
             "warnings": self.warnings,
             "audit": self.audit.content if self.audit is not None else None,
             "self_retrieval": self_retrieval(ranking, self.embeddings.contents.own),
+            "again": again(
+                "run",
+                replace(self.options, query_mode=(condition.mode,), query_modality=(condition.modality,)),
+            ),
             **more,
         }
         return write_evaluation(

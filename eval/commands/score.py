@@ -14,7 +14,7 @@ from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import each_member, is_suite, join_members, load_suite
 from eval.scoring.evaluation import write_evaluation
 from eval.scoring.metrics import CUTOFFS
-from eval.scoring.output_files import check_out, summary
+from eval.scoring.output_files import again, check_out, summary
 from eval.scoring.trec import read_run
 from eval.sets.retrieval_set import load_set, with_readable_content
 from rge.common.errors import UserError
@@ -84,6 +84,7 @@ def score(options: ScoreOptions) -> Path:
         "run": str(options.run),
         "run_hash": hashlib.sha256(options.run.read_bytes()).hexdigest(),
         "tag": read.tag,
+        "again": again("score", options),
         "warnings": [*wanted.meta.get("notes", []), *unread],
     }
     results = write_evaluation(

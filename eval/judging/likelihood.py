@@ -166,17 +166,22 @@ class JudgeRecordsOptions(PluginOptions):
     """Records for each positive: each shows a picture of the positive's identity, drawn from all that src has; with descriptions=,
     for each picture."""
     seed: int = 0
-    """Seed of the draws."""
+    """Seed of the draws; with descriptions= nothing is drawn."""
 
 
 def write_records(options: JudgeRecordsOptions) -> Path:
     """Write the records and return their file.
 
     Raises:
-        UserError: src cannot be read, none of its positives has a rationale, or none of them is described.
+        UserError: src cannot be read, none of its positives has a rationale, none of them is described, or a seed is given where
+            nothing is drawn.
     """
     if options.draws < 1:
         raise UserError(f"draws must be at least 1, got {options.draws}")
+    if options.descriptions and options.seed:
+        raise UserError(
+            f"seed={options.seed} has no effect with descriptions=, which takes every picture draws= times: leave it away"
+        )
     records = _read(options.src)
     described = _read(options.descriptions)
     pictures: dict[str, set[str]] = defaultdict(set)

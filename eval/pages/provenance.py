@@ -1,6 +1,7 @@
 """Where a page comes from: what all evaluations share, what differs, everything recorded, and the command to repeat it."""
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from eval.pages.evaluations import Evaluation
 
 def provenance_of(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
     """What produced the evaluations: facts that all share, those that differ, and everything recorded but figures."""
-    figures = {"set", "micro", "macro", "ties", "rationale", "random"}
+    figures = {"again", "set", "micro", "macro", "ties", "rationale", "random"}
     blocks, recorded = [], []
     for one in evaluations:
         rest = {k: v for k, v in one.results.items() if k not in figures and not k.startswith("by_")}
@@ -21,7 +22,8 @@ def provenance_of(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
                 value = ", ".join(f"{k} {_brief(v)}" for k, v in value.items())
             if isinstance(value, (str, int, float)) and 0 < len(_brief(value)) <= 300:
                 facts[name.replace("_", " ")] = _brief(value)
-        facts["again with"] = _command(one)
+        if (command := _command(one)) is not None:
+            facts["again with"] = command
         blocks.append(facts)
         recorded.append((one.label, json.dumps(rest, indent=1, ensure_ascii=False, default=str)))
     common = {k: v for k, v in blocks[0].items() if all(facts.get(k) == v for facts in blocks[1:])}
@@ -39,17 +41,19 @@ def _brief(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _command(evaluation: Evaluation) -> str:
-    """The command that makes this evaluation again, out= apart."""
-    results = evaluation.results
-    if results.get("query_mode") is None:
-        return f"python -m eval score run={evaluation.label} set={_local(str(results['set'].get('path')))}"
-    words = {"checkpoint": results.get("checkpoint"), "set": results["set"].get("path")}
-    words |= {
-        key: results.get(key) for key in ("query_mode", "query_modality", "batch_size", "dtype", "seed")
-    }
-    given = [f"{key}={_local(str(value))}" for key, value in words.items() if value is not None]
-    return " ".join(("python -m eval run", *given))
+def _command(evaluation: Evaluation) -> str | None:
+    """The command that makes this evaluation again, out= apart; None for one that does not say (marked answers, old ones)."""
+    again = evaluation.results.get("again")
+    if not again:
+        return None
+
+    def written(value: Any) -> str:
+        if isinstance(value, list):
+            return ",".join(map(written, value)) or "[]"
+        return _local(value) if isinstance(value, str) else json.dumps(value)
+
+    words = [f"{key}={written(value)}" for key, value in again["options"].items()]
+    return shlex.join(["python", "-m", "eval", again["command"], *words])
 
 
 def _without_paths(value: Any) -> Any:

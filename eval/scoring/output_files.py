@@ -33,12 +33,15 @@ from eval.scoring.stats import LEVEL, NUM_RESAMPLES, cluster_bootstrap, index_of
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
 from rge.common.files import write_bytes
+from rge.common.options import given
 from rge.common.schema import Encoded
 
 RESULTS, PER_QUERY, RUN = "results.json", "per_query.parquet", "run.trec"
 FORMAT = 1
 NUM_TOP = 10
 SELF_RANKS = (1, 20)
+PLACES = ("out", "cache", "overwrite", "report")
+"""Options of a command that decide nothing about its figures."""
 MADE_WITH = (
     "instructions",
     "verbatim",
@@ -215,6 +218,12 @@ def self_retrieval(
         found = [bool(np.isin(rows_QK[query, :k], own[query]).any()) for query in in_pool]
         out[f"rate@{k}"] = sum(found) / len(found) if found else None
     return out
+
+
+def again(command: str, options: Any) -> dict[str, Any]:
+    """The command that makes an evaluation again, for results.json; where its output goes is no part of it."""
+    told = {key: value for key, value in given(options).items() if key not in PLACES}
+    return {"command": command, "options": told}
 
 
 def set_figures(wanted: RetrievalSet) -> dict[str, Any]:

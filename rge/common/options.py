@@ -259,6 +259,14 @@ def names_of(schema: type) -> set[str]:
     return {_typed(item.name) for item in fields(schema)}
 
 
+def given(options: Any) -> dict[str, Any]:
+    """What was set apart from its default: key as it is typed -> value as JSON has it."""
+    values = {_typed(item.name): getattr(options, item.name) for item in fields(options)}
+    defaults = {_typed(item.name): _default(item) for item in fields(options)}
+    found = {name: value for name, value in values.items() if value != defaults[name]}
+    return json.loads(json.dumps(found, default=lambda one: vars(one) if is_dataclass(one) else str(one)))
+
+
 def read_word(schema: type, key: str, text: str) -> Any:
     """The value of a word, read as its key's type asks; an unknown key's as YAML.
 

@@ -26,6 +26,7 @@ from data_prep.rmir.config import (
 )
 from data_prep.rmir.main import run_stages
 from data_prep.rmir.pictures.encoders import MINILM
+from data_prep.rmir.pictures.formats import LibraryError
 from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.results import report
 from data_prep.rmir.run import STAGES, Run, fingerprint
@@ -346,6 +347,14 @@ def test_the_data_set_says_where_each_picture_is_from_and_nothing_of_its_camera(
             assert found["licence"] == (expected[name]["licence"] or "see LICENSES")
             assert found["path"] is None or (tmp_path / "out/dataset" / found["path"]).is_file()
         check_croissant(tmp_path / "out/dataset")
+    before = (tmp_path / "out/dataset/pictures.parquet").read_bytes()
+    (tmp_path / "library.csv").rename(tmp_path / "gone.csv")  # with it would go whom to credit
+    config.split.tsr_threshold = 0.5
+    with pytest.raises(LibraryError, match="library.csv does not exist"):
+        run_stages(run, ["split"])
+    assert (tmp_path / "out/dataset/pictures.parquet").read_bytes() == before
+    (tmp_path / "gone.csv").rename(tmp_path / "library.csv")
+    config.split.tsr_threshold = 1.0
     captions = read_captions(tmp_path / "out/dataset/train.jsonl", None)
     assert captions == {name: row["caption"] for name, row in origins.items() if row["caption"]}
     assert "The run is not finished" in (tmp_path / "out/dataset/README.md").read_text()

@@ -398,7 +398,7 @@ def world(tmp_path):
     q1: a kept, b kept, c rejected.  q2: b doubted (4 of 5), d kept.  q3: c abstained, e rejected: no answer at all.
     """
     config = load_config(
-        ["config=demo", f"out={tmp_path / 'out'}", "library.path=unused", "split.tsr_threshold=0.9"]
+        ["config=demo", f"out={tmp_path / 'out'}", f"library.path={tmp_path}", "split.tsr_threshold=0.9"]
     )
     run = Run(config, progress=False)
     images = []

@@ -169,6 +169,39 @@ def test_every_kind_of_library_gives_the_same_rows_from_any_row_on(tmp_path, kin
         assert told == {"p1": {"licence": "CC0"}, "p2": {"licence": "CC0"} if kind == "parquet" else {}}
 
 
+def test_columns_of_other_names_are_read_and_one_that_is_nowhere_is_named(tmp_path):
+    table = {
+        "name": ["p0"],
+        "photo": [png(0)],
+        "words": ["a hat"],
+        "page": ["http://x"],
+        "who": ["Ada"],
+        "terms": ["CC0"],
+    }
+    pq.write_table(pa.table(table), tmp_path / "own.parquet")
+    named = {
+        f"{setting}_column": column
+        for setting, column in zip(
+            ("id", "image", "caption", "source", "author", "licence"), table, strict=True
+        )
+    }
+    library = Library(LibraryConfig(path=str(tmp_path / "own.parquet"), **named))
+    assert list(library.rows()) == [{"id": "p0", "ref": None, "data": png(0), "caption": "a hat"}]
+    assert library.origins({"p0"}) == {"p0": {"source": "http://x", "author": "Ada", "licence": "CC0"}}
+    for kind, write in WRITERS.items():
+        fs = fsspec.filesystem("file")
+        fs.makedirs(str(tmp_path / kind))
+        path = write(str(tmp_path / kind), fs)
+        for setting in ("caption_column", "source_column", "author_column", "licence_column"):
+            library = Library(LibraryConfig(path=path, **{setting: "nowhere"}))
+            message = rf"has no column nowhere \(library\.{setting}\); there are: "
+            with pytest.raises(LibraryError, match=message):
+                list(library.rows(pictures=False))
+            if setting != "caption_column":
+                with pytest.raises(LibraryError, match=message):
+                    library.origins({"p1"})
+
+
 def test_rows_without_ids_are_numbered_and_two_of_one_name_refused(tmp_path):
     fs = fsspec.filesystem("file")
     write_tars(str(tmp_path), fs)

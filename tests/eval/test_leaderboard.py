@@ -113,6 +113,10 @@ def test_a_set_that_is_not_the_published_one_is_kept_apart(world, tmp_path):
     assert theirs[0][1].startswith("RGE (Qwen2.5VL-3B) published")
     assert theirs[0][2] == "70.1"
     assert "arXiv:2511.16150, Table 2" in page
+    heat = page.split('class="table heatmap"')[1]
+    shown = re.findall(r'<li><b class="num">\d+</b> ([^<]+?) <span class="kind">published', heat)
+    assert len(shown) > 2
+    assert shown == [cells[1].split(" published")[0] for cells in theirs[: len(shown)]]  # the best of them
 
 
 def test_published_rows_stand_among_measured_ones_where_the_set_is_the_same(world, tmp_path):
@@ -272,6 +276,7 @@ def test_in_a_browser(world, tmp_path):
         assert browser.js("[...document.querySelectorAll('.boardtable tbody tr')].every(r => !r.hidden)")
         for width, dark in ((390, False), (320, True), (1280, True)):
             browser.open(page, width, 900, dark=dark)
+            browser.js("document.querySelectorAll('details').forEach(d => { d.open = true })")
             assert browser.js("document.documentElement.scrollWidth") <= width
             wide = (
                 "[...document.querySelectorAll('body *')].filter(e => !e.closest('.scroll, .skip, .defs, pre') && "

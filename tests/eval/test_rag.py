@@ -18,6 +18,7 @@ from eval.commands.rag import RagOptions, rag
 from eval.commands.score import ScoreOptions, score
 from eval.judging.answers import answer_parts, mark_of
 from eval.judging.writers import Asked, LocalWriter
+from eval.pages.boards.answers import known_as
 from eval.scoring.agreement import agreement
 from eval.sets.retrieval_set import load_set, reference_answers
 from rge.calls.local_server import Answer, LocalServer, chat
@@ -386,6 +387,11 @@ def test_prompts():
     closed = answer_parts(Item("q", text="why?"), [])
     assert closed[0] == "Question:\nwhy?"
     assert "document" not in closed[-1]
+
+
+def test_a_model_that_runs_here_has_a_short_name_on_the_page():
+    assert known_as("0f" * 32) == "0f0f0f0f0f0f"
+    assert known_as("Llama-3.2-90B-VL") == "Llama-3.2-90B-VL"
 
 
 def test_agreement_is_cohens_kappa_with_quadratic_weights():

@@ -404,6 +404,8 @@ def test_says_in_which_proportion_examples_were_chosen(world):
     )
     assert "in turn over category and pair" in text
     assert [node["attrs"]["data-outcome"] for node in page.all("article")].count("first") == 12
+    text = " ".join(Page(written(world, num_examples=40)).all("section", id="examples")[0]["text"].split())
+    assert "All are on this page: 20 are successes (rank 1) and 20 are failures." in text
 
 
 def test_queries_without_and_with_several_pictures(world):

@@ -449,6 +449,7 @@ def test_records_for_such_a_judge(tmp_path):
     assert seen <= set(shows) | {target["image"] for row in rows for target in row["negatives"]}
     again = likelihood.JudgeRecordsOptions(src=(some,), out=tmp_path / "x" / "again.jsonl", draws=2)
     assert likelihood.write_records(again).read_bytes() == options.out.read_bytes()
+    assert likelihood.write_records(replace(again, seed=1)).read_bytes() != options.out.read_bytes()
     for row in rows:
         for target in row["positives"]:
             del target["rationale"]
@@ -544,3 +545,5 @@ def test_records_that_teach_to_describe(tmp_path):
     some.write_text(json.dumps(row))
     with pytest.raises(UserError, match="describes no positive of src"):
         likelihood.write_records(replace(options, src=(some,)))
+    with pytest.raises(UserError, match="seed=1 has no effect with descriptions="):
+        likelihood.write_records(replace(options, seed=1))

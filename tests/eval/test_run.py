@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import shlex
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -23,6 +25,8 @@ from eval_fakes import (
 from eval.__main__ import main, usage
 from eval.commands.run import RunOptions, run
 from eval.commands.score import ScoreOptions, score
+from eval.pages.evaluations import read_evaluation
+from eval.pages.provenance import provenance_of
 from eval.scoring import evaluation
 from eval.scoring.metrics import names_of
 from eval.scoring.output_files import means
@@ -30,6 +34,7 @@ from eval.scoring.stats import NUM_RESAMPLES
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
 from rge.common.images import ImageError
+from rge.common.options import parse_options
 
 NAMES, METRICS = names_of(), names_of(negatives=True)
 
@@ -204,6 +209,7 @@ def test_one_condition_goes_into_out_itself_and_a_second_run_reuses_everything(s
     assert encoder.calls == []
     again = results_of(tmp_path)
     assert again.pop("batch_size") != first.pop("batch_size")
+    assert again.pop("again")["options"]["batch_size"] != first.pop("again")["options"]["batch_size"]
     assert again == first
 
 
@@ -492,6 +498,29 @@ def test_the_command_line_prints_user_errors_and_usage(set_dir, tmp_path, capsys
     assert "did you mean set?" in capsys.readouterr().err
     assert main(["run", f"set={set_dir}", "checkpoint=none", f"out={tmp_path / 'o'}"]) == 2
     assert "checkpoint none does not exist" in capsys.readouterr().err
+
+
+def test_a_page_says_the_command_that_makes_its_figures_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_set(tmp_path / "a set")
+    given = options(
+        tmp_path / "a set", tmp_path / "one", query_mode=("direct", "reasoning"), query_modality=("text",), limit=9,
+        depth=60, seed=3, train=(), embedding_dims=6, cache=tmp_path / "elsewhere",
+    )  # fmt: skip
+    dirs = run(given, loader(FakeEncoder()))
+    assert main(["score", f"run={dirs[0] / 'run.trec'}", "set=a set", "out=two", "allow_missing=true"]) == 0
+    for place, path in enumerate([*dirs, tmp_path / "two"]):
+        (facts,) = [facts for _, facts in provenance_of([read_evaluation(path)])["own"]]
+        python, _, module, command, *words = shlex.split(facts["again with"])
+        assert (python, module, command) == ("python", "eval", "score" if place == 2 else "run")
+        assert str(tmp_path) not in facts["again with"]
+        if command == "score":
+            assert main(["score", *words, f"out=again{place}"]) == 0
+        else:
+            again = parse_options(RunOptions, [*words, f"out=again{place}", "report=false"])
+            assert run(again, loader(FakeEncoder())) == [Path(f"again{place}")]
+        old, new = results_of(path), results_of(Path(f"again{place}"))
+        assert (new["identity"], new["micro"]) == (old["identity"], old["micro"])
 
 
 def test_the_report_is_written_last(set_dir, tmp_path, monkeypatch, capsys):

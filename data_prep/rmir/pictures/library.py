@@ -22,6 +22,8 @@ from rge.common.images import ImageError, load_image, picture_bytes
 from rge.common.schema import ImageRef
 
 DUPLICATE, NEAR_DUPLICATE, TOO_SMALL = "same bytes as another picture", "near-duplicate", "too small"
+ORIGINS = {"source": "source_column", "author": "author_column", "licence": "licence_column"}
+"""What is told of where a picture is from, and the setting that names its column."""
 FETCHED_AT_ONCE = 32
 """Pictures of an object store that are under way at once."""
 
@@ -53,8 +55,11 @@ class Library:
             LibraryError: missing columns or values, a file that cannot be read, no picture at all.
         """
         config, is_empty = self.config, not first
-        columns = [name for name in (config.id_column, config.caption_column) if name]
-        for row in formats.rows(self.files, config.image_column, columns, first=first, pictures=pictures):
+        # Those that only the export reads as well: what is misspelt is to be found before anything is paid for.
+        named = {} if first else self._named("caption_column", *ORIGINS.values())
+        columns = [name for name in (config.id_column, config.caption_column, *named.values()) if name]
+        listed = formats.rows(self.files, config.image_column, columns, first=first, pictures=pictures)
+        for row in self._with_columns(listed, named):
             is_empty = False
             name = self._name(row)
             caption = row.cells.get(config.caption_column or "")
@@ -74,6 +79,36 @@ class Library:
             yield found
         if is_empty:
             raise LibraryError(f"library.path {config.path} holds no picture")
+
+    def _named(self, *settings: str) -> dict[str, str]:
+        """Setting -> column, of those that the user named; those of the defaults may be missing."""
+        usual = LibraryConfig()
+        given = {setting: getattr(self.config, setting) for setting in settings}
+        return {key: name for key, name in given.items() if name not in (None, getattr(usual, key))}
+
+    def _with_columns(self, rows: Iterable[formats.Row], named: dict[str, str]) -> Iterator[formats.Row]:
+        """The rows.
+
+        Raises:
+            LibraryError: a column that the user named is in none of them.
+        """
+        # In JSON lines and tars a row may lack what others have.
+        all_alike = self.files.kind == "parquet" or all(
+            path.lower().endswith((".csv", ".tsv")) for path in self.files.paths
+        )
+        there: Collection[str] = ()
+        for row in rows:
+            there = row.cells.keys()
+            named = {key: name for key, name in named.items() if name not in there}
+            if named and all_alike:
+                break
+            yield row
+        if named and there:
+            key, name = next(iter(named.items()))
+            has = ", ".join(one for one in there if one)
+            raise LibraryError(
+                f"library.path {self.config.path} has no column {name} (library.{key}); there are: {has}"
+            )
 
     def _name(self, row: formats.Row) -> str:
         given = row.cells.get("")  # of files the name
@@ -102,28 +137,14 @@ class Library:
             wanted: ids.
         """
         config = self.config
-        named = {
-            "source": config.source_column,
-            "author": config.author_column,
-            "licence": config.licence_column,
-        }
-        if self.files.kind == "folder":
-            return {}
-        columns = [*named.values(), *([config.id_column] if config.id_column else [])]
+        column_of = {key: getattr(config, setting) for key, setting in ORIGINS.items()}
+        columns = [*column_of.values(), *([config.id_column] if config.id_column else [])]
+        rows = formats.rows(self.files, config.image_column, columns, pictures=False)
         return {
-            name: {key: str(row.cells[column]) for key, column in named.items() if row.cells.get(column)}
-            for row in formats.rows(self.files, config.image_column, columns, pictures=False)
+            name: {key: str(row.cells[column]) for key, column in column_of.items() if row.cells.get(column)}
+            for row in self._with_columns(rows, self._named(*ORIGINS.values()))
             if (name := self._name(row)) in wanted
         }
-
-
-def origins_of(config: LibraryConfig, wanted: Collection[str]) -> dict[str, dict[str, str]]:
-    """`Library.origins`, and nothing where the library has gone since its pictures were taken."""
-    try:
-        library = Library(config)
-    except LibraryError:
-        return {}
-    return library.origins(wanted)
 
 
 def blocks(rows: Iterable[dict[str, Any]], most: int, most_bytes: int) -> Iterator[list[dict[str, Any]]]:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from data_prep.demo.pictures import IMAGE
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir.config import LibraryConfig
-from data_prep.rmir.pictures.library import origins_of
+from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.results import card
 from data_prep.rmir.run import Run, RunError
 from rge.common.fingerprint import set_fingerprint
@@ -132,8 +132,12 @@ def _export(
 def _write_origins(
     path: Path, library: LibraryConfig, images: dict, used: list[str], named: dict[str, str]
 ) -> None:
-    """Every picture of the data set with its caption, source, author and licence; who wrote the caption, if models did."""
-    origins = origins_of(library, set(used))
+    """Every picture of the data set with its caption, source, author and licence; who wrote the caption, if models did.
+
+    Raises:
+        LibraryError: the library cannot be read any more, without which nobody would be credited.
+    """
+    origins = Library(library).origins(set(used))
     columns: dict[str, list[str | None]] = {"id": [*used], "path": [named.get(name) for name in used]}
     columns["caption"] = [images[name]["caption"] for name in used]
     if any(image["caption_by"] not in ("library", None) for image in images.values()):

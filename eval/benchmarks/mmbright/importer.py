@@ -28,6 +28,7 @@ from typing import Any
 
 from eval.benchmarks.release_files import (
     ReleaseError,
+    ReleaseOptions,
     as_list,
     column_names,
     content_id,
@@ -37,11 +38,10 @@ from eval.benchmarks.release_files import (
     stack,
     still,
 )
-from eval.benchmarks.suite import is_suite, write_suite
+from eval.benchmarks.suite import refuse_old_suite, write_suite
 from eval.sets.write_set import Candidate, Query, write_set
 from rge.common.images import ImageError
 from rge.common.options import one_of
-from rge.common.registry import PluginOptions
 
 TASKS = ("1", "2", "3", "4")
 POLICIES = ("first", "vconcat", "all")
@@ -54,13 +54,9 @@ NO_IMAGE = "__NO_IMAGE__"
 
 
 @dataclass
-class MmbrightOptions(PluginOptions):
+class MmbrightOptions(ReleaseOptions):
     """Make a suite of retrieval sets from the release of MM-BRIGHT."""
 
-    src: Path
-    """Snapshot of the data set."""
-    out: Path
-    """Suite to write, a retrieval set for each domain."""
     task: str = "2"
     """1, 2, 3 or 4, see `eval.benchmarks.mmbright.importer`."""
     domains: tuple[str, ...] = ("all",)
@@ -77,10 +73,6 @@ class MmbrightOptions(PluginOptions):
     release whose queries have no such column themselves."""
     allow_missing: bool = False
     """Accept gold documents or pictures that are not in the corpus; they stay in every denominator."""
-    decode: bool = True
-    """Open every picture once more when it is written."""
-    overwrite: bool = False
-    """Replace sets that are already at out."""
 
 
 @dataclass
@@ -108,6 +100,10 @@ def import_mmbright(options: MmbrightOptions) -> list[str]:
     one_of("image_policy", [options.image_policy], POLICIES)
     one_of("keys", [options.keys], KEYS)
     one_of("gains", [options.gains], GAINS)
+    if options.task != "4" and (options.keys, options.gains) != ("chunked", "graded"):
+        raise ReleaseError(
+            f"keys= and gains= are of task 4 and have no effect on task {options.task}: leave them away"
+        )
     config = "examples" if options.task == "1" else "examples_multimodal"
     there = sorted(
         {re.sub(r"-\d{5}-of-\d{5}$", "", path.stem) for path in (options.src / config).glob("*.parquet")}
@@ -118,8 +114,7 @@ def import_mmbright(options: MmbrightOptions) -> list[str]:
         )
     names = tuple(there) if options.domains == ("all",) else options.domains
     one_of("domains", names, there)
-    if is_suite(options.out) and not options.overwrite:
-        raise ReleaseError(f"out {options.out} already holds a suite: give another, or overwrite=true")
+    refuse_old_suite(options.out, options.overwrite)
     grades = _grades(options.essentiality) if options.essentiality is not None else {}
     for name in names:
         _import_domain(name, options, grades)

@@ -14,12 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.benchmarks.release_files import Pictures, ReleaseError, as_list, content_id, iter_rows
-from eval.benchmarks.suite import is_suite, write_suite
+from eval.benchmarks.release_files import (
+    PictureOptions,
+    Pictures,
+    ReleaseError,
+    as_list,
+    content_id,
+    iter_rows,
+)
+from eval.benchmarks.suite import refuse_old_suite, write_suite
 from eval.sets.write_set import Candidate, Query, write_set
 from rge.common.mmeb_prompts import INSTRUCTIONS, SETS, plain, reword
 from rge.common.options import one_of
-from rge.common.registry import PluginOptions
 
 COLUMNS = ("qry_text", "qry_img_path", "tgt_text", "tgt_img_path")
 APART = ("qry_inst", "tgt_inst")
@@ -27,13 +33,9 @@ APART = ("qry_inst", "tgt_inst")
 
 
 @dataclass
-class MmebOptions(PluginOptions):
+class MmebOptions(PictureOptions):
     """Make a suite of retrieval sets from the release of MMEB."""
 
-    src: Path
-    """Directory with a folder or file for each set."""
-    out: Path
-    """Suite to write, a retrieval set for each MMEB set."""
     sets: tuple[str, ...] = ("all",)
     """Which sets, by name; all 36 by default."""
     images: Path | None = None
@@ -42,12 +44,6 @@ class MmebOptions(PluginOptions):
     """vlm2vec leaves the texts as released; rge rewords them as the released RGE evaluation does."""
     verbatim: bool = False
     """Keep every blank, line break and picture's place of the texts, as released code reads them: for `eval run as=release`."""
-    pictures: str = "embed"
-    """embed copies pictures into the sets, link writes their paths."""
-    decode: bool = True
-    """Open every picture once."""
-    overwrite: bool = False
-    """Replace sets that are already at out."""
 
 
 def import_mmeb(options: MmebOptions) -> list[str]:
@@ -57,7 +53,6 @@ def import_mmeb(options: MmebOptions) -> list[str]:
         UserError: a set is missing, a row has no candidates, or a picture is not there.
     """
     one_of("instructions", [options.instructions], INSTRUCTIONS)
-    one_of("pictures", [options.pictures], ("embed", "link"))
     names = tuple(SETS) if options.sets == ("all",) else options.sets
     one_of("sets", names, tuple(SETS))
     files = {name: _file(options.src, name) for name in names}
@@ -67,8 +62,7 @@ def import_mmeb(options: MmebOptions) -> list[str]:
             f"{options.src} lacks {len(missing)} of {len(names)} sets: {', '.join(missing)}. The average of fewer than 36 "
             "is no MMEB score; sets=NAME,... imports some on purpose"
         )
-    if is_suite(options.out) and not options.overwrite:
-        raise ReleaseError(f"out {options.out} already holds a suite: give another, or overwrite=true")
+    refuse_old_suite(options.out, options.overwrite)
     roots = [
         root
         for root in (options.images, options.src / "images", options.src / "MMEB-images", options.src)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.benchmarks.release_files import (
+    PictureOptions,
     Pictures,
     ReleaseError,
     as_list,
@@ -26,11 +27,10 @@ from eval.benchmarks.release_files import (
     iter_rows,
     safe_id,
 )
-from eval.benchmarks.suite import is_suite, write_suite
+from eval.benchmarks.suite import refuse_old_suite, write_suite
 from eval.sets.write_set import Candidate, Query, write_set
 from rge.common.mmeb_prompts import PLACEHOLDER, SETS, plain
 from rge.common.options import one_of
-from rge.common.registry import PluginOptions
 
 PARTS = ("image", "visdoc")
 ASKED = "Find a document image that matches the given query:"
@@ -62,13 +62,9 @@ COLUMNS = ("qry_inst", "qry_text", "qry_img_path", "tgt_inst", "tgt_text", "tgt_
 
 
 @dataclass
-class Mmeb2Options(PluginOptions):
+class Mmeb2Options(PictureOptions):
     """Make a suite of retrieval sets from one part of the release of MMEB-V2."""
 
-    src: Path
-    """Directory with a folder for each set, as downloaded from the hub."""
-    out: Path
-    """Suite to write, a retrieval set for each set."""
     part: str = "image"
     """image or visdoc."""
     sets: tuple[str, ...] = ("all",)
@@ -77,12 +73,6 @@ class Mmeb2Options(PluginOptions):
     """Folder that the image part's paths start from (image-tasks of TIGER-Lab/MMEB-V2); null: src/image-tasks, src."""
     verbatim: bool = False
     """Keep every blank, line break and picture's place of the texts, as released code reads them: for `eval run as=release`."""
-    pictures: str = "embed"
-    """embed copies pictures into the sets, link writes their paths (image part)."""
-    decode: bool = True
-    """Open every picture once."""
-    overwrite: bool = False
-    """Replace sets that are already at out."""
 
 
 def import_mmeb2(options: Mmeb2Options) -> list[str]:
@@ -92,7 +82,10 @@ def import_mmeb2(options: Mmeb2Options) -> list[str]:
         UserError: a set, a column or a picture is missing.
     """
     one_of("part", [options.part], PARTS)
-    one_of("pictures", [options.pictures], ("embed", "link"))
+    if options.part == "visdoc" and options.images is not None:
+        raise ReleaseError(
+            "images= is of part=image; the tables of part=visdoc hold their pictures: leave it away"
+        )
     members = (
         SETS
         if options.part == "image"
@@ -105,8 +98,7 @@ def import_mmeb2(options: Mmeb2Options) -> list[str]:
             f"{options.src} lacks {len(missing)} of {len(names)} sets: {', '.join(missing)}. The average of fewer than "
             f"{len(members)} is no MMEB-V2 score; sets=NAME,... imports some on purpose"
         )
-    if is_suite(options.out) and not options.overwrite:
-        raise ReleaseError(f"out {options.out} already holds a suite: give another, or overwrite=true")
+    refuse_old_suite(options.out, options.overwrite)
     for name in names:
         (_import_images if options.part == "image" else _import_documents)(name, options)
     write_suite(

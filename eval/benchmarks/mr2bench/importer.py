@@ -18,6 +18,7 @@ from typing import Any
 from eval.benchmarks.release_files import (
     TABLES,
     Fields,
+    PictureOptions,
     Pictures,
     ReleaseError,
     as_list,
@@ -27,10 +28,9 @@ from eval.benchmarks.release_files import (
     some,
     stack,
 )
-from eval.benchmarks.suite import is_suite, write_suite
+from eval.benchmarks.suite import refuse_old_suite, write_suite
 from eval.sets.write_set import Candidate, Query, write_set
 from rge.common.options import one_of
-from rge.common.registry import PluginOptions
 
 NUM_TASKS, NUM_QUERIES = 12, 1309
 _IMAGES = ("image", "images", "image_path", "image_paths", "image_list", "img", "imgs")
@@ -79,13 +79,9 @@ FILES = {
 
 
 @dataclass
-class Mr2benchOptions(PluginOptions):
+class Mr2benchOptions(PictureOptions):
     """Make a suite of retrieval sets from the release of MR²-Bench."""
 
-    src: Path
-    """Directory with a folder for each sub-task."""
-    out: Path
-    """Suite to write, a retrieval set for each sub-task."""
     tasks: tuple[str, ...] = ("all",)
     """Which sub-tasks, by the names of their folders."""
     images: Path | None = None
@@ -94,12 +90,6 @@ class Mr2benchOptions(PluginOptions):
     """Columns with other names: theirs=ours, theirs=ignore; for queries id, text, images, positives, instruction."""
     counts: bool = True
     """Insist on the published counts: 12 sub-tasks, 1,309 queries."""
-    pictures: str = "embed"
-    """embed copies pictures into the sets, link writes their paths (where a candidate has one)."""
-    decode: bool = True
-    """Open every picture once."""
-    overwrite: bool = False
-    """Replace sets that are already at out."""
 
 
 def import_mr2bench(options: Mr2benchOptions) -> list[str]:
@@ -108,7 +98,6 @@ def import_mr2bench(options: Mr2benchOptions) -> list[str]:
     Raises:
         UserError: a table, a column, a picture or a right answer is missing, or the counts are not the published ones.
     """
-    one_of("pictures", [options.pictures], ("embed", "link"))
     there = sorted(path.name for path in options.src.glob("*") if path.is_dir() and _tables(path, "queries"))
     tasks = tuple(there) if options.tasks == ("all",) else options.tasks
     one_of("tasks", tasks, tuple(there))
@@ -116,8 +105,7 @@ def import_mr2bench(options: Mr2benchOptions) -> list[str]:
         raise ReleaseError(
             f"{options.src}: no folder below it holds a table of queries ({', '.join(FILES['queries'])})"
         )
-    if is_suite(options.out) and not options.overwrite:
-        raise ReleaseError(f"out {options.out} already holds a suite: give another, or overwrite=true")
+    refuse_old_suite(options.out, options.overwrite)
     num = sum(1 for task in tasks for _ in _rows(options.src / task, "queries", QUERY, options))
     if options.counts and options.tasks == ("all",) and (len(tasks), num) != (NUM_TASKS, NUM_QUERIES):
         raise ReleaseError(

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.benchmarks.release_files import ReleaseError, files_of_split, iter_rows, safe_id
-from eval.benchmarks.suite import is_suite, write_suite
+from eval.benchmarks.release_files import ReleaseError, ReleaseOptions, files_of_split, iter_rows, safe_id
+from eval.benchmarks.suite import refuse_old_suite, write_suite
 from eval.sets.write_set import Candidate, Query, write_set
 from rge.common.options import one_of
-from rge.common.registry import PluginOptions
 
 INSTRUCTIONS = {
     "knowledge": "Retrieve relevant documents that help answer the question.",
@@ -47,22 +46,14 @@ TEXT, IMAGE = "text", "image"
 
 
 @dataclass
-class MrmrOptions(PluginOptions):
+class MrmrOptions(ReleaseOptions):
     """Make a suite of retrieval sets from the release of MRMR."""
 
-    src: Path
-    """Directory with a folder for each task, as downloaded from the hub."""
-    out: Path
-    """Suite to write, a retrieval set for each task."""
     tasks: tuple[str, ...] = ("all",)
     """Which tasks: knowledge, theorem, design, traffic, negation; all by default."""
     query_images: str = "image"
     """image shows the query's one picture, as the released evaluation does; numbered shows ``image 1``, ``image 2``, ... where
     there are such."""
-    decode: bool = True
-    """Open every picture once."""
-    overwrite: bool = False
-    """Replace sets that are already at out."""
 
 
 def import_mrmr(options: MrmrOptions) -> list[str]:
@@ -79,8 +70,7 @@ def import_mrmr(options: MrmrOptions) -> list[str]:
             f"{options.src} lacks {', '.join(missing)}: download MRMRbenchmark/{missing[0]} into {options.src / missing[0]}, "
             "or name the tasks that are there, tasks=NAME,..."
         )
-    if is_suite(options.out) and not options.overwrite:
-        raise ReleaseError(f"out {options.out} already holds a suite: give another, or overwrite=true")
+    refuse_old_suite(options.out, options.overwrite)
     for task in tasks:
         _import_one(task, options)
     write_suite(

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.benchmarks.release_files import (
+    PictureOptions,
     Pictures,
     ReleaseError,
     as_list,
@@ -31,8 +32,6 @@ from eval.benchmarks.release_files import (
 )
 from eval.sets.retrieval_set import RetrievalSet
 from eval.sets.write_set import Candidate, Query, write_set
-from rge.common.options import one_of
-from rge.common.registry import PluginOptions
 
 TABLE, INDEX = "pinpoint_licensed.parquet", "index_signatures.txt"
 COLUMNS = ("query_id", "instruction", "query_image_signature", "positive_candidates", "negative_candidates")
@@ -40,13 +39,9 @@ SINGLE, MULTI = "one image", "two images"
 
 
 @dataclass
-class PinpointOptions(PluginOptions):
+class PinpointOptions(PictureOptions):
     """Make a retrieval set from the release of PinPoint."""
 
-    src: Path
-    """Directory of the release."""
-    out: Path
-    """Retrieval set to write."""
     images: Path | None = None
     """Folder of pictures named SIGNATURE.jpg, at any depth; null: src/images."""
     manifest: Path | None = None
@@ -57,12 +52,6 @@ class PinpointOptions(PluginOptions):
     """Accept positives that are not in the index; they stay in every denominator."""
     exclude_query_image: bool = False
     """Take a query's own pictures out of its ranking; the released retrieval does not."""
-    pictures: str = "embed"
-    """embed copies pictures into the set, link writes their paths."""
-    decode: bool = True
-    """Open every picture once."""
-    overwrite: bool = False
-    """Replace a set that is already at out."""
 
 
 def import_pinpoint(options: PinpointOptions) -> RetrievalSet:
@@ -71,7 +60,6 @@ def import_pinpoint(options: PinpointOptions) -> RetrievalSet:
     Raises:
         UserError: a file or column is missing, ids repeat, or positives are not in the index.
     """
-    one_of("pictures", [options.pictures], ("embed", "link"))
     table, index_file = options.src / TABLE, options.src / INDEX
     for path in (table, index_file):
         if not path.is_file():

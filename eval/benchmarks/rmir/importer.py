@@ -20,6 +20,7 @@ from typing import Any
 from eval.benchmarks.release_files import (
     TABLES,
     Fields,
+    PictureOptions,
     Pictures,
     ReleaseError,
     as_list,
@@ -32,7 +33,6 @@ from eval.benchmarks.release_files import (
 from eval.sets.retrieval_set import RetrievalSet
 from eval.sets.write_set import Candidate, Query, write_set
 from rge.common.options import one_of
-from rge.common.registry import PluginOptions
 
 NUM_QUERIES, NUM_CANDIDATES, MAX_POSITIVES = 1634, 35_803, 20
 CATEGORY_COUNTS = {"functional": 546, "temporal": 656, "causal": 432}
@@ -104,13 +104,9 @@ POOL = ("corpus", "pool", "candidates", "candidate_pool", "image_pool", "index")
 
 
 @dataclass
-class RmirOptions(PluginOptions):
+class RmirOptions(PictureOptions):
     """Make a retrieval set from the release of RMIR."""
 
-    src: Path
-    """Directory of the release."""
-    out: Path
-    """Retrieval set to write."""
     layout: str = "auto"
     """set, list, triplets or beir, see `eval.benchmarks.rmir.importer`; auto looks at the files."""
     split: str = "test"
@@ -131,12 +127,6 @@ class RmirOptions(PluginOptions):
     """Accept positives that are not in the pool; they stay in every denominator."""
     exclude_query_image: bool = False
     """Take a query's own picture out of its ranking; the paper does not say so."""
-    pictures: str = "embed"
-    """embed copies pictures into the set, link writes their paths."""
-    decode: bool = True
-    """Open every picture once."""
-    overwrite: bool = False
-    """Replace a set that is already at out."""
 
 
 @dataclass
@@ -159,7 +149,6 @@ def import_rmir(options: RmirOptions) -> RetrievalSet:
         UserError: files, columns, counts or pictures that do not fit; the message says what to give.
     """
     one_of("layout", [options.layout], LAYOUTS)
-    one_of("pictures", [options.pictures], ("embed", "link"))
     if not options.src.is_dir():
         raise ReleaseError(f"src {options.src} is not a directory")
     fields = Fields(ALIASES, options.field_map, prefer=("id", "text"))
@@ -434,6 +423,10 @@ def _read_set(options: RmirOptions, fields: Fields) -> tuple[list[_Row], Path]:
     return [row for row in rows.values() if row.positives or row.negatives], pool_file
 
 
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{number} {name}" for name, number in counts.items())
+
+
 def _check_counts(rows: Sequence[_Row], num_candidates: int, options: RmirOptions) -> list[str]:
     """Compare with what is published; what differs is an error, or a note with ``counts=false``."""
     found = {name: sum(row.category == name for row in rows) for name in CATEGORY_COUNTS}
@@ -446,7 +439,7 @@ def _check_counts(rows: Sequence[_Row], num_candidates: int, options: RmirOption
         swapped = {"functional": 546, "temporal": 432, "causal": 656}
         if found not in (CATEGORY_COUNTS, swapped):
             wrong.append(
-                f"categories {found} instead of {CATEGORY_COUNTS}, or with temporal and causal swapped"
+                f"{_listed(found)} queries instead of {_listed(CATEGORY_COUNTS)} (or with temporal and causal swapped)"
             )
     many = [row.id for row in rows if len(row.positives) > MAX_POSITIVES]
     if many:

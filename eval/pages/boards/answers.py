@@ -1,11 +1,17 @@
 """``rag.json`` on a board: paired differences between ways of choosing documents, and how far the judges agree."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from eval.scoring.metrics import ANSWER_SCORE
 
 RAG = "rag.json"
+
+
+def known_as(model: str) -> str:
+    """How a model is named to people: of the hash of a model that runs here, what tells it apart."""
+    return model[:12] if re.fullmatch(r"[0-9a-f]{64}", model) else model
 
 
 def on_page(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -15,14 +21,14 @@ def on_page(content: Mapping[str, Any]) -> dict[str, Any]:
         metric: [one for one in content["differences"] if one["slice"] == wanted and one["metric"] == metric]
         for metric in content["metrics"]
     }
-    judges = {name: str(one["model"]) for name, one in content["judges"].items()}
+    judges = {name: known_as(str(one["model"])) for name, one in content["judges"].items()}
     tables = [
         (judge, by_metric[f"{ANSWER_SCORE}.{judge}"])
         for judge in judges
         if f"{ANSWER_SCORE}.{judge}" in by_metric
     ] or [(next(iter(judges)), by_metric[ANSWER_SCORE])]
     return {
-        "answerer": str(content["answerer"]["model"]),
+        "answerer": known_as(str(content["answerer"]["model"])),
         "judges": judges,
         "marks": [
             (name, [row.get(f"{ANSWER_SCORE}.{judge}") or row[ANSWER_SCORE] for judge in judges])

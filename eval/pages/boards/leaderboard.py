@@ -1,4 +1,4 @@
-"""One HTML page for many models: published rows beside measured ones, category bars, cost, and examples side by side.
+"""One HTML page for many models: published rows beside measured ones, categories, cost, and examples side by side.
 
     python -m eval report runs=[LABEL:]DIR[,...] out=FILE page=leaderboard [published=auto|all|none]
 
@@ -210,7 +210,7 @@ def _board(
     rows = [measured_row(*member, columns, metric, known) for member in members]
     theirs = published_rows(table) if table else []
     why = [] if table is None else why_apart(first, table)
-    foreign = [row for row in theirs if why or not row.comparable]
+    foreign = _best_first([row for row in theirs if why or not row.comparable], main)
     rows = numbered([*rows, *(row for row in theirs if row not in foreign)], main)
     facts = f"{first['set']['num_queries']:,} queries, {first['set']['num_candidates']:,} candidates"
     if first["set"].get("num_members"):
@@ -237,7 +237,7 @@ def _board(
         columns=columns,
         main=main,
         rows=rows,
-        foreign=sorted(foreign, key=lambda row: order(row.figures[main])),
+        foreign=foreign,
         warnings=warnings_of([replace(one, label=f"{label}, {note}") for label, note, one in members]),
         heat=heat_map(rows, foreign),
         differs=what_differs(members),
@@ -249,12 +249,16 @@ def _board(
 
 def _published_only(number: int, table: Published) -> Board:
     rows = published_rows(table)
-    foreign = [row for row in rows if not row.comparable]
+    foreign = _best_first([row for row in rows if not row.comparable], table.main)
     rows = numbered([row for row in rows if row.comparable], table.main)
     return Board(
         f"board{number}", table.title, "published figures only", table, [], table.columns, table.main, rows,
-        sorted(foreign, key=lambda row: order(row.figures[table.main])), [], heat_map(rows, foreign), [], None, [],
+        foreign, [], heat_map(rows, foreign), [], None, [],
     )  # fmt: skip
+
+
+def _best_first(rows: Sequence[Row], main: int) -> list[Row]:
+    return sorted(rows, key=lambda row: order(row.figures[main]))
 
 
 def what_differs(members: Sequence[tuple[str, str, Evaluation]]) -> list[tuple[str, dict[str, str]]]:

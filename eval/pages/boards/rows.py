@@ -15,7 +15,7 @@ from eval.pages.evaluations import Evaluation, Figure
 from rge.common.errors import UserError
 
 MAX_COLUMNS = 8
-"""Columns of a board's table; further ones are bars only."""
+"""Columns of a board's table; further ones are in the heat map only."""
 ROUNDED = 1e-5
 """Released scorers round: their figure and ours within this are the same figure."""
 TRAINED = "TRAINED ON THE TEST"

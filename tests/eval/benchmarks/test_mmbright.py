@@ -151,6 +151,9 @@ def test_task_4_grades(src, tmp_path):
     legacy = imported(src, tmp_path / "l", task="4", keys="legacy")
     assert len(legacy.corpus_ids) == 4 + 2
     assert [len(rows) for rows, _ in legacy.positives] == [1, 2]
+    for one in ({"keys": "legacy"}, {"gains": "binary"}):
+        with pytest.raises(UserError, match="are of task 4 and have no effect on task 2"):
+            imported(src, tmp_path / "n", task="2", **one)
 
 
 def test_documents_are_streamed_part_by_part_and_count_once(src, tmp_path):

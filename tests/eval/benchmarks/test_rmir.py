@@ -353,6 +353,10 @@ def test_published_counts_and_the_swap_warning(tmp_path):
     assert _check_counts(rows({"functional": 546, "temporal": 432, "causal": 656}), 35_803, given) == []
     with pytest.raises(UserError, match="35,802 pictures in the pool instead of 35,803"):
         _check_counts(rows(CATEGORY_COUNTS), 35_802, given)
+    with pytest.raises(
+        UserError, match="1 functional, 0 temporal, 0 causal queries instead of 546 functional, 6"
+    ):
+        _check_counts(rows({"functional": 1}), 35_803, given)
     many = rows(CATEGORY_COUNTS)
     many[0].positives = {str(n): 1 for n in range(21)}
     with pytest.raises(UserError, match="more than 20 positives in 1 queries"):

@@ -89,11 +89,12 @@ def check_set(path: Path) -> Checked:
     shown = sum(bool(query.images) for query in wanted.queries)
     texts = sum(bool(query.text) for query in wanted.queries)
     rights = [len(rows) for rows, _ in wanted.positives]
+    least, most = min(rights), max(rights)
     groups = len(set(wanted.columns["group"]))
     lines = [
         f"{wanted.path}: {wanted.name}",
         f"{len(wanted.queries)} queries ({shown} with pictures, {texts} with text) in {groups} groups, "
-        f"{sum(rights)} right answers, {min(rights)} to {max(rights)} a query",
+        f"{sum(rights)} right answers, {least if least == most else f'{least} to {most}'} a query",
         f"{len(wanted.corpus_ids)} candidates ({pictured} with pictures, {worded} with text)",
         f"fingerprint {wanted.fingerprint}",
         f"content     {wanted.content}",

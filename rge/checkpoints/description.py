@@ -127,6 +127,8 @@ def model_card(settings: dict[str, Any], name: str) -> str:
     front += ["tags:", *(f"- {tag}" for tag in tags)]
     instructions = settings.get("instructions") or {}
     default = instructions.get("default")
+    least, most = (f"{settings['pixels'][end]:,}" for end in ("min", "max"))
+    pixels = least if least == most else f"{least} to {most}"
     lines = [
         "---",
         *front,
@@ -161,7 +163,7 @@ def model_card(settings: dict[str, Any], name: str) -> str:
         f"* Training data: {', '.join(settings.get('training_data') or ['not recorded'])}.",
         f"* Instruction of most training queries: {repr(default) if default else 'none'}. "
         "`encode_query` puts it before a question unless told otherwise.",
-        f"* Pictures of {settings['pixels']['min']:,} to {settings['pixels']['max']:,} pixels, prompts of at most "
+        f"* Pictures of {pixels} pixels, prompts of at most "
         f"{settings['max_prompt_tokens']:,} tokens, rationales of at most {settings['generation']['max_new_tokens']}.",
     ]
     if sizes := settings.get("dimensions"):

@@ -100,7 +100,7 @@ class EfficientNetQwenConfig(Qwen2_5_VLConfig):
     sub_configs = {**Qwen2_5_VLConfig.sub_configs, "vision_config": EfficientNetConfig}
     sub_configs_defaults = {
         **getattr(Qwen2_5_VLConfig, "sub_configs_defaults", {}),
-        "vision_config": EfficientNetConfig,
+        "vision_config": EfficientNetConfig,  # type: ignore[dict-item]  # transformers makes a spec of a class
     }
 
 

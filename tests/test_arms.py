@@ -78,8 +78,8 @@ def test_an_arm_is_trained_after_what_it_starts_from_and_gets_no_more_flops_than
     assert trained(scripts) == ["eyes/shared", "cold_50/shared", "joint_50/seed_0", "rl_con_50/seed_0"]
     *_, train, _, _ = scripts.commands
     assert f"init={tmp_path / 'a study'}/joint_50/seed_0/joint/final" in train
-    # 120 joint steps of 50 are 75 steps of 80.
-    assert "rl.steps=75" in train
+    # 220 joint steps of 50 are 137 steps of 80.
+    assert "rl.steps=137" in train
     assert train[:3] == ["accelerate", "launch", "rge/train.py"]
     cold = scripts.commands[1]
     assert f"init={tmp_path / 'a study'}/eyes/shared/backbone" in cold
@@ -115,7 +115,7 @@ def test_the_tables_pair_arms_by_query_and_say_what_is_not_run(scripts, tmp_path
     assert row("rl_con_50", drawings, "rationale_tokens")["mean"] == 12
     text = (tmp_path / "a study" / "table.md").read_text()
     assert "Not run yet: rl_50, ume_50, length_50, adaptive_50, again_0, rl_con_0." in text
-    assert "| rl_con_50 | 75 | 0.0 | 0.00 |" in text
+    assert "| rl_con_50 | 137 | 0.0 | 0.00 |" in text
 
 
 def test_what_is_written_is_held_against_the_sets_rationales(scripts, tmp_path):

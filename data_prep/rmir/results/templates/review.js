@@ -13,7 +13,7 @@ let undone = [];
 let at = 0;
 let store = null;   // the browser's, where it has one
 let writing = 0;    // writes that it has not confirmed
-let unkept = "";
+let warning = "";
 
 function read(found) {
   // Verdicts of a saved file or of the browser's store, as far as they are about pairs of this page.
@@ -41,11 +41,11 @@ function keep() {
 
 function forget() {
   store = null;
-  unkept = "This browser keeps nothing: save before you close the page.";
+  warning = "This browser keeps nothing: save before you close the page.";
   note("");
 }
 
-function note(text) { show("note").textContent = [text, unkept].filter(Boolean).join(" "); }
+function note(text) { show("note").textContent = [text, warning].filter(Boolean).join(" "); }
 
 function judged() { return data.items.filter((item) => said.get(item.key)?.verdict).length; }
 
@@ -141,9 +141,9 @@ function press(key) {
   draw();
 }
 
-function begin(kept) {
-  said = read(kept.verdicts);
-  if (typeof kept.by === "string") show("name").value = kept.by;
+function begin(stored) {
+  said = read(stored.verdicts);
+  if (typeof stored.by === "string") show("name").value = stored.by;
   at = Math.max(0, open(0));
   draw();
   document.addEventListener("keydown", (event) => {
@@ -175,7 +175,7 @@ function begin(kept) {
     event.target.value = "";
     if (file) load(file);
   });
-  addEventListener("beforeunload", (event) => { if (writing || (unkept && said.size)) event.preventDefault(); });
+  addEventListener("beforeunload", (event) => { if (writing || (warning && said.size)) event.preventDefault(); });
   document.body.dataset.ready = "";
 }
 

@@ -156,14 +156,16 @@ def report(study: Study, doses: list[int]) -> tuple[str, list[dict]]:
         found, more = table(study, [Contrast(name, {name: 1.0}) for name in names], metric, SLICES)
         text += f"{title}\n\n{found}\n"
         rows += more
-    found, more = table(study, questions(doses), "hit@1", SLICES)
-    text += f"Paired differences, points of hit@1\n\n{found}\n"
+    for title, metric in {"hit@1": "hit@1", "right rationales written": "right_rationale"}.items():
+        found, more = table(study, questions(doses), metric, SLICES)
+        text += f"Paired differences, points of {title}\n\n{found}\n"
+        rows += more
     lines = ["| arm | steps | GFLOP a step at its start | TFLOP |", "|---|---|---|---|"]
     for arm in study.arms:
         if (study.folder(arm, 0) / "flops.json").is_file():
             steps, flops = steps_of(study, arm), flops_per_step(study, arm)
             lines.append(f"| {arm.name} | {steps} | {flops / 1e9:.1f} | {steps * flops / 1e12:.2f} |")
-    return text + "Counted FLOPs, seed 0\n\n" + "\n".join(lines) + "\n", rows + more
+    return text + "Counted FLOPs, seed 0\n\n" + "\n".join(lines) + "\n", rows
 
 
 def questions(doses: list[int]) -> list[Contrast]:

@@ -212,7 +212,9 @@ def study_arms(options: Options) -> Study:
     naming = () if options.steps is None else (f"model.scratch.naming_steps={options.steps}",)
     eyes = (
         "cold_start.steps=1",
+        # The tokenizer is learned from the records of both stages.
         at(1.0, "cold_start"),
+        at(1.0, "joint"),
         f"model.scratch.naming={out}/data/train/naming.jsonl",
         *naming,
     )

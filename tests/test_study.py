@@ -24,14 +24,17 @@ def study(monkeypatch, tmp_path):
     for name in ("ablate", "arms", "study"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     arms, module = importlib.import_module("arms"), importlib.import_module("study")
-    module.commands = []
+    module.commands, module.read = [], []
 
     def run(command: list[str]) -> None:
         module.commands.append(command)
         given = dict(part.split("=", 1) for part in command if "=" in part)
         out = Path(given["out"])
         if "rge/train.py" in command:
-            load_recipe(command[command.index("rge/train.py") + 1 :])  # every arm is a recipe that loads
+            recipe = load_recipe(command[command.index("rge/train.py") + 1 :])  # every arm is a recipe that loads
+            if "init" not in given:  # its tokenizer is learned from both stages
+                read = [source.path for source in (*recipe.cold_start.sources, *recipe.joint.sources)]
+                module.read += [*read, recipe.model.scratch.naming]
             (out / given["stage"] / "final").mkdir(parents=True)
             return
         out.mkdir(parents=True)
@@ -87,6 +90,9 @@ def test_table_4_from_shared_cold_starts_with_its_control(study, capsys):
         ("oracle_1", "cold_1/shared/cold_start/final"),
         ("cold_0", "eyes/shared/backbone"),
     ]
+    # Wherever the study is made, it reads no data of another place.
+    assert len(study.read) == 3
+    assert all(str(path).startswith(study.given[0].removeprefix("out=")) for path in study.read)
     names = [name for name, _ in once]
     assert [names.count(name) for name in ("eyes", "cold_1", "cold_0", "self_1", "none_0", "half_1")] == [
         1,

@@ -425,7 +425,10 @@ def train(tmp_path, picture, fitting_path):
         },
         "data": {"profile": "plain", "num_workers": 0, "max_prompt_tokens": 512},
         "rollout": {"max_new_tokens": CAP, "batch_size": 4, "vllm_memory": 0.15},
-        "joint": stage, "rl": stage, "train": {"micro_batch_size": 4, "log_every": 1},
+        "joint": stage, "rl": stage,
+        # With seed 0 the two best tokens of a fifth step's rationale are 1e-4 apart, and weights of two runs that differ by
+        # rounding choose differently; here the closest two are 1e-3 apart.
+        "train": {"micro_batch_size": 4, "log_every": 1, "seed": 2},
     }  # fmt: skip
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
 

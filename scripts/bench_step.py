@@ -49,7 +49,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -105,7 +105,7 @@ class Options:
     memory: bool = True
     """Whether memory is measured, which takes three more processes a setting."""
     rationales: int = 1
-    """Rationales a query; above 1 the step is one of the stage rl, of which FLOPs alone are counted, and which ``settings=3b`` needs."""
+    """Rationales a query; above 1 the step is one of the stage rl, of which memory is not measured. ``settings=3b``, which is not timed, needs it."""
     memory_of: str | None = None
     """Set in the processes that measure memory: one of `FORMS`."""
 
@@ -557,7 +557,7 @@ def plain_rl_step(
 
 
 def measure_rl(setting: Setting, options: Options) -> dict[str, float]:
-    """FLOPs of a step of the stage rl against its plain form; losses and gradients are compared first, in float64.
+    """FLOPs and medians of timings of a step of the stage rl against its plain form; losses and gradients are compared first, in float64.
 
     Raises:
         RuntimeError: they differ by more than `TOLERANCE`.
@@ -593,39 +593,56 @@ def measure_rl(setting: Setting, options: Options) -> dict[str, float]:
     )
     del gradients
     embedder.float()
-    return rl_ratios(rl_flops(setting, recipe, own_ids)) | {
-        "rationale_tokens": sum(len(ids) + 1 for ids in own_ids)
-    }
+    wall, cpu = medians(embedder, rl_work(setting, recipe, own_ids), options.repeats)
+    return (
+        rl_ratios(rl_flops(setting, recipe, own_ids), "flops", "GFLOP", 1e9)
+        | rl_ratios(wall, "time", "s")
+        | rl_ratios(cpu, "cpu_time", "CPU s")
+        | {"rationale_tokens": sum(len(ids) + 1 for ids in own_ids)}
+    )
 
 
-def rl_flops(setting: Setting, recipe: Recipe, own_ids: Sequence[Sequence[int]]) -> dict[str, float]:
-    """FLOPs of a step of the stage rl, ours and the parts of its plain forms."""
-    count, embedder = recipe.rl.num_rationales, setting.embedder
-    work: dict[str, Callable[[], object]] = {
+def rl_work(
+    setting: Setting, recipe: Recipe, own_ids: Sequence[Sequence[int]]
+) -> dict[str, Callable[[], object]]:
+    """A step of the stage rl: ours, and the parts of its plain forms."""
+    count = recipe.rl.num_rationales
+    return {
         "ours": lambda: our_full_rl_step(setting, recipe),
         "generate, k copies": lambda: their_rollout(repeated_prompts(setting, count)),
         "generate, prompts once": lambda: our_groups(setting, count),
         "score, log probabilities, embed, LM": lambda: plain_rl_step(setting, recipe, own_ids),
         "score, one forward for both, LM": lambda: plain_rl_step(setting, recipe, own_ids, lean=True),
     }
+
+
+def rl_flops(setting: Setting, recipe: Recipe, own_ids: Sequence[Sequence[int]]) -> dict[str, float]:
+    """FLOPs of `rl_work`."""
     flops = {}
-    for name, call in work.items():
-        embedder.zero_grad(set_to_none=True)
+    for name, call in rl_work(setting, recipe, own_ids).items():
+        setting.embedder.zero_grad(set_to_none=True)
         flops[name] = count_flops(call)
-    embedder.zero_grad(set_to_none=True)
+    setting.embedder.zero_grad(set_to_none=True)
     return flops
 
 
-def rl_ratios(flops: dict[str, float]) -> dict[str, float]:
-    """Print the table, and give the ratios."""
-    plain = flops["generate, k copies"] + flops["score, log probabilities, embed, LM"]
-    lean = flops["generate, prompts once"] + flops["score, one forward for both, LM"]
-    for name, value in [*flops.items(), ("plain, all", plain), ("leaner, all", lean)]:
-        print(f"{name + ', GFLOP':44s}{value / 1e9:12.1f}{value / flops['ours']:8.2f}", flush=True)
+def rl_ratios(found: dict[str, float], what: str, unit: str, scale: float = 1.0) -> dict[str, float]:
+    """Print a figure of `rl_work` as a table, and give its ratios.
+
+    Args:
+        found: the figure of each part.
+        what: name of the figure in the ratios.
+        unit: for the table.
+        scale: what a unit is worth in `found`.
+    """
+    plain = found["generate, k copies"] + found["score, log probabilities, embed, LM"]
+    lean = found["generate, prompts once"] + found["score, one forward for both, LM"]
+    for name, value in [*found.items(), ("plain, all", plain), ("leaner, all", lean)]:
+        print(f"{f'{name}, {unit}':48s}{value / scale:12.2f}{value / found['ours']:8.2f}", flush=True)
     return {
-        "rl_step_flops_ratio": plain / flops["ours"],
-        "rl_step_flops_ratio_lean": lean / flops["ours"],
-        "ours_rl_step_gflop": flops["ours"] / 1e9,
+        f"rl_step_{what}_ratio": plain / found["ours"],
+        f"rl_step_{what}_ratio_lean": lean / found["ours"],
+        f"ours_rl_step_{unit.lower().replace(' ', '_')}": found["ours"] / scale,
     }
 
 
@@ -698,7 +715,7 @@ def measure_3b(options: Options) -> dict[str, float]:
         f"3b: one query of {prompt} tokens, {options.rationales} rationales of {tokens} tokens in all",
         flush=True,
     )
-    return rl_ratios(whole) | {"rationale_tokens": tokens, "prompt_tokens": prompt}
+    return rl_ratios(whole, "flops", "GFLOP", 1e9) | {"rationale_tokens": tokens, "prompt_tokens": prompt}
 
 
 def repeated_prompts(setting: Setting, count: int) -> Setting:
@@ -781,6 +798,25 @@ def count_flops(work: Callable[[], object]) -> float:
     return counter.get_total_flops()
 
 
+def medians(
+    embedder: EmbeddingModel, work: Mapping[str, Callable[[], object]], repeats: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Median seconds of each piece of work, by the clock and by the processor; repetitions go through them forth and back."""
+    wall: dict[str, list[float]] = {name: [] for name in work}
+    cpu: dict[str, list[float]] = {name: [] for name in work}
+    for repeat in range(repeats):
+        for name in list(work) if repeat % 2 == 0 else reversed(list(work)):
+            embedder.zero_grad(set_to_none=True)
+            began, cpu_began = time.perf_counter(), time.process_time()
+            work[name]()
+            wall[name].append(time.perf_counter() - began)
+            cpu[name].append(time.process_time() - cpu_began)
+    embedder.zero_grad(set_to_none=True)
+    return tuple(  # type: ignore[return-value]
+        {name: statistics.median(values) for name, values in clock.items()} for clock in (wall, cpu)
+    )
+
+
 def measure(setting: Setting, options: Options) -> dict[str, float]:
     """FLOPs and medians of alternating timings."""
     embedder = setting.embedder
@@ -807,18 +843,7 @@ def measure(setting: Setting, options: Options) -> dict[str, float]:
 
     flops = {name: count_flops(fresh(call)) for name, call in work.items()}
     shared = count_flops(fresh(lambda: candidates_alone(setting)))
-    seconds: dict[str, list[float]] = {name: [] for name in work}
-    cpu_seconds: dict[str, list[float]] = {name: [] for name in work}
-    for repeat in range(options.repeats):
-        for name in list(work) if repeat % 2 == 0 else reversed(list(work)):
-            embedder.zero_grad(set_to_none=True)
-            began, cpu_began = time.perf_counter(), time.process_time()
-            work[name]()
-            seconds[name].append(time.perf_counter() - began)
-            cpu_seconds[name].append(time.process_time() - cpu_began)
-    embedder.zero_grad(set_to_none=True)
-    cpu = {name: statistics.median(values) for name, values in cpu_seconds.items()}
-    median = {name: statistics.median(values) for name, values in seconds.items()}
+    median, cpu = medians(embedder, work, options.repeats)
     num_tokens = sum(len(ids) + 1 for ids in own_ids)
     print(f"{'':28s}{'three-pass':>12s}{'ours':>12s}{'ratio':>8s}")
     for kind, unit, values in (("GFLOP", 1e9, flops), ("s", 1.0, median)):

@@ -481,8 +481,10 @@ def test_peak_growth_sees_what_was_freed_again(monkeypatch):
 
 
 @pytest.mark.slow
-def test_bench_step_prints_one_json_object_last():
+@pytest.mark.parametrize("rationales", [1, 3])
+def test_bench_step_prints_one_json_object_last(rationales):
     sizes = [
+        f"rationales={rationales}",
         "prompt_tokens=170",
         "rationale_tokens=12",
         "batch=3",
@@ -499,7 +501,8 @@ def test_bench_step_prints_one_json_object_last():
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    for kind in ("step_flops", "step_time", "full_step_flops", "full_step_time", "rollout_tokens_per_s"):
+    joint = ("step_flops", "step_time", "full_step_flops", "full_step_time", "rollout_tokens_per_s")
+    for kind in joint if rationales == 1 else ("rl_step_flops", "rl_step_time", "rl_step_cpu_time"):
         assert found[f"{kind}_ratio"] > 0
-    assert found["step_flops_ratio"] > 1.2
+    assert found["step_flops_ratio" if rationales == 1 else "rl_step_flops_ratio"] > 1.2
     assert found["settings"].keys() == {"long"}

@@ -380,6 +380,16 @@ def test_a_further_index_brings_candidates_of_its_own(finished):
     assert [names for name, names in by.items() if name != "b"] == [["thumbs"], ["thumbs"]]
 
 
+def test_the_input_is_a_candidate_where_one_asks_for_it(finished):
+    """For questions that their own picture may answer."""
+    inputs = {query["query_id"]: query["image_id"] for query in finished.rows("generate", "queries", "generated")}
+    for exclude in (True, False):
+        finished.config.retrieve.exclude_input = exclude
+        stages.retrieve(finished)
+        rows = finished.rows("retrieve", "triplets")
+        assert any(row["candidate_id"] == inputs[row["query_id"]] for row in rows) is not exclude
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [

@@ -301,6 +301,8 @@ def test_an_endpoint_that_cannot_judge_is_named(monkeypatch):
             Endpoint(server.url, "locked").write([["?"]], max_tokens=5)
     with pytest.raises(UserError, match=r"variable NO_SUCH_KEY \(key_env\) is not set"):
         Endpoint("http://host/v1", "m", "NO_SUCH_KEY")
+    with pytest.raises(UserError, match=r"variable NO_SUCH_KEY \(key_env\) is not set"):
+        load_judge(RerankOptions(Path("of"), Path("out"), "http://host/v1", "m", judge_key_env="NO_SUCH_KEY"))
     with pytest.raises(UserError, match="is an address: judge_model= names the model there"):
         load_judge(RerankOptions(Path("of"), Path("out"), "http://host/v1"))
     with pytest.raises(UserError, match="yes=No and no=no must be different words"):

@@ -78,6 +78,35 @@ def test_an_embedder_sees_what_was_added(content, server, tmp_path):
         run(RunOptions(**options, **how, out=tmp_path / "plain"), loader(FakeEncoder()))
 
 
+def test_the_key_of_a_rewriter_is_read_from_the_variable_that_is_named(
+    content, server, tmp_path, monkeypatch
+):
+    data = write_tables(tmp_path / "set", content)
+    how = {"rewrite": "reformulate", "rewriter": server.url, "rewriter_model": "m"}
+    options = {"set": data, "cache": tmp_path / "cache"}
+    for start in (
+        lambda **more: run(
+            RunOptions(checkpoint="fake", report=False, **options, **how, **more), loader(FakeEncoder())
+        ),
+        lambda **more: bm25(Bm25Options(**options, **how, **more)),
+    ):
+        with pytest.raises(UserError, match=r"variable KEY_OF_THE_REWRITER \(key_env\) is not set"):
+            start(out=tmp_path / "out", rewriter_key_env="KEY_OF_THE_REWRITER")
+    monkeypatch.setenv("KEY_OF_THE_REWRITER", "the key of the rewriter")
+    run(
+        RunOptions(
+            checkpoint="fake",
+            report=False,
+            **options,
+            **how,
+            out=tmp_path / "out",
+            rewriter_key_env="KEY_OF_THE_REWRITER",
+        ),
+        loader(FakeEncoder()),
+    )
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["rewrite"]["kind"] == "reformulate"
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -154,6 +154,15 @@ def test_retry_after_is_honoured(store):
     assert time.perf_counter() - began >= 0.3
 
 
+@pytest.mark.parametrize("status", [429, 503])
+def test_no_wait_is_longer_than_max_backoff_s(store, status):
+    with LocalServer(Echo(Answer({}, status, headers={"retry-after": "300"}))) as server:
+        began = time.perf_counter()
+        (found,) = Caller(model(server, max_backoff_s=0.2), store).run([ask("a")])
+    assert not found.failed
+    assert 0.2 <= time.perf_counter() - began < 100
+
+
 def test_a_slow_endpoint_times_out_and_the_run_goes_on(store):
     class OneIsSlow(Echo):
         async def __call__(self, path, body):

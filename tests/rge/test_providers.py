@@ -275,6 +275,9 @@ def test_what_is_too_short_for_a_key_is_refused(store, monkeypatch, key):
 def test_settings_of_newer_models_are_sent_and_are_part_of_the_key(store):
     server = Server(lambda body: chat("fine"))
     with LocalServer(server) as at:
+        for send_seed in (True, False):
+            Caller(model(at, send_seed=send_seed), store).run([ask(f"a seed is sent: {send_seed}")])
+            assert ("seed" in server.bodies.pop()) is send_seed
         keys = set()
         for settings in (
             {},

@@ -10,7 +10,7 @@ stage is followed by one of several second halves that cost no more counted FLOP
     joint_D      the joint stage                          ume_D        UME-R1's rewards and settings, at our learning rate
     again_D      joint training for as long again         length_D     rl_con with a price per token
     rl_con_D     RL + InfoNCE, as recipes have it         adaptive_D   rl_con with gain over direct and a price per token
-    rl_D         RL alone
+    rl_D         RL alone                                 rl_lm_D      rl_con with an LM loss as heavy as InfoNCE
 
 D is the dose in per cent. Settings are frozen in scripts/rl_study.yaml. Tested on unspoiled queries: ``unseen``, trained questions by
 drawings of training families that no question in training shows, and ``test``, the demo's. ``valid`` is there for choices.
@@ -35,8 +35,8 @@ RECIPE = "scripts/rl_study.yaml"
 WEIGHTS = {"cold_start": (0.5, 0.4, 0.1), "joint": (0.6, 0.3, 0.1), "rl": (0.6, 0.3, 0.1)}
 """Of relations, text and naming."""
 PLAN = {
-    50: ("again", "rl_con", "rl", "ume", "length", "adaptive"),
-    0: ("again", "rl_con"),
+    50: ("again", "rl_con", "rl", "ume", "rl_lm", "length", "adaptive"),
+    0: ("again", "rl_con", "rl_lm"),
     25: ("again", "rl_con"),
 }
 """Second halves by dose, the most telling dose first."""
@@ -53,6 +53,8 @@ SECOND = {
             "rl.rewards=[{name: format}, {name: ume_r1}]",
         ),
     ),
+    # The ratio of the joint stage, whose losses it then keeps.
+    "rl_lm": ("rl", ("rl.alpha_lm=0.5",)),
     "length": ("rl", (f"rl.rewards=[{{name: margin}}, {{name: length, weight: {LENGTH}}}]",)),
     "adaptive": ("rl", (f"rl.rewards=[{{name: gain_over_direct}}, {{name: length, weight: {ADAPTIVE}}}]",)),
 }
@@ -178,11 +180,12 @@ def questions(doses: list[int]) -> list[Contrast]:
             if a in arms and b in arms:
                 found.append(Contrast(f"{arms[a]} - {arms[b]}", {arms[a]: 1.0, arms[b]: -1.0}))
 
-        for name in ("again", "rl_con", "rl", "ume", "length", "adaptive"):
+        for name in ("again", "rl_con", "rl", "ume", "rl_lm", "length", "adaptive"):
             less(name, "joint")
-        for name in ("rl_con", "rl", "ume", "length", "adaptive"):
+        for name in ("rl_con", "rl", "ume", "rl_lm", "length", "adaptive"):
             less(name, "again")
         less("rl_con", "ume")
+        less("rl_lm", "rl_con")
         less("length", "rl_con")
         less("adaptive", "rl_con")
         if dose and 0 in doses:

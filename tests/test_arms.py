@@ -114,7 +114,7 @@ def test_the_tables_pair_arms_by_query_and_say_what_is_not_run(scripts, tmp_path
     assert row("rl_con_50 - again_50", seen)["mean"] == pytest.approx(3 / 6)
     assert row("rl_con_50", drawings, "rationale_tokens")["mean"] == 12
     text = (tmp_path / "a study" / "table.md").read_text()
-    assert "Not run yet: rl_50, ume_50, length_50, adaptive_50, again_0, rl_con_0." in text
+    assert "Not run yet: rl_50, ume_50, rl_lm_50, length_50, adaptive_50, again_0, rl_con_0, rl_lm_0." in text
     assert "| rl_con_50 | 137 | 0.0 | 0.00 |" in text
 
 

@@ -382,7 +382,9 @@ def test_a_further_index_brings_candidates_of_its_own(finished):
 
 def test_the_input_is_a_candidate_where_one_asks_for_it(finished):
     """For questions that their own picture may answer."""
-    inputs = {query["query_id"]: query["image_id"] for query in finished.rows("generate", "queries", "generated")}
+    inputs = {
+        query["query_id"]: query["image_id"] for query in finished.rows("generate", "queries", "generated")
+    }
     for exclude in (True, False):
         finished.config.retrieve.exclude_input = exclude
         stages.retrieve(finished)

@@ -593,9 +593,10 @@ def measure_rl(setting: Setting, options: Options) -> dict[str, float]:
     )
     del gradients
     embedder.float()
-    wall, cpu = medians(embedder, rl_work(setting, recipe, own_ids), options.repeats)
+    work = rl_work(setting, recipe, own_ids)
+    wall, cpu = medians(embedder, work, options.repeats)
     return (
-        rl_ratios(rl_flops(setting, recipe, own_ids), "flops", "GFLOP", 1e9)
+        rl_ratios(flops_of(embedder, work), "flops", "GFLOP", 1e9)
         | rl_ratios(wall, "time", "s")
         | rl_ratios(cpu, "cpu_time", "CPU s")
         | {"rationale_tokens": sum(len(ids) + 1 for ids in own_ids)}
@@ -614,16 +615,6 @@ def rl_work(
         "score, log probabilities, embed, LM": lambda: plain_rl_step(setting, recipe, own_ids),
         "score, one forward for both, LM": lambda: plain_rl_step(setting, recipe, own_ids, lean=True),
     }
-
-
-def rl_flops(setting: Setting, recipe: Recipe, own_ids: Sequence[Sequence[int]]) -> dict[str, float]:
-    """FLOPs of `rl_work`."""
-    flops = {}
-    for name, call in rl_work(setting, recipe, own_ids).items():
-        setting.embedder.zero_grad(set_to_none=True)
-        flops[name] = count_flops(call)
-    setting.embedder.zero_grad(set_to_none=True)
-    return flops
 
 
 def rl_ratios(found: dict[str, float], what: str, unit: str, scale: float = 1.0) -> dict[str, float]:
@@ -696,7 +687,7 @@ def measure_3b(options: Options) -> dict[str, float]:
         recipe = rl_recipe(setting, options)
         with Uncomputed():
             own_ids = [rationale.ids for rationale in our_groups(setting, options.rationales)]
-            found.append(rl_flops(setting, recipe, own_ids))
+            found.append(flops_of(setting.embedder, rl_work(setting, recipe, own_ids)))
         print(
             f"{layers[0]} text, {layers[1]} windowed and {layers[2]} global vision layers: counted",
             flush=True,
@@ -798,6 +789,16 @@ def count_flops(work: Callable[[], object]) -> float:
     return counter.get_total_flops()
 
 
+def flops_of(embedder: EmbeddingModel, work: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """FLOPs of each piece of work."""
+    flops = {}
+    for name, call in work.items():
+        embedder.zero_grad(set_to_none=True)
+        flops[name] = count_flops(call)
+    embedder.zero_grad(set_to_none=True)
+    return flops
+
+
 def medians(
     embedder: EmbeddingModel, work: Mapping[str, Callable[[], object]], repeats: int
 ) -> tuple[dict[str, float], dict[str, float]]:
@@ -812,8 +813,9 @@ def medians(
             wall[name].append(time.perf_counter() - began)
             cpu[name].append(time.process_time() - cpu_began)
     embedder.zero_grad(set_to_none=True)
-    return tuple(  # type: ignore[return-value]
-        {name: statistics.median(values) for name, values in clock.items()} for clock in (wall, cpu)
+    return (
+        {name: statistics.median(values) for name, values in wall.items()},
+        {name: statistics.median(values) for name, values in cpu.items()},
     )
 
 
@@ -834,15 +836,7 @@ def measure(setting: Setting, options: Options) -> dict[str, float]:
         "theirs full": lambda: their_full_step(setting),
     }
 
-    def fresh(call: Callable[[], object]) -> Callable[[], object]:
-        def run() -> object:
-            embedder.zero_grad(set_to_none=True)
-            return call()
-
-        return run
-
-    flops = {name: count_flops(fresh(call)) for name, call in work.items()}
-    shared = count_flops(fresh(lambda: candidates_alone(setting)))
+    flops = flops_of(embedder, work | {"candidates": lambda: candidates_alone(setting)})
     median, cpu = medians(embedder, work, options.repeats)
     num_tokens = sum(len(ids) + 1 for ids in own_ids)
     print(f"{'':28s}{'three-pass':>12s}{'ours':>12s}{'ratio':>8s}")
@@ -873,7 +867,8 @@ def measure(setting: Setting, options: Options) -> dict[str, float]:
         "step_cpu_time_ratio": cpu_ratio["step"],
         "rollout_cpu_time_ratio": cpu_ratio["rollout"],
         "full_step_cpu_time_ratio": cpu_ratio["full"],
-        "query_side_step_flops_ratio": (flops["theirs step"] - shared) / (flops["ours step"] - shared),
+        "query_side_step_flops_ratio": (flops["theirs step"] - flops["candidates"])
+        / (flops["ours step"] - flops["candidates"]),
         "ours_step_gflop": flops["ours step"] / 1e9,
         "ours_full_step_gflop": flops["ours full"] / 1e9,
         "ours_step_s": median["ours step"],

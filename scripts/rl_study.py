@@ -158,7 +158,7 @@ def report(study: Study, doses: list[int]) -> tuple[str, list[dict]]:
         found, more = table(study, [Contrast(name, {name: 1.0}) for name in names], metric, SLICES)
         text += f"{title}\n\n{found}\n"
         rows += more
-    for title, metric in {"hit@1": "hit@1", "right rationales written": "right_rationale"}.items():
+    for title, metric in (("hit@1", "hit@1"), ("right rationales written", "right_rationale")):
         found, more = table(study, questions(doses), metric, SLICES)
         text += f"Paired differences, points of {title}\n\n{found}\n"
         rows += more
@@ -180,10 +180,11 @@ def questions(doses: list[int]) -> list[Contrast]:
             if a in arms and b in arms:
                 found.append(Contrast(f"{arms[a]} - {arms[b]}", {arms[a]: 1.0, arms[b]: -1.0}))
 
-        for name in ("again", "rl_con", "rl", "ume", "rl_lm", "length", "adaptive"):
+        for name in SECOND:
             less(name, "joint")
-        for name in ("rl_con", "rl", "ume", "rl_lm", "length", "adaptive"):
-            less(name, "again")
+        for name in SECOND:
+            if name != "again":
+                less(name, "again")
         less("rl_con", "ume")
         less("rl_lm", "rl_con")
         less("length", "rl_con")

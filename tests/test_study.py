@@ -31,9 +31,8 @@ def study(monkeypatch, tmp_path):
         given = dict(part.split("=", 1) for part in command if "=" in part)
         out = Path(given["out"])
         if "rge/train.py" in command:
-            recipe = load_recipe(
-                command[command.index("rge/train.py") + 1 :]
-            )  # every arm is a recipe that loads
+            # Every arm is a recipe that loads.
+            recipe = load_recipe(command[command.index("rge/train.py") + 1 :])
             if "init" not in given:  # its tokenizer is learned from both stages
                 read = [source.path for source in (*recipe.cold_start.sources, *recipe.joint.sources)]
                 module.read += [*read, recipe.model.scratch.naming]

@@ -833,7 +833,7 @@ def test_the_dry_run_asks_nothing_and_multiplies(tmp_path):
     ]
     assert "0.00 of it" not in shown
     assert not (tmp_path / "out").exists()
-    # Other guesses: 3 queries an input of which half are valid, and an index that may return the input itself.
+    # Other guesses: 3 queries an input, half of them valid.
     other = small(tmp_path / "out", tmp_path / "all.csv", "http://127.0.0.1:9/v1")
     other.expect.queries_per_input, other.expect.share_valid = 3.0, 0.5
     calls = {

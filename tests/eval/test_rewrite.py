@@ -25,14 +25,16 @@ def content():
 
 @pytest.fixture
 def server():
-    asked = []
+    """Answers with words of its own; notes what it was asked, and with which keys."""
+    asked, keys = [], []
 
-    async def answer(path, body):
-        asked.append(body["messages"])
+    async def answer(method, path, headers, data):
+        asked.append(json.loads(data)["messages"])
+        keys.append(headers.get("authorization"))
         return chat(f"word{len(asked)}")
 
-    with LocalServer(answer) as running:
-        running.asked = asked
+    with LocalServer(raw=answer) as running:
+        running.asked, running.keys = asked, keys
         yield running
 
 
@@ -78,33 +80,25 @@ def test_an_embedder_sees_what_was_added(content, server, tmp_path):
         run(RunOptions(**options, **how, out=tmp_path / "plain"), loader(FakeEncoder()))
 
 
+@pytest.mark.parametrize("command", ["run", "bm25"])
 def test_the_key_of_a_rewriter_is_read_from_the_variable_that_is_named(
-    content, server, tmp_path, monkeypatch
+    content, server, tmp_path, monkeypatch, command
 ):
     data = write_tables(tmp_path / "set", content)
     how = {"rewrite": "reformulate", "rewriter": server.url, "rewriter_model": "m"}
-    options = {"set": data, "cache": tmp_path / "cache"}
-    for start in (
-        lambda **more: run(
-            RunOptions(checkpoint="fake", report=False, **options, **how, **more), loader(FakeEncoder())
-        ),
-        lambda **more: bm25(Bm25Options(**options, **how, **more)),
-    ):
-        with pytest.raises(UserError, match=r"variable KEY_OF_THE_REWRITER \(key_env\) is not set"):
-            start(out=tmp_path / "out", rewriter_key_env="KEY_OF_THE_REWRITER")
+    options = {"set": data, "out": tmp_path / "out", "rewriter_key_env": "KEY_OF_THE_REWRITER", **how}
+
+    def start():
+        if command == "run":
+            return run(RunOptions(checkpoint="fake", report=False, **options), loader(FakeEncoder()))
+        pytest.importorskip("bm25s")
+        return bm25(Bm25Options(cache=tmp_path / "cache", **options))
+
+    with pytest.raises(UserError, match=r"variable KEY_OF_THE_REWRITER \(key_env\) is not set"):
+        start()
     monkeypatch.setenv("KEY_OF_THE_REWRITER", "the key of the rewriter")
-    run(
-        RunOptions(
-            checkpoint="fake",
-            report=False,
-            **options,
-            **how,
-            out=tmp_path / "out",
-            rewriter_key_env="KEY_OF_THE_REWRITER",
-        ),
-        loader(FakeEncoder()),
-    )
-    assert json.loads((tmp_path / "out" / "results.json").read_text())["rewrite"]["kind"] == "reformulate"
+    start()
+    assert server.keys == ["Bearer the key of the rewriter"] * 6
 
 
 @pytest.mark.parametrize(

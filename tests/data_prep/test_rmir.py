@@ -842,6 +842,13 @@ def test_the_dry_run_asks_nothing_and_multiplies(tmp_path):
         if len(cells := [cell.strip() for cell in line.strip("| ").split("|")]) == 6
     }
     assert (calls["filter", "large"], calls["judge", "large"]) == ("12", "54")
+    # A library of fewer pictures than are looked for: all are candidates, and the query's own one only where that is asked for.
+    few = small(tmp_path / "out", tmp_path / "all.csv", "http://127.0.0.1:9/v1")
+    few.retrieve.by_image = few.retrieve.by_caption = 10_000
+    pictures = len((tmp_path / "all.csv").read_text().splitlines()) - 1
+    for exclude, of_a_query in ((True, pictures - 1), (False, pictures)):
+        few.retrieve.exclude_input = exclude
+        assert f"| judge | large | {6 * of_a_query:,} |" in estimate(few)
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from rge.checkpoints.description import renamed_card
 from rge.checkpoints.export import CheckpointError, checkpoint_hash, read_settings
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
+from rge.common.files import checkpoint_folder
 from rge.common.images import fetch_picture
 from rge.common.schema import Encoded, ImageRef, Item
 from rge.distributed.workers import Work, Workers
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 CLOSE = {"greedy": 2e-3, "drawn": 1e-4}
 """`Rationale.margin` below which float32 in another batch might choose another token; rounding moves it by some 1e-5."""
 
-DEMO = Path(__file__).resolve().parent / "demo_checkpoint"
 """What `make demo` trains, in bfloat16 (scripts/ship_demo.py); it comes with the package, under the name ``demo``."""
 
 Picture = ImageRef | Path | Image.Image
@@ -689,7 +689,7 @@ def _vllm(
     """
     if find_spec("vllm") is None:
         raise BackboneError(
-            "engine=vllm needs vLLM, which is not installed: pip install 'rge[vllm]', in an environment of its own since it "
+            "engine=vllm needs vLLM, which is not installed: pip install -e '.[vllm]', in an environment of its own since it "
             "pins torch and transformers (without a GPU: see docs/serving.md); or use engine=own"
         )
     collapsed_ids(model.model, [])  # an unsupported family is an error before anything is started
@@ -714,10 +714,8 @@ def _vllm(
 
 def local_folder(checkpoint: str | Path, revision: str | None) -> Path:
     """The checkpoint's directory; one on the hub is fetched into the hub's cache."""
-    folder = Path(checkpoint).expanduser()
+    folder = checkpoint_folder(Path(checkpoint).expanduser())
     name = str(checkpoint)
-    if name == "demo" and not folder.exists():
-        return DEMO
     if (
         folder.exists()
         or isinstance(checkpoint, Path)

@@ -2,7 +2,7 @@
 
     python scripts/ablate.py recipe=demo sweep='loss.anchor=[self,oracle,none]' seeds=3 \
         init=runs/demo/cold_start/final set=data_prep/demo/data/test out=runs/ablate_anchor \
-        with.none='loss.ratio=none joint.lr=1e-3'
+        with.none='loss.ratio=none joint.lr=2e-3 loss.temperature=0.05'
 
 Every run is one stage of the recipe, the joint one unless ``stage=rl``, from the same `init`, with ``train.seed`` 0, 1, ...; ``with.VALUE`` adds
 overrides to the arm of that value, for an arm that needs settings of its own to be given a fair chance, and any other
@@ -72,7 +72,7 @@ class Options:
     by: str = "pair"
     """Column whose values become slices beside all queries."""
     only: str = "0/1"
-    """PART/PARTS: every so manieth run, for several machines without a scheduler."""
+    """PART/PARTS: the runs PART, PART + PARTS, PART + 2 PARTS, ..., for several machines without a scheduler."""
     index: int | None = None
     """Number of the one run to make, for a job array."""
     list: bool = False

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from data_prep.demo.build import DemoOptions  # noqa: E402
+from data_prep.demo.spoil import SpoilOptions  # noqa: E402
 from data_prep.mmeb import MmebOptions  # noqa: E402
 from data_prep.rationales.main import RationaleOptions  # noqa: E402
 from data_prep.rmir.main import RmirCommand  # noqa: E402
@@ -29,7 +30,7 @@ from rge.serving.options import ServeOptions  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference.md"
 DATA = {
-    "demo": DemoOptions, "study": StudyOptions, "rmir": RmirCommand, "review": ReviewOptions, "agreement": AgreementOptions,
+    "demo": DemoOptions, "spoiled": SpoilOptions, "study": StudyOptions, "rmir": RmirCommand, "review": ReviewOptions, "agreement": AgreementOptions,
     "rationales": RationaleOptions, "mmeb": MmebOptions,
 }  # fmt: skip
 
@@ -60,7 +61,8 @@ def page() -> str:
         "# Reference",
         "",
         "Every key of every command. `...` has to be given; `[]` stands for each entry of a list, `*` for each name of a mapping.",
-        "Written by `python scripts/reference.py`; `rge COMMAND --help` prints the same.",
+        "Written by `python scripts/reference.py`; `rge COMMAND --help` prints the same. `rge recipes` has no keys: it lists what `recipe=` and",
+        "`--config_file` can name, and with a name prints its path.",
     ]
     for command, schema, shared in commands():
         known = {key.name for key in keys(shared)} if shared else set()

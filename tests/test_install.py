@@ -155,5 +155,15 @@ def test_every_key_is_documented(reference):
     assert silent == [], "write a sentence below the field"
 
 
+def test_every_command_is_in_the_reference(reference):
+    from data_prep.__main__ import COMMANDS as DATA
+    from rge.__main__ import COMMANDS
+
+    rooms = ("diagnose", "eval", "data")  # their own commands stand in their place
+    asked = {f"rge {name}" for name in COMMANDS if name not in (*rooms, "recipes")} | {f"rge data {name}" for name in DATA}
+    assert asked <= {command for command, _, _ in reference.commands()}
+    assert "`rge recipes`" in reference.page()
+
+
 def test_the_reference_is_what_the_code_says(reference):
     assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run: python scripts/reference.py"

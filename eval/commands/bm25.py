@@ -161,5 +161,5 @@ def _library() -> Any:
     try:
         import bm25s
     except ImportError:
-        raise UserError("BM25 needs bm25s: pip install 'rge[baselines]', or pip install bm25s") from None
+        raise UserError("BM25 needs bm25s: pip install -e '.[baselines]', or pip install bm25s") from None
     return bm25s

@@ -33,6 +33,7 @@ from eval.scoring.protocol import Protocol
 from eval.scoring.search import DEPTH, Ranking, rows_within, search
 from eval.sets.retrieval_set import MODALITIES, Modality, RetrievalSet, load_set, with_content
 from rge.common.errors import UserError
+from rge.common.files import checkpoint_folder
 from rge.common.options import one_of
 from rge.common.prompt_profiles import PROFILES
 from rge.common.registry import PluginOptions
@@ -48,7 +49,7 @@ class RunOptions(PluginOptions):
     """Embed a retrieval set, search it, score the ranking and write a page."""
 
     checkpoint: Path | None = None
-    """Checkpoint directory with ``rge.json``; the same as model=DIR."""
+    """Checkpoint directory with ``rge.json``, or ``demo``; the same as model=DIR."""
     model: str | None = None
     """Any embedder of `eval.models.registry`: a directory, or an id on the Hugging Face hub."""
     adapter: str | None = None
@@ -380,16 +381,19 @@ def _warnings(
 
 
 def _load(options: RunOptions, load: Callable[..., Embeds] | None, of_set: str | None = None) -> Embeds:
-    name = _model(options)
+    name, checkpoint = _model(options), None
+    if options.checkpoint is not None:
+        checkpoint = checkpoint_folder(options.checkpoint)
+        name = str(checkpoint)
     by_us = options.engine == "own"
     if options.exact and not by_us:
         raise UserError("exact=true embeds every item alone, which vLLM does not do: use engine=own")
-    if load is None and options.checkpoint is not None and not options.checkpoint.is_dir():
+    if load is None and checkpoint is not None and not checkpoint.is_dir():
         raise UserError(
             f"checkpoint {name} does not exist; model=NAME also takes an id on the Hugging Face hub"
         )
-    if load is None and options.checkpoint is not None and options.adapter is None:
-        if not (options.checkpoint / "rge.json").is_file():
+    if load is None and checkpoint is not None and options.adapter is None:
+        if not (checkpoint / "rge.json").is_file():
             raise UserError(
                 f"checkpoint {name} has no rge.json, which says how it is asked: it is not finished, or lost it on the way. "
                 "An embedder of others is named by model="

@@ -128,7 +128,7 @@ def load_sentences(
         from sentence_transformers import SentenceTransformer
     except ImportError:
         raise UserError(
-            f"{facts.name} needs sentence-transformers: pip install 'rge[text]', or pip install sentence-transformers"
+            f"{facts.name} needs sentence-transformers: pip install -e '.[text]', or pip install sentence-transformers"
         ) from None
     device, dtype = place(device, dtype)
     try:

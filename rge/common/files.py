@@ -13,9 +13,16 @@ HOME = Path(__file__).resolve().parents[2]
 """What holds the packages `rge`, `eval` and `data_prep`: the checkout, or site-packages."""
 RECIPES = HOME / "rge" / "recipes" if (HOME / "rge" / "recipes").is_dir() else HOME / "recipes"
 """A wheel has them inside `rge`; a checkout beside it, where people look."""
+DEMO_CHECKPOINT = HOME / "rge" / "demo_checkpoint"
+"""Comes with the package."""
 
 SUFFIX = ".tmp"
 """Of a file that is being written; what a killed process leaves behind has it too."""
+
+
+def checkpoint_folder(named: Path) -> Path:
+    """The directory that ``checkpoint=`` names: ``demo`` is the shipped one, unless a folder of that name is there."""
+    return DEMO_CHECKPOINT if named == Path("demo") and not named.exists() else named
 
 
 class FileError(UserError, OSError):

@@ -9,10 +9,11 @@ A table is printed, and ``out/NAME.json`` written (leakage: also ``leakage.svg``
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from rge.common.commands import pick, start
-from rge.common.files import write_text
+from rge.common.errors import UserError
+from rge.common.files import DEMO_CHECKPOINT, checkpoint_folder, write_text
 from rge.common.options import parse_options
 from rge.diagnose.options import Diagnosis, InvarianceOptions, LeakageOptions, SensitivityOptions
 
@@ -38,6 +39,9 @@ def main(arguments: list[str]) -> int:
     from rge.embedder import Embedder
 
     torch.set_float32_matmul_precision("highest")
+    asked = replace(asked, checkpoint=checkpoint_folder(asked.checkpoint))
+    if asked.out is None and asked.checkpoint == DEMO_CHECKPOINT:
+        raise UserError("checkpoint=demo comes with the package: give out=, a folder of your own")
     out = asked.out or asked.checkpoint.parent / "diagnose"
     if isinstance(asked, LeakageOptions):
         found = leakage.leakage(

@@ -16,7 +16,7 @@ class Diagnosis(PluginOptions):
     """What every diagnosis needs."""
 
     checkpoint: Path
-    """Checkpoint directory with ``rge.json``."""
+    """Checkpoint directory with ``rge.json``, or ``demo``."""
     data: Path
     """Training records: a file, or a folder that the library `datasets` reads; or the folder of a retrieval set. Leakage needs records with oracle rationales."""
     out: Path | None = None

@@ -187,7 +187,7 @@ def quantized(kind: str | None, config: PretrainedConfig, dtype: str, device: st
             "without), and dtype=bfloat16 halves the memory"
         )
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise BackboneError(f"quantization={kind} needs bitsandbytes: pip install 'rge[quantization]'")
+        raise BackboneError(f"quantization={kind} needs bitsandbytes: pip install -e '.[quantization]'")
     with torch.device("meta"):
         kept = vision_prefixes(AutoModelForImageTextToText.from_config(config))
     wanted: dict[str, Any] = {"llm_int8_skip_modules": [*(name.rstrip(".") for name in kept), "lm_head"]}

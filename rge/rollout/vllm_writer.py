@@ -37,7 +37,7 @@ def check_possible(sharded: bool) -> None:
     """
     if find_spec("vllm") is None:
         raise RecipeError(
-            "rollout.backend=vllm needs vLLM, which is not installed: pip install 'rge[vllm]', in an environment of "
+            "rollout.backend=vllm needs vLLM, which is not installed: pip install -e '.[vllm]', in an environment of "
             "its own since it pins torch and transformers (without a GPU: see docs/performance.md); or set "
             "rollout.backend=own"
         )

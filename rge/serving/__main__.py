@@ -14,7 +14,7 @@ def main(words: list[str]) -> int:
     options = parse_options(ServeOptions, words, "rge serve")
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
     if missing:
-        raise UserError(f"rge serve needs {', '.join(missing)}: pip install 'rge[serve]'")
+        raise UserError(f"rge serve needs {', '.join(missing)}: pip install -e '.[serve]'")
     with bound(options) as listener:
         from rge.serving.process import serve  # after --help, which needs none of it
 

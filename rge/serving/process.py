@@ -40,7 +40,7 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
     if options.exact and options.engine == "vllm":
         raise UserError("exact=true computes every state alone, which vLLM does not do: use engine=own")
     if options.index is not None and find_spec("lancedb") is None:
-        raise UserError("index= needs LanceDB: pip install 'rge[search]'")
+        raise UserError("index= needs LanceDB: pip install -e '.[search]'")
     if options.max_inputs > options.max_queue:
         raise UserError(
             f"max_inputs={options.max_inputs} is more than max_queue={options.max_queue} lets in at once"

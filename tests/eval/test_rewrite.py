@@ -117,7 +117,7 @@ def test_half_of_what_is_needed_is_named(tmp_path, given, message):
 def test_bm25_without_its_library_says_what_to_install(content, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "bm25s", None)
     data = write_tables(tmp_path / "set", content)
-    with pytest.raises(UserError, match=r"pip install 'rge\[baselines\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[baselines\]'"):
         bm25(Bm25Options(set=data, out=tmp_path / "out"))
     assert not (tmp_path / "out" / "results.json").exists()
 

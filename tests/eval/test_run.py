@@ -500,6 +500,17 @@ def test_the_command_line_prints_user_errors_and_usage(set_dir, tmp_path, capsys
     assert "checkpoint none does not exist" in capsys.readouterr().err
 
 
+def test_demo_names_the_shipped_checkpoint_here_too(set_dir, tmp_path, capsys, monkeypatch):
+    """As for `rge embed`, `index` and `serve`; a folder of that name goes first."""
+    monkeypatch.chdir(tmp_path)
+    words = [f"set={set_dir}", "checkpoint=demo", "query_mode=direct", "limit=2", "report=false"]
+    assert main(["run", *words, "out=o"]) == 0
+    assert json.loads((tmp_path / "o" / "results.json").read_text())["model"]["name"] == "demo"
+    (tmp_path / "demo").mkdir()
+    capsys.readouterr()
+    assert main(["run", *words, "out=p"]) == 2
+    assert "checkpoint demo has no rge.json" in capsys.readouterr().err
+
 def test_a_page_says_the_command_that_makes_its_figures_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_set(tmp_path / "a set")

@@ -249,6 +249,14 @@ def test_invariance_compares_the_rationales_of_vllm(checkpoint, records, monkeyp
 # ------------------------------------------------------------------------------------------------------------- leakage
 
 
+def test_the_shipped_checkpoint_is_diagnosed_by_its_name(records, tmp_path, capsys):
+    words = ["sensitivity", "checkpoint=demo", f"data={records}", "limit=4", "batch_size=4"]
+    with pytest.raises(UserError, match="checkpoint=demo comes with the package: give out="):
+        command.main(words)
+    assert command.main([*words, f"out={tmp_path / 'o'}"]) in (0, 1)
+    assert json.loads((tmp_path / "o" / "sensitivity.json").read_text())["checkpoint"].endswith("demo_checkpoint")
+
+
 def test_wrong_partners(lively, make_batch):
     batch = make_batch(PromptBuilder(lively.processor))
     size = len(batch.queries)

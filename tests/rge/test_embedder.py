@@ -425,7 +425,7 @@ def test_quantization_that_cannot_be_is_refused(described, monkeypatch):
     ):
         Embedder.from_pretrained(described.checkpoint, device="cpu", quantization="4bit")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(BackboneError, match=r"8bit needs bitsandbytes: pip install 'rge\[quantization\]'"):
+    with pytest.raises(BackboneError, match=r"8bit needs bitsandbytes: pip install -e '\.\[quantization\]'"):
         Embedder.from_pretrained(described.checkpoint, quantization="8bit")
 
 

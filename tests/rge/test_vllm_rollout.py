@@ -241,7 +241,7 @@ def test_errors_come_before_an_engine_is_made(lively, monkeypatch):
     accelerator = Accelerator(cpu=True)
     recipe = recipe_of(RolloutConfig(backend="vllm"))
     monkeypatch.setattr(vllm_rollout, "find_spec", lambda name: None)
-    with pytest.raises(RecipeError, match=r"needs vLLM, which is not installed: pip install 'rge\[vllm\]'"):
+    with pytest.raises(RecipeError, match=r"needs vLLM, which is not installed: pip install -e '\.\[vllm\]'"):
         make_writer(lively, lively, recipe, recipe.joint, accelerator)
     monkeypatch.setattr(vllm_rollout, "find_spec", lambda name: name)
     monkeypatch.setattr(vllm_rollout, "make_engine", lambda *args, **settings: pytest.fail("made an engine"))

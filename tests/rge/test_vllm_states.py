@@ -43,7 +43,7 @@ def test_without_vllm_the_engine_is_refused_with_the_mend(lively_path, tmp_path,
     checkpoint = exported(tmp_path / "final", lively_path)
     monkeypatch.setattr(embedder_module, "find_spec", lambda name: None)
     with pytest.raises(
-        BackboneError, match=r"engine=vllm needs vLLM, which is not installed: pip install 'rge\[vllm\]'"
+        BackboneError, match=r"engine=vllm needs vLLM, which is not installed: pip install -e '\.\[vllm\]'"
     ):
         Embedder.from_pretrained(checkpoint, engine="vllm")
 

@@ -84,7 +84,7 @@ def _loaded(model: ModelConfig) -> "VllmChat":
         return _engine[1]
     if find_spec("vllm") is None:
         raise UserError(
-            f"{model.name}: api=vllm needs vLLM, which is not installed: pip install 'rge[vllm]', in an environment of its own "
+            f"{model.name}: api=vllm needs vLLM, which is not installed: pip install -e '.[vllm]', in an environment of its own "
             "since it pins torch and transformers (without a GPU: see docs/performance.md)"
         )
     if _engine is not None:

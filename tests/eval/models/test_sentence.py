@@ -98,7 +98,7 @@ def test_without_the_library_it_is_named(tmp_path, monkeypatch):
     (tmp_path / "modules.json").write_text("[]")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     assert next(one.name for one in adapters() if one.matches(facts_of(tmp_path))) == "sentence-transformers"
-    with pytest.raises(UserError, match=r"pip install 'rge\[text\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[text\]'"):
         load_model(tmp_path)
     with pytest.raises(UserError, match="max_new_tokens=4: .* writes no rationale"):
         load_model(tmp_path, max_new_tokens=4)

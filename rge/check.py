@@ -32,6 +32,7 @@ from rge.data.sources import MAX_REPORTED, Mixture, Records
 from rge.data.verdicts import Verdicts
 from rge.distributed import collectives as dist
 from rge.distributed import launch
+from rge.distributed.failure_detection import EndOfAll, after_main
 from rge.logs import tracker_problems
 from rge.losses import CONTRASTIVE_LOSSES
 from rge.model.backbone import check_sizes, read_config
@@ -112,11 +113,12 @@ def checked(recipe: Recipe, accelerator: Accelerator) -> Iterator[Checked]:
                 _attempt(problems, kept.enter_context, held(Path(recipe.out)))
             if not problems:
                 print("\n".join(found.summary), flush=True)  # noqa: T201
+        after_main("checked")  # which may take longer than an exchange would wait: a large file, a download
         problems, found = dist.from_main((problems, found))
         if problems:
             if accelerator.is_local_main_process:
                 print(_report(problems), file=sys.stderr, flush=True)  # noqa: T201
-            raise SystemExit(USER)
+            raise EndOfAll(USER)
         assert found is not None
         yield found
 

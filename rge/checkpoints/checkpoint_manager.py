@@ -24,6 +24,7 @@ from rge.common.errors import SIGNALLED
 from rge.config import Recipe, to_dict
 from rge.distributed import collectives as dist
 from rge.distributed import launch
+from rge.distributed.failure_detection import EndOfAll
 from rge.model.adapters import has_adapters, merged_weights
 from rge.model.embedding_model import EmbeddingModel
 from rge.validation import Validation
@@ -168,7 +169,7 @@ class CheckpointManager:
                 file=sys.stderr,
             )
         dist.close()
-        raise SystemExit(SIGNALLED + stop)
+        raise EndOfAll(SIGNALLED + stop)
 
     def finish(self) -> None:
         """Export the trained model as a checkpoint that evaluation and plain transformers load."""

@@ -406,7 +406,7 @@ def _num_steps(recipe: Recipe, name: str, found: Checked) -> int:
     sizes = [len(found.records[it.key]) for it in stage.sources if it.key in found.records]
     if not sizes:
         return 1  # a problem already
-    return round(stage.epochs * Mixture(sizes, [1.0] * len(sizes), stage.batch_size, 0).steps_per_epoch())
+    return stage.num_steps(Mixture(sizes, [1.0] * len(sizes), stage.batch_size, 0).steps_per_epoch())
 
 
 def _banner(recipe: Recipe, found: Checked, model: HubModel, accelerator: Accelerator) -> list[str]:
@@ -441,6 +441,11 @@ def _banner(recipe: Recipe, found: Checked, model: HubModel, accelerator: Accele
             + (f"; {left_out:,} more are bad and left out" if left_out else "")
         )
         num_steps = _num_steps(recipe, stage_name, found)
+        if num_steps < stage.warmup_steps:
+            lines.append(
+                f"  warning: {stage_name}.warmup_steps={stage.warmup_steps} is more than the stage's {num_steps} steps, so the "
+                f"learning rate never reaches {stage_name}.lr={stage.lr:g}: lower it, or train longer"
+            )
         try:
             figures = plan(recipe, model, {**options, "for": stage_name, "steps": num_steps})
         except RecipeError as error:

@@ -32,6 +32,7 @@ from rge.data.sources import MAX_REPORTED, Mixture, Records
 from rge.data.verdicts import Verdicts
 from rge.distributed import collectives as dist
 from rge.distributed import launch
+from rge.distributed.failure_detection import EndOfAll, after_main
 from rge.logs import tracker_problems
 from rge.losses import CONTRASTIVE_LOSSES
 from rge.model.backbone import check_sizes, read_config
@@ -112,11 +113,12 @@ def checked(recipe: Recipe, accelerator: Accelerator) -> Iterator[Checked]:
                 _attempt(problems, kept.enter_context, held(Path(recipe.out)))
             if not problems:
                 print("\n".join(found.summary), flush=True)  # noqa: T201
+        after_main("checked")  # which may take longer than an exchange would wait: a large file, a download
         problems, found = dist.from_main((problems, found))
         if problems:
             if accelerator.is_local_main_process:
                 print(_report(problems), file=sys.stderr, flush=True)  # noqa: T201
-            raise SystemExit(USER)
+            raise EndOfAll(USER)
         assert found is not None
         yield found
 
@@ -404,7 +406,7 @@ def _num_steps(recipe: Recipe, name: str, found: Checked) -> int:
     sizes = [len(found.records[it.key]) for it in stage.sources if it.key in found.records]
     if not sizes:
         return 1  # a problem already
-    return round(stage.epochs * Mixture(sizes, [1.0] * len(sizes), stage.batch_size, 0).steps_per_epoch())
+    return stage.num_steps(Mixture(sizes, [1.0] * len(sizes), stage.batch_size, 0).steps_per_epoch())
 
 
 def _banner(recipe: Recipe, found: Checked, model: HubModel, accelerator: Accelerator) -> list[str]:
@@ -439,6 +441,11 @@ def _banner(recipe: Recipe, found: Checked, model: HubModel, accelerator: Accele
             + (f"; {left_out:,} more are bad and left out" if left_out else "")
         )
         num_steps = _num_steps(recipe, stage_name, found)
+        if num_steps < stage.warmup_steps:
+            lines.append(
+                f"  warning: {stage_name}.warmup_steps={stage.warmup_steps} is more than the stage's {num_steps} steps, so the "
+                f"learning rate never reaches {stage_name}.lr={stage.lr:g}: lower it, or train longer"
+            )
         try:
             figures = plan(recipe, model, {**options, "for": stage_name, "steps": num_steps})
         except RecipeError as error:

@@ -296,6 +296,10 @@ class StageConfig:
     sources: list[SourceConfig] = field(default_factory=list)
     """Training records and their shares."""
 
+    def num_steps(self, steps_per_epoch: int) -> int:
+        """Optimizer steps, at least one."""
+        return self.steps or max(1, round(self.epochs * steps_per_epoch))
+
 
 @dataclass
 class RewardConfig:
@@ -619,6 +623,7 @@ def check(recipe: Recipe) -> None:
     _within("rollout.temperature", recipe.rollout.temperature, 0)
     _positive("rollout.num_rationales", recipe.rollout.num_rationales)
     _check_backend(recipe.rollout)
+    _check_rollout_is_used(recipe)
     _within("rollout.reuse_steps", recipe.rollout.reuse_steps, 0)
     _within("rollout.direct_share", recipe.rollout.direct_share, 0, 1)
     if recipe.rollout.direct_share == 1:
@@ -770,6 +775,19 @@ def _check_mix(loss: LossConfig) -> None:
         raise RecipeError(
             "loss.oracle_share=1 mixes nothing: that is loss.anchor=oracle; or give loss.oracle_decay_steps"
         )
+
+
+def _check_rollout_is_used(recipe: Recipe) -> None:
+    """Without own rationales, refuse what says how training writes them; validation has its own settings."""
+    if recipe.loss.anchor not in ("none", "oracle"):
+        return
+    for key in ("backend", "prompt_pass", "temperature", "num_rationales", "reuse_steps", "direct_share"):
+        value, default = getattr(recipe.rollout, key), getattr(RolloutConfig, key)
+        if value != default:
+            raise RecipeError(
+                f"rollout.{key}={value} has no effect with loss.anchor={recipe.loss.anchor}, where the model writes no rationales "
+                f"in training: set rollout.{key}={default}"
+            )
 
 
 def _check_backend(rollout: RolloutConfig) -> None:

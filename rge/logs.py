@@ -1,7 +1,9 @@
 """Progress for people (a bar), for programs (JSON lines) and for trackers (when asked for)."""
 
 import json
+import os
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,8 @@ PACKAGES = {"comet_ml": "comet-ml"}
 def start_trackers(accelerator: Accelerator, recipe: Recipe) -> None:
     """Begin a run in every tracker that the recipe names.
 
-    `log.trackers=[wandb]` with WANDB_MODE=offline needs no network; TensorBoard's files go to ``<out>/trackers``.
+    `log.trackers=[wandb]` with WANDB_MODE=offline needs no network; a run that is started again goes on as the same run of W&B.
+    TensorBoard's files go to ``<out>/trackers``.
 
     Raises:
         RecipeError: one of them cannot be had. Nobody should find out after a week that nothing was recorded.
@@ -47,7 +50,25 @@ def start_trackers(accelerator: Accelerator, recipe: Recipe) -> None:
     if recipe.log.trackers:
         accelerator.project_configuration.logging_dir = str(Path(recipe.out) / "trackers")
         accelerator.log_with = [LoggerType(name) for name in dict.fromkeys(recipe.log.trackers)]
-        accelerator.init_trackers(recipe.log.project, config=_plain(flat(to_dict(recipe))))
+        accelerator.init_trackers(
+            recipe.log.project,
+            config=_plain(flat(to_dict(recipe))),
+            init_kwargs={"wandb": _same_run(Path(recipe.out))} if accelerator.is_main_process else {},
+        )
+
+
+def _same_run(out: Path) -> dict[str, Any]:
+    """What makes W&B go on with the run that this folder began, under the folder's name; the user's environment comes first.
+
+    The id is kept in the folder and not made of its path, which may be the same in the containers of other runs.
+    """
+    path = out / "trackers" / "wandb_id"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, uuid.uuid4().hex)
+    settings = {"id": path.read_text(), "resume": "allow", "name": out.resolve().name}
+    variables = {"id": "WANDB_RUN_ID", "resume": "WANDB_RESUME", "name": "WANDB_NAME"}
+    return {key: value for key, value in settings.items() if not os.environ.get(variables[key])}
 
 
 def _plain(leaves: dict[str, Any]) -> dict[str, Any]:

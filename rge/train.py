@@ -95,7 +95,7 @@ def train_stage(
     if objective.needs_rollout:
         writer = make_writer(model, embedder, recipe, stage, accelerator)
 
-    num_steps = stage.steps or round(stage.epochs * batches.mixture.steps_per_epoch())
+    num_steps = stage.num_steps(batches.mixture.steps_per_epoch())
     validation = build_validation(recipe, objective, embedder, records)
     manager = CheckpointManager(
         recipe, name, folder, num_steps, validation, embedder, model, optimizer, accelerator

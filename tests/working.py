@@ -4,6 +4,7 @@ import os
 import time
 
 from rge.common.errors import UserError
+from rge.common.prompt_profiles import PROFILES
 
 
 def make(device):
@@ -24,3 +25,8 @@ def make(device):
         return job**2, device, os.getpid()
 
     return work
+
+
+def make_reader(device):
+    """Says whether there is a prompt profile of that name."""
+    return lambda job, say: job in PROFILES

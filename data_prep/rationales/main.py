@@ -510,7 +510,7 @@ def _mean(values: list[float]) -> float:
 
 def _windows(path: Path) -> Iterator[list[Record]]:
     window = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines:
         for line in lines:
             if line.strip():
                 window.append(Record.model_validate_json(line))

@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from rge.common.errors import SIGNALLED
 from rge.config import Recipe, to_dict
 from rge.distributed import collectives as dist
 from rge.distributed import launch
+from rge.distributed.failure_detection import EndOfAll
 from rge.model.adapters import has_adapters, merged_weights
 from rge.model.embedding_model import EmbeddingModel
 from rge.validation import Validation
@@ -96,6 +96,9 @@ class CheckpointManager:
         )
         metric = recipe.validation.metric
         self._validated: dict[str, Any] | None = None
+        # Read now: at the end of the stage a hub that is out of reach would cost what was trained.
+        sources = getattr(recipe, name).sources if accelerator.is_main_process else []
+        self._training_data = training_data(sources)
         self.metric = "val_" + (metric if validation and validation.objective.compares else "loss_lm")
         stop_after_this_step_at_signals()
 
@@ -166,7 +169,7 @@ class CheckpointManager:
                 file=sys.stderr,
             )
         dist.close()
-        raise SystemExit(SIGNALLED + stop)
+        raise EndOfAll(SIGNALLED + stop)
 
     def finish(self) -> None:
         """Export the trained model as a checkpoint that evaluation and plain transformers load."""
@@ -188,10 +191,6 @@ class CheckpointManager:
         if self.accelerator.is_main_process:
             for _, old in ranked[keep:]:
                 discard(self.folder / "best" / _name(old))
-
-    @cached_property
-    def _training_data(self) -> dict[str, Any]:
-        return training_data(getattr(self.recipe, self.name).sources)
 
     def _kept(self) -> list[tuple[float, int]]:
         """Value and step of every checkpoint in ``best``."""

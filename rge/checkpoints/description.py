@@ -13,6 +13,7 @@ from rge.common.files import find_shipped
 from rge.common.schema import Record
 from rge.config import SourceConfig
 from rge.data.readers import some_records
+from rge.data.sources import without_mark
 
 RECORDS_READ = 4096
 """Records of a source, evenly spread, that its instructions are counted in; all of a source that is not larger."""
@@ -99,7 +100,7 @@ def _some_records(source: SourceConfig) -> Iterator[dict[str, Any]]:
 
 
 def _parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    for line in lines:
+    for line in map(without_mark, lines):
         try:
             Record.model_validate_json(line)
         except ValidationError:

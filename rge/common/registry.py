@@ -17,6 +17,12 @@ from rge.common.errors import UserError
 
 T = TypeVar("T")
 
+OURS = ("rge", "eval", "data_prep")
+"""Packages whose modules are imported by what needs them."""
+
+_strangers: dict[str, None] = {}
+"""Names of other modules that register something, in the order in which they were imported."""
+
 
 class Registry(Generic[T]):
     """Things by name: names in alphabetical order, so that it does not matter which module was imported first.
@@ -41,6 +47,7 @@ class Registry(Generic[T]):
         if name in self._things and self._things[name] != thing:
             raise UserError(f"there are two {self.kind}s called {name!r}: give the new one another name")
         self._things[name] = thing
+        _remember_who_registers()
         return thing
 
     def __getitem__(self, name: str) -> T:
@@ -114,6 +121,7 @@ def load_plugins(modules: Sequence[str]) -> None:
     for name in modules:
         try:
             importlib.import_module(name)
+            _strangers.setdefault(name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise  # the module is there, and imports something that is not
@@ -121,3 +129,17 @@ def load_plugins(modules: Sequence[str]) -> None:
                 f"plugins={name}: no module of that name in {here}, on PYTHONPATH or installed "
                 "(a name such as my_module, not a path)"
             ) from None
+
+
+def plugins_loaded() -> list[str]:
+    """Modules that `load_plugins` imported, and others that have registered something: what another process must import."""
+    return list(_strangers)
+
+
+def _remember_who_registers() -> None:
+    frame = sys._getframe(1)
+    while (name := frame.f_globals.get("__name__", "")).split(".")[0] in OURS and frame.f_back:
+        frame = frame.f_back
+    # A script cannot be imported, and behind what ours register stands the import itself.
+    if getattr(sys.modules.get(name), "__spec__", None) and not name.startswith("importlib."):
+        _strangers.setdefault(name)

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from rge.common.files import find_shipped
 from rge.common.images import PictureIndex
 from rge.common.registry import Registry
 from rge.config import RecordsConfig, SourceConfig
-from rge.data.rows import ArrowRows, Columns, RowRecords, Rows, parsed
+from rge.data.rows import ArrowRows, Columns, RowRecords, Rows, light, parsed
 from rge.data.sources import RecordError, RecordFile, Records
 from rge.data.streams import Stream
 
@@ -84,7 +83,7 @@ def open_records(
 def some_records(config: RecordsConfig, most: int) -> Iterator[dict[str, Any]]:
     """Records of a data set or a registered source, without pictures, evenly spread; of a stream the first ones."""
     if config.streaming:
-        rows, columns, _ = _First(most)(config)
+        rows, columns, _ = _First(most, without_pictures=True)(config)
     else:
         rows, columns, _ = (_open_registered if config.type is not None else _open_dataset)(config)
     count = len(rows)
@@ -146,16 +145,17 @@ def _open_dataset(config: RecordsConfig) -> tuple[Rows, Columns, Path]:
 
 
 class _First:
-    """The first rows of a stream, kept."""
+    """The first rows of a stream, kept; on demand with `PRESENT` in the place of pictures' bytes."""
 
-    def __init__(self, count: int):
-        self.count = count
+    def __init__(self, count: int, without_pictures: bool = False):
+        self.count, self.without_pictures = count, without_pictures
 
     def __call__(self, config: RecordsConfig) -> tuple[Rows, Columns, Path]:
         stream, columns, folder = _open_stream(config)
         found: list[Mapping[str, Any]] = []
         for table in stream.iter(batch_size=min(self.count, 64)):
-            found += islice(table.to_pylist(), self.count - len(found))
+            kept = table.slice(0, self.count - len(found))
+            found += (light(kept) if self.without_pictures else kept).to_pylist()
             if len(found) == self.count:
                 break
         return found, columns, folder

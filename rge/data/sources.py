@@ -4,6 +4,7 @@ Because the batch of a step depends on nothing but the seed, a run resumes exact
 of processes.
 """
 
+import codecs
 import hashlib
 import json
 import math
@@ -250,6 +251,7 @@ class RecordFile(Records):
             for number, line in enumerate(lines, start=1):
                 bar.update(len(line))
                 start, offset = offset, offset + len(line)
+                line = without_mark(line)
                 if not line.strip():
                     continue
                 record, problems = _parsed(line)
@@ -262,6 +264,7 @@ class RecordFile(Records):
         with _open(self.path) as lines:
             for number, line in enumerate(lines, start=1):
                 start, offset = offset, offset + len(line)
+                line = without_mark(line)
                 record = _parsed(line)[0] if line.strip() else None
                 if record is not None:
                     yield number, start, record.id
@@ -287,7 +290,7 @@ class RecordFile(Records):
         """
         with _open(self.path) as lines:
             lines.seek(self._offsets[index])
-            line = lines.readline()
+            line = without_mark(lines.readline())
         try:
             return absolute(Record.model_validate_json(line), self.path.parent)
         except ValidationError as error:
@@ -351,6 +354,11 @@ def _open(path: Path) -> BinaryIO:
         return path.open("rb")
     except OSError as error:
         raise RecordError(f"training records {path} cannot be read: {error.strerror or error}") from error
+
+
+def without_mark(line: bytes) -> bytes:
+    """The line without the byte order mark that some editors and Windows programs put before a file's first."""
+    return line.removeprefix(codecs.BOM_UTF8)
 
 
 def _parsed(line: bytes) -> tuple[Record | None, list[str]]:

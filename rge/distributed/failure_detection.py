@@ -7,14 +7,16 @@ the key-value store that started them, that it lives, and why it ends.
 
 import json
 import os
+import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rge.common.errors import UserError
+from rge.common.errors import SIGNALLED, UserError
 from rge.distributed import collectives as dist
 
 POLL_S = 1.0
@@ -35,6 +37,10 @@ class RankError(UserError):
         self.exit_code = failure["code"]
 
 
+class EndOfAll(SystemExit):
+    """An end that all processes come to by themselves, so that none need be told of it."""
+
+
 @contextmanager
 def watch_other_ranks(silence_s: float = SILENCE_S) -> Iterator[None]:
     """While inside, end with the others: whoever fails tells why, and nobody waits for a process that is gone.
@@ -52,7 +58,9 @@ def watch_other_ranks(silence_s: float = SILENCE_S) -> Iterator[None]:
     watch.start()
     try:
         yield
-    except Exception as error:
+    except EndOfAll:
+        raise
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
         if dist.is_broken_exchange(error):
             # Another process's end, seen from here. Its reason comes, or silence in its place; both end this process.
             watch.join(silence_s + 2 * GRACE_S)
@@ -66,6 +74,23 @@ def watch_other_ranks(silence_s: float = SILENCE_S) -> Iterator[None]:
         watch.stop()
 
 
+def after_main(what: str) -> None:
+    """Return once the main process has come here too, however long that takes.
+
+    An exchange would give up after its time limit. Here `watch_other_ranks` ends the wait if the main process fails or dies.
+
+    Args:
+        what: the main process has done by then; another word in each place.
+    """
+    if dist.world_size() == 1:
+        return
+    store, key = dist.connect_to_store(), f"done/{what}"
+    if dist.rank() == 0:
+        store.set(key, "")
+    while not store.check([key]):
+        time.sleep(POLL_S)
+
+
 class _Watch(threading.Thread):
     """Says that this process lives, looks whether the next one does, and whether any has failed."""
 
@@ -75,14 +100,15 @@ class _Watch(threading.Thread):
         # In a ring, so that a thousand processes ask the store a thousand times a second, not a million.
         self.next_rank = (self.rank + 1) % dist.world_size()
         self.store = dist.connect_to_store()
+        self._rounds, self._is_ending = 0, False
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._say("0")
 
-    def failed(self, error: Exception) -> dict[str, Any]:
+    def failed(self, error: BaseException) -> dict[str, Any]:
         """Tell the others why this process ends; returns who failed first, this one or another."""
-        code = error.exit_code if isinstance(error, UserError) else 1
-        mine = {"rank": self.rank, "host": socket.gethostname(), "reason": _reason(error), "code": code}
+        reason = {"reason": _reason(error), "code": _code(error)}
+        mine = {"rank": self.rank, "host": socket.gethostname(), **reason}
         try:
             with self._lock:
                 # Sets the value only where there is none.
@@ -101,11 +127,12 @@ class _Watch(threading.Thread):
 
     def run(self) -> None:
         """Watch until this process stops, or end it."""
-        count, seen, silent_s = 0, "", 0.0
+        threading.Thread(target=self._watch_the_store, name="the store", daemon=True).start()
+        seen, silent_s = "", 0.0
         while not self._ended.wait(POLL_S):
-            count += 1
+            self._rounds += 1
             try:
-                self._say(str(count))
+                self._say(str(self._rounds))
                 said, failure = self._look()
             except RuntimeError as error:
                 self._end(
@@ -130,6 +157,20 @@ class _Watch(threading.Thread):
                     }
                     self.store.compare_set("failed", "", json.dumps(missed))
 
+    def _watch_the_store(self) -> None:
+        """End this process where the store no longer answers, for which torch has no time limit: `run` hangs then."""
+        seen, silent_s = 0, 0.0
+        while not self._ended.wait(POLL_S):
+            silent_s = 0.0 if self._rounds != seen else silent_s + POLL_S
+            seen = self._rounds
+            if silent_s >= self.silence_s:
+                self._end(
+                    f"the store on the main process has not answered for {silent_s:.0f} s: that process is stopped, or its "
+                    "machine or the way there is gone",
+                    1,
+                )
+                return
+
     def _say(self, text: str) -> None:
         with self._lock:
             self.store.set(f"alive/{self.rank}", text)
@@ -142,6 +183,9 @@ class _Watch(threading.Thread):
         return said, failure
 
     def _end(self, message: str, code: int) -> None:
+        if self._is_ending:
+            return
+        self._is_ending = True
         # The main thread may be about to say more than this; where it hangs in an exchange, it never will.
         if not self._ended.wait(GRACE_S):
             print(f"error: {message}", file=sys.stderr, flush=True)  # noqa: T201
@@ -149,7 +193,15 @@ class _Watch(threading.Thread):
 
 
 def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _code(error: BaseException) -> int:
+    """What the others exit with: never 0, since they have not finished."""
+    if isinstance(error, KeyboardInterrupt):
+        return SIGNALLED + signal.SIGINT
+    code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
+    return code if isinstance(code, int) and code else 1
 
 
 def _message(failure: dict[str, Any]) -> str:

@@ -3,10 +3,10 @@
     workers = Workers(make, ["cuda:0", "cuda:1"])
     workers.run(jobs, on_result)
 
-Each process calls ``make(device)`` once, and what that returns for every job it is handed; whoever is idle gets the next.
-They are started when they are first needed, as programs of their own: a script without ``if __name__ == "__main__"`` is not run a
-second time, and nothing is forked beside a GPU's threads. They end with this process, however it ends, and together: when
-one dies, is silent for too long, or this one is interrupted.
+Each process imports the plugins that this one has, calls ``make(device)`` once, and what that returns for every job it is
+handed; whoever is idle gets the next. They are started when they are first needed, as programs of their own: a script without
+``if __name__ == "__main__"`` is not run a second time, and nothing is forked beside a GPU's threads. They end with this
+process, however it ends, and together: when one dies, is silent for too long, or this one is interrupted.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from rge.common.errors import UserError, portable
+from rge.common.registry import load_plugins, plugins_loaded
 
 SILENCE_S = 1800.0
 """How long a worker may be silent: while it loads, and between two signs of progress."""
@@ -157,7 +158,7 @@ class _Worker:
         self.owner = os.getpid()
         theirs.close()  # so that reading ends when the process does
         self.connection = Connection(ours.detach())
-        self.send((make, device))
+        self.send((make, device, plugins_loaded()))
 
     def send(self, what: Any) -> None:
         """Hand something over.
@@ -226,8 +227,9 @@ def serve(handle: int, parent: int) -> None:
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     connection = Connection(handle)
     with contextlib.suppress(EOFError, OSError):
-        make, device = connection.recv()
+        make, device, plugins = connection.recv()
         try:
+            load_plugins(plugins)
             work = make(device)
         except Exception as error:  # noqa: BLE001 - raised where it was asked for
             connection.send(("cannot start", 0, portable(error)))

@@ -9,7 +9,7 @@ Shape suffixes: B = rows, T = tokens, D = hidden size, P = patches or tiles, F =
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class VisionSizes:
         patch: parameters of the trained matrices that each patch goes through; `placeholder` of those for each placeholder.
         layers: blocks of the tower; `hidden` and `inner` are theirs.
         fixed: products of numbers that a patch takes in what is never trained.
+        feature: components of what the text model is given for a placeholder.
     """
 
     patch: int
@@ -37,6 +38,7 @@ class VisionSizes:
     hidden: int
     inner: int
     fixed: int = 0
+    feature: int = 0
 
 
 class Family:
@@ -196,6 +198,7 @@ class Family:
             layers=len(blocks),
             hidden=min(module.weight.shape[1] for module in inner),
             inner=max(max(module.weight.shape) for module in inner),
+            feature=model.config.get_text_config().hidden_size,
         )
 
 
@@ -210,6 +213,11 @@ class Qwen3VL(Family):
         """(F, (1 + L) * D): the main feature, then one for each of the first L text layers."""
         found = self._tower(model, pixel_values, grid)
         return torch.cat([found.pooler_output, *found.deepstack_features], dim=-1)
+
+    def vision_sizes(self, model: HubModel) -> VisionSizes:
+        """With a feature for each text layer that deeper vision layers feed."""
+        found, levels = super().vision_sizes(model), len(model.config.vision_config.deepstack_visual_indexes)
+        return replace(found, feature=(1 + levels) * found.feature)
 
     def states(
         self, model: HubModel, features: Tensor | None, picture_index_F: Tensor | None, inputs: dict[str, Any]

@@ -244,6 +244,8 @@ def memory(
     optimizer_states: int,
     rollout_rows: int,
     micro_queries: int,
+    batch_bytes: float = 0.0,
+    train_vision: bool = True,
 ) -> dict[str, float]:
     """Bytes on one GPU at its fullest, by kind; estimates.
 
@@ -258,6 +260,8 @@ def memory(
         optimizer_states: numbers the optimizer keeps a parameter.
         rollout_rows: rationales written at once.
         micro_queries: queries of a forward.
+        batch_bytes: of the pictures of the rank's batch, see `pixel_bytes`.
+        train_vision: whether the backward goes through the vision tower.
     """
     s, n = shapes, load
     if num_gpus == 1:
@@ -310,10 +314,14 @@ def memory(
     )  # gathered, in the computing dtype, while rationales are written
     training = kept * activation_bytes + logits
     writing = (cache + whole) if n.own else 0.0
+    # A frozen tower sees each picture once a step, and what it makes of them stays until the end (`make_writer`).
+    placeholders = n.queries * n.query_placeholders + n.candidates * n.candidate_placeholders
+    stays = bool(n.own) and not train_vision and not sharded
     return {
         "weights": weights,
         "gradients": gradients,
         "optimizer": states,
+        "pictures": batch_bytes + stays * float(placeholders * s.vision.feature * dtype_bytes),
         "activations": training if training >= writing else 0.0,
         "rollout": writing if writing > training else 0.0,
     }

@@ -68,7 +68,8 @@ def plan(recipe: Recipe, model: HubModel, options: dict[str, Any]) -> dict[str, 
         trainable=0.0 if _lora(recipe) else 1.0,
         train_vision=train_vision,
     )
-    kinds = memory(shapes, load, **settings)
+    batch_bytes = pixel_bytes(model, load)
+    kinds = memory(shapes, load, batch_bytes=batch_bytes, **settings)
     reserved = _reserved(recipe, options)
     total = sum(kinds.values()) + reserved
     uncertain = ACTIVATIONS_OFF_BY * kinds["activations"]
@@ -84,7 +85,6 @@ def plan(recipe: Recipe, model: HubModel, options: dict[str, Any]) -> dict[str, 
         for name in BACK_ENDS
     }
     fits = total <= options["gpu_gib"] * GIB
-    batch_bytes = pixel_bytes(model, load)
     steps = options["steps"] or getattr(recipe, options["for"]).steps or 1000
 
     def hours(utilisation: float) -> float:
@@ -209,9 +209,9 @@ def advice(
     found = []
 
     def total(changed: Recipe, others: dict[str, Any], count: int) -> float:
-        return sum(
-            memory(shapes, load_of(changed, model, others), **_settings(changed, others, count)).values()
-        )
+        load = load_of(changed, model, others)
+        settings = _settings(changed, others, count)
+        return sum(memory(shapes, load, batch_bytes=pixel_bytes(model, load), **settings).values())
 
     def fits(changed: Recipe, others: dict[str, Any], count: int = trained) -> bool:
         return total(changed, others, count) + _reserved(recipe, options) <= options["gpu_gib"] * GIB
@@ -278,6 +278,7 @@ def _settings(recipe: Recipe, options: dict[str, Any], trained: int) -> dict[str
         "dtype_bytes": {"float32": 4, "bfloat16": 2}[recipe.model.dtype],
         "checkpointing": recipe.model.gradient_checkpointing,
         "trained": trained,
+        "train_vision": _train_vision(recipe),
         "optimizer_states": OPTIMIZER_STATES[recipe.optim.name],
         "rollout_rows": recipe.rollout.batch_size,
         "micro_queries": min(

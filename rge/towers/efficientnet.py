@@ -246,6 +246,7 @@ class EfficientNetFamily(Family):
             hidden=tower.config.hidden_size,
             inner=0,
             fixed=fixed,
+            feature=model.config.get_text_config().hidden_size,
         )
 
 

@@ -72,11 +72,21 @@ def problems_of(home: Path, accelerator, *overrides: str, **options) -> list[str
     return check.examine(recipe_of(home, *overrides), accelerator, **options)[0]
 
 
+def test_a_learning_rate_that_is_never_reached_is_said(home, accelerator):
+    recipe = recipe_of(home, "joint.warmup_steps=5", "cold_start.warmup_steps=4")  # of 4 steps
+    problems, found = check.examine(recipe, accelerator)
+    assert problems == []
+    said = "joint.warmup_steps=5 is more than the stage's 4 steps, so the learning rate never reaches joint.lr=2e-05"
+    assert said in "\n".join(found.summary)
+    assert "\n".join(found.summary).count("never reaches") == 1
+
+
 def test_what_may_start_is_summed_up(home, accelerator):
     held_out = write(home / "held_out.jsonl", record("h"))
     problems, found = check.examine(recipe_of(home, f"validation.path={held_out}"), accelerator)
     assert problems == []
     assert found.stages == ["cold_start", "joint"]
+    assert "never reaches" not in "\n".join(found.summary)
     assert {Path(path).name: len(file) for path, file in found.records.items()} == {
         "records.jsonl": 3,
         "held_out.jsonl": 1,

@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 import yaml
 
-from rge.config import RECIPES, Recipe, RecipeError, load_recipe, to_dict
+from rge.config import RECIPES, Recipe, RecipeError, StageConfig, load_recipe, to_dict
 from rge.rl.policy import CORRECTIONS, LOSS_TYPES, SCALES
 from rge.step import Objective
 
@@ -360,6 +360,33 @@ def test_a_mix_of_anchors_has_to_mix_something(load):
     }.items():
         with pytest.raises(RecipeError, match=message):
             load("loss.anchor=mix", *words)
+
+
+@pytest.mark.parametrize("anchor", ["none", "oracle"])
+def test_how_to_write_rationales_is_refused_where_none_is_written(load, anchor):
+    base = (f"loss.anchor={anchor}",)
+    found = load(*base, "rollout.max_new_tokens=9", "rollout.batch_size=3", "rollout.temperature=0")
+    assert found.rollout.max_new_tokens == 9  # of validation and of the checkpoint
+    for word, default in {
+        "rollout.direct_share=0.5": "0.0",
+        "rollout.reuse_steps=2": "0",
+        "rollout.prompt_pass=once": "auto",
+        "rollout.temperature=1.0": "0.0",
+        "rollout.backend=vllm": "own",
+    }.items():
+        key = word.partition("=")[0]
+        with pytest.raises(
+            RecipeError, match=f"{word} has no effect with loss.anchor={anchor}, .*: set {key}={default}"
+        ):
+            load(*base, word)
+    for path in SHIPPED:
+        load_recipe([f"recipe={path}", "stage=joint", *base])
+
+
+def test_a_stage_has_at_least_one_step():
+    assert StageConfig(epochs=0.3).num_steps(1) == 1
+    assert StageConfig(epochs=0.3).num_steps(10) == 3
+    assert StageConfig(epochs=0.3, steps=7).num_steps(10) == 7
 
 
 def test_what_vllm_cannot_do_is_said_before_anything_is_loaded(load):

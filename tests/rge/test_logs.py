@@ -6,7 +6,7 @@ import pytest
 from accelerate import Accelerator
 
 from rge.config import LogConfig, Recipe, RecipeError, SourceConfig, StageConfig
-from rge.logs import Logs, start_trackers, tracker_problems
+from rge.logs import Logs, _same_run, start_trackers, tracker_problems
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +86,28 @@ def test_tensorboard_gets_every_figure_at_its_step_and_the_recipe(accelerator, t
     text = settings.read_text()
     assert "optim.name: adamw" in text
     assert 'joint.sources: \'[{"path": "a.jsonl", "weight": 1.0}]\'' in text
+
+
+def test_a_run_that_is_started_again_is_the_same_run_of_wandb(accelerator, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    for variable in ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_NAME"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def begun(name):
+        start_trackers(accelerator, Recipe(recipe="tiny", out=str(tmp_path / name), log=LogConfig(["wandb"])))
+        run = accelerator.trackers[0].run
+        found = (run.id, run.name)
+        accelerator.end_training()
+        accelerator.trackers.clear()
+        return found
+
+    first, again, other = begun("one"), begun("one"), begun("other")
+    assert first == again
+    assert (first[1], other[1]) == ("one", "other")
+    assert other[0] != first[0]
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")  # which W&B reads itself, once a process
+    assert _same_run(tmp_path / "one") == {"resume": "allow", "name": "one"}
 
 
 def test_a_tracker_that_cannot_be_had_is_an_error(accelerator, monkeypatch):

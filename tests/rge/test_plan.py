@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 import yaml
-from family_models import HAS_TOWER, PHOTOS, TEXT, TEXTS, VISION
+from family_models import HAS_TOWER, PHOTOS, TEXT, TEXTS, VISION, every_family
 from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
@@ -419,15 +419,46 @@ def test_memory_and_communication_by_hand():
 
 
 def test_more_queries_cost_memory_only_by_the_micro_batch():
-    """What a step takes grows with the batch, what a GPU holds does not."""
+    """What a step takes grows with the batch; what a GPU holds does not, but for its pictures, one byte a channel."""
     found = []
     for size in (512, 4096):
         recipe = load_recipe(["recipe=qwen25vl_3b", f"joint.batch_size={size}"])
         found.append(plan.plan(recipe, outline(recipe.model)[0], PlanOptions().values()))
     small, large = found
     assert large["flops"] == pytest.approx(8 * small["flops"], rel=0.01)
-    assert large["memory_total"] == pytest.approx(small["memory_total"], rel=0.01)
+    pictures = large["memory"]["pictures"] - small["memory"]["pictures"]
+    assert pictures == large["batch_bytes"] - small["batch_bytes"] > 0
+    assert large["memory_total"] - pictures == pytest.approx(small["memory_total"], rel=0.01)
     assert large["tokens"]["own rationales"] == 4096 * 129
+
+
+def test_what_a_frozen_tower_makes_stays_on_the_gpu():
+    """Features of a rank's whole batch, where the writer keeps them (`make_writer`); the pixels in any case."""
+
+    def of(name: str, back_end: str, *overrides: str) -> tuple[float, dict]:
+        recipe = load_recipe([f"recipe={name}", *overrides])
+        options = PlanOptions(num_gpus=8, back_end=back_end).values()
+        found = plan.plan(recipe, outline(recipe.model)[0], options)
+        assert found["memory_total"] == sum(found["memory"].values())
+        return found["memory"]["pictures"] - found["batch_bytes"], found["load"]
+
+    for name, size in {"qwen25vl_7b_lora": 3584, "qwen3vl_2b": 2048 * 4, "smolvlm": 2048}.items():
+        kept, load = of(name, "zero2", "model.freeze_vision=true")
+        rows = load["queries"] * load["query_placeholders"]
+        rows += load["candidates"] * load["candidate_placeholders"]
+        assert kept == 2 * rows * size > 0
+    frozen = "model.freeze_vision=true"
+    assert of("qwen3vl_2b", "zero2")[0] == 0
+    assert of("qwen25vl_7b_lora", "ddp", "model.lora.vision=true")[0] == 0
+    assert of("qwen3vl_2b", "zero3", frozen)[0] == of("qwen3vl_2b", "fsdp2", frozen)[0] == 0
+    assert of("qwen3vl_2b", "zero2", frozen, "loss.anchor=oracle")[0] == 0  # no rollout, no memory
+
+
+@every_family
+def test_the_features_of_a_placeholder_are_as_wide_as_planned(lively, picture):
+    prompts = [PromptBuilder(lively.processor).build(Item("1", "what is this"), "query", [picture(60, 60)])]
+    (features,) = lively.picture_features(prompts)
+    assert features.shape[1] == shapes_of(lively.model).vision.feature
 
 
 def test_an_engine_of_vllm_takes_its_share():

@@ -23,7 +23,7 @@ from rge.checkpoints.description import training_data
 from rge.common.errors import UserError
 from rge.common.images import ImageError, PictureIndex, load_image
 from rge.config import DataConfig, RecipeError, RecordsConfig, SourceConfig, ValidationConfig, load_recipe
-from rge.data import streams
+from rge.data import readers, streams
 from rge.data.bad_records import BadRecords
 from rge.data.collate import StepBatches
 from rge.data.loader import Loader
@@ -535,6 +535,20 @@ def test_a_checkpoint_says_what_it_was_trained_on(home):
             **training_data([SourceConfig(path=str(home / "lines" / "train.jsonl"))]),
             "training_data": ["parquet[train]"],
         }
+
+
+def test_what_it_was_trained_on_is_told_without_the_pictures_bytes(home, monkeypatch):
+    seen = []
+    real = readers.parsed
+    monkeypatch.setattr(
+        readers, "parsed", lambda columns, row, number: seen.append(row) or real(columns, row, number)
+    )
+    for streaming in (False, True):
+        training_data([SourceConfig(dataset=str(home / "parquet"), streaming=streaming)])
+    assert len(seen) == 2 * COUNT
+    assert seen[:COUNT] == seen[COUNT:]
+    assert "<bytes>" in repr(seen)
+    assert "PNG" not in repr(seen)
 
 
 def test_diagnoses_read_data_sets(home):

@@ -1,5 +1,6 @@
 """Records: every fault is named with file, line and field. Mixtures: exact shares, a pure function of the step."""
 
+import codecs
 import json
 import re
 import tracemalloc
@@ -8,8 +9,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from rge.checkpoints.description import training_data
 from rge.common.schema import Record, Target
-from rge.config import RecordsConfig
+from rge.config import RecordsConfig, SourceConfig
 from rge.data import sources
 from rge.data.readers import read_texts
 from rge.data.sources import (
@@ -144,6 +146,20 @@ def test_records_are_read_by_position_with_absolute_pictures(write, tmp_path):
     assert file[0].query.images == [str(tmp_path / "images/padlock.png")]
     assert file[0].positives[0].image == str(tmp_path / "images/key.png")
     assert file[2].query.images == []
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_record(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(codecs.BOM_UTF8 + b"".join(json.dumps(record(name)).encode() + b"\n" for name in "ab"))
+    file = RecordFile(path)
+    assert [file[index].id for index in range(2)] == ["a", "b"]
+    assert file.place(0) == 0
+    assert training_data([SourceConfig(path=str(path))])["instructions"]["by_task"]
+    path.write_bytes(codecs.BOM_UTF8 + b"\n" + json.dumps(record("a")).encode())
+    assert [one.id for one in map(RecordFile(path).__getitem__, range(1))] == ["a"]
+    path.write_bytes(codecs.BOM_UTF8 + 2 * (json.dumps(record("a")).encode() + b"\n"))
+    with pytest.raises(RecordError, match="id: 'a' stands already in line 1"):
+        RecordFile(path)
 
 
 def test_a_last_line_without_newline_counts(tmp_path):

@@ -1,5 +1,6 @@
 """Training states: complete or not there, found out when damaged, written while training goes on."""
 
+import json
 import random
 import threading
 from copy import deepcopy
@@ -263,3 +264,27 @@ def test_a_stage_that_is_over_leaves_nothing_of_its_own_to_the_next(tmp_path, mo
     again, kept = begin("rl", 0, Accelerator(cpu=True))
     again.states.load(again.states.latest()[0])
     assert kept.value == 2
+
+
+def test_sources_that_are_gone_when_a_stage_ends_do_not_cost_its_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_manager, "stop_after_this_step_at_signals", lambda: None)
+    written = []
+    monkeypatch.setattr(checkpoint_manager, "export", lambda *given: written.append(given))
+    monkeypatch.setattr(checkpoint_manager, "has_adapters", lambda _: False)
+    records = tmp_path / "records.jsonl"
+    record = {"id": "r", "group": "g", "source": "s", "split": "train", "instruction": "Find it."}
+    record |= {"query": {"text": "what"}, "positives": [{"id": "t", "text": "an egg"}]}
+    records.write_text(json.dumps(record) + "\n")
+    recipe = load_recipe(["recipe=demo", f"joint.sources=[{{path: {records}}}]"])
+    trained = Trained(tmp_path / "unused")
+    trained.model.emb_id, trained.model.model = 7, trained.model
+    manager = checkpoint_manager.CheckpointManager(
+        recipe, "joint", tmp_path / "joint", 9, None,
+        trained.model, trained.model, trained.optimizer, Accelerator(cpu=True),
+    )  # fmt: skip
+    records.unlink()
+    manager.finish()
+    [(_, path, settings, _)] = written
+    assert path == tmp_path / "joint" / "final"
+    assert settings["instructions"]["default"] == "Find it."
+    assert settings["training_data"] == ["records.jsonl"]

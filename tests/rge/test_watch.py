@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,15 +16,20 @@ from rge.distributed import failure_detection as watch
 
 WORKER = Path(__file__).parent / "workers" / "fellow.py"
 CASES = {
-    "raises": "failed: FloatingPointError: the loss is nan",
-    "is_killed": "failed: no sign of life for 10 s: killed",
-    "is_stopped": "failed: no sign of life for 10 s: killed",
+    "raises": (1, "rank 1 (", "failed: FloatingPointError: the loss is nan"),
+    "is_killed": (1, "rank 1 (", "failed: no sign of life for 10 s: killed"),
+    "is_stopped": (1, "rank 1 (", "failed: no sign of life for 10 s: killed"),
+    "is_interrupted": (130, "rank 1 (", "failed: KeyboardInterrupt"),
+    "exits": (3, "rank 1 (", "failed: SystemExit: 3"),
+    "main_is_killed": (1, "error: ", "the store on the main process cannot be reached"),
+    "main_is_stopped": (1, "error: ", "the store on the main process has not answered for 10 s"),
 }
+"""Exit code of the process that is left, and what it says."""
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
-    """Three pairs of processes at once, each with a rank 1 that goes wrong in its own way."""
+    """Pairs of processes at once, in each of which one goes wrong in its own way."""
     folder = tmp_path_factory.mktemp("fellows")
     arguments = [f"{case}={free_port()}" for case in CASES]
     done = subprocess.run(
@@ -36,10 +42,11 @@ def pairs(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_other_process_ends_with_the_reason(pairs, case):
-    said = (pairs / f"{case}_0").read_text()
-    assert json.loads((pairs / "codes.json").read_text())[case] == 1, said
-    assert "rank 1 (" in said
-    assert CASES[case] in said
+    code, *reason = CASES[case]
+    said = (pairs / f"{case}_{int(case.startswith('main'))}").read_text()
+    assert json.loads((pairs / "codes.json").read_text())[case] == code, said
+    for part in reason:
+        assert part in said
 
 
 def test_nobody_is_waited_for_longer_than_a_minute():
@@ -58,6 +65,7 @@ class Fellows:
         monkeypatch.setattr(dist, "connect_to_store", lambda: self.store)
         monkeypatch.setattr(watch, "POLL_S", 0.01)
         monkeypatch.setattr(watch, "GRACE_S", 600.0)  # or a machine that stalls would end this process
+        monkeypatch.setattr(watch._Watch, "_watch_the_store", lambda _: None)  # likewise
 
 
 def until(condition) -> None:
@@ -90,6 +98,41 @@ def test_who_leaves_in_peace_is_not_missed(monkeypatch):
         until(lambda: int(fellows.store.get("alive/0")) > 10)
     assert not fellows.store.check(["failed"])
     assert fellows.store.get("alive/0") == b"left"
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_an_end_of_all_is_nobodys_failure(monkeypatch, code):
+    fellows = Fellows(monkeypatch)
+    with pytest.raises(SystemExit), watch.watch_other_ranks():
+        raise watch.EndOfAll(code)
+    assert not fellows.store.check(["failed"])
+    assert fellows.store.get("alive/0") == b"left"
+
+
+@pytest.mark.parametrize(
+    ("ended", "code"),
+    [(KeyboardInterrupt(), 130), (SystemExit(0), 1), (SystemExit(7), 7), (SystemExit("no"), 1)],
+)
+def test_an_end_of_one_is_told_to_the_others(monkeypatch, ended, code):
+    fellows = Fellows(monkeypatch)
+    with pytest.raises(type(ended)), watch.watch_other_ranks():
+        raise ended
+    told = json.loads(fellows.store.get("failed"))
+    assert (told["rank"], told["code"]) == (0, code)
+    assert told["reason"].startswith(type(ended).__name__)
+
+
+def test_who_waits_for_main_goes_on_when_it_comes(monkeypatch):
+    fellows = Fellows(monkeypatch)
+    fellows.rank = 1
+    waiting = threading.Thread(target=watch.after_main, args=("checked",), daemon=True)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    fellows.rank = 0
+    watch.after_main("checked")
+    waiting.join(600)
+    assert not waiting.is_alive()
 
 
 def test_silence_ends_this_process(monkeypatch, capfd):

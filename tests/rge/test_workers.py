@@ -1,5 +1,6 @@
 """Processes that work for this one: what they give, and how they end."""
 
+import importlib
 import os
 import signal
 import subprocess
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 import working
 
+from rge.common import registry
 from rge.common.errors import UserError
+from rge.common.prompt_profiles import PROFILES
 from rge.distributed import workers as module
 from rge.distributed.workers import WorkerError, Workers
 
@@ -61,6 +64,28 @@ def wait_until(condition, limit_s=20.0):
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.02)
+
+
+def test_a_worker_knows_what_plugins_registered(tmp_path, monkeypatch):
+    """Modules of ``plugins=``, and those that a script imported itself."""
+    monkeypatch.setattr(PROFILES, "_things", dict(PROFILES._things))
+    monkeypatch.setattr(registry, "_strangers", {})
+    for name in ("asked_for", "imported"):
+        (tmp_path / f"{name}.py").write_text(
+            "from rge.common.prompt_profiles import PROFILES, register_profile\n"
+            f"register_profile({name!r}, PROFILES['plain'])\n"
+        )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry.load_plugins(["asked_for"])
+    importlib.import_module("imported")
+    assert registry.plugins_loaded() == ["asked_for", "imported"]
+    made = Workers(working.make_reader, ["a", "b"])
+    found = {}
+    try:
+        made.run(["plain", "asked_for", "imported", "unknown"], found.__setitem__)
+    finally:
+        made.close()
+    assert [found[number] for number in range(4)] == [True, True, True, False]
 
 
 def test_every_job_is_done_once_by_whoever_is_idle(workers):

@@ -3,9 +3,9 @@
     fellow.py FOLDER [CASE=PORT ...]
 
 Everything is imported once; then every process is forked, as if on a machine of its own: no launcher sees two, so none
-can end one because of the other. CASE is what rank 1 does in its fifth exchange: ``raises``, ``is_killed`` or
-``is_stopped``. What rank r says goes to FOLDER/CASE_r; FOLDER/codes.json has rank 0's exit code of every case, or None
-where it had to be killed.
+can end one because of the other. CASE is what rank 1 does in its fifth exchange: ``raises``, ``is_killed``, ``is_stopped``,
+``is_interrupted`` or ``exits``; or, with ``main_`` before it, what rank 0 does while rank 1 waits for it in `after_main`. What rank
+r says goes to FOLDER/CASE_r; FOLDER/codes.json has the other rank's exit code of every case, or None where it had to be killed.
 """
 
 import json
@@ -22,23 +22,36 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from rge.distributed import collectives as dist
-from rge.distributed.failure_detection import watch_other_ranks
+from rge.distributed.failure_detection import after_main, watch_other_ranks
 
 PATIENCE_S = 600
 """Long for the slowest machine, and far below the limit of an exchange, which would end a process as well."""
+
+SIGNALS = {"is_killed": signal.SIGKILL, "is_stopped": signal.SIGSTOP, "is_interrupted": signal.SIGINT}
 
 
 def exchange(what: str) -> None:
     """Go on until something goes wrong."""
     Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=30))])
+    if dist.rank() == 1:
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # which a shell's job in the background lacks
     with watch_other_ranks(silence_s=10.0):
         number = 0
+        if what.startswith("main"):
+            if dist.rank() == 0:
+                time.sleep(2.0)
+                os.kill(os.getpid(), SIGNALS[what.removeprefix("main_")])
+            after_main("work")
         while True:
             number += 1
             if dist.rank() == 1 and number == 5:
                 if what == "raises":
                     raise FloatingPointError("the loss is nan")
-                os.kill(os.getpid(), signal.SIGKILL if what == "is_killed" else signal.SIGSTOP)
+                if what == "exits":
+                    sys.exit(3)
+                os.kill(os.getpid(), SIGNALS[what])
             dist.sum_over_ranks([1.0], torch.device("cpu"))
             time.sleep(0.05)
 
@@ -78,8 +91,9 @@ if __name__ == "__main__":
     folder, cases = Path(sys.argv[1]), dict(case.split("=") for case in sys.argv[2:])
     pairs = {what: [fork(folder, what, port, rank) for rank in range(2)] for what, port in cases.items()}
     deadline = time.monotonic() + PATIENCE_S
-    codes = {what: ended(first, deadline) for what, (first, _) in pairs.items()}
-    for _, second in pairs.values():
+    left = {what: pair[::-1] if what.startswith("main") else pair for what, pair in pairs.items()}
+    codes = {what: ended(first, deadline) for what, (first, _) in left.items()}
+    for _, second in left.values():
         os.kill(second, signal.SIGKILL)
         os.waitpid(second, 0)
     (folder / "codes.json").write_text(json.dumps(codes))

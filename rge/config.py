@@ -778,10 +778,10 @@ def _check_mix(loss: LossConfig) -> None:
 
 
 def _check_rollout_is_used(recipe: Recipe) -> None:
-    """Without own rationales, refuse what says how training writes them; validation has its own settings."""
+    """Without own rationales, refuse what says which are written; how fast (`backend`, `prompt_pass`) may stand in a sweep's base."""
     if recipe.loss.anchor not in ("none", "oracle"):
         return
-    for key in ("backend", "prompt_pass", "temperature", "num_rationales", "reuse_steps", "direct_share"):
+    for key in ("temperature", "num_rationales", "reuse_steps", "direct_share"):
         value, default = getattr(recipe.rollout, key), getattr(RolloutConfig, key)
         if value != default:
             raise RecipeError(

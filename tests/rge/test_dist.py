@@ -243,9 +243,7 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(value):
     accelerator.backward(model(torch.tensor([[3.0, 4.0]])).sum())
     net.weight.grad[0, 1] = float(value)
     with pytest.raises(FloatingPointError, match=rf"norm of its gradient is {value}; step 7, .*\['r1'\]"):
-        dist.optimizer_step(
-            accelerator, model, optimizer, 1.0, "step 7, records of this batch: ['r1']"
-        )
+        dist.optimizer_step(accelerator, model, optimizer, 1.0, "step 7, records of this batch: ['r1']")
     assert torch.equal(net.weight, before)
     assert not optimizer.state
 

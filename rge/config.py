@@ -569,10 +569,10 @@ def _completed(value: Any, kind: Any) -> Any:
         return value
     hints, found = get_type_hints(section), dict(value)
     for item in fields(section):
+        default = item.default_factory() if item.default_factory is not MISSING else item.default
         if item.name in value:
             found[item.name] = _completed(value[item.name], hints[item.name])
-        elif item.default is not MISSING or item.default_factory is not MISSING:
-            default = item.default if item.default is not MISSING else item.default_factory()
+        elif default is not MISSING:
             found[item.name] = json.loads(json.dumps(default, default=asdict))
     return found
 

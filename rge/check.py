@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator
 
-from rge.checkpoints.resume import check_state, finished
+from rge.checkpoints.resume import check_start, check_state, finished
 from rge.checkpoints.run_lock import held
 from rge.common.commands import start
 from rge.common.errors import USER, UserError
@@ -153,6 +153,7 @@ def examine(
             f"another out=, or delete {out}"
         )
         return problems, found
+    _attempt(problems, check_start, recipe)
     for name in stages:
         _attempt(problems, check_state, out / name, recipe, name, accelerator)
     problems += tracker_problems(recipe.log)

@@ -141,7 +141,11 @@ def train_stage(
 
             # 3. Clip and step, the same on every back end.
             report["grad_norm"] = dist.optimizer_step(
-                accelerator, model, optimizer, recipe.optim.max_grad_norm
+                accelerator,
+                model,
+                optimizer,
+                recipe.optim.max_grad_norm,
+                f"step {step + 1}, records of this batch: {batch.record_ids}",
             )
 
         ended = time.perf_counter()

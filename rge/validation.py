@@ -110,7 +110,9 @@ class Validation:
                 forced += sum(rationale.forced for rationale in rationales or [])
         con, hits = 0.0, 0.0
         if objective.compares:
-            con, hits = self._contrastive(chunks, torch.cat(q_parts), torch.cat(t_parts))
+            # In the states' own float32, as in training: in bfloat16 close scores are equal, and ties are misses.
+            with torch.autocast(embedder.device.type, enabled=False):
+                con, hits = self._contrastive(chunks, torch.cat(q_parts), torch.cat(t_parts))
         totals = [nll, num_tokens, con, hits, forced, len(self.rows)]
         nll, num_tokens, con, hits, forced, count = dist.sum_over_ranks(totals, embedder.device)
         found = {}

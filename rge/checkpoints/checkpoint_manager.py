@@ -118,10 +118,15 @@ class CheckpointManager:
         path, done = (
             found  # the newest that is intact, which need not be the newest that was checked at the start
         )
-        check_same_recipe(done["recipe"], self.recipe, self.name, path)
+        rounding = check_same_recipe(done["recipe"], self.recipe, self.name, path)
         launch.check_resume(done.get("launch"), self.accelerator, path)
         self.states.load(path)
         self.accelerator.print(f"{self.name}: resuming after step {done['step']} from {path}")
+        if rounding:
+            self.accelerator.print(
+                f"{self.name}: the result is no longer that of an undisturbed run bit for bit, since these were changed: "
+                + "; ".join(rounding)
+            )
         return done["step"]
 
     def validate(self, step: int) -> dict[str, float]:

@@ -7,7 +7,7 @@ from accelerate import Accelerator
 
 from rge.checkpoints.export import RGE_JSON, CheckpointError, read_settings
 from rge.checkpoints.training_state import complete_states, read_done
-from rge.config import Recipe, flat, to_dict
+from rge.config import Recipe, completed, flat, to_dict
 from rge.distributed import launch
 
 MAY_DIFFER = ("out", "stage", "recipe", "log.", "train.save_every", "train.keep_last", "train.log_every", "data.num_workers",
@@ -15,12 +15,18 @@ MAY_DIFFER = ("out", "stage", "recipe", "log.", "train.save_every", "train.keep_
               "train.num_processes", "train.back_end", "train.background_save", "validation.")  # fmt: skip
 """Keys that do not change the result, so that a run may be resumed with other values."""
 
+ROUNDING = ("train.micro_batch_size", "train.deterministic", "model.gradient_checkpointing", "model.attn_implementation",
+            "model.vision_attn_implementation", "model.cuda_graphs", "rollout.batch_size", "rollout.prompt_pass",
+            "rollout.vllm_memory")  # fmt: skip
+"""Keys of memory and speed, which change the result by rounding alone (with dropout, also which numbers it draws): a run that ran
+out of memory may be resumed with other values."""
+
 NOT_OF = {
     "cold_start": ("joint.", "loss.", "rollout.", "rl."),
     "joint": ("rl.",),
     "rl": ("cold_start.", "joint."),
 }
-"""Keys that a stage does not depend on; `rl` begins with a checkpoint, which has its own recipe."""
+"""Keys that a stage, in the stages' order, does not depend on; `rl` begins with a checkpoint, which has its own recipe."""
 
 
 def finished(folder: Path, recipe: Recipe, name: str) -> bool:
@@ -66,26 +72,68 @@ def _check_streams(
         )
 
 
-def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Path) -> None:
+def check_start(recipe: Recipe) -> None:
+    """Refuse to pass by a finished stage: a stage by itself starts from `init`, else from the model.
+
+    One that has begun goes on as it began.
+
+    Raises:
+        CheckpointError: a stage before it is finished in the same folder, and there is no `init`.
+    """
+    out, stages = Path(recipe.out), list(NOT_OF)
+    if recipe.stage == "all" or recipe.init is not None or complete_states(out / recipe.stage / "state"):
+        return
+    for before in reversed(stages[: stages.index(recipe.stage)]):
+        final = out / before / "final"
+        if (final / RGE_JSON).is_file():
+            model = recipe.model.path or "model.scratch"
+            raise CheckpointError(
+                f"{final} is there, but stage={recipe.stage} without init= starts from {model}: say init={final}, or give "
+                f"another out= to start from {model}"
+            )
+
+
+def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Path) -> list[str]:
     """Refuse to continue or reuse what another recipe made.
 
-    Only keys that matter to the stage are compared: see `NOT_OF`.
+    Only keys that matter to the stage are compared: see `NOT_OF`. A key that is newer than what was made has its default
+    there.
+
+    Returns:
+        The differing keys that change no more than rounding, with both values: see `ROUNDING`.
 
     Raises:
         CheckpointError: names the differing keys.
     """
     ignored = MAY_DIFFER + NOT_OF[name]
-    ours, theirs = flat(to_dict(recipe)), flat(found)
+    recipes = to_dict(recipe), found
+    ours, theirs = (flat(completed(each)) for each in recipes)
+    our_words, their_words = (flat(each) for each in recipes)  # sources without what they do not use
     if name == "cold_start":
         # The one loss setting that the cold start uses.
-        ours["cold_start loss.lm_on_candidates"] = ours["loss.lm_on_candidates"]
-        theirs["cold_start loss.lm_on_candidates"] = theirs.get("loss.lm_on_candidates")
-    different = [
-        f"{key} (there {theirs.get(key)!r}, now {ours.get(key)!r})"
+        for keys in (ours, theirs):
+            keys["cold_start loss.lm_on_candidates"] = keys["loss.lm_on_candidates"]
+    if not ours["stage"] == theirs["stage"] == "all":
+        for keys, words in ((ours, our_words), (theirs, their_words)):
+            keys["init"] = words["init"] = _start(keys, name, recipe.out)
+    different = {
+        key: f"{key} (there {their_words.get(key, theirs.get(key))!r}, now {our_words.get(key, ours.get(key))!r})"
         for key in sorted(ours.keys() | theirs.keys())
         if ours.get(key) != theirs.get(key) and not key.startswith(ignored)
-    ]
+    }
+    rounding = [different.pop(key) for key in ROUNDING if key in different]
     if different:
         raise CheckpointError(
-            f"{path} was made with another recipe: {'; '.join(different)}. Use another out=, or delete {path.parent}"
+            f"{path} was made with another recipe: {'; '.join(different.values())}. Use another out=, or delete {path.parent}"
         )
+    return rounding
+
+
+def _start(keys: dict[str, Any], name: str, out: str) -> str | None:
+    """What a recipe has a stage start from: `init`, or the stage before it in its own folder, which is now `out`."""
+    stages, init = list(NOT_OF), keys["init"]
+    if name == stages[0]:
+        return init
+    before = Path(stages[stages.index(name) - 1], "final")
+    own = init is not None and Path(init).absolute() == Path(keys["out"], before).absolute()
+    return str(Path(out, before)) if own or keys["stage"] == "all" else init

@@ -3,6 +3,7 @@
 Shape suffixes: N = rows of this rank, C = rows of all ranks, D = embedding size.
 """
 
+import math
 import os
 import shlex
 import warnings
@@ -318,21 +319,41 @@ def no_sync(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
         accelerator.gradient_state._set_sync_gradients(True)
 
 
-def optimizer_step(accelerator: Accelerator, model: nn.Module, optimizer, max_grad_norm: float) -> float:
+def optimizer_step(
+    accelerator: Accelerator, model: nn.Module, optimizer, max_grad_norm: float, source: str = "this step"
+) -> float:
     """Clip, step, and clear the gradients.
+
+    Args:
+        accelerator: knows the back end.
+        model: as `prepare` returned it, like the next.
+        optimizer: steps once.
+        max_grad_norm: 0 clips nothing.
+        source: where the gradient comes from, for the error: the step and its records.
 
     Returns:
         The gradient's global norm before clipping.
+
+    Raises:
+        FloatingPointError: the norm is not finite, on all processes at once; the weights are as they were.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        # Clipping and step happened inside backward.
+        # Clipping and step happened inside backward; DeepSpeed leaves a step out whose norm is not finite.
         norm = float(model.get_global_grad_norm())  # type: ignore[operator]  # of DeepSpeed's engine
+        _check_norm(norm, source)
         optimizer.zero_grad()
         return norm
-    norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
+    total = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
+    norm = float(total.full_tensor() if hasattr(total, "full_tensor") else total)
+    _check_norm(norm, source)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    return norm
+
+
+def _check_norm(norm: float, source: str) -> None:
+    if not math.isfinite(norm) or norm < 0:  # -1 is DeepSpeed's word for it where it did not look
+        raise FloatingPointError(f"the loss is finite, but the norm of its gradient is {norm}; {source}")
 
 
 def is_sharded(accelerator: Accelerator) -> bool:

@@ -73,10 +73,12 @@ def make_accelerator(train: TrainConfig, dtype: str = "float32") -> Accelerator:
         dtype: what is computed in (``model.dtype``).
 
     Raises:
-        LaunchError: the launch asks for another precision; names both and a launch that has the recipe's. `check_launch`
-            looks at the rest.
+        LaunchError: the launch asks for another precision, or divides gradients; names both and a launch that has the
+            recipe's. `check_launch` looks at the rest.
     """
     _check_precision(dtype)
+    asked = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    _check_accumulation(asked, "the launch, by its words or its config, has")
     plugin: DeepSpeedPlugin | FullyShardedDataParallelPlugin | None = None
     if _asked("DEEPSPEED"):
         plugin = _deepspeed(_config_file(), train, dtype)
@@ -236,6 +238,15 @@ def _check_precision(dtype: str) -> None:
     )
 
 
+def _check_accumulation(found: object, where: str) -> None:
+    """Refuse what accelerate and DeepSpeed would divide every gradient by, however a step is cut here."""
+    if str(found) not in ("None", "auto", "1"):
+        raise LaunchError(
+            f"{where} gradient_accumulation_steps={found}, by which every gradient would be divided; remove it: a step is a "
+            "stage's whole batch_size already, of which train.micro_batch_size are computed at once"
+        )
+
+
 def _deepspeed(path: str | None, train: TrainConfig, dtype: str) -> DeepSpeedPlugin:
     """ZeRO as the launch config, or else the recipe, asks for it.
 
@@ -245,7 +256,7 @@ def _deepspeed(path: str | None, train: TrainConfig, dtype: str) -> DeepSpeedPlu
         dtype: what is computed in.
 
     Raises:
-        LaunchError: settings that cannot be read, or that do not keep to the recipe's precision.
+        LaunchError: settings that cannot be read, that do not keep to the recipe's precision, or that divide gradients.
     """
     let_deepspeed_build()
     try:
@@ -258,6 +269,10 @@ def _deepspeed(path: str | None, train: TrainConfig, dtype: str) -> DeepSpeedPlu
     except (OSError, ValueError) as error:
         raise LaunchError(f"DeepSpeed's settings {path or 'of the launch config'}: {error}") from error
     settings, computed_in = plugin.deepspeed_config, dtype == "bfloat16"
+    _check_accumulation(
+        settings.get("gradient_accumulation_steps"),
+        f"DeepSpeed's settings {path or 'of the launch config'} have",
+    )
     for name, wanted in (("bf16", computed_in), ("fp16", False)):
         part = settings.setdefault(name, {})
         said = str(part.get("enabled", "auto")).lower()

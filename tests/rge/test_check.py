@@ -213,6 +213,16 @@ def test_what_another_recipe_left_in_the_folder_is_found(home, accelerator):
     assert len(problems_of(home, accelerator)) == 2
 
 
+def test_a_cold_start_that_the_joint_stage_alone_would_pass_by_is_found(home, accelerator):
+    assert problems_of(home, accelerator, "stage=joint") == []
+    final = home / "out/cold_start/final"
+    final.mkdir(parents=True)
+    (final / RGE_JSON).write_text(json.dumps(settings(recipe_of(home), "cold_start")))
+    [problem] = problems_of(home, accelerator, "stage=joint")
+    assert f"{final} is there, but stage=joint without init= starts from" in problem
+    assert problems_of(home, accelerator) == []
+
+
 def test_a_finished_run_says_so_whatever_has_gone_since(home, accelerator):
     for stage in ("cold_start", "joint"):
         (home / "out" / stage / "final").mkdir(parents=True)

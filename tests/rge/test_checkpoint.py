@@ -18,7 +18,7 @@ from rge.checkpoints.export import (
     read_settings,
     settings_of,
 )
-from rge.checkpoints.resume import check_same_recipe, finished
+from rge.checkpoints.resume import check_same_recipe, check_start, finished
 from rge.common.schema import Item
 from rge.config import SourceConfig, load_recipe, to_dict
 from rge.embedder import Embedder
@@ -142,7 +142,7 @@ def recipe():
 
 
 @pytest.mark.parametrize(
-    "override", ["out=elsewhere", "train.save_every=3", "data.num_workers=0", "stage=joint", "log.project=x"]
+    "override", ["out=elsewhere", "train.save_every=3", "data.num_workers=0", "log.project=x"]
 )
 def test_a_run_may_be_resumed_with_other_bookkeeping(recipe, tmp_path, override):
     check_same_recipe(json.loads(json.dumps(to_dict(recipe()))), recipe(override), "joint", tmp_path)
@@ -169,6 +169,63 @@ def test_a_run_is_not_resumed_with_another_recipe(recipe, tmp_path, override, di
         check_same_recipe(found, recipe(override), "joint", tmp_path)
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "train.micro_batch_size=2",
+        "model.gradient_checkpointing=false",
+        "model.attn_implementation=sdpa",
+        "rollout.batch_size=8",
+        "rollout.prompt_pass=twice",
+    ],
+)
+def test_a_run_that_was_out_of_memory_is_resumed_with_less_and_says_so(recipe, tmp_path, override):
+    found = json.loads(json.dumps(to_dict(recipe())))
+    [said] = check_same_recipe(found, recipe(override), "joint", tmp_path)
+    key, value = override.split("=")
+    assert said.startswith(f"{key} (there ")
+    assert said.replace("'", "").lower().endswith(f"now {value})")
+    with pytest.raises(CheckpointError, match=r"another recipe: joint\.lr \(there 2e-05, now 1\.0\)\. Use"):
+        check_same_recipe(found, recipe(override, "joint.lr=1"), "joint", tmp_path)
+
+
+def test_what_an_older_version_made_is_resumed_where_new_keys_have_their_defaults(recipe, tmp_path):
+    """Keys that are gone from here to there as if they were new, in sections, lists and lists of sections."""
+    given = ("model.lora={rank: 4}", "rl.sources=[{path: a.jsonl}]")
+    found = json.loads(json.dumps(to_dict(recipe(*given))))
+    for section, key in (
+        (found, "plugins"),
+        (found["loss"], "terms"),
+        (found["optim"], "betas"),
+        (found["model"]["lora"], "dora"),
+        (found["rl"]["sources"][0], "shuffle_buffer"),
+        (found["rl"]["rewards"][0], "options"),
+    ):
+        del section[key]
+    for name in ("joint", "rl"):
+        assert check_same_recipe(found, recipe(*given), name, tmp_path) == []
+    with pytest.raises(CheckpointError, match=r"model\.lora\.dora \(there False, now True\)"):
+        check_same_recipe(found, recipe(*given, "model.lora.dora=true"), "joint", tmp_path)
+
+
+def test_a_stage_is_not_resumed_or_accepted_from_another_start(recipe, tmp_path):
+    """`stage=joint` alone starts from the model, the joint stage of `stage=all` from the cold start in the same folder."""
+    base, cold = recipe(f"out={tmp_path}", "stage=joint"), f"init={tmp_path / 'cold_start/final'}"
+    both, told = recipe(f"out={tmp_path}"), recipe(f"out={tmp_path}/", "stage=joint", cold)
+    start = r"init \(there {}, now {}\)"
+    for there, now, message in (
+        (base, both, start.format("None", "'OUT/cold_start/final'")),
+        (both, base, start.format("'OUT/cold_start/final'", "None")),
+        (told, base, start.format("'OUT/cold_start/final'", "None")),
+        (both, recipe(f"out={tmp_path}", "init=b"), start.format("None", "'b'")),
+    ):
+        with pytest.raises(CheckpointError, match=message.replace("OUT", str(tmp_path))):
+            check_same_recipe(to_dict(there), now, "joint", tmp_path)
+    for there, now in ((both, told), (told, both), (base, base), (both, recipe("out=moved"))):
+        assert check_same_recipe(to_dict(there), now, "joint", tmp_path) == []
+    check_same_recipe(to_dict(recipe("stage=cold_start")), both, "cold_start", tmp_path)
+
+
 def test_the_cold_start_does_not_depend_on_the_joint_stages_settings(recipe, tmp_path):
     """So one cold start serves every ablation of the joint stage."""
     found = json.loads(json.dumps(to_dict(recipe())))
@@ -189,6 +246,30 @@ def test_a_finished_stage_is_recognised(lively, settings, recipe, tmp_path):
     shutil.rmtree(tmp_path / "final")
     (tmp_path / "tmp_final").mkdir()
     assert not finished(tmp_path, recipe(), "joint")
+
+
+def test_a_stage_alone_does_not_pass_by_the_one_before_it(lively, settings, recipe, tmp_path):
+    out, cold = f"out={tmp_path}", tmp_path / "cold_start/final"
+    check_start(recipe(out, "stage=joint"))
+    export(lively, cold, settings)
+    model = "Qwen/Qwen2.5-VL-3B-Instruct"
+    for name in ("joint", "rl"):
+        with pytest.raises(
+            CheckpointError,
+            match=rf"cold_start/final is there, but stage={name} without init= starts from {model}: say init={cold}, or",
+        ):
+            check_start(recipe(out, f"stage={name}"))
+        check_start(recipe(out, f"stage={name}", f"init={cold}"))
+    for stage in ("all", "cold_start"):
+        check_start(recipe(out, f"stage={stage}"))
+    export(lively, tmp_path / "joint/final", settings)
+    with pytest.raises(CheckpointError, match=r"say init=.*/joint/final"):
+        check_start(recipe(out, "stage=rl"))
+    # Begun by an older version, from the model: it goes on as it began.
+    state = tmp_path / "rl/state/step_00000002"
+    state.mkdir(parents=True)
+    (state / "done.json").write_text("{}")
+    check_start(recipe(out, "stage=rl"))
 
 
 def test_instructions_are_counted_by_weight_and_task(tmp_path):

@@ -231,6 +231,23 @@ def test_a_step_on_two_processes_equals_one(cases, lively, name, merge):
     assert first["rollout"] == second["rollout"] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_gradient_that_is_not_finite_never_reaches_the_weights(value):
+    """As after a finite loss: each of these would make every weight NaN, and the next state too."""
+    accelerator = launch.make_accelerator(TrainConfig())
+    net = torch.nn.Linear(2, 1, bias=False)
+    before = net.weight.detach().clone()
+    model, optimizer = dist.prepare(
+        accelerator, net, torch.optim.AdamW(net.parameters(), lr=1.0), max_grad_norm=1.0
+    )
+    accelerator.backward(model(torch.tensor([[3.0, 4.0]])).sum())
+    net.weight.grad[0, 1] = float(value)
+    with pytest.raises(FloatingPointError, match=rf"norm of its gradient is {value}; step 7, .*\['r1'\]"):
+        dist.optimizer_step(accelerator, model, optimizer, 1.0, "step 7, records of this batch: ['r1']")
+    assert torch.equal(net.weight, before)
+    assert not optimizer.state
+
+
 def test_alone_nothing_is_gathered():
     rows = torch.ones(3, 2, requires_grad=True)
     sizes = dist.gather_sizes(3, rows.device)

@@ -38,6 +38,7 @@ def outside_a_launcher(monkeypatch):
         "ACCELERATE_USE_DEEPSPEED",
         "ACCELERATE_USE_FSDP",
         "ACCELERATE_MIXED_PRECISION",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
         "MASTER_ADDR",
         "MASTER_PORT",
     ):
@@ -203,11 +204,16 @@ def test_a_launcher_with_another_precision_than_the_recipe(monkeypatch, asked, d
             "bfloat16",
             "train bfloat16 weights, .* lost in rounding",
         ),
+        (
+            {"gradient_accumulation_steps": 8},
+            "bfloat16",
+            "settings .*mine.json have gradient_accumulation_steps=8, .* remove it: .* train.micro_batch_size",
+        ),
         (None, "bfloat16", "DeepSpeed's settings .*gone.json: "),
         ("{", "bfloat16", "DeepSpeed's settings .*mine.json: Expecting property name"),
     ],
 )
-def test_settings_of_deepspeed_with_another_precision_than_the_recipe(
+def test_settings_of_deepspeed_that_do_not_keep_to_the_recipe(
     monkeypatch, tmp_path, settings, dtype, message
 ):
     path = tmp_path / ("gone.json" if settings is None else "mine.json")
@@ -219,6 +225,22 @@ def test_settings_of_deepspeed_with_another_precision_than_the_recipe(
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(path))
     with pytest.raises(launch.LaunchError, match=message):
         launch.make_accelerator(TrainConfig(back_end="zero2"), dtype)
+
+
+@pytest.mark.parametrize("value", ["1", "auto"])
+def test_deepspeed_that_accumulates_nothing_of_its_own(monkeypatch, tmp_path, value):
+    path = tmp_path / "mine.json"
+    settings = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": value}
+    path.write_text(json.dumps(settings))
+    assert launch._deepspeed(str(path), TrainConfig(), "bfloat16").zero_stage == 2
+
+
+def test_a_launcher_that_divides_gradients(monkeypatch):
+    """As `accelerate launch --gradient_accumulation_steps 8` has every back end do."""
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8")
+    message = "the launch, .* has gradient_accumulation_steps=8, .* remove it: .* train.micro_batch_size"
+    with pytest.raises(launch.LaunchError, match=message):
+        launch.make_accelerator(TrainConfig())
 
 
 @pytest.mark.parametrize(

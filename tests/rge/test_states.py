@@ -14,7 +14,7 @@ from rge.checkpoints import checkpoint_manager
 from rge.checkpoints import training_state as module
 from rge.checkpoints.export import CheckpointError
 from rge.checkpoints.training_state import States, damage, trained_tensors
-from rge.config import load_recipe
+from rge.config import load_recipe, to_dict
 
 
 class Trained:
@@ -218,6 +218,26 @@ def test_what_fails_in_the_background_stops_the_next_step(tmp_path, files_of_at_
     with pytest.raises(CheckpointError, match="state after step 1 could not be written"):
         trained.states.check()
     trained.states.check()  # said once
+
+
+def test_a_resume_with_a_key_that_changes_rounding_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoint_manager, "stop_after_this_step_at_signals", lambda: None)
+    trained = Trained(tmp_path / "joint/state")
+    trained.save(3, recipe=to_dict(load_recipe(["recipe=demo"])))
+
+    def resume(*overrides):
+        again = Trained(tmp_path / "unused")
+        parts = None, again.model, again.model, again.optimizer, again.states.accelerator
+        recipe = load_recipe(["recipe=demo", *overrides])
+        manager = checkpoint_manager.CheckpointManager(recipe, "joint", tmp_path / "joint", 9, *parts)
+        assert manager.resume() == 3
+        return capsys.readouterr().out
+
+    assert "bit for bit" not in resume()
+    assert (
+        "no longer that of an undisturbed run bit for bit, since these were changed: train.micro_batch_size (there"
+        in (resume("train.micro_batch_size=1"))
+    )
 
 
 def test_a_stage_that_is_over_leaves_nothing_of_its_own_to_the_next(tmp_path, monkeypatch):

@@ -433,6 +433,33 @@ def test_nothing_to_learn_from_ends_both_processes_with_one_message(whole, home,
     assert [line["step"] for line in metrics(home / "constant/rl")] == [1, 2]
 
 
+BREAKS = """
+import torch
+from rge.losses import register_loss
+
+calls = []
+
+@register_loss("breaks")
+def breaks(q_BD, c_CD, positive_BC, ignored_BC, *, temperature):
+    calls.append(len(calls))
+    return (q_BD - q_BD.detach()).square().sum().sqrt() if len(calls) == 4 else q_BD.sum() * 0
+"""
+"""A loss of 0 whose gradient, in the fourth step, is infinity times zero."""
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_not_finite_ends_the_run_before_a_state_is_saved(whole, home, monkeypatch):
+    (home / "loss_that_breaks.py").write_text(BREAKS)
+    monkeypatch.setenv("PYTHONPATH", f"{home}{os.pathsep}{os.environ.get('PYTHONPATH', ROOT)}")
+    done = start(
+        home, home / "broken", "stage=joint", f"init={whole / 'cold_start/final'}", "train.micro_batch_size=4",
+        "plugins=[loss_that_breaks]", "loss.terms={info_nce: 1, breaks: 1}",
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "the loss is finite, but the norm of its gradient is nan; step 4, records of this" in done.stderr
+    assert [path.name for path in (home / "broken/joint/state").iterdir()] == ["step_00000002"]
+
+
 def accelerate(*words: str) -> tuple[str, ...]:
     return "-m", "accelerate.commands.launch", "--main_process_port", str(free_port()), *words
 

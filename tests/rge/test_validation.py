@@ -115,6 +115,32 @@ def test_the_figures_are_those_of_a_plain_loop(lively, records, micro_batch_size
     assert 0 <= found["val_forced_rate"] <= 1
 
 
+def test_queries_are_compared_in_float32_under_autocast(lively, records, monkeypatch):
+    """As in training. In bfloat16 scores this close are equal, a tie is a miss, and the best checkpoint another one."""
+    chance = torch.Generator().manual_seed(2)
+    common = torch.randn(48, generator=chance)
+
+    def states(count):
+        near = common + 0.02 * torch.randn(count, 48, generator=chance)
+        return torch.nn.functional.normalize(near, dim=-1)
+
+    validation = make(records, lively, Objective(0.5, 0.5, 0.01))
+    compare, found = validation._contrastive, []
+    queries, candidates = states(7), states(9)
+
+    def compared(chunks, q_BD, t_ND):
+        assert q_BD.dtype == t_ND.dtype == torch.float32
+        found.append(compare(chunks, queries, candidates))
+        return found[-1]
+
+    monkeypatch.setattr(validation, "_contrastive", compared)
+    validation.measure(lively)
+    with torch.autocast("cpu", torch.bfloat16):
+        validation.measure(lively)
+    assert found[0][1] > 0
+    assert found[1] == found[0]
+
+
 def test_the_cold_start_has_only_the_lm_loss(lively, records):
     found = make(records, lively, Objective(1.0, 0.0)).measure(lively)
     assert found.keys() == {"val_loss_lm", "val_loss"}

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import io
 import json
+import os
 import resource
 import sqlite3
 from collections import Counter
@@ -354,6 +355,18 @@ def test_bad_pictures_are_left_out_with_a_reason(tmp_path):
         "huge.png": "huge",
         "lost.jpg": "missing",
     }
+
+
+def test_names_that_are_not_utf8_are_left_out_with_a_reason(tmp_path):
+    for place, name in enumerate((b"caf\xe9.png", b"caf\xe8.png", b"good.png")):
+        (tmp_path / "x.png").write_bytes(encoded(Image.new("RGB", (40, 40 + place)), "PNG"))
+        os.rename(tmp_path / "x.png", os.fsencode(tmp_path) + b"/" + name)
+    config = ["config=demo", f"out={tmp_path / 'out'}", f"library.path={tmp_path}", "seed.clusters=1"]
+    with closing(Run(load_config(config), progress=False)) as run:
+        counts = stages.seed(run)
+        assert (counts["seed"], counts["rejected"]) == (1, {"its name is not UTF-8": 2})
+        rejected = [row["id"] for row in run.rows("seed", "rejected")]
+    assert sorted(rejected) == ["caf\\udce8", "caf\\udce9"]
 
 
 def test_libraries(tmp_path):

@@ -211,6 +211,11 @@ def write(records: Path, out: Path, model: ModelConfig, settings: Settings) -> d
             )
     by_sight = leak_encoder(settings, judge)
     captions = read_captions(records, settings.captions)
+    if settings.leak != "keep" and by_sight is None and not _measurable(records, captions):
+        raise UserError(
+            f"leak={settings.leak}: no leak can be measured, for the targets are pictures without captions. Give captions= "
+            "(Parquet with id and caption) or encoder="
+        )
     store = AnswerStore(out.with_name(f"{out.name}.replies.sqlite"))
     caller = Caller({model.name: model}, store, progress=True)
     tally = _Tally()
@@ -269,6 +274,14 @@ def write(records: Path, out: Path, model: ModelConfig, settings: Settings) -> d
     write_text(out.with_name(f"{out.name}.report.json"), json.dumps(report, indent=1) + "\n")
     store.close()
     return report
+
+
+def _measurable(records: Path, captions: Mapping[str, str]) -> bool:
+    """Whether any target has a text or a caption."""
+    positives = (
+        positive for window in _windows(records) for record in window for positive in record.positives
+    )
+    return any(positive.text is not None or positive.id in captions for positive in positives)
 
 
 def leak_encoder(settings: Settings, judge: "GainJudge | None") -> PictureLeak | None:
@@ -336,13 +349,6 @@ class _Leaks:
             if target.image is not None
         }
 
-    @property
-    def measurable(self) -> bool:
-        """Whether any target has a text or a caption, or can be looked at."""
-        return self.by_sight is not None or any(
-            positive.text is not None or positive.id in self.captions for _, positive in self.pairs
-        )
-
     def measure(self, found: Mapping[tuple[int, int], _Written]) -> None:
         """Fill in the leaks of what was written, by row of the pair and number of the draw."""
         texts = {at: one.text for at, one in found.items() if one.text is not None}
@@ -375,12 +381,6 @@ def _ask_all(
 ) -> list[list[_Written]]:
     """The candidates of each pair, checked; a leak that is not kept is a fault."""
     asked = [(row, sample) for row in range(len(pairs)) for sample in range(settings.candidates)]
-
-    if settings.leak != "keep" and not leaks.measurable:
-        raise UserError(
-            f"leak={settings.leak}: no leak can be measured, for the targets are pictures without captions. Give captions= "
-            "(Parquet with id and caption) or encoder="
-        )
 
     def ask(wanted: list[tuple[int, int]], rewrite: bool) -> dict[tuple[int, int], _Written]:
         requests = [

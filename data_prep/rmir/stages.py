@@ -32,7 +32,7 @@ from rge.calls.model_config import known_as
 from rge.calls.replies import Refused, Reply, ReplyError
 from rge.calls.request import Request
 from rge.common.files import replacing, write_bytes
-from rge.common.schema import ImageRef
+from rge.common.schema import ImageRef, safe_id
 
 Rows = list[dict[str, Any]]
 QUERIES_A_GROUP = 1000
@@ -127,10 +127,11 @@ def look_through(
     def finish(number: int) -> None:
         table = frames.read_table(part(number), "inspected")
         for name in table["id"].to_pylist():
-            digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+            digest = hashlib.blake2b(safe_id(name).encode(), digest_size=8).digest()
             if digest in seen:
                 raise LibraryError(
-                    f"library.path {config.library.path}: the id {name!r} occurs twice (library.id_column; null numbers the rows)"
+                    f"library.path {config.library.path}: the id {name!r} occurs twice (white space counts as %20; library.id_column; "
+                    "null numbers the rows)"
                 )
             seen.add(digest)
         tables.append(table)

@@ -341,11 +341,6 @@ def stack(pictures: Sequence[bytes]) -> bytes:
     return sink.getvalue()
 
 
-def safe_id(name: str) -> str:
-    """An id without white space, which would break a TREC run; ``%20`` stands for a blank."""
-    return re.sub(r"\s", lambda found: f"%{ord(found[0]):02X}", name)
-
-
 def some(names: Sequence[str], most: int = 5) -> str:
     """The first few names for a message."""
     return ", ".join(map(repr, names[:most])) + (", ..." if len(names) > most else "")

@@ -151,8 +151,7 @@ class BatchJobs:
         label, began = f"rge-{secrets.token_hex(8)}", time.time()
         calls = []
         for key, request, _ in some:
-            tokens = self.model.estimate(request)
-            calls.append((key, tokens, self.model.cost(*tokens, batch=True)))
+            calls.append((key, self.model.estimate(request), self.model.greatest_cost(request, batch=True)))
         taken = self.store.begin_batch(label, self.model.endpoint, began, calls, self.model.budget)
         queue.extendleft((key, request) for key, request, _ in reversed(some[taken:]))
         if not taken:

@@ -399,7 +399,7 @@ class Caller:
         attempt, limited_since = 0, None
         while True:
             await line.pace.turn()
-            number = await self._admitted(model, line, call.key, tokens)
+            number = await self._admitted(model, line, call, tokens)
             sent_at, answer = time.monotonic(), None
             try:
                 async with asyncio.timeout(model.timeout_s):
@@ -475,10 +475,10 @@ class Caller:
         self.counts.refused += refused
         return kept
 
-    async def _admitted(self, model: ModelConfig, line: "_Line", key: str, tokens: tuple[int, int]) -> int:
-        worst = model.cost(*tokens)
+    async def _admitted(self, model: ModelConfig, line: "_Line", call: _Call, tokens: tuple[int, int]) -> int:
+        worst = model.greatest_cost(call.request)
         while True:
-            number = self.store.begin(model.endpoint, key, tokens, worst, model.budget)
+            number = self.store.begin(model.endpoint, call.key, tokens, worst, model.budget)
             if number is not None:
                 line.under_way += 1
                 return number

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from rge.calls.replies import cached_tokens, is_refused, usage
+from rge.calls.replies import cache_written_tokens, cached_tokens, is_refused, usage
 from rge.calls.request import Request
 from rge.common.errors import UserError
 
@@ -16,6 +16,8 @@ MODES = ("calls", "batch")
 TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
 CHARACTERS_A_TOKEN = 3
 """Of a prompt, for estimates; low, so that estimates are rather too high."""
+ANTHROPIC_WRITES = 1.25
+"""What Anthropic bills for input that it writes to its five-minute cache, as a multiple of the price of input."""
 
 
 @dataclass
@@ -51,6 +53,9 @@ class ModelConfig:
     """Per million tokens."""
     cached_price: float | None = None
     """Per million input tokens that the provider had in its prompt cache; null: as ``input_price``."""
+    cache_write_price: float | None = None
+    """Per million input tokens that the provider wrote to its prompt cache; null: 1.25 times ``input_price`` with
+    api=anthropic, else as ``input_price``."""
     output_price: float = 0.0
     """Per million tokens."""
     budget: float | None = None
@@ -90,12 +95,22 @@ class ModelConfig:
         return f"{self.name} at {self.base_url or self.api}"
 
     def cost(
-        self, input_tokens: int, output_tokens: int, cached_tokens: int = 0, *, batch: bool = False
+        self,
+        input_tokens: int,
+        output_tokens: int,
+        cached_tokens: int = 0,
+        cache_written: int = 0,
+        *,
+        batch: bool = False,
     ) -> float:
-        """Price of a call, or of one in a batch; cached tokens are a part of the input tokens."""
+        """Price of a call, or of one in a batch; tokens read from a cache or written to it are a part of the input tokens."""
         cached_price = self.input_price if self.cached_price is None else self.cached_price
-        fresh = (input_tokens - cached_tokens) * self.input_price
+        write_price = self.cache_write_price
+        if write_price is None:
+            write_price = self.input_price * (ANTHROPIC_WRITES if self.api == "anthropic" else 1.0)
+        fresh = (input_tokens - cached_tokens - cache_written) * self.input_price
         price = fresh + cached_tokens * cached_price + output_tokens * self.output_price
+        price += cache_written * write_price
         return price * (self.batch_price if batch else 1.0) / 1e6
 
     def bill(
@@ -118,11 +133,12 @@ class ModelConfig:
             said if said is not None else guess for said, guess in zip(usage(body), guesses, strict=True)
         )
         cached = min(cached_tokens(body), input_tokens)
+        written = min(cache_written_tokens(body), input_tokens - cached)
         return (
             input_tokens,
             output_tokens,
             cached,
-            self.cost(input_tokens, output_tokens, cached, batch=batch),
+            self.cost(input_tokens, output_tokens, cached, written, batch=batch),
             refused,
         )
 
@@ -130,6 +146,12 @@ class ModelConfig:
         """Input tokens, and output tokens at most."""
         prompt = request.num_characters() // CHARACTERS_A_TOKEN + request.num_pictures() * self.picture_tokens
         return prompt, request.max_tokens * request.n
+
+    def greatest_cost(self, request: Request, *, batch: bool = False) -> float:
+        """What a call costs at most: a prompt that later ones share may all be written to the provider's cache."""
+        given, answered = self.estimate(request)
+        written = given if request.shared_parts else 0
+        return max(self.cost(given, answered, cache_written=number, batch=batch) for number in (0, written))
 
     def answers_by(self) -> dict[str, Any]:
         """The settings that change what the model answers, as far as they are given: part of the key of its answers."""

@@ -288,6 +288,11 @@ def cached_tokens(raw: bytes) -> int:
     return _count(found.get("cache_read_input_tokens", found.get("cachedContentTokenCount"))) or 0
 
 
+def cache_written_tokens(raw: bytes) -> int:
+    """How many of the input tokens the provider wrote to its prompt cache; 0 where it does not say."""
+    return _count(_usage(raw).get("cache_creation_input_tokens")) or 0
+
+
 def _usage(raw: bytes) -> dict[str, Any]:
     try:
         body = json.loads(raw)

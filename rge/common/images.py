@@ -101,6 +101,28 @@ class PictureIndex:
         return f"picture {row!r} is not in {folder}" if mark else f"picture {ref} does not exist"
 
 
+def is_there(ref: str) -> bool:
+    """Whether a picture is there, by one look: for a few of many, where `PictureIndex` would list their whole folders.
+
+    Args:
+        ref: the path of a picture file, or ``library.parquet#row-id``.
+    """
+    path, mark, row = ref.partition(".parquet#")
+    if not mark:
+        return os.path.isfile(ref)
+    try:
+        stat = os.stat(path + ".parquet")
+    except (OSError, ValueError):  # ValueError: a path with a zero byte
+        return False
+    names = _rows_as_of(path + ".parquet", stat.st_size, stat.st_mtime_ns)
+    return not isinstance(names, str) and row in names
+
+
+@lru_cache(maxsize=8)
+def _rows_as_of(library: str, _size: int, _time_ns: int) -> frozenset[str] | str:
+    return _rows_of(library)
+
+
 def _rows_of(library: str) -> frozenset[str] | str:
     try:
         missing = {"id", "image"} - set(pq.read_schema(library).names)

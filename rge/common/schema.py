@@ -4,6 +4,7 @@ A training record is one JSON object a line; its images are named relative to th
 picture file (``images/2370463.jpg``) or as a row of a Parquet picture library (``pictures.parquet#noto/1F512``).
 """
 
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -23,6 +24,11 @@ ImageRef = str | bytes
 """Encoded picture bytes, a path to a picture file, or ``library.parquet#row-id``."""
 
 Text = Annotated[str, Field(min_length=1)]
+
+
+def safe_id(name: str) -> str:
+    """An id without white space, which would break a TREC run; ``%20`` stands for a blank."""
+    return re.sub(r"\s", lambda found: f"%{ord(found[0]):02X}", name)
 
 
 def _bytes_too(value: object, check: ValidatorFunctionWrapHandler) -> ImageRef:

@@ -6,6 +6,7 @@
 What is embedded is written every few hundred items, so a command that was stopped goes on where it was.
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,7 +38,7 @@ def take_out(asked: IndexOptions) -> int:
     from rge.index.store import Index, SearchIndexError
 
     index = Index.open(asked.out)
-    name, held = str(asked.src.expanduser().absolute()), index.sources()
+    name, held = os.path.abspath(asked.src.expanduser()), index.sources()
     if name not in held:
         raise SearchIndexError(
             f"{asked.out} holds nothing of {name}; it holds: {', '.join(held) or 'nothing'}"
@@ -73,6 +74,8 @@ def update(asked: IndexOptions) -> int:
     measured = index.refresh(asked.ann_from)
     if unreadable.faults:
         count = f"{len(unreadable.faults)} of {unreadable.total} items are unreadable and not in the index"
+        if source.unseen:
+            count += ", but for what it held of them and of what lies below them"
         print(f"{count}:\n{unreadable.listed()}", file=sys.stderr)  # noqa: T201
     passed = f", {source.passed_over} other files passed over" if source.passed_over else ""
     print(f"{asked.out}: {told}; {len(index)} items{passed}")  # noqa: T201
@@ -138,7 +141,9 @@ def bring_up_to_date(index: "Index", source: Source, reader: "Reader", unreadabl
     from tqdm import tqdm
 
     known = index.known(source.name)
-    gone = known.keys() - {entry.id for entry in source.entries}
+    missing = known.keys() - {entry.id for entry in source.entries}
+    kept = {name for name in missing if source.may_hold(name)}
+    gone = missing - kept
     index.remove(source.name, gone)
     todo = [entry for entry in source.entries if known.get(entry.id, ("",))[0] != entry.stamp]
     added = changed = place = 0
@@ -164,8 +169,9 @@ def bring_up_to_date(index: "Index", source: Source, reader: "Reader", unreadabl
             bar.update(len(window))
     lost &= known.keys()
     index.remove(source.name, lost)  # what cannot be read any more is not what was embedded
-    unchanged = len(known) - len(gone) - len(lost) - changed
-    return f"{added} added, {changed} changed, {len(gone) + len(lost)} removed, {unchanged} unchanged"
+    unchanged = len(known) - len(missing) - len(lost) - changed
+    told = f"{added} added, {changed} changed, {len(gone) + len(lost)} removed, {unchanged} unchanged"
+    return told + (f", {len(kept)} kept that lie where nothing can be read" if kept else "")
 
 
 def _row(source: Source, entry: Entry, content: Content, vector: np.ndarray) -> "Row":

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pyarrow as pa
@@ -64,12 +64,20 @@ class Source:
         entries: in a fixed order.
         faults: what cannot be an item, and why, by name.
         passed_over: files of a folder that are neither pictures nor texts.
+        unseen: folders and files of it that are there and that the system did not show: nobody knows what they hold now.
     """
 
     name: str
     entries: list[Entry]
     faults: dict[str, str]
     passed_over: int = 0
+    unseen: frozenset[str] = frozenset()
+
+    def may_hold(self, name: str) -> bool:
+        """Whether an entry that was not found may be there all the same."""
+        return bool(self.unseen) and any(
+            str(place) in self.unseen for place in (PurePosixPath(name), *PurePosixPath(name).parents)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,14 +193,22 @@ def _folder(root: Path) -> Source:
     found: dict[str, os.stat_result] = {}
     faults: dict[str, str] = {}
     seen: set[tuple[int, int]] = set()
+    unseen: set[str] = set()
     passed_over = 0
 
     def unreadable(error: OSError) -> None:
-        name = os.path.relpath(error.filename or root, root)
+        name = Path(os.path.relpath(error.filename or root, root)).as_posix()
         faults[_printable(name)] = error.strerror or str(error)
+        if not isinstance(error, FileNotFoundError):
+            unseen.add(name)
 
     for folder, folders, names in os.walk(root, followlinks=True, onerror=unreadable):
-        here = os.stat(folder)
+        try:
+            here = os.stat(folder)
+        except OSError as error:
+            unreadable(error)
+            folders.clear()
+            continue
         if (here.st_dev, here.st_ino) in seen:
             folders.clear()
             continue
@@ -213,7 +229,7 @@ def _folder(root: Path) -> Source:
             except UnicodeEncodeError:
                 faults[_printable(relative)] = "its name is not UTF-8"
             except OSError as error:
-                faults[relative] = error.strerror or str(error)
+                unreadable(error)
     if "." in faults:
         raise SourceError(f"{root} cannot be read: {faults['.']}")
     captions = {name for name in found if name.lower().endswith(".txt")}
@@ -230,7 +246,7 @@ def _folder(root: Path) -> Source:
         if _stem(name) not in taken:
             entries.append(Entry(name, _stamp(found[name]), text_file=str(root / name)))
     entries.sort(key=lambda entry: entry.id)
-    return Source(os.path.abspath(root), entries, faults, passed_over)
+    return Source(os.path.abspath(root), entries, faults, passed_over, frozenset(unseen))
 
 
 def _stem(name: str) -> str:

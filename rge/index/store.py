@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from rge.checkpoints.run_lock import InUseError, held
 from rge.common.errors import UserError
-from rge.common.images import PictureIndex
+from rge.common.images import is_there
 
 if TYPE_CHECKING:
     from lancedb.db import DBConnection
@@ -247,7 +247,9 @@ class Index:
         }
         columns["metadata"] = pa.array(
             [
-                json.dumps(row.metadata, ensure_ascii=False, default=str) if row.metadata else None
+                json.dumps(_finite(json.dumps(row.metadata, default=str)), ensure_ascii=False)
+                if row.metadata
+                else None
                 for row in rows
             ]
         )
@@ -326,7 +328,6 @@ class Index:
         if k < 1:
             raise ValueError(f"k must be >= 1, got {k}")
         shown = [name for name in _SHOWN if thumbnails or name != "thumbnail"]
-        there = PictureIndex()
         found = []
         for query_D in query_ND:
             rows = self._nearest(query_D, k, shown, exact)
@@ -336,7 +337,7 @@ class Index:
             )
             score_K = [float(query_D @ vector_D) for vector_D in vector_KD]
             hits = [
-                _hit(row, score, there)
+                _hit(row, score)
                 for row, score in zip(rows.drop_columns(["vector"]).to_pylist(), score_K, strict=True)
             ]
             found.append(sorted(hits, key=lambda hit: (-hit.score, hit.source, hit.id)))
@@ -498,11 +499,17 @@ def _matrix(rows: pa.Table) -> np.ndarray:
     )
 
 
-def _hit(row: dict[str, Any], score: float, there: PictureIndex) -> Hit:
+def _hit(row: dict[str, Any], score: float) -> Hit:
     image = row["image"]
-    gone = bool(image) and not image.startswith(("http://", "https://")) and there.fault(image) is not None
-    metadata = json.loads(row["metadata"]) if row["metadata"] else {}
+    gone = bool(image) and not image.startswith(("http://", "https://")) and not is_there(image)
+    metadata = _finite(row["metadata"]) if row["metadata"] else {}
     return Hit(row["source"], row["id"], score, row["text"], image, metadata, gone, row.get("thumbnail"))
+
+
+def _finite(text: str) -> dict[str, Any]:
+    """An object of JSON. Python writes NaN and infinities into it, and nothing else reads them: they are None."""
+    found: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)
+    return found
 
 
 def _quoted(text: str) -> str:

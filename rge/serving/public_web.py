@@ -10,9 +10,10 @@ import asyncio
 import ipaddress
 import socket
 import ssl
+import string
 from collections.abc import Iterable
 from typing import Any
-from urllib.parse import urljoin
+from urllib.parse import quote, urljoin
 
 import httpcore
 
@@ -96,6 +97,7 @@ async def _fetch(address: str, max_bytes: int, shown: str) -> bytes:
         for _ in range(MOST_REDIRECTS + 1):
             if not address.startswith(("http://", "https://")):
                 raise ImageError(f"picture {shown}: only http and https addresses are fetched")
+            address = quote(address, safe=string.punctuation)  # as browsers do; what is quoted already stays
             headers = [("Accept", "image/*"), ("Accept-Encoding", "identity")]
             async with pool.stream("GET", address, headers=headers) as answer:
                 if answer.status in (301, 302, 303, 307, 308):
@@ -113,4 +115,6 @@ async def _fetch(address: str, max_bytes: int, shown: str) -> bytes:
 
 
 def _header(answer: httpcore.Response, name: bytes) -> str:
-    return next((value.decode("latin-1") for key, value in answer.headers if key.lower() == name), "")
+    return next(
+        (quote(value, safe=string.punctuation) for key, value in answer.headers if key.lower() == name), ""
+    )

@@ -280,6 +280,21 @@ def test_what_only_the_target_picture_shows_is_a_leak(pictures_wanted, tmp_path,
     assert np.mean(leaky) > 0.4 > 0.15 > np.mean(clean)
 
 
+def test_whether_a_leak_can_be_measured_is_asked_of_all_records_together(
+    pictures_wanted, tmp_path, monkeypatch
+):
+    """Whatever their order: two of the last four have a caption."""
+    monkeypatch.setattr("data_prep.rationales.main.WINDOW", 4)
+    records, captions, answers = pictures_wanted
+    pq.write_table(pq.read_table(captions).slice(8, 2), captions)
+    out = tmp_path / "out.jsonl"
+    with LocalServer(answers) as server:
+        where = ["model.name=m", f"model.base_url={server.url}"]
+        main(["rationales", f"records={records}", f"out={out}", *where, "leak=drop", f"captions={captions}"])
+    report = json.loads((tmp_path / "out.jsonl.report.json").read_text())
+    assert (report["dropped: leak"], report["kept"], report["leak_not_measured"]) == (1, 11, 10)
+
+
 def test_targets_that_cannot_be_looked_at_are_counted_and_not_called_clean(pictures_wanted, tmp_path):
     records, _, answers = pictures_wanted
     out = tmp_path / "out.jsonl"

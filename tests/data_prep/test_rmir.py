@@ -4,9 +4,11 @@ import asyncio
 import hashlib
 import io
 import json
+import os
 import resource
 import sqlite3
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing, contextmanager
 from fractions import Fraction
 from pathlib import Path
@@ -355,6 +357,18 @@ def test_bad_pictures_are_left_out_with_a_reason(tmp_path):
     }
 
 
+def test_names_that_are_not_utf8_are_left_out_with_a_reason(tmp_path):
+    for place, name in enumerate((b"caf\xe9.png", b"caf\xe8.png", b"good.png")):
+        (tmp_path / "x.png").write_bytes(encoded(Image.new("RGB", (40, 40 + place)), "PNG"))
+        os.rename(tmp_path / "x.png", os.fsencode(tmp_path) + b"/" + name)
+    config = ["config=demo", f"out={tmp_path / 'out'}", f"library.path={tmp_path}", "seed.clusters=1"]
+    with closing(Run(load_config(config), progress=False)) as run:
+        counts = stages.seed(run)
+        assert (counts["seed"], counts["rejected"]) == (1, {"its name is not UTF-8": 2})
+        rejected = [row["id"] for row in run.rows("seed", "rejected")]
+    assert sorted(rejected) == ["caf\\udce8", "caf\\udce9"]
+
+
 def test_libraries(tmp_path):
     with pytest.raises(LibraryError, match="does not exist"):
         list(Library(LibraryConfig(path=str(tmp_path / "nowhere"))).rows())
@@ -400,6 +414,13 @@ def world(tmp_path):
 
     q1: a kept, b kept, c rejected.  q2: b doubted (4 of 5), d kept.  q3: c abstained, e rejected: no answer at all.
     """
+    run = made(tmp_path)
+    yield run
+    run.close()
+
+
+def made(tmp_path: Path, called: Callable[[str], str] = str) -> Run:
+    """The folder of `world`, its images and queries with other names."""
     config = load_config(
         ["config=demo", f"out={tmp_path / 'out'}", f"library.path={tmp_path}", "split.tsr_threshold=0.9"]
     )
@@ -408,12 +429,12 @@ def world(tmp_path):
     for number, name in enumerate(["in", "a", "b", "c", "d", "e"]):
         path = tmp_path / f"{name}.png"
         path.write_bytes(encoded(Image.new("RGB", (40, 40), (number * 20, 0, 0)), "PNG"))
-        images.append({"id": name, "ref": str(path), "sha256": look(str(path), 1)["sha256"]})
+        images.append({"id": called(name), "ref": str(path), "sha256": look(str(path), 1)["sha256"]})
     table_of(run, "seed", "images.parquet", "images", images)
     queries = [
         {
-            "query_id": name,
-            "image_id": "in",
+            "query_id": called(name),
+            "image_id": called("in"),
             "category": "causal",
             "query": f"{name}?",
             "target_desc": "t",
@@ -429,7 +450,9 @@ def world(tmp_path):
     }
     triplets, judgements = [], []
     for query, candidates in votes.items():
+        query = called(query)
         for rank, (candidate, verdicts) in enumerate(candidates.items(), start=1):
+            candidate = called(candidate)
             triplets.append(
                 {
                     "query_id": query,
@@ -445,8 +468,7 @@ def world(tmp_path):
             ]
     table_of(run, "retrieve", "triplets.parquet", "triplets", triplets)
     table_of(run, "judge", "judgements/part-00000.parquet", "judgements", judgements)
-    yield run
-    run.close()
+    return run
 
 
 def test_the_doubted_image_leaves_the_whole_set(world):
@@ -517,6 +539,62 @@ def test_the_test_set_is_a_retrieval_set(world):
     assert qrels == [("q1", "a", 1), ("q2", "d", 1)]
     meta = json.loads((folder / "meta.json").read_text())
     assert meta["fingerprint"] == set_fingerprint(["q1", "q2"], ["a", "d"], qrels)
+
+
+def test_names_with_blanks_are_written_without(tmp_path):
+    """A TREC run cannot hold them, and by then everything was paid for."""
+    with closing(made(tmp_path, "my holiday/IMG\u00a0{}".format)) as run:
+        stages.keep(run)
+        stages.pool(run)
+        assert stages.split(run)["test"] == 2
+        folder = run.out / "dataset"
+        found = load_set(folder / "test")
+        assert found.query_ids == ["my%20holiday/IMG%A0q1", "my%20holiday/IMG%A0q2"]
+        assert found.corpus_ids == ["my%20holiday/IMG%A0a", "my%20holiday/IMG%A0d"]
+        assert [rows.tolist() for rows, _ in found.positives] == [[0], [1]]
+        run.config.split.tsr_threshold = 0.99
+        assert stages.split(run)["train"] == 2
+        records = RecordFile(folder / "train.jsonl")
+        table = pq.read_table(folder / "pictures.parquet")
+        shown = dict(zip(table["id"].to_pylist(), table["path"].to_pylist(), strict=True))
+        for record in (records[0], records[1]):
+            assert record.id.startswith("my%20holiday/IMG%A0q")
+            assert record.group == "my%20holiday/IMG%A0in"
+            for target in [*record.positives, *record.negatives]:
+                assert Path(target.image) == folder / shown[target.id]
+                assert Path(target.image).is_file()
+
+
+def test_an_export_of_before_with_blanks_is_written_again(tmp_path, monkeypatch):
+    """Nothing else is: what was paid for stays as it is."""
+    with closing(made(tmp_path, "my {}".format)) as run:
+        stages.keep(run)
+        stages.pool(run)
+        with monkeypatch.context() as before:
+            before.setattr("data_prep.rmir.results.export.safe_id", str)
+            run.run("split", stages.split)
+        assert run.done("split") is None
+        run.run("split", stages.split)
+        assert run.done("split") is not None
+        assert load_set(run.out / "dataset" / "test").corpus_ids == ["my%20a", "my%20d"]
+
+
+def test_names_that_are_one_without_blanks_are_refused(tmp_path):
+    """By the first stage; and by the export, for runs of before it looked."""
+    for number, name in enumerate(("a b.png", "a%20b.png")):
+        Image.new("RGB", (40, 40), (number * 40, 0, 0)).save(tmp_path / name)
+    with closing(
+        Run(load_config(["config=demo", f"out={tmp_path / 'one'}", f"library.path={tmp_path}"]))
+    ) as run:
+        with pytest.raises(LibraryError, match="the id 'a%20b' occurs twice.*white space"):
+            stages.seed(run)
+    (tmp_path / "a b.png").unlink()
+    names = {"a": "x y", "d": "x%20y"}
+    with closing(made(tmp_path, lambda name: names.get(name, name))) as run:
+        stages.keep(run)
+        stages.pool(run)
+        with pytest.raises(RunError, match="'x y' and 'x%20y' are both 'x%20y'"):
+            stages.split(run)
 
 
 def test_a_table_with_another_schema_is_named(world):

@@ -159,6 +159,51 @@ def test_unreadable_files_are_counted_listed_and_fatal_beyond_a_share(photos, ca
     assert "0 added, 0 changed, 1 removed, 6 unchanged" in capsys.readouterr().out
 
 
+def test_what_lies_below_a_folder_that_cannot_be_read_is_kept(photos, capsys, monkeypatch):
+    """A folder's rights or its disk may be back tomorrow, and its vectors would have to be made again."""
+    (photos / "sub" / "deep").mkdir()
+    shutil.copy(photos / "teal.png", photos / "sub" / "deep" / "teal.png")
+    shutil.copy(photos / "teal.png", photos / "subway.png")
+    index(["pho tos", "out=gallery", "checkpoint=demo"])
+    (photos / "subway.png").unlink()
+    real = os.scandir
+
+    def refused(path="."):
+        if str(path).endswith("sub"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    with monkeypatch.context() as now:
+        now.setattr(os, "scandir", refused)
+        index(["pho tos", "out=gallery", "max_unreadable=0.5"])
+    told = capsys.readouterr()
+    assert "0 added, 0 changed, 1 removed, 3 unchanged, 5 kept that lie where nothing can be read" in told.out
+    assert "sub: Permission denied" in told.err
+    assert names() == sorted([*EVERYTHING, "sub/deep/teal.png"])
+    real_stat = os.stat
+
+    def stale(path, *args, **options):
+        if str(path).endswith(("deep", "blue.png")):
+            raise OSError(116, "Stale file handle", str(path))
+        return real_stat(path, *args, **options)
+
+    with monkeypatch.context() as now:
+        now.setattr(os, "stat", stale)
+        index(["pho tos", "out=gallery", "max_unreadable=0.5"])
+    told = capsys.readouterr()
+    assert "0 removed, 6 unchanged, 2 kept" in told.out
+    assert "sub/deep: Stale file handle" in told.err
+    index(["pho tos", "out=gallery"])
+    assert "0 added, 0 changed, 0 removed, 8 unchanged; 8 items" in capsys.readouterr().out
+
+
+def test_a_source_is_taken_out_by_any_path_to_it(photos, capsys, monkeypatch):
+    index(["pho tos", "out=gallery", "checkpoint=demo"])
+    monkeypatch.chdir(photos)
+    index(["../pho tos/sub/..", "out=../gallery", "remove=true"])
+    assert "7 items of" in capsys.readouterr().out
+
+
 def test_an_empty_or_missing_folder_changes_nothing(photos, capsys):
     index(["pho tos", "out=gallery", "checkpoint=demo"])
     photos.rename("elsewhere")

@@ -1,11 +1,14 @@
 """The index on disk: what is found, what is kept, who may write, and what a kill leaves."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 pytest.importorskip("lancedb", exc_type=ImportError)
@@ -69,6 +72,43 @@ def test_a_row_comes_back_as_it_was_put(index):
     assert index.known("s") == {one.id: ("9:9", "e")}
     with pytest.raises(SearchIndexError, match="holds no 'other'"):
         index.picture("s", "other")
+
+
+def test_a_search_looks_at_its_hits_alone_and_reads_a_library_once(index, tmp_path, monkeypatch):
+    library, picture = tmp_path / "library.parquet", tmp_path / "0.png"
+    picture.touch()
+    pq.write_table(pa.table({"id": ["row"], "image": [b"x"]}), library)
+    stored_ND = vectors(4)
+    images = [str(picture), str(tmp_path / "gone.png"), f"{library}#row", f"{library}#gone"]
+    index.put([Row("s", str(n), "1", "d", stored_ND[n], image=images[n]) for n in range(4)])
+    read, real = [], pq.read_table
+    monkeypatch.setattr(pq, "read_table", lambda *args, **more: read.append(args) or real(*args, **more))
+    monkeypatch.setattr(os, "scandir", None)
+
+    def gone():
+        return {hit.id: hit.gone for hit in index.search(stored_ND[:1], 4)[0]}
+
+    for _ in range(3):
+        assert gone() == {"0": False, "1": True, "2": False, "3": True}
+    assert len(read) == 1
+    pq.write_table(pa.table({"id": ["row", "gone"], "image": [b"x", b"y"]}), library)
+    assert gone() == {"0": False, "1": True, "2": False, "3": False}
+    library.unlink()
+    picture.unlink()
+    assert gone() == dict.fromkeys("0123", True)
+
+
+def test_numbers_that_are_none_come_back_as_null(index):
+    """JSON has none for them, and the server of searches could answer nothing."""
+    odd = {"price": float("nan"), "more": [float("inf"), {"x": -float("inf")}], "name": "NaN", "good": 0.1}
+    index.put(rows(vectors(1), metadata=odd))
+    [[hit]] = index.search(vectors(1), 1)
+    assert hit.metadata == {"price": None, "more": [None, {"x": None}], "name": "NaN", "good": 0.1}
+    assert index._table.search().to_list()[0]["metadata"] == json.dumps(hit.metadata)
+    # As indices of before hold them.
+    index._table.update(values={"metadata": json.dumps(odd)})
+    [[again]] = index.search(vectors(1), 1)
+    assert again.metadata == hit.metadata
 
 
 def test_putting_again_replaces_and_removing_removes_only_what_is_named(index):

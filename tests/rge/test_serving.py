@@ -18,6 +18,7 @@ import threading
 import time
 import zlib
 from pathlib import Path
+from urllib.parse import unquote
 
 import httpx
 import numpy as np
@@ -650,7 +651,7 @@ def web(picture):
             asked.append((self.headers["host"], self.path))
             if self.path.startswith("/to?"):
                 self.send_response(302)
-                self.send_header("Location", self.path[4:])
+                self.send_header("Location", unquote(self.path[4:], "latin-1"))  # raw, as many send it
                 self.end_headers()
                 return
             self.send_response(200 if self.path != "/missing.png" else 404)
@@ -696,6 +697,11 @@ def test_redirects_and_names_are_checked_for_each_connection(web, monkeypatch):
     assert fetch(f"{address}/a.png") == data
     assert fetch(f"{address}/to?/a.png") == data
     assert fetch(f"{address}/to?{address}/to?/a.png") == data
+    asked.clear()
+    for spelled in ("/schlüssel a.png", "/to?/schlüssel a.png"):
+        with pytest.raises(ImageError, match="larger than 1 MB"):
+            fetch(f"{address}{spelled}")
+    assert asked[0][1] == asked[-1][1] == "/schl%C3%BCssel%20a.png"
     for refused, why in (
         (f"{address}/to?http://127.0.0.2:{port}/a.png", "127.0.0.2 is not on the public internet"),
         (f"{address}/to?file:///etc/passwd", "only http and https"),
@@ -704,6 +710,8 @@ def test_redirects_and_names_are_checked_for_each_connection(web, monkeypatch):
         (f"{address}/large.png", "larger than 1 MB"),
         ("http://", "cannot be fetched"),
         ("http://nowhere.invalid/a.png", "not known"),
+        ("http://schlüssel.invalid/a.png", "not known"),
+        ("http://127.0.0.1:99999/a.png", "cannot be fetched"),
     ):
         with pytest.raises(ImageError, match=why):
             fetch(refused)

@@ -22,6 +22,7 @@ from rge.common.images import ImageError, load_image, picture_bytes
 from rge.common.schema import ImageRef
 
 DUPLICATE, NEAR_DUPLICATE, TOO_SMALL = "same bytes as another picture", "near-duplicate", "too small"
+NOT_UTF8 = "its name is not UTF-8"
 ORIGINS = {"source": "source_column", "author": "author_column", "licence": "licence_column"}
 """What is told of where a picture is from, and the setting that names its column."""
 FETCHED_AT_ONCE = 32
@@ -228,13 +229,23 @@ def inspect(rows: list[dict[str, Any]], config: LibraryConfig, runner: str = "na
             "reason": DataType.string(),
         }
     )
-    refs = [row["ref"] for row in rows]
+    # File names and JSON may hold what no table can; names stay different without it.
+    texts = {"id": "backslashreplace", "ref": "backslashreplace", "caption": "replace"}
+    written = [
+        {name: row[name] and row[name].encode("utf-8", errors).decode() for name, errors in texts.items()}
+        for row in rows
+    ]
+    named = [
+        all(one[name] == row[name] for name in ("id", "ref")) for row, one in zip(rows, written, strict=True)
+    ]
+    refs = [row["ref"] if is_named else None for row, is_named in zip(rows, named, strict=True)]
     given = pa.table(
-        {name: pa.array([row[name] for row in rows], pa.string()) for name in ("id", "ref", "caption")}
+        {name: pa.array([one[name] for one in written], pa.string()) for name in texts}
         | {
             "row": pa.array(range(len(rows)), pa.int64()),
             "file": pa.array([ref and absolute([ref])[0] for ref in refs], pa.string()),
             "data": pa.array([row.get("data") for row in rows], pa.large_binary()),
+            "named": pa.array(named, pa.bool_()),
         }
     )
     smallest, filters = config.min_side_px, tuple(config.filters)
@@ -242,10 +253,11 @@ def inspect(rows: list[dict[str, Any]], config: LibraryConfig, runner: str = "na
         load_filter(name)  # what is missing is said before a picture is opened
 
     @daft.func(return_dtype=kind)
-    def looked(file: str | None, data: bytes | None) -> dict[str, Any]:
-        return look(data or file or "", smallest, filters)
+    def looked(file: str | None, data: bytes | None, named: bool) -> dict[str, Any]:
+        found = look(data or file or "", smallest, filters)
+        return found if named else {**found, "reason": NOT_UTF8}
 
-    frame = daft_frame(given, runner).with_column("found", looked(col("file"), col("data")))
+    frame = daft_frame(given, runner).with_column("found", looked(col("file"), col("data"), col("named")))
     for name in ("sha256", "width", "height", "phash", "reason"):
         frame = frame.with_column(name, col("found")[name])
     return from_daft(frame, "inspected", order="row")

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from data_prep.rmir.run import Run, RunError
 from rge.common.fingerprint import set_fingerprint
 from rge.common.images import ImageError, picture_bytes
 from rge.common.picture_metadata import without_metadata
-from rge.common.schema import Positive, QueryPart, Record, Target
+from rge.common.schema import Positive, QueryPart, Record, Target, safe_id
 
 KINDS = {b"\xff\xd8": "jpg", b"\x89P": "png", b"RI": "webp"}
 PICTURES_A_GROUP = 256
@@ -58,6 +58,9 @@ def _export(
 
     Returns:
         What was written, by number.
+
+    Raises:
+        RunError: two ids are one without white space.
     """
     config = run.config
     images = {image["id"]: image for image in run.images()}
@@ -71,6 +74,7 @@ def _export(
                 rejected[row["query_id"]].append(row["candidate_id"])
             elif row["state"] == maths.ABSTAINED:
                 abstained[row["query_id"]].append(row["candidate_id"])
+    image_ids, query_ids = _written(images), _written(splits)
     final, waiting = run.out / "dataset", run.out / ".dataset"
     shutil.rmtree(waiting, ignore_errors=True)
     (waiting / "images").mkdir(parents=True)
@@ -93,30 +97,35 @@ def _export(
             query = queries[name]
             rationale = query["reasoning"] if config.export.rationale == "generator" else None
             record = Record(
-                id=name,
-                group=query["image_id"],
+                id=query_ids[name],
+                group=image_ids[query["image_id"]],
                 source=config.export.name,
                 split="train",
                 category=query["category"],
                 instruction=config.export.instruction,
                 query=QueryPart(text=query["query"], images=[stored(query["image_id"])]),
                 positives=[
-                    Positive(id=key, image=stored(key), rationale=rationale) for key in positives[name]
+                    Positive(id=image_ids[key], image=stored(key), rationale=rationale)
+                    for key in positives[name]
                 ],
-                negatives=[Target(id=key, image=stored(key)) for key in rejected[name]],
+                negatives=[Target(id=image_ids[key], image=stored(key)) for key in rejected[name]],
             )
             num_negatives += len(record.negatives)
             row = record.model_dump(exclude_none=True, exclude_defaults=True)
             out.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n")
     test = sorted(name for name, part in splits.items() if part == "test")
     used = {*named, *pool, *(queries[name]["image_id"] for name in test)}
-    _write_origins(waiting / "pictures.parquet", config.library, images, sorted(used), named)
+    _write_origins(waiting / "pictures.parquet", config.library, images, image_ids, sorted(used), named)
     in_pool = set(pool)
-    qrels = [(name, key, 1) for name in test for key in positives[name]]
-    negatives = [(name, key) for name in test for key in rejected[name] if key in in_pool]
-    excluded = [(name, key) for name in test for key in abstained[name] if key in in_pool]
+    qrels = [(query_ids[name], image_ids[key], 1) for name in test for key in positives[name]]
+    negatives, excluded = (
+        [(query_ids[name], image_ids[key]) for name in test for key in found[name] if key in in_pool]
+        for found in (rejected, abstained)
+    )
     if test:
-        _write_set(run, waiting / "test", pool, test, images, queries, qrels, negatives, excluded)
+        corpus = {image_ids[name]: images[name] for name in pool}
+        asked = {query_ids[name]: queries[name] for name in test}
+        _write_set(run, waiting / "test", corpus, asked, images, image_ids, qrels, negatives, excluded)
     card.write_into(waiting, {}, {}, config.export.name)
     shutil.rmtree(final, ignore_errors=True)
     waiting.rename(final)
@@ -129,8 +138,29 @@ def _export(
     }
 
 
+def _written(names: Iterable[str]) -> dict[str, str]:
+    """Ids as they are written, by those of the run, which may hold blanks.
+
+    Raises:
+        RunError: two are one.
+    """
+    given: dict[str, str] = {}
+    for name in names:
+        if (other := given.setdefault(safe_id(name), name)) != name:
+            raise RunError(
+                f"dataset cannot be written: {other!r} and {name!r} are both {safe_id(name)!r} where white space is written "
+                "%20; rename one of them in the library"
+            )
+    return {name: written for written, name in given.items()}
+
+
 def _write_origins(
-    path: Path, library: LibraryConfig, images: dict, used: list[str], named: dict[str, str]
+    path: Path,
+    library: LibraryConfig,
+    images: dict,
+    image_ids: dict[str, str],
+    used: list[str],
+    named: dict[str, str],
 ) -> None:
     """Every picture of the data set with its caption, source, author and licence; who wrote the caption, if models did.
 
@@ -138,7 +168,10 @@ def _write_origins(
         LibraryError: the library cannot be read any more, without which nobody would be credited.
     """
     origins = Library(library).origins(set(used))
-    columns: dict[str, list[str | None]] = {"id": [*used], "path": [named.get(name) for name in used]}
+    columns: dict[str, list[str | None]] = {
+        "id": [image_ids[name] for name in used],
+        "path": [named.get(name) for name in used],
+    }
     columns["caption"] = [images[name]["caption"] for name in used]
     if any(image["caption_by"] not in ("library", None) for image in images.values()):
         columns["caption_by"] = [images[name]["caption_by"] for name in used]
@@ -148,19 +181,19 @@ def _write_origins(
     pq.write_table(pa.table({key: pa.array(found, pa.string()) for key, found in columns.items()}), path)
 
 
-def _write_set(run: Run, folder: Path, pool, test, images, queries, qrels, negatives, excluded) -> None:
+def _write_set(run: Run, folder: Path, corpus, asked, images, image_ids, qrels, negatives, excluded) -> None:
     folder.mkdir()
 
-    def cell(name: str) -> dict[str, Any]:
-        return {"bytes": without_metadata(picture_bytes(images[name]["ref"])), "path": None}
+    def cell(image: dict[str, Any]) -> dict[str, Any]:
+        return {"bytes": without_metadata(picture_bytes(image["ref"])), "path": None}
 
     features: dict[str, dict[str, Any]] = {"id": _value(), "image": {"_type": "Image"}, "text": _value()}
     _write_pictures(
         folder / "corpus.parquet",
         pa.schema([("id", pa.string()), ("image", IMAGE), ("text", pa.string())]),
         features,
-        pool,
-        lambda name: {"id": name, "image": cell(name), "text": None},
+        [*corpus],
+        lambda name: {"id": name, "image": cell(corpus[name]), "text": None},
     )
     columns = ("text", "category", "group", "instruction")
     schema = pa.schema(
@@ -170,17 +203,17 @@ def _write_set(run: Run, folder: Path, pool, test, images, queries, qrels, negat
     features["image"] = {"feature": {"_type": "Image"}, "_type": "List"}
 
     def row(name: str) -> dict[str, Any]:
-        query = queries[name]
+        query = asked[name]
         return {
             "id": name,
-            "image": [cell(query["image_id"])],
+            "image": [cell(images[query["image_id"]])],
             "text": query["query"],
             "category": query["category"],
-            "group": query["image_id"],
+            "group": image_ids[query["image_id"]],
             "instruction": run.config.export.instruction,
         }
 
-    _write_pictures(folder / "queries.parquet", schema, features, test, row)
+    _write_pictures(folder / "queries.parquet", schema, features, [*asked], row)
     names = ("query-id", "corpus-id", "score")
     pq.write_table(_pairs(qrels, names), folder / "qrels.parquet")
     for table, rows in (("negatives", negatives), ("excluded", excluded)):
@@ -192,12 +225,12 @@ def _write_set(run: Run, folder: Path, pool, test, images, queries, qrels, negat
         "licence": run.config.library.licence,
         "source": "python -m data_prep rmir",
         "counts": {
-            "queries": len(test),
-            "corpus": len(pool),
+            "queries": len(asked),
+            "corpus": len(corpus),
             "qrels": len(qrels),
             "negatives": len(negatives),
         },
-        "fingerprint": set_fingerprint(test, pool, qrels, negatives=negatives, excluded=excluded),
+        "fingerprint": set_fingerprint(asked, corpus, qrels, negatives=negatives, excluded=excluded),
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
 

@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.benchmarks.release_files import PICTURES, Fields, ReleaseError, iter_rows, safe_id
+from eval.benchmarks.release_files import PICTURES, Fields, ReleaseError, iter_rows
 from eval.sets.retrieval_set import MAX_REPORT_VALUES, RetrievalSet
 from eval.sets.write_set import Candidate, Query, write_set
 from rge.common.options import one_of
 from rge.common.registry import PluginOptions
+from rge.common.schema import safe_id
 
 TABLES = tuple(f"queries{ending}" for ending in (".csv", ".tsv", ".jsonl", ".json", ".parquet"))
 ALIASES = {

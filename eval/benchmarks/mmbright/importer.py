@@ -33,7 +33,6 @@ from eval.benchmarks.release_files import (
     column_names,
     content_id,
     iter_rows,
-    safe_id,
     some,
     stack,
     still,
@@ -42,6 +41,7 @@ from eval.benchmarks.suite import refuse_old_suite, write_suite
 from eval.sets.write_set import Candidate, Query, write_set
 from rge.common.images import ImageError
 from rge.common.options import one_of
+from rge.common.schema import safe_id
 
 TASKS = ("1", "2", "3", "4")
 POLICIES = ("first", "vconcat", "all")

@@ -25,12 +25,12 @@ from eval.benchmarks.release_files import (
     content_id,
     files_of_split,
     iter_rows,
-    safe_id,
 )
 from eval.benchmarks.suite import refuse_old_suite, write_suite
 from eval.sets.write_set import Candidate, Query, write_set
 from rge.common.mmeb_prompts import PLACEHOLDER, SETS, plain
 from rge.common.options import one_of
+from rge.common.schema import safe_id
 
 PARTS = ("image", "visdoc")
 ASKED = "Find a document image that matches the given query:"

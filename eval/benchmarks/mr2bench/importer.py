@@ -24,13 +24,13 @@ from eval.benchmarks.release_files import (
     as_list,
     column_names,
     iter_rows,
-    safe_id,
     some,
     stack,
 )
 from eval.benchmarks.suite import refuse_old_suite, write_suite
 from eval.sets.write_set import Candidate, Query, write_set
 from rge.common.options import one_of
+from rge.common.schema import safe_id
 
 NUM_TASKS, NUM_QUERIES = 12, 1309
 _IMAGES = ("image", "images", "image_path", "image_paths", "image_list", "img", "imgs")

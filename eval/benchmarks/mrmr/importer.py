@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.benchmarks.release_files import ReleaseError, ReleaseOptions, files_of_split, iter_rows, safe_id
+from eval.benchmarks.release_files import ReleaseError, ReleaseOptions, files_of_split, iter_rows
 from eval.benchmarks.suite import refuse_old_suite, write_suite
 from eval.sets.write_set import Candidate, Query, write_set
 from rge.common.options import one_of
+from rge.common.schema import safe_id
 
 INSTRUCTIONS = {
     "knowledge": "Retrieve relevant documents that help answer the question.",

@@ -27,12 +27,12 @@ from eval.benchmarks.release_files import (
     column_names,
     content_id,
     iter_rows,
-    safe_id,
     some,
 )
 from eval.sets.retrieval_set import RetrievalSet
 from eval.sets.write_set import Candidate, Query, write_set
 from rge.common.options import one_of
+from rge.common.schema import safe_id
 
 NUM_QUERIES, NUM_CANDIDATES, MAX_POSITIVES = 1634, 35_803, 20
 CATEGORY_COUNTS = {"functional": 546, "temporal": 656, "causal": 432}

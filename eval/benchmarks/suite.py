@@ -292,19 +292,24 @@ def suite_figures(
     return out
 
 
-def member_bootstraps(table: pd.DataFrame, names: Sequence[str], *, seed: int) -> dict[str, Bootstrap]:
+def member_bootstraps(
+    table: pd.DataFrame, names: Sequence[str], *, seed: int, num_resamples: int = NUM_RESAMPLES
+) -> dict[str, Bootstrap]:
     """Each member's means, resampled within the member; `mean_of` them is the macro mean.
 
     Args:
         table: per-query values, or differences of two runs, with ``category`` (the member) and ``group``.
         names: columns to take the means of.
         seed: of the resampling.
+        num_resamples: B.
     """
     found = {}
     for number, (member, rows) in enumerate(table.groupby("category", sort=True)):
         values, group_Q = rows[list(names)].to_numpy(np.float64), index_of(rows["group"].tolist())
         # another seed each, or members of equal size would be resampled in step
-        found[str(member)] = cluster_bootstrap(values, group_Q, seed=seed + 1000 * number)
+        found[str(member)] = cluster_bootstrap(
+            values, group_Q, num_resamples=num_resamples, seed=seed + 1000 * number
+        )
     return found
 
 

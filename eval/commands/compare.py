@@ -4,8 +4,9 @@
 
 Differences are a - b. Each metric gets one test over all queries, one of the macro mean, and one for every category
 and every value of a ``report_by`` column; the tests of one column are a family, and their p values are also given
-adjusted by Holm's method. Beside p stands what it cannot say: the effect size, and the smallest difference that so many
-queries could have shown.
+adjusted by Holm's method. Of a suite, all of them but "all queries" and the members' own are means over members, as in its
+results.json. Beside p stands what it cannot say: the effect size, and the smallest difference that so many queries could have
+shown.
 """
 
 import json
@@ -19,12 +20,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from eval.benchmarks.suite import mean_of, member_bootstraps
 from eval.embedding.identity import OLD, differences, old_results, set_mismatch, versions
 from eval.scoring.metrics import is_answer_score, parse_name
 from eval.scoring.output_files import FORMAT, PER_QUERY, read_results, statistics_settings
 from eval.scoring.stats import (
     NUM_RESAMPLES,
     POWER,
+    Bootstrap,
     cluster_bootstrap,
     effect_size,
     holm,
@@ -64,7 +67,7 @@ class Row:
     """One test: a slice of the queries and a metric. Differences are a - b, fractions of one.
 
     ``p_holm`` is p adjusted within the slice's family (the values of one column), None for the whole set.
-    ``effect`` is None for the macro mean, and where all queries differ by the same amount.
+    ``effect`` is None for a mean over categories or members, and where all queries differ by the same amount.
     """
 
     slice: str
@@ -93,7 +96,8 @@ def compare(options: CompareOptions) -> list[Row]:
     frame_b = frame_b.loc[frame_a.index]
     names = _metrics(options, frame_a, frame_b)
     columns = [key.removeprefix("by_") for key in results_a if key.startswith("by_") and key in results_b]
-    rows = paired_tests(frame_a, frame_b, names, columns, seed=options.seed)
+    suite = bool(results_a.get("suite"))
+    rows = paired_tests(frame_a, frame_b, names, columns, seed=options.seed, suite=suite)
     notes = _notes(options, results_a, results_b)
     for note in notes:
         print(f"WARNING: {note}", file=sys.stderr, flush=True)
@@ -122,7 +126,13 @@ def compare(options: CompareOptions) -> list[Row]:
 
 
 def paired_tests(
-    frame_a: pd.DataFrame, frame_b: pd.DataFrame, names: list[str], columns: list[str], *, seed: int
+    frame_a: pd.DataFrame,
+    frame_b: pd.DataFrame,
+    names: list[str],
+    columns: list[str],
+    *,
+    seed: int,
+    suite: bool = False,
 ) -> list[Row]:
     """Every metric over all queries, as macro mean and on every slice.
 
@@ -132,14 +142,14 @@ def paired_tests(
         names: metrics.
         columns: each a family of slices.
         seed: of the resampling.
+        suite: categories are members of a suite, so that slices of other columns are means over members.
     """
     value_a, value_b = (frame[names].to_numpy(np.float64) for frame in (frame_a, frame_b))
-    group_Q = index_of(frame_a["group"].tolist())
-    category_Q = index_of(frame_a["category"].tolist())
-    everything = np.arange(len(frame_a))
-    rows = _slice("all queries", value_a, value_b, group_Q, names, everything, None, seed)
-    if len(set(category_Q.tolist())) > 1:
-        rows += _slice("macro", value_a, value_b, group_Q, names, everything, category_Q, seed)
+    about = frame_a[["group", "category"]]
+    over = "members" if suite else "categories"
+    rows = _slice("all queries", value_a, value_b, about, names, seed)
+    if about["category"].nunique() > 1:
+        rows += _slice("macro", value_a, value_b, about, names, seed, over=over)
     for column in columns:
         of_Q = frame_a[column].to_numpy(dtype=object)
         values = sorted(
@@ -147,10 +157,14 @@ def paired_tests(
         )  # a suite's member may not have it
         if len(values) < 2:
             continue
+        average = "members" if suite and column != "category" else None
         family: list[Row] = []
         for value in values:
-            chosen = np.flatnonzero(of_Q == value)
-            family += _slice(f"{column} {value}", value_a, value_b, group_Q, names, chosen, None, seed)
+            chosen = of_Q == value
+            label = f"{column} {value}"
+            family += _slice(
+                label, value_a[chosen], value_b[chosen], about[chosen], names, seed, over=average
+            )
         for name in names:
             own = [row for row in family if row.metric == name]
             adjusted = holm([row.p for row in own])
@@ -162,27 +176,33 @@ def _slice(
     label: str,
     value_a: np.ndarray,
     value_b: np.ndarray,
-    group_Q: np.ndarray,
+    about: pd.DataFrame,
     names: list[str],
-    chosen: np.ndarray,
-    stratum_Q: np.ndarray | None,
     seed: int,
+    *,
+    over: str | None = None,
 ) -> list[Row]:
-    group_Q = group_Q[chosen]
-    difference_QM = value_a[chosen] - value_b[chosen]
+    """One row a metric: of means over queries, or ``over`` categories or members of their means over queries."""
+    group_Q = index_of(about["group"].tolist())
+    stratum_Q = index_of(about["category"].tolist()) if over else None
+    difference_QM = value_a - value_b
     # a query counts for a metric only where both runs define it
     both = np.isfinite(difference_QM)
+
+    def means(value_QM: np.ndarray, **more: int) -> Bootstrap:
+        if over == "members":  # independent of each other, as everywhere in a suite
+            table = pd.DataFrame(value_QM, about.index, names).join(about)
+            return mean_of(list(member_bootstraps(table, names, seed=seed, **more).values()))
+        return cluster_bootstrap(value_QM, group_Q, stratum_Q=stratum_Q, seed=seed, **more)
+
     mean_a, mean_b = (
-        cluster_bootstrap(
-            np.where(both, value[chosen], np.nan), group_Q, stratum_Q=stratum_Q, num_resamples=1, seed=seed
-        ).estimate_M
-        for value in (value_a, value_b)
+        means(np.where(both, value, np.nan), num_resamples=1).estimate_M for value in (value_a, value_b)
     )
-    found = cluster_bootstrap(difference_QM, group_Q, stratum_Q=stratum_Q, seed=seed)
+    found = means(difference_QM)
     low_M, high_M = interval(found)
     p_M = sign_flip_p(difference_QM, group_Q, stratum_Q=stratum_Q, seed=seed)
     # d_z is a property of queries; a mean of categories has none
-    effect_M = effect_size(difference_QM) if stratum_Q is None else np.full(len(names), np.nan)
+    effect_M = effect_size(difference_QM) if over is None else np.full(len(names), np.nan)
     least_M = minimum_detectable(found.standard_error_M)
     return [
         Row(
@@ -200,7 +220,7 @@ def _slice(
             minimum_detectable=float(least_M[m]),
         )
         for m, name in enumerate(names)
-        if both[:, m].any()
+        if np.isfinite(found.estimate_M[m])  # nothing is a mean over members where one does not define it
     ]
 
 

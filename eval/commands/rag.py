@@ -499,7 +499,9 @@ def _together(options: RagOptions, dirs: Mapping[str, Path]) -> dict[str, Any]:
     average = "macro" if first.get("suite") else "micro"
     differences = []
     for a, b in itertools.combinations(dirs, 2):
-        slices = paired_tests(frames[b], frames[a].loc[frames[b].index], names, [], seed=options.seed)
+        theirs = frames[a].loc[frames[b].index]
+        suite = bool(first.get("suite"))
+        slices = paired_tests(frames[b], theirs, names, [], seed=options.seed, suite=suite)
         differences += [{"row": b, "over": a} | vars(one) for one in slices]
     pairs = []
     for a, b in itertools.combinations(options.judges, 2):

@@ -30,7 +30,7 @@ from eval.scoring.output_files import (
     statistics_settings,
     write_tables,
 )
-from eval.scoring.stats import NUM_RESAMPLES, Bootstrap, cluster_bootstrap, index_of, interval
+from eval.scoring.stats import NUM_RESAMPLES, Bootstrap, cluster_bootstrap, figures, index_of
 from rge.common.errors import UserError
 from rge.common.files import find_shipped, write_bytes
 
@@ -278,7 +278,7 @@ def suite_figures(
     """
     of_member = member_bootstraps(table, names, seed=seed)
 
-    def block(found: Bootstrap) -> dict[str, dict[str, float]]:
+    def block(found: Bootstrap) -> dict[str, dict[str, float | None]]:
         return _figures(names, found)
 
     everything = index_of(table["group"].tolist())
@@ -313,13 +313,9 @@ def member_bootstraps(
     return found
 
 
-def _figures(names: Sequence[str], found: Bootstrap) -> dict[str, dict[str, float]]:
-    low_M, high_M = interval(found, bounds=(0.0, 1.0))
-    return {
-        name: {"value": float(v), "low": float(low), "high": float(high)}
-        for name, v, low, high in zip(names, found.estimate_M, low_M, high_M, strict=True)
-        if v == v
-    }
+def _figures(names: Sequence[str], found: Bootstrap) -> dict[str, dict[str, float | None]]:
+    figures_M = figures(found, (0.0, 1.0))
+    return {name: one for name, one in zip(names, figures_M, strict=True) if one["value"] is not None}
 
 
 def _reported(results: Mapping[str, Mapping[str, Any]], columns: Sequence[str]) -> list[str]:
@@ -355,7 +351,10 @@ def mean_of(parts: Sequence[Bootstrap]) -> Bootstrap:
         estimate_M=estimates.mean(axis=0),
         draws_BM=np.mean([part.draws_BM for part in parts], axis=0),
         jackknife_GM=np.concatenate(jackknife),
-        num_groups_M=np.sum([part.num_groups_M for part in parts], axis=0),
+        # the only group of a part is never drawn otherwise
+        num_groups_M=np.sum(
+            [np.where(part.num_groups_M > 1, part.num_groups_M, 0) for part in parts], axis=0
+        ),
     )
 
 

@@ -26,13 +26,15 @@ from eval.scoring.metrics import is_answer_score, parse_name
 from eval.scoring.output_files import FORMAT, PER_QUERY, read_results, statistics_settings
 from eval.scoring.stats import (
     NUM_RESAMPLES,
+    OF_DIFFERENCES,
     POWER,
     Bootstrap,
     cluster_bootstrap,
     effect_size,
+    figures,
     holm,
+    in_words,
     index_of,
-    interval,
     minimum_detectable,
     sign_flip_p,
 )
@@ -68,6 +70,8 @@ class Row:
 
     ``p_holm`` is p adjusted within the slice's family (the values of one column), None for the whole set.
     ``effect`` is None for a mean over categories or members, and where all queries differ by the same amount.
+    ``low`` and ``high`` are None where one group alone says nothing of others, ``minimum_detectable`` also where all
+    groups differ by the same amount.
     """
 
     slice: str
@@ -76,12 +80,12 @@ class Row:
     a: float
     b: float
     difference: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     p: float
     p_holm: float | None
     effect: float | None
-    minimum_detectable: float
+    minimum_detectable: float | None
 
 
 def compare(options: CompareOptions) -> list[Row]:
@@ -199,7 +203,7 @@ def _slice(
         means(np.where(both, value, np.nan), num_resamples=1).estimate_M for value in (value_a, value_b)
     )
     found = means(difference_QM)
-    low_M, high_M = interval(found)
+    figure_M = figures(found, OF_DIFFERENCES)
     p_M = sign_flip_p(difference_QM, group_Q, stratum_Q=stratum_Q, seed=seed)
     # d_z is a property of queries; a mean of categories has none
     effect_M = effect_size(difference_QM) if over is None else np.full(len(names), np.nan)
@@ -212,12 +216,12 @@ def _slice(
             a=float(mean_a[m]),
             b=float(mean_b[m]),
             difference=float(found.estimate_M[m]),
-            low=float(low_M[m]),
-            high=float(high_M[m]),
+            low=figure_M[m]["low"],
+            high=figure_M[m]["high"],
             p=float(p_M[m]),
             p_holm=None,
             effect=None if math.isnan(effect_M[m]) else float(effect_M[m]),
-            minimum_detectable=float(least_M[m]),
+            minimum_detectable=None if math.isnan(least_M[m]) else float(least_M[m]),
         )
         for m, name in enumerate(names)
         if np.isfinite(found.estimate_M[m])  # nothing is a mean over members where one does not define it
@@ -228,7 +232,8 @@ def plot(rows: list[Row], metric: str) -> str:
     """One metric's differences with their intervals as SVG, one line a slice."""
     line, left, right = 26, 190, 60
     width, height = 640, 58 + line * len(rows)
-    most = max([abs(x) for row in rows for x in (row.low, row.high)] + [1e-9])
+    shown = [x for row in rows for x in (row.low, row.difference, row.high) if x is not None]
+    most = max([abs(x) for x in shown] + [1e-9])
     middle, unit = (left + width - right) / 2, (width - right - left) / 2 / most
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
@@ -238,7 +243,10 @@ def plot(rows: list[Row], metric: str) -> str:
     ]
     for index, row in enumerate(rows):
         y = 42 + line * index
-        low, at, high = (middle + unit * x for x in (row.low, row.difference, row.high))
+        # without an interval the line has no length
+        low, at, high = (
+            middle + unit * (row.difference if x is None else x) for x in (row.low, row.difference, row.high)
+        )
         parts.append(
             f'<text x="{left - 12}" y="{y + 4}" text-anchor="end">{escape(row.slice)} ({row.num_queries})</text>'
             f'<line x1="{low:.1f}" y1="{y}" x2="{high:.1f}" y2="{y}" stroke="#1f5fa8" stroke-width="2"/>'
@@ -356,11 +364,14 @@ def _table(
             "a": [f"{100 * row.a:.2f}" for row in rows],
             "b": [f"{100 * row.b:.2f}" for row in rows],
             "a - b": [f"{100 * row.difference:+.2f}" for row in rows],
-            "interval": [f"[{100 * row.low:+.2f}, {100 * row.high:+.2f}]" for row in rows],
+            "interval": [in_words(row.low, row.high, "+.2f") for row in rows],
             "p": [f"{row.p:.4f}" for row in rows],
             "p Holm": ["" if row.p_holm is None else f"{row.p_holm:.4f}" for row in rows],
             "effect": ["" if row.effect is None else f"{row.effect:+.2f}" for row in rows],
-            "detectable": [f"{100 * row.minimum_detectable:.2f}" for row in rows],
+            "detectable": [
+                "–" if row.minimum_detectable is None else f"{100 * row.minimum_detectable:.2f}"
+                for row in rows
+            ],
         }
     )
     return "\n".join([*head, frame.to_string(index=False)])

@@ -58,7 +58,7 @@ from eval.scoring.output_files import (
     statistics_settings,
     write_tables,
 )
-from eval.scoring.stats import NUM_RESAMPLES
+from eval.scoring.stats import NUM_RESAMPLES, in_words
 from eval.scoring.trec import read_run
 from eval.sets.retrieval_set import RetrievalSet, load_set, reference_answers, with_readable_content
 from rge.calls.model_config import ModelConfig
@@ -537,8 +537,8 @@ def table(content: Mapping[str, Any]) -> str:
     """Rows, differences and agreement for the terminal, in points of 100."""
     names = content["metrics"]
 
-    def words(figure: Mapping[str, float]) -> str:
-        return f"{100 * figure['value']:.1f} [{100 * figure['low']:.1f}, {100 * figure['high']:.1f}]"
+    def words(figure: Mapping[str, Any]) -> str:
+        return f"{100 * figure['value']:.1f} {in_words(figure['low'], figure['high'])}"
 
     frame = pd.DataFrame(
         {name: [words(row[name]) for row in content["rows"].values()] for name in names},

@@ -10,7 +10,7 @@ import pandas as pd
 from eval.pages.evaluations import Evaluation, Figure, check_finite
 from eval.pages.wording import percent, slice_label, slice_order
 from eval.scoring.metrics import judge, metric_words, random_floor
-from eval.scoring.stats import cluster_bootstrap, index_of, interval
+from eval.scoring.stats import OF_DIFFERENCES, cluster_bootstrap, figures, index_of
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
 
@@ -169,9 +169,8 @@ def _gains(
             chosen = difference[rows_Q]
             group_Q = index_of(main.per_query.loc[chosen.index, "group"].tolist())
             found = cluster_bootstrap(chosen.to_numpy(np.float64)[:, None], group_Q)
-            low_M, high_M = interval(found)
-            bounds = [float(x[0]) for x in (found.estimate_M, low_M, high_M)]
-            cells.append(Cell(Figure(*bounds) if np.isfinite(bounds).all() else None, where=where))
+            value, low, high = figures(found, OF_DIFFERENCES)[0].values()
+            cells.append(Cell(None if value is None else Figure(value, low, high), where=where))
         rows.append(Row(f"Gain over {one.label}", "", cells))
     return rows
 

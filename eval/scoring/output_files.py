@@ -7,7 +7,6 @@
 """
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from eval.scoring import stats
 from eval.scoring.metrics import (
     Judged,
     compute,
@@ -29,7 +29,7 @@ from eval.scoring.metrics import (
     tied_order,
 )
 from eval.scoring.search import Ranking
-from eval.scoring.stats import LEVEL, NUM_RESAMPLES, cluster_bootstrap, index_of, interval
+from eval.scoring.stats import LEVEL, NUM_RESAMPLES, cluster_bootstrap, in_words, index_of
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
 from rge.common.files import write_bytes
@@ -154,12 +154,12 @@ def figures(
     """Micro, macro, per category and per ``report_by`` column, each with a 95 % interval; ties and random floor.
 
     Micro is the mean over queries, macro the mean over categories of their means. Groups are resampled, see
-    `eval.scoring.stats`. A metric that is defined for no query of a slice is left out of it.
+    `eval.scoring.stats`; one group alone has no interval. A metric that is defined for no query of a slice is left out of it.
     """
     group_Q = index_of(wanted.columns["group"])
     category_Q = index_of(wanted.columns["category"])
 
-    def block(chosen: np.ndarray, stratum_Q: np.ndarray | None = None) -> dict[str, dict[str, float]]:
+    def block(chosen: np.ndarray, stratum_Q: np.ndarray | None = None) -> dict[str, dict[str, float | None]]:
         found = cluster_bootstrap(
             scored.value_QM[chosen],
             group_Q[chosen],
@@ -167,12 +167,11 @@ def figures(
             num_resamples=num_resamples,
             seed=seed,
         )
-        low_M, high_M = interval(found, bounds=(0.0, 1.0))
-        columns = zip(scored.names, found.estimate_M.tolist(), low_M.tolist(), high_M.tolist(), strict=True)
+        figures_M = stats.figures(found, (0.0, 1.0))
         return {
-            name: {"value": value, "low": low, "high": high}
-            for name, value, low, high in columns
-            if value == value
+            name: figure
+            for name, figure in zip(scored.names, figures_M, strict=True)
+            if figure["value"] is not None
         }
 
     everything = np.arange(len(wanted.queries))
@@ -351,12 +350,11 @@ def summary(
     return frame.to_string()
 
 
-def _percent(figure: dict[str, float] | None) -> str:
+def _percent(figure: dict[str, Any] | None) -> str:
     if figure is None:
         return ""
-    if figure.get("low") is None or math.isnan(figure["low"]):
-        return f"{100 * figure['value']:.2f}"
-    return f"{100 * figure['value']:.2f} [{100 * figure['low']:.2f}, {100 * figure['high']:.2f}]"
+    value = f"{100 * figure['value']:.2f}"
+    return f"{value} {in_words(figure['low'], figure['high'], '.2f')}" if "low" in figure else value
 
 
 def _head(x_QW: np.ndarray, ranking: Ranking) -> list[list[Any]]:

@@ -199,7 +199,17 @@ def aggregate(
         json.dumps(sorted((name, one["set"]["fingerprint"]) for name, one in results.items())).encode()
     ).hexdigest()
     identity = {"set.fingerprint": fingerprint, "checkpoint_hash": first.get("checkpoint_hash")}
-    identity |= {"query_mode": first.get("query_mode"), "query_modality": first.get("query_modality")}
+    decides = (
+        "query_mode",
+        "query_modality",
+        "candidate_mode",
+        "benchmark",
+        "profile",
+        "dtype",
+        "embedding_dims",
+    )
+    identity |= {key: first[key] for key in (*decides, "depth", "seed", "tag") if key in first}
+    identity["set.limit"] = first["set"].get("limit")
     check_out(out, identity, overwrite=overwrite)
 
     frames = []

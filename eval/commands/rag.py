@@ -250,7 +250,7 @@ def _one(
             "set.content": wanted.content,
             "set.limit": options.limit,
         }
-        identity |= {f"rag.{key}": about[key] for key in ("answerer", "judges", "top_n", "document_chars")}
+        identity |= {f"rag.{key}": about[key] for key in about if key != "prompts"} | {"seed": options.seed}
         check_out(
             out / row.name,
             identity | {"rag.of": str(row.of) if row.of else None},

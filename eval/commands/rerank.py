@@ -84,7 +84,7 @@ class RerankOptions(PluginOptions):
     seed: int = 0
     """Seed of the resampling."""
     overwrite: bool = False
-    """Replace the output of another ranking."""
+    """Replace the output of another ranking or judge."""
 
 
 @dataclass(frozen=True)
@@ -196,15 +196,22 @@ def _one(
     read = read_run(options.of / RUN, wanted)
     identity = {
         "set.fingerprint": wanted.fingerprint,
+        "set.content": wanted.content,
+        "set.limit": limit,
+        "benchmark": protocol.benchmark,
+        "profile": protocol.profile,
         "rerank.of": str(options.of),
         "rerank.top_n": options.top_n,
+        "rerank.ask": options.ask,
+        "rerank.mix": options.mix,
+        "seed": options.seed,
+        # the ranking at of= may have been made anew
+        **{key: old.get(key) for key in ("checkpoint_hash", "run_hash", "query_mode", "query_modality")},
+        "depth": read.ranking.depth,
     }
-    if (
-        options.ask != "yes_no" or options.mix is not None
-    ):  # evaluations of before these were options do not name them
-        identity |= {"rerank.ask": options.ask, "rerank.mix": options.mix}
     check_out(options.out, identity, overwrite=options.overwrite)
     asked = judge()
+    check_out(options.out, {"rerank.judge": asked.name}, overwrite=options.overwrite)
     chunk = 8 * options.batch_size
     queries: list[Item] | None = None
     question = QUESTION

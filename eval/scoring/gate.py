@@ -10,6 +10,7 @@ Shape suffixes: Q = queries, W = width of a ranking.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,7 @@ def gate_for(margin_Q: np.ndarray, share: float, *, above: bool = False) -> Gate
 
 def large_minus_small(
     margin_Q: np.ndarray, gain_Q: np.ndarray, group_Q: np.ndarray, *, seed: int
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """How much more queries with large margins gain from a rationale than those with small ones.
 
     Args:

@@ -28,7 +28,7 @@ from eval.scoring.metrics import (
     random_floor,
     tied_order,
 )
-from eval.scoring.search import Ranking
+from eval.scoring.search import DEPTH, Ranking
 from eval.scoring.stats import LEVEL, NUM_RESAMPLES, cluster_bootstrap, in_words, index_of
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
@@ -42,6 +42,8 @@ NUM_TOP = 10
 SELF_RANKS = (1, 20)
 PLACES = ("out", "cache", "overwrite", "report")
 """Options of a command that decide nothing about its figures."""
+UNSAID = {"benchmark": "generic", "profile": "clean", "seed": 0, "depth": DEPTH, "rerank.ask": "yes_no"}
+"""What results stand for that were written before they named it; null for other keys."""
 MADE_WITH = (
     "instructions",
     "verbatim",
@@ -264,7 +266,7 @@ def check_out(out: Path, identity: dict[str, Any], *, overwrite: bool) -> None:
 
     Args:
         out: an output directory; need not exist.
-        identity: dotted keys of results.json and the values they will have.
+        identity: dotted keys of results.json that decide figures, and the values they will have.
         overwrite: replace it anyway.
 
     Raises:
@@ -276,12 +278,17 @@ def check_out(out: Path, identity: dict[str, Any], *, overwrite: bool) -> None:
     if overwrite or not path.exists():
         return
     old = read_results(out)
-    for key, new in identity.items():
+    unsaid = object()
+    for key, new in json.loads(json.dumps(identity, default=str)).items():
         value: Any = old
         for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        if value is None and key == "set.content" and "identity" not in old:
+            value = value.get(part, unsaid) if isinstance(value, dict) else unsaid
+        if value is unsaid and key.startswith(("identity.", "dtype", "exact")):
             continue  # written before results said it
+        if value is unsaid:
+            value = UNSAID.get(key)
+        if value is None and key == "set.content" and "identity" not in old:
+            continue
         if value != new:
             raise UserError(
                 f"{out} already holds an evaluation with {key} = {value!r}, this one has {new!r}: "

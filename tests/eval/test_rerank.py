@@ -333,6 +333,11 @@ def test_the_command_reranks_a_finished_evaluation(tmp_path, monkeypatch):
     assert after["query_mode"] == "reasoning"
     with pytest.raises(UserError, match="already holds an evaluation with rerank.top_n = 60"):
         rerank_command(RerankOptions(**options, top_n=5))
+    other = Knows({})
+    other.name = other.name | {"judge": "another"}
+    monkeypatch.setattr(module, "load_judge", lambda *_, **__: other)
+    with pytest.raises(UserError, match="already holds an evaluation with rerank.judge = .*'another'"):
+        rerank_command(RerankOptions(**options, top_n=60))
     rerank_command(RerankOptions(**options, top_n=1, overwrite=True))
     assert json.loads((tmp_path / "judged" / "results.json").read_text())["micro"] == before["micro"]
     content["qrels"]["score"][0] = 9

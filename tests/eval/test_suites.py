@@ -218,6 +218,10 @@ def test_bm25_ranks_every_member(suite, tmp_path, capsys):
     assert table.at["south/q01", "top10"].tolist() == ["c008"]  # the only text with word8
     with pytest.raises(UserError, match="already holds an evaluation with tag = 'bm25-lucene'"):
         bm25(Bm25Options(set=suite, out=tmp_path / "out", method="robertson"))
+    for key, value in (("k1", 1.2), ("b", 0.75), ("stopwords", "null")):
+        with pytest.raises(UserError, match=rf"already holds an evaluation with settings.{key} = "):
+            bm25(Bm25Options(set=suite, out=tmp_path / "out", **{key: value}))
+    assert bm25(Bm25Options(set=suite, out=tmp_path / "out")) == out
 
 
 @pytest.mark.parametrize(("stopwords", "found"), [("en", False), ("null", True)])

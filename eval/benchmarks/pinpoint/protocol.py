@@ -169,7 +169,7 @@ def over_groups(
     seed: int,
     of: Callable[..., Any] = np.ptp,
     least: int = 2,
-) -> dict[str, float] | None:
+) -> dict[str, float | None] | None:
     """Mean over paraphrase groups of something about their values, by default how far they lie apart; with an interval.
 
     Args:
@@ -203,7 +203,7 @@ def _num_groups(same: Sequence[str], kept_Q: np.ndarray) -> int:
 
 def _ratio(
     part_Q: np.ndarray, whole_Q: np.ndarray, group_Q: np.ndarray, *, seed: int
-) -> dict[str, float] | None:
+) -> dict[str, float | None] | None:
     """Ratio of two means with a percentile interval; None where the second mean is 0. One group has no interval."""
     found = cluster_bootstrap(np.stack([part_Q, whole_Q], axis=1), group_Q, seed=seed)
     if not found.estimate_M[1] > 0:

@@ -140,7 +140,13 @@ def random_floors(main: Evaluation, loaded: RetrievalSet, metric: str) -> np.nda
         return None
     check_finite(value, f"{main.directory}/results.json: random.{metric}")
     nothing = np.full((len(loaded.queries), 1), -1)
-    judged = judge(nothing, loaded.positives, loaded.negatives, num_candidates=len(loaded.corpus_ids))
+    judged = judge(
+        nothing,
+        loaded.positives,
+        loaded.negatives,
+        num_candidates=len(loaded.corpus_ids),
+        num_missing_Q=loaded.num_missing_Q,
+    )
     depth = int(main.results.get("depth") or len(loaded.corpus_ids))
     floors = pd.Series(random_floor(metric, judged, loaded.pool_sizes(), depth=depth), loaded.query_ids)
     return floors.reindex(main.per_query.index).to_numpy()

@@ -27,6 +27,8 @@ from eval.commands.run import RunOptions, run
 from eval.commands.score import ScoreOptions, score
 from eval.pages.evaluations import read_evaluation
 from eval.pages.provenance import provenance_of
+from eval.pages.report import write_report
+from eval.pages.tables import random_floors
 from eval.scoring import evaluation
 from eval.scoring.metrics import names_of
 from eval.scoring.output_files import means
@@ -614,3 +616,24 @@ def test_an_oracle_finds_everything(tmp_path):
     assert results["micro"]["hit@1"]["low"] == pytest.approx(0.025 ** (1 / 15))  # 15 groups
     table = per_query_of(tmp_path / "out")
     assert [top[0] for top in table["top10"]] == [best[query][1] for query in table.index]
+
+
+def test_a_page_of_queries_whose_positives_are_missing(tmp_path):
+    """One query has lost all of its positives and one some: the page comes, and its floors are those of results.json."""
+    content = tables(8, 60)
+    kept = [row for row, query in enumerate(content["qrels"]["query-id"]) if query != "q05"]
+    content["qrels"] = {key: [values[row] for row in kept] for key, values in content["qrels"].items()}
+    content["queries"]["num_missing_positives"] = [2 if number in (1, 5) else 0 for number in range(8)]
+    data = write_tables(tmp_path / "set", content, {"report_by": ["pair"]})
+    (out,) = run(options(data, tmp_path / "out", report=True), loader(FakeEncoder()))
+    assert (out / "report.html").exists()
+    results = results_of(out)
+    loaded = load_set(data)
+    for metric in ("recall@10", "map@10", "mrr"):
+        floor_Q = random_floors(read_evaluation(out), loaded, metric)
+        assert floor_Q.mean() == pytest.approx(results["random"][metric])
+        assert floor_Q[5] == 0.0
+    floor_Q = random_floors(read_evaluation(out), loaded, "recall@10")
+    found = len(loaded.positives[1][0])
+    assert floor_Q[1] == pytest.approx(10 / 60 * found / (found + 2))
+    write_report([out], tmp_path / "again.html", metric="recall@10")

@@ -117,7 +117,7 @@ class Pinpoint(Protocol):
         }
         if self.profile == "official":
             value = means(scored.names, scored.value_QM)
-            found: dict[str, float] = {}
+            found: dict[str, float | None] = {}
             for k in CUTS:
                 found[f"mAP@{k}"] = value[f"map_capped@{k}"]
                 found[f"mAP@{k}_noNeg"] = value[f"map_capped@{k}"] + value[f"delta_map_capped@{k}"]

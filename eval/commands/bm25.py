@@ -85,7 +85,11 @@ def bm25(options: Bm25Options) -> Path:
     wanted, unread = with_readable_content(protocol.prepare(wanted))
     tag = f"bm25-{options.method}" + (f"-{options.rewrite}" if options.rewrite else "")
     settings = {key: getattr(options, key) for key in ("method", "k1", "b", "stopwords")}
-    identity = {"set.fingerprint": wanted.fingerprint, "set.content": wanted.content, "tag": tag}
+    identity: dict[str, Any] = {
+        "set.fingerprint": wanted.fingerprint,
+        "set.content": wanted.content,
+        "tag": tag,
+    }
     identity |= {"benchmark": protocol.benchmark, "profile": protocol.profile}
     identity |= {f"settings.{key}": value for key, value in settings.items()}
     identity |= {"rewrite.model": options.rewriter_model, "depth": options.depth, "seed": options.seed}

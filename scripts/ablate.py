@@ -370,7 +370,9 @@ def collect(cells: list[Cell], values: list[str], options: Options) -> list[dict
             for metric, mean, per_seed in zip(metrics, means, seeds, strict=True):
                 row[metric] = {**mean, "seeds": per_seed}
             if value != values[0]:
-                differences = intervals(ours.mean(axis=0) - theirs.mean(axis=0), groups)
+                differences = intervals(
+                    ours.mean(axis=0) - theirs.mean(axis=0), groups, bounds=stats.OF_DIFFERENCES
+                )
                 for metric, difference in zip(metrics, differences, strict=True):
                     row[metric]["difference"] = difference
             rows.append(row)
@@ -389,14 +391,10 @@ def read_queries(folder: Path, metrics: Sequence[str]) -> pd.DataFrame:
 
 def intervals(
     value_QM: np.ndarray, group_Q: np.ndarray, bounds: tuple[float, float] | None = None
-) -> list[dict[str, float]]:
-    """Mean and 95 % interval over groups of queries, a metric each."""
-    bootstrap = stats.cluster_bootstrap(value_QM, group_Q)
-    low_M, high_M = stats.interval(bootstrap, bounds=bounds)
-    return [
-        {"mean": float(mean), "low": float(low), "high": float(high)}
-        for mean, low, high in zip(bootstrap.estimate_M, low_M, high_M, strict=True)
-    ]
+) -> list[dict[str, float | None]]:
+    """Mean and 95 % interval over groups of queries, a metric each; None where one group alone has none."""
+    found = stats.figures(stats.cluster_bootstrap(value_QM, group_Q), bounds)
+    return [{"mean": one["value"], "low": one["low"], "high": one["high"]} for one in found]
 
 
 def markdown(key: str, table: list[dict[str, Any]], metrics: Sequence[str]) -> str:
@@ -407,7 +405,7 @@ def markdown(key: str, table: list[dict[str, Any]], metrics: Sequence[str]) -> s
     lines = [header + " |", "|---|---|---|" + "---|" * len(metrics)]
     for row in table:
         cells = [
-            f"{100 * row[m]['mean']:.1f} [{100 * row[m]['low']:.1f}, {100 * row[m]['high']:.1f}] "
+            f"{100 * row[m]['mean']:.1f} {stats.in_words(row[m]['low'], row[m]['high'])} "
             f"({100 * min(row[m]['seeds']):.1f} to {100 * max(row[m]['seeds']):.1f})"
             for m in metrics
         ]
@@ -421,7 +419,7 @@ def markdown(key: str, table: list[dict[str, Any]], metrics: Sequence[str]) -> s
         lines += ["", f"| {key} | slice | " + " | ".join(metrics) + " |", "|---|---|" + "---|" * len(metrics)]
     for row in others:
         found = [row[m]["difference"] for m in metrics]
-        cells = [f"{100 * d['mean']:+.1f} [{100 * d['low']:.1f}, {100 * d['high']:.1f}]" for d in found]
+        cells = [f"{100 * d['mean']:+.1f} {stats.in_words(d['low'], d['high'])}" for d in found]
         lines.append(f"| {row['arm']} | {row['slice']} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -238,7 +238,9 @@ def measure(
     if not seeds or groups is None or not len(groups):
         return None
     value_SQ = np.stack(values)  # type: ignore[arg-type]
-    (found,) = intervals(value_SQ.mean(axis=0)[:, None], groups)
+    weights = contrast.weights.values()
+    bounds = (sum(w for w in weights if w < 0), sum(w for w in weights if w > 0))
+    (found,) = intervals(value_SQ.mean(axis=0)[:, None], groups, bounds)
     return found | {
         "seeds": value_SQ.mean(axis=1).round(4).tolist(),
         "queries": len(groups),
@@ -269,9 +271,7 @@ def table(
                 cells.append("not run")
                 continue
             sign = "+" if is_difference else ""
-            cells.append(
-                f"{100 * found['mean']:{sign}.1f} [{100 * found['low']:.1f}, {100 * found['high']:.1f}]"
-            )
+            cells.append(f"{100 * found['mean']:{sign}.1f} {stats.in_words(found['low'], found['high'])}")
             seeds = len(found["seeds"])
             rows.append({"row": contrast.name, "slice": title, "metric": metric, **found})
         if seeds:

@@ -286,7 +286,9 @@ def table(rows: dict[str, dict[str, dict[str, Any]]]) -> str:
 
     def cell(figure: dict[str, float]) -> str:
         text = f"{100 * figure['value']:.1f}"
-        return f"{text} [{100 * figure['low']:.1f}, {100 * figure['high']:.1f}]" if "low" in figure else text
+        if figure.get("low") is None:
+            return text
+        return f"{text} [{100 * figure['low']:.1f}, {100 * figure['high']:.1f}]"
 
     lines = []
     for pair, title in PAIRS.items():

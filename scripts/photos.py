@@ -196,11 +196,8 @@ def line(label: str, rows: pd.DataFrame, less: pd.DataFrame | None) -> str:
     if less is not None:
         value_QM = value_QM - less.loc[rows.index, list(FIGURES)].to_numpy(float)
     bootstrap = stats.cluster_bootstrap(value_QM, stats.index_of(rows["group"].tolist()))
-    low_M, high_M = stats.interval(bootstrap, bounds=(0.0, 1.0) if less is None else None)
-    cells = (
-        f"{100 * value:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
-        for value, low, high in zip(bootstrap.estimate_M, low_M, high_M, strict=True)
-    )
+    found = stats.figures(bootstrap, (0.0, 1.0) if less is None else stats.OF_DIFFERENCES)
+    cells = (f"{100 * one['value']:.1f} {stats.in_words(one['low'], one['high'])}" for one in found)
     return f"{label:44s}" + "".join(f"{cell:>22s}" for cell in cells)
 
 

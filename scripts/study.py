@@ -29,6 +29,7 @@ from ablate import default_launcher, run
 from arms import Arm, Contrast, Study, measure, run_arm
 
 from data_prep.study.build import build
+from eval.scoring.stats import in_words
 from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.files import write_text
@@ -437,7 +438,7 @@ def rows_of(finding: Finding) -> list[Row]:
             rows.append(Row(claim.says, claim.paper, "", "not run yet", 0))
             continue
         sign = "+" if abs(sum(claim.contrast.weights.values())) < 1e-9 else ""
-        ours = f"{100 * found['mean']:{sign}.1f} [{100 * found['low']:.1f}, {100 * found['high']:.1f}]"
+        ours = f"{100 * found['mean']:{sign}.1f} {in_words(found['low'], found['high'])}"
         rows.append(
             Row(claim.says, claim.paper, ours, verdict(found, claim.sign), len(found["seeds"]), found)
         )
@@ -452,7 +453,7 @@ def verdict(found: dict[str, Any], sign: int) -> str:
     """What a difference says about the paper's; nothing, where it is asked for none."""
     if not sign:
         return ""
-    if found["low"] <= 0 <= found["high"]:
+    if found["low"] is None or found["low"] <= 0 <= found["high"]:
         return "no difference seen"
     return "found again" if (found["mean"] > 0) == (sign > 0) else "the opposite"
 

@@ -135,10 +135,10 @@ def moved(picture_B3HW: Tensor, zoom: float, right: float, down: float) -> Tenso
 def figures(things: np.ndarray, named: np.ndarray) -> dict[str, object]:
     """Per cent chosen and written right, each with its 95 % interval over things."""
     bootstrap = stats.cluster_bootstrap(named, stats.index_of([str(thing) for thing in things]))
-    low, high = stats.interval(bootstrap, bounds=(0.0, 1.0))
+    each = stats.figures(bootstrap, (0.0, 1.0))
     found: dict[str, object] = {"drawings": len(things)}
     for number, name in enumerate(("chosen", "written")):
-        found[name] = [round(100 * float(it[number]), 1) for it in (bootstrap.estimate_M, low, high)]
+        found[name] = [None if x is None else round(100 * x, 1) for x in each[number].values()]
     return found
 
 

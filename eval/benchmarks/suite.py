@@ -30,7 +30,7 @@ from eval.scoring.output_files import (
     statistics_settings,
     write_tables,
 )
-from eval.scoring.stats import NUM_RESAMPLES, Bootstrap, cluster_bootstrap, index_of, interval
+from eval.scoring.stats import NUM_RESAMPLES, Bootstrap, cluster_bootstrap, figures, index_of
 from rge.common.errors import UserError
 from rge.common.files import find_shipped, write_bytes
 
@@ -199,7 +199,17 @@ def aggregate(
         json.dumps(sorted((name, one["set"]["fingerprint"]) for name, one in results.items())).encode()
     ).hexdigest()
     identity = {"set.fingerprint": fingerprint, "checkpoint_hash": first.get("checkpoint_hash")}
-    identity |= {"query_mode": first.get("query_mode"), "query_modality": first.get("query_modality")}
+    decides = (
+        "query_mode",
+        "query_modality",
+        "candidate_mode",
+        "benchmark",
+        "profile",
+        "dtype",
+        "embedding_dims",
+    )
+    identity |= {key: first[key] for key in (*decides, "depth", "seed", "tag") if key in first}
+    identity["set.limit"] = first["set"].get("limit")
     check_out(out, identity, overwrite=overwrite)
 
     frames = []
@@ -278,7 +288,7 @@ def suite_figures(
     """
     of_member = member_bootstraps(table, names, seed=seed)
 
-    def block(found: Bootstrap) -> dict[str, dict[str, float]]:
+    def block(found: Bootstrap) -> dict[str, dict[str, float | None]]:
         return _figures(names, found)
 
     everything = index_of(table["group"].tolist())
@@ -292,29 +302,30 @@ def suite_figures(
     return out
 
 
-def member_bootstraps(table: pd.DataFrame, names: Sequence[str], *, seed: int) -> dict[str, Bootstrap]:
+def member_bootstraps(
+    table: pd.DataFrame, names: Sequence[str], *, seed: int, num_resamples: int = NUM_RESAMPLES
+) -> dict[str, Bootstrap]:
     """Each member's means, resampled within the member; `mean_of` them is the macro mean.
 
     Args:
         table: per-query values, or differences of two runs, with ``category`` (the member) and ``group``.
         names: columns to take the means of.
         seed: of the resampling.
+        num_resamples: B.
     """
     found = {}
     for number, (member, rows) in enumerate(table.groupby("category", sort=True)):
         values, group_Q = rows[list(names)].to_numpy(np.float64), index_of(rows["group"].tolist())
         # another seed each, or members of equal size would be resampled in step
-        found[str(member)] = cluster_bootstrap(values, group_Q, seed=seed + 1000 * number)
+        found[str(member)] = cluster_bootstrap(
+            values, group_Q, num_resamples=num_resamples, seed=seed + 1000 * number
+        )
     return found
 
 
-def _figures(names: Sequence[str], found: Bootstrap) -> dict[str, dict[str, float]]:
-    low_M, high_M = interval(found, bounds=(0.0, 1.0))
-    return {
-        name: {"value": float(v), "low": float(low), "high": float(high)}
-        for name, v, low, high in zip(names, found.estimate_M, low_M, high_M, strict=True)
-        if v == v
-    }
+def _figures(names: Sequence[str], found: Bootstrap) -> dict[str, dict[str, float | None]]:
+    figures_M = figures(found, (0.0, 1.0))
+    return {name: one for name, one in zip(names, figures_M, strict=True) if one["value"] is not None}
 
 
 def _reported(results: Mapping[str, Mapping[str, Any]], columns: Sequence[str]) -> list[str]:
@@ -350,7 +361,10 @@ def mean_of(parts: Sequence[Bootstrap]) -> Bootstrap:
         estimate_M=estimates.mean(axis=0),
         draws_BM=np.mean([part.draws_BM for part in parts], axis=0),
         jackknife_GM=np.concatenate(jackknife),
-        num_groups_M=np.sum([part.num_groups_M for part in parts], axis=0),
+        # the only group of a part is never drawn otherwise
+        num_groups_M=np.sum(
+            [np.where(part.num_groups_M > 1, part.num_groups_M, 0) for part in parts], axis=0
+        ),
     )
 
 

@@ -84,7 +84,15 @@ def bm25(options: Bm25Options) -> Path:
     protocol = protocol_for(options.benchmark, options.profile, wanted)
     wanted, unread = with_readable_content(protocol.prepare(wanted))
     tag = f"bm25-{options.method}" + (f"-{options.rewrite}" if options.rewrite else "")
-    identity = {"set.fingerprint": wanted.fingerprint, "set.content": wanted.content, "tag": tag}
+    settings = {key: getattr(options, key) for key in ("method", "k1", "b", "stopwords")}
+    identity: dict[str, Any] = {
+        "set.fingerprint": wanted.fingerprint,
+        "set.content": wanted.content,
+        "tag": tag,
+    }
+    identity |= {"benchmark": protocol.benchmark, "profile": protocol.profile}
+    identity |= {f"settings.{key}": value for key, value in settings.items()}
+    identity |= {"rewrite.model": options.rewriter_model, "depth": options.depth, "seed": options.seed}
     check_out(options.out, identity, overwrite=options.overwrite)
     cache = options.cache or options.out / ".cache"
     rewriter = load_rewriter(
@@ -96,7 +104,7 @@ def bm25(options: Bm25Options) -> Path:
     about = {
         "query_modality": "text",
         "model": {"name": "bm25", "adapter": "bm25s", "revision": None},
-        "settings": {key: getattr(options, key) for key in ("method", "k1", "b", "stopwords")},
+        "settings": settings,
         "rewrite": rewriter.about() if rewriter is not None else None,
         "tag": tag,
         "again": again("bm25", options),

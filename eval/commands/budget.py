@@ -55,7 +55,7 @@ from eval.scoring.fuse import max_score, mean_embedding, together
 from eval.scoring.gate import Gate, choose, gate_for, gated, large_minus_small, margin
 from eval.scoring.output_files import FORMAT, PER_QUERY, again, check_out, read_results
 from eval.scoring.search import Ranking
-from eval.scoring.stats import Bootstrap, cluster_bootstrap, index_of, interval
+from eval.scoring.stats import OF_DIFFERENCES, Bootstrap, cluster_bootstrap, figures, in_words, index_of
 from rge.calls.store import AnswerStore
 from rge.common.errors import UserError
 from rge.common.files import write_bytes
@@ -319,7 +319,7 @@ def _learned(directory: Path, session: Session, plan: _Plan) -> dict[float, Gate
     gain_Q = (reasoned[plan.metric].loc[direct.index] - direct[plan.metric]).to_numpy(np.float64)
     found = large_minus_small(margin_Q, gain_Q, _groups(direct), seed=session.options.seed)
     said = f"in {directory} queries with large margins gain {_signed(found)} points more than those with small ones"
-    if found["low"] <= 0 <= found["high"]:
+    if found["low"] is None or found["low"] <= 0 <= found["high"]:
         print(f"WARNING: no gate: {said}, which does not tell the direction", file=sys.stderr, flush=True)
         return {}
     print(f"gate: {said}")
@@ -333,8 +333,7 @@ def table(content: Mapping[str, Any]) -> str:
         {
             "": [row["name"] for row in content["points"]],
             f"{metric}, %": [
-                f"{100 * row['value']:.1f} [{100 * row['low']:.1f}, {100 * row['high']:.1f}]"
-                for row in content["points"]
+                f"{100 * row['value']:.1f} {in_words(row['low'], row['high'])}" for row in content["points"]
             ],
             "over direct": [_signed(row["gain"]) for row in content["points"]],
             "over random": [_signed(row.get("over_random")) for row in content["points"]],
@@ -345,10 +344,10 @@ def table(content: Mapping[str, Any]) -> str:
     return frame.to_string(index=False)
 
 
-def _signed(figure: Mapping[str, float] | None) -> str:
+def _signed(figure: Mapping[str, Any] | None) -> str:
     if figure is None:
         return ""
-    return f"{100 * figure['value']:+.1f} [{100 * figure['low']:+.1f}, {100 * figure['high']:+.1f}]"
+    return f"{100 * figure['value']:+.1f} {in_words(figure['low'], figure['high'], '+.1f')}"
 
 
 def _check(options: BudgetOptions) -> _Plan:
@@ -566,10 +565,9 @@ def _add_gains(
     """Add the paired gain over direct mode to each row; ``mean`` takes per-query differences."""
     direct, reasoned = values["direct"], values["reasoning"]["value"]
 
-    def figure(difference: pd.Series) -> dict[str, float]:
-        found = mean(direct.assign(value=difference))
-        low_M, high_M = interval(found)
-        return {"value": float(found.estimate_M[0]), "low": float(low_M[0]), "high": float(high_M[0])}
+    def figure(difference: pd.Series) -> dict[str, float | None]:
+        (found,) = figures(mean(direct.assign(value=difference)), OF_DIFFERENCES)
+        return found
 
     for row in rows:
         own = values[row["name"]]["value"]

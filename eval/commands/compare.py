@@ -4,8 +4,9 @@
 
 Differences are a - b. Each metric gets one test over all queries, one of the macro mean, and one for every category
 and every value of a ``report_by`` column; the tests of one column are a family, and their p values are also given
-adjusted by Holm's method. Beside p stands what it cannot say: the effect size, and the smallest difference that so many
-queries could have shown.
+adjusted by Holm's method. Of a suite, all of them but "all queries" and the members' own are means over members, as in its
+results.json. Beside p stands what it cannot say: the effect size, and the smallest difference that so many queries could have
+shown.
 """
 
 import json
@@ -19,17 +20,21 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from eval.benchmarks.suite import mean_of, member_bootstraps
 from eval.embedding.identity import OLD, differences, old_results, set_mismatch, versions
 from eval.scoring.metrics import is_answer_score, parse_name
 from eval.scoring.output_files import FORMAT, PER_QUERY, read_results, statistics_settings
 from eval.scoring.stats import (
     NUM_RESAMPLES,
+    OF_DIFFERENCES,
     POWER,
+    Bootstrap,
     cluster_bootstrap,
     effect_size,
+    figures,
     holm,
+    in_words,
     index_of,
-    interval,
     minimum_detectable,
     sign_flip_p,
 )
@@ -64,7 +69,9 @@ class Row:
     """One test: a slice of the queries and a metric. Differences are a - b, fractions of one.
 
     ``p_holm`` is p adjusted within the slice's family (the values of one column), None for the whole set.
-    ``effect`` is None for the macro mean, and where all queries differ by the same amount.
+    ``effect`` is None for a mean over categories or members, and where all queries differ by the same amount.
+    ``low`` and ``high`` are None where one group alone says nothing of others, ``minimum_detectable`` also where all
+    groups differ by the same amount.
     """
 
     slice: str
@@ -73,12 +80,12 @@ class Row:
     a: float
     b: float
     difference: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     p: float
     p_holm: float | None
     effect: float | None
-    minimum_detectable: float
+    minimum_detectable: float | None
 
 
 def compare(options: CompareOptions) -> list[Row]:
@@ -93,7 +100,8 @@ def compare(options: CompareOptions) -> list[Row]:
     frame_b = frame_b.loc[frame_a.index]
     names = _metrics(options, frame_a, frame_b)
     columns = [key.removeprefix("by_") for key in results_a if key.startswith("by_") and key in results_b]
-    rows = paired_tests(frame_a, frame_b, names, columns, seed=options.seed)
+    suite = bool(results_a.get("suite"))
+    rows = paired_tests(frame_a, frame_b, names, columns, seed=options.seed, suite=suite)
     notes = _notes(options, results_a, results_b)
     for note in notes:
         print(f"WARNING: {note}", file=sys.stderr, flush=True)
@@ -122,7 +130,13 @@ def compare(options: CompareOptions) -> list[Row]:
 
 
 def paired_tests(
-    frame_a: pd.DataFrame, frame_b: pd.DataFrame, names: list[str], columns: list[str], *, seed: int
+    frame_a: pd.DataFrame,
+    frame_b: pd.DataFrame,
+    names: list[str],
+    columns: list[str],
+    *,
+    seed: int,
+    suite: bool = False,
 ) -> list[Row]:
     """Every metric over all queries, as macro mean and on every slice.
 
@@ -132,14 +146,14 @@ def paired_tests(
         names: metrics.
         columns: each a family of slices.
         seed: of the resampling.
+        suite: categories are members of a suite, so that slices of other columns are means over members.
     """
     value_a, value_b = (frame[names].to_numpy(np.float64) for frame in (frame_a, frame_b))
-    group_Q = index_of(frame_a["group"].tolist())
-    category_Q = index_of(frame_a["category"].tolist())
-    everything = np.arange(len(frame_a))
-    rows = _slice("all queries", value_a, value_b, group_Q, names, everything, None, seed)
-    if len(set(category_Q.tolist())) > 1:
-        rows += _slice("macro", value_a, value_b, group_Q, names, everything, category_Q, seed)
+    about = frame_a[["group", "category"]]
+    over = "members" if suite else "categories"
+    rows = _slice("all queries", value_a, value_b, about, names, seed)
+    if about["category"].nunique() > 1:
+        rows += _slice("macro", value_a, value_b, about, names, seed, over=over)
     for column in columns:
         of_Q = frame_a[column].to_numpy(dtype=object)
         values = sorted(
@@ -147,10 +161,14 @@ def paired_tests(
         )  # a suite's member may not have it
         if len(values) < 2:
             continue
+        average = "members" if suite and column != "category" else None
         family: list[Row] = []
         for value in values:
-            chosen = np.flatnonzero(of_Q == value)
-            family += _slice(f"{column} {value}", value_a, value_b, group_Q, names, chosen, None, seed)
+            chosen = of_Q == value
+            label = f"{column} {value}"
+            family += _slice(
+                label, value_a[chosen], value_b[chosen], about[chosen], names, seed, over=average
+            )
         for name in names:
             own = [row for row in family if row.metric == name]
             adjusted = holm([row.p for row in own])
@@ -162,27 +180,33 @@ def _slice(
     label: str,
     value_a: np.ndarray,
     value_b: np.ndarray,
-    group_Q: np.ndarray,
+    about: pd.DataFrame,
     names: list[str],
-    chosen: np.ndarray,
-    stratum_Q: np.ndarray | None,
     seed: int,
+    *,
+    over: str | None = None,
 ) -> list[Row]:
-    group_Q = group_Q[chosen]
-    difference_QM = value_a[chosen] - value_b[chosen]
+    """One row a metric: of means over queries, or ``over`` categories or members of their means over queries."""
+    group_Q = index_of(about["group"].tolist())
+    stratum_Q = index_of(about["category"].tolist()) if over else None
+    difference_QM = value_a - value_b
     # a query counts for a metric only where both runs define it
     both = np.isfinite(difference_QM)
+
+    def means(value_QM: np.ndarray, **more: int) -> Bootstrap:
+        if over == "members":  # independent of each other, as everywhere in a suite
+            table = pd.DataFrame(value_QM, about.index, names).join(about)
+            return mean_of(list(member_bootstraps(table, names, seed=seed, **more).values()))
+        return cluster_bootstrap(value_QM, group_Q, stratum_Q=stratum_Q, seed=seed, **more)
+
     mean_a, mean_b = (
-        cluster_bootstrap(
-            np.where(both, value[chosen], np.nan), group_Q, stratum_Q=stratum_Q, num_resamples=1, seed=seed
-        ).estimate_M
-        for value in (value_a, value_b)
+        means(np.where(both, value, np.nan), num_resamples=1).estimate_M for value in (value_a, value_b)
     )
-    found = cluster_bootstrap(difference_QM, group_Q, stratum_Q=stratum_Q, seed=seed)
-    low_M, high_M = interval(found)
+    found = means(difference_QM)
+    figure_M = figures(found, OF_DIFFERENCES)
     p_M = sign_flip_p(difference_QM, group_Q, stratum_Q=stratum_Q, seed=seed)
     # d_z is a property of queries; a mean of categories has none
-    effect_M = effect_size(difference_QM) if stratum_Q is None else np.full(len(names), np.nan)
+    effect_M = effect_size(difference_QM) if over is None else np.full(len(names), np.nan)
     least_M = minimum_detectable(found.standard_error_M)
     return [
         Row(
@@ -192,15 +216,15 @@ def _slice(
             a=float(mean_a[m]),
             b=float(mean_b[m]),
             difference=float(found.estimate_M[m]),
-            low=float(low_M[m]),
-            high=float(high_M[m]),
+            low=figure_M[m]["low"],
+            high=figure_M[m]["high"],
             p=float(p_M[m]),
             p_holm=None,
             effect=None if math.isnan(effect_M[m]) else float(effect_M[m]),
-            minimum_detectable=float(least_M[m]),
+            minimum_detectable=None if math.isnan(least_M[m]) else float(least_M[m]),
         )
         for m, name in enumerate(names)
-        if both[:, m].any()
+        if np.isfinite(found.estimate_M[m])  # nothing is a mean over members where one does not define it
     ]
 
 
@@ -208,7 +232,8 @@ def plot(rows: list[Row], metric: str) -> str:
     """One metric's differences with their intervals as SVG, one line a slice."""
     line, left, right = 26, 190, 60
     width, height = 640, 58 + line * len(rows)
-    most = max([abs(x) for row in rows for x in (row.low, row.high)] + [1e-9])
+    shown = [x for row in rows for x in (row.low, row.difference, row.high) if x is not None]
+    most = max([abs(x) for x in shown] + [1e-9])
     middle, unit = (left + width - right) / 2, (width - right - left) / 2 / most
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
@@ -218,7 +243,10 @@ def plot(rows: list[Row], metric: str) -> str:
     ]
     for index, row in enumerate(rows):
         y = 42 + line * index
-        low, at, high = (middle + unit * x for x in (row.low, row.difference, row.high))
+        # without an interval the line has no length
+        low, at, high = (
+            middle + unit * (row.difference if x is None else x) for x in (row.low, row.difference, row.high)
+        )
         parts.append(
             f'<text x="{left - 12}" y="{y + 4}" text-anchor="end">{escape(row.slice)} ({row.num_queries})</text>'
             f'<line x1="{low:.1f}" y1="{y}" x2="{high:.1f}" y2="{y}" stroke="#1f5fa8" stroke-width="2"/>'
@@ -336,11 +364,14 @@ def _table(
             "a": [f"{100 * row.a:.2f}" for row in rows],
             "b": [f"{100 * row.b:.2f}" for row in rows],
             "a - b": [f"{100 * row.difference:+.2f}" for row in rows],
-            "interval": [f"[{100 * row.low:+.2f}, {100 * row.high:+.2f}]" for row in rows],
+            "interval": [in_words(row.low, row.high, "+.2f") for row in rows],
             "p": [f"{row.p:.4f}" for row in rows],
             "p Holm": ["" if row.p_holm is None else f"{row.p_holm:.4f}" for row in rows],
             "effect": ["" if row.effect is None else f"{row.effect:+.2f}" for row in rows],
-            "detectable": [f"{100 * row.minimum_detectable:.2f}" for row in rows],
+            "detectable": [
+                "–" if row.minimum_detectable is None else f"{100 * row.minimum_detectable:.2f}"
+                for row in rows
+            ],
         }
     )
     return "\n".join([*head, frame.to_string(index=False)])

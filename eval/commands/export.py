@@ -203,7 +203,9 @@ def with_evaluation(card: str, results: dict[str, Any]) -> str:
         {"metric": metric, **results["micro"][metric]} for metric in Protocol().headline
     ]
     rows = [
-        f"| {name} | {way} | {one['metric']} | {one['value']:.4f} [{one['low']:.4f}, {one['high']:.4f}] |"
+        f"| {name} | {way} | {one['metric']} | {one['value']:.4f} "
+        + ("–" if one["low"] is None else f"[{one['low']:.4f}, {one['high']:.4f}]")
+        + " |"
         for one in found
     ]
     notes = [f"* {name}, {way}: {warning}" for warning in results.get("warnings", [])]

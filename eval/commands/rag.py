@@ -58,7 +58,7 @@ from eval.scoring.output_files import (
     statistics_settings,
     write_tables,
 )
-from eval.scoring.stats import NUM_RESAMPLES
+from eval.scoring.stats import NUM_RESAMPLES, in_words
 from eval.scoring.trec import read_run
 from eval.sets.retrieval_set import RetrievalSet, load_set, reference_answers, with_readable_content
 from rge.calls.model_config import ModelConfig
@@ -250,7 +250,7 @@ def _one(
             "set.content": wanted.content,
             "set.limit": options.limit,
         }
-        identity |= {f"rag.{key}": about[key] for key in ("answerer", "judges", "top_n", "document_chars")}
+        identity |= {f"rag.{key}": about[key] for key in about if key != "prompts"} | {"seed": options.seed}
         check_out(
             out / row.name,
             identity | {"rag.of": str(row.of) if row.of else None},
@@ -499,7 +499,9 @@ def _together(options: RagOptions, dirs: Mapping[str, Path]) -> dict[str, Any]:
     average = "macro" if first.get("suite") else "micro"
     differences = []
     for a, b in itertools.combinations(dirs, 2):
-        slices = paired_tests(frames[b], frames[a].loc[frames[b].index], names, [], seed=options.seed)
+        theirs = frames[a].loc[frames[b].index]
+        suite = bool(first.get("suite"))
+        slices = paired_tests(frames[b], theirs, names, [], seed=options.seed, suite=suite)
         differences += [{"row": b, "over": a} | vars(one) for one in slices]
     pairs = []
     for a, b in itertools.combinations(options.judges, 2):
@@ -535,8 +537,8 @@ def table(content: Mapping[str, Any]) -> str:
     """Rows, differences and agreement for the terminal, in points of 100."""
     names = content["metrics"]
 
-    def words(figure: Mapping[str, float]) -> str:
-        return f"{100 * figure['value']:.1f} [{100 * figure['low']:.1f}, {100 * figure['high']:.1f}]"
+    def words(figure: Mapping[str, Any]) -> str:
+        return f"{100 * figure['value']:.1f} {in_words(figure['low'], figure['high'])}"
 
     frame = pd.DataFrame(
         {name: [words(row[name]) for row in content["rows"].values()] for name in names},

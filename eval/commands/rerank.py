@@ -12,7 +12,7 @@ model, trained by us or not, or a model behind an OpenAI-compatible endpoint. It
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from eval.embedding.fill_cache import Silent
 from eval.embedding.identity import set_mismatch
 from eval.embedding.processes import ALONE, Team, join
 from eval.judging.endpoint import is_address
-from eval.judging.judges import QUESTION, Judge, load_judge
+from eval.judging.judges import QUESTION, Judge, RemoteJudge, load_judge
 from eval.scoring.evaluation import write_evaluation
 from eval.scoring.output_files import PER_QUERY, RUN, again, check_out, read_results, set_figures, summary
 from eval.scoring.search import Ranking
@@ -40,7 +40,8 @@ from rge.common.schema import Item
 HELD_CANDIDATES = 4096
 """Candidates whose pictures are in memory while their contents are hashed."""
 MAX_UNANSWERED = 0.01
-"""Share of pairs that an endpoint may answer with neither word before its scores are held to be worthless."""
+"""Share of pairs that an endpoint may answer with neither word, or not at all, before its scores are held to be worthless;
+one pair is always allowed."""
 VERSION = 1
 """Of the wording; part of every key."""
 
@@ -84,7 +85,7 @@ class RerankOptions(PluginOptions):
     seed: int = 0
     """Seed of the resampling."""
     overwrite: bool = False
-    """Replace the output of another ranking."""
+    """Replace the output of another ranking or judge."""
 
 
 @dataclass(frozen=True)
@@ -196,15 +197,22 @@ def _one(
     read = read_run(options.of / RUN, wanted)
     identity = {
         "set.fingerprint": wanted.fingerprint,
+        "set.content": wanted.content,
+        "set.limit": limit,
+        "benchmark": protocol.benchmark,
+        "profile": protocol.profile,
         "rerank.of": str(options.of),
         "rerank.top_n": options.top_n,
+        "rerank.ask": options.ask,
+        "rerank.mix": options.mix,
+        "seed": options.seed,
+        # the ranking at of= may have been made anew
+        **{key: old.get(key) for key in ("checkpoint_hash", "run_hash", "query_mode", "query_modality")},
+        "depth": read.ranking.depth,
     }
-    if (
-        options.ask != "yes_no" or options.mix is not None
-    ):  # evaluations of before these were options do not name them
-        identity |= {"rerank.ask": options.ask, "rerank.mix": options.mix}
     check_out(options.out, identity, overwrite=options.overwrite)
     asked = judge()
+    check_out(options.out, {"rerank.judge": asked.name}, overwrite=options.overwrite)
     chunk = 8 * options.batch_size
     queries: list[Item] | None = None
     question = QUESTION
@@ -302,7 +310,8 @@ def rerank(
     """Score the best ``top_n`` candidates of every query and reorder them.
 
     The pairs that have no score yet are shared out in chunks, in the order in which candidates lie in their file. After
-    every round of one chunk a process the first process keeps what all have scored, so a kill costs a round.
+    every round of one chunk a process the first process keeps what all have scored, so a kill costs a round; what it asked an
+    endpoint itself it keeps as it comes.
 
     Args:
         wanted: the retrieval set.
@@ -350,7 +359,11 @@ def rerank(
                 items = next(shown)
                 pairs = [(asked[todo[key][0]], items[todo[key][1]]) for key in mine[number]]
                 began = time.perf_counter()
-                scores = judge.score(pairs)
+                if isinstance(judge, RemoteJudge) and team.is_first:
+                    keep = partial(_keep_paid, _opened(answers), mine[number], began)
+                    scores = judge.score(pairs, keep)
+                else:
+                    scores = judge.score(pairs)
                 ms = (time.perf_counter() - began) * 1000 / len(pairs)
                 new = {key: [score, ms] for key, score in zip(mine[number], scores, strict=True)}
             for found in team.gather(new):
@@ -359,16 +372,23 @@ def rerank(
                 known |= found
                 bar.update(len(found))
     unanswered = sum(known[key][0] is None for key in keys)
-    if unanswered > MAX_UNANSWERED * len(keys):
+    if unanswered > max(1, MAX_UNANSWERED * len(keys)):
         raise UserError(
             f"{unanswered} of {len(keys)} pairs were answered with neither {' nor '.join(judge.name['words'])}: name the "
-            "words that the judge uses (yes=, no=), or take another judge"
+            "words that the judge uses (yes=, no=), or take another judge; one that refuses so many is none"
         )
     score_QN = np.full(head_QN.shape, -np.inf)
     ms_QN = np.zeros(head_QN.shape)
     score_QN[query_P, place_P] = [-1.0 if known[key][0] is None else known[key][0] for key in keys]
     ms_QN[query_P, place_P] = [known[key][1] for key in keys]
     return Judged(reorder(ranking, score_QN, mix), len(keys), unanswered, ms_QN.sum(axis=1))
+
+
+def _keep_paid(
+    answers: AnswerStore, keys: Sequence[str], began: float, place: int, score: float | None
+) -> None:
+    """Keep a score before its chunk is done; the chunk's mean time takes the place of this one."""
+    answers.put_values({keys[place]: [score, (time.perf_counter() - began) * 1000]})
 
 
 def reorder(ranking: Ranking, score_QN: np.ndarray, mix: float | None = None) -> Ranking:

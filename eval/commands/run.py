@@ -22,7 +22,7 @@ from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import is_suite, run_members
 from eval.commands.audit import Audit, audit_training, training_files
 from eval.embedding.fill_cache import Embeds, Mode, mean_cosine
-from eval.embedding.identity import code_hash
+from eval.embedding.identity import code_hash, identity_of
 from eval.embedding.processes import Team, join
 from eval.embedding.rewrite import PROMPTS, load_rewriter, rewritten
 from eval.embedding.set_embeddings import Embeddings, contents_of, is_sampled
@@ -123,7 +123,7 @@ class RunOptions(PluginOptions):
     report: bool = True
     """Whether to write report.html."""
     overwrite: bool = False
-    """Replace the output of another checkpoint or set."""
+    """Replace the output of another checkpoint or set, or of the same asked in another way."""
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,8 @@ def start(
     for warning in warnings if team.is_first else ():
         print(f"WARNING: {warning}", file=sys.stderr, flush=True)
     for one in conditions:
-        check_out(one.out, _identity(options, wanted, encoder, one), overwrite=options.overwrite)
+        identity = _identity(options, wanted, protocol, encoder, one)
+        check_out(one.out, identity, overwrite=options.overwrite)
     embeddings = Embeddings(
         encoder, wanted, contents, root, options.batch_size, options.memory_mb, team, options.embedding_dims
     )
@@ -459,11 +460,17 @@ def _model(options: RunOptions) -> str:
 
 
 def _identity(
-    options: RunOptions, wanted: RetrievalSet, encoder: Embeds, condition: Condition
+    options: RunOptions, wanted: RetrievalSet, protocol: Protocol, encoder: Embeds, condition: Condition
 ) -> dict[str, Any]:
+    """What decides the figures, but for versions, the device and the batch size; see `check_out`."""
+    measured = _measured_with(options, wanted, encoder, condition)
+    parts = identity_of(measured)
     return {
         "set.fingerprint": wanted.fingerprint,
         "set.content": wanted.content,
+        "set.limit": options.limit,
+        "benchmark": protocol.benchmark,
+        "profile": protocol.profile,
         "checkpoint_hash": encoder.checkpoint_hash,
         "prompts.profile": encoder.settings["profile"],
         "decoding": encoder.settings["generation"],
@@ -473,6 +480,11 @@ def _identity(
         "candidate_mode": options.candidate_mode,
         "rewrite.kind": options.rewrite,
         "rewrite.model": options.rewriter_model,
+        **{key: measured[key] for key in ("depth", "dtype", "exact")},
+        "seed": options.seed,
+        "identity.prompts": parts["prompts"],
+        "identity.pixels": parts["pixels"],
+        "identity.embedder.settings": parts["embedder"]["settings"],
     }
 
 

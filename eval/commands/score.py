@@ -69,11 +69,16 @@ def score(options: ScoreOptions) -> Path:
             + ("leaves them out, as the released code does," if protocol.skips_missing else "scores them 0")
             + " and reports the coverage"
         )
+    run_hash = hashlib.sha256(options.run.read_bytes()).hexdigest()
     identity = {
         "set.fingerprint": wanted.fingerprint,
         "set.content": wanted.content,
         "query_mode": None,
+        "benchmark": protocol.benchmark,
+        "profile": protocol.profile,
         "tag": read.tag,
+        "run_hash": run_hash,
+        "seed": options.seed,
     }
     check_out(options.out, identity, overwrite=options.overwrite)
     short = int((wanted.pool_sizes().clip(max=max(CUTOFFS)) > (read.ranking.rows_QW >= 0).sum(axis=1)).sum())
@@ -82,7 +87,7 @@ def score(options: ScoreOptions) -> Path:
         "num_short": short,
         "num_excluded_lines": read.num_excluded,
         "run": str(options.run),
-        "run_hash": hashlib.sha256(options.run.read_bytes()).hexdigest(),
+        "run_hash": run_hash,
         "tag": read.tag,
         "again": again("score", options),
         "warnings": [*wanted.meta.get("notes", []), *unread],

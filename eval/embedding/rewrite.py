@@ -80,19 +80,25 @@ def load_rewriter(
 def rewritten(wanted: RetrievalSet, rewriter: Rewriter) -> RetrievalSet:
     """The same set with longer queries; a query without pictures gets no caption.
 
+    What the model refuses, or answers with nothing, stays as it was; a note of the set counts it.
+
     Raises:
-        UserError: the endpoint gives no answer.
+        UserError: a call was lost, or the endpoint writes nothing at all.
     """
     added = additions(wanted.queries, rewriter)
     queries = [
         replace(query, text="\n".join(part for part in (query.text, more) if part))
         for query, more in zip(wanted.queries, added, strict=True)
     ]
-    return replace(wanted, queries=queries)
+    meta = wanted.meta
+    if empty := sum(more == "" for more in added):
+        note = f"rewrite={rewriter.kind} added nothing to {empty} of {len(queries)} queries (refused, rejected or empty)"
+        meta = {**meta, "notes": [*meta.get("notes", []), note]}
+    return replace(wanted, queries=queries, meta=meta)
 
 
 def additions(queries: Sequence[Item], rewriter: Rewriter) -> list[str | None]:
-    """What is appended to each query, asked for once and then kept; None for nothing."""
+    """What is appended to each query, asked for once and then kept; None where nothing was asked, "" where nothing came."""
     system, request = PROMPTS[rewriter.kind]
     about = rewriter.about()
     keys = {
@@ -115,5 +121,12 @@ def additions(queries: Sequence[Item], rewriter: Rewriter) -> list[str | None]:
             known[keys_todo[place]] = text
             bar.update()
 
-        rewriter.endpoint.write(prompts, system=system, max_tokens=MAX_TOKENS, on_text=keep)
+        texts = rewriter.endpoint.write(prompts, system=system, max_tokens=MAX_TOKENS, on_text=keep)
+        empty = {key: "" for key, text in zip(keys_todo, texts, strict=True) if not text}
+        if empty and not any(known.values()):
+            raise UserError(
+                f"{rewriter.endpoint.model} at {rewriter.endpoint.url} wrote nothing for any of {len(keys)} queries"
+            )
+        rewriter.answers.put_values(empty)
+        known |= empty
     return [known[keys[row]] if row in keys else None for row in range(len(queries))]

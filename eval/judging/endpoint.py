@@ -1,12 +1,13 @@
 """A vision-language model behind an OpenAI-compatible endpoint: texts, and yes or no as a probability.
 
-Calls are made by `rge.calls`: limited, retried, pictures without metadata. What cannot be had stops the run, and everything
-answered so far is kept by whoever asked (`rge.calls.store.AnswerStore`).
+Calls are made by `rge.calls`: limited, retried, pictures without metadata. A call that is lost stops the run, and everything
+answered so far is kept by whoever asked (`rge.calls.store.AnswerStore`). What is refused, rejected or empty would be so again:
+it counts as answered with nothing.
 """
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rge.calls.caller import Caller, Outcome
@@ -28,8 +29,8 @@ class Verdict:
     """An answer of yes or no.
 
     Attributes:
-        probability: of yes, among yes and no; None where neither is among the most likely tokens.
-        said: the token that was answered.
+        probability: of yes, among yes and no; None where neither is among the most likely tokens, or nothing was answered.
+        said: the token that was answered, or why none was.
     """
 
     probability: float | None
@@ -65,48 +66,77 @@ class Endpoint:
         system: str | None = None,
         on_text: Callable[[int, str], object] = lambda place, text: None,
     ) -> list[str]:
-        """Texts, greedily decoded.
+        """Texts, greedily decoded; empty where the model refuses, answers nothing, or the request is rejected.
 
         Args:
             prompts: texts and pictures of each.
             max_tokens: cap on each answer.
             system: instructions in front of each.
-            on_text: called with place and text as soon as one is there.
+            on_text: called with place and text as soon as one is there; not for empty ones.
 
         Raises:
-            UserError: one has no answer.
+            UserError: a call was lost; after all others.
         """
         requests = [Request(self.model, tuple(parts), system, max_tokens=max_tokens) for parts in prompts]
         texts = [""] * len(requests)
+        failed: dict[int, Outcome] = {}
 
         def take(place: int, outcome: Outcome) -> None:
-            reply = self._reply(outcome)
-            texts[place] = reply.text.strip()
-            if not texts[place]:
-                raise UserError(f"{self.model} at {self.url} answered nothing (stopped by {reply.stop!r})")
-            on_text(place, texts[place])
+            if outcome.failed:
+                failed[place] = outcome
+            elif outcome.reply is not None and (text := outcome.reply.text.strip()):
+                texts[place] = text
+                on_text(place, text)
 
         self._caller.run(requests, take)
+        self._check(failed, len(requests))
         return texts
 
-    def yes_or_no(self, prompts: Sequence[Sequence[Part]], *, yes: str, no: str) -> list[Verdict]:
+    def yes_or_no(
+        self,
+        prompts: Sequence[Sequence[Part]],
+        *,
+        yes: str,
+        no: str,
+        on_verdict: Callable[[int, Verdict], object] = lambda place, verdict: None,
+    ) -> list[Verdict]:
         """Sigmoid of the difference of two tokens' log probabilities.
 
         Tokens that differ in case or surrounding blanks only are added up. Where one of the two is not among the most
         likely tokens, the least likely one that is listed stands for it, which is an upper bound.
 
+        Args:
+            prompts: texts and pictures of each.
+            yes: word for a match.
+            no: word for none.
+            on_verdict: called with place and verdict as soon as one is there; of a request that the endpoint rejects at the
+                end, when it is known not to reject all.
+
         Raises:
-            UserError: one has no answer, or the endpoint gives no log probabilities.
+            UserError: a call was lost, after all others; or the endpoint gives no log probabilities.
         """
         requests = [
             Request(self.model, tuple(parts), max_tokens=1, top_logprobs=TOP_LOGPROBS) for parts in prompts
         ]
         verdicts: dict[int, Verdict] = {}
+        failed: dict[int, Outcome] = {}
 
         def take(place: int, outcome: Outcome) -> None:
-            verdicts[place] = self._verdict(self._reply(outcome), yes, no)
+            if outcome.failed:
+                failed[place] = outcome
+                return
+            said = str(outcome.error)
+            verdicts[place] = (
+                Verdict(None, said) if outcome.reply is None else self._verdict(outcome.reply, yes, no)
+            )
+            on_verdict(place, verdicts[place])
 
         self._caller.run(requests, take)
+        for place, outcome in failed.items():
+            if not outcome.lost:
+                verdicts[place] = Verdict(None, str(outcome.error))
+                on_verdict(place, verdicts[place])
+        self._check(failed, len(requests))
         return [verdicts[place] for place in range(len(requests))]
 
     def _verdict(self, reply: Reply, yes: str, no: str) -> Verdict:
@@ -125,13 +155,12 @@ class Endpoint:
         for_yes, for_no = (least if value is None else value for value in sums)
         return Verdict(1 / (1 + math.exp(min(for_no - for_yes, 700.0))), reply.first_token)
 
-    def _reply(self, outcome: Outcome) -> Reply:
-        if outcome.reply is None:
+    def _check(self, failed: Mapping[int, Outcome], num: int) -> None:
+        if lost := [outcome for outcome in failed.values() if outcome.lost]:
             raise UserError(
-                f"{self.model} at {self.url} gave no answer: {outcome.error}; what was answered is kept, the same command "
-                "continues"
+                f"{len(lost)} of {num} calls of {self.model} at {self.url} were lost, the first with: "
+                f"{lost[0].error}; what was answered is kept, the same command continues"
             )
-        return outcome.reply
 
 
 def picture(ref: ImageRef) -> Picture:

@@ -1,7 +1,7 @@
 """Judges: vision-language models that say whether a candidate answers a query, on this machine or behind an endpoint."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -122,8 +122,12 @@ class RemoteJudge:
         self._endpoint, self._words = endpoint, (yes, no)
         self.name = {"judge": endpoint.model, "words": [yes, no]}
 
-    def score(self, pairs: Sequence[tuple[Item, Item]]) -> list[float | None]:
-        """See `Judge`."""
+    def score(
+        self,
+        pairs: Sequence[tuple[Item, Item]],
+        on_score: Callable[[int, float | None], object] = lambda place, score: None,
+    ) -> list[float | None]:
+        """See `Judge`; ``on_score`` is called with place and score as soon as one is there."""
         yes, no = self._words
         prompts = []
         for query, candidate in pairs:
@@ -133,7 +137,10 @@ class RemoteJudge:
             parts += ["Candidate:", *(picture(ref) for ref in candidate.images)]
             parts += [candidate.text] if candidate.text else []
             prompts.append(parts)
-        return [one.probability for one in self._endpoint.yes_or_no(prompts, yes=yes, no=no)]
+        found = self._endpoint.yes_or_no(
+            prompts, yes=yes, no=no, on_verdict=lambda place, one: on_score(place, one.probability)
+        )
+        return [one.probability for one in found]
 
 
 def as_item(query: Item, candidate: Item, yes: str, no: str) -> Item:

@@ -108,8 +108,8 @@ class Mark:
         group: slice of the data; has its colour.
         panel: metric.
         mean: where the dot stands.
-        low: lower end of the interval.
-        high: upper end.
+        low: lower end of the interval; None without one.
+        high: upper end; None without one.
         seeds: the means of single seeds, drawn as rings.
     """
 
@@ -117,8 +117,8 @@ class Mark:
     group: str
     panel: str
     mean: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     seeds: Sequence[float] = ()
 
 
@@ -308,9 +308,10 @@ def interval_chart(marks: Sequence[Mark], *, title: str, percent: bool = True) -
     for panel in dict.fromkeys(mark.panel for mark in marks):
         shown = [mark for mark in marks if mark.panel == panel]
         rows = [
-            {"arm": m.arm, "group": m.group, "mean": scale * m.mean, "low": scale * m.low, "high": scale * m.high,
+            {"arm": m.arm, "group": m.group, "mean": scale * m.mean,
+             "low": scale * (m.mean if m.low is None else m.low), "high": scale * (m.mean if m.high is None else m.high),
              "words": f"{m.arm}, {m.group}, {panel}: {scale * m.mean:.1f}{unit} "
-                      f"[{scale * m.low:.1f}, {scale * m.high:.1f}]"}
+                      + ("–" if m.low is None or m.high is None else f"[{scale * m.low:.1f}, {scale * m.high:.1f}]")}
             for m in shown
         ]  # fmt: skip
         seeds = [{"arm": m.arm, "group": m.group, "seed": scale * seed} for m in shown for seed in m.seeds]

@@ -10,7 +10,7 @@ import pandas as pd
 from eval.pages.evaluations import Evaluation, Figure, check_finite
 from eval.pages.wording import percent, slice_label, slice_order
 from eval.scoring.metrics import judge, metric_words, random_floor
-from eval.scoring.stats import cluster_bootstrap, index_of, interval
+from eval.scoring.stats import OF_DIFFERENCES, cluster_bootstrap, figures, index_of
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
 
@@ -140,7 +140,13 @@ def random_floors(main: Evaluation, loaded: RetrievalSet, metric: str) -> np.nda
         return None
     check_finite(value, f"{main.directory}/results.json: random.{metric}")
     nothing = np.full((len(loaded.queries), 1), -1)
-    judged = judge(nothing, loaded.positives, loaded.negatives, num_candidates=len(loaded.corpus_ids))
+    judged = judge(
+        nothing,
+        loaded.positives,
+        loaded.negatives,
+        num_candidates=len(loaded.corpus_ids),
+        num_missing_Q=loaded.num_missing_Q,
+    )
     depth = int(main.results.get("depth") or len(loaded.corpus_ids))
     floors = pd.Series(random_floor(metric, judged, loaded.pool_sizes(), depth=depth), loaded.query_ids)
     return floors.reindex(main.per_query.index).to_numpy()
@@ -169,9 +175,8 @@ def _gains(
             chosen = difference[rows_Q]
             group_Q = index_of(main.per_query.loc[chosen.index, "group"].tolist())
             found = cluster_bootstrap(chosen.to_numpy(np.float64)[:, None], group_Q)
-            low_M, high_M = interval(found)
-            bounds = [float(x[0]) for x in (found.estimate_M, low_M, high_M)]
-            cells.append(Cell(Figure(*bounds) if np.isfinite(bounds).all() else None, where=where))
+            value, low, high = figures(found, OF_DIFFERENCES)[0].values()
+            cells.append(Cell(None if value is None else Figure(value, low, high), where=where))
         rows.append(Row(f"Gain over {one.label}", "", cells))
     return rows
 

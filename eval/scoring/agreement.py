@@ -47,8 +47,8 @@ def agreement(
     whole = sums_G6.sum(axis=0)[None]
     return {
         "num": len(a_N),
-        "kappa": _interval(_kappa(whole), _kappa(drawn_B6)),
-        "bias": _interval(_bias(whole), _bias(drawn_B6)),
+        "kappa": _interval(_kappa(whole), _kappa(drawn_B6), len(sums_G6)),
+        "bias": _interval(_bias(whole), _bias(drawn_B6), len(sums_G6)),
         "close": float((np.abs(a_N - b_N) <= CLOSE + 1e-9).mean()),
     }
 
@@ -64,9 +64,11 @@ def _bias(sums_B6: np.ndarray) -> np.ndarray:
     return (sums_B6[:, 1] - sums_B6[:, 2]) / sums_B6[:, 0]
 
 
-def _interval(value: np.ndarray, draws_B: np.ndarray) -> dict[str, float] | None:
+def _interval(value: np.ndarray, draws_B: np.ndarray, num_groups: int) -> dict[str, float | None] | None:
     draws_B = draws_B[np.isfinite(draws_B)]
     if not np.isfinite(value[0]) or not len(draws_B):
         return None
+    if num_groups < 2:
+        return {"value": float(value[0]), "low": None, "high": None}
     low, high = np.quantile(draws_B, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return {"value": float(value[0]), "low": float(low), "high": float(high)}

@@ -10,11 +10,12 @@ Shape suffixes: Q = queries, W = width of a ranking.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from eval.scoring.search import Ranking
-from eval.scoring.stats import cluster_bootstrap, interval
+from eval.scoring.stats import cluster_bootstrap, figures
 from rge.common.schema import Encoded
 
 
@@ -46,7 +47,7 @@ def gate_for(margin_Q: np.ndarray, share: float, *, above: bool = False) -> Gate
 
 def large_minus_small(
     margin_Q: np.ndarray, gain_Q: np.ndarray, group_Q: np.ndarray, *, seed: int
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """How much more queries with large margins gain from a rationale than those with small ones.
 
     Args:
@@ -56,18 +57,18 @@ def large_minus_small(
         seed: of the resampling.
 
     Returns:
-        ``value``, the mean gain above the median margin minus that below it, with ``low`` and ``high`` of its 95 % interval.
+        ``value``, the mean gain above the median margin minus that below it, with ``low`` and ``high`` of its 95 % interval,
+        None where nothing can be said of it.
     """
     known = np.isfinite(gain_Q)
     margin_Q, gain_Q, group_Q = margin_Q[known], gain_Q[known], group_Q[known]
     large_Q = margin_Q > np.median(margin_Q)
     share = large_Q.mean()
     if not 0 < share < 1:
-        return {"value": 0.0, "low": 0.0, "high": 0.0}
+        return {"value": 0.0, "low": None, "high": None}
     difference_Q = np.where(large_Q, gain_Q / share, -gain_Q / (1 - share))
-    found = cluster_bootstrap(difference_Q[:, None], group_Q, seed=seed)
-    low_M, high_M = interval(found)
-    return {"value": float(found.estimate_M[0]), "low": float(low_M[0]), "high": float(high_M[0])}
+    (found,) = figures(cluster_bootstrap(difference_Q[:, None], group_Q, seed=seed))
+    return found
 
 
 def margin(ranking: Ranking) -> np.ndarray:

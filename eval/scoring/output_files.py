@@ -7,7 +7,6 @@
 """
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from eval.scoring import stats
 from eval.scoring.metrics import (
     Judged,
     compute,
@@ -28,8 +28,8 @@ from eval.scoring.metrics import (
     random_floor,
     tied_order,
 )
-from eval.scoring.search import Ranking
-from eval.scoring.stats import LEVEL, NUM_RESAMPLES, cluster_bootstrap, index_of, interval
+from eval.scoring.search import DEPTH, Ranking
+from eval.scoring.stats import LEVEL, NUM_RESAMPLES, cluster_bootstrap, in_words, index_of
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
 from rge.common.files import write_bytes
@@ -42,6 +42,8 @@ NUM_TOP = 10
 SELF_RANKS = (1, 20)
 PLACES = ("out", "cache", "overwrite", "report")
 """Options of a command that decide nothing about its figures."""
+UNSAID = {"benchmark": "generic", "profile": "clean", "seed": 0, "depth": DEPTH, "rerank.ask": "yes_no"}
+"""What results stand for that were written before they named it; null for other keys."""
 MADE_WITH = (
     "instructions",
     "verbatim",
@@ -154,12 +156,12 @@ def figures(
     """Micro, macro, per category and per ``report_by`` column, each with a 95 % interval; ties and random floor.
 
     Micro is the mean over queries, macro the mean over categories of their means. Groups are resampled, see
-    `eval.scoring.stats`. A metric that is defined for no query of a slice is left out of it.
+    `eval.scoring.stats`; one group alone has no interval. A metric that is defined for no query of a slice is left out of it.
     """
     group_Q = index_of(wanted.columns["group"])
     category_Q = index_of(wanted.columns["category"])
 
-    def block(chosen: np.ndarray, stratum_Q: np.ndarray | None = None) -> dict[str, dict[str, float]]:
+    def block(chosen: np.ndarray, stratum_Q: np.ndarray | None = None) -> dict[str, dict[str, float | None]]:
         found = cluster_bootstrap(
             scored.value_QM[chosen],
             group_Q[chosen],
@@ -167,12 +169,11 @@ def figures(
             num_resamples=num_resamples,
             seed=seed,
         )
-        low_M, high_M = interval(found, bounds=(0.0, 1.0))
-        columns = zip(scored.names, found.estimate_M.tolist(), low_M.tolist(), high_M.tolist(), strict=True)
+        figures_M = stats.figures(found, (0.0, 1.0))
         return {
-            name: {"value": value, "low": low, "high": high}
-            for name, value, low, high in columns
-            if value == value
+            name: figure
+            for name, figure in zip(scored.names, figures_M, strict=True)
+            if figure["value"] is not None
         }
 
     everything = np.arange(len(wanted.queries))
@@ -265,7 +266,7 @@ def check_out(out: Path, identity: dict[str, Any], *, overwrite: bool) -> None:
 
     Args:
         out: an output directory; need not exist.
-        identity: dotted keys of results.json and the values they will have.
+        identity: dotted keys of results.json that decide figures, and the values they will have.
         overwrite: replace it anyway.
 
     Raises:
@@ -277,12 +278,17 @@ def check_out(out: Path, identity: dict[str, Any], *, overwrite: bool) -> None:
     if overwrite or not path.exists():
         return
     old = read_results(out)
-    for key, new in identity.items():
+    unsaid = object()
+    for key, new in json.loads(json.dumps(identity, default=str)).items():
         value: Any = old
         for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        if value is None and key == "set.content" and "identity" not in old:
+            value = value.get(part, unsaid) if isinstance(value, dict) else unsaid
+        if value is unsaid and key.startswith(("identity.", "dtype", "exact")):
             continue  # written before results said it
+        if value is unsaid:
+            value = UNSAID.get(key)
+        if value is None and key == "set.content" and "identity" not in old:
+            continue
         if value != new:
             raise UserError(
                 f"{out} already holds an evaluation with {key} = {value!r}, this one has {new!r}: "
@@ -351,12 +357,11 @@ def summary(
     return frame.to_string()
 
 
-def _percent(figure: dict[str, float] | None) -> str:
+def _percent(figure: dict[str, Any] | None) -> str:
     if figure is None:
         return ""
-    if figure.get("low") is None or math.isnan(figure["low"]):
-        return f"{100 * figure['value']:.2f}"
-    return f"{100 * figure['value']:.2f} [{100 * figure['low']:.2f}, {100 * figure['high']:.2f}]"
+    value = f"{100 * figure['value']:.2f}"
+    return f"{value} {in_words(figure['low'], figure['high'], '.2f')}" if "low" in figure else value
 
 
 def _head(x_QW: np.ndarray, ranking: Ranking) -> list[list[Any]]:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from eval.scoring import stats
 from eval.scoring.output_files import PER_QUERY, read_results
-from eval.scoring.stats import cluster_bootstrap, index_of, interval
+from eval.scoring.stats import cluster_bootstrap, index_of
 from rge.common.errors import UserError
 
 NUM_BINS = 4
@@ -144,14 +145,8 @@ def _bin(rows: pd.DataFrame, metric: str) -> dict[str, Any]:
 def _figures(
     table: np.ndarray, group_Q: np.ndarray, names: Sequence[str]
 ) -> dict[str, dict[str, float | None]]:
-    found = cluster_bootstrap(table, group_Q, seed=0)
-    low_M, high_M = interval(found, bounds=(0.0, 1.0))
-    columns = zip(names, found.estimate_M.tolist(), low_M.tolist(), high_M.tolist(), strict=True)
-    # one group has no spread to speak of: null instead of a number that JSON cannot hold
-    return {
-        name: {"value": value, "low": None if low != low else low, "high": None if high != high else high}
-        for name, value, low, high in columns
-    }
+    found = stats.figures(cluster_bootstrap(table, group_Q, seed=0), (0.0, 1.0))
+    return dict(zip(names, found, strict=True))
 
 
 def _correlation(x: pd.Series, y: pd.Series) -> float | None:

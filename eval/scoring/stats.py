@@ -9,7 +9,8 @@ of their means, with the groups resampled jointly. NaN marks a query for which a
 Intervals are BCa (Efron 1987: bias-corrected and accelerated, acceleration from leaving out one group at a time), not
 percentile: with few groups and rare hits the percentile interval is too short on the side where it matters. Simulated
 with 60 groups of 1 to 3 queries and a true mean of 0.05, nominal 95 % covered 0.96 (BCa) against 0.91 (percentile);
-with 250 groups, or a mean near 0.5, the two agree. Below about 30 groups and with hits this rare neither is honest.
+with 250 groups, or a mean near 0.5, the two agree. Below about 30 groups and with hits this rare neither is honest. One
+group alone has no interval at all.
 
 Differences are tested by flipping the sign of whole groups (Smucker, Allan and Carterette 2007 recommend
 randomisation; Wilcoxon and sign tests err at large n), with p = (b + 1) / (B + 1), which can never be 0.
@@ -24,6 +25,8 @@ import numpy as np
 NUM_RESAMPLES = 10_000
 LEVEL = 0.95
 POWER = 0.8
+OF_DIFFERENCES = (-1.0, 1.0)
+"""Bounds of the difference of two metrics, each within [0, 1]."""
 _CHUNK = 500
 _NORMAL = NormalDist()
 
@@ -36,7 +39,7 @@ class Bootstrap:
         estimate_M: the means themselves; NaN where a metric is defined for no query.
         draws_BM: their resamples.
         jackknife_GM: the means with one group left out.
-        num_groups_M: groups with a defined value.
+        num_groups_M: groups with a defined value that can be resampled.
     """
 
     estimate_M: np.ndarray
@@ -46,8 +49,14 @@ class Bootstrap:
 
     @property
     def standard_error_M(self) -> np.ndarray:
-        """Standard deviation of the resamples."""
-        return np.std(self.draws_BM, axis=0)
+        """Standard deviation of the resamples; NaN where they are all equal, which says nothing, or of one group."""
+        deviation_M = np.std(self.draws_BM, axis=0)
+        for m in np.flatnonzero(np.isnan(deviation_M)):  # some resamples have no value
+            draws = self.draws_BM[:, m][np.isfinite(self.draws_BM[:, m])]
+            deviation_M[m] = np.std(draws) if len(draws) else np.nan
+        # the same numbers summed in another order differ in the last digits
+        varies_M = deviation_M > 1e-12 * np.maximum(1.0, np.abs(self.estimate_M))
+        return np.where(varies_M & (self.num_groups_M > 1), deviation_M, np.nan)
 
 
 def index_of(names: Sequence[str]) -> np.ndarray:
@@ -111,21 +120,29 @@ def interval(
 ) -> tuple[np.ndarray, np.ndarray]:
     """BCa interval of each mean, (low_M, high_M).
 
-    Where the estimate lies outside its own resamples, or only one group carries values, the corrections do not exist
-    and the interval is that of the percentiles. Resamples of equal values are all equal and say nothing, although no
-    hit in twenty groups is no proof that there never is one. Where all values lie on a bound, the interval therefore
-    reaches as far as the exact binomial one (Clopper and Pearson 1934) for groups of which none left the bound.
+    Where the estimate lies outside its own resamples the corrections do not exist and the interval is that of the
+    percentiles. One group alone has none: NaN. Resamples of equal values are all equal and say nothing, although no hit
+    in twenty groups is no proof that there never is one. The interval of equal values therefore reaches as far as if the
+    share of groups that the exact binomial one (Clopper and Pearson 1934) allows to be otherwise lay on a bound; without
+    bounds it is NaN.
 
     Args:
         bootstrap: from `cluster_bootstrap`.
         level: nominal coverage.
-        bounds: least and greatest possible value; None for values without bounds, such as differences.
+        bounds: least and greatest possible value, see `OF_DIFFERENCES`; None for values without bounds.
     """
     low_M, high_M = np.full((2, len(bootstrap.estimate_M)), np.nan)
+    spread_M = bootstrap.standard_error_M
     for m, estimate in enumerate(bootstrap.estimate_M):
         draws = bootstrap.draws_BM[:, m]
         draws = draws[np.isfinite(draws)]
-        if not np.isfinite(estimate) or not len(draws):
+        if not np.isfinite(estimate) or not len(draws) or bootstrap.num_groups_M[m] < 2:
+            continue
+        if not np.isfinite(spread_M[m]):
+            if bounds is not None and bounds[0] <= estimate <= bounds[1]:
+                reach = 1 - ((1 - level) / 2) ** (1 / bootstrap.num_groups_M[m])
+                low_M[m] = estimate - reach * (estimate - bounds[0])
+                high_M[m] = estimate + reach * (bounds[1] - estimate)
             continue
         tails = [(1 - level) / 2, (1 + level) / 2]
         # ties with the estimate count half, else coarse metrics look biased, and a - b would differ from b - a;
@@ -141,12 +158,23 @@ def interval(
             shifted = [bias + _NORMAL.inv_cdf(tail) for tail in tails]
             tails = [_NORMAL.cdf(bias + shift / (1 - acceleration * shift)) for shift in shifted]
         low_M[m], high_M[m] = np.quantile(draws, tails)
-        if bounds is not None and estimate in bounds:  # a mean on a bound means that every value is there
-            reach = (bounds[1] - bounds[0]) * (1 - ((1 - level) / 2) ** (1 / bootstrap.num_groups_M[m]))
-            low_M[m], high_M[m] = (
-                (estimate, estimate + reach) if estimate == bounds[0] else (estimate - reach, estimate)
-            )
     return low_M, high_M
+
+
+def figures(bootstrap: Bootstrap, bounds: tuple[float, float] | None = None) -> list[dict[str, float | None]]:
+    """Each mean as files hold it: ``value``, ``low`` and ``high``, None instead of NaN; see `interval`."""
+    columns = zip(
+        bootstrap.estimate_M.tolist(), *(x.tolist() for x in interval(bootstrap, bounds=bounds)), strict=True
+    )
+    return [
+        {key: None if x != x else x for key, x in zip(("value", "low", "high"), column, strict=True)}
+        for column in columns
+    ]
+
+
+def in_words(low: float | None, high: float | None, digits: str = ".1f") -> str:
+    """An interval of fractions in points of 100, a dash where there is none."""
+    return "–" if low is None or high is None else f"[{100 * low:{digits}}, {100 * high:{digits}}]"
 
 
 def sign_flip_p(
@@ -217,7 +245,7 @@ def minimum_detectable(
     """Smallest true difference that a two-sided test at this level would find with this probability, (M,).
 
     Normal approximation: (z of the level + z of the power) standard errors of the paired difference, 2.80 of them by
-    default. A measured difference below it says little either way.
+    default. A measured difference below it says little either way. NaN where the standard error is.
     """
     return (_NORMAL.inv_cdf((1 + level) / 2) + _NORMAL.inv_cdf(power)) * np.asarray(standard_error_M)
 

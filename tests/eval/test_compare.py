@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.stats
-from eval_fakes import FakeEncoder, loader, write_set
+from eval_fakes import FakeEncoder, loader, tables, write_set, write_tables
 
 from eval.__main__ import main
 from eval.commands.compare import CompareOptions, compare, paired_tests
@@ -94,10 +94,39 @@ def test_swapping_the_sides_swaps_every_sign(dirs):
             assert other.effect == pytest.approx(-row.effect)
 
 
-def test_an_evaluation_equals_itself(dirs):
+def test_an_evaluation_equals_itself_and_nothing_is_known_of_its_spread(dirs, capsys):
     for row in compare(CompareOptions(dirs / "a/direct-both", dirs / "a/direct-both")):
-        assert (row.difference, row.low, row.high, row.p, row.minimum_detectable) == (0, 0, 0, 1, 0)
+        assert (row.difference, row.p, row.minimum_detectable) == (0, 1, None)
+        assert row.low == -row.high
         assert row.effect == 0 or row.slice == "macro"
+        if row.slice == "all queries":
+            assert row.high == pytest.approx(1 - 0.025 ** (1 / 20))  # 20 groups
+    assert re.search(r"\+0.00 \[-16.84, \+16.84\] 1.0000 +\+0.00 +–\n", capsys.readouterr().out)
+
+
+def test_one_group_says_nothing_of_others(tmp_path, capsys):
+    content = tables(6, 60)
+    content["queries"]["group"] = ["one"] * 6
+    data = write_tables(tmp_path / "set", content, {"report_by": ["pair"]})
+    options = RunOptions(
+        checkpoint="fake", set=data, out=tmp_path / "out", query_mode=("reasoning", "direct")
+    )
+    dirs = run(options, loader(FakeEncoder()))
+    for block in ("micro", "macro"):
+        figures = json.loads((dirs[0] / "results.json").read_text())[block]
+        assert {(one["low"], one["high"]) for one in figures.values()} == {(None, None)}
+    printed = capsys.readouterr().out
+    assert re.search(r"all queries +\d+.\d\d – ", printed)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert '<span class="interval">–</span>' in page
+    assert "None" not in re.sub(r"<script.*?</script>", "", page, flags=re.S)
+    rows = compare(CompareOptions(*dirs, metric=("mrr",), out=tmp_path / "compared"))
+    assert {(row.low, row.high, row.minimum_detectable) for row in rows} == {(None, None, None)}
+    assert rows[0].difference != 0
+    written = json.loads((tmp_path / "compared" / "compare.json").read_text())["rows"]
+    assert written[0]["low"] is None
+    assert re.search(r"mrr .* – 1.0000 .* –\n", capsys.readouterr().out)
+    assert len(ET.parse(tmp_path / "compared" / "compare.svg").findall(".//{*}circle")) == len(rows)
 
 
 def test_files_and_table(dirs, tmp_path, capsys):

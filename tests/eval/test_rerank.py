@@ -280,6 +280,49 @@ def test_a_word_that_is_not_listed_is_bounded(top, expected):
     assert found == (None if expected is None else pytest.approx(expected))
 
 
+def test_what_an_endpoint_refuses_is_asked_once_and_what_came_is_kept(tmp_path):
+    """One pair is refused by a policy, one rejected for its length, and one is lost: only that one is asked for again."""
+    content = tables(3, 8)
+    content["queries"]["text"] = ["refused", "rejected", "lost"]
+    content["corpus"]["text"] = content["corpus"]["id"]
+    wanted = load_set(write_tables(tmp_path / "set", content))
+    rows = np.arange(8, dtype=np.int32)[None].repeat(3, axis=0)
+    ranking = Ranking(rows, -rows.astype(np.float32), 8)
+    asked, down = [], [True]
+
+    async def answer(path, body):
+        asked.append(json.dumps(body))
+        if "lost" in asked[-1] and down[0]:
+            return Answer("over", 500)
+        if "c003" in asked[-1] and "refused" in asked[-1]:
+            return Answer(
+                {"error": {"code": "content_filter", "message": "triggered the content filter"}}, 400
+            )
+        if "c005" in asked[-1] and "rejected" in asked[-1]:
+            return Answer({"error": {"message": "this model's maximum context length is 5 tokens"}}, 400)
+        return reply(("yes", 0.6), ("no", 0.3))
+
+    answers = AnswerStore(tmp_path / "judge.sqlite")
+    with LocalServer(answer) as server, pytest.MonkeyPatch.context() as patch:
+        endpoint = Endpoint(server.url, "m", concurrency=1)
+        endpoint._caller.models["m"] = replace(endpoint._caller.models["m"], max_retries=0)
+        judge = RemoteJudge(endpoint, yes="yes", no="no")
+        patch.setattr("eval.commands.rerank.MAX_UNANSWERED", 0.1)
+        options = {"top_n": 8, "chunk": 24}
+        with pytest.raises(
+            UserError, match="8 of 24 calls of m at .* were lost, .* the same command continues"
+        ):
+            rerank(wanted, ranking, judge, answers, **options)
+        assert len(asked) == 24
+        down[0] = False
+        found = rerank(wanted, ranking, judge, answers, **options)
+        assert len(asked) == 32
+        assert (found.num_pairs, found.num_unanswered) == (24, 2)
+        rerank(wanted, ranking, judge, answers, **options)
+        assert len(asked) == 32
+    answers.close()
+
+
 def test_an_endpoint_that_cannot_judge_is_named(monkeypatch):
     async def answer(path, body):
         if body["model"] == "wrong":
@@ -293,8 +336,7 @@ def test_an_endpoint_that_cannot_judge_is_named(monkeypatch):
     with LocalServer(answer) as server:
         with pytest.raises(UserError, match="m at .* gives no log probabilities"):
             Endpoint(server.url, "m").yes_or_no([["?"]], yes="yes", no="no")
-        with pytest.raises(UserError, match="m at .* gave no answer: the message is empty"):
-            Endpoint(server.url, "m").write([["?"]], max_tokens=5)
+        assert Endpoint(server.url, "m").write([["?"]], max_tokens=5) == [""]
         with pytest.raises(UserError, match="wrong: no such model or address; HTTP 404.*no such model"):
             Endpoint(server.url, "wrong").write([["?"]], max_tokens=5)
         with pytest.raises(UserError, match="rejects the key"):
@@ -333,6 +375,11 @@ def test_the_command_reranks_a_finished_evaluation(tmp_path, monkeypatch):
     assert after["query_mode"] == "reasoning"
     with pytest.raises(UserError, match="already holds an evaluation with rerank.top_n = 60"):
         rerank_command(RerankOptions(**options, top_n=5))
+    other = Knows({})
+    other.name = other.name | {"judge": "another"}
+    monkeypatch.setattr(module, "load_judge", lambda *_, **__: other)
+    with pytest.raises(UserError, match="already holds an evaluation with rerank.judge = .*'another'"):
+        rerank_command(RerankOptions(**options, top_n=60))
     rerank_command(RerankOptions(**options, top_n=1, overwrite=True))
     assert json.loads((tmp_path / "judged" / "results.json").read_text())["micro"] == before["micro"]
     content["qrels"]["score"][0] = 9

@@ -9,7 +9,7 @@ from eval.commands.bm25 import Bm25Options, bm25, rank
 from eval.commands.run import RunOptions, run
 from eval.embedding.rewrite import PROMPTS, load_rewriter, rewritten
 from eval.sets.retrieval_set import load_set
-from rge.calls.local_server import LocalServer, chat
+from rge.calls.local_server import Answer, LocalServer, chat
 from rge.common.errors import UserError
 
 
@@ -61,6 +61,39 @@ def test_a_reformulation_sees_question_and_pictures(content, server, tmp_path):
     assert all(query.text.split("\n")[1].startswith("word") for query in found.queries)
     kinds = {tuple(part["type"] for part in user["content"]) for _, user in server.asked}
     assert kinds == {("text", "text"), ("text", "image_url", "text")}
+
+
+@pytest.mark.parametrize("how", ["empty", "refused"])
+def test_a_query_that_gets_nothing_stays_as_it_was_and_is_counted(content, tmp_path, how):
+    asked = []
+
+    async def answer(path, body):
+        asked.append(json.dumps(body))
+        if "question 3" not in asked[-1] and only[0]:
+            return chat(f"word{len(asked)}")
+        if how == "empty":
+            return chat("")
+        return Answer({"error": {"code": "content_filter", "message": "the content filter"}}, 400)
+
+    data, only = write_tables(tmp_path / "set", content), [True]
+    with LocalServer(answer) as server:
+        words = {"rewrite": "reformulate", "rewriter": server.url, "rewriter_model": "m"}
+        for _ in range(2):
+            options = RunOptions(
+                checkpoint="fake", set=data, out=tmp_path / "out", cache=tmp_path, report=False, **words
+            )
+            run(options, loader(FakeEncoder()))
+        assert len(asked) == 6
+        results = json.loads((tmp_path / "out" / "results.json").read_text())
+        assert results["warnings"] == [
+            "rewrite=reformulate added nothing to 1 of 6 queries (refused, rejected or empty)"
+        ]
+        only[0] = False
+        for _ in range(2):  # nothing at all is no answer to keep
+            rewriter = load_rewriter("reformulate", server.url, "m", None, tmp_path / "other")
+            with pytest.raises(UserError, match="m at .* wrote nothing for any of 6 queries"):
+                rewritten(load_set(data), rewriter)
+            rewriter.answers.close()
 
 
 def test_an_embedder_sees_what_was_added(content, server, tmp_path):

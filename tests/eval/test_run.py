@@ -27,6 +27,8 @@ from eval.commands.run import RunOptions, run
 from eval.commands.score import ScoreOptions, score
 from eval.pages.evaluations import read_evaluation
 from eval.pages.provenance import provenance_of
+from eval.pages.report import write_report
+from eval.pages.tables import random_floors
 from eval.scoring import evaluation
 from eval.scoring.metrics import names_of
 from eval.scoring.output_files import means
@@ -348,16 +350,52 @@ def test_sampled_rationales_take_their_seed_from_the_options(set_dir, tmp_path):
         ({}, FakeEncoder("other"), "checkpoint_hash"),
         ({"query_mode": ("direct",)}, FakeEncoder(), "query_mode"),
         ({"query_modality": ("text",)}, FakeEncoder(), "query_modality"),
+        ({"limit": 3}, FakeEncoder(), "set.limit = None, this one has 3"),
+        ({"depth": 50}, FakeEncoder(), "depth = 1000, this one has 50"),
+        ({"seed": 1}, FakeEncoder(), "seed"),
+        ({"embedding_dims": 8}, FakeEncoder(), "embedding_dims"),
+        ({}, FakeEncoder(dtype="bfloat16"), "dtype = 'float32', this one has 'bfloat16'"),
+        ({"exact": False}, FakeEncoder(), "exact"),
+        ({}, FakeEncoder(pixels={"min": 1, "max": 2}), "identity.pixels"),
+        ({}, FakeEncoder(pooling="mean"), "identity.embedder.settings"),
     ],
 )
 def test_another_output_is_not_overwritten_unasked(set_dir, tmp_path, change, encoder, key):
     run(options(set_dir, tmp_path), loader(FakeEncoder()))
     before = (tmp_path / "results.json").read_bytes()
-    with pytest.raises(UserError, match=f"already holds an evaluation with {key} = .*overwrite=true"):
+    key = key if " = " in key else f"{key} = "
+    with pytest.raises(UserError, match=f"already holds an evaluation with {key}.*overwrite=true"):
         run(options(set_dir, tmp_path, **change), loader(encoder))
     assert (tmp_path / "results.json").read_bytes() == before
     run(options(set_dir, tmp_path, overwrite=True, **change), loader(encoder))
     assert (tmp_path / "results.json").read_bytes() != before
+
+
+def test_another_protocol_is_not_overwritten_unasked(tmp_path):
+    data = write_tables(tmp_path / "set", tables(), {"benchmark": "rmir"})
+    run(options(data, tmp_path / "out"), loader(FakeEncoder()))
+    with pytest.raises(UserError, match="benchmark = 'generic', this one has 'rmir'"):
+        run(options(data, tmp_path / "out", benchmark="rmir"), loader(FakeEncoder()))
+    run(options(data, tmp_path / "out", benchmark="rmir", overwrite=True), loader(FakeEncoder()))
+    with pytest.raises(UserError, match="profile = 'clean', this one has 'official'"):
+        run(options(data, tmp_path / "out", benchmark="rmir", profile="official"), loader(FakeEncoder()))
+
+
+def test_what_changes_no_figure_may_take_its_place(set_dir, tmp_path):
+    run(options(set_dir, tmp_path), loader(FakeEncoder()))
+    results = results_of(tmp_path)
+    for key in ("depth", "dtype", "exact", "seed", "identity"):  # as if written before results said it
+        del results[key]
+    del results["set"]["limit"]
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    run(
+        options(set_dir, tmp_path, batch_size=5, report=False, device="cpu", memory_mb=1.0),
+        loader(FakeEncoder()),
+    )
+    assert results_of(tmp_path)["batch_size"] == 5
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    with pytest.raises(UserError, match="with depth = 1000, this one has 50: give another out="):
+        run(options(set_dir, tmp_path, depth=50), loader(FakeEncoder()))
 
 
 def test_another_set_is_not_overwritten_unasked(set_dir, tmp_path):
@@ -476,6 +514,15 @@ def test_scores_of_another_run_are_not_overwritten_unasked(done, set_dir, tmp_pa
     score(ScoreOptions(run=dirs[0] / "run.trec", set=set_dir, out=tmp_path))
     with pytest.raises(UserError, match="already holds an evaluation with tag = "):
         score(ScoreOptions(run=dirs[1] / "run.trec", set=set_dir, out=tmp_path))
+    other = tmp_path / "other.trec"  # of another ranking, under the same tag
+    lines = (dirs[0] / "run.trec").read_text().splitlines(keepends=True)
+    other.write_text("".join(line for line in lines if line.split()[3] != "60"))
+    with pytest.raises(UserError, match="already holds an evaluation with run_hash = "):
+        score(ScoreOptions(run=other, set=set_dir, out=tmp_path))
+    with pytest.raises(UserError, match="already holds an evaluation with seed = 0, this one has 1"):
+        score(ScoreOptions(run=dirs[0] / "run.trec", set=set_dir, out=tmp_path, seed=1))
+    score(ScoreOptions(run=dirs[0] / "run.trec", set=set_dir, out=tmp_path))
+    score(ScoreOptions(run=other, set=set_dir, out=tmp_path, overwrite=True))
 
 
 def test_metrics_that_no_query_defines_are_left_out():
@@ -580,3 +627,24 @@ def test_an_oracle_finds_everything(tmp_path):
     assert results["micro"]["hit@1"]["low"] == pytest.approx(0.025 ** (1 / 15))  # 15 groups
     table = per_query_of(tmp_path / "out")
     assert [top[0] for top in table["top10"]] == [best[query][1] for query in table.index]
+
+
+def test_a_page_of_queries_whose_positives_are_missing(tmp_path):
+    """One query has lost all of its positives and one some: the page comes, and its floors are those of results.json."""
+    content = tables(8, 60)
+    kept = [row for row, query in enumerate(content["qrels"]["query-id"]) if query != "q05"]
+    content["qrels"] = {key: [values[row] for row in kept] for key, values in content["qrels"].items()}
+    content["queries"]["num_missing_positives"] = [2 if number in (1, 5) else 0 for number in range(8)]
+    data = write_tables(tmp_path / "set", content, {"report_by": ["pair"]})
+    (out,) = run(options(data, tmp_path / "out", report=True), loader(FakeEncoder()))
+    assert (out / "report.html").exists()
+    results = results_of(out)
+    loaded = load_set(data)
+    for metric in ("recall@10", "map@10", "mrr"):
+        floor_Q = random_floors(read_evaluation(out), loaded, metric)
+        assert floor_Q.mean() == pytest.approx(results["random"][metric])
+        assert floor_Q[5] == 0.0
+    floor_Q = random_floors(read_evaluation(out), loaded, "recall@10")
+    found = len(loaded.positives[1][0])
+    assert floor_Q[1] == pytest.approx(10 / 60 * found / (found + 2))
+    write_report([out], tmp_path / "again.html", metric="recall@10")

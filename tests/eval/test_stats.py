@@ -9,9 +9,12 @@ import pytest
 import scipy.stats
 
 from eval.scoring.stats import (
+    OF_DIFFERENCES,
     cluster_bootstrap,
     effect_size,
+    figures,
     holm,
+    in_words,
     index_of,
     interval,
     minimum_detectable,
@@ -125,11 +128,35 @@ def test_macro_p_weighs_categories_equally():
     assert macro < 0.02 < micro
 
 
-def test_a_zoo_of_degenerate_input_keeps_finite_intervals():
-    constant = cluster_bootstrap(np.full((10, 1), 0.25), np.arange(10), num_resamples=50)
-    assert interval(constant) == (0.25, 0.25)
-    one_group = cluster_bootstrap(np.arange(4.0)[:, None], np.zeros(4, int), num_resamples=50)
-    assert interval(one_group) == (1.5, 1.5)
+def test_what_does_not_vary_has_no_interval_and_nothing_is_detectable():
+    """Not even with bounds where there is one group; an interval of width 0 would be certainty."""
+    constant = cluster_bootstrap(np.full((10, 1), 0.1), np.arange(10), num_resamples=50)
+    one_group = cluster_bootstrap(np.arange(4.0)[:, None] / 3, np.zeros(4, int), num_resamples=50)
+    one_defined = cluster_bootstrap(np.array([[0.5], [np.nan], [np.nan]]), np.arange(3), num_resamples=50)
+    for found in (constant, one_group, one_defined):
+        assert np.isnan(interval(found)).all()
+        assert np.isnan(minimum_detectable(found.standard_error_M)).all()
+    for found in (one_group, one_defined):
+        assert figures(found, (0.0, 1.0)) == [{"value": 0.5, "low": None, "high": None}]
+        assert in_words(None, None) == "–"
+    assert in_words(-0.05, 0.25, "+.1f") == "[-5.0, +25.0]"
+    # two groups have a value, and some resamples hold neither
+    gaps = cluster_bootstrap(np.array([[0.0], [1.0], [np.nan]]), np.arange(3), num_resamples=50)
+    assert np.isnan(gaps.draws_BM).any()
+    assert 0.2 < gaps.standard_error_M[0] < 0.6
+    assert not np.isnan(interval(gaps)).any()
+
+
+def test_equal_differences_reach_as_far_as_equal_values():
+    """No difference in 12 groups: as many as 26.5 % of groups may differ, by as much as 1 either way."""
+    value = np.stack([np.zeros(12), np.full(12, 0.5), np.ones(12)], axis=1)
+    low, high = interval(cluster_bootstrap(value, np.arange(12), num_resamples=50), bounds=OF_DIFFERENCES)
+    exact = scipy.stats.beta.ppf(0.975, 1, 12)
+    np.testing.assert_allclose(low, [-exact, 0.5 - 1.5 * exact, 1 - 2 * exact])
+    np.testing.assert_allclose(high, [exact, 0.5 + 0.5 * exact, 1])
+
+
+def test_a_zoo_of_degenerate_input_gives_no_number_that_is_none():
     undefined = cluster_bootstrap(np.full((4, 1), np.nan), np.arange(4), num_resamples=50)
     assert np.isnan(undefined.estimate_M[0])
     assert np.isnan(interval(undefined)).all()
@@ -144,9 +171,8 @@ def test_no_hit_at_all_is_no_proof_that_there_never_is_one():
     found = cluster_bootstrap(value, group, num_resamples=50)
     low, high = interval(found, bounds=(0.0, 1.0))
     exact = scipy.stats.beta.ppf(0.975, 1, 12)
-    np.testing.assert_allclose(low, [0, 1 - exact, 0.5])
-    np.testing.assert_allclose(high, [exact, 1, 0.5])
-    assert interval(found)[1][0] == 0.0
+    np.testing.assert_allclose(low, [0, 1 - exact, 0.5 - exact / 2])
+    np.testing.assert_allclose(high, [exact, 1, 0.5 + exact / 2])
 
 
 def test_reversed_sign_reverses_everything():

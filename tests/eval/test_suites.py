@@ -110,13 +110,49 @@ def test_gains_are_paired_within_members_and_a_gate_takes_its_share_of_each(curv
     assert gain["low"] < gain["value"] < gain["high"]
     rows = compare(CompareOptions(a=out / "mean-2", b=out / "direct", metric=("mrr",)))
     of_slice = {row.slice: row for row in rows}
-    assert gain["value"] == pytest.approx(of_slice["macro"].difference)
+    macro = of_slice["macro"]
+    assert (gain["value"], gain["low"], gain["high"]) == pytest.approx(
+        (macro.difference, macro.low, macro.high)
+    )
     assert of_slice["pair seen"].num_queries + of_slice["pair held_out"].num_queries == SIZES["north"][0]
     gate = pd.read_parquet(out / "gate-50" / "per_query.parquet")
     share = (gate["rationale_tokens"] > 0).groupby(gate["category"]).mean()
     assert share.tolist() == [0.5, 0.5]
     assert set(of["gate-50"]["gate"]["margin_below"]) == set(SIZES)
     assert of["gate-50"]["at_random"] == pytest.approx((of["direct"]["value"] + of["reasoning"]["value"]) / 2)
+
+
+def test_compare_says_of_a_suite_what_its_results_say(tmp_path):
+    """Members of 8 and 40 queries in one half: a mean over queries would be the large member's."""
+    sizes = {"north": 8, "south": 40, "west": 12}
+    for name, queries in sizes.items():
+        write_tables(tmp_path / "suite" / name, tables(queries, 60), {"name": name, "report_by": ["pair"]})
+    members = {name: {"half": "B" if name == "west" else "A"} for name in sizes}
+    write_suite(tmp_path / "suite", name="compass", benchmark="generic", column="side", members=members)
+    dirs = run(
+        RunOptions(
+            checkpoint="fake", set=tmp_path / "suite", out=tmp_path / "out", report=False,
+            query_mode=("reasoning", "direct"),
+        ),
+        loader(FakeEncoder()),
+    )  # fmt: skip
+    a, b = (results_of(path) for path in dirs)
+    rows = compare(CompareOptions(*dirs, metric=("mrr", "recall@10")))
+    kinds = {"all queries": ("micro",), "macro": ("macro",)}
+    kinds |= {f"half {half}": ("by_half", half) for half in "AB"}
+    kinds |= {f"pair {pair}": ("by_pair", pair) for pair in ("seen", "held_out")}
+    kinds |= {f"category {name}": ("by_category", name) for name in sizes}
+    assert {row.slice for row in rows} == set(kinds)
+    for row in rows:
+        for results, ours in ((a, row.a), (b, row.b)):
+            figures = results
+            for key in kinds[row.slice]:
+                figures = figures[key]
+            assert ours == pytest.approx(figures[row.metric]["value"], abs=1e-12), row.slice
+        assert row.difference == pytest.approx(row.a - row.b, abs=1e-12)
+    half = next(row for row in rows if (row.slice, row.metric) == ("half A", "mrr"))
+    pooled = [pd.read_parquet(path / "per_query.parquet").query("half == 'A'")["mrr"].mean() for path in dirs]
+    assert abs(half.difference - (pooled[0] - pooled[1])) > 1e-3
 
 
 def test_the_leaderboard_page_shows_the_curves(curves, tmp_path):
@@ -182,6 +218,10 @@ def test_bm25_ranks_every_member(suite, tmp_path, capsys):
     assert table.at["south/q01", "top10"].tolist() == ["c008"]  # the only text with word8
     with pytest.raises(UserError, match="already holds an evaluation with tag = 'bm25-lucene'"):
         bm25(Bm25Options(set=suite, out=tmp_path / "out", method="robertson"))
+    for key, value in (("k1", 1.2), ("b", 0.75), ("stopwords", "null")):
+        with pytest.raises(UserError, match=rf"already holds an evaluation with settings.{key} = "):
+            bm25(Bm25Options(set=suite, out=tmp_path / "out", **{key: value}))
+    assert bm25(Bm25Options(set=suite, out=tmp_path / "out")) == out
 
 
 @pytest.mark.parametrize(("stopwords", "found"), [("en", False), ("null", True)])

@@ -24,7 +24,7 @@ from eval.scoring.metrics import (
 from eval.scoring.output_files import Scored, means
 from eval.scoring.protocol import Protocol
 from eval.scoring.search import Ranking
-from eval.scoring.stats import LEVEL, cluster_bootstrap, index_of, interval
+from eval.scoring.stats import LEVEL, cluster_bootstrap, figures, index_of
 from eval.sets.retrieval_set import RetrievalSet, integer_column, string_column
 
 CUTS = (1, 5, 10, 50)
@@ -117,7 +117,7 @@ class Pinpoint(Protocol):
         }
         if self.profile == "official":
             value = means(scored.names, scored.value_QM)
-            found: dict[str, float] = {}
+            found: dict[str, float | None] = {}
             for k in CUTS:
                 found[f"mAP@{k}"] = value[f"map_capped@{k}"]
                 found[f"mAP@{k}_noNeg"] = value[f"map_capped@{k}"] + value[f"delta_map_capped@{k}"]
@@ -169,7 +169,7 @@ def over_groups(
     seed: int,
     of: Callable[..., Any] = np.ptp,
     least: int = 2,
-) -> dict[str, float] | None:
+) -> dict[str, float | None] | None:
     """Mean over paraphrase groups of something about their values, by default how far they lie apart; with an interval.
 
     Args:
@@ -193,8 +193,7 @@ def over_groups(
         return None
     value_G = np.array([[float(of(value_Q[rows]))] for rows in lists])
     found = cluster_bootstrap(value_G, index_of([group[rows[0]] for rows in lists]), seed=seed)
-    low, high = interval(found, bounds=(0.0, 1.0))
-    return {"value": float(value_G.mean()), "low": float(low[0]), "high": float(high[0])}
+    return figures(found, (0.0, 1.0))[0] | {"value": float(value_G.mean())}
 
 
 def _num_groups(same: Sequence[str], kept_Q: np.ndarray) -> int:
@@ -204,14 +203,17 @@ def _num_groups(same: Sequence[str], kept_Q: np.ndarray) -> int:
 
 def _ratio(
     part_Q: np.ndarray, whole_Q: np.ndarray, group_Q: np.ndarray, *, seed: int
-) -> dict[str, float] | None:
-    """Ratio of two means with a percentile interval; None where the second mean is 0."""
+) -> dict[str, float | None] | None:
+    """Ratio of two means with a percentile interval; None where the second mean is 0. One group has no interval."""
     found = cluster_bootstrap(np.stack([part_Q, whole_Q], axis=1), group_Q, seed=seed)
     if not found.estimate_M[1] > 0:
         return None
+    value = float(found.estimate_M[0] / found.estimate_M[1])
+    if found.num_groups_M.min() < 2:
+        return {"value": value, "low": None, "high": None}
     draws = found.draws_BM[found.draws_BM[:, 1] > 0]
     low, high = np.quantile(draws[:, 0] / draws[:, 1], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return {"value": float(found.estimate_M[0] / found.estimate_M[1]), "low": float(low), "high": float(high)}
+    return {"value": value, "low": float(low), "high": float(high)}
 
 
 PROTOCOLS = (

@@ -20,8 +20,8 @@ from rge.checkpoints.description import model_card  # noqa: E402
 from rge.checkpoints.export import RGE_JSON, read_settings  # noqa: E402
 from rge.common.commands import start  # noqa: E402
 from rge.common.errors import UserError  # noqa: E402
-from rge.common.options import parse_options  # noqa: E402
 from rge.common.files import DEMO_CHECKPOINT as DEMO  # noqa: E402
+from rge.common.options import parse_options  # noqa: E402
 
 MOST_BYTES = 6_000_000
 

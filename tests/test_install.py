@@ -160,7 +160,9 @@ def test_every_command_is_in_the_reference(reference):
     from rge.__main__ import COMMANDS
 
     rooms = ("diagnose", "eval", "data")  # their own commands stand in their place
-    asked = {f"rge {name}" for name in COMMANDS if name not in (*rooms, "recipes")} | {f"rge data {name}" for name in DATA}
+    asked = {f"rge {name}" for name in COMMANDS if name not in (*rooms, "recipes")} | {
+        f"rge data {name}" for name in DATA
+    }
     assert asked <= {command for command, _, _ in reference.commands()}
     assert "`rge recipes`" in reference.page()
 

@@ -558,6 +558,7 @@ def test_demo_names_the_shipped_checkpoint_here_too(set_dir, tmp_path, capsys, m
     assert main(["run", *words, "out=p"]) == 2
     assert "checkpoint demo has no rge.json" in capsys.readouterr().err
 
+
 def test_a_page_says_the_command_that_makes_its_figures_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_set(tmp_path / "a set")

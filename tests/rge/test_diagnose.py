@@ -254,7 +254,9 @@ def test_the_shipped_checkpoint_is_diagnosed_by_its_name(records, tmp_path, caps
     with pytest.raises(UserError, match="checkpoint=demo comes with the package: give out="):
         command.main(words)
     assert command.main([*words, f"out={tmp_path / 'o'}"]) in (0, 1)
-    assert json.loads((tmp_path / "o" / "sensitivity.json").read_text())["checkpoint"].endswith("demo_checkpoint")
+    assert json.loads((tmp_path / "o" / "sensitivity.json").read_text())["checkpoint"].endswith(
+        "demo_checkpoint"
+    )
 
 
 def test_wrong_partners(lively, make_batch):

@@ -19,8 +19,8 @@ pytest.importorskip("lancedb", exc_type=ImportError)
 from PIL import Image
 
 from rge.common.errors import UserError
-from rge.common.options import positional
 from rge.common.files import DEMO_CHECKPOINT as DEMO
+from rge.common.options import positional
 from rge.embedder import Embedder
 from rge.index import search as search_command
 from rge.index.__main__ import main as index

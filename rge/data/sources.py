@@ -251,7 +251,7 @@ class RecordFile(Records):
             for number, line in enumerate(lines, start=1):
                 bar.update(len(line))
                 start, offset = offset, offset + len(line)
-                line = without_mark(line)
+                line = line if start else without_mark(line)
                 if not line.strip():
                     continue
                 record, problems = _parsed(line)
@@ -264,7 +264,7 @@ class RecordFile(Records):
         with _open(self.path) as lines:
             for number, line in enumerate(lines, start=1):
                 start, offset = offset, offset + len(line)
-                line = without_mark(line)
+                line = line if start else without_mark(line)
                 record = _parsed(line)[0] if line.strip() else None
                 if record is not None:
                     yield number, start, record.id

@@ -173,7 +173,7 @@ def test_an_engine_that_does_not_start_leaves_nothing_in_the_ledger(store, monke
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_without_vllm_the_extra_is_named(store):
-    with pytest.raises(UserError, match=r"api=vllm needs vLLM.*rge\[vllm\]"):
+    with pytest.raises(UserError, match=r"api=vllm needs vLLM.*pip install -e '\.\[vllm\]'"):
         Caller(models(), store).run(ask("a"))
 
 

@@ -18,7 +18,7 @@ from rge.distributed import workers as module
 from rge.distributed.workers import WorkerError, Workers
 
 ENDLESS = """
-import sys, time, working
+import signal, sys, time, working
 from rge.distributed.workers import Workers
 
 def tell(_, result):
@@ -26,6 +26,7 @@ def tell(_, result):
     sys.stdout.flush()
     time.sleep(0.05)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's job in the background lacks
 try:
     Workers(working.make, ["a", "b"]).run(iter(lambda: 2, None), tell)
 except KeyboardInterrupt:

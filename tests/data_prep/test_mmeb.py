@@ -75,7 +75,9 @@ def records(out, name):
 def test_rows_become_records(release, tmp_path, capsys):
     out = tmp_path / "out"
     main(["mmeb", f"src={release}", f"out={out}", "sets=ImageNet_1K,OK-VQA,MSCOCO_t2i"])
-    assert "ImageNet-1K: read 3" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "ImageNet-1K: read 3" in said
+    assert "train on them with data.profile=plain" in said
     first, second = records(out, "ImageNet-1K")
     assert (first["instruction"], first["query"]) == (
         "Represent the given image for classification",

@@ -10,6 +10,7 @@ import torch
 from family_models import LIVELY_SEED, TEXT, TEXTS, VISION, build
 from PIL import Image
 
+from rge.common import registry
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import PromptBuilder
@@ -19,6 +20,12 @@ from rge.scratch import build as scratch
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_plugins_of_other_tests(monkeypatch):
+    """A test's plugins are gone with its folder; processes that another test starts must not import them."""
+    monkeypatch.setattr(registry, "_strangers", {})
 
 
 @pytest.fixture(scope="session")

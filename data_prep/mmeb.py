@@ -119,7 +119,9 @@ def main(words: Sequence[str]) -> None:
     for name, counts in report["sets"].items():
         print(f"{name}: {', '.join(f'{key} {value:,}' for key, value in counts.items())}")
     print(options.out / "report.json")
-    print("The texts have their wording already: train on them with data.profile=plain, as they are evaluated")
+    print(
+        "The texts have their wording already: train on them with data.profile=plain, as they are evaluated"
+    )
 
 
 def convert(

@@ -14,7 +14,7 @@ HOME = Path(__file__).resolve().parents[2]
 RECIPES = HOME / "rge" / "recipes" if (HOME / "rge" / "recipes").is_dir() else HOME / "recipes"
 """A wheel has them inside `rge`; a checkout beside it, where people look."""
 DEMO_CHECKPOINT = HOME / "rge" / "demo_checkpoint"
-"""Comes with the package."""
+"""What `make demo` trains, in bfloat16 (scripts/ship_demo.py); it comes with the package, under the name ``demo``."""
 
 SUFFIX = ".tmp"
 """Of a file that is being written; what a killed process leaves behind has it too."""

@@ -166,31 +166,26 @@ def test_what_lies_below_a_folder_that_cannot_be_read_is_kept(photos, capsys, mo
     shutil.copy(photos / "teal.png", photos / "subway.png")
     index(["pho tos", "out=gallery", "checkpoint=demo"])
     (photos / "subway.png").unlink()
-    real = os.scandir
 
-    def refused(path="."):
-        if str(path).endswith("sub"):
-            raise PermissionError(13, "Permission denied", str(path))
-        return real(path)
+    def indexed_while(call, endings, error):
+        """What is said where a call of the system fails for some paths."""
+        real = getattr(os, call)
 
-    with monkeypatch.context() as now:
-        now.setattr(os, "scandir", refused)
-        index(["pho tos", "out=gallery", "max_unreadable=0.5"])
-    told = capsys.readouterr()
+        def fails(path=".", *args, **options):
+            if str(path).endswith(endings):
+                raise OSError(*error, str(path))
+            return real(path, *args, **options)
+
+        with monkeypatch.context() as now:
+            now.setattr(os, call, fails)
+            index(["pho tos", "out=gallery", "max_unreadable=0.5"])
+        return capsys.readouterr()
+
+    told = indexed_while("scandir", ("sub",), (13, "Permission denied"))
     assert "0 added, 0 changed, 1 removed, 3 unchanged, 5 kept that lie where nothing can be read" in told.out
     assert "sub: Permission denied" in told.err
     assert names() == sorted([*EVERYTHING, "sub/deep/teal.png"])
-    real_stat = os.stat
-
-    def stale(path, *args, **options):
-        if str(path).endswith(("deep", "blue.png")):
-            raise OSError(116, "Stale file handle", str(path))
-        return real_stat(path, *args, **options)
-
-    with monkeypatch.context() as now:
-        now.setattr(os, "stat", stale)
-        index(["pho tos", "out=gallery", "max_unreadable=0.5"])
-    told = capsys.readouterr()
+    told = indexed_while("stat", ("deep", "blue.png"), (116, "Stale file handle"))
     assert "0 removed, 6 unchanged, 2 kept" in told.out
     assert "sub/deep: Stale file handle" in told.err
     index(["pho tos", "out=gallery"])

@@ -246,12 +246,9 @@ class RecordFile(Records):
             desc=f"checking {self.path.name}",
             disable=quick or not progress,
         )
-        offset = 0
         with _open(self.path) as lines, bar:
-            for number, line in enumerate(lines, start=1):
+            for number, start, line in _numbered(lines):
                 bar.update(len(line))
-                start, offset = offset, offset + len(line)
-                line = line if start else without_mark(line)
                 if not line.strip():
                     continue
                 record, problems = _parsed(line)
@@ -260,11 +257,8 @@ class RecordFile(Records):
                 yield Scanned(number, start, None if record is None else record.id, problems)
 
     def _named(self) -> Iterator[tuple[int, int, str]]:
-        offset = 0
         with _open(self.path) as lines:
-            for number, line in enumerate(lines, start=1):
-                start, offset = offset, offset + len(line)
-                line = line if start else without_mark(line)
+            for number, start, line in _numbered(lines):
                 record = _parsed(line)[0] if line.strip() else None
                 if record is not None:
                     yield number, start, record.id
@@ -354,6 +348,14 @@ def _open(path: Path) -> BinaryIO:
         return path.open("rb")
     except OSError as error:
         raise RecordError(f"training records {path} cannot be read: {error.strerror or error}") from error
+
+
+def _numbered(lines: Iterable[bytes]) -> Iterator[tuple[int, int, bytes]]:
+    """Number, position in bytes and content of each line; a byte order mark is only where the file begins."""
+    start = 0
+    for number, line in enumerate(lines, start=1):
+        yield number, start, line if start else without_mark(line)
+        start += len(line)
 
 
 def without_mark(line: bytes) -> bytes:

@@ -17,10 +17,10 @@ TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo demo-baseline test lint format docs clean
+.PHONY: help setup demo demo-baseline demo-from-nothing test lint format docs clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
 
 setup: ## make or refresh .venv; nothing happens where it is up to date
 	@sh scripts/setup.sh
@@ -28,16 +28,19 @@ setup: ## make or refresh .venv; nothing happens where it is up to date
 demo: setup ## train on the shipped pictures, evaluate on unseen drawings, write one HTML page (resumes)
 	@$(OFFLINE) $(PY) scripts/demo.py
 
-demo-baseline: setup ## the same, and its fair rival: a model that was trained without rationales
+demo-baseline: setup ## the same, and the baseline: a model trained without rationales
 	@$(OFFLINE) $(PY) scripts/demo.py baseline=true
+
+demo-from-nothing: setup ## the same, with the backbone's first stage: everything from random weights
+	@$(OFFLINE) $(PY) scripts/demo.py from_nothing=true
 
 PYTEST := $(OFFLINE) $(ONE_THREAD) $(PY) -m pytest -m "not gpu and not net"
 
-# Some tests meet real clocks, browsers and servers, and a busy machine can make one of four thousand fail. What fails is run
-# once more, by itself; what passes then is listed as such, and should be mended.
+# Some tests meet real clocks, browsers and servers, and a busy machine can make one of four thousand fail. Failures are run
+# once more, alone; tests that pass then are flaky, and are listed.
 test: setup lint ## what CI runs: lint, types, all tests that need neither a GPU nor the network
 	@$(PYTEST) $(TWO_PROCESSES) || { \
-		test $$? -eq 1 && echo "Once more, alone. What passes now depends on the machine's load: mend it." && \
+		test $$? -eq 1 && echo "Retrying the failures alone. Tests that pass on retry are flaky; please fix them." && \
 		$(PYTEST) --last-failed --last-failed-no-failures none -rp; }
 
 lint: setup ## ruff (rules and format) and mypy

@@ -10,9 +10,10 @@ COMMANDS = {
     "spoiled": ("data_prep.demo.spoil:main", "the demo's training records with a dose of wrong rationales"),
     "study": ("data_prep.study.build:main", "pictures and texts that show when an oracle rationale gives too much away"),
     "rmir": ("data_prep.rmir.main:main", "reasoning-intensive retrieval data from any pictures; config=demo needs nothing"),
-    "review": ("data_prep.rmir.results.review:review", "a page on which a person accepts or rejects a sample of the result"),
+    "review": ("data_prep.rmir.reviewing:review", "a page on which people accept or reject a sample of the result; apply= acts on it"),
     "agreement": ("data_prep.rmir.results.review:agreement", "how far these verdicts agree with the judges, with a 95 % interval"),
     "rationales": ("data_prep.rationales.main:main", "oracle rationales for training records"),
+    "publish": ("data_prep.rmir.results.publish:main", "send a finished data set to the Hugging Face hub"),
     "mmeb": ("data_prep.mmeb:main", "MMEB's files as training records or retrieval sets"),
 }  # fmt: skip
 """Function of each command, and what it is for; it takes the words after the command. Loaded only when asked for."""

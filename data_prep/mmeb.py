@@ -6,7 +6,7 @@ with ``original-*.parquet``, ``diverse_instruction-*.parquet`` or ``train-*.parq
 ``<|image_1|>`` in a text for the picture; pictures below one folder.
 
 ``part=eval`` reads MMEB's evaluation files instead and writes retrieval sets with each query's own candidates. That is
-the importer of ``python -m eval import mmeb``, started as a process of its own: the two packages never import each other.
+the importer of ``rge eval import mmeb``, started as a process of its own: the two packages never import each other.
 """
 
 import hashlib
@@ -15,30 +15,28 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from pydantic import Field
 
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.common.images import ImageError, load_image
-from rge.common.mmeb_prompts import SETS, canonical, plain, reword, split_instruction
+from rge.common.mmeb_prompts import SETS, SOURCE, canonical, plain, reword, split_instruction
 from rge.common.options import nearest, one_of, parse_options, split_word
 from rge.common.schema import Positive, QueryPart, Record, Target
+from rge.tables.rows import num_rows, table_rows
 
 COLUMNS = ("qry", "qry_image_path", "pos_text", "pos_image_path")
 NEGATIVES = ("neg_text", "neg_image_path")
 SPLITS = ("original", "diverse_instruction", "train")
 TRAINED = tuple(name for name, about in SETS.items() if about["distribution"] == "IND")
 """The 20 sets that have a training part."""
-BATCH_ROWS = 4096
 
 
 @dataclass
@@ -97,7 +95,7 @@ def main(words: Sequence[str]) -> None:
         given = dict(split_word(word) for word in words)
         if wrong := [key for key in given if key not in (*passed, "part")]:
             raise UserError(f"{wrong[0]} has no meaning with part=eval{nearest(wrong[0], passed)}")
-        command = [sys.executable, "-m", "eval", "import", "mmeb"]
+        command = [sys.executable, "-m", "rge", "eval", "import", "mmeb"]
         done = subprocess.run(
             [*command, *(f"{key}={value}" for key, value in given.items() if key != "part")], check=False
         )
@@ -119,9 +117,7 @@ def main(words: Sequence[str]) -> None:
     for name, counts in report["sets"].items():
         print(f"{name}: {', '.join(f'{key} {value:,}' for key, value in counts.items())}")
     print(options.out / "report.json")
-    print(
-        "The texts have their wording already: train on them with data.profile=plain, as they are evaluated"
-    )
+    print("The texts include their wording: train on them with data.profile=plain, as they are evaluated")
 
 
 def convert(
@@ -169,17 +165,18 @@ def convert(
         )
     roots = [images] if images is not None else [src, src / "images", src / "MMEB-images"]
     report: dict[str, Any] = {
-        "source": f"TIGER-Lab/MMEB-train, split {split}", "instructions": instructions, "sets": {},
+        "source": f"TIGER-Lab/MMEB-train, split {split}", "instructions": instructions, "wording": "included",
+        "sets": {},
     }  # fmt: skip
     for name in names:
         work = _Work(name, roots, out, instructions, decode)
-        total = sum(_num_rows(file) for file in files[name])
+        total = sum(num_rows(file) for file in files[name])
         chosen = None
         if max_per_set is not None and max_per_set < total:
             rng = np.random.default_rng([seed, *name.encode()])
             chosen = set(rng.choice(total, max_per_set, replace=False).tolist())
         lines: list[str] = []
-        rows = enumerate(row for file in files[name] for row in _rows(file))
+        rows = enumerate(row for file in files[name] for row in table_rows(file))
         for number, row in progress_bar(rows, total=total, desc=name):
             if chosen is None or number in chosen:
                 record = _record(work, row, number, split)
@@ -203,77 +200,80 @@ def convert(
     return report
 
 
+Part = tuple[str, str]
+"""Text and picture path of a query or a target; "" stands for a missing one."""
+
+
 def _record(work: _Work, row: dict[str, Any], number: int, split: str) -> Record | None:
     name, counts = work.name, work.counts
     where = f"{name}, row {number + 1}"
     if lacking := [column for column in COLUMNS if column not in row]:
         raise UserError(f"{where}: column {lacking[0]!r} is missing; there are {', '.join(row)}")
     counts["read"] += 1
-    [(text, path)] = _pairs(row, "qry", "qry_image_path", where)
-    positives = _pairs(row, "pos_text", "pos_image_path", where)
-    negatives = _pairs(row, *NEGATIVES, where) if all(column in row for column in NEGATIVES) else []
-    text = plain(text)
-    if not text and not path:
-        counts["left out: empty query"] += 1
+    [(text, path)] = _parts(row, "qry", "qry_image_path", where)
+    positives = [part for part in _parts(row, "pos_text", "pos_image_path", where) if any(part)]
+    negatives = _parts(row, *NEGATIVES, where) if row.keys() >= {*NEGATIVES} else []
+    if reason := _unusable(work, (text, path), positives):
+        counts[f"left out: {reason}"] += 1
         return None
-    targets = [
-        [(plain(one), image) for one, image in found if plain(one) or image]
-        for found in (positives, negatives)
-    ]
-    if not targets[0]:
-        counts["left out: empty target"] += 1
-        return None
-    paths = [image for image in (path, *(image for found in targets for _, image in found)) if image]
-    found = {image: _picture(work, image) for image in paths}
-    if None in found.values():
-        # A negative that is not there costs the negative; a query or target costs the row.
-        needed = [image for image in (path, *(image for _, image in targets[0])) if image]
-        if any(found[image] is None for image in needed):
-            counts["left out: picture is missing or unreadable"] += 1
-            return None
-        counts["negatives without their picture"] += sum(
-            bool(image) and found[image] is None for _, image in targets[1]
-        )
-        targets[1] = [(one, image) for one, image in targets[1] if not image or found[image] is not None]
-    right = {_id(one, image) for one, image in targets[0]}
-    kept = [(one, image) for one, image in targets[1] if _id(one, image) not in right]
-    counts["negatives equal to the target"] += len(targets[1]) - len(kept)
+    negatives = _usable_negatives(work, positives, [part for part in negatives if any(part)])
     instruction, rest = split_instruction(name, text)
+    counts["instruction told apart"] += instruction is not None
+    counts["with negatives"] += bool(negatives)
     if work.instructions == "rge":
         if instruction is None:
             rest = reword(name, text, "query")
         else:
             instruction = reword(name, instruction, "query")
-    counts["instruction told apart"] += instruction is not None
-    counts["with negatives"] += bool(kept)
-
-    def target(one: str, image: str) -> dict[str, Any]:
-        if one and work.instructions == "rge":
-            shown = reword(name, one, "candidate")
-        else:
-            shown = one
-        return {"id": _id(one, image), "text": shown or None, "image": found[image] if image else None}
-
     return Record(
         id=f"{name}-{number:07d}",
         group=hashlib.sha256((path or text).encode()).hexdigest()[:16],
-        source=f"mmeb/{name}",
+        source=f"{SOURCE}{name}",
         split="train" if split == "original" else split,
         category=SETS[name]["meta_task"],
         instruction=instruction,
-        query=QueryPart(text=rest or None, images=[found[path]] if path else []),  # type: ignore[list-item]
-        positives=[Positive(**target(*one)) for one in dict.fromkeys(targets[0])],
-        negatives=[Target(**target(*one)) for one in dict.fromkeys(kept)],
+        query=QueryPart(text=rest or None, images=[_picture(work, path)] if path else []),  # type: ignore[list-item]
+        positives=[Positive(**_target(work, part)) for part in dict.fromkeys(positives)],
+        negatives=[Target(**_target(work, part)) for part in dict.fromkeys(negatives)],
+        wording="included",
     )
 
 
-def _pairs(row: dict[str, Any], text: str, image: str, where: str) -> list[tuple[str, str]]:
+def _unusable(work: _Work, query: Part, positives: Sequence[Part]) -> str | None:
+    """Why a row makes no record; a query's or a target's picture that is missing costs the row."""
+    if not any(query):
+        return "empty query"
+    if not positives:
+        return "empty target"
+    missing = [path for _, path in (query, *positives) if path and _picture(work, path) is None]
+    return "picture is missing or unreadable" if missing else None
+
+
+def _usable_negatives(work: _Work, positives: Sequence[Part], negatives: Sequence[Part]) -> list[Part]:
+    """Those that show their picture and are not a target as well; what is left out costs itself only."""
+    shown = [(text, path) for text, path in negatives if not path or _picture(work, path) is not None]
+    right = {_id(part) for part in positives}
+    kept = [part for part in shown if _id(part) not in right]
+    work.counts["negatives without their picture"] += len(negatives) - len(shown)
+    work.counts["negatives equal to the target"] += len(shown) - len(kept)
+    return kept
+
+
+def _target(work: _Work, part: Part) -> dict[str, Any]:
+    text, path = part
+    if text and work.instructions == "rge":
+        text = reword(work.name, text, "candidate")
+    return {"id": _id(part), "text": text or None, "image": _picture(work, path) if path else None}
+
+
+def _parts(row: dict[str, Any], text: str, image: str, where: str) -> list[Part]:
+    """Texts, without the pictures' placeholders, and pictures of two columns side by side."""
     texts, paths = _cells(row[text]), _cells(row[image])
     size = max(len(texts), len(paths), 1)
     texts, paths = texts or [""] * size, paths or [""] * size
     if len(texts) != len(paths):
         raise UserError(f"{where}: {len(texts)} values in {text}, {len(paths)} in {image}")
-    return list(zip(texts, paths, strict=True))
+    return list(zip(map(plain, texts), paths, strict=True))
 
 
 def _cells(value: Any) -> list[str]:
@@ -282,9 +282,9 @@ def _cells(value: Any) -> list[str]:
     return [one or "" for one in value] if isinstance(value, (list, tuple)) else [value]
 
 
-def _id(text: str, image: str) -> str:
+def _id(part: Part) -> str:
     # Equal content is one target, so that in-batch masking knows two rows of one class.
-    return hashlib.sha256(json.dumps([text, image]).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(part).encode()).hexdigest()[:16]
 
 
 def _picture(work: _Work, path: str) -> str | None:
@@ -306,27 +306,3 @@ def _files(src: Path, name: str, split: str) -> list[Path]:
         if found:
             return found
     return []
-
-
-def _num_rows(file: Path) -> int:
-    if file.suffix == ".jsonl":
-        with file.open("rb") as lines:
-            return sum(1 for line in lines if line.strip())
-    try:
-        return pq.read_metadata(file).num_rows
-    except (OSError, pa.ArrowInvalid) as error:
-        raise UserError(f"{file} cannot be read: {error}") from None
-
-
-def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    if file.suffix == ".jsonl":
-        with file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    try:
-                        yield json.loads(line)
-                    except ValueError as error:
-                        raise UserError(f"{file}:{number} is not JSON: {error}") from None
-        return
-    for batch in pq.ParquetFile(file).iter_batches(BATCH_ROWS):
-        yield from batch.to_pylist()

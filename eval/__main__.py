@@ -3,9 +3,10 @@
 ``rge eval budget checkpoint=DIR set=DIR out=DIR`` puts accuracy against tokens and time (several rationales, gate,
 judge), ``rge eval rerank of=DIR out=DIR judge=MODEL`` lets a vision-language model reorder a finished ranking,
 ``rge eval records src=FILE out=FILE`` makes records from which such a judge is trained,
-``rge eval rag set=DIR out=DIR of=DIR answerer=MODEL judges=MODEL`` has questions answered with what was found, and marked,
+``rge eval fetch mmeb|mmeb2|rmir|mmbright out=DIR`` downloads a benchmark's release and checks that it is all there,
 ``rge eval import rmir|pinpoint|mmeb|mmbright src=DIR out=DIR`` makes a retrieval set of a benchmark's release,
 ``rge eval import folder src=DIR out=DIR`` makes one of a folder of photos and a spreadsheet,
+``rge eval mine PHOTOS TABLE.xlsx`` does that, evaluates and writes the page,
 ``rge eval check set=DIR`` looks any set over before a model is asked,
 ``rge eval audit set=DIR train=FILE.jsonl`` looks for a set's pictures in training files,
 ``rge eval export format=pinpoint|top50|mmeb|mteb|card eval=DIR out=FILE`` writes what others read.
@@ -21,7 +22,7 @@ from eval.benchmarks.registry import BENCHMARKS
 from eval.embedding.processes import leave
 from rge.common.commands import start
 from rge.common.errors import UserError
-from rge.common.options import HELP, help_text, names_of, parse_options
+from rge.common.options import HELP, help_text, names_of, parse_options, positional
 from rge.common.registry import PluginOptions
 
 if TYPE_CHECKING:
@@ -33,13 +34,14 @@ FOLDER = ("eval.benchmarks.folder.importer", "FolderOptions", "import_folder")
 """``import folder``: a set of one's own, which is of no benchmark."""
 COMMANDS = {
     "run": ("eval.commands.run", "RunOptions", "run"),
+    "mine": ("eval.commands.mine", "MineOptions", "mine"),
     "score": ("eval.commands.score", "ScoreOptions", "score"),
     "compare": ("eval.commands.compare", "CompareOptions", "compare"),
     "budget": ("eval.commands.budget", "BudgetOptions", "budget"),
     "rerank": ("eval.commands.rerank", "RerankOptions", "rerank_command"),
     "records": ("eval.judging.likelihood", "JudgeRecordsOptions", "write_records"),
-    "rag": ("eval.commands.rag", "RagOptions", "rag"),
     "bm25": ("eval.commands.bm25", "Bm25Options", "bm25"),
+    "fetch": ("eval.commands.fetch", "FetchOptions", "fetch"),
     "check": ("eval.commands.check", "CheckOptions", "check"),
     "audit": ("eval.commands.audit", "AuditOptions", "audit_command"),
     "report": ("eval.commands.report", "ReportOptions", "report"),
@@ -49,8 +51,12 @@ COMMANDS = {
 
 def main(argv: Sequence[str]) -> int:
     """Run a command; 0 if it succeeded, 2 if what the user gave was wrong."""
+    if argv[:1] == ["fetch"] and argv[1:] and argv[1] not in HELP and "=" not in argv[1]:
+        argv = ["fetch", f"benchmark={argv[1]}", *argv[2:]]
     name = " ".join(argv[: 2 if argv[:1] == ["import"] else 1])
     words = argv[len(name.split()) :]
+    if name == "mine":
+        words = positional(words, "src", "queries")
     asked = any(word in HELP for word in argv)
     try:
         # first: what they register may be the command (import), and is looked up by name in the others

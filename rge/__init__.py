@@ -1,14 +1,16 @@
 """Train reasoning-guided multimodal embedders (RGE, arXiv:2511.16150)."""
 
+from rge import cpu_threads
 from rge.common import torchvision_cpu
 
 __version__ = "0.2.0"
 
+cpu_threads.sleep_while_waiting()
 torchvision_cpu.before_torchvision()
 
 
 def __getattr__(name: str):
-    """`Embedder`, loaded when it is first asked for: it brings transformers with it."""
+    """Import `Embedder` when it is first asked for."""
     if name == "Embedder":
         from rge.embedder import Embedder
 

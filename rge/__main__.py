@@ -6,12 +6,13 @@ Each command is also a module: ``rge plan`` is ``python -m rge.plan``. Several p
 
 import runpy
 import sys
+from importlib import import_module
+from pathlib import Path
 
 from rge import __version__
 from rge.common.commands import pick, start
 from rge.common.files import RECIPES
 from rge.common.options import available, offer_help
-from rge.config import CheckOptions, Recipe
 
 COMMANDS = {
     "train": ("rge.train", "train a recipe"),
@@ -21,14 +22,18 @@ COMMANDS = {
     "index": ("rge.index", "make an index of a folder or a table, or bring one up to date"),
     "search": ("rge.index.search", "ask an index"),
     "explore": ("rge.explore", "a local page: ask, watch the model write, change its words"),
+    "compare-runs": (
+        "rge.identity.compare_runs",
+        "what two runs differ in: which file, which key, which module",
+    ),
     "diagnose": ("rge.diagnose", "whether a checkpoint's rationales matter, leak, or depend on the batch"),
     "eval": ("eval", "evaluate, compare and report"),
     "serve": ("rge.serving", "answer requests for embeddings, rationales and search over HTTP"),
     "data": ("data_prep", "prepare training data and retrieval sets"),
     "recipes": ("", "list the recipes and launch configs that are installed; with a name, print its path"),
 }
-WITH_TORCH = {"train": Recipe, "check": CheckOptions}
-"""Commands whose modules begin with torch, which takes seconds: their keys are listed without it."""
+WITH_TORCH = {"train": "Recipe", "check": "CheckOptions"}
+"""Commands whose modules begin with torch, which takes seconds: their keys, of `rge.config`, are listed without it."""
 
 
 def main(words: list[str]) -> int:
@@ -40,8 +45,10 @@ def main(words: list[str]) -> int:
     if name == "recipes":
         return recipes(rest)
     if name in WITH_TORCH:
-        offer_help(WITH_TORCH[name], rest, f"rge {name} recipe=NAME")
+        offer_help(getattr(import_module("rge.config"), WITH_TORCH[name]), rest, f"rge {name} recipe=NAME")
     sys.argv = [f"rge {name}", *rest]
+    # `python -m rge` searches the working directory first, where a user may have an eval/ of their own.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     runpy.run_module(COMMANDS[name][0], run_name="__main__", alter_sys=True)
     return 0
 

@@ -2,15 +2,18 @@
 
 ``load_recipe(["recipe=demo", "joint.lr=1e-4"])`` reads ``recipes/demo.yaml`` over the defaults below and applies the
 overrides. A key that does not exist is an error that names the nearest one. Who consumes a section is handed it whole
-(``recipe.optim``, a stage, ``recipe.data``), never a copy of its keys: what is copied by hand is forgotten by hand.
+(``recipe.optim``, a stage, ``recipe.data``), never a copy of its keys: copies go stale.
 """
 
 import json
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+
+from pydantic import Field
 
 from rge.common.errors import UserError
 from rge.common.files import RECIPES as RECIPES
@@ -25,12 +28,18 @@ BACK_ENDS: tuple[str, ...] = get_args(BackEndName)
 """How several processes share a model out, from nothing to everything; the last two share out alike."""
 
 
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+AtLeastOne = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+
 Attention = Literal["auto", "varlen", "sdpa", "eager"]
 """Forms of attention, see `ModelConfig`."""
 
 
 class RecipeError(UserError):
-    """A recipe or an override is wrong; the message names the key and the mend."""
+    """A recipe or an override is wrong; the message names the key and the fix."""
 
 
 @dataclass
@@ -40,7 +49,7 @@ class ScratchConfig:
     ``text`` and ``vision`` are passed to the sub-configs unchanged.
     """
 
-    vocab_size: int = 2048
+    vocab_size: AtLeastOne = 2048
     """BPE vocabulary learned from the training records' texts, special tokens not counted."""
     text: dict[str, Any] = field(default_factory=dict)
     """Sizes of the language model, as its Hugging Face config calls them."""
@@ -49,16 +58,16 @@ class ScratchConfig:
     tower that a package brings (extra photos, docs/photos.md), of which only the merger is trained."""
     naming: str | None = None
     """Records whose query pictures teach the vision tower to name things before anything else; null skips it."""
-    naming_steps: int = 1000
+    naming_steps: AtLeastOne = 1000
     """Optimizer steps of that naming."""
-    naming_batch_size: int = 64
+    naming_batch_size: AtLeastOne = 64
     """Pictures a step of that naming."""
-    naming_lr: float = 3e-3
+    naming_lr: Positive = 3e-3
     """Learning rate of that naming."""
-    naming_style: float = 0.0
+    naming_style: Share = 0.0
     """How much the drawings' style is changed in that naming, from 0 (not at all) to 1: palette, tone, line width,
     sharpness, ground. What tells families of drawings apart is then no clue to the thing."""
-    naming_say_from: float = 0.0
+    naming_say_from: Share = 0.0
     """Share of the naming's steps that only choose among the names; after them the text model also writes the name. A
     step without writing costs half as much."""
 
@@ -67,11 +76,11 @@ class ScratchConfig:
 class LoraConfig:
     """Low-rank adapters instead of full fine-tuning; the ``<emb>`` row is trained beside them. Merged on export."""
 
-    rank: int = 16
+    rank: AtLeastOne = 16
     """Inner dimension of an adapter."""
-    alpha: float = 32.0
+    alpha: Positive = 32.0
     """Adapters are scaled by alpha / rank."""
-    dropout: float = 0.0
+    dropout: Annotated[float, Field(ge=0, le=0.99)] = 0.0
     """Share of an adapter's inputs dropped. Above zero, gradient caching encodes queries once more: the states that
     the rollout ends in were made without dropout."""
     targets: list[str] = field(default_factory=list)
@@ -113,9 +122,9 @@ class ModelConfig:
     """Leave the vision tower as it is."""
     lora: LoraConfig | None = None
     """Train adapters only; null trains all weights."""
-    min_pixels: int = 200_704
+    min_pixels: AtLeastOne = 200_704
     """Smallest picture, in pixels: 256 patches of 28x28, as released with RGE."""
-    max_pixels: int = 802_816
+    max_pixels: AtLeastOne = 802_816
     """Largest picture, in pixels: 1024 patches of 28x28, as released with RGE."""
 
 
@@ -178,9 +187,9 @@ class RecordsConfig:
 class SourceConfig(RecordsConfig):
     """Training records, and their share of every batch."""
 
-    weight: float = 1.0
+    weight: Positive = 1.0
     """Share of the batch relative to the other sources' weights."""
-    shuffle_buffer: int = 1000
+    shuffle_buffer: AtLeastOne = 1000
     """With `streaming`: so many records, of each data worker, are read at a time and put in random order; 1 keeps the
     stream's own."""
 
@@ -191,9 +200,12 @@ class DataConfig:
 
     profile: str = "rge"
     """Instruction profile, see `rge.common.prompt_profiles.PROFILES`."""
-    max_prompt_tokens: int = 2048
+    max_prompt_tokens: AtLeastOne = 2048
     """Longer prompts lose the end of the user's text, never image tokens or the template. Tokens."""
-    max_negatives: int = 1
+    max_rationale_tokens: AtLeastOne | None = None
+    """A record with a longer oracle rationale is bad (`on_bad`): it would take memory that nothing else does, and teach the
+    model to write what it may not. null: four times rollout.max_new_tokens, at least 512. Tokens."""
+    max_negatives: Count = 1
     """Labelled negatives drawn per query and step, as further candidates."""
     positives: Literal["draw", "all"] = "draw"
     """draw: one of a record's positives, another each time, is the step's; all: every one is a candidate and counts."""
@@ -203,18 +215,46 @@ class DataConfig:
     sort_by_length: bool = True
     """Cut micro batches from queries, and candidates, sorted by length, so that little of a forward is padding. The
     step's batch and its loss stay the same."""
-    num_workers: int = 4
+    num_workers: Count = 4
     """Processes that decode pictures and tokenise, per rank; 0 does it in the training process."""
-    prefetch_mb: int = 1024
+    prefetch_mb: AtLeastOne = 1024
     """Memory of a rank for batches that wait for training, MiB; one may always wait. Each worker also holds the batch that
     it is making. No shared memory is used."""
     on_bad: Literal["stop", "skip"] = "stop"
     """A record that cannot be used, such as one whose picture is missing: stop ends the run and names it; skip trains on
     another one of its source instead, counts it (bad_records in the metrics) and lists it in bad_records.jsonl."""
-    max_bad_share: float = 0.01
+    max_bad_share: Share = 0.01
     """With on_bad=skip: the run ends once more than this share of the stage's records has been found bad."""
     augment: str = "none"
     """Picture augmentation while training: none, or drawing (shift, scale, mirror, colour)."""
+
+
+@dataclass
+class StatesConfig:
+    """Which states of a query InfoNCE is computed on, by their weights; it is their weighted mean. docs/modes.md."""
+
+    reasoned: Positive = 1.0
+    """The state after a rationale: the anchor that `loss.anchor` names."""
+    direct: NotNegative = 0.0
+    """The state directly after the prompt, from the same pass, so that one checkpoint answers both ways."""
+
+
+@dataclass
+class AdaptiveConfig:
+    """Teach the model to answer easy queries with `<emb>` at once.
+
+    Where its direct state already ranks a right candidate first, the LM target is `<emb>` alone instead of the oracle
+    rationale, as in TRACE (arXiv:2603.02929), where a larger model marks the easy queries. Needs `loss.states.direct`.
+    """
+
+    share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Greatest share of a batch's queries with that target; 0: none. The others keep their rationale."""
+    margin: float = 0.0
+    """By how much the right candidate has to lead every wrong one, as a difference of cosines."""
+    floor: Share = 0.0
+    """Least share of a batch's queries with that target, those that lead most, so that the answer does not die out."""
+    warmup_steps: Count = 0
+    """Steps over which the greatest share rises from 0."""
 
 
 @dataclass
@@ -227,19 +267,27 @@ class LossConfig:
     """Weight of the LM loss; overrides `ratio`. The other weight is 1 minus this one."""
     alpha_con: float | None = None
     """Weight of the contrastive loss; overrides `ratio`."""
-    temperature: float = 0.03
+    temperature: Positive = 0.03
     """InfoNCE tau; cosine similarities are divided by it. No unit, > 0."""
     anchor: Literal["self", "oracle", "none", "mix"] = "self"
     """Query state that the contrastive loss sees, the paper's Table 4: `self` after the model's own rationale,
     `oracle` after the oracle's (leaks the target), `none` directly after the prompt; `mix` after the oracle's for
     a share of the queries, after their own for the others."""
-    oracle_share: float = 0.5
+    oracle_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """With `anchor=mix`: share of the queries, drawn anew in each step, that are embedded after the oracle's rationale."""
-    oracle_decay_steps: int | None = None
+    oracle_decay_steps: AtLeastOne | None = None
     """With `anchor=mix`: the share falls linearly from `oracle_share` to 0 over so many steps; null: it stays."""
-    terms: dict[str, float] = field(default_factory=lambda: {"info_nce": 1.0})
-    """Contrastive losses and their weights within the contrastive part: registered ones by name (docs/extending.md)."""
-    matryoshka_dims: list[int] = field(default_factory=list)
+    states: StatesConfig = field(default_factory=StatesConfig)
+    align: NotNegative = 0.0
+    """Weight, within the contrastive part, of the KL divergence from the reasoned state's ranking of the candidates to
+    the direct state's. The reasoned side gets no gradient from it."""
+    align_temperature: Positive | None = None
+    """Temperature of both rankings in `align`; null: `temperature`."""
+    adaptive: AdaptiveConfig = field(default_factory=AdaptiveConfig)
+    terms: dict[str, NotNegative | None] = field(default_factory=lambda: {"info_nce": 1.0})
+    """Contrastive losses and their weights within the contrastive part: registered ones by name (docs/extending.md). null
+    takes one out that a recipe below (`base`) names."""
+    matryoshka_dims: list[AtLeastOne] = field(default_factory=list)
     """Further sizes to which embeddings may be cut: InfoNCE becomes its mean over them and the full size."""
     lm_on_candidates: bool = True
     """Whether the LM loss also trains `<emb>` after the candidate's prompt, the second term of eq. 8."""
@@ -249,49 +297,49 @@ class LossConfig:
 class RolloutConfig:
     """How the model writes its own rationales, in training and in evaluation. Nothing is inherited."""
 
-    max_new_tokens: int = 128
+    max_new_tokens: AtLeastOne = 128
     """Cap on generated tokens, `<emb>` included; at the cap `<emb>` is appended and counted as forced."""
-    temperature: float = 0.0
+    temperature: NotNegative = 0.0
     """Sampling temperature in training; 0 is greedy. Evaluation is greedy unless asked otherwise."""
-    batch_size: int = 64
+    batch_size: AtLeastOne = 64
     """Rationales written at once per rank."""
     backend: Literal["own", "vllm"] = "own"
     """own: the training model writes; vllm: an engine beside it, which is given its weights before each rollout. The
     states that are trained on are the training model's either way."""
-    vllm_memory: float = 0.3
+    vllm_memory: Annotated[float, Field(ge=0.01, le=0.95)] = 0.3
     """Share of a device's memory for the engine of `backend=vllm`: the language model once more, and its cache."""
     prompt_pass: Literal["auto", "once", "twice"] = "auto"
     """How often a step encodes a query's prompt. `once`: with gradient, and the rollout continues from it; needs a rank's
     share of the batch to fit into one micro batch. `twice`: for the rollout, and with gradient in its chunk. `auto`: once
     where that can be. The result is the same."""
-    num_rationales: int = 1
+    num_rationales: AtLeastOne = 1
     """Rationales sampled per query and step from one encoding of its prompt; needs a temperature. Each is an anchor of
     the contrastive loss, which is the mean over them."""
-    reuse_steps: int = 0
+    reuse_steps: Count = 0
     """For how many steps a query's rationale is used again instead of writing one anew; 0: never. Its `<emb>` state is
     always computed with the present weights. In the joint stage alone: the stage rl always writes anew."""
-    direct_share: float = 0.0
+    direct_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the queries, drawn anew in each step, that are embedded without a rationale, so that one model is
-    trained for both modes."""
+    trained for both modes. Below 1: for all of them, set loss.anchor=none."""
 
 
 @dataclass
 class StageConfig:
     """One stage of training: what it sees and how it is optimised."""
 
-    steps: int | None = None
+    steps: AtLeastOne | None = None
     """Optimizer steps; null: as many as `epochs` needs."""
-    epochs: float = 1.0
+    epochs: Positive = 1.0
     """Passes over the sources' records, used where `steps` is null."""
-    batch_size: int = 512
+    batch_size: AtLeastOne = 512
     """Queries per optimizer step over all ranks; for the contrastive loss also the in-batch negatives' number."""
-    lr: float = 2e-5
+    lr: Positive = 2e-5
     """Highest learning rate."""
-    warmup_steps: int = 0
+    warmup_steps: Count = 0
     """Steps over which the learning rate rises to `lr`."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate goes on after the warm-up."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: Share = 0.0
     """The schedule ends at this share of `lr`."""
     sources: list[SourceConfig] = field(default_factory=list)
     """Training records and their shares."""
@@ -307,7 +355,7 @@ class RewardConfig:
 
     name: str
     """A registered reward (docs/rl.md has the table), or one's own as module:function."""
-    weight: float = 1.0
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """The reward is the sum of the terms times their weights."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the reward."""
@@ -321,47 +369,47 @@ class RLConfig(StageConfig):
     it out, and stage=rl runs it.
     """
 
-    batch_size: int = 64
+    batch_size: AtLeastOne = 64
     """Queries per optimizer step over all ranks, each with `num_rationales` rationales; their candidates are ranked."""
-    lr: float = 1e-6
+    lr: Positive = 1e-6
     """Highest learning rate."""
-    alpha_rl: float = 1.0
+    alpha_rl: NotNegative = 1.0
     """Weight of the policy gradient."""
-    alpha_con: float = 0.5
+    alpha_con: NotNegative = 0.5
     """Weight of InfoNCE over the rationales' states; in place of loss.alpha_con."""
-    alpha_lm: float = 0.05
+    alpha_lm: NotNegative = 0.05
     """Weight of the LM loss on oracle rationales; in place of loss.alpha_lm."""
-    num_rationales: int = 8
+    num_rationales: AtLeastOne = 8
     """Rationales sampled per query and step, a group; in place of rollout.num_rationales."""
-    temperature: float = 1.0
+    temperature: NotNegative = 1.0
     """Sampling temperature; in place of rollout.temperature. Log probabilities are those of this distribution."""
     rewards: list[RewardConfig] = field(default_factory=lambda: [RewardConfig("margin")])
     """Terms of the reward, each with name, weight and options."""
     candidates: str = "batch"
     """What rewards rank: batch, the step's candidates on all processes; or pool:PATH, a fixed pool that is harder: a folder with a
     retrieval set's corpus.parquet, or a file of training records, whose positives and negatives are the pool."""
-    pool_every: int = 50
+    pool_every: AtLeastOne = 50
     """Steps after which the pool is embedded anew; without a pool it has no effect."""
     loss_type: Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo"] = "dapo"
     """Ratio and normalisation of the policy gradient, see docs/rl.md."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
     """Advantages are divided by the standard deviation of the group, of the batch, or by none; null: none with
     loss_type=rloo, else group, as in TRL."""
-    std_floor: float = 1e-4
+    std_floor: NotNegative = 1e-4
     """Added to that standard deviation: equal rationales differ in reward by rounding."""
-    epsilon: float = 0.2
+    epsilon: NotNegative = 0.2
     """Ratios of a token's probability to that at its writing are clipped at 1 - epsilon, from a rollout's second update on:
     in the first, ratios are 1 (`num_iterations`)."""
-    epsilon_high: float | None = None
+    epsilon_high: NotNegative | None = None
     """And at 1 + epsilon_high, likewise; null: epsilon. DAPO has 0.28."""
-    beta: float = 0.0
+    beta: NotNegative = 0.0
     """Weight, within the policy gradient, of the KL divergence (k3) from the checkpoint that the stage starts from; 0 needs
     no reference. With adapters the reference is the model without them; else a frozen copy is kept in memory."""
     use_bias_correction_kl: bool = True
     """Multiply the KL estimate by the ratio, so that its gradient is right for rationales of earlier weights too."""
     mask_truncated_completions: bool = False
     """Leave rationales that were cut off at the cap out of the policy gradient. The <emb> put there never counts."""
-    num_iterations: int = 1
+    num_iterations: AtLeastOne = 1
     """Optimizer updates a rollout; after the first, ratios are not 1 and clipping begins."""
     vllm_importance_sampling_correction: bool = True
     """Weigh what vLLM sampled by our probability over its own."""
@@ -369,11 +417,11 @@ class RLConfig(StageConfig):
         "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = "sequence_mask"
     """Ratios of tokens or of rationales, cut to the bounds or left out beyond them."""
-    vllm_importance_sampling_clip_max: float | None = 3.0
+    vllm_importance_sampling_clip_max: NotNegative | None = 3.0
     """Upper bound of the ratio; null: none."""
-    vllm_importance_sampling_clip_min: float | None = None
+    vllm_importance_sampling_clip_min: NotNegative | None = None
     """Lower bound of the ratio; null: none."""
-    patience: int = 50
+    patience: Count = 50
     """The stage ends with a message after so many steps in a row in which no group's rewards differed; 0: never."""
 
     @property
@@ -391,15 +439,15 @@ class OptimConfig:
     muon_kernels: bool = True
     """Whether Muon takes kernels of convolutions too, as matrices of (out channels, all the rest), as its author does.
     Qwen's patch embedding is one. False: AdamW takes them."""
-    vision_lr_ratio: float = 1.0
+    vision_lr_ratio: NotNegative = 1.0
     """Learning rate of the vision tower and its merger as a share of the stage's."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of AdamW's running means of the gradient and of its square."""
     eps: float = 1e-8
     """Added to the root of the mean square, so that nothing is divided by zero."""
-    weight_decay: float = 0.0
+    weight_decay: NotNegative = 0.0
     """Decoupled weight decay: each step takes this share, times the learning rate, off every weight."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: NotNegative = 1.0
     """Gradient clipping by global norm; the same on every back end. 0 switches it off."""
 
 
@@ -407,26 +455,29 @@ class OptimConfig:
 class TrainConfig:
     """The loop."""
 
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     """Seed of everything random: order of the records, augmentation, dropout, sampled rationales."""
-    micro_batch_size: int = 8
+    micro_batch_size: AtLeastOne = 8
     """Queries per forward and backward on one rank. Memory depends on this, the result does not."""
-    save_every: int = 500
+    save_every: AtLeastOne = 500
     """Steps between resumable checkpoints."""
-    keep_last: int = 2
+    keep_last: AtLeastOne = 2
     """Resumable checkpoints kept on disk; with two, a damaged newest one still leaves a good one."""
     background_save: bool = True
     """Resumable checkpoints are copied into main memory and written while training goes on; false waits for the disk.
     Sharded back ends (DeepSpeed, FSDP) always wait."""
-    log_every: int = 10
+    log_every: AtLeastOne = 10
     """Steps between lines of metrics.jsonl and of trackers."""
     back_end: BackEndName = "ddp"
     """The least that several processes must share out: ddp (nothing), zero1 (the optimizer's state and float32
     weights), zero2 (gradients too), zero3 or fsdp2 (everything). A launch that names no back end gets this one; a launch
     config that shares out as much or more is left as it is, one that shares out less is refused. With one process it has
     no effect."""
-    num_processes: int | None = None
+    num_processes: AtLeastOne | None = None
     """Processes this run must have; any other number is an error. null: as many as the launcher starts."""
+    silence_s: Positive = 45.0
+    """With several processes: one that has given no sign of life for so many seconds counts as dead, and ends the run. Raise
+    it where processes may freeze for longer and live on: in a debugger, or in a container that is paused."""
     deterministic: bool = False
     """torch.use_deterministic_algorithms: bit-exact repeats on GPU, slower."""
 
@@ -435,17 +486,17 @@ class TrainConfig:
 class ValidationConfig(RecordsConfig):
     """Held-out records measured while training. Nothing here changes what is trained.
 
-    They are given as a source is; without, there is no validation. Benchmarks are run by ``python -m eval``.
+    They are given as a source is; without, there is no validation. Benchmarks are run by ``rge eval``.
     """
 
-    every: int = 500
+    every: AtLeastOne = 500
     """Steps between measurements; the last step is always measured."""
-    max_records: int = 512
+    max_records: AtLeastOne = 512
     """Only the first so many records are used; each query is ranked against the targets of all of them."""
     metric: Literal["hit_at_1", "loss", "loss_contrastive", "loss_lm"] = "hit_at_1"
     """What the best checkpoints are chosen by: hit_at_1 (higher is better), loss, loss_contrastive or loss_lm (lower).
     A stage that compares nothing, such as the cold start, uses loss_lm; one without an LM loss has none."""
-    keep_best: int = 1
+    keep_best: Count = 1
     """Checkpoints kept in ``<out>/<stage>/best``, ready for evaluation; 0 measures only."""
 
 
@@ -494,6 +545,11 @@ class Recipe:
             return [self.stage]
         return ["cold_start", "joint", *(["rl"] if self.rl.sources else [])]
 
+    @property
+    def max_rationale_tokens(self) -> int:
+        """`data.max_rationale_tokens`, with null decided."""
+        return self.data.max_rationale_tokens or max(4 * self.rollout.max_new_tokens, 512)
+
     def rollout_of(self, stage: StageConfig) -> RolloutConfig:
         """How rationales are written in a stage: `rl` samples groups of them, with the present weights."""
         if not isinstance(stage, RLConfig):
@@ -539,7 +595,9 @@ def load_options(
         recipe = parse_file(schema, arguments, key="recipe", folder=recipes, command=command)
     except UserError as error:
         raise RecipeError(str(error)) from None
-    recipe.out = recipe.out.replace("{recipe}", recipe.recipe)
+    recipe.out = os.path.expanduser(recipe.out.replace("{recipe}", recipe.recipe))
+    if recipe.init is not None:
+        recipe.init = os.path.expanduser(recipe.init)
     load_plugins(recipe.plugins)
     check(recipe)
     return recipe
@@ -590,184 +648,136 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def check(recipe: Recipe) -> None:
-    """Check what types cannot say, and complete the loss weights.
+    """Complete a recipe, and check what the types of single keys cannot say.
 
     Raises:
-        RecipeError: names the key, the value and what is allowed.
+        RecipeError: names every key that is wrong, its value and what is allowed.
     """
     if recipe.stage == "rl" and not recipe.rl.sources:
         recipe.rl.sources = list(recipe.joint.sources)
+    recipe.loss.terms = {name: weight for name, weight in recipe.loss.terms.items() if weight is not None}
+    recipe.loss.alpha_lm, recipe.loss.alpha_con = _loss_weights(recipe.loss)
+    if found := list(problems(recipe)):
+        raise RecipeError("\n".join(found))
+
+
+def problems(recipe: Recipe) -> Iterator[str]:
+    """Everything that is wrong with keys that depend on one another."""
     try:
         PROFILES[recipe.data.profile]
     except UserError as error:
-        raise RecipeError(f"data.profile: {error}") from None
-    _within("data.max_bad_share", recipe.data.max_bad_share, 0, 1)
-    _positive("data.prefetch_mb", recipe.data.prefetch_mb)
+        yield f"data.profile: {error}"
     if (recipe.model.path is None) == (recipe.model.scratch is None):
-        raise RecipeError("give exactly one of model.path and model.scratch")
-    if recipe.model.lora is not None:
-        _positive("model.lora.rank", recipe.model.lora.rank)
-        _positive("model.lora.alpha", recipe.model.lora.alpha)
-        _within("model.lora.dropout", recipe.model.lora.dropout, 0, 0.99)
-        if recipe.model.lora.vision and recipe.model.freeze_vision:
-            raise RecipeError(
-                "model.freeze_vision=true leaves model.lora.vision=true nothing to train; choose one"
-            )
-    _check_mix(recipe.loss)
-    for size in recipe.loss.matryoshka_dims:
-        _positive("loss.matryoshka_dims", size)
-    _positive("model.min_pixels", recipe.model.min_pixels)
+        yield "give exactly one of model.path and model.scratch"
+    if recipe.model.lora is not None and recipe.model.lora.vision and recipe.model.freeze_vision:
+        yield "model.freeze_vision=true leaves model.lora.vision=true nothing to train; choose one"
+    yield from _check_mix(recipe.loss)
+    yield from _check_states(recipe)
     if recipe.model.min_pixels > recipe.model.max_pixels:
-        raise RecipeError(
+        yield (
             f"model.min_pixels ({recipe.model.min_pixels}) must not exceed model.max_pixels ({recipe.model.max_pixels})"
         )
-    _positive("loss.temperature", recipe.loss.temperature)
-    for name, weight in recipe.loss.terms.items():
-        _within(f"loss.terms.{name}", weight, 0)
     if not any(recipe.loss.terms.values()):
-        raise RecipeError("loss.terms leaves no contrastive loss: give one of them a weight above 0")
-    _positive("rollout.max_new_tokens", recipe.rollout.max_new_tokens)
-    _positive("rollout.batch_size", recipe.rollout.batch_size)
-    _positive("train.micro_batch_size", recipe.train.micro_batch_size)
-    _positive("train.save_every", recipe.train.save_every)
-    _positive("train.log_every", recipe.train.log_every)
-    _positive("train.keep_last", recipe.train.keep_last)
-    _check_validation(recipe)
-    if recipe.train.num_processes is not None:
-        _positive("train.num_processes", recipe.train.num_processes)
-    _positive("data.max_prompt_tokens", recipe.data.max_prompt_tokens)
-    _within("data.max_negatives", recipe.data.max_negatives, 0)
-    _within("data.num_workers", recipe.data.num_workers, 0)
-    _within("train.seed", recipe.train.seed, 0)
-    _within("optim.weight_decay", recipe.optim.weight_decay, 0)
-    _within("optim.vision_lr_ratio", recipe.optim.vision_lr_ratio, 0)
-    _within("optim.max_grad_norm", recipe.optim.max_grad_norm, 0)
-    _within("rollout.temperature", recipe.rollout.temperature, 0)
-    _positive("rollout.num_rationales", recipe.rollout.num_rationales)
-    _check_backend(recipe.rollout)
-    _check_rollout_is_used(recipe)
-    _within("rollout.reuse_steps", recipe.rollout.reuse_steps, 0)
-    _within("rollout.direct_share", recipe.rollout.direct_share, 0, 1)
-    if recipe.rollout.direct_share == 1:
-        raise RecipeError("rollout.direct_share=1 leaves no rationale to write; that is loss.anchor=none")
+        yield "loss.terms leaves no contrastive loss: give one of them a weight above 0"
+    yield from _check_validation(recipe)
+    yield from _check_backend(recipe.rollout)
+    yield from _check_rollout_is_used(recipe)
     if recipe.rollout.num_rationales > 1 and recipe.rollout.temperature == 0:
-        raise RecipeError(
+        yield (
             f"rollout.num_rationales={recipe.rollout.num_rationales} would write the same rationale as often: "
             "greedy decoding has one; set rollout.temperature, e.g. 1.0"
         )
     for name in recipe.stages():
         stage: StageConfig = getattr(recipe, name)
-        _positive(f"{name}.batch_size", stage.batch_size)
-        _positive(f"{name}.lr", stage.lr)
-        _within(f"{name}.warmup_steps", stage.warmup_steps, 0)
-        _within(f"{name}.min_lr_ratio", stage.min_lr_ratio, 0, 1)
-        _positive(f"{name}.epochs", stage.epochs)
-        if stage.steps is not None:
-            _positive(f"{name}.steps", stage.steps)
         if not stage.sources:
-            raise RecipeError(
-                f"{name}.sources is empty: name at least one file, {name}.sources=[{{path: FILE.jsonl}}]"
+            yield f"{name}.sources is empty: name at least one file, {name}.sources=[{{path: FILE.jsonl}}]"
+        if stage.batch_size == 1 and not recipe.data.max_negatives and _compares_in_batch(recipe, name):
+            yield (
+                f"{name}.batch_size=1 with data.max_negatives=0 leaves a query nothing to be compared with, so its contrastive "
+                "loss is always 0: raise one of them"
             )
         for number, source in enumerate(stage.sources):
-            _check_records(f"{name}.sources[{number}]", source)
-            _positive(f"{name}.sources weight of {source.label}", source.weight)
-            _positive(f"{name}.sources shuffle_buffer of {source.label}", source.shuffle_buffer)
+            yield from _check_records(f"{name}.sources[{number}]", source)
             if source.streaming:
-                _check_stream(recipe, name, stage, source)
+                yield from _check_stream(recipe, name, stage, source)
     if "rl" in recipe.stages():
-        _check_rl(recipe)
-    recipe.loss.alpha_lm, recipe.loss.alpha_con = _loss_weights(recipe.loss)
+        yield from _check_rl(recipe)
     if recipe.validation.key is not None:
-        _check_metric(recipe, "joint", recipe.loss.alpha_lm, recipe.loss.alpha_con)
-        _check_metric(recipe, "rl", recipe.rl.alpha_lm, recipe.rl.alpha_con, recipe.rl.alpha_rl)
+        yield from _check_metric(recipe, "joint", *_loss_weights(recipe.loss))
+        yield from _check_metric(recipe, "rl", recipe.rl.alpha_lm, recipe.rl.alpha_con, recipe.rl.alpha_rl)
+
+
+def _compares_in_batch(recipe: Recipe, stage: str) -> bool:
+    """Whether a stage's losses or rewards rank the step's candidates."""
+    if stage == "rl":
+        return recipe.rl.alpha_con > 0 or (recipe.rl.alpha_rl > 0 and recipe.rl.candidates == "batch")
+    return stage == "joint" and bool(recipe.loss.alpha_con)
 
 
 def _check_metric(
     recipe: Recipe, stage: str, alpha_lm: float, alpha_con: float, alpha_rl: float = 0.0
-) -> None:
+) -> Iterator[str]:
     """Whether a stage has what its best checkpoints are chosen by; one that compares nothing takes the LM loss."""
     metric = recipe.validation.metric
     if stage not in recipe.stages() or not (alpha_con or alpha_rl) or alpha_lm:
         return
     if metric == "loss_lm":
-        raise RecipeError(
+        yield (
             f"validation.metric=loss_lm has no value in the stage {stage}, whose alpha_lm is 0: take hit_at_1 or "
             "loss_contrastive"
         )
     if metric == "loss" and not alpha_con:
-        raise RecipeError(
+        yield (
             f"validation.metric=loss is always 0 in the stage {stage}, whose policy gradient is not validated and whose "
             "other losses have weight 0: take hit_at_1 or loss_contrastive"
         )
 
 
-def _check_rl(recipe: Recipe) -> None:
+def _check_rl(recipe: Recipe) -> Iterator[str]:
     rl = recipe.rl
-    for key in (
-        "alpha_rl",
-        "alpha_con",
-        "alpha_lm",
-        "beta",
-        "epsilon",
-        "std_floor",
-        "patience",
-        "temperature",
-    ):
-        _within(f"rl.{key}", getattr(rl, key), 0)
     if not (rl.alpha_rl or rl.alpha_con or rl.alpha_lm):
-        raise RecipeError(
-            "rl.alpha_rl, rl.alpha_con and rl.alpha_lm are all 0, which leaves nothing to train"
-        )
+        yield "rl.alpha_rl, rl.alpha_con and rl.alpha_lm are all 0, which leaves nothing to train"
     if rl.beta and not rl.alpha_rl:
-        raise RecipeError(
+        yield (
             f"rl.beta={rl.beta} is a part of the policy gradient, which rl.alpha_rl=0 leaves out: set rl.beta=0 too"
         )
     if recipe.rollout.backend == "vllm":
-        _check_vllm_temperature("rl.temperature", rl.temperature)
+        yield from _check_vllm_temperature("rl.temperature", rl.temperature)
     if rl.candidates != "batch":
         kind, mark, path = rl.candidates.partition(":")
         if kind != "pool" or not mark or not path:
-            raise RecipeError(f"rl.candidates must be batch or pool:PATH, got {rl.candidates!r}")
+            yield f"rl.candidates must be batch or pool:PATH, got {rl.candidates!r}"
         if not rl.alpha_rl:
-            raise RecipeError(
+            yield (
                 "rl.candidates is what rewards rank, and rl.alpha_rl=0 leaves rewards out: set it to batch"
             )
-    _positive("rl.pool_every", rl.pool_every)
-    _positive("rl.num_rationales", rl.num_rationales)
-    _positive("rl.num_iterations", rl.num_iterations)
-    for key in ("epsilon_high", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"):
-        if getattr(rl, key) is not None:
-            _within(f"rl.{key}", getattr(rl, key), 0)
     if recipe.loss.anchor != "self":
-        raise RecipeError(
+        yield (
             f"loss.anchor={recipe.loss.anchor} embeds queries without the model's own rationale, which is what the stage rl "
             "trains: set loss.anchor=self"
         )
     if recipe.stage == "rl" and recipe.init is None and recipe.model.scratch is not None:
-        raise RecipeError(
+        yield (
             "stage=rl goes on from a model that writes rationales, and model.scratch is untrained: give "
             f"init=runs/{recipe.recipe}/joint/final or another checkpoint"
         )
     names = [reward.name for reward in rl.rewards]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise RecipeError(
+        yield (
             f"rl.rewards names {', '.join(sorted(twice))} twice; one entry with the sum of the weights will do"
         )
-    for reward in rl.rewards:
-        if not math.isfinite(reward.weight):
-            raise RecipeError(f"rl.rewards: the weight of {reward.name} must be finite, got {reward.weight}")
     if rl.alpha_rl:
         if not any(reward.weight for reward in rl.rewards):
-            raise RecipeError(
+            yield (
                 "rl.rewards leaves no reward: name at least one and give it a weight, or set rl.alpha_rl=0"
             )
         if rl.num_rationales < 2:
-            raise RecipeError(
+            yield (
                 "rl.num_rationales=1 leaves a rationale nothing to be compared with, so no policy gradient: take 2 or more "
                 "(8 is usual), or set rl.alpha_rl=0"
             )
     if rl.num_rationales > 1 and rl.temperature == 0:
-        raise RecipeError(
+        yield (
             "rl.temperature=0 writes the same rationale each time, so no group would differ: set it above 0, e.g. 1.0"
         )
     if (
@@ -775,82 +785,94 @@ def _check_rl(recipe: Recipe) -> None:
         and recipe.rollout.backend == "vllm"
         and rl.vllm_importance_sampling_mode.startswith("token")
     ):
-        raise RecipeError(
+        yield (
             f"rl.loss_type=rloo has one ratio a rationale, and rl.vllm_importance_sampling_mode="
             f"{rl.vllm_importance_sampling_mode} one a token: take sequence_truncate or sequence_mask"
         )
 
 
-def _check_mix(loss: LossConfig) -> None:
+def _check_mix(loss: LossConfig) -> Iterator[str]:
     if loss.anchor != "mix":
         for key in ("oracle_share", "oracle_decay_steps"):
             if getattr(loss, key) != getattr(LossConfig, key):
-                raise RecipeError(
-                    f"loss.{key} has no effect with loss.anchor={loss.anchor}: set loss.anchor=mix"
-                )
+                yield f"loss.{key} has no effect with loss.anchor={loss.anchor}: set loss.anchor=mix"
         return
-    _positive("loss.oracle_share", loss.oracle_share)
-    _within("loss.oracle_share", loss.oracle_share, 0, 1)
-    if loss.oracle_decay_steps is not None:
-        _positive("loss.oracle_decay_steps", loss.oracle_decay_steps)
-    elif loss.oracle_share == 1:
-        raise RecipeError(
+    if loss.oracle_decay_steps is None and loss.oracle_share == 1:
+        yield (
             "loss.oracle_share=1 mixes nothing: that is loss.anchor=oracle; or give loss.oracle_decay_steps"
         )
 
 
-def _check_rollout_is_used(recipe: Recipe) -> None:
+def _check_states(recipe: Recipe) -> Iterator[str]:
+    """Settings of the direct state that have no effect or contradict one another."""
+    loss = recipe.loss
+    if not loss.states.direct:
+        for key, value in (("align", loss.align), ("adaptive.share", loss.adaptive.share)):
+            if value:
+                yield f"loss.{key}={value} needs the direct state: set loss.states.direct, e.g. 1"
+        return
+    if loss.anchor == "none":
+        yield "loss.anchor=none trains the direct state alone: set loss.states.direct=0, or another loss.anchor"
+    if recipe.rollout.direct_share:
+        yield (
+            "rollout.direct_share takes the reasoned state from some queries, loss.states.direct adds the direct one "
+            "to all: set one of them to 0"
+        )
+    if "rl" in recipe.stages():
+        yield "the stage rl trains the reasoned state alone: set loss.states.direct=0"
+    if loss.adaptive.floor > loss.adaptive.share:
+        yield f"loss.adaptive.floor={loss.adaptive.floor} is above loss.adaptive.share={loss.adaptive.share}"
+
+
+def _check_rollout_is_used(recipe: Recipe) -> Iterator[str]:
     """Without own rationales, refuse what says which are written; how fast (`backend`, `prompt_pass`) may stand in a sweep's base."""
     if recipe.loss.anchor not in ("none", "oracle"):
         return
     for key in ("temperature", "num_rationales", "reuse_steps", "direct_share"):
         value, default = getattr(recipe.rollout, key), getattr(RolloutConfig, key)
         if value != default:
-            raise RecipeError(
+            yield (
                 f"rollout.{key}={value} has no effect with loss.anchor={recipe.loss.anchor}, where the model writes no rationales "
                 f"in training: set rollout.{key}={default}"
             )
 
 
-def _check_backend(rollout: RolloutConfig) -> None:
-    _within("rollout.vllm_memory", rollout.vllm_memory, 0.01, 0.95)
+def _check_backend(rollout: RolloutConfig) -> Iterator[str]:
     if rollout.backend == "own":
         return
     if rollout.prompt_pass == "once":
-        raise RecipeError(
+        yield (
             "rollout.prompt_pass=once lets the rollout go on from the training model's keys and values, which "
             "rollout.backend=vllm does not have: set rollout.prompt_pass=auto"
         )
-    _check_vllm_temperature("rollout.temperature", rollout.temperature)
+    yield from _check_vllm_temperature("rollout.temperature", rollout.temperature)
 
 
-def _check_vllm_temperature(key: str, temperature: float) -> None:
+def _check_vllm_temperature(key: str, temperature: float) -> Iterator[str]:
     if not (temperature == 0 or 0.01 <= temperature <= 2):
-        raise RecipeError(f"{key}={temperature} is not possible with rollout.backend=vllm: 0, or 0.01 to 2")
+        yield f"{key}={temperature} is not possible with rollout.backend=vllm: 0, or 0.01 to 2"
 
 
-def _check_validation(recipe: Recipe) -> None:
+def _check_validation(recipe: Recipe) -> Iterator[str]:
     validation = recipe.validation
-    _positive("validation.every", validation.every)
-    _positive("validation.max_records", validation.max_records)
-    _within("validation.keep_best", validation.keep_best, 0)
     if validation.key is None:
         return
-    _check_records("validation", validation)
+    yield from _check_records("validation", validation)
     for name in recipe.stages():
         if validation.key in [source.key for source in getattr(recipe, name).sources]:
-            raise RecipeError(
+            yield (
                 f"validation.path {validation.label} is also a source of {name}: what is trained on cannot validate"
             )
 
 
-def _check_records(key: str, config: RecordsConfig) -> None:
+def _check_records(key: str, config: RecordsConfig) -> Iterator[str]:
     """Exactly one kind of source, and no setting of another kind, which would have no effect."""
     kinds = {"path": config.path, "dataset": config.dataset, "type": config.type}
     given = [kind for kind, value in kinds.items() if value is not None]
     if len(given) != 1:
         named = f", not {' and '.join(given)}" if given else ""
-        raise RecipeError(f"{key} must name exactly one of path, dataset and type{named}")
+        yield f"{key} must name exactly one of path, dataset and type{named}"
+        return
     owners = {
         **dict.fromkeys(("name", "split", "revision", "streaming"), ("dataset",)),
         "columns": ("dataset", "type"),
@@ -858,20 +880,18 @@ def _check_records(key: str, config: RecordsConfig) -> None:
     }
     for name, kinds_of_it in owners.items():
         if given[0] not in kinds_of_it and getattr(config, name) != getattr(RecordsConfig(), name):
-            raise RecipeError(
-                f"{key}.{name} belongs to {' or '.join(kinds_of_it)}, and this source has a {given[0]}"
-            )
+            yield f"{key}.{name} belongs to {' or '.join(kinds_of_it)}, and this source has a {given[0]}"
 
 
-def _check_stream(recipe: Recipe, name: str, stage: StageConfig, source: SourceConfig) -> None:
+def _check_stream(recipe: Recipe, name: str, stage: StageConfig, source: SourceConfig) -> Iterator[str]:
     """Refuse what needs to know how many records there are."""
     if stage.steps is None:
-        raise RecipeError(
+        yield (
             f"{name}.epochs needs the number of records, which the stream {source.label} does not say: set {name}.steps, "
             "or streaming: false"
         )
     if recipe.model.scratch is not None and recipe.init is None:
-        raise RecipeError(
+        yield (
             f"model.scratch learns its vocabulary from the texts of all records, and the stream {source.label} has no known "
             "end: set streaming: false, or start from a checkpoint (init=...)"
         )
@@ -906,14 +926,3 @@ def _loss_weights(loss: LossConfig) -> tuple[float, float]:
             "give one of them and the other follows"
         )
     return lm, con
-
-
-def _positive(key: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise RecipeError(f"{key} must be > 0 and finite, got {value}")
-
-
-def _within(key: str, value: float, low: float, high: float = math.inf) -> None:
-    if not (low <= value <= high and math.isfinite(value)):
-        limits = f">= {low} and finite" if high == math.inf else f"between {low} and {high}"
-        raise RecipeError(f"{key} must be {limits}, got {value}")

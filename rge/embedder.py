@@ -7,6 +7,7 @@
     scores = embedder.similarity(query, embedder.encode_document(images=["key.png", "nail.png"]))
 
 Every figure of an evaluation comes from `Embedder.encode`, and so does every embedding of a service built on a checkpoint.
+An embedder may be used by several threads at once. torch and transformers are imported when a checkpoint is loaded.
 """
 
 import sys
@@ -14,43 +15,34 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
 from functools import partial
-from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 from PIL import Image
-from torch import Tensor
 
-from rge.checkpoints.description import renamed_card
-from rge.checkpoints.export import CheckpointError, checkpoint_hash, read_settings
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.files import checkpoint_folder
 from rge.common.images import fetch_picture
 from rge.common.schema import Encoded, ImageRef, Item
 from rge.distributed.workers import Work, Workers
-from rge.model.backbone import BackboneError, collapsed_ids, load_backbone, read_config
-from rge.model.embedding_model import EmbeddingModel
-from rge.model.packing import Branch, by_length
-from rge.model.prompts import Prompt, PromptBuilder
-from rge.rollout.generate import generate
 
 if TYPE_CHECKING:
-    from rge.rollout.vllm_states import VllmStates  # imports vLLM
-
-CLOSE = {"greedy": 2e-3, "drawn": 1e-4}
-"""`Rationale.margin` below which float32 in another batch might choose another token; rounding moves it by some 1e-5."""
+    from rge.inference import Asked, Inference, Mode, OnProgress, Side
+    from rge.model.embedding_model import EmbeddingModel
+    from rge.model.prompts import Prompt, PromptBuilder
+    from rge.rollout.vllm_states import VllmStates
 
 Picture = ImageRef | Path | Image.Image
 """A path, ``library.parquet#row``, a web address, a data URL, encoded bytes, or a decoded picture."""
 
-
-WINDOW_BATCHES = 8
-"""Batches whose items are prepared together and sorted by length: as many pictures are in memory at a time."""
+WINDOW_BATCHES = 4
+"""Batches whose items are prepared together and sorted by length; twice as many pictures are in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +50,8 @@ class Job:
     """Items whose pictures are in memory together, and how they are to be embedded; see `Embedder.encode`."""
 
     items: Sequence[Item]
-    side: str
-    mode: Literal["reasoning", "direct"]
-    batch_size: int
-    seeds: Sequence[int] | None
-    exact: bool
-
-
-_Row = tuple[np.ndarray, str, int, str, float, float]
-"""What `Encoded` holds of one prompt, in its fields' order."""
+    side: "Side"
+    asked: "Asked"
 
 
 class Embedder:
@@ -78,25 +63,34 @@ class Embedder:
         checkpoint: directory it was loaded from.
         settings: content of ``rge.json``.
         engine: writes rationales and computes states in the model's place; None: the model does.
+
+    Attributes:
+        exact: see `encode`.
     """
 
     def __init__(
         self,
-        model: EmbeddingModel,
-        builder: PromptBuilder,
+        model: "EmbeddingModel",
+        builder: "PromptBuilder",
         checkpoint: Path,
         settings: dict[str, Any],
         engine: "VllmStates | None" = None,
     ):
-        self.model, self.builder, self.engine = model.eval(), builder, engine
+        from rge.inference import Inference
+
+        self._inference = Inference(model, builder, engine)
         self._describe(checkpoint, settings)
 
-    engine: "VllmStates | None" = None
-
     def _describe(self, checkpoint: Path, settings: dict[str, Any]) -> None:
+        from rge.checkpoints.export import checkpoint_hash
+
         self.checkpoint, self.settings = checkpoint, settings
         self.checkpoint_hash = checkpoint_hash(checkpoint)
         self.exact = False
+
+    @classmethod
+    def _of(cls, inference: "Inference", checkpoint: Path, settings: dict[str, Any]) -> "Embedder":
+        return cls(inference.model, inference.builder, checkpoint, settings, inference.engine)
 
     @classmethod
     def from_pretrained(
@@ -134,53 +128,59 @@ class Embedder:
             CheckpointError: not a checkpoint of rge, or the hub cannot be reached.
             BackboneError: its weights or processor cannot be loaded, or have no ``<emb>``.
         """
+        import torch
+
+        from rge.checkpoints.export import read_settings
+        from rge.inference import Inference, VllmOptions
+
         folder = local_folder(checkpoint, revision)
         settings = read_settings(folder)
         devices = [device] if device is None or isinstance(device, str) else list(device)
         if not devices:
             raise ValueError("device names no device; None takes a GPU if there is one")
         first = devices[0] or ("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = dtype or ("float32" if first == "cpu" else settings["recipe"]["model"]["dtype"])
         generation = dict(settings["generation"])
         if max_new_tokens is not None:
             generation["max_new_tokens"] = max_new_tokens
         if temperature is not None:
             generation["temperature"] = temperature
-        settings = {**settings, "generation": generation, "dtype": dtype}
+        settings["generation"] = generation
+        settings["dtype"] = dtype or ("float32" if first == "cpu" else settings["recipe"]["model"]["dtype"])
         if quantization is not None:
             settings["quantization"] = quantization
         if engine == "vllm":
             if len(devices) > 1 or quantization is not None:
                 raise UserError("engine=vllm is for one device and for weights as the checkpoint has them")
-            return cls._load(folder, settings, first, {"memory": vllm_memory, "rows": vllm_rows})
+            inference = Inference.load(folder, settings, first, VllmOptions(vllm_memory, vllm_rows))
+            assert inference.engine is not None
+            return cls._of(inference, folder, settings | {"engine": inference.engine.name})
         if len(devices) > 1:
             return _SpreadEmbedder(folder, settings, [each for each in devices if each is not None])
-        return cls._load(folder, settings, first)
+        return cls._of(Inference.load(folder, settings, first), folder, settings)
 
-    @classmethod
-    def _load(
-        cls, folder: Path, settings: dict[str, Any], device: str, vllm: dict[str, Any] | None = None
-    ) -> "Embedder":
-        pixels = settings["pixels"]
-        backbone = load_backbone(
-            folder,
-            dtype=settings["dtype"],
-            min_pixels=pixels["min"],
-            max_pixels=pixels["max"],
-            quantization=settings.get("quantization"),
-            device=device,
-        )
-        builder = PromptBuilder(backbone.processor, settings["profile"], settings["max_prompt_tokens"])
-        model = EmbeddingModel(backbone)
-        if vllm is None:
-            return cls(model.to(device), builder, folder, settings)
-        states = _vllm(model.eval(), folder, device, settings, **vllm)
-        return cls(model, builder, folder, settings | {"engine": states.name}, states)
+    @property
+    def model(self) -> "EmbeddingModel":
+        """The model."""
+        return self._inference.model
+
+    @property
+    def builder(self) -> "PromptBuilder":
+        """Makes prompts; another one may be set."""
+        return self._inference.builder
+
+    @builder.setter
+    def builder(self, builder: "PromptBuilder") -> None:
+        self._inference = type(self._inference)(self.model, builder, self.engine)
+
+    @property
+    def engine(self) -> "VllmStates | None":
+        """vLLM, where it computes."""
+        return self._inference.engine
 
     @property
     def size(self) -> int:
         """Components of an embedding."""
-        return self.model.model.config.get_text_config().hidden_size
+        return self._inference.size
 
     def close(self) -> None:
         """End what holds the model on several devices; it would also end with this object, and starts again when needed."""
@@ -213,7 +213,7 @@ class Embedder:
         texts: str | Sequence[str | None] | None = None,
         images: Picture | Sequence[Any] | None = None,
         *,
-        mode: Literal["reasoning", "direct"] | None = None,
+        mode: Literal["reasoning", "direct", "auto"] | None = None,
         instruction: str | None = None,
         task: str | None = None,
         dimensions: int | None = None,
@@ -229,7 +229,8 @@ class Embedder:
             texts: a question, or N of them; None for pictures alone.
             images: with one question, its picture or pictures; with N, N entries, each None, a picture or several. A
                 picture is a path, a web address, a data URL, bytes or a PIL image.
-            mode: ``reasoning`` or ``direct`` (no rationale); None as the checkpoint was trained.
+            mode: ``reasoning``, ``direct`` (no rationale) or ``auto`` (the model decides query by query; needs a
+                checkpoint trained for it, docs/modes.md); None as the checkpoint was trained.
             instruction: put before every question; None takes the one of `task`, or the most frequent one of training.
                 An empty string puts nothing. One that training did not have is used, with a warning.
             task: name of a task of training (``rge.json`` lists them) whose instruction is to be used.
@@ -249,23 +250,15 @@ class Embedder:
             ImageError: a picture cannot be read.
         """
         single, rows = _rows(texts, images)
-        asked, warning = self.instruction_for(instruction, task)
+        wanted, warning = self.instruction_for(instruction, task)
         if warning:
             warnings.warn(warning, stacklevel=2)
-        items = _Items(rows, asked)
-        mode = mode or self.query_mode
-        return self._answer(
-            items,
-            "query",
-            mode,
-            single,
-            dimensions,
-            return_rationales,
-            as_tensor,
-            batch_size,
-            seeds,
-            progress,
-        )
+        self.check_dimensions(dimensions)
+        found = self.encode(
+            _Items(rows, wanted), side="query", mode=mode or self.query_mode, batch_size=batch_size, seeds=seeds,
+            progress=progress,
+        )  # fmt: skip
+        return self._shaped(found, single, dimensions, return_rationales, as_tensor)
 
     def encode_document(
         self,
@@ -286,27 +279,19 @@ class Embedder:
             texts: a text, or N of them; None for pictures alone.
             images: with one text, its picture or pictures; without texts, one picture or N entries.
             mode: candidates are trained without a rationale.
-            dimensions: as of `encode_query`.
-            return_rationales: as of `encode_query`.
-            as_tensor: as of `encode_query`.
-            batch_size: as of `encode_query`.
-            seeds: as of `encode_query`.
-            progress: as of `encode_query`.
+            dimensions: so many leading components.
+            return_rationales: the rationales too.
+            as_tensor: torch instead of numpy.
+            batch_size: rows a forward.
+            seeds: one a text or picture.
+            progress: show a bar.
         """
         single, rows = _rows(texts, images)
-        items = _Items(rows)
-        return self._answer(
-            items,
-            "candidate",
-            mode,
-            single,
-            dimensions,
-            return_rationales,
-            as_tensor,
-            batch_size,
-            seeds,
-            progress,
+        self.check_dimensions(dimensions)
+        found = self.encode(
+            _Items(rows), side="candidate", mode=mode, batch_size=batch_size, seeds=seeds, progress=progress
         )
+        return self._shaped(found, single, dimensions, return_rationales, as_tensor)
 
     @staticmethod
     def similarity(queries: Any, documents: Any) -> Any:
@@ -325,6 +310,8 @@ class Embedder:
             The commit's address.
         """
         from huggingface_hub import HfApi
+
+        from rge.checkpoints.description import renamed_card
 
         api = HfApi(token=token)
         api.create_repo(repo_id, private=private, exist_ok=True)
@@ -386,45 +373,44 @@ class Embedder:
         vectors = vectors[:, :dimensions]
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
-    def _answer(
-        self, items, side, mode, single, dimensions, return_rationales, as_tensor, batch_size, seeds, progress
-    ):  # fmt: skip
-        self.check_dimensions(dimensions)
-        if progress is None:
-            progress = len(items) > 4 * batch_size and sys.stderr.isatty()
-        with progress_bar(total=len(items), disable=not progress, unit="item") as bar:
-            found = self.encode(
-                items, side=side, mode=mode, batch_size=batch_size, seeds=seeds, on_progress=bar.update
-            )
-        vectors = self.cut(found.embeddings, dimensions)
-        answer: np.ndarray | Tensor = torch.from_numpy(vectors) if as_tensor else vectors
+    def _shaped(
+        self, found: Encoded, single: bool, dimensions: int | None, return_rationales: bool, as_tensor: bool
+    ) -> Any:
+        vectors: Any = self.cut(found.embeddings, dimensions)
+        if as_tensor:
+            import torch
+
+            vectors = torch.from_numpy(vectors)
         if not return_rationales:
-            return answer[0] if single else answer
-        return (answer[0], found.rationales[0]) if single else (answer, found.rationales)
+            return vectors[0] if single else vectors
+        return (vectors[0], found.rationales[0]) if single else (vectors, found.rationales)
 
     def encode(
         self,
         items: Sequence[Item],
         *,
-        side: Literal["query", "candidate"],
-        mode: Literal["reasoning", "direct"],
+        side: "Side",
+        mode: "Mode",
         batch_size: int = 64,
         seeds: Sequence[int] | None = None,
         on_progress: Callable[[int], object] | None = None,
+        progress: bool | None = False,
     ) -> Encoded:
         """Embed items. A row does not depend on the other rows, on the batch size or on padding, but for rounding.
 
         Where ``self.exact`` is set it does not depend on them in the last bit either: every state is computed with its
         row alone. Rationales are still written in batches, in float32; one that a rounding error might have changed
-        (`CLOSE`) is written again alone. In other dtypes all of them are.
+        (`rge.inference.CLOSE`) is written again alone. In other dtypes all of them are.
 
         Args:
             items: what to embed.
             side: decides the wording of the prompt.
-            mode: ``reasoning`` lets the model write a rationale first; ``direct`` prefills ``<emb>``.
+            mode: ``reasoning`` lets the model write a rationale first; ``direct`` prefills ``<emb>``; ``auto`` lets the
+                model decide, and a rationale is empty where it answered directly.
             batch_size: rows a forward.
             seeds: one an item, needed where the settings ask for sampling.
             on_progress: called with the number of items just finished.
+            progress: show a bar; None shows one for long lists on a terminal.
 
         Returns:
             Embeddings and what was written, in the order of the items.
@@ -433,13 +419,15 @@ class Embedder:
             ValueError: an unknown mode, an item that cannot be embedded.
             ImageError: a picture cannot be read.
         """
-        if mode not in ("reasoning", "direct"):
-            raise ValueError(f"mode must be reasoning or direct, got {mode!r}")
+        from rge.inference import Asked
+
+        if mode not in ("reasoning", "direct", "auto"):
+            raise ValueError(f"mode must be reasoning, direct or auto, got {mode!r}")
         if self.exact and self.engine is not None:
             raise ValueError(
                 "exact embeddings are computed row by row, which vLLM does not do: use engine=own"
             )
-        num = len(items)
+        num, window = len(items), WINDOW_BATCHES * batch_size
         found = Encoded(
             embeddings=np.empty((num, self.size), np.float32),
             rationales=[""] * num,
@@ -448,15 +436,11 @@ class Embedder:
             generate_ms=np.zeros(num),
             embed_ms=np.zeros(num),
         )
-        window = WINDOW_BATCHES * batch_size
         jobs = (
             Job(
                 items[start : start + window],
                 side,
-                mode,
-                batch_size,
-                None if seeds is None else seeds[start : start + window],
-                self.exact,
+                Asked(mode, batch_size, None if seeds is None else seeds[start : start + window], self.exact),
             )
             for start in range(0, num, window)
         )
@@ -466,278 +450,144 @@ class Embedder:
             for field in fields(Encoded):
                 getattr(found, field.name)[rows] = getattr(part, field.name)
 
-        self._run(jobs, put, on_progress)
+        if progress is None:
+            progress = num > 4 * batch_size and sys.stderr.isatty()
+        with progress_bar(total=num, disable=not progress, unit="item") as bar:
+            self._run(jobs, put, on_progress or bar.update)
         return found
 
     def _run(
-        self,
-        jobs: Iterable[Job],
-        put: Callable[[int, Encoded], object],
-        on_progress: Callable[[int], object] | None,
+        self, jobs: Iterable[Job], put: Callable[[int, Encoded], object], on_progress: "OnProgress"
     ) -> None:
-        for number, job in enumerate(jobs):
-            put(number, self._window(job, on_progress))
+        left = iter(jobs)  # whose items are read as they are asked for
 
-    def _window(self, job: Job, on_progress: Callable[[int], object] | None) -> Encoded:
+        def prepare_next() -> tuple[Job, list["Prompt"], float] | None:
+            job = next(left, None)
+            return None if job is None else (job, *self._prepare(job))
+
+        # A thread reads and scales the next window's pictures while the device works on this one's.
+        with ThreadPoolExecutor(1, "rge-prepare") as pool:
+            coming = pool.submit(prepare_next)
+            for number in count():
+                prepared = coming.result()
+                if prepared is None:
+                    return
+                job, prompts, prepare_ms = prepared
+                coming = pool.submit(prepare_next)
+                put(number, self._inference.embed(prompts, job.asked, self.settings, on_progress, prepare_ms))
+
+    def _window(self, job: Job, on_progress: "OnProgress") -> Encoded:
+        prompts, prepare_ms = self._prepare(job)
+        return self._inference.embed(prompts, job.asked, self.settings, on_progress, prepare_ms)
+
+    def _prepare(self, job: Job) -> tuple[list["Prompt"], float]:
+        """The prompts of a window, and the milliseconds that each took."""
         began = time.perf_counter()
-        prompts = [self.builder.build(item, job.side) for item in job.items]
+        prompts = [self._inference.prompt(item, job.side) for item in job.items]
         if num_cut := sum(prompt.num_cut_tokens > 0 for prompt in prompts):
             warnings.warn(
                 f"{num_cut} of {len(prompts)} prompts had more than {self.builder.max_tokens} tokens and lost the end of their text",
                 stacklevel=2,
             )
-        prepare_ms = (time.perf_counter() - began) * 1000 / len(prompts)
-        return self._prompts(prompts, job.mode, job.batch_size, prepare_ms, job.seeds, on_progress)
+        return prompts, (time.perf_counter() - began) * 1000 / len(prompts)
 
-    def encode_prompts(
-        self, prompts: Sequence[Prompt], *, mode: Literal["reasoning", "direct"], batch_size: int = 64
-    ) -> Encoded:
-        """Embed prompts that `builder` has made before, as a server does, which makes them where they come in.
+    def prompt(self, item: Item, side: "Side", images: Sequence[Image.Image] | None = None) -> "Prompt":
+        """The prompt of an item, for `encode_prompts`.
 
         Args:
-            prompts: of items, at least one.
+            item: what is to be embedded.
+            side: decides the wording.
+            images: decoded pictures to use instead of loading ``item.images``.
+
+        Raises:
+            ValueError: an empty item, or one whose pictures alone are too long.
+            ImageError: a picture cannot be read.
+        """
+        return self._inference.prompt(item, side, images)
+
+    def encode_prompts(self, prompts: Sequence["Prompt"], *, mode: "Mode", batch_size: int = 64) -> Encoded:
+        """Embed prompts that `prompt` has made before, as a server does, which makes them where they come in.
+
+        Args:
+            prompts: at least one.
             mode: as of `encode`.
             batch_size: rows a forward.
         """
-        return self._prompts(prompts, mode, batch_size, 0.0, None, None)
+        from rge.inference import Asked
 
-    def _prompts(
-        self,
-        prompts: Sequence[Prompt],
-        mode: Literal["reasoning", "direct"],
-        batch_size: int,
-        prepare_ms: float,
-        seeds: Sequence[int] | None,
-        on_progress: Callable[[int], object] | None,
-    ) -> Encoded:
-        if mode == "direct":
-            results = self._direct(prompts, batch_size, prepare_ms, on_progress)
-        else:
-            results = self._reasoning(prompts, batch_size, prepare_ms, seeds, on_progress)
-        states, rationales, num_tokens, stop_reasons, generate_ms, embed_ms = zip(*results, strict=True)
-        return Encoded(
-            embeddings=np.stack(states),
-            rationales=list(rationales),
-            num_rationale_tokens=np.array(num_tokens, dtype=np.int64),
-            stop_reasons=list(stop_reasons),
-            generate_ms=np.array(generate_ms, dtype=np.float64),
-            embed_ms=np.array(embed_ms, dtype=np.float64),
-        )
+        return self._inference.embed(prompts, Asked(mode, batch_size, None, self.exact), self.settings)
 
-    def _reasoning(
-        self,
-        prompts: Sequence[Prompt],
-        batch_size: int,
-        prepare_ms: float,
-        seeds: Sequence[int] | None,
-        on_progress: Callable[[int], object] | None,
-    ) -> list[_Row]:
-        settings = self.settings["generation"]
-        asked = {key: settings[key] for key in ("max_new_tokens", "temperature")}
-        least = settings.get("min_new_tokens", 0)
-        together = batch_size if not self.exact or self.settings["dtype"] == "float32" else 1
-        if self.engine is not None:
-            if least:
-                raise UserError("engine=vllm cannot be kept from writing nothing: use engine=own")
-            rationales = self.engine.generate(prompts, **asked, seeds=seeds)
-            if on_progress is not None:
-                on_progress(len(prompts))
-        else:
-            rationales = generate(
-                self.model,
-                prompts,
-                **asked,
-                batch_size=together,
-                seeds=seeds,
-                on_progress=on_progress,
-                margins=self.exact and together > 1,
-                min_new_tokens=least,
-            )
-        read_ms = [0.0] * len(rationales)
-        if self.exact:
-            close = CLOSE["drawn" if asked["temperature"] > 0 else "greedy"]
-            for row, rationale in enumerate(rationales):
-                if rationale.margin < close:
-                    own = None if seeds is None else [seeds[row]]
-                    rationales[row] = generate(
-                        self.model, [prompts[row]], **asked, batch_size=1, seeds=own, min_new_tokens=least
-                    )[0]
-            for row, rationale in enumerate(rationales):
-                state, read_ms[row] = self._state(prompts[row], rationale.ids)
-                rationales[row] = replace(rationale, state_D=state)
-        return [
-            (
-                cast(Tensor, rationale.state_D).float().cpu().numpy(),
-                self.builder.decode(rationale.ids),
-                len(rationale.ids),
-                "forced" if rationale.forced else "emb",
-                rationale.seconds * 1000,
-                prepare_ms + ms,
-            )
-            for rationale, ms in zip(rationales, read_ms, strict=True)
-        ]
-
-    @torch.no_grad()
     def encode_after(
-        self, prompts: Sequence[Prompt], rationales: Sequence[Sequence[int]], *, batch_size: int = 64
+        self, prompts: Sequence["Prompt"], rationales: Sequence[Sequence[int]], *, batch_size: int = 64
     ) -> np.ndarray:
         """Embeddings (N, D) of prompts after given rationales, whoever wrote them.
 
         Args:
-            prompts: of `builder`.
+            prompts: of `prompt`.
             rationales: token ids, without ``<emb>``; empty ones are what direct mode reads.
             batch_size: rows a forward.
         """
-        if self.engine is not None:
-            return torch.stack(self.engine.states(prompts, rationales)).numpy()
-        lengths = [
-            len(prompt) + len(rationale) for prompt, rationale in zip(prompts, rationales, strict=True)
-        ]
-        found = np.empty((len(prompts), self.size), np.float32)
-        for rows in by_length(lengths, batch_size):
-            branches = [[Branch([*rationales[row], self.model.emb_id], read_state=True)] for row in rows]
-            packed = self.model.pack([prompts[row] for row in rows], branches)
-            found[rows] = self.model(packed)[0].state_ND.float().cpu().numpy()
-        return found
-
-    @torch.no_grad()
-    def _state(self, prompt: Prompt, ids: Sequence[int]) -> tuple[Tensor, float]:
-        """State (D,) after a rationale, computed alone, and milliseconds."""
-        began = time.perf_counter()
-        packed = self.model.pack([prompt], [[Branch([*ids, self.model.emb_id], read_state=True)]])
-        state = self.model(packed)[0].state_ND[0]
-        return state, (time.perf_counter() - began) * 1000
-
-    @torch.no_grad()
-    def _direct(
-        self,
-        prompts: Sequence[Prompt],
-        batch_size: int,
-        prepare_ms: float,
-        on_progress: Callable[[int], object] | None,
-    ) -> list[_Row]:
-        if self.engine is not None:
-            began = time.perf_counter()
-            states = self.engine.states(prompts)
-            embed_ms = prepare_ms + (time.perf_counter() - began) * 1000 / len(prompts)
-            if on_progress is not None:
-                on_progress(len(prompts))
-            return [(state.numpy(), "", 0, "prefilled", 0.0, embed_ms) for state in states]
-        branch = Branch([self.model.emb_id], read_state=True)
-        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-        found: dict[int, _Row] = {}
-        together = 1 if self.exact else batch_size
-        for start in range(0, len(order), together):
-            rows = order[start : start + together]
-            began = time.perf_counter()
-            packed = self.model.pack([prompts[row] for row in rows], [[branch]] * len(rows))
-            states = self.model(packed)[0].state_ND.float().cpu().numpy()
-            embed_ms = (time.perf_counter() - began) * 1000 / len(rows)
-            for row, state in zip(rows, states, strict=True):
-                found[row] = (state, "", 0, "prefilled", 0.0, prepare_ms + embed_ms)
-            if on_progress is not None:
-                on_progress(len(rows))
-        return [found[row] for row in range(len(prompts))]
+        return self._inference.embed_after(prompts, rationales, batch_size)
 
 
 class _SpreadEmbedder(Embedder):
     """An `Embedder` whose model is in worker processes, one a device; it has neither `model` nor `builder` itself."""
 
     def __init__(self, checkpoint: Path, settings: dict[str, Any], devices: Sequence[str]):
+        import torch
+
         self._describe(checkpoint, settings)
         threads = max(1, torch.get_num_threads() // len(devices))
         self._workers = Workers(partial(_worker, checkpoint, settings, threads), devices)
 
+    engine = None
+
+    @property
+    def _inference(self) -> "Inference":  # type: ignore[override]
+        raise AttributeError(
+            "model, builder and prompts of an embedder on several devices are in its worker processes"
+        )
+
     @property
     def size(self) -> int:
+        from rge.model.backbone import read_config
+
         return read_config(self.checkpoint).get_text_config().hidden_size
 
     def close(self) -> None:
         self._workers.close()
 
     def _run(
-        self,
-        jobs: Iterable[Job],
-        put: Callable[[int, Encoded], object],
-        on_progress: Callable[[int], object] | None,
+        self, jobs: Iterable[Job], put: Callable[[int, Encoded], object], on_progress: "OnProgress"
     ) -> None:
         self._workers.run(jobs, put, on_progress)
 
 
 def _worker(folder: Path, settings: dict[str, Any], threads: int, device: str) -> Work:
     """What a worker does, see `rge.distributed.workers`."""
+    import torch
+
+    from rge.inference import Inference
+
+    embedder = Embedder._of(Inference.load(folder, settings, device), folder, settings)
     if device == "cpu":
         torch.set_num_threads(threads)
-    embedder = Embedder._load(folder, settings, device)
-
-    def embed(job: Job, on_progress: Callable[[int], object]) -> Encoded:
-        embedder.exact = job.exact
-        return embedder._window(job, on_progress)
-
-    return embed
-
-
-def _vllm(
-    model: EmbeddingModel, folder: Path, device: str, settings: dict[str, Any], memory: float, rows: int
-) -> "VllmStates":
-    """The checkpoint in vLLM; of `model`, what vLLM does not hold moves to the device.
-
-    Raises:
-        BackboneError: vLLM is not installed, does not know the family's pictures, or does not start.
-    """
-    if find_spec("vllm") is None:
-        raise BackboneError(
-            "engine=vllm needs vLLM, which is not installed: pip install -e '.[vllm]', in an environment of its own since it "
-            "pins torch and transformers (without a GPU: see docs/serving.md); or use engine=own"
-        )
-    collapsed_ids(model.model, [])  # an unsupported family is an error before anything is started
-    from rge.rollout.vllm_states import VllmStates
-
-    try:
-        return VllmStates(
-            model,
-            folder,
-            device=device,
-            dtype=settings["dtype"],
-            max_prompt_tokens=settings["max_prompt_tokens"],
-            max_new_tokens=settings["generation"]["max_new_tokens"],
-            batch_size=rows,
-            memory=memory,
-        )
-    except (ValueError, RuntimeError) as error:
-        raise BackboneError(
-            f"engine=vllm: vLLM does not start with vllm_memory={memory:g}: {error}"
-        ) from error
+    return embedder._window
 
 
 def local_folder(checkpoint: str | Path, revision: str | None) -> Path:
     """The checkpoint's directory; one on the hub is fetched into the hub's cache."""
-    folder = checkpoint_folder(Path(checkpoint).expanduser())
-    name = str(checkpoint)
-    if (
-        folder.exists()
-        or isinstance(checkpoint, Path)
-        or name.startswith((".", "/", "~"))
-        or name.count("/") != 1
-    ):
+    folder, name = checkpoint_folder(Path(checkpoint).expanduser()), str(checkpoint)
+    is_path = isinstance(checkpoint, Path) or name.startswith((".", "/", "~")) or name.count("/") != 1
+    if folder.exists() or is_path:
         return folder
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-    )
 
     try:
         return Path(snapshot_download(name, revision=revision))
-    except (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        OSError,
-    ) as error:
+    except (OSError, ValueError) as error:  # the hub's own errors are these
+        from rge.checkpoints.export import CheckpointError
+
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
             f"{name} is no directory here, and could not be fetched from the Hugging Face hub: {reason}"

@@ -4,6 +4,7 @@ import json
 import os
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,15 @@ from rge.common.options import nearest
 from rge.config import LogConfig, Recipe, RecipeError, flat, to_dict
 
 
-def tracker_problems(log: LogConfig) -> list[str]:
+def problems(log: LogConfig) -> Iterator[str]:
     """Why trackers that a recipe names cannot be had, one message each."""
     known = [str(name) for name in LoggerType.list() if str(name) != "all"]
-    problems = []
     for name in log.trackers:
         if name not in known:
-            problems.append(f"log.trackers: there is no tracker {name!r}{nearest(name, known)}")
+            yield f"log.trackers: there is no tracker {name!r}{nearest(name, known)}"
         elif name not in map(str, get_available_trackers()):
             package = PACKAGES.get(name, name)
-            problems.append(
-                f"log.trackers={name} needs its library, which is not installed: pip install {package}"
-            )
-    return problems
+            yield f"log.trackers={name} needs its library, which is not installed: pip install {package}"
 
 
 PACKAGES = {"comet_ml": "comet-ml"}
@@ -43,10 +40,10 @@ def start_trackers(accelerator: Accelerator, recipe: Recipe) -> None:
     TensorBoard's files go to ``<out>/trackers``.
 
     Raises:
-        RecipeError: one of them cannot be had. Nobody should find out after a week that nothing was recorded.
+        RecipeError: one of them cannot be had. Better now than after a week without a record.
     """
-    if problems := tracker_problems(recipe.log):
-        raise RecipeError("; ".join(problems))
+    if wrong := list(problems(recipe.log)):
+        raise RecipeError("; ".join(wrong))
     if recipe.log.trackers:
         accelerator.project_configuration.logging_dir = str(Path(recipe.out) / "trackers")
         accelerator.log_with = [LoggerType(name) for name in dict.fromkeys(recipe.log.trackers)]
@@ -182,7 +179,9 @@ class Logs:
         """Close the bar and the file, and say how much time went into waiting; trackers stay open."""
         self.bar.close()
         if self.step_s:
-            self.accelerator.print(f"{self.stage}: {self.wait_share():.1%} of the time waited for data")
+            self.accelerator.print(
+                f"{self.stage}: spent {self.wait_share():.1%} of the time waiting for data"
+            )
         if self._file is not None:
             self._file.close()
 

@@ -129,6 +129,47 @@ def contrastive_losses(
     return found | {"contrastive_loss": total}
 
 
+def alignment(
+    q_BD: Tensor, teacher_BD: Tensor, c_CD: Tensor, ignored_BC: Tensor, *, temperature: float
+) -> Tensor:
+    """KL divergence from the teacher's distribution over the candidates to that of the same query's other state.
+
+    Source: RIME (arXiv:2604.22280) draws the spaces of direct and reasoned states together; here it is the ranking
+    that is drawn, and only towards the reasoned side, which is detached.
+
+    Args:
+        q_BD: unit-norm states that learn, with gradient.
+        teacher_BD: states of the same queries that are learnt from; neither they nor their candidates get a gradient.
+        c_CD: unit-norm candidates of all ranks.
+        ignored_BC: bool, columns left out.
+        temperature: > 0; cosine similarities of both sides are divided by it.
+
+    Returns:
+        Scalar, in nats, summed over B.
+    """
+    ignored_BC = ignored_BC.to(q_BD.device, non_blocking=True)
+
+    def log_probs(state_BD: Tensor, candidate_CD: Tensor) -> Tensor:
+        logit_BC = state_BD @ candidate_CD.T / temperature
+        return logit_BC.masked_fill(ignored_BC, torch.finfo(logit_BC.dtype).min).log_softmax(dim=1)
+
+    with torch.no_grad():
+        wanted_BC = log_probs(teacher_BD, c_CD)
+    return F.kl_div(log_probs(q_BD, c_CD), wanted_BC, reduction="sum", log_target=True)
+
+
+def right_by(q_BD: Tensor, c_CD: Tensor, positive_BC: Tensor, ignored_BC: Tensor) -> Tensor:
+    """(B,) by how much each query's best positive leads its best negative, as a difference of cosines.
+
+    Args: as `info_nce`.
+    """
+    score_BC = q_BD @ c_CD.T
+    positive_BC, ignored_BC = (mask.to(q_BD.device, non_blocking=True) for mask in (positive_BC, ignored_BC))
+    best_positive_B = score_BC.masked_fill(~positive_BC, float("-inf")).amax(dim=1)
+    best_negative_B = score_BC.masked_fill(positive_BC | ignored_BC, float("-inf")).amax(dim=1)
+    return best_positive_B - best_negative_B
+
+
 def hit_at_1(q_BD: Tensor, c_CD: Tensor, positive_BC: Tensor, ignored_BC: Tensor) -> Tensor:
     """Number of queries whose best candidate is a positive; a tie with a negative counts as a miss.
 
@@ -137,15 +178,16 @@ def hit_at_1(q_BD: Tensor, c_CD: Tensor, positive_BC: Tensor, ignored_BC: Tensor
     Returns:
         Scalar int64 count over B.
     """
-    score_BC = q_BD @ c_CD.T
-    positive_BC, ignored_BC = (mask.to(q_BD.device, non_blocking=True) for mask in (positive_BC, ignored_BC))
-    best_positive_B = score_BC.masked_fill(~positive_BC, float("-inf")).amax(dim=1)
-    best_negative_B = score_BC.masked_fill(positive_BC | ignored_BC, float("-inf")).amax(dim=1)
-    return (best_positive_B > best_negative_B).sum()
+    return (right_by(q_BD, c_CD, positive_BC, ignored_BC) > 0).sum()
 
 
 def rationale_nll(
-    hidden_ND: Tensor, head: torch.nn.Module, label_N: Tensor, *, chunk_tokens: int = CHUNK_TOKENS
+    hidden_ND: Tensor,
+    head: torch.nn.Module,
+    label_N: Tensor,
+    *,
+    chunk_tokens: int = CHUNK_TOKENS,
+    reduction: str = "sum",
 ) -> Tensor:
     """Negative log likelihood of rationale and ``<emb>`` tokens, summed over the tokens.
 
@@ -162,9 +204,10 @@ def rationale_nll(
         head: the model's output projection, D -> V.
         label_N: token ids, int64.
         chunk_tokens: rows of logits held at once.
+        reduction: ``sum``, or ``none`` for one value a token.
 
     Returns:
-        Scalar float32, in nats, summed over N; zero for N = 0, still part of the graph.
+        Scalar float32, in nats, summed over N; zero for N = 0, still part of the graph. (N,) without reduction.
 
     Raises:
         ValueError: hidden and label lengths differ.
@@ -175,15 +218,20 @@ def rationale_nll(
     def chunk_nll(hidden: Tensor, label: Tensor) -> Tensor:
         logits = head(hidden)
         return F.cross_entropy(
-            logits.float() if logits.dtype != torch.float64 else logits, label, reduction="sum"
+            logits.float() if logits.dtype != torch.float64 else logits, label, reduction=reduction
         )
 
     if label_N.shape[0] <= chunk_tokens:
         return chunk_nll(hidden_ND, label_N)
-    total = hidden_ND.new_zeros((), dtype=torch.promote_types(hidden_ND.dtype, torch.float32))
+    parts = []
     for start in range(0, label_N.shape[0], chunk_tokens):
         part = slice(start, start + chunk_tokens)
-        total = total + checkpoint(chunk_nll, hidden_ND[part], label_N[part], use_reentrant=False)
+        parts.append(checkpoint(chunk_nll, hidden_ND[part], label_N[part], use_reentrant=False))
+    if reduction == "none":
+        return torch.cat(parts)
+    total = hidden_ND.new_zeros((), dtype=torch.promote_types(hidden_ND.dtype, torch.float32))
+    for one in parts:
+        total = total + one
     return total
 
 

@@ -12,7 +12,7 @@ joint stage couples it with InfoNCE on embeddings taken after rationales that th
 The oracle's tokens cannot reach the contrastive state: the branches do not see one another. The stage rl is the same step
 with several own rationales a query, sampled: the better their states retrieve, the likelier they become. Everything is in
 ``<out>/<stage>``: metrics.jsonl, state/ (resumable), best/ and final/ (Hugging Face directories plus rge.json). The
-same command started again resumes; a finished stage is left alone. Benchmarks are run by ``python -m eval``.
+same command started again resumes; a finished stage is left alone. Benchmarks are run by ``rge eval``.
 """
 
 import time
@@ -25,11 +25,13 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from rge.check import Checked, checked
-from rge.checkpoints.checkpoint_manager import CheckpointManager
+from rge.checkpoints.checkpoint_manager import CheckpointManager, divergence_explained
+from rge.checkpoints.resume import stage_identity
 from rge.common.commands import start
 from rge.config import Recipe, StageConfig, load_recipe
 from rge.data.bad_records import BadRecords
 from rge.data.collate import Collator, StepBatches
+from rge.data.layout import prompt_builder
 from rge.data.loader import Loader
 from rge.data.sources import Mixture, Records
 from rge.distributed import collectives as dist
@@ -38,12 +40,12 @@ from rge.distributed.failure_detection import watch_other_ranks
 from rge.logs import Logs, start_trackers
 from rge.model.backbone import check_sizes, vision_parameters
 from rge.model.embedding_model import EmbeddingModel, embedder_to_train
-from rge.model.prompts import PromptBuilder
+from rge.objective import Objective
 from rge.optim.optimizers import learning_rate, make_optimizer, set_learning_rate
-from rge.rl.credit import make_reinforcement, outdated
+from rge.rl.credit import make_reinforcement
 from rge.rollout.writer import make_writer, rollout_report
 from rge.scratch.starting_point import starting_point
-from rge.step import Objective, training_step
+from rge.step import TrainingStep
 from rge.validation import Validation
 
 
@@ -51,7 +53,7 @@ def main(arguments: list[str]) -> None:
     """Run the stages of a recipe, one after the other."""
     recipe = load_recipe(arguments)
     accelerator = launch.make_accelerator(recipe.train, recipe.model.dtype)
-    with watch_other_ranks(), checked(recipe, accelerator) as run:
+    with watch_other_ranks(recipe.train.silence_s), checked(recipe, accelerator) as run:
         if run.stages:  # else it is finished
             train(recipe, run, accelerator)
     dist.close()
@@ -60,11 +62,14 @@ def main(arguments: list[str]) -> None:
 def train(recipe: Recipe, run: Checked, accelerator: Accelerator) -> None:
     """Train the stages that are not finished, each from the checkpoint of the one before."""
     start_trackers(accelerator, recipe)
-    start = starting_point(recipe, accelerator)
+    start = ""
+    if recipe.stages()[0] in run.stages:
+        start = starting_point(recipe, run.records, accelerator)
     for name in recipe.stages():
         folder = Path(recipe.out) / name
         if name in run.stages:
-            train_stage(recipe, name, folder, start, run.records, accelerator)
+            with divergence_explained(name, folder):
+                train_stage(recipe, name, folder, start, run.records, accelerator)
         start = str(folder / "final")
     accelerator.end_training()
 
@@ -95,10 +100,20 @@ def train_stage(
     if objective.needs_rollout:
         writer = make_writer(model, embedder, recipe, stage, accelerator)
 
+    training_step = TrainingStep(
+        model,
+        embedder,
+        objective,
+        recipe.train.micro_batch_size,
+        backward=accelerator.backward,
+        no_sync=lambda: dist.no_sync(accelerator, model),
+    )
     num_steps = stage.num_steps(batches.mixture.steps_per_epoch())
     validation = build_validation(recipe, objective, embedder, records)
+    commit = getattr(embedder.model.config, "_commit_hash", None)
+    identity = stage_identity(recipe, name, records, start, commit, accelerator)
     manager = CheckpointManager(
-        recipe, name, folder, num_steps, validation, embedder, model, optimizer, accelerator
+        recipe, name, folder, num_steps, validation, embedder, model, optimizer, accelerator, identity
     )
     first_step = manager.resume()
 
@@ -112,32 +127,21 @@ def train_stage(
         set_learning_rate(optimizer, lr)
 
         # 1. The model writes its own rationales, without gradient, continuing the prompts that step 2 will need.
-        rationales, encoded, credit = None, None, None
+        rollout, credit = None, None
         if writer is not None:
             with dist.whole_model(accelerator, model):
-                rationales, encoded = writer(step, batch)
+                rollout = writer(step, batch)
                 if reinforcement is not None:
-                    credit = reinforcement.begin(batch, rationales, logs.is_due(step + 1))
-                    rationales = credit.rationales
+                    credit = reinforcement.begin(batch, rollout.rationales, logs.is_due(step + 1))
+                    rollout = rollout._replace(rationales=credit.rationales)
         rolled_out = time.perf_counter()
 
         report: dict[str, float] = {}
         for update in range(objective.num_updates):  # several only in the stage rl
-            if update and rationales is not None:
-                rationales, encoded = outdated(rationales), None
+            if update and rollout is not None:
+                rollout = rollout.after_update()
             # 2. All losses from one forward over prompt, own rationales and oracle rationale; backward.
-            report |= training_step(
-                model,
-                embedder,
-                batch,
-                objective,
-                rationales=rationales,
-                micro_batch_size=recipe.train.micro_batch_size,
-                backward=accelerator.backward,
-                no_sync=lambda: dist.no_sync(accelerator, model),
-                encoded=encoded,
-                credit=credit,
-            )
+            report |= training_step(batch, rollout, credit)
 
             # 3. Clip and step, the same on every back end.
             report["grad_norm"] = dist.optimizer_step(
@@ -155,7 +159,7 @@ def train_stage(
             "rollout_s": rolled_out - began,
             "step_s": ended - began,
         }
-        report |= rollout_report(rationales, rolled_out - began, embedder.device)
+        report |= rollout_report(rollout, rolled_out - began, embedder.device)
         # 4. Every so many steps: measure held-out records, keep the best, save a state to resume from.
         report |= bad_records.after_step(step + 1, batch)
         report |= manager.validate(step + 1)
@@ -176,7 +180,7 @@ def build_validation(
         return None
     collator = Collator(
         [records[recipe.validation.key]],
-        PromptBuilder(embedder.processor, recipe.data.profile, recipe.data.max_prompt_tokens),
+        prompt_builder(embedder.processor, recipe),
         replace(recipe.data, augment="none", sort_by_length=False, on_bad="stop"),
         need_oracle=objective.needs_oracle,
         need_candidates=objective.needs_candidates,
@@ -203,7 +207,7 @@ def build_batches(
     return StepBatches(
         files,
         mixture,
-        PromptBuilder(embedder.processor, recipe.data.profile, recipe.data.max_prompt_tokens),
+        prompt_builder(embedder.processor, recipe),
         recipe.data,
         rank=dist.rank(),
         world_size=dist.world_size(),

@@ -5,7 +5,9 @@ augmentation, greedy rationales and no random number: training goes on as if not
 """
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,11 +16,20 @@ from rge.config import Recipe
 from rge.data.collate import Batch, Collator
 from rge.data.sources import Draw, RecordError, Records
 from rge.distributed import collectives as dist
-from rge.losses import hit_at_1
 from rge.model.embedding_model import EmbeddingModel
-from rge.model.packing import Branch
+from rge.objective import Objective
 from rge.rollout.generate import generate
-from rge.step import Objective, candidate_masks, query_branches
+from rge.step import candidate_masks
+
+
+def problems(recipe: Recipe, sources: Mapping[str, Records]) -> Iterator[str]:
+    """Why the held-out records, among sources that are open, cannot be measured."""
+    key = recipe.validation.key
+    if key and key in sources:
+        try:
+            num_records(sources[key], recipe)
+        except RecordError as error:
+            yield str(error)
 
 
 def num_records(file: Records, recipe: Recipe) -> int:
@@ -48,7 +59,7 @@ class Validation:
     """
 
     def __init__(self, collator: Collator, objective: Objective, recipe: Recipe):
-        self.collator, self.objective = collator, objective
+        self.collator, self.objective = collator, replace(objective, adaptive=None)
         self.micro_batch_size = micro_batch_size = recipe.train.micro_batch_size
         self.max_new_tokens = recipe.rollout.max_new_tokens
         count, world_size = num_records(collator.files[0], recipe), dist.world_size()
@@ -88,16 +99,16 @@ class Validation:
                     batch.queries,
                     max_new_tokens=self.max_new_tokens,
                     batch_size=self.micro_batch_size,
+                    given=[()] if objective.direct else (),
                 )
             q_branches = [
-                query_branches(batch, objective, rationales, embedder.emb_id, row)
+                objective.query_branches(batch, rationales, embedder.emb_id, row)
                 for row in range(len(batch.queries))
             ]
             packs = [embedder.pack(batch.queries, q_branches)]
             if batch.candidates:
-                label = objective.lm_on_candidates and objective.alpha_lm > 0
-                direct = Branch([embedder.emb_id], read_state=objective.compares, predict=label)
-                packs.append(embedder.pack(batch.candidates, [[direct]] * len(batch.candidates)))
+                branch = objective.candidate_branch(embedder.emb_id)
+                packs.append(embedder.pack(batch.candidates, [[branch]] * len(batch.candidates)))
             readouts = embedder(*packs)
             if not rows:
                 continue
@@ -108,19 +119,17 @@ class Validation:
                 q_parts.append(readouts[0].state_ND)
                 t_parts.append(readouts[1].state_ND)
                 forced += sum(rationale.forced for rationale in rationales or [])
-        con, hits = 0.0, 0.0
+        figures: dict[str, float] = {}
         if objective.compares:
             # In the states' own float32, as in training: in bfloat16 close scores are equal, and ties are misses.
             with torch.autocast(embedder.device.type, enabled=False):
-                con, hits = self._contrastive(chunks, torch.cat(q_parts), torch.cat(t_parts))
-        totals = [nll, num_tokens, con, hits, forced, len(self.rows)]
-        nll, num_tokens, con, hits, forced, count = dist.sum_over_ranks(totals, embedder.device)
+                figures = self._contrastive(chunks, torch.cat(q_parts), torch.cat(t_parts))
+        totals = [nll, num_tokens, forced, len(self.rows), *figures.values()]
+        nll, num_tokens, forced, count, *sums = dist.sum_over_ranks(totals, embedder.device)
         found = {}
         if num_tokens:
             found["val_loss_lm"] = nll / num_tokens
-        if objective.compares:
-            found["val_loss_contrastive"] = con / count
-            found["val_hit_at_1"] = hits / count
+        found |= {f"val_{name}": total / count for name, total in zip(figures, sums, strict=True)}
         if objective.needs_rollout:
             found["val_forced_rate"] = forced / count
         found["val_loss"] = objective.alpha_lm * found.get(
@@ -128,8 +137,8 @@ class Validation:
         ) + objective.alpha_con * found.get("val_loss_contrastive", 0.0)
         return found
 
-    def _contrastive(self, chunks: Sequence[Batch], q_BD: Tensor, t_ND: Tensor) -> tuple[float, float]:
-        """Every query against the candidates of all records: summed losses and number of hits."""
+    def _contrastive(self, chunks: Sequence[Batch], q_ND: Tensor, t_ND: Tensor) -> dict[str, float]:
+        """Every query against the candidates of all records: `Contrast.figures`, summed over the queries."""
         sizes = dist.gather_sizes(t_ND.shape[0], t_ND.device)
         c_CD = dist.gather_rows(t_ND, sizes)
         own = torch.tensor(
@@ -137,12 +146,16 @@ class Validation:
         )
         identity_C = dist.gather_rows(own, sizes)
         first = sum(sizes[: dist.rank()])
-        con, hits, row = 0.0, 0.0, 0
+        num_each = len(q_ND) // sum(len(batch.queries) for batch in chunks)
+        sums: defaultdict[str, float] = defaultdict(float)
+        row = 0
         for batch in chunks:
-            positive_BC, ignored_BC = candidate_masks(batch, identity_C, first)
-            q = q_BD[row : row + len(batch.queries)]
-            con += float(self.objective.contrastive(q, c_CD, positive_BC, ignored_BC)["contrastive_loss"])
-            hits += float(hit_at_1(q, c_CD, positive_BC, ignored_BC))
-            row += len(batch.queries)
+            positive_BC, ignored_BC, _ = candidate_masks(batch, identity_C, first)
+            q = q_ND[row : row + len(batch.queries) * num_each]
+            for name, (total, size) in self.objective.contrastive(
+                q, c_CD, positive_BC, ignored_BC
+            ).figures.items():
+                sums[name] += float(total) / size
+            row += len(q)
             first += len(batch.candidates)
-        return con, hits
+        return dict(sums)

@@ -16,8 +16,9 @@ have as many processes and machines as it needs.
 
 The table has, for each arm and slice of the set, the mean over seeds with a 95 % interval from a bootstrap over groups
 of queries (the metric averaged over seeds first: what other queries would give), and the lowest and highest seed (what
-another seed would give); and the paired differences from the first arm. It is written to ``out/table.md``,
-``out/table.json`` and ``out/plot.svg``; the last line printed is that JSON.
+another seed would give); and the paired differences from the first arm. Of a suite, such as MMEB's, the figures are means over its members, and
+one table has the averages of its paper side by side. It is written to ``out/table.md``, ``table.csv``, ``table.tex``,
+``table.json`` and ``plot.svg``; the last line printed is that JSON.
 """
 
 import json
@@ -35,13 +36,16 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
+from eval.benchmarks.suite import is_suite, load_suite, mean_of, member_bootstraps
 from eval.pages.charts import Mark, interval_chart
-from eval.scoring import stats
+from eval.scoring.metrics import names_of as names_of_metrics
+from eval.scoring.tables import latex
 from rge.common.commands import start
 from rge.common.errors import SIGNALLED, UserError
 from rge.common.files import write_text
 from rge.common.options import names_of, offer_help, parse_options, split_word
 from rge.config import load_recipe
+from rge.stats.intervals import OF_DIFFERENCES, cluster_bootstrap, figures, in_words, index_of
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_SET = "data_prep/demo/data/test"
@@ -64,11 +68,11 @@ class Options:
     init: str = ""
     """Checkpoint that every run starts from; empty: the recipe's own from the stage before."""
     set: str = ""
-    """Retrieval set that every run is evaluated on; empty: the demo's, for the recipe demo."""
+    """Retrieval set or suite that every run is evaluated on; empty: the demo's, for the recipe demo."""
     out: str = ""
     """Folder of the sweep; empty: runs/ablate_RECIPE_KEY."""
     metrics: tuple[str, ...] = ("hit@1", "recall@1", "mrr")
-    """Columns of per_query.parquet that the table has."""
+    """Metrics of the table, at any cutoff."""
     by: str = "pair"
     """Column whose values become slices beside all queries."""
     only: str = "0/1"
@@ -84,7 +88,7 @@ class Options:
 
 
 class SweepError(UserError):
-    """The sweep is described wrongly, or its runs are not there; the message says how to mend it."""
+    """The sweep is described wrongly, or its runs are not there; the message says how to fix it."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +144,11 @@ def main(arguments: list[str]) -> None:
         return
     out = Path(options.out)
     table = collect(cells, values, options)
-    text = markdown(key, table, options.metrics)
+    tables = shown(key, table, options.metrics)
+    text = markdown(tables)
     write_text(out / "table.md", text)
+    write_text(out / "table.csv", numbers(table, options.metrics).to_csv(index=False))
+    write_text(out / "table.tex", "\n".join(latex(frame) for _, frame in tables))
     write_text(out / "table.json", json.dumps(table, indent=1))
     write_text(out / "plot.svg", plot(key, table, options.metrics, options.seeds))
     print(f"\n{text}\n{json.dumps(table)}")
@@ -279,8 +286,12 @@ def check_places(options: Options, will_run: bool) -> None:
     """Fail before the first run, not after it, where the start or the set is missing."""
     if not will_run:
         return
-    if not (Path(options.set) / "queries.parquet").is_file():
-        raise SweepError(f"set={options.set} is no retrieval set: it has no queries.parquet")
+    if is_suite(Path(options.set)):
+        load_suite(Path(options.set))
+    elif not (Path(options.set) / "queries.parquet").is_file():
+        raise SweepError(
+            f"set={options.set} is no retrieval set (no queries.parquet) and no suite (no suite.json)"
+        )
     init = options.init
     if not Path(init).is_dir() and init.count("/") != 1:  # one slash: may be a hub id
         raise SweepError(
@@ -316,7 +327,11 @@ def evaluate(options: Options, folder: Path) -> None:
         return
     checkpoint = folder / options.stage / "final"
     mode = "direct" if json.loads((checkpoint / "rge.json").read_text())["reasons"] == "none" else "reasoning"
-    command = [sys.executable, "-m", "eval", "run", f"checkpoint={checkpoint}", f"set={options.set}"]
+    command = [sys.executable, "-m", "rge", "eval", "run", f"checkpoint={checkpoint}", f"set={options.set}"]
+    if is_suite(Path(options.set)):
+        command.append(f"benchmark={load_suite(Path(options.set)).benchmark}")
+    if more := [name for name in options.metrics if name not in names_of_metrics(negatives=True)]:
+        command.append(f"metrics={','.join(more)}")
     run([*command, f"out={folder / 'eval'}", f"query_mode={mode}", "report=false"])
 
 
@@ -336,6 +351,38 @@ def run(command: list[str]) -> None:
         sys.exit(code if code > 0 else SIGNALLED - code)
 
 
+@dataclass(frozen=True)
+class Slice:
+    """Some of the queries.
+
+    Attributes:
+        chosen_Q: which.
+        of_members: whether its figure is the mean over members of a suite, and not over queries.
+        column: of a suite's members, whose value it is; empty: of none.
+    """
+
+    chosen_Q: np.ndarray
+    of_members: bool = False
+    column: str = ""
+
+
+def slices_of(frame: pd.DataFrame, options: Options) -> dict[str, Slice]:
+    """All queries, and the values of ``by``; of a suite the mean of members, its averages over columns, and each member."""
+    everything = np.ones(len(frame), dtype=bool)
+
+    def values(of: str, **more: Any) -> dict[str, Slice]:
+        return {str(v): Slice((frame[of] == v).to_numpy(), **more) for v in sorted(frame[of].unique())}
+
+    if not is_suite(Path(options.set)):
+        return {"all": Slice(everything)} | (values(options.by) if options.by in frame else {})
+    members = load_suite(Path(options.set)).members
+    columns = dict.fromkeys(column for more in members.values() for column in more)
+    found = {"all": Slice(everything, True)}
+    for column in columns:
+        found |= values(column, of_members=True, column=column)
+    return found | values("category")
+
+
 def collect(cells: list[Cell], values: list[str], options: Options) -> list[dict[str, Any]]:
     """Figures of every arm and slice.
 
@@ -348,31 +395,46 @@ def collect(cells: list[Cell], values: list[str], options: Options) -> list[dict
     for cell, frame in frames.items():
         if not frame["query_id"].equals(first["query_id"]):
             raise SweepError(f"{cell.folder} and {cells[0].folder} were evaluated on different queries")
-    slices = {"all": np.ones(len(first), dtype=bool)}
-    if options.by in first:
-        slices |= {
-            str(name): (first[options.by] == name).to_numpy() for name in sorted(first[options.by].unique())
-        }
     rows = []
     for value in values:
         arm = [frames[cell] for cell in cells if cell.value == value]
         base = [frames[cell] for cell in cells if cell.value == values[0]]
-        for name, chosen in slices.items():
-            row: dict[str, Any] = {"arm": value, "slice": name, "queries": int(chosen.sum())}
-            groups = stats.index_of(first["group"].to_numpy()[chosen])
+        for name, one in slices_of(first, options).items():
+            row: dict[str, Any] = {"arm": value, "slice": name, "queries": int(one.chosen_Q.sum())}
+            about = first[one.chosen_Q]
             # (seeds, queries, metrics)
             ours, theirs = (
-                np.stack([frame[metrics].to_numpy(dtype=float)[chosen] for frame in found])
+                np.stack([frame[metrics].to_numpy(dtype=float)[one.chosen_Q] for frame in found])
                 for found in (arm, base)
             )
-            means = intervals(ours.mean(axis=0), groups, bounds=(0.0, 1.0))
-            seeds = np.nanmean(ours, axis=1).T.round(4).tolist()
-            for metric, mean, per_seed in zip(metrics, means, seeds, strict=True):
-                row[metric] = {**mean, "seeds": per_seed}
+
+            def means(
+                value_QM: np.ndarray,
+                bounds: tuple[float, float],
+                one: Slice = one,
+                about: pd.DataFrame = about,
+            ) -> list[dict[str, float | None]]:
+                if not one.of_members:
+                    return intervals(value_QM, index_of(about["group"].to_numpy()), bounds)
+                table = pd.DataFrame(value_QM, about.index, metrics).join(about[["category", "group"]])
+                found = mean_of(list(member_bootstraps(table, metrics, seed=0).values()))
+                return as_means(figures(found, bounds))
+
+            per_seed = [np.nanmean(seed, axis=0) for seed in ours]
+            if one.of_members:
+                members = [(about["category"] == name).to_numpy() for name in sorted(set(about["category"]))]
+                per_seed = [
+                    np.mean([np.nanmean(s[rows_Q], axis=0) for rows_Q in members], axis=0) for s in ours
+                ]
+            seeds = np.stack(per_seed, axis=1).round(4).tolist()
+            for metric, mean, by_seed in zip(
+                metrics, means(ours.mean(axis=0), (0.0, 1.0)), seeds, strict=True
+            ):
+                row[metric] = {**mean, "seeds": by_seed}
+            if one.column:
+                row["column"] = one.column
             if value != values[0]:
-                differences = intervals(
-                    ours.mean(axis=0) - theirs.mean(axis=0), groups, bounds=stats.OF_DIFFERENCES
-                )
+                differences = means(ours.mean(axis=0) - theirs.mean(axis=0), OF_DIFFERENCES)
                 for metric, difference in zip(metrics, differences, strict=True):
                     row[metric]["difference"] = difference
             rows.append(row)
@@ -393,35 +455,73 @@ def intervals(
     value_QM: np.ndarray, group_Q: np.ndarray, bounds: tuple[float, float] | None = None
 ) -> list[dict[str, float | None]]:
     """Mean and 95 % interval over groups of queries, a metric each; None where one group alone has none."""
-    found = stats.figures(stats.cluster_bootstrap(value_QM, group_Q), bounds)
+    return as_means(figures(cluster_bootstrap(value_QM, group_Q), bounds))
+
+
+def as_means(found: list[dict[str, float | None]]) -> list[dict[str, float | None]]:
+    """Figures as the table has them."""
     return [{"mean": one["value"], "low": one["low"], "high": one["high"]} for one in found]
 
 
-def markdown(key: str, table: list[dict[str, Any]], metrics: Sequence[str]) -> str:
-    """The table for people, in per cent."""
-    header = f"| {key} | slice | queries | " + " | ".join(
-        f"{metric}, 95 % interval (lowest to highest seed)" for metric in metrics
-    )
-    lines = [header + " |", "|---|---|---|" + "---|" * len(metrics)]
+def shown(key: str, table: list[dict[str, Any]], metrics: Sequence[str]) -> list[tuple[str, pd.DataFrame]]:
+    """The tables for people, in per cent, each with its title: of a suite its averages side by side, then everything."""
+
+    def cell(one: dict[str, Any], sign: str = "") -> str:
+        return f"{100 * one['mean']:{sign}.1f} {in_words(one['low'], one['high'])}"
+
+    def seeds(one: dict[str, Any]) -> str:
+        return f"{cell(one)} ({100 * min(one['seeds']):.1f} to {100 * max(one['seeds']):.1f})"
+
+    found = []
+    averages = list(dict.fromkeys(row["slice"] for row in table if "column" in row))
+    for metric in metrics if averages else ():
+        arms: dict[str, dict[str, str]] = {}
+        for row in table:
+            if row["slice"] in ("all", *averages):
+                arms.setdefault(row["arm"], {key: row["arm"]})[row["slice"]] = cell(row[metric])
+        found.append(
+            (f"{metric}, means over members:", pd.DataFrame(list(arms.values()))[[key, *averages, "all"]])
+        )
+    columns = {m: f"{m}, 95 % interval (lowest to highest seed)" for m in metrics}
+    rows = [
+        {key: row["arm"], "slice": row["slice"], "queries": row["queries"]}
+        | {columns[m]: seeds(row[m]) for m in metrics}
+        for row in table
+    ]
+    found.append(("", pd.DataFrame(rows)))
+    first = table[0]["arm"]
+    rows = [
+        {key: row["arm"], "slice": row["slice"]} | {m: cell(row[m]["difference"], "+") for m in metrics}
+        for row in table
+        if row["arm"] != first
+    ]
+    if rows:
+        title = f"Paired differences from {key}={first}, 95 % intervals over groups of queries:"
+        found.append((title, pd.DataFrame(rows)))
+    return found
+
+
+def markdown(tables: list[tuple[str, pd.DataFrame]]) -> str:
+    """`shown` as a page."""
+    parts = []
+    for title, frame in tables:
+        rows = [list(frame.columns), ["---"] * len(frame.columns), *frame.astype(str).values.tolist()]
+        lines = [f"| {' | '.join(row)} |" for row in rows]
+        lines[1] = lines[1].replace(" ", "")
+        parts.append("\n".join([*([title, ""] if title else []), *lines]))
+    return "\n\n".join(parts) + "\n"
+
+
+def numbers(table: list[dict[str, Any]], metrics: Sequence[str]) -> pd.DataFrame:
+    """The same as fractions of one, a line for each arm, slice and metric."""
+    rows = []
     for row in table:
-        cells = [
-            f"{100 * row[m]['mean']:.1f} {stats.in_words(row[m]['low'], row[m]['high'])} "
-            f"({100 * min(row[m]['seeds']):.1f} to {100 * max(row[m]['seeds']):.1f})"
-            for m in metrics
-        ]
-        lines.append(f"| {row['arm']} | {row['slice']} | {row['queries']} | " + " | ".join(cells) + " |")
-    others = [row for row in table if row["arm"] != table[0]["arm"]]
-    if others:
-        lines += [
-            "",
-            f"Paired differences from {key}={table[0]['arm']}, 95 % intervals over groups of queries:",
-        ]
-        lines += ["", f"| {key} | slice | " + " | ".join(metrics) + " |", "|---|---|" + "---|" * len(metrics)]
-    for row in others:
-        found = [row[m]["difference"] for m in metrics]
-        cells = [f"{100 * d['mean']:+.1f} {stats.in_words(d['low'], d['high'])}" for d in found]
-        lines.append(f"| {row['arm']} | {row['slice']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        for metric in metrics:
+            of = {key: row[metric][key] for key in ("mean", "low", "high")}
+            of |= {f"difference_{k}": v for k, v in row[metric].get("difference", {}).items()}
+            of |= {f"seed_{number}": value for number, value in enumerate(row[metric]["seeds"])}
+            rows.append({key: row[key] for key in ("arm", "slice", "queries")} | {"metric": metric} | of)
+    return pd.DataFrame(rows)
 
 
 def plot(key: str, table: list[dict[str, Any]], metrics: Sequence[str], seeds: int) -> str:

@@ -22,9 +22,9 @@ import pandas as pd
 from ablate import intervals, run
 from demo import judge_words
 
-from eval.scoring import stats
 from rge.common.errors import UserError
 from rge.common.files import write_text
+from rge.stats.intervals import in_words, index_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -41,7 +41,7 @@ class Arm:
         shared: trained once, whatever the number of seeds.
         flops_of: its steps are as many as cost no more counted FLOPs than this arm's; empty: as the recipe says.
         query_mode: how it is asked; empty: it is not evaluated.
-        ask: further arguments of ``python -m eval run``.
+        ask: further arguments of ``rge eval run``.
         ends_with: what arms after it start from, in its folder; empty: its stage's last checkpoint.
     """
 
@@ -137,7 +137,14 @@ def run_arm(study: Study, arm: Arm, seed: int) -> None:
     for name, path in study.sets.items() if arm.query_mode else ():
         out = study.evaluation(arm, seed, name)
         if not (out / "results.json").is_file():
-            command = [sys.executable, "-m", "eval", "run", f"checkpoint={study.checkpoint(arm, seed)}"]
+            command = [
+                sys.executable,
+                "-m",
+                "rge",
+                "eval",
+                "run",
+                f"checkpoint={study.checkpoint(arm, seed)}",
+            ]
             mode = f"query_mode={arm.query_mode}"
             run([*command, f"set={path}", f"out={out}", mode, *arm.ask, "exact=false", "report=false"])
 
@@ -228,7 +235,7 @@ def measure(
             if where is not None:
                 frame = frame[frame[where[0]] == where[1]]
             if groups is None:
-                ids, groups = frame["query_id"].tolist(), stats.index_of(frame["group"].tolist())
+                ids, groups = frame["query_id"].tolist(), index_of(frame["group"].tolist())
             if frame["query_id"].tolist() != ids:
                 raise UserError(f"{name}, seed {seed}, was evaluated on other queries than the rest")
             part = weight * frame[metric].to_numpy(dtype=float)
@@ -271,7 +278,7 @@ def table(
                 cells.append("not run")
                 continue
             sign = "+" if is_difference else ""
-            cells.append(f"{100 * found['mean']:{sign}.1f} {stats.in_words(found['low'], found['high'])}")
+            cells.append(f"{100 * found['mean']:{sign}.1f} {in_words(found['low'], found['high'])}")
             seeds = len(found["seeds"])
             rows.append({"row": contrast.name, "slice": title, "metric": metric, **found})
         if seeds:

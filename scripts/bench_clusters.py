@@ -72,7 +72,7 @@ def part(name: str, sizes: dict[str, int]) -> dict[str, float]:
     """
     import faiss
 
-    from data_prep.rmir import stages
+    from data_prep.rmir import seed_set
 
     vectors = embeddings(sizes["images"], sizes["width"])
     with open("/proc/self/clear_refs", "w") as reset:
@@ -81,8 +81,8 @@ def part(name: str, sizes: dict[str, int]) -> dict[str, float]:
     before = resource.getrusage(resource.RUSAGE_SELF)
     began = time.perf_counter()
     if name == "kmeans":
-        cluster_N = stages.cluster(vectors, sizes["clusters"], sizes["iterations"], 0)
-        chosen = stages.sample_clusters(cluster_N, sizes["per_cluster"], 0)
+        cluster_N = seed_set.cluster(vectors, sizes["clusters"], sizes["iterations"], 0)
+        chosen = seed_set.sample_clusters(cluster_N, sizes["per_cluster"], 0)
         assert 0 < len(chosen) <= sizes["clusters"] * sizes["per_cluster"]
     elif name == "retrieval":
         index = faiss.IndexFlatIP(sizes["width"])

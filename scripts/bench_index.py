@@ -96,6 +96,13 @@ def measure(folder: Path, asked: Options, clustered: bool) -> None:
         ]
         agree = np.mean([len(a & b) / K for a, b in zip(right, numpy_right, strict=True)])
         print(f"  {'a search, exact':<58}{exact_ms:>9.1f} ms   (agrees with numpy: {agree:.3f})")
+        for number in (1, 8):
+            began = time.process_time()
+            for start in range(0, QUERIES - number + 1, number):
+                index.search(query_QD[start : start + number], K, exact=True)
+            spent = (time.process_time() - began) * 1000 / (QUERIES // number)
+            what = f"CPU time of an exact search, {number} in one call"
+            print(f"  {what:<58}{spent:>9.1f} ms")
         recall = timed(
             "make the approximate index, and measure its recall", lambda: index.refresh(ann_from=1)
         )

@@ -32,9 +32,11 @@ from rge.data.collate import Batch  # noqa: E402
 from rge.model.backbone import load_backbone  # noqa: E402
 from rge.model.embedding_model import EmbeddingModel  # noqa: E402
 from rge.model.prompts import PromptBuilder  # noqa: E402
+from rge.objective import Objective  # noqa: E402
 from rge.rollout.generate import generate  # noqa: E402
+from rge.rollout.writer import Rollout  # noqa: E402
 from rge.scratch import build as scratch  # noqa: E402
-from rge.step import Objective, training_step  # noqa: E402
+from rge.step import TrainingStep  # noqa: E402
 
 TEXT = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
 VISION = {"depth": 2, "hidden_size": 64, "intermediate_size": 256, "num_heads": 4, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}  # fmt: skip
@@ -103,15 +105,7 @@ def point(folder: str, size: int, micro_batch: int, first: int) -> dict[str, Any
         rationales = generate(
             embedder, batch.queries, max_new_tokens=RATIONALE_TOKENS, batch_size=micro_batch
         )
-        training_step(
-            embedder,
-            embedder,
-            batch,
-            objective,
-            rationales=rationales,
-            micro_batch_size=micro_batch,
-            backward=lambda loss: loss.backward(),
-        )
+        TrainingStep(embedder, embedder, objective, micro_batch)(batch, Rollout(rationales))
         embedder.zero_grad(set_to_none=True)
 
     step(make_batch(builder, first)[0])

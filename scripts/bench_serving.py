@@ -1,15 +1,18 @@
 """Throughput and latency of `rge serve` on this machine, against a loop over `Embedder.encode_query`.
 
     python scripts/bench_serving.py checkpoint=runs/demo/joint/final [engines=own,vllm] [clients=1,16,1000]
+    python scripts/bench_serving.py checkpoint=demo types=true       # what int8 and binary embeddings cost in accuracy
 
 Every query is one of the shipped test set: a question and a picture, with a rationale. For each engine a server is started on
-the loopback, asked by so many clients at once (each asks again as soon as it is answered), and stopped; its embeddings are
-held against those of the loop. Bounded: at most ``requests`` a row, and ``limit_s`` seconds.
+the loopback and asked by so many clients at once, each of which asks again as soon as it is answered; its embeddings are
+compared with the loop's. A lone client and the loop take turns, query by query, so that both see the same load; the row of a lone
+client also has the CPU time of each, which says more on a busy machine. At most ``requests`` a row, and ``limit_s`` seconds.
 """
 
 import asyncio
 import base64
 import contextlib
+import http.client
 import json
 import os
 import resource
@@ -17,10 +20,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
@@ -33,6 +36,7 @@ from rge.common.images import picture_bytes
 from rge.common.options import one_of, parse_options
 
 AtLeastOne = Annotated[int, Field(ge=1)]
+SET = "data_prep/demo/data/test"
 
 
 @dataclass(kw_only=True)
@@ -40,17 +44,17 @@ class Options:
     """Measure `rge serve`."""
 
     checkpoint: Path
-    """Checkpoint directory."""
+    """Checkpoint directory, or ``demo``."""
     engines: tuple[str, ...] = ("own",)
     """own and/or vllm."""
     clients: tuple[str, ...] = ("1", "16", "1000")
     """Clients at once, a row of the table each."""
     requests: AtLeastOne = 480
     """Requests of a row with fewer clients; with more, each client asks once. A tenth of it with one client."""
-    repeats: AtLeastOne = 3
-    """Times that a row is measured; the table has the median."""
     limit_s: Annotated[float, Field(gt=0)] = 300.0
     """Time for a row."""
+    types: bool = False
+    """Instead: recall of the embedding types of /v2/embed."""
 
 
 def main(words: list[str]) -> int:
@@ -63,67 +67,91 @@ def main(words: list[str]) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
-    from rge.embedder import Embedder
+    from rge import Embedder
 
-    items = load_set(find_shipped("data_prep/demo/data/test")).query_items("both")
     embedder = Embedder.from_pretrained(options.checkpoint)
-    items = items[: max(options.requests, *counts)]
+    if options.types:
+        return _types(embedder)
+    items = load_set(find_shipped(SET)).query_items("both")[: max(options.requests, *counts)]
     bodies = [_body(item) for item in items]
-    instruction = [one.instruction or "" for one in items]
-    few = items[: max(options.requests // 10, 1)]
+    few = max(options.requests // 10, 1)
 
-    def ask(item, row):
-        return embedder.encode_query([item.text], [list(item.images)], instruction=instruction[row])
+    def loop(row: int) -> np.ndarray:
+        item = items[row]
+        return embedder.encode_query(item.text, list(item.images), instruction=item.instruction or "")
 
-    ask(items[0], 0)
-    rows, loops = [], []
-    for _ in range(options.repeats):
-        began = time.perf_counter()
-        times = []
-        for row, item in enumerate(few):
-            at = time.perf_counter()
-            ask(item, row)
-            times.append(time.perf_counter() - at)
-        loops.append((len(few) / (time.perf_counter() - began), times))
-    rows.append(("loop over encode_query", 1, *_figures(loops), 0, None))
-    expected = [ask(item, row)[0] for row, item in enumerate(few)]
-    base = rows[0][2]
+    loop(0)
+    print(f"{'':26} {'clients':>7} {'a second':>9} {'p50 ms':>8} {'p95 ms':>8} {'lost':>5}  least cosine")
+    lost = 0
     for engine in options.engines:
-        with _server(options.checkpoint, engine) as port:
+        with _server(options.checkpoint, engine) as (port, cpu):
             asyncio.run(_load(port, bodies[:32], 16, options.limit_s))  # warm
             for count in counts:
-                wanted = max(count, options.requests // 10 if count == 1 else options.requests)
-                asked = [bodies[row % len(bodies)] for row in range(wanted)]
-                runs, lost, worst = [], 0, 1.0
-                for _ in range(options.repeats):
-                    began = time.perf_counter()
-                    answers = asyncio.run(_load(port, asked, count, options.limit_s))
-                    seconds = time.perf_counter() - began
-                    good = [one for one in answers if one is not None]
-                    lost += len(answers) - len(good)
-                    runs.append((len(good) / seconds, [one[0] for one in good]))
-                    for (_, vector), reference in zip(answers, expected, strict=False):
-                        worst = min(worst, float(vector @ reference))
-                rows.append((f"rge serve engine={engine}", count, *_figures(runs), lost, worst))
+                if count == 1:
+                    _in_turns(loop, bodies[:few], port, cpu, engine)
+                    continue
+                asked = [bodies[row % len(bodies)] for row in range(max(count, options.requests))]
+                began = time.perf_counter()
+                answers = asyncio.run(_load(port, asked, count, options.limit_s))
+                seconds = time.perf_counter() - began
+                good = [one for one in answers if one is not None]
+                lost += len(answers) - len(good)
+                expected = [loop(row) for row in range(few)]
+                worst = min(
+                    (one[1] @ other for one, other in zip(answers, expected, strict=False) if one), default=0
+                )
+                _print(
+                    f"rge serve engine={engine}",
+                    count,
+                    seconds,
+                    [one[0] for one in good],
+                    len(answers) - len(good),
+                    worst,
+                )
+    return 1 if lost else 0
+
+
+def _print(name: str, count: int, seconds: float, times: list[float], lost: int, worst: float | None) -> None:
+    p50, p95 = np.percentile(times, [50, 95]) * 1000
+    shown = "" if worst is None else f"{worst:.7f}"
+    print(f"{name:26} {count:>7} {len(times) / seconds:>9.1f} {p50:>8.0f} {p95:>8.0f} {lost:>5}  {shown}")
+
+
+def _in_turns(
+    loop: Callable[[int], np.ndarray], bodies: list[bytes], port: int, cpu: Callable[[], float], engine: str
+) -> None:
+    """One query by the loop, one by the server, and so on."""
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+
+    def ask(row: int) -> np.ndarray:
+        connection.request("POST", "/v1/embeddings", bodies[row], {"Content-Type": "application/json"})
+        answer = json.loads(connection.getresponse().read())
+        return np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), "<f4")
+
+    ways = (("loop over encode_query", loop, time.process_time), (f"rge serve engine={engine}", ask, cpu))
+    times: dict[str, list[float]] = {name: [] for name, _, _ in ways}
+    used = dict.fromkeys(times, 0.0)
+    worst = 1.0
+    for row in range(len(bodies)):
+        found = []
+        for name, way, clock in ways:
+            began, before = time.perf_counter(), clock()
+            found.append(way(row))
+            times[name].append(time.perf_counter() - began)
+            used[name] += clock() - before
+        worst = min(worst, float(found[0] @ found[1]))
+    for name, _, _ in ways:
+        _print(name, 1, sum(times[name]), times[name], 0, None if "loop" in name else worst)
+    of_loop, of_server = (float(np.median(times[name])) for name, _, _ in ways)
+    ms = [used[name] * 1000 / len(bodies) for name, _, _ in ways]
     print(
-        f"{'':26} {'clients':>7} {'a second':>9} {'of loop':>8} {'p50 ms':>8} {'p95 ms':>8} {'lost':>5}  least cosine"
+        f"a lone client takes {of_server / of_loop:.2f} times a loop's median time; CPU time {ms[1]:.0f} ms a query, in the loop "
+        f"{ms[0]:.0f}; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     )
-    for name, count, rate, p50, p95, lost, worst in rows:
-        shown = "" if worst is None else f"{worst:.7f}"
-        print(
-            f"{name:26} {count:>7} {rate:>9.1f} {rate / base:>8.2f} {p50:>8.0f} {p95:>8.0f} {lost:>5}  {shown}"
-        )
-    return 1 if any(row[5] for row in rows) else 0
 
 
-def _figures(runs: list[tuple[float, list[float]]]) -> tuple[float, float, float]:
-    """Medians over the runs: requests a second, p50 and p95 in milliseconds."""
-    percentiles = [np.percentile(times, [50, 95]) * 1000 for _, times in runs]
-    return float(np.median([rate for rate, _ in runs])), *np.median(percentiles, axis=0).tolist()
-
-
-def _body(item) -> bytes:
-    parts = []
+def _body(item: Any) -> bytes:
+    parts: list[dict[str, Any]] = []
     for ref in item.images:
         data = base64.b64encode(picture_bytes(ref)).decode()
         parts.append({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}})
@@ -133,15 +161,21 @@ def _body(item) -> bytes:
 
 
 @contextlib.contextmanager
-def _server(checkpoint: Path, engine: str) -> Iterator[int]:
-    words = [f"checkpoint={checkpoint}", f"engine={engine}", "port=0"]
+def _server(checkpoint: Path, engine: str) -> Iterator[tuple[int, Callable[[], float]]]:
+    """Its port, and its CPU time in seconds."""
+    words = [f"checkpoint={checkpoint}", f"engine={engine}", "port=0", "access_log=false"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "rge", "serve", *words], stdout=subprocess.PIPE, text=True, env=os.environ
+        [sys.executable, "-m", "rge", "serve", *words], stdout=subprocess.PIPE, text=True
     )
+
+    def cpu() -> float:
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     try:
-        for line in process.stdout:
+        for line in process.stdout or ():
             if "http://127.0.0.1:" in line:
-                yield int(line.split("http://127.0.0.1:")[1].split()[0])
+                yield int(line.split("http://127.0.0.1:")[1].split()[0]), cpu
                 break
         else:
             raise UserError(f"rge serve engine={engine} did not start")
@@ -165,7 +199,7 @@ async def _load(
             body = bodies[row]
             began = time.perf_counter()
             writer.write(
-                b"POST /v1/embeddings HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+                b"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                 b"Content-Length: %d\r\n\r\n" % len(body) + body
             )
             head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
@@ -179,6 +213,47 @@ async def _load(
     async with asyncio.timeout(limit_s):
         await asyncio.gather(*(client() for _ in range(min(clients, len(bodies)))), return_exceptions=True)
     return found
+
+
+def _types(embedder: Any) -> int:
+    """Recall of coarser embeddings: of the right documents, and of the ten nearest by float32."""
+    from rge.serving.protocols import in_type
+
+    wanted = load_set(find_shipped(SET))
+    items = wanted.query_items("both")
+    queries = embedder.encode(items, side="query", mode=embedder.query_mode).embeddings
+    pool = embedder.encode(list(wanted.corpus_items()), side="candidate", mode="direct").embeddings
+    pool = pool[wanted.file_rows_C]  # judgements count candidates in the order of their ids
+    right = [{*rows.tolist()} for rows, _ in wanted.positives]
+    nearest = np.argsort(-queries @ pool.T, axis=1, kind="stable")[:, :10]
+    ten = "of float32's ten"
+    print(f"{len(items)} queries, {len(pool)} documents, {pool.shape[1]} components")
+    print(f"{'type':8} {'bytes':>6} {'recall@1':>9} {'recall@10':>10} {ten:>17}")
+    for kind, size in (("float", 4.0), ("int8", 1.0), ("binary", 0.125)):
+        coarse = [
+            np.array(in_type(part, "ubinary" if kind == "binary" else kind)) for part in (queries, pool)
+        ]  # type: ignore[arg-type]
+        if kind == "binary":
+            bits = [
+                np.unpackbits(part.astype(np.uint8), axis=1).astype(np.float32) * 2 - 1 for part in coarse
+            ]
+            scores = bits[0] @ bits[1].T
+        else:
+            coarse = [part / np.linalg.norm(part, axis=1, keepdims=True) for part in coarse]
+            scores = coarse[0] @ coarse[1].T
+        ranked = np.argsort(-scores, axis=1, kind="stable")[:, :10]
+        recalls = [
+            np.mean([len(own & {*row[:k]}) / min(len(own), k) for own, row in zip(right, ranked.tolist(), strict=True) if own])
+            for k in (1, 10)
+        ]  # fmt: skip
+        kept = np.mean(
+            [
+                len({*ours} & {*theirs}) / 10
+                for ours, theirs in zip(ranked.tolist(), nearest.tolist(), strict=True)
+            ]
+        )
+        print(f"{kind:8} {size * pool.shape[1]:>6.0f} {recalls[0]:>9.3f} {recalls[1]:>10.3f} {kept:>17.3f}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ Both forms compute the same step on the same weights, prompts, own rationales an
 
     three passes  transformers' `generate`; LM forward on [prompt][oracle]; contrastive forward on [prompt][own, <emb>]
     ours          `rge.model.embedding_model.encode_prompts` runs the prompts, with gradient; `rge.rollout.generate` goes on from their
-                  keys and values; so do [own, <emb>] and [oracle, <emb>] in `rge.step.training_step`
+                  keys and values; so do [own, <emb>] and [oracle, <emb>] in `rge.step.TrainingStep`
 
 ``demo`` is the demo recipe's model and one of its real batches; ``long`` is a random Qwen2.5-VL with a picture and text
 of `prompt_tokens`, rationales of 40 tokens to `rationale_tokens` (lognormal), and a picture of 256 placeholders as each
@@ -26,7 +26,7 @@ until the last one ends, and so does the form measured here.
     plain         `generate` from k copies of each prompt; a forward over each [prompt][rationale, <emb>] without gradient
                   for the rewards; one with gradient for the log probabilities; one for the states of InfoNCE; the LM forward
     leaner        the same, but prompts encoded once for generating, and log probabilities and states read from one forward
-    ours          prompts encoded once; k branches and the oracle's in `rge.step.training_step`, which is all there is
+    ours          prompts encoded once; k branches and the oracle's in `rge.step.TrainingStep`, which is all there is
 
 ``settings=3b`` counts such a step at the shape of Qwen2.5-VL-3B, one query with a prompt of `prompt_tokens`. Of the layers, which
 are all alike, a few are built; a further one of each kind (text, windowed and global vision) says what one costs, and the rest
@@ -69,7 +69,7 @@ from rge.common.options import one_of, parse_options
 from rge.common.schema import Item
 from rge.config import LossConfig, Recipe, RLConfig, RolloutConfig, load_recipe
 from rge.data.collate import Batch, StepBatches
-from rge.data.readers import open_records, read_texts
+from rge.data.readers import open_records
 from rge.data.sources import Mixture
 from rge.losses import info_nce, rationale_log_probs, rationale_nll
 from rge.model.attention import EncodedPrompts
@@ -78,12 +78,14 @@ from rge.model.embedding_model import EmbeddingModel, Readout, encode_prompts, n
 from rge.model.families import normalised
 from rge.model.packing import Branch
 from rge.model.prompts import Prompt, PromptBuilder
+from rge.objective import Objective
 from rge.plan.known_models import TABLE
 from rge.rl.credit import Reinforcement
 from rge.rl.policy import advantages
 from rge.rollout.generate import Rationale, generate
+from rge.rollout.writer import Rollout
 from rge.scratch import build as scratch
-from rge.step import Objective, candidate_masks, training_step
+from rge.step import TrainingStep, candidate_masks
 
 FORMS = ("ours", "three_pass", "three_pass_two_backwards")
 TOLERANCE = 1e-6
@@ -140,7 +142,7 @@ def demo_setting(options: Options) -> Setting:
     assert config is not None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "backbone"
-        texts = read_texts(stage.sources)
+        texts = list(dict.fromkeys(text for one in stage.sources for text in open_records(one).texts()))
         pixels = {"min_pixels": recipe.model.min_pixels, "max_pixels": recipe.model.max_pixels}
         sizes = {"vocab_size": config.vocab_size, "text": config.text, "vision": config.vision}
         scratch.build(path, texts, seed=0, **sizes, **pixels)
@@ -362,15 +364,8 @@ def our_step(
     setting: Setting, rationales: Sequence[Rationale], encoded: EncodedPrompts | None = None
 ) -> dict[str, float]:
     """Gradients of one step, by rge."""
-    return training_step(
-        setting.embedder,
-        setting.embedder,
-        setting.batch,
-        setting.objective,
-        rationales=rationales,
-        micro_batch_size=len(setting.batch.queries),
-        backward=lambda loss: loss.backward(),
-        encoded=encoded,
+    return TrainingStep(setting.embedder, setting.embedder, setting.objective, len(setting.batch.queries))(
+        setting.batch, Rollout(rationales, encoded)
     )
 
 
@@ -407,7 +402,7 @@ def three_pass_step(
     q_BD = normalise(hidden_BTD[range(len(ends)), ends])
     branch = Branch([emb_id], read_state=True, predict=labelled)
     candidates = embedder(embedder.pack(batch.candidates, [[branch]] * len(batch.candidates)))[0]
-    positive_BC, ignored_BC = candidate_masks(batch, torch.tensor(batch.candidate_identity), 0)
+    positive_BC, ignored_BC, _ = candidate_masks(batch, torch.tensor(batch.candidate_identity), 0)
     con = info_nce(q_BD, candidates.state_ND, positive_BC, ignored_BC, temperature=objective.temperature)
     con = con / len(batch.queries)
     total = total + objective.alpha_lm * candidates.nll / num_tokens + objective.alpha_con * con
@@ -465,17 +460,9 @@ def our_rl_step(
 ) -> dict[str, float]:
     """Gradients of one step of the stage rl, by rge."""
     credit = Reinforcement(recipe, setting.embedder, None, Path()).begin(setting.batch, rationales, False)
-    return training_step(
-        setting.embedder,
-        setting.embedder,
-        setting.batch,
-        Objective.of(recipe, "rl"),
-        rationales=rationales,
-        micro_batch_size=len(setting.batch.queries),
-        backward=lambda loss: loss.backward(),
-        encoded=encoded,
-        credit=credit,
-    )
+    return TrainingStep(
+        setting.embedder, setting.embedder, Objective.of(recipe, "rl"), len(setting.batch.queries)
+    )(setting.batch, Rollout(rationales, encoded), credit)
 
 
 def our_full_rl_step(setting: Setting, recipe: Recipe) -> dict[str, float]:
@@ -522,7 +509,7 @@ def plain_rl_step(
         branch = Branch([emb_id], read_state=True, predict=labelled)
         return embedder(embedder.pack(batch.candidates, [[branch]] * len(batch.candidates)))[0]
 
-    positive_BC, ignored_BC = candidate_masks(batch, torch.tensor(batch.candidate_identity), 0)
+    positive_BC, ignored_BC, _ = candidate_masks(batch, torch.tensor(batch.candidate_identity), 0)
     with torch.no_grad():
         state_ND = normalise(hidden(repeated, suffixes)[range(len(ends)), ends])
         logit = state_ND.view(-1, K, state_ND.shape[1]) @ candidates().state_ND.T / recipe.loss.temperature

@@ -1,32 +1,37 @@
 """The demo, end to end, as `make demo` runs it: train, evaluate on unseen drawings, write one page.
 
-    python scripts/demo.py [baseline=true]
+    python scripts/demo.py [baseline=true] [from_nothing=true]
 
+Training starts from rge/demo_base, a backbone that has learned to see, as a pretrained one has; with
+``from_nothing=true`` that first stage is trained too, and everything is in runs/demo_from_nothing instead of runs/demo.
 The steps, in order; each is a command that can be given by hand (printed before it runs):
 
-    1 train       rge/train.py recipe=demo               runs/demo: backbone, cold start, joint stage
-    2 eval        python -m eval run ...                 runs/demo/eval: with rationale and direct; shortcuts
+    1 train       rge/train.py recipe=demo init=...      runs/demo: cold start, joint stage
+    2 eval        rge eval run ...                       runs/demo/eval: with rationale and direct; shortcuts
     3 baseline    rge/train.py recipe=demo stage=joint   runs/demo_none: same start and steps, no rationales
-    4 eval_none   python -m eval run ...                 runs/demo_none/eval: direct
-    5 compare     python -m eval compare a=... b=...     paired tests: the rationale against each rival
-    6 report      python -m eval report ...              runs/demo/report.html
+    4 eval_none   rge eval run ...                       runs/demo_none/eval: direct
+    5 compare     rge eval compare a=... b=...           paired tests: the rationale against each rival
+    6 report      rge eval report ...                    runs/demo/report.html
 
-Steps 3 and 4 train the fair rival of a rationale, a model that never had one; they run with ``baseline=true`` (`make
-demo-baseline`) and then stand on the page beside the others. A finished step is skipped as long as its command and its
-inputs stay the same; an interrupted one continues where it stopped, since training and encoding keep their state.
-``runs/demo/steps.json`` remembers; ``runs/demo/summary.json`` holds minutes and figures at the end.
+Steps 3 and 4 train the baseline, a model without rationales; they run with ``baseline=true`` (`make demo-baseline`), and
+the page then shows it beside the others. A finished step is skipped as long as its command and its inputs stay the
+same; an interrupted one continues where it stopped, since training and encoding keep their state. Until the page is
+written, report.html shows how far the demo is. ``steps.json`` holds what has finished, ``summary.json`` minutes, CPU
+seconds and figures at the end.
 """
 
 import contextlib
 import hashlib
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,16 +40,16 @@ import pandas as pd
 
 from rge.common.commands import start
 from rge.common.errors import SIGNALLED
-from rge.common.files import write_json
+from rge.common.files import write_json, write_text
 from rge.common.options import parse_options
+from rge.config import load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = "data_prep/demo/data"
-RUN, NONE = "runs/demo", "runs/demo_none"
+RUN = "runs/demo"
+BASE = "rge/demo_base"
 BASELINE = (
     "stage=joint",
-    f"init={RUN}/cold_start/final",
-    f"out={NONE}",
     "loss.anchor=none",
     "loss.ratio=none",
     "joint.lr=2e-3",
@@ -72,7 +77,9 @@ class Options:
     """What the demo trains."""
 
     baseline: bool = False
-    """Also train and evaluate the model that never had a rationale."""
+    """Also train and evaluate a model without rationales."""
+    from_nothing: bool = False
+    """Train the backbone too, instead of starting from rge/demo_base."""
 
 
 @dataclass(frozen=True)
@@ -84,71 +91,108 @@ class Step:
         command: arguments after the interpreter.
         inputs: files whose content decides, with the command, whether a finished step still counts.
         output: file that is there once the step has finished.
+        share: of the demo's time, roughly; relative to the other steps.
     """
 
     name: str
     command: tuple[str, ...]
     inputs: tuple[str, ...]
     output: str
+    share: float = 1.0
 
 
-def steps(baseline: bool) -> list[Step]:
-    """All steps, in order."""
+def steps(baseline: bool, run: str = RUN) -> list[Step]:
+    """All steps, in order.
+
+    Args:
+        baseline: whether the model without rationales is among them.
+        run: folder that everything is written to; from any but `RUN`, the backbone is trained too.
+    """
+    from_base = run == RUN
+    none = f"{run}_none"
     train = (*launcher(), "rge/train.py", "recipe=demo")
+    start = (f"init={BASE}",) if from_base else ()
     training_data = sorted(
         str(path.relative_to(ROOT)) for path in (ROOT / DATA / "train").rglob("*") if path.is_file()
     )
     recipe = ("recipes/demo.yaml", *training_data)
     test_set = tuple(sorted(str(path.relative_to(ROOT)) for path in (ROOT / DATA / "test").glob("*")))
     # One item at a time would make run.trec independent of the batch, and take twice as long here.
-    evaluate = ("-m", "eval", "run", f"set={DATA}/test", "overwrite=true", "report=false", "exact=false")
-    weights, weights_none = f"{RUN}/joint/final/model.safetensors", f"{NONE}/joint/final/model.safetensors"
-    conditions = tuple(f"{RUN}/eval/{name}/results.json" for name in CONDITIONS)
+    evaluate = (
+        "-m",
+        "rge",
+        "eval",
+        "run",
+        f"set={DATA}/test",
+        "overwrite=true",
+        "report=false",
+        "exact=false",
+    )
+    weights, weights_none = f"{run}/joint/final/model.safetensors", f"{none}/joint/final/model.safetensors"
+    conditions = tuple(f"{run}/eval/{name}/results.json" for name in CONDITIONS)
     rivals = {"question_only": "reasoning-text", "picture_only": "reasoning-image", "direct": "direct-both"}
-    pairs = {name: f"{RUN}/eval/{folder}" for name, folder in rivals.items()}
+    pairs = {name: f"{run}/eval/{folder}" for name, folder in rivals.items()}
     found = [
-        Step("train", train, recipe, f"{RUN}/joint/final/rge.json"),
+        Step(
+            "train",
+            (*train, *start, f"out={run}"),
+            (*recipe, *((f"{BASE}/model.safetensors",) if from_base else ())),
+            f"{run}/joint/final/rge.json",
+            share=10 if from_base else 25,
+        ),
         Step(
             "eval",
             (
                 *evaluate,
-                f"checkpoint={RUN}/joint/final",
-                f"out={RUN}/eval",
+                f"checkpoint={run}/joint/final",
+                f"out={run}/eval",
                 "query_mode=reasoning,direct",
                 "query_modality=both,text,image",
             ),
             (*test_set, weights),
             conditions[0],
+            share=3,
         ),
     ]
     report: tuple[str, ...] = (
-        *("-m", "eval", "report", f"runs={RUN}/eval", f"out={RUN}/report.html", "metric=hit@1"),
-        f"log={RUN}/cold_start/metrics.jsonl,{RUN}/joint/metrics.jsonl",
+        *("-m", "rge", "eval", "report", f"runs={run}/eval", f"out={run}/report.html", "metric=hit@1"),
+        f"log={run}/cold_start/metrics.jsonl,{run}/joint/metrics.jsonl",
     )
     figures = conditions
     if baseline:
-        pairs["trained_without"] = f"{NONE}/eval"
-        figures = (*conditions, f"{NONE}/eval/results.json")
-        report = (*report, f"baseline=Trained without rationales:{NONE}/eval")
+        pairs["trained_without"] = f"{none}/eval"
+        figures = (*conditions, f"{none}/eval/results.json")
+        report = (*report, f"baseline=Trained without rationales:{none}/eval")
         found += [
             Step(
                 "baseline",
-                (*train, *BASELINE),
-                (*recipe, f"{RUN}/cold_start/final/model.safetensors"),
-                f"{NONE}/joint/final/rge.json",
+                (*train, *BASELINE, f"init={run}/cold_start/final", f"out={none}"),
+                (*recipe, f"{run}/cold_start/final/model.safetensors"),
+                f"{none}/joint/final/rge.json",
+                share=4,
             ),
             Step(
                 "eval_none",
-                (*evaluate, f"checkpoint={NONE}/joint/final", f"out={NONE}/eval", "query_mode=direct"),
+                (*evaluate, f"checkpoint={none}/joint/final", f"out={none}/eval", "query_mode=direct"),
                 (*test_set, weights_none),
-                f"{NONE}/eval/results.json",
+                f"{none}/eval/results.json",
             ),
         ]
     for name, folder in pairs.items():
-        command = ("-m", "eval", "compare", f"a={RUN}/eval/{CONDITIONS[0]}", f"b={folder}", "metric=hit@1")
-        out = f"{RUN}/compare/{name}"
-        found.append(Step(f"compare_{name}", (*command, f"out={out}"), figures, f"{out}/compare.json"))
-    found.append(Step("report", report, (*figures, f"{RUN}/joint/metrics.jsonl"), f"{RUN}/report.html"))
+        command = (
+            "-m",
+            "rge",
+            "eval",
+            "compare",
+            f"a={run}/eval/{CONDITIONS[0]}",
+            f"b={folder}",
+            "metric=hit@1",
+        )
+        out = f"{run}/compare/{name}"
+        found.append(
+            Step(f"compare_{name}", (*command, f"out={out}"), figures, f"{out}/compare.json", share=0.3)
+        )
+    found.append(Step("report", report, (*figures, f"{run}/joint/metrics.jsonl"), f"{run}/report.html"))
     return found
 
 
@@ -183,12 +227,19 @@ def launcher() -> tuple[str, ...]:
 
 def main(arguments: list[str]) -> int:
     """Run what is not finished, then print the table and the page's path."""
-    baseline = parse_options(Options, arguments, "python scripts/demo.py").baseline
+    options = parse_options(Options, arguments, "python scripts/demo.py")
+    run = f"{RUN}_from_nothing" if options.from_nothing else RUN
     os.chdir(ROOT)
-    record_path = ROOT / RUN / "steps.json"
+    record_path = ROOT / run / "steps.json"
     record_path.parent.mkdir(parents=True, exist_ok=True)
     record: dict[str, dict[str, Any]] = json.loads(record_path.read_text()) if record_path.exists() else {}
-    todo = steps(baseline)
+    todo = steps(options.baseline, run)
+    page = ROOT / run / "report.html"
+    progress = Progress(run, todo)
+    print(
+        f"demo: open {ROOT / run / 'progress.html'} to watch it; it leads to the report at the end",
+        flush=True,
+    )
     for number, step in enumerate(todo, start=1):
         title = f"demo [{number}/{len(todo)}] {step.name}"
         entry = record.get(step.name, {})
@@ -197,41 +248,127 @@ def main(arguments: list[str]) -> int:
             print(f"{title}: finished before ({entry['seconds'] / 60:.1f} min)", flush=True)
             continue
         print(f"{title}: python {' '.join(map(quoted, step.command))}", flush=True)
-        began = time.monotonic()
-        code = run(step.command)
+        began, cpu = time.monotonic(), children_cpu()
+        with progress.during(number):
+            code = call(step.command)
         seconds = entry.get("seconds_so_far", 0.0) + time.monotonic() - began
+        cpu = entry.get("cpu_so_far", 0.0) + children_cpu() - cpu
         if code == 0:
             # Its inputs may have been written by the step before: the key is of what it really read.
-            record[step.name] = {"key": digest(step), "seconds": seconds}
+            record[step.name] = {"key": digest(step), "seconds": seconds, "cpu_seconds": cpu}
         else:
-            record[step.name] = {"seconds_so_far": seconds}
+            record[step.name] = {"seconds_so_far": seconds, "cpu_so_far": cpu}
         write_json(record_path, record, indent=2)
         if code:
             print(f"{title}: stopped (exit code {code}); the same command continues", file=sys.stderr)
             return code if code > 0 else SIGNALLED - code
         print(f"{title}: {seconds / 60:.1f} min", flush=True)
+    progress.lead_to(page)
     minutes = {step.name: round(record[step.name]["seconds"] / 60, 2) for step in todo}
-    rows = figures(baseline)
-    links = chain(ROOT / RUN / "eval" / CONDITIONS[0], ROOT / DATA / "test")
-    page = ROOT / RUN / "report.html"
+    cpu_minutes = sum(record[step.name].get("cpu_seconds", 0.0) for step in todo) / 60
+    rows = figures(options.baseline, run)
+    links = chain(ROOT / run / "eval" / CONDITIONS[0], ROOT / DATA / "test")
     write_json(
-        ROOT / RUN / "summary.json",
+        ROOT / run / "summary.json",
         {
             "minutes": minutes,
             "total_minutes": round(sum(minutes.values()), 2),
+            "cpu_minutes": round(cpu_minutes, 2),
             "figures": rows,
             "chain": links,
-            "page": f"{RUN}/report.html",
+            "page": f"{run}/report.html",
         },
         indent=2,
     )
-    print(
-        f"\n{table(rows)}\n\n{chain_lines(links)}\n\n{sum(minutes.values()):.1f} minutes in all\npage: {page}"
-    )
+    spent = f"{sum(minutes.values()):.1f} minutes in all, {cpu_minutes:.1f} of CPU time"
+    print(f"\n{table(rows)}\n\n{chain_lines(links)}\n\n{spent}\npage: {page}")
     return 0
 
 
-def run(command: Sequence[str]) -> int:
+def children_cpu() -> float:
+    """CPU seconds of all processes that this one started and that have ended."""
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
+
+
+class Progress:
+    """progress.html while the demo runs: which step it is at, and the minutes left.
+
+    Args:
+        run: folder of the demo.
+        todo: its steps.
+    """
+
+    def __init__(self, run: str, todo: Sequence[Step]):
+        self.run, self.todo, self.began = run, todo, time.monotonic()
+        self.path = ROOT / run / "progress.html"
+        self.skipped: float | None = None
+
+    @contextlib.contextmanager
+    def during(self, number: int) -> Iterator[None]:
+        """While the step of this number (from 1) runs, write the page every two seconds."""
+        done = sum(step.share for step in self.todo[: number - 1])
+        if self.skipped is None:
+            self.skipped = done + self._trained() * self.todo[number - 1].share
+        ended = threading.Event()
+
+        def watch() -> None:
+            while True:
+                part = self._trained() if self.todo[number - 1].name == "train" else 0.0
+                self._write(number, done + part * self.todo[number - 1].share)
+                if ended.wait(2):
+                    return
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join(timeout=5)
+
+    def lead_to(self, page: Path) -> None:
+        """Let a browser that shows the progress go on to the report."""
+        write_text(
+            self.path, f'<meta charset="utf-8"><meta http-equiv="refresh" content="0; url={page.name}">'
+        )
+
+    def _trained(self) -> float:
+        """Share of the training that is done, by the last steps that were logged."""
+        recipe = load_recipe(["recipe=demo"])
+        stages = {name: getattr(recipe, name).steps for name in recipe.stages()}
+        seen = 0
+        for name in stages:
+            path = ROOT / self.run / name / "metrics.jsonl"
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                seen += json.loads(path.read_text(encoding="utf-8").splitlines()[-1])["step"]
+        return min(seen / sum(stages.values()), 1.0)
+
+    def _write(self, number: int, done: float) -> None:
+        whole = sum(step.share for step in self.todo)
+        elapsed = time.monotonic() - self.began
+        in_this_run = (done - (self.skipped or 0.0)) / whole
+        left = "estimating the time left"
+        if in_this_run > 0.03:
+            left = f"about {max(elapsed / in_this_run * (1 - done / whole) / 60, 0.1):.0f} min left"
+        rows = "".join(
+            f"<li>{'<b>' if place == number else ''}{step.name}{': running</b>' if place == number else ''}"
+            f"{': done' if place < number else ''}</li>"
+            for place, step in enumerate(self.todo, start=1)
+        )
+        write_text(
+            self.path,
+            '<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="2">'
+            '<meta name="viewport" content="width=device-width"><title>rge demo</title>'
+            "<style>body{font:16px/1.5 system-ui;max-width:40rem;margin:3rem auto;padding:0 1rem;color-scheme:light dark}"
+            "progress{width:100%;height:1.2rem}</style><h1>The demo is running</h1>"
+            f'<p><progress max="1" value="{done / whole:.3f}"></progress></p><p>{done / whole:.0%}, {left}</p><ol>{rows}</ol>'
+            "<p>A small model learns to say what a picture shows, to reason to what is needed, and to find it. "
+            "This page reloads itself and leads to the report.</p></html>",
+        )
+
+
+def call(command: Sequence[str]) -> int:
     """Run a step to its end and give its exit code.
 
     Ctrl-C reaches it as well, and training then saves a state: it is waited for, unless Ctrl-C comes again.
@@ -257,16 +394,16 @@ def digest(step: Step) -> str:
     return found.hexdigest()
 
 
-def figures(baseline: bool) -> dict[str, dict[str, dict[str, Any]]]:
+def figures(baseline: bool, run: str = RUN) -> dict[str, dict[str, dict[str, Any]]]:
     """Figures by row of the final table, for seen and for held-out pairs."""
     found = {
-        "rationale first": f"{RUN}/eval/reasoning-both",
-        "rationale, question only": f"{RUN}/eval/reasoning-text",
-        "rationale, picture only": f"{RUN}/eval/reasoning-image",
-        "direct, same checkpoint": f"{RUN}/eval/direct-both",
+        "rationale first": f"{run}/eval/reasoning-both",
+        "rationale, question only": f"{run}/eval/reasoning-text",
+        "rationale, picture only": f"{run}/eval/reasoning-image",
+        "direct, same checkpoint": f"{run}/eval/direct-both",
     }
     if baseline:
-        found["trained without rationales"] = f"{NONE}/eval"
+        found["trained without rationales"] = f"{run}_none/eval"
     results = {
         label: json.loads((ROOT / folder / "results.json").read_text()) for label, folder in found.items()
     }

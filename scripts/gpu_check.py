@@ -56,13 +56,15 @@ from rge.model.backbone import Backbone, load_backbone  # noqa: E402
 from rge.model.embedding_model import EmbeddingModel, encode_prompts  # noqa: E402
 from rge.model.families import family_of  # noqa: E402
 from rge.model.prompts import PromptBuilder  # noqa: E402
+from rge.objective import Objective  # noqa: E402
 from rge.plan.costs import GIB, RESERVED_GIB, flops, memory, shapes_of  # noqa: E402
 from rge.plan.known_models import TABLE  # noqa: E402
 from rge.plan.options import PlanOptions  # noqa: E402
 from rge.plan.report import load_of  # noqa: E402
 from rge.rollout.generate import Rationale, generate  # noqa: E402
+from rge.rollout.writer import Rollout  # noqa: E402
 from rge.scratch import build as scratch  # noqa: E402
-from rge.step import Objective, training_step  # noqa: E402
+from rge.step import TrainingStep  # noqa: E402
 
 CHECKS = ("kernels", "form", "rollout", "training", "back_ends", "vllm")
 LIMIT_S = 3600.0
@@ -269,10 +271,7 @@ def _one_step(
     """A step on given rationales, so that forms see the same tokens."""
     chosen = [[7] * (3 + row % 5) for row in range(len(batch.queries))]
     rationales = [Rationale(tuple(ids), False, None, 0.0) for ids in chosen]
-    report = training_step(
-        embedder, embedder, batch, Objective(1 / 11, 10 / 11), rationales=rationales, micro_batch_size=micro,
-        backward=lambda loss: loss.backward(),
-    )  # fmt: skip
+    report = TrainingStep(embedder, embedder, Objective(1 / 11, 10 / 11), micro)(batch, Rollout(rationales))  # fmt: skip
     machine.wait()
     return report, {n: p.grad.float().cpu() for n, p in embedder.named_parameters() if p.grad is not None}
 
@@ -376,10 +375,7 @@ def check_training(machine: Machine) -> tuple[str, dict[str, Any]]:
         )
         machine.wait()
         rollouts.append(time.perf_counter() - began)
-        report = training_step(
-            embedder, embedder, batch, objective, rationales=rationales, micro_batch_size=micro,
-            backward=lambda loss: loss.backward(), encoded=encoded,
-        )  # fmt: skip
+        report = TrainingStep(embedder, embedder, objective, micro)(batch, Rollout(rationales, encoded))  # fmt: skip
         torch.nn.utils.clip_grad_norm_(embedder.parameters(), recipe.optim.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -1,4 +1,4 @@
-"""Kill a training run again and again, and see whether it ends with the weights of a run that nobody disturbed.
+"""Kill a training run again and again, and see whether it ends with the weights of an undisturbed run.
 
     python scripts/kill_training.py [kills=20] [seed=0] [out=runs/kill_training]
 

@@ -29,11 +29,11 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from eval.scoring import stats  # noqa: E402
 from eval.sets.write_set import Candidate, Query, write_set  # noqa: E402
 from rge.common.commands import start  # noqa: E402
 from rge.common.errors import UserError  # noqa: E402
 from rge.common.options import parse_options  # noqa: E402
+from rge.stats import intervals  # noqa: E402
 
 TEST = ROOT / "data_prep" / "demo" / "data" / "test"
 LIST = ROOT / "scripts" / "photos.tsv"
@@ -139,12 +139,12 @@ def write(sets: dict[str, Path], photographs: dict[str, list[Path]]) -> None:
 
 
 def evaluate(checkpoint: str, folder: Path, out: Path) -> None:
-    """Run `python -m eval run`.
+    """Run `rge eval run`.
 
     Raises:
         UserError: it failed, and has said why.
     """
-    command = ["-m", "eval", "run", f"checkpoint={checkpoint}", f"set={folder}", f"out={out}"]
+    command = ["-m", "rge", "eval", "run", f"checkpoint={checkpoint}", f"set={folder}", f"out={out}"]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *paths()])}
     code = subprocess.call(
         [sys.executable, *command, "overwrite=true", "report=false", "exact=false"], env=environment
@@ -195,9 +195,9 @@ def line(label: str, rows: pd.DataFrame, less: pd.DataFrame | None) -> str:
     value_QM = rows[list(FIGURES)].to_numpy(float)
     if less is not None:
         value_QM = value_QM - less.loc[rows.index, list(FIGURES)].to_numpy(float)
-    bootstrap = stats.cluster_bootstrap(value_QM, stats.index_of(rows["group"].tolist()))
-    found = stats.figures(bootstrap, (0.0, 1.0) if less is None else stats.OF_DIFFERENCES)
-    cells = (f"{100 * one['value']:.1f} {stats.in_words(one['low'], one['high'])}" for one in found)
+    bootstrap = intervals.cluster_bootstrap(value_QM, intervals.index_of(rows["group"].tolist()))
+    found = intervals.figures(bootstrap, (0.0, 1.0) if less is None else intervals.OF_DIFFERENCES)
+    cells = (f"{100 * one['value']:.1f} {intervals.in_words(one['low'], one['high'])}" for one in found)
     return f"{label:44s}" + "".join(f"{cell:>22s}" for cell in cells)
 
 

@@ -16,7 +16,9 @@ from data_prep.demo.spoil import SpoilOptions  # noqa: E402
 from data_prep.mmeb import MmebOptions  # noqa: E402
 from data_prep.rationales.main import RationaleOptions  # noqa: E402
 from data_prep.rmir.main import RmirCommand  # noqa: E402
-from data_prep.rmir.results.review import AgreementOptions, ReviewOptions  # noqa: E402
+from data_prep.rmir.results.publish import PublishOptions  # noqa: E402
+from data_prep.rmir.results.review import AgreementOptions  # noqa: E402
+from data_prep.rmir.reviewing import ReviewOptions  # noqa: E402
 from data_prep.study.build import StudyOptions  # noqa: E402
 from eval.__main__ import COMMANDS, known_command  # noqa: E402
 from eval.benchmarks.registry import BENCHMARKS  # noqa: E402
@@ -24,13 +26,14 @@ from rge.common.options import keys  # noqa: E402
 from rge.config import CheckOptions, Recipe  # noqa: E402
 from rge.diagnose.__main__ import DIAGNOSES  # noqa: E402
 from rge.explore.options import ExploreOptions  # noqa: E402
+from rge.identity.compare_runs import CompareRunsOptions  # noqa: E402
 from rge.index.options import EmbedOptions, IndexOptions, SearchOptions  # noqa: E402
 from rge.plan.options import PlanOptions  # noqa: E402
 from rge.serving.options import ServeOptions  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference.md"
 DATA = {
-    "demo": DemoOptions, "spoiled": SpoilOptions, "study": StudyOptions, "rmir": RmirCommand, "review": ReviewOptions, "agreement": AgreementOptions,
+    "demo": DemoOptions, "spoiled": SpoilOptions, "study": StudyOptions, "rmir": RmirCommand, "review": ReviewOptions, "agreement": AgreementOptions, "publish": PublishOptions,
     "rationales": RationaleOptions, "mmeb": MmebOptions,
 }  # fmt: skip
 
@@ -45,6 +48,7 @@ def commands() -> Iterator[tuple[str, type, type | None]]:
     yield "rge search", SearchOptions, None
     yield "rge explore", ExploreOptions, None
     yield "rge serve", ServeOptions, None
+    yield "rge compare-runs", CompareRunsOptions, None
     for name, schema in DIAGNOSES.items():
         yield f"rge diagnose {name}", schema, None
     run = known_command("run")[0]

@@ -46,7 +46,7 @@ check_machine() {
 key() { # what the environment depends on; a moved clone needs a new one, since scripts in it hold absolute paths
     {
         echo "$CONSTRAINTS $(pwd)"
-        cat pyproject.toml constraints.txt scripts/setup.sh
+        cat pyproject.toml setup.py constraints.txt scripts/setup.sh
     } | "$VENV/bin/python" -c 'import hashlib, sys; print(sys.version, hashlib.sha256(sys.stdin.buffer.read()).hexdigest())' 2>/dev/null | tr -d '\n'
 }
 

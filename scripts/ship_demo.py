@@ -1,7 +1,7 @@
-"""Make the checkpoint that comes with the package, rge/demo_checkpoint, of what `make demo` trained: the same in bfloat16.
+"""Make the two models that come with the package, in bfloat16, from what `make demo-from-nothing` trained.
 
-python scripts/ship_demo.py                                # of runs/demo/joint/final
-python scripts/ship_demo.py checkpoint=runs/mine/joint/final
+python scripts/ship_demo.py                                   # rge/demo_checkpoint, of runs/demo/joint/final
+python scripts/ship_demo.py base=runs/demo_from_nothing/backbone  # rge/demo_base, what `make demo` starts from
 """
 
 import json
@@ -20,31 +20,34 @@ from rge.checkpoints.description import model_card  # noqa: E402
 from rge.checkpoints.export import RGE_JSON, read_settings  # noqa: E402
 from rge.common.commands import start  # noqa: E402
 from rge.common.errors import UserError  # noqa: E402
-from rge.common.files import DEMO_CHECKPOINT as DEMO  # noqa: E402
+from rge.common.files import DEMO_BASE, DEMO_CHECKPOINT  # noqa: E402
 from rge.common.options import parse_options  # noqa: E402
 
 MOST_BYTES = 6_000_000
+LICENCE = "apache-2.0"
+"""Of the weights, as of the project."""
 
 
 @dataclass
 class Options:
-    """Make the checkpoint that comes with the package."""
+    """Make the models that come with the package."""
 
     checkpoint: Path = ROOT / "runs/demo/joint/final"
-    """What is converted."""
+    """What rge/demo_checkpoint is made of."""
+    base: Path | None = None
+    """What rge/demo_base is made of: a backbone after its first stage. Given, nothing else is made."""
 
 
 def ship(trained: Path, folder: Path) -> int:
-    """Write the checkpoint in bfloat16; its size in bytes.
+    """Write a model in bfloat16; its size in bytes.
 
     Args:
-        trained: a finished checkpoint.
+        trained: a finished checkpoint, or a backbone.
         folder: where the copy goes; replaced.
 
     Raises:
         UserError: it would be too large for the repository.
     """
-    settings = read_settings(trained)
     weights = {
         name: weight.to(torch.bfloat16) if weight.is_floating_point() else weight
         for name, weight in load_file(trained / "model.safetensors").items()
@@ -55,9 +58,11 @@ def ship(trained: Path, folder: Path) -> int:
     shutil.copytree(trained, waiting, ignore=shutil.ignore_patterns("*.safetensors", "README.md"))
     save_file(weights, waiting / "model.safetensors", metadata={"format": "pt"})
     (waiting / "config.json").write_text(json.dumps(_in_bfloat16(config), indent=2) + "\n", encoding="utf-8")
-    (waiting / "README.md").write_text(model_card(settings, "rge/demo_checkpoint"), encoding="utf-8")
+    if (trained / RGE_JSON).is_file():
+        card = model_card(read_settings(trained), folder.name, LICENCE)
+        (waiting / "README.md").write_text(card, encoding="utf-8")
     for path in waiting.iterdir():
-        path.chmod((waiting / RGE_JSON).stat().st_mode)
+        path.chmod(0o644)
     size = sum(path.stat().st_size for path in waiting.iterdir())
     if size > MOST_BYTES:
         shutil.rmtree(waiting)
@@ -77,9 +82,10 @@ def _in_bfloat16(config: dict) -> dict:
 
 
 def main(words: list[str]) -> int:
-    """Convert the named checkpoint."""
+    """Convert the named model."""
     asked = parse_options(Options, words, "python scripts/ship_demo.py")
-    print(f"{DEMO}: {ship(asked.checkpoint, DEMO):,} bytes")
+    made, folder = (asked.base, DEMO_BASE) if asked.base else (asked.checkpoint, DEMO_CHECKPOINT)
+    print(f"{folder}: {ship(made, folder):,} bytes")
     return 0
 
 

@@ -2,7 +2,7 @@
 
     python scripts/small_releases.py [out=runs/small] [num=24]
 
-``rmir``, ``pinpoint``, ``mmeb`` and ``mmbright`` below ``out`` are what `python -m eval import` reads; docs/evaluation.md
+``rmir``, ``pinpoint``, ``mmeb`` and ``mmbright`` below ``out`` are what `rge eval import` reads; docs/evaluation.md
 goes on from there. The questions are the demo's test questions, so figures on these sets say nothing about a benchmark:
 they are for trying the commands, and for seeing a file layout before fetching the real one.
 """
@@ -190,7 +190,7 @@ def mmbright(demo: Demo, out: Path) -> None:
         )
         rows = [
             {"id": one["id"], "query": one["text"], "gold_ids": [doc[n] for n in one["right"]],
-             "negative_ids": [doc[n] for n in one["wrong"]], "gold_answers": [demo.names[one["right"][0]]],
+             "negative_ids": [doc[n] for n in one["wrong"]],
              "image_paths": [f"{one['id']}.jpg"]}
             for one in asked
         ]  # fmt: skip

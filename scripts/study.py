@@ -29,12 +29,12 @@ from ablate import default_launcher, run
 from arms import Arm, Contrast, Study, measure, run_arm
 
 from data_prep.study.build import build
-from eval.scoring.stats import in_words
 from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.common.options import parse_options
 from rge.config import load_recipe
+from rge.stats.intervals import in_words
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_SET = Path("data_prep/demo/data/test")

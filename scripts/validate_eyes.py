@@ -27,15 +27,16 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from eval.scoring import stats  # noqa: E402
 from rge.common.commands import start  # noqa: E402
 from rge.common.errors import UserError  # noqa: E402
 from rge.common.options import names_of, offer_help, parse_options, split_word  # noqa: E402
 from rge.config import Recipe, load_recipe  # noqa: E402
+from rge.data.readers import open_records  # noqa: E402
 from rge.data.sources import RecordFile  # noqa: E402
 from rge.model import vision_tower  # noqa: E402
 from rge.scratch import pretrain_vision as eyes  # noqa: E402
-from rge.scratch.starting_point import starting_point  # noqa: E402
+from rge.scratch.starting_point import starting_point, tokenizer_sources  # noqa: E402
+from rge.stats import intervals  # noqa: E402
 
 MOVES = ((1.1, 0.04, 0.04), (1.1, -0.04, 0.04), (1.2, 0.04, -0.04), (1.05, -0.04, -0.04))
 """Zoom out, and shift to the right and down as a share of half the side."""
@@ -111,7 +112,10 @@ def left_out(recipe: Recipe, family: str, folder: Path) -> tuple[np.ndarray, np.
         for record, is_unseen in zip(records, unseen, strict=True):
             if not is_unseen:
                 out.write(json.dumps(record.model_dump(exclude_none=True, exclude_defaults=True)) + "\n")
-    backbone = starting_point(recipe, Accelerator(cpu=True))
+    texts = {
+        source.key: open_records(source, on_bad=recipe.data.on_bad) for source in tokenizer_sources(recipe)
+    }
+    backbone = starting_point(recipe, texts, Accelerator(cpu=True))
     model, processor = (
         AutoModelForImageTextToText.from_pretrained(backbone),
         AutoProcessor.from_pretrained(backbone),
@@ -134,8 +138,8 @@ def moved(picture_B3HW: Tensor, zoom: float, right: float, down: float) -> Tenso
 
 def figures(things: np.ndarray, named: np.ndarray) -> dict[str, object]:
     """Per cent chosen and written right, each with its 95 % interval over things."""
-    bootstrap = stats.cluster_bootstrap(named, stats.index_of([str(thing) for thing in things]))
-    each = stats.figures(bootstrap, (0.0, 1.0))
+    bootstrap = intervals.cluster_bootstrap(named, intervals.index_of([str(thing) for thing in things]))
+    each = intervals.figures(bootstrap, (0.0, 1.0))
     found: dict[str, object] = {"drawings": len(things)}
     for number, name in enumerate(("chosen", "written")):
         found[name] = [None if x is None else round(100 * x, 1) for x in each[number].values()]

@@ -10,6 +10,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["RGE_CACHE"] = (
     "/dev/null/nowhere"  # nothing is remembered from test to test, or in a user's folder
 )
+os.environ["RGE_RUN"] = "/dev/null/nowhere"  # a developer's own server answers no test
+
+KINDS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+"""With all three set to avx2, a CPU that has more comes close to one that has not."""
 
 sys.path.insert(0, str(Path(__file__).parent))  # shared, forked and family_models, in pytest's importlib mode
 
@@ -20,6 +24,14 @@ def pytest_configure(config):
         import rge  # noqa: F401 - makes torchvision importable before transformers is
 
         config.pluginmanager.import_plugin("shared")
+
+
+def pytest_report_header():
+    """Which kernels compute here: what is trained differs in its last bits from kind to kind, and with that in its figures."""
+    import torch
+
+    asked = [f"{name}={os.environ[name]}" for name in KINDS if name in os.environ]
+    return f"cpu: {' '.join([torch.backends.cpu.get_cpu_capability(), *asked])}"
 
 
 def pytest_collection_modifyitems(items):

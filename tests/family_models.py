@@ -23,8 +23,10 @@ from transformers import (
 )
 
 from rge.model.families import FAMILIES, normalised
+from rge.objective import Objective
+from rge.rollout.writer import Rollout
 from rge.scratch import build as scratch
-from rge.step import Objective, training_step
+from rge.step import TrainingStep
 from rge.towers import efficientnet
 
 TEXT = {
@@ -233,14 +235,8 @@ def train(embedder, batch, rationales, steps, lr, micro_batch_size=3, look=lambd
     optimizer = torch.optim.AdamW([p for p in embedder.parameters() if p.requires_grad], lr=lr)
     losses = []
     for _ in range(steps):
-        report = training_step(
-            embedder,
-            embedder,
-            batch,
-            Objective(0.5, 0.5, 0.1),
-            rationales=rationales,
-            micro_batch_size=micro_batch_size,
-            backward=lambda loss: loss.backward(),
+        report = TrainingStep(embedder, embedder, Objective(0.5, 0.5, 0.1), micro_batch_size)(
+            batch, Rollout(rationales)
         )
         look()
         optimizer.step()

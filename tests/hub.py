@@ -5,6 +5,7 @@ import hashlib
 import http.server
 import json
 import threading
+import urllib.parse
 from contextlib import contextmanager
 
 COMMIT = "1" * 40
@@ -24,11 +25,17 @@ class Hub:
         self.files, self.stored, self.asked, self.created = {}, {}, [], None
         self.token = "hf_test"
 
+    def entry(self, name):
+        """A file as the hub lists it."""
+        data = self.files[name]
+        return {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+
     def answer(self, method, path, body, address):
         """Status and JSON, or bytes."""
         if method == "POST" and path == "/api/repos/create":
             self.created = json.loads(body)
-            return 200, {"url": f"{address}/{self.created['organization']}/{self.created['name']}"}
+            kind = "datasets/" if self.created.get("type") == "dataset" else ""
+            return 200, {"url": f"{address}/{kind}{self.created['organization']}/{self.created['name']}"}
         if path == "/api/validate-yaml":
             return 200, {"errors": [], "warnings": []}
         if "/preupload/" in path:
@@ -69,12 +76,14 @@ class Hub:
         if "/revision/" in path:
             return 200, {"id": "me/mine", "sha": COMMIT, "siblings": [{"rfilename": f} for f in self.files]}
         if "/tree/" in path:
-            return 200, [
-                {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-                for name, data in self.files.items()
-            ]
+            return 200, [self.entry(name) for name in self.files]
+        if "/paths-info/" in path:
+            asked = urllib.parse.parse_qs(body.decode())["paths"]
+            return 200, [self.entry(name) for name in asked if name in self.files]
         if "/resolve/" in path:
-            return 200, self.files[path.split("/resolve/")[1].split("/", 1)[1]]
+            name = path.split("/resolve/")[1].split("/", 1)[1]
+            if name in self.files:
+                return 200, self.files[name]
         return 404, {"error": f"no {method} {path}"}
 
 
@@ -95,6 +104,8 @@ def hub(monkeypatch):
             data = found if isinstance(found, bytes) else json.dumps(found).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
+            if status == 404:
+                self.send_header("X-Error-Code", "EntryNotFound")
             if isinstance(found, bytes):
                 self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
                 self.send_header("X-Repo-Commit", COMMIT)

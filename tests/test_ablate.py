@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from eval.benchmarks.suite import write_suite
 from eval.pages.charts import STYLES, Mark, interval_chart, palette
 from rge.common.errors import UserError
 from rge.config import Recipe, load_recipe
@@ -112,6 +113,8 @@ def test_every_arm_and_seed_is_trained_and_evaluated_once(ablate, tmp_path):
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         *arms,
         "table.md",
+        "table.csv",
+        "table.tex",
         "table.json",
         "plot.svg",
     }
@@ -199,6 +202,49 @@ def test_the_tables_figures(ablate, tmp_path):
     assert "| self | all | 8 | 81.2 [" in text
     assert "(75.0 to 87.5)" in text
     assert "| oracle | all | -25.0 [" in text
+
+
+def test_a_suite_is_swept_by_means_over_its_members(ablate, tmp_path):
+    """North has two queries and south six: a mean over queries would be south's."""
+    suite = tmp_path / "suite"
+    for name in ("north", "south"):
+        (suite / name).mkdir(parents=True)
+        (suite / name / "meta.json").write_text("{}")
+    members = {"north": {"half": "N"}, "south": {"half": "S"}}
+    write_suite(suite, name="compass", benchmark="generic", column="side", members=members)
+    make = ablate.run
+
+    def run(command):
+        make(command)
+        if "rge/train.py" in command:
+            assert ablate.commands[-1] == command
+            return
+        assert {"benchmark=generic", "metrics=recall@100"} <= set(command)
+        path = Path(dict(part.split("=", 1) for part in command if "=" in part)["out"]) / "per_query.parquet"
+        frame = pd.read_parquet(path).sort_values("query_id")
+        frame["category"] = ["north"] * 2 + ["south"] * 6
+        frame["half"] = ["N"] * 2 + ["S"] * 6
+        frame["recall@100"] = frame["mrr"]
+        frame.to_parquet(path)
+
+    ablate.run = run
+    given = [word for word in ablate.given if not word.startswith(("set=", "metrics="))]
+    ablate.main([*given, f"set={suite}", "metrics=hit@1,recall@100"])
+    rows = json.loads((tmp_path / "out" / "table.json").read_text())
+    found = {(row["arm"], row["slice"]): row["hit@1"] for row in rows}
+    # none hits the first two queries, which are north's, and with seed 1 the last of south's six
+    assert found["none", "all"]["mean"] == pytest.approx((1 + 0.5 / 6) / 2)
+    assert found["none", "all"]["seeds"] == [0.5, pytest.approx((1 + 1 / 6) / 2, abs=1e-4)]
+    assert (found["none", "N"]["mean"], found["none", "south"]["mean"]) == (1.0, pytest.approx(0.5 / 6))
+    assert found["none", "all"]["difference"]["mean"] == pytest.approx(-4 / 6 / 2)
+    text = (tmp_path / "out" / "table.md").read_text()
+    assert (
+        "hit@1, means over members:\n\n| loss.anchor | N | S | all |\n|---|---|---|---|\n| self | 100.0 – |"
+        in text
+    )
+    table = pd.read_csv(tmp_path / "out" / "table.csv").set_index(["arm", "slice", "metric"])
+    assert table.loc[("none", "all", "hit@1"), "mean"] == pytest.approx(found["none", "all"]["mean"])
+    assert "\\toprule" in (tmp_path / "out" / "table.tex").read_text()
 
 
 def test_runs_of_different_queries_make_no_table(ablate, tmp_path):

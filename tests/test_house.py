@@ -107,7 +107,7 @@ def test_no_file_names_a_machine():
 def test_commands_in_the_docs_exist(page):
     text = page.read_text(encoding="utf-8")
     assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, flags=re.MULTILINE)) <= set(TARGETS)
-    assert set(re.findall(r"python -m eval ([a-z0-9]+)", text)) <= {*COMMANDS, "import", "report"}
+    assert set(re.findall(r"rge eval ([a-z0-9]+)", text)) <= {*COMMANDS, "import", "report"}
     for script in re.findall(r"(?:python|sh|launch) ((?:scripts|rge)/[\w./]+)", text):
         assert (ROOT / script).is_file(), script
     for recipe in re.findall(r"\brecipe=([a-z]\w*)(?!\w*\.yaml)\b", text):
@@ -135,8 +135,8 @@ THINGS = {
     "how to look at an index in the browser": "rge explore",
     "how to serve it": "rge serve",
     "how to reward rationales": "stage=rl",
-    "how to evaluate": "python -m eval run",
-    "how to compare two models": "python -m eval compare",
+    "how to evaluate": "rge eval run",
+    "how to compare two models": "rge eval compare",
     "how to evaluate on my own pictures": "eval import folder",
     "how to make training data": "python -m data_prep rmir",
     "how to add a benchmark": "benchmark",
@@ -241,7 +241,7 @@ class Clone:
         self.root, self.bin, self.log = folder / "a clone", folder / "bin", folder / "python.log"
         (self.root / "scripts").mkdir(parents=True)
         self.bin.mkdir()
-        for relative in ("scripts/setup.sh", "pyproject.toml", "constraints.txt"):
+        for relative in ("scripts/setup.sh", "pyproject.toml", "setup.py", "constraints.txt"):
             shutil.copy(ROOT / relative, self.root / relative)
         for tool in TOOLS:
             (self.bin / tool).symlink_to(shutil.which(tool) or pytest.skip(f"{tool} is missing"))
@@ -370,6 +370,24 @@ def test_a_gpu_lifts_the_pin_of_torch_and_no_other(clone):
     assert set(gpu.splitlines()) < set(cpu.splitlines())
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_what_stands_below_a_fence_is_shown(page):
+    """The site's Markdown takes a list that touches a fence or a paragraph above it for part of that paragraph."""
+    inside, before = False, ""
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
+        if not inside and before.strip() and not line.startswith(" "):
+            assert not before.startswith("```") or not line.strip(), (
+                f"line {number}: blank line missing below a fence"
+            )
+            is_item, goes_on = (
+                re.match(r"(\* |- |\d+\. )", line),
+                re.match(r"(\s|\* |- |\d+\. |\||#)", before),
+            )
+            assert not is_item or goes_on, f"line {number}: blank line missing above a list"
+        inside ^= line.lstrip().startswith("```")
+        before = line
+
+
 # -------------------------------------------------------------------------------------------------- scripts/demo.py
 
 
@@ -391,10 +409,10 @@ def demo(tmp_path, monkeypatch):
     ]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "ROOT", tmp_path)
-    monkeypatch.setattr(module, "steps", lambda baseline: two)
+    monkeypatch.setattr(module, "steps", lambda baseline, run: two)
     figure = {"value": 0.5, "low": 0.4, "high": 0.6}
     row = {pair: dict.fromkeys(module.SHOWN, figure) for pair in module.PAIRS}
-    monkeypatch.setattr(module, "figures", lambda baseline: {"rationale first": row})
+    monkeypatch.setattr(module, "figures", lambda baseline, run: {"rationale first": row})
     key, lock = (
         "This is a padlock; it is opened with a key.",
         "This is a padlock; it is locked around a bicycle.",

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rge.__main__ import COMMANDS
-from rge.common.files import RECIPES, find_shipped
+from rge.common.files import DEMO_CHECKPOINT, RECIPES, find_shipped
 from rge.common.options import keys
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,6 +62,24 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
     assert not declared - set().union(*used.values()) - NOT_IMPORTED, "declared and never imported"
 
 
+def test_the_package_says_under_which_licences_its_pictures_are():
+    table = (ROOT / "data_prep/demo/data/LICENSES.md").read_text(encoding="utf-8")
+    rows = [line.split("|") for line in table.splitlines() if line.startswith("| [")]
+    held = {re.sub(r"\[(.+?)\].*", r"\1", row[3].strip()) for row in rows}
+    assert held | {"Apache-2.0"} == set(PROJECT["license"].split(" AND "))
+    assert PROJECT["authors"]
+    assert PROJECT["urls"]
+    assert all((ROOT / part / "py.typed").is_file() for part in PARTS)
+
+
+def test_no_card_names_a_hub_id_that_anybody_may_register():
+    """Beside ``trust_remote_code=True`` it would load whatever whoever registers it puts there."""
+    card = (DEMO_CHECKPOINT / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r'(?:from_pretrained|SentenceTransformer)\("(.+?)"', card))
+    assert named == {"./demo_checkpoint"}
+    assert "\nlicense: apache-2.0\n" in card.split("---")[1]
+
+
 @pytest.mark.parametrize(
     "words", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS if name != "recipes"), ["eval", "run", "--help"]]
 )  # fmt: skip
@@ -79,6 +97,30 @@ def test_help_does_not_wait_for_torch(words):
     assert done.stdout.strip()
 
 
+def test_a_users_own_eval_folder_is_not_run(tmp_path):
+    (tmp_path / "eval").mkdir()
+    for name in ("__init__", "__main__"):
+        (tmp_path / "eval" / f"{name}.py").write_text("print('the user's own')")
+    path = os.pathsep.join(["", *filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-m", "rge", "eval", "compare", "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        check=False, env=os.environ | {"PYTHONPATH": path},
+    )  # fmt: skip
+    assert "own" not in done.stdout + done.stderr
+    assert "rge eval compare" in done.stdout
+    # Nothing that is shown to people names the form that would run it.
+    told = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    told += [
+        path
+        for part in (*PARTS, "recipes", "scripts")
+        for path in (ROOT / part).rglob("*")
+        if path.suffix in (".py", ".yaml", ".j2")
+    ]
+    assert [
+        path for path in told if re.search(r"-m eval |\"-m\", \"eval\"", path.read_text(encoding="utf-8"))
+    ] == []
+
+
 def test_shipped_files_are_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find_shipped("data_prep/demo/data/train/relations.jsonl").is_file()
@@ -88,6 +130,30 @@ def test_shipped_files_are_found_from_any_folder(tmp_path, monkeypatch):
     mine.parent.mkdir(parents=True)
     mine.touch()
     assert find_shipped("data_prep/demo/data/train/relations.jsonl").resolve() == mine
+
+
+def test_an_editable_install_is_found_from_the_folder_that_holds_the_clone(tmp_path):
+    """There, the clone itself is a namespace package `rge`; a path that holds the real package goes before it."""
+    clone, site = tmp_path / "work" / "rge", tmp_path / "site"
+    for part in (*PARTS, "recipes"):
+        shutil.copytree(ROOT / part, clone / part, ignore=lambda _, names: [one for one in names if "." in one and not one.endswith((".py", ".yaml"))])  # fmt: skip
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone / name)
+    build = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, tmp_path], cwd=clone, check=True, capture_output=True)
+    [wheel] = tmp_path.glob("*.whl")
+    shutil.unpack_archive(wheel, site, "zip")
+    script = tmp_path / "work" / "mine.py"
+    script.write_text(
+        f"import site; site.addsitedir({str(site)!r})\nfrom rge import Embedder; print(Embedder.__module__)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    # -S: without this interpreter's own installation of rge; its libraries come after.
+    done = subprocess.run(
+        [sys.executable, "-S", script], env=environment | {"PYTHONPATH": os.pathsep.join(sys.path[1:])}, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.strip() == "rge.embedder", done.stderr
 
 
 @pytest.mark.slow
@@ -126,6 +192,11 @@ def test_a_wheel_without_the_checkout_trains_the_demo_from_an_empty_folder(tmp_p
     shown = rge("eval", "run", "checkpoint=runs/demo/joint/final", "set=data_prep/demo/data/test", "out=runs/eval", "limit=4",
                 "query_mode=direct", "report=false")  # fmt: skip
     assert "recall@1" in shown
+    [metadata] = target.glob("rge-*.dist-info/METADATA")
+    said = metadata.read_text(encoding="utf-8").split("\n\n", 1)[0].splitlines()
+    assert f"License-Expression: {PROJECT['license']}" in said
+    assert {"License-File: LICENSE", "License-File: data_prep/demo/data/LICENSES.md"} <= set(said)
+    assert all((target / part / "py.typed").is_file() for part in PARTS)
     for shipped in (
         "demo_checkpoint/model.safetensors",
         "explore/page/explore.js",

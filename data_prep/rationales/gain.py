@@ -66,11 +66,6 @@ class GainJudge:
         A query is told apart from the targets of all pairs given at once and from its own negatives; what is right for
         it too (another positive of its record, or an equal identity) is left out.
 
-        Args:
-            folder: that pictures are named relative to.
-            pairs: record and one of its positives.
-            candidates: rationales of each pair; may be empty.
-
         Returns:
             (number of candidates,) a pair.
         """
@@ -106,12 +101,7 @@ class GainJudge:
         return found
 
     def own(self, folder: Path, records: Sequence[Record]) -> list[str] | None:
-        """What the embedder writes for the queries by itself; None for one whose queries carry no rationale.
-
-        Args:
-            folder: that pictures are named relative to.
-            records: with the queries.
-        """
+        """What the embedder writes for the queries by itself; None for one whose queries carry no rationale."""
         if self.encoder.query_mode == "direct":
             return None
         queries = [_query(record, folder) for record in records]

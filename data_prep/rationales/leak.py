@@ -21,6 +21,8 @@ from data_prep.rmir.pictures.encoders import (
     text_encoder,
 )
 from rge.common.errors import UserError
+from rge.common.mmeb_prompts import content, set_of
+from rge.common.schema import Record, Target
 from rge.diagnose.knowability import content_words
 
 NAMED_WORDS = 2
@@ -29,6 +31,12 @@ NUM_FITTING = 3
 """Other pictures that a text fits best: what it says of them too is what is needed, and no secret."""
 MIN_OTHERS = 10
 """Other pictures that are needed to tell how far a text fits one of them."""
+
+
+def bare_text(record: Record, target: Target) -> str | None:
+    """A target's text without the words that MMEB puts around it, which are no secret; None where nothing is left."""
+    name = set_of(record.source)
+    return target.text if name is None else content(name, target.text)
 
 
 def text_leak(rationale: str, target: str | None) -> float | None:

@@ -3,34 +3,37 @@
 Every positive of every record gets a rationale by a model that sees query and target. One that fails a check is left
 out with its reason; a record without any is left out too. Answers are kept beside the result, so the command resumes.
 With ``candidates=N`` several are written, and ``select=CHECKPOINT`` lets an embedder choose among those that pass.
+``records=FOLDER out=FOLDER`` does every file of a folder, such as ``rge data mmeb`` writes, under one budget.
 """
 
 import hashlib
 import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow.parquet as pq
-from pydantic import Field
 
 from data_prep.rationales import checks, prompts
-from data_prep.rationales.leak import PictureLeak, Shown, caption_leak, text_leak
-from data_prep.rmir.config import EncoderConfig
+from data_prep.rationales.leak import PictureLeak, Shown, bare_text, caption_leak, text_leak
+from data_prep.rmir.config import AtLeastOne, EncoderConfig
 from data_prep.rmir.pictures.encoders import CheckpointEncoder
-from rge.calls.caller import LOST_RUNS, Caller, Outcome
+from rge.calls.caller import Caller, Outcome
 from rge.calls.model_config import ModelConfig, check_model
+from rge.calls.prices import confirm, priced
 from rge.calls.replies import ReplyError
 from rge.calls.request import Picture, Request
-from rge.calls.store import AnswerStore
+from rge.calls.store import AnswerStore, locked
 from rge.common.errors import UserError
-from rge.common.files import write_text
+from rge.common.files import replacing, write_json
 from rge.common.images import picture_bytes
 from rge.common.options import parse_options
-from rge.common.schema import ImageRef, Positive, Record
+from rge.common.schema import ImageRef, Positive, Record, Target
 from rge.data.sources import RecordFile, located
 from rge.diagnose.knowability import knowability, measure_knowability
 
@@ -40,17 +43,15 @@ if TYPE_CHECKING:
 SAMPLING_TEMPERATURE = 0.7
 """Of several candidates, where none is given: at 0 all of them would be the same."""
 WINDOW = 1000
-"""Records asked about at a time."""
+"""Records whose pictures and rationales are compared at a time."""
 GAIN_WINDOW = 256
 """Pairs whose targets a rationale must tell apart."""
 
+SCORES = ".scores.jsonl"
 PICTURES = "pictures.parquet"
 """Beside records of the rmir pipeline: id, caption and origin of each picture."""
 
 Pair = tuple[Record, Positive]
-
-
-AtLeastOne = Annotated[int, Field(ge=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,9 @@ class Settings:
     captions: Path | None = None
     """Parquet table with id and caption of target pictures, which the leak score compares with; null: ``pictures.parquet``
     beside the records, if it is there."""
+    on_unanswered: Literal["wait", "proceed"] = "wait"
+    """What becomes of the result where calls are unanswered (outages): wait until the same command has asked them again, or
+    proceed without these pairs."""
     encoder: EncoderConfig | None = None
     """Encoder that the leak score sees target pictures by, or their captions (kinds as of ``rge data rmir``); null: the
     checkpoint of `select`, if there is one."""
@@ -90,13 +94,17 @@ class RationaleOptions(Settings):
     """Write oracle rationales for training records by a model that sees query and target."""
 
     records: Path
-    """Training records, JSON lines."""
+    """Training records, JSON lines; or a folder of such files."""
     out: Path
-    """Training records with rationales; pictures are referred to where they are."""
+    """Training records with rationales, a folder where ``records`` is one; pictures are referred to where they are."""
     model: ModelConfig
-    """The writer: its settings are those of a model of ``rge data rmir``."""
+    """The writer: its settings are those of a model of ``rge data rmir``; its ``budget`` is one for all files."""
+    prices: Path | None = None
+    """Price table (YAML) for a writer whose settings give no prices; null: rge/calls/prices.yaml."""
     dry_run: bool = False
     """Ask nothing; print calls, tokens and money."""
+    yes: bool = False
+    """Do not ask before the first paid call, as a command on a terminal does; the estimate is printed all the same."""
 
 
 @dataclass
@@ -105,6 +113,7 @@ class _Written:
     text: str | None
     faults: list[str]
     leaks: dict[str, float] = field(default_factory=dict)
+    measured: bool = False
     gain: float | None = None
     knowability: float | None = None
 
@@ -115,24 +124,38 @@ class _Written:
 
 
 @dataclass
-class _Tally:
+class _File:
+    """One file of records on its way, and what was counted."""
+
+    records: Path
+    out: Path
+    written: list[list[_Written]] = field(default_factory=list)  # of each pair, its samples
     counts: Counter[str] = field(default_factory=Counter)
     chosen: list[_Written] = field(default_factory=list)
     # Of each chosen rationale: itself, the model's own, text of the query, group.
     beside_own: list[tuple[str, str, str, str]] = field(default_factory=list)
 
+    def windows(self) -> Iterator[tuple[list[Record], list[Pair], list[list[_Written]]]]:
+        """Records, their pairs, and what was written for these, some at a time."""
+        start = 0
+        for window in _windows(self.records):
+            pairs = [(record, positive) for record in window for positive in record.positives]
+            yield window, pairs, self.written[start : start + len(pairs)]
+            start += len(pairs)
+
+    def pairs(self) -> Iterator[Pair]:
+        """All pairs."""
+        return (pair for _, pairs, _ in self.windows() for pair in pairs)
+
 
 def main(words: Sequence[str]) -> None:
     """Write rationales, or say what they would cost (``dry_run=true``).
-
-    Args:
-        words: see `RationaleOptions`.
 
     Raises:
         UserError: a word is wrong, a file cannot be read, or the calls cannot go on.
     """
     options = parse_options(RationaleOptions, words, "rge data rationales")
-    model = options.model
+    model = priced({"model": options.model}, options.prices)["model"]
     check_model("model", model)
     if options.candidates > 1 and options.temperature == 0:
         raise UserError(
@@ -142,37 +165,50 @@ def main(words: Sequence[str]) -> None:
         if getattr(options, key) is not None and options.select is None:
             raise UserError(f"{key} needs select=CHECKPOINT: the embedder that measures it")
     if options.dry_run:
-        print(estimate(options.records, model, options))
+        print(estimate(options.records, options.out, model, options))
         return
-    report = write(options.records, options.out, model, options)
-    print(json.dumps(report, indent=1))
+    if model.paid():
+        confirm(estimate(options.records, options.out, model, options), yes=options.yes)
+    reports = write(options.records, options.out, model, options)
+    print(json.dumps(reports, indent=1))
 
 
-def estimate(records: Path, model: ModelConfig, settings: Settings) -> str:
+def estimate(records: Path, out: Path, model: ModelConfig, settings: Settings) -> str:
     """Calls, tokens and money, from the real prompts and without asking or writing anything.
 
     Raises:
         UserError: the records cannot be read.
     """
-    RecordFile(records)  # checks every record
-    calls = tokens_in = tokens_out = 0
+    calls = tokens_in = tokens_out = most_in = most_out = 0
     tasks: Counter[str] = Counter()
-    for window in _windows(records):
-        for pair in ((record, positive) for record in window for positive in record.positives):
-            request = _request(pair, records.parent, model, settings, look=False)
-            cost_in, cost_out = model.estimate(request)
+    path = _replies(records, out)
+    with closing(AnswerStore(path if path.is_file() else None)) as store:
+        learnt = {kind: store.learnt(model.endpoint, kind) for kind in (False, True)}
+        kept = store.num_replies()
+    for file in _files(records, out):
+        RecordFile(file.records)  # checks every record
+        for pair in file.pairs():
+            request = _request(pair, file.records.parent, model, settings, look=False)
+            bills = learnt[bool(request.num_pictures())]
+            given, answered = model.estimate(request)
+            most = model.estimate(request, bills)
             calls += settings.candidates
-            tokens_in += settings.candidates * cost_in
-            tokens_out += settings.candidates * cost_out
+            tokens_in += round(settings.candidates * given * bills.mean_input)
+            tokens_out += settings.candidates * answered
+            most_in += settings.candidates * most[0]
+            most_out += settings.candidates * most[1]
             tasks[_task(pair, settings)] += 1
     lines = [
         "| task | pairs |",
         "|---|---:|",
         *(f"| {task} | {number:,} |" for task, number in tasks.most_common()),
     ]
+    batch = model.mode == "batch"
     lines.append(
-        f"\n{calls:,} calls, {tokens_in:,} input tokens, at most {tokens_out:,} output tokens, at most "
-        f"{model.cost(tokens_in, tokens_out, batch=model.mode == 'batch'):,.2f}. Nothing was asked."
+        f"\n{calls:,} calls, {tokens_in:,} input tokens, at most {tokens_out:,} output tokens: from "
+        f"{model.cost(tokens_in, 0, batch=batch):,.2f} (input alone) to at most {model.cost(most_in, most_out, batch=batch):,.2f}. "
+        "Nothing was asked yet."
+        + (f" {kept:,} answers are kept from before, and not paid again." if kept else "")
         + (
             " Rewrites come on top: one call for each rationale that copies too much."
             if settings.leak == "rewrite"
@@ -185,21 +221,23 @@ def estimate(records: Path, model: ModelConfig, settings: Settings) -> str:
 def write(records: Path, out: Path, model: ModelConfig, settings: Settings) -> dict[str, Any]:
     """Write ``out`` with rationales, and ``out`` + ``.report.json``.
 
+    All calls of all files are made together, so that batches of a provider are waited for once.
+
     Args:
-        records: training records.
-        out: training records with rationales; pictures are referred to where they are.
+        records: training records, or a folder of them.
+        out: training records with rationales, or a folder; pictures are referred to where they are.
         model: the writer.
         settings: see `Settings`.
 
     Returns:
-        The report.
+        The report; of a folder, by the names of its files.
 
     Raises:
-        UserError: see `main`.
+        UserError: see `main`; another process writes there; calls are unanswered.
     """
-    RecordFile(records)  # checks every record
-    if out.resolve() == records.resolve():
-        raise UserError(f"out={out} would overwrite the records")
+    files = _files(records, out)
+    for file in files:
+        RecordFile(file.records)  # checks every record
     judge = None
     if settings.select is not None:
         from data_prep.rationales.gain import GainJudge
@@ -210,78 +248,123 @@ def write(records: Path, out: Path, model: ModelConfig, settings: Settings) -> d
                 f"min_knowability: {settings.select} writes no rationales for queries; give another select, or none"
             )
     by_sight = leak_encoder(settings, judge)
-    captions = read_captions(records, settings.captions)
-    if settings.leak != "keep" and by_sight is None and not _measurable(records, captions):
-        raise UserError(
-            f"leak={settings.leak}: no leak can be measured, for the targets are pictures without captions. Give captions= "
-            "(Parquet with id and caption) or encoder="
-        )
-    store = AnswerStore(out.with_name(f"{out.name}.replies.sqlite"))
-    caller = Caller({model.name: model}, store, progress=True)
-    tally = _Tally()
-    lines: list[str] = []
-    scores: list[str] = []
-    for window in _windows(records):
-        pairs = [(record, positive) for record in window for positive in record.positives]
-        measure = _Leaks(records.parent, pairs, captions, by_sight)
-        written = _ask_all(caller, pairs, records.parent, model, settings, tally, measure)
-        own = judge.own(records.parent, window) if judge is not None else None
-        if judge is not None:
-            own_of = own and [
-                text for record, text in zip(window, own, strict=True) for _ in record.positives
-            ]
-            _weigh(judge, records.parent, pairs, written, own_of)
-        position = 0
-        for number, record in enumerate(window):
-            kept = []
-            for positive in record.positives:
-                best = _choose(written[position], settings, tally)
-                scores += _score_lines(record, positive, written[position], best)
-                if best is not None:
-                    kept.append(positive.model_copy(update={"rationale": best.text}))
-                    if own is not None:
-                        tally.beside_own.append((best.text or "", own[number], _known(record), record.group))
-                position += 1
-            tally.counts["records"] += bool(kept)
-            tally.counts["records without a rationale"] += not kept
-            if kept:
-                lines.append(
-                    _moved(record.model_copy(update={"positives": kept}), records.parent, out.parent)
+    captions = {file.out: read_captions(file.records, settings.captions) for file in files}
+    if settings.leak != "keep" and by_sight is None:
+        for file in files:
+            if not _measurable(file.records, captions[file.out]):
+                raise UserError(
+                    f"leak={settings.leak}: no leak can be measured, for the targets of {file.records} are pictures without "
+                    "captions. Give captions= (Parquet with id and caption) or encoder="
                 )
-    write_text(out, "".join(f"{line}\n" for line in lines))
-    write_text(out.with_name(f"{out.name}.scores.jsonl"), "".join(f"{line}\n" for line in scores))
-    leaks = [one.leak for one in tally.chosen if one.leak is not None]
-    report = {
-        **tally.counts,
-        "kept": len(tally.chosen),
+    replies = _replies(records, out)
+    with closing(locked(replies.with_suffix(".lock"))), closing(AnswerStore(replies)) as store:
+        caller = Caller({model.name: model}, store, progress=True)
+        for file in files:
+            file.written = [[] for _ in file.pairs()]
+            file.counts["asked"] = len(file.written) * settings.candidates
+        _ask(caller, files, model, settings, rewrite=False)
+        leaks = _Leaks(captions, by_sight)
+        leaks.measure(files)
+        if settings.leak == "rewrite":
+            for file in files:
+                file.counts["rewritten"] = sum(_leaky(one, settings) for some in file.written for one in some)
+            _ask(caller, files, model, settings, rewrite=True)
+            leaks.measure(files)
+        reports = {}
+        for file in files:
+            ledger = [asdict(one) for one in store.ledger()]
+            reports[file.out.name] = _finish(file, settings, judge, by_sight, ledger)
+    return reports if records.is_dir() else reports[out.name]
+
+
+def _files(records: Path, out: Path) -> list[_File]:
+    """What is to be done.
+
+    Raises:
+        UserError: no records, or `out` would overwrite them.
+    """
+    if out.resolve() == records.resolve():
+        raise UserError(f"out={out} would overwrite the records")
+    if not records.is_dir():
+        return [_File(records, out)]
+    paths = [path for path in sorted(records.glob("*.jsonl")) if not path.name.endswith(SCORES)]
+    found = [_File(path, out / path.name) for path in paths]
+    if not found:
+        raise UserError(f"records={records} is a folder without .jsonl files")
+    return found
+
+
+def _replies(records: Path, out: Path) -> Path:
+    return out / "replies.sqlite" if records.is_dir() else out.with_name(f"{out.name}.replies.sqlite")
+
+
+def _finish(
+    file: _File,
+    settings: Settings,
+    judge: "GainJudge | None",
+    by_sight: PictureLeak | None,
+    ledger: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """Choose among what was written, and write the result; returns the report."""
+    folder, out = file.records.parent, file.out
+    for some in file.written:
+        for one in some:
+            if settings.leak != "keep" and _leaky(one, settings):
+                one.faults.append("leak")
+            file.counts.update(f"dropped: {fault}" for fault in one.faults)
+    with ExitStack() as stack:
+        records, scores = (
+            stack.enter_context(stack.enter_context(replacing(path)).open("w", encoding="utf-8"))
+            for path in (out, out.with_name(f"{out.name}{SCORES}"))
+        )
+        for window, pairs, written in file.windows():
+            own = judge.own(folder, window) if judge is not None else None
+            if judge is not None:
+                own_of = own and [
+                    text for record, text in zip(window, own, strict=True) for _ in record.positives
+                ]
+                _weigh(judge, folder, pairs, written, own_of)
+            samples = iter(written)
+            for number, record in enumerate(window):
+                kept = []
+                for positive in record.positives:
+                    some = next(samples)
+                    best = _choose(some, settings, file)
+                    scores.writelines(_score_lines(record, positive, some, best))
+                    if best is not None:
+                        kept.append(positive.model_copy(update={"rationale": best.text}))
+                        if own is not None:
+                            known = _known(record)
+                            file.beside_own.append((best.text or "", own[number], known, record.group))
+                file.counts["records"] += bool(kept)
+                file.counts["records without a rationale"] += not kept
+                if kept:
+                    moved = _moved(record.model_copy(update={"positives": kept}), folder, out.parent)
+                    records.write(f"{moved}\n")
+    leaks = [one.leak for one in file.chosen if one.leak is not None]
+    report: dict[str, Any] = {
+        **file.counts,
+        "kept": len(file.chosen),
         "leak_mean": _mean(leaks),
         "leak_above_limit": sum(leak > settings.max_leak for leak in leaks),
-        "leak_not_measured": len(tally.chosen) - len(leaks),
-        **({"leak_encoder": by_sight.name} if by_sight is not None else {}),
-        **(
-            {
-                "select": settings.select,
-                "gain_mean": _mean([one.gain for one in tally.chosen if one.gain is not None]),
-                "knowability": measure_knowability(*zip(*tally.beside_own, strict=True))
-                if tally.beside_own
-                else None,
-            }
-            if judge is not None
-            else {}
-        ),
-        "models": [asdict(one) for one in store.ledger()],
+        "leak_not_measured": len(file.chosen) - len(leaks),
     }
-    write_text(out.with_name(f"{out.name}.report.json"), json.dumps(report, indent=1) + "\n")
-    store.close()
+    if by_sight is not None:
+        report["leak_encoder"] = by_sight.name
+    if judge is not None:
+        report["select"] = settings.select
+        report["gain_mean"] = _mean([one.gain for one in file.chosen if one.gain is not None])
+        beside = file.beside_own
+        report["knowability"] = measure_knowability(*zip(*beside, strict=True)) if beside else None
+    report["models"] = ledger
+    write_json(out.with_name(f"{out.name}.report.json"), report)
     return report
 
 
 def _measurable(records: Path, captions: Mapping[str, str]) -> bool:
     """Whether any target has a text or a caption."""
-    positives = (
-        positive for window in _windows(records) for record in window for positive in record.positives
-    )
-    return any(positive.text is not None or positive.id in captions for positive in positives)
+    pairs = ((record, one) for window in _windows(records) for record in window for one in record.positives)
+    return any(bare_text(record, one) is not None or _caption(one, captions) for record, one in pairs)
 
 
 def leak_encoder(settings: Settings, judge: "GainJudge | None") -> PictureLeak | None:
@@ -326,7 +409,7 @@ def _score_lines(
         }
         for sample, one in enumerate(written)
     ]
-    return [json.dumps(row, ensure_ascii=False) for row in rows]
+    return [f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows]
 
 
 def _known(record: Record) -> str:
@@ -334,84 +417,93 @@ def _known(record: Record) -> str:
 
 
 class _Leaks:
-    """Leak scores of rationales for the pairs of one window, whose pictures are told apart."""
+    """Leak scores of rationales; the pictures of one window of records are told apart."""
 
-    def __init__(
-        self, folder: Path, pairs: list[Pair], captions: Mapping[str, str], by_sight: PictureLeak | None
-    ):
-        self.pairs, self.captions, self.by_sight = pairs, captions, by_sight
-        targets = [
-            target for record, _ in pairs for target in (*record.positives, *record.negatives) if target.image
-        ]
-        self.shown = {
-            target.id: Shown(str(located(target.image, folder)), captions.get(target.id))
-            for target in targets
-            if target.image is not None
-        }
+    def __init__(self, captions: Mapping[Path, Mapping[str, str]], by_sight: PictureLeak | None):
+        self.captions, self.by_sight = captions, by_sight
 
-    def measure(self, found: Mapping[tuple[int, int], _Written]) -> None:
-        """Fill in the leaks of what was written, by row of the pair and number of the draw."""
-        texts = {at: one.text for at, one in found.items() if one.text is not None}
-        for at, text in texts.items():
-            record, positive = self.pairs[at[0]]
+    def measure(self, files: Sequence[_File]) -> None:
+        """Fill in the leaks of what was written and has none yet."""
+        for file in files:
+            for _, pairs, some in file.windows():
+                new = [
+                    (pair, one)
+                    for pair, samples in zip(pairs, some, strict=True)
+                    for one in samples
+                    if one.text is not None and not one.measured
+                ]
+                if new:
+                    self._measure(file, pairs, new)
+
+    def _measure(self, file: _File, pairs: list[Pair], new: list[tuple[Pair, _Written]]) -> None:
+        captions = self.captions[file.out]
+        for (record, positive), one in new:
             leaks = {
-                "text": text_leak(text, positive.text),
-                "caption": caption_leak(text, self.captions.get(positive.id), _known(record))
+                "text": text_leak(one.text or "", bare_text(record, positive)),
+                "caption": caption_leak(one.text or "", _caption(positive, captions), _known(record))
                 if positive.image
                 else None,
             }
-            found[at].leaks = {name: leak for name, leak in leaks.items() if leak is not None}
-        if self.by_sight is not None:
-            asked = [
-                (self.pairs[row][1].id, text, _known(self.pairs[row][0])) for (row, _), text in texts.items()
-            ]
-            for at, leak in zip(texts, self.by_sight.scores(self.shown, asked), strict=True):
-                if leak is not None:
-                    found[at].leaks["picture"] = leak
+            one.leaks = {name: leak for name, leak in leaks.items() if leak is not None}
+            one.measured = True
+        if self.by_sight is None:
+            return
+        shown = {
+            target.id: Shown(str(located(target.image, file.records.parent)), _caption(target, captions))
+            for record, _ in pairs
+            for target in (*record.positives, *record.negatives)
+            if target.image is not None
+        }
+        asked = [(positive.id, one.text or "", _known(record)) for (record, positive), one in new]
+        for (_, one), leak in zip(new, self.by_sight.scores(shown, asked), strict=True):
+            if leak is not None:
+                one.leaks["picture"] = leak
 
 
-def _ask_all(
-    caller: Caller,
-    pairs: list[Pair],
-    folder: Path,
-    model: ModelConfig,
-    settings: Settings,
-    tally: _Tally,
-    leaks: _Leaks,
-) -> list[list[_Written]]:
-    """The candidates of each pair, checked; a leak that is not kept is a fault."""
-    asked = [(row, sample) for row in range(len(pairs)) for sample in range(settings.candidates)]
+def _ask(
+    caller: Caller, files: Sequence[_File], model: ModelConfig, settings: Settings, *, rewrite: bool
+) -> None:
+    """Have the candidates of every pair written, or those written anew that give too much away.
 
-    def ask(wanted: list[tuple[int, int]], rewrite: bool) -> dict[tuple[int, int], _Written]:
-        requests = [
-            _request(pairs[row], folder, model, settings, sample=sample, rewrite=rewrite)
-            for row, sample in wanted
-        ]
-        outcomes = caller.run(requests, read=prompts.read, title="rationales")
-        works = bool(caller.counts.asked or caller.counts.cached)
-        if again := caller.held_up_by(outcomes, works=works):
-            raise UserError(
-                f"{len(again)} of {len(requests)} calls got no answer, such as: {again[0].error}. What was answered is kept; run "
-                f"this again. A call without an answer in {LOST_RUNS} runs is passed over, where others are answered"
-            )
-        new = {at: _read(outcome, settings) for at, outcome in zip(wanted, outcomes, strict=True)}
-        leaks.measure(new)
-        return new
+    Raises:
+        UserError: calls are unanswered, and are to be waited for.
+    """
+    places: dict[int, tuple[_File, int, int]] = {}
+    unanswered: list[Outcome] = []
 
-    def leaky(one: _Written) -> bool:
-        return one.leak is not None and one.leak > settings.max_leak
+    def requests() -> Iterator[Request]:
+        for file in files:
+            for number, pair in enumerate(file.pairs()):
+                again = [sample for sample, one in enumerate(file.written[number]) if _leaky(one, settings)]
+                wanted = again if rewrite else range(settings.candidates)
+                if wanted:
+                    request = _request(pair, file.records.parent, model, settings, rewrite=rewrite)
+                for sample in wanted:
+                    places[len(places)] = file, number, sample
+                    yield replace(request, sample=sample)
 
-    found = ask(asked, rewrite=False)
-    if settings.leak == "rewrite":
-        again = [at for at in asked if leaky(found[at])]
-        tally.counts["rewritten"] += len(again)
-        found.update(ask(again, rewrite=True))
-    for one in found.values():
-        if settings.leak != "keep" and leaky(one):
-            one.faults.append("leak")
-    tally.counts["asked"] += len(asked)
-    tally.counts.update(f"dropped: {fault}" for one in found.values() for fault in one.faults)
-    return [[found[row, sample] for sample in range(settings.candidates)] for row in range(len(pairs))]
+    def take(position: int, outcome: Outcome) -> None:
+        file, number, sample = places[position]
+        if outcome.unanswered:
+            unanswered.append(outcome)
+        samples = file.written[number]
+        samples += [_Written(None, [])] * (sample + 1 - len(samples))
+        samples[sample] = _read(outcome, settings)
+
+    total = None if rewrite else sum(file.counts["asked"] for file in files)
+    caller.run(requests(), take, read=prompts.read, title="rationales", total=total)
+    if unanswered:
+        said = (
+            f"{len(unanswered)} of {len(places)} calls are unanswered, such as: {unanswered[0].error}. What was answered is kept; "
+            "run the same command again, and only these are asked"
+        )
+        if settings.on_unanswered == "wait":
+            raise UserError(f"{said}. on_unanswered=proceed goes on without them")
+        print(said, file=sys.stderr)
+
+
+def _leaky(one: _Written, settings: Settings) -> bool:
+    return one.leak is not None and one.leak > settings.max_leak
 
 
 def _read(outcome: Outcome, settings: Settings) -> _Written:
@@ -422,7 +514,7 @@ def _read(outcome: Outcome, settings: Settings) -> _Written:
     return _Written(text, checks.faults(text, max_words=settings.max_words))
 
 
-def _choose(candidates: list[_Written], settings: Settings, tally: _Tally) -> _Written | None:
+def _choose(candidates: list[_Written], settings: Settings, tally: _File) -> _Written | None:
     good = [one for one in candidates if one.text is not None and not one.faults]
     if not good:
         return None
@@ -456,7 +548,6 @@ def _request(
     model: ModelConfig,
     settings: Settings,
     *,
-    sample: int = 0,
     rewrite: bool = False,
     look: bool = True,
 ) -> Request:
@@ -475,7 +566,6 @@ def _request(
         parts,
         temperature=_temperature(settings),
         max_tokens=max(256, 4 * settings.max_words),
-        sample=sample,
         form="<rationale>your rationale</rationale>",
         fields=(("rationale", None),),
     )
@@ -502,6 +592,11 @@ def read_captions(records: Path, given: Path | None) -> dict[str, str]:
         raise UserError(f"captions={path} is no Parquet file with columns id and caption: {error}") from None
     rows = zip(table["id"].to_pylist(), table["caption"].to_pylist(), strict=True)
     return {str(name): caption for name, caption in rows if caption}
+
+
+def _caption(target: Target, captions: Mapping[str, str]) -> str | None:
+    """Of a target's picture, by the target's id or by the picture's path in the records."""
+    return captions.get(target.id) or (captions.get(target.image) if isinstance(target.image, str) else None)
 
 
 def _mean(values: list[float]) -> float:

@@ -2,6 +2,7 @@
 
 from rge.calls.replies import Reply, check_complete, tag
 from rge.calls.request import Part
+from rge.common.mmeb_prompts import TRAINING_TASKS, set_of
 from rge.common.schema import Positive, Record
 
 TASK = "Task: explain an answer"
@@ -24,6 +25,12 @@ _TASKS = {
         "Describe the whole, then the objects and what they do, and say which of it a fitting text would mention.",
         "A man in a yellow helmet kneels on a flat roof with a drill beside dark panels. Tools, helmet and panels point to "
         "a text about installing solar power.",
+    ),
+    "image_to_image": (
+        "an expert at finding pictures that look alike",
+        "Say what likeness would rest on: the subject, its pose and number, the view, the light and the setting.",
+        "A tabby cat sleeps curled up on a grey sofa, seen from above in soft light. A picture like it must show one such "
+        "cat in the same pose on something soft and plain.",
     ),
     "text_to_image": (
         "an expert at finding the picture that a text describes",
@@ -59,30 +66,26 @@ TASKS = tuple(_TASKS)
 
 
 def task_of(record: Record, positive: Positive) -> str:
-    """The task of a query-target pair, from its modalities and the wording of its instruction."""
+    """The task of a query-target pair: that of its MMEB set, or from its modalities and the wording of its instruction."""
+    if (name := set_of(record.source)) in TRAINING_TASKS:
+        return TRAINING_TASKS[name]
     instruction = (record.instruction or "").lower()
-    has_picture, has_text = bool(record.query.images), bool((record.query.text or "").strip())
-    if any(
-        word in instruction for word in ("locate", "region", "portion of the image", "object in the image")
-    ):
+
+    def says(*words: str) -> bool:
+        return any(word in instruction for word in words)
+
+    has_text = bool((record.query.text or "").strip())
+    if says("locate", "region", "portion of the image", "object in the image"):
         return "grounding"
-    if any(word in instruction for word in ("classif", "category", "identify")) and positive.text:
+    if says("classif", "category", "identify") and positive.text:
         return "classification"
-    if has_picture and positive.image and has_text:
-        return (
-            "composed_retrieval"
-            if any(word in instruction for word in ("change", "modif"))
-            else "reasoning_retrieval"
-        )
-    if has_picture:
-        return (
-            "vqa"
-            if has_text and positive.text
-            else "image_to_text"
-            if positive.text
-            else "reasoning_retrieval"
-        )
-    return "text_to_image" if positive.image else "text_retrieval"
+    if not record.query.images:
+        return "text_to_image" if positive.image else "text_retrieval"
+    if not positive.image:
+        return "vqa" if has_text else "image_to_text"
+    if not has_text:
+        return "image_to_image"
+    return "composed_retrieval" if says("change", "modif") else "reasoning_retrieval"
 
 
 def parts(

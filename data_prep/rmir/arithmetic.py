@@ -131,3 +131,27 @@ def overlapping(
 
     seen = set().union(*(images(query) for query, split in splits.items() if split == "test"))
     return {query for query, split in splits.items() if split == "train" and images(query) & seen}
+
+
+def without_shared_pictures(
+    pool: Sequence[str],
+    in_training: Collection[str],
+    in_test: Collection[str],
+    negatives: Mapping[str, Sequence[str]],
+) -> tuple[list[str], dict[str, list[str]]]:
+    """A test corpus and training negatives such that no picture is in both sets, in whatever role.
+
+    Args:
+        pool: candidates of the test queries, which include the right answers of training queries.
+        in_training: inputs and right answers of the training queries, none of which is in the test set.
+        in_test: inputs and right answers of the test queries.
+        negatives: of each training query.
+
+    Returns:
+        The pool without what training shows, and the negatives without what the test set shows.
+    """
+    corpus = [name for name in pool if name not in in_training]
+    shown = {*corpus, *in_test}
+    return corpus, {
+        query: [name for name in found if name not in shown] for query, found in negatives.items()
+    }

@@ -4,15 +4,19 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field
 
 from data_prep.rmir.wording import wording
 from rge.calls.model_config import ModelConfig, check_model
+from rge.calls.prices import priced
 from rge.common.errors import UserError
 from rge.common.files import RECIPES
 from rge.common.options import parse_file
 
 CONFIGS = RECIPES / "data_prep"
+AtLeastOne = Annotated[int, Field(ge=1)]
 C = TypeVar("C", bound="RmirConfig")
 IMAGE_ENCODERS = ("siglip", "checkpoint", "pixels")
 CAPTION_ENCODERS = ("text", "minilm", "checkpoint", "hashing")
@@ -21,7 +25,7 @@ CATEGORIES = ("functional", "temporal", "causal")
 
 
 class ConfigError(UserError):
-    """A setting is wrong; the message names the key and the mend."""
+    """A setting is wrong; the message names the key and the fix."""
 
 
 @dataclass
@@ -47,16 +51,19 @@ class LibraryConfig:
     """Column with the picture's author."""
     licence_column: str = "licence"
     """Column with the picture's own licence."""
-    min_side_px: int = 32
+    min_side_px: AtLeastOne = 32
     """Smaller pictures are left out and counted."""
     filters: list[str] = field(default_factory=list)
     """Pictures to leave out for what they show: faces (needs OpenCV), text (needs the program tesseract), or module:function
     of your own, which takes a Pillow image and returns why, or None. The data set's card says which ran."""
-    shard_size: int = 5000
+    shard_size: AtLeastOne = 5000
     """Pictures inspected and embedded at once; what is lost when the run is stopped."""
-    memory_mb: int = 768
+    memory_mb: AtLeastOne = 768
     """Memory for pictures that are no files of their own, MB: fewer than ``shard_size`` are taken at once where they are large."""
-    near_duplicates: int | None = None
+    changed: Literal["stop", "extend"] = "stop"
+    """Where pictures were added, removed or changed since the seed stage read the library: stop says so; extend takes new
+    ones in and leaves out those that have gone, and keeps what was made of the others."""
+    near_duplicates: Annotated[int, Field(ge=0, le=16)] | None = None
     """Bits in which two perceptual hashes (of 64) may differ for the later picture to be left out as a near-duplicate; 4
     finds the same picture in another size or compression. null: only equal bytes are left out, as in the paper."""
 
@@ -65,7 +72,7 @@ class LibraryConfig:
 class DownloadConfig:
     """Fetching the pictures of a library that lists web addresses."""
 
-    concurrency: int = 32
+    concurrency: AtLeastOne = 32
     """Pictures under way at once."""
     timeout_s: float = 30.0
     """Time limit of one attempt, from start to end."""
@@ -73,7 +80,7 @@ class DownloadConfig:
     """Attempts after the first."""
     backoff_s: float = 1.0
     """Upper bound of the first wait; doubles with every attempt."""
-    max_bytes: int = 30_000_000
+    max_bytes: AtLeastOne = 30_000_000
     """Larger files are left out and counted."""
 
 
@@ -98,10 +105,10 @@ class IndexSpec:
 
     name: str
     """Name of the index in tables and reports."""
-    side: str = "image"
-    """image or caption: what of a candidate is embedded."""
+    side: Literal["image", "caption"] = "image"
+    """What of a candidate is embedded."""
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
-    count: int = 4
+    count: AtLeastOne = 4
     """Candidates of each query."""
 
 
@@ -109,11 +116,11 @@ class IndexSpec:
 class SeedConfig:
     """Seed set: k-means clusters of the library, some pictures of each."""
 
-    clusters: int = 50_000
+    clusters: AtLeastOne = 50_000
     """Clusters of the pictures' embeddings."""
-    per_cluster: int = 10
+    per_cluster: AtLeastOne = 10
     """Pictures drawn of each cluster."""
-    iterations: int = 20
+    iterations: AtLeastOne = 20
     """Iterations of k-means."""
     seed: int = 0
     """Seed of the clusters and of every draw."""
@@ -127,9 +134,9 @@ class CaptionConfig:
     """Name, under `models`, of the one that writes them, such as writer; null: such pictures stay without."""
     temperature: float = 0.0
     """Sampling temperature."""
-    max_tokens: int = 256
+    max_tokens: AtLeastOne = 256
     """Tokens of one answer, at most."""
-    max_words: int = 40
+    max_words: AtLeastOne = 40
     """Longer captions count as malformed."""
 
 
@@ -141,7 +148,7 @@ class GenerateConfig:
     """Name, under `models`, of the one that writes queries."""
     temperature: float = 0.25
     """Sampling temperature."""
-    max_tokens: int = 2048
+    max_tokens: AtLeastOne = 2048
     """Tokens of one answer, at most."""
     categories: list[str] = field(default_factory=lambda: list(CATEGORIES))
     """Kinds of reasoning asked for, of those that ``prompts`` names."""
@@ -163,7 +170,7 @@ class FilterConfig:
     """Name, under `models`, of the one that checks queries."""
     temperature: float = 0.0
     """Sampling temperature."""
-    max_tokens: int = 1024
+    max_tokens: AtLeastOne = 1024
     """Tokens of one answer, at most."""
 
 
@@ -171,7 +178,7 @@ class FilterConfig:
 class RetrieveConfig:
     """Candidates of each query, from two indices over the seed set."""
 
-    by_image: int = 16
+    by_image: AtLeastOne = 16
     """Candidates of each query from the image index."""
     by_caption: int = 4
     """Candidates of each query from the caption index."""
@@ -179,7 +186,7 @@ class RetrieveConfig:
     """Do not offer a query its own input picture. The paper does not say."""
     more: list[IndexSpec] = field(default_factory=list)
     """Further indices by other encoders, whose candidates are judged too. TSR still reads the first image index only."""
-    memory_mb: int = 512
+    memory_mb: AtLeastOne = 512
     """Memory for what queries are compared with, MB: they are embedded and searched for in blocks of that size."""
 
 
@@ -189,7 +196,7 @@ class JudgeSpec:
 
     model: str = "writer"
     """Name under `models`."""
-    count: int = 1
+    count: AtLeastOne = 1
     """Judges it stands for; each is asked anew."""
 
 
@@ -201,7 +208,7 @@ class JudgeConfig:
     """Models of the panel, and how many judges each is."""
     temperature: float = 0.85
     """Sampling temperature of the judges."""
-    max_tokens: int = 1024
+    max_tokens: AtLeastOne = 1024
     """Tokens of one answer, at most."""
 
 
@@ -209,7 +216,7 @@ class JudgeConfig:
 class KeepConfig:
     """Confidence filter."""
 
-    min_confidence: float = 1.0
+    min_confidence: Annotated[float, Field(gt=0.5, le=1)] = 1.0
     """Share of the panel that must agree for a verdict to stand."""
     remove_doubted_inputs: bool = False
     """Also drop the queries asked about a doubted image. A doubted target is no doubt about what is asked of it."""
@@ -219,13 +226,14 @@ class KeepConfig:
 class SplitConfig:
     """Test and training sets."""
 
-    tsr_threshold: float = 0.9
+    tsr_threshold: Annotated[float, Field(ge=0, le=1)] = 0.9
     """Greater goes to the test set. The paper prints no value; this one is ours."""
-    tsr_list: str = "retrieved"
+    tsr_list: Literal["retrieved", "surviving"] = "retrieved"
     """What TSR reads of the image index's list: retrieved (all of it, as in "a list of retrieved images for a query"), or
     surviving: without the doubted images, which the step before removes "from the entire seed dataset"."""
-    disjoint: str = "none"
-    """none; inputs or all: drop training queries that share their input, or any picture, with the test set."""
+    disjoint: Literal["none", "inputs", "all"] = "none"
+    """none; inputs: drop training queries about a picture that a test query is about; all: no picture is in both sets, in
+    whatever role (input, answer, negative, member of the test corpus)."""
 
 
 @dataclass
@@ -234,7 +242,7 @@ class AuditConfig:
 
     ks: list[int] = field(default_factory=lambda: [1, 5, 10])
     """A query counts as solved at k where one of its right answers is among the first k of the pool."""
-    memory_mb: int = 512
+    memory_mb: AtLeastOne = 512
     """Memory for scores, MB: queries are compared with the pool in blocks of that size."""
 
 
@@ -246,7 +254,7 @@ class ExportConfig:
     """Name of the data set in its records."""
     instruction: str = "Find the image that answers the question about the given image."
     """Task instruction of every query."""
-    rationale: str = "generator"
+    rationale: Literal["generator", "none"] = "generator"
     """generator: the reasoning written with the query stands as the rationale of its positives; none: no rationale."""
 
 
@@ -300,6 +308,14 @@ class RmirConfig:
     )
     models: dict[str, ModelConfig] = field(default_factory=dict)
     """Models behind endpoints, by the names that the stages use."""
+    prices: Path | None = None
+    """Price table (YAML: model name to input_price, output_price ... per million tokens) for models whose settings give none;
+    null: rge/calls/prices.yaml."""
+    budget: float | None = None
+    """What all models together may cost, over all runs in one ``out``; null: no limit besides those of the models."""
+    on_unanswered: Literal["wait", "proceed"] = "wait"
+    """What becomes of the stages after one with unanswered calls (outages): wait until the same command has asked them again,
+    or proceed without what they are about, and redo the later stages when they are answered."""
     seed: SeedConfig = field(default_factory=SeedConfig)
     caption: CaptionConfig = field(default_factory=CaptionConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
@@ -319,7 +335,7 @@ class RmirConfig:
     generate.md, filter.md, judge.md, caption.md; null: none."""
     queries_per_shard: int = 500
     """Queries judged at once; what is lost when the run is stopped."""
-    runner: str = "native"
+    runner: Literal["native", "ray"] = "native"
     """Where Daft runs: native (this machine), or ray for a cluster (RAY_ADDRESS)."""
 
 
@@ -338,6 +354,7 @@ def load_options(schema: type[C], words: Sequence[str], folder: Path = CONFIGS) 
         found = parse_file(schema, words, key="config", folder=folder, command="rge data rmir config=NAME")
     except UserError as error:
         raise ConfigError(str(error)) from None
+    found.models = priced(found.models, found.prices)
     check(found)
     return found
 
@@ -348,55 +365,13 @@ def check(config: RmirConfig) -> None:
     Raises:
         ConfigError: names the key, the value and what is allowed.
     """
-    for number, spec in enumerate(config.retrieve.more):
-        _one_of(f"retrieve.more.{number}.side", spec.side, ("image", "caption"))
-    for key, encoder, kinds in (
-        ("image_encoder", config.image_encoder, IMAGE_ENCODERS),
-        ("caption_encoder", config.caption_encoder, CAPTION_ENCODERS),
-        *(
-            (
-                f"retrieve.more.{number}.encoder",
-                spec.encoder,
-                IMAGE_ENCODERS if spec.side == "image" else CAPTION_ENCODERS,
-            )
-            for number, spec in enumerate(config.retrieve.more)
-        ),
-    ):
-        _one_of(f"{key}.kind", encoder.kind, kinds)
-        if encoder.fallback is not None:
-            _one_of(f"{key}.fallback", encoder.fallback, kinds)
-    for number, spec in enumerate(config.retrieve.more):
-        if spec.count < 1:
-            raise ConfigError(f"retrieve.more.{number}.count must be >= 1, got {spec.count}")
-    names = ["image", "caption", *(spec.name for spec in config.retrieve.more)]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"retrieve.more: each index needs a name of its own; got {twice[0]!r}")
+    _check_encoders(config)
     if not config.audit.ks or min(config.audit.ks) < 1:
         raise ConfigError(f"audit.ks needs numbers >= 1, got {config.audit.ks}")
-    if (most := config.library.near_duplicates) is not None and not 0 <= most <= 16:
-        raise ConfigError(f"library.near_duplicates must be between 0 and 16 bits, or null; got {most}")
-    _one_of("split.tsr_list", config.split.tsr_list, ("retrieved", "surviving"))
-    _one_of("split.disjoint", config.split.disjoint, ("none", "inputs", "all"))
-    _one_of("export.rationale", config.export.rationale, ("generator", "none"))
-    _one_of("runner", config.runner, ("native", "ray"))
+    if not config.judge.judges:
+        raise ConfigError("judge.judges needs one judge or more")
     for category in config.generate.categories:
         _one_of("generate.categories", category, tuple(wording(config.prompts).codes))
-    for key in (
-        "seed.clusters", "seed.per_cluster", "seed.iterations", "retrieve.by_image", "library.shard_size",
-        "library.min_side_px", "library.memory_mb", "retrieve.memory_mb", "audit.memory_mb", "download.concurrency", "download.max_bytes", "generate.max_tokens", "filter.max_tokens", "judge.max_tokens",
-        "caption.max_tokens", "caption.max_words",
-    ):  # fmt: skip
-        section, name = key.split(".")
-        if (value := getattr(getattr(config, section), name)) < 1:
-            raise ConfigError(f"{key} must be >= 1, got {value}")
-    if not 0.5 < config.keep.min_confidence <= 1:
-        raise ConfigError(
-            f"keep.min_confidence must be above 0.5 and at most 1, got {config.keep.min_confidence}"
-        )
-    if not 0 <= config.split.tsr_threshold <= 1:
-        raise ConfigError(f"split.tsr_threshold must be between 0 and 1, got {config.split.tsr_threshold}")
-    if not config.judge.judges or any(spec.count < 1 for spec in config.judge.judges):
-        raise ConfigError("judge.judges needs one judge or more, each with count >= 1")
     for stage, name in models_used(config):
         if name not in config.models:
             raise ConfigError(
@@ -406,6 +381,22 @@ def check(config: RmirConfig) -> None:
         check_model(f"models.{name}", model)
     if config.library.path is None and config.oracle is None:
         raise ConfigError("library.path is missing: a folder of pictures, or a table")
+
+
+def _check_encoders(config: RmirConfig) -> None:
+    encoders: dict[str, tuple[EncoderConfig, tuple[str, ...]]] = {
+        "image_encoder": (config.image_encoder, IMAGE_ENCODERS),
+        "caption_encoder": (config.caption_encoder, CAPTION_ENCODERS),
+    }
+    for number, spec in enumerate(config.retrieve.more):
+        kinds: tuple[str, ...] = IMAGE_ENCODERS if spec.side == "image" else CAPTION_ENCODERS
+        encoders[f"retrieve.more.{number}.encoder"] = spec.encoder, kinds
+    for key, (encoder, kinds) in encoders.items():
+        _one_of(f"{key}.kind", encoder.kind, kinds)
+        _one_of(f"{key}.fallback", encoder.fallback, (None, *kinds))
+    names = ["image", "caption", *(spec.name for spec in config.retrieve.more)]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"retrieve.more: each index needs a name of its own; got {twice[0]!r}")
 
 
 def models_used(config: RmirConfig) -> list[tuple[str, str]]:
@@ -425,6 +416,6 @@ def to_dict(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def _one_of(key: str, value: str, allowed: Sequence[str]) -> None:
+def _one_of(key: str, value: str | None, allowed: Sequence[str | None]) -> None:
     if value not in allowed:
-        raise ConfigError(f"{key} must be one of {', '.join(allowed)}; got {value!r}")
+        raise ConfigError(f"{key} must be one of {', '.join(filter(None, allowed))}; got {value!r}")

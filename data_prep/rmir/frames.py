@@ -28,7 +28,7 @@ SCHEMAS: dict[str, pa.Schema] = {
     name: pa.schema(list(columns.items()))
     for name, columns in {
         "inspected": {
-            "id": _S, "ref": _S, "caption": _S, "sha256": _S, "width": _I, "height": _I, "phash": _S,
+            "id": _S, "ref": _S, "caption": _S, "stamp": _S, "sha256": _S, "width": _I, "height": _I, "phash": _S,
             "reason": _S,
         },
         "images": {

@@ -1,21 +1,31 @@
 """The command line: ``rge data rmir [status] config=NAME [stage=all|NAME] [dry_run=true] [key=value ...]``."""
 
+import json
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from data_prep.rmir.config import ExpectConfig, RmirConfig, load_options, models_used
+import yaml
+
+from data_prep.rmir.config import ExpectConfig, RmirConfig, load_options, models_used, to_dict
 from data_prep.rmir.oracle import OracleProcess, write_library
 from data_prep.rmir.pictures.download import is_address
 from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.results import report
-from data_prep.rmir.run import STAGES, Run, RunError, done, identities, stages_of
+from data_prep.rmir.run import REPLIES, STAGES, Run, RunError, done, identities, stages_of
+from data_prep.rmir.seed_set import settle_library
 from data_prep.rmir.stages import WORK
 from data_prep.rmir.wording import wording
 from rge.calls.model_config import CHARACTERS_A_TOKEN
+from rge.calls.prices import confirm
+from rge.calls.store import AnswerStore
+from rge.common.files import write_text
+
+SETTINGS = "settings.yaml"
+"""In a run's folder: the settings of the last command, from which `data_prep.rmir.reviewing` goes on."""
 
 
 @dataclass
@@ -31,6 +41,8 @@ class RmirCommand(RmirConfig):
     """Stage to run; all of them, in order, where nothing is given."""
     dry_run: bool = False
     """Ask nothing; print calls, tokens and money."""
+    yes: bool = False
+    """Do not ask before the first paid call, as a command on a terminal does; the estimate is printed all the same."""
     status: bool = False
     """Show what is done and what was paid; the word ``status`` alone does the same."""
 
@@ -38,34 +50,42 @@ class RmirCommand(RmirConfig):
 def main(words: Sequence[str]) -> None:
     """Run stages, show what is done, or estimate.
 
-    Args:
-        words: see `RmirCommand`.
-
     Raises:
         UserError: a word is wrong, or the run cannot go on.
     """
     config = load_options(RmirCommand, ["status=true" if word == "status" else word for word in words])
     if config.oracle is not None and config.library.path is None:
         config.library.path = str(Path(config.out) / "library.csv")
-        write_library(Path(config.library.path))
+        if not config.status:
+            write_library(Path(config.library.path))
     if config.dry_run:
         print(estimate(config))
         return
-    show, stage = config.status, config.stage
+    stage = config.stage
+    if config.status:
+        with closing(Run(config, read_only=True)) as run:
+            print(status(run))
+        return
     with ExitStack() as stack:
-        if config.oracle is not None and not show:
+        if config.oracle is not None:
             url = stack.enter_context(OracleProcess(config.oracle))
             for model in config.models.values():
                 model.base_url = url
-        run = Run(config)
-        stack.callback(run.close)
-        if show:
-            print(status(run))
-            return
-        run_stages(run, STAGES if stage == "all" else (stage,))
+        run = stack.enter_context(closing(Run(config)))
+        stages = STAGES if stage == "all" else (stage,)
+        if config.oracle is None and _to_pay(run, stages):
+            confirm(estimate(config), yes=config.yes)
+        run_stages(run, stages)
         page = report.write(run)
         print(page.read_text(encoding="utf-8"))
         print(f"{page}\n{run.out / 'dataset'}" if stage in ("all", "split", "audit") else page)
+
+
+def _to_pay(run: Run, stages: Sequence[str]) -> bool:
+    """Whether a stage that is not finished asks a model that has a price."""
+    config = run.config
+    paid = {key.partition(".")[0] for key, name in models_used(config) if config.models[name].paid()}
+    return any(stage in paid and run.done(stage) is None for stage in stages_of(config) if stage in stages)
 
 
 def run_stages(run: Run, stages: Sequence[str]) -> None:
@@ -85,14 +105,21 @@ def run_stages(run: Run, stages: Sequence[str]) -> None:
     for before in present[: present.index(todo[0])]:
         if run.done(before) is None:
             raise RunError(f"stage={todo[0]} needs stage={before}, which is not finished with these settings")
+    whole = to_dict(run.config)
+    kept = {item.name: whole[item.name] for item in fields(RmirConfig)}
+    write_text(run.out / SETTINGS, yaml.safe_dump(json.loads(json.dumps(kept, default=str)), sort_keys=False))
+    if "seed" in todo:
+        settle_library(run)
     for stage in todo:
-        finished = run.done(stage) is not None
+        earlier = run.done(stage)
+        finished = earlier is not None and not earlier.get("unanswered")
         found = run.run(stage, WORK[stage])
         counts = ", ".join(
             f"{key} {value:,}" for key, value in found["counts"].items() if isinstance(value, int)
         )
         took = "finished before" if finished else f"{found['seconds']:.1f} s"
-        print(f"{stage}: {took}; {counts}", flush=True)
+        left = f"; {found['unanswered']:,} calls unanswered" if found.get("unanswered") else ""
+        print(f"{stage}: {took}; {counts}{left}", flush=True)
 
 
 def status(run: Run) -> str:
@@ -102,6 +129,8 @@ def status(run: Run) -> str:
         found = run.done(stage)
         parts = len(list(run.path(stage).rglob("part-*.parquet"))) if run.path(stage).is_dir() else 0
         state = f"done in {found['seconds']:.1f} s, {found['calls']:,} calls" if found else "not done"
+        if found and found.get("unanswered"):
+            state += f", {found['unanswered']:,} unanswered"
         lines.append(f"{stage:<9} {state}{f' ({parts} parts written)' if parts and not found else ''}")
     for one in run.store.ledger():
         lost = (
@@ -121,59 +150,80 @@ def estimate(config: RmirConfig) -> str:
     encoders = identities(config)
     stages = stages_of(config)
     finished = {stage: found["counts"] for stage in stages if (found := done(config, stage, encoders))}
-    listed = addresses = without_caption = 0
-    for row in Library(config.library).rows(pictures=False):
-        listed += 1
-        without_caption += row["caption"] is None
-        addresses += row["ref"] is not None and is_address(row["ref"])
-    usable = finished["seed"]["seed"] if "seed" in finished else listed
-    inputs = chosen = min(usable, config.seed.clusters * config.seed.per_cluster)
-    captions = chosen * without_caption / listed
+    addresses = 0
     if "seed" in finished:
-        captions = chosen - finished["seed"]["with_caption"]
-    if config.generate.max_inputs is not None:
-        inputs = min(inputs, config.generate.max_inputs)
-    queries = inputs * min(config.expect.queries_per_input, len(config.generate.categories))
-    queries = finished["generate"]["queries"] if "generate" in finished else queries
-    valid = finished["filter"]["valid"] if "filter" in finished else queries * config.expect.share_valid
+        listed, usable = finished["seed"]["listed"], finished["seed"]["usable"]
+        chosen, captions = (
+            finished["seed"]["seed"],
+            finished["seed"]["seed"] - finished["seed"]["with_caption"],
+        )
+    else:
+        listed = without_caption = 0
+        for row in Library(config.library).rows(pictures=False):
+            listed += 1
+            without_caption += row["caption"] is None
+            addresses += row["ref"] is not None and is_address(row["ref"])
+        usable, chosen = listed, min(listed, config.seed.clusters * config.seed.per_cluster)
+        captions = chosen * without_caption / max(listed, 1)
+    inputs = chosen if config.generate.max_inputs is None else min(chosen, config.generate.max_inputs)
+
+    def counted(stage: str, key: str, about: float, most: float) -> tuple[float, float]:
+        return (finished[stage][key],) * 2 if stage in finished else (about, most)
+
+    categories = len(config.generate.categories)
+    queries = counted(
+        "generate", "queries", inputs * min(config.expect.queries_per_input, categories), inputs * categories
+    )
+    valid = counted("filter", "valid", queries[0] * config.expect.share_valid, queries[1])
     candidates = (
         config.retrieve.by_image
         + config.retrieve.by_caption
         + sum(spec.count for spec in config.retrieve.more)
     )
     candidates = min(candidates, max(usable - config.retrieve.exclude_input, 0))
-    triplets = finished["retrieve"]["triplets"] if "retrieve" in finished else valid * candidates
+    triplets = counted("retrieve", "triplets", valid[0] * candidates, valid[1] * candidates)
     texts = wording(config.prompts)
-    calls: dict[str, list[tuple[str, float, int, int]]] = {
-        "caption": [(config.caption.model or "", captions, len(texts.caption), 1)],
-        "generate": [(config.generate.model, inputs, len(texts.generate), 1)],
+    calls: dict[str, list[tuple[str, tuple[float, float], int, int]]] = {
+        "caption": [(config.caption.model or "", (captions, captions), len(texts.caption), 1)],
+        "generate": [(config.generate.model, (inputs, inputs), len(texts.generate), 1)],
         "filter": [(config.filter.model, queries, len(texts.filter) + 200, 1)],
         "judge": [
-            (spec.model, triplets * spec.count, len(texts.judge) + 80, 2) for spec in config.judge.judges
+            (spec.model, (triplets[0] * spec.count, triplets[1] * spec.count), len(texts.judge) + 80, 2)
+            for spec in config.judge.judges
         ],
     }
     lines = [
         "| stage | model | calls | input tokens | output tokens | cost |",
         "|---|---|---:|---:|---:|---:|",
     ]
-    total = paid = 0.0
+    total = left = most_left = 0.0
     answers = {**ExpectConfig().output_tokens, **config.expect.output_tokens}
-    for stage in stages:
-        for name, number, characters, pictures in calls.get(stage, []):
-            model = config.models[name]
-            tokens_in = number * (characters / CHARACTERS_A_TOKEN + pictures * model.picture_tokens)
-            tokens_out = number * answers[stage]
-            cost = model.cost(int(tokens_in), int(tokens_out), batch=model.mode == "batch")
-            total += cost
-            paid += cost if stage in finished else 0.0
-            mark = f"{stage} (done)" if stage in finished else stage
-            lines.append(
-                f"| {mark} | {model.name} | {number:,.0f} | {tokens_in:,.0f} | {tokens_out:,.0f} | {cost:,.2f} |"
-            )
-        if stage not in calls:
-            lines.append(f"| {stage}{' (done)' if stage in finished else ''} | none | 0 | 0 | 0 | 0.00 |")
+    replies = Path(config.out) / REPLIES
+    with closing(AnswerStore(replies if replies.is_file() else None)) as store:
+        for stage in stages:
+            for name, (number, most), characters, pictures in calls.get(stage, []):
+                model = config.models[name]
+                learnt = store.learnt(model.endpoint, pictures=True)
+                per_call = characters / CHARACTERS_A_TOKEN + pictures * model.picture_tokens
+                tokens_in, tokens_out = number * per_call * learnt.mean_input, number * answers[stage]
+                cost = model.cost(int(tokens_in), int(tokens_out), batch=model.mode == "batch")
+                total += cost
+                if stage not in finished:
+                    left += cost
+                    most_out = most * getattr(config, stage).max_tokens * learnt.most_output
+                    most_in = most * per_call * learnt.most_input
+                    most_left += max(
+                        cost, model.cost(int(most_in), int(most_out), batch=model.mode == "batch")
+                    )
+                mark = f"{stage} (done)" if stage in finished else stage
+                lines.append(
+                    f"| {mark} | {model.name} | {number:,.0f} | {tokens_in:,.0f} | {tokens_out:,.0f} | {cost:,.2f} |"
+                )
+            if stage not in calls:
+                lines.append(f"| {stage}{' (done)' if stage in finished else ''} | none | 0 | 0 | 0 | 0.00 |")
     lines.append(
-        f"\n{listed:,} pictures listed; {total:,.2f} in all, {total - paid:,.2f} of it in stages not done yet."
+        f"\n{listed:,} pictures listed; {total:,.2f} in all, {left:,.2f} of it in stages not done yet: at most {most_left:,.2f}, "
+        "where every question is valid and every answer as long as max_tokens, asked once."
     )
     guesses = [
         text
@@ -186,7 +236,7 @@ def estimate(config: RmirConfig) -> str:
         if stage in stages and stage not in finished
     ]
     lines.append(
-        f"Nothing was asked. Guesses (expect.*): {', '.join([*guesses, 'tokens of prompts and answers'])}."
+        f"Nothing was asked yet. Guesses (expect.*): {', '.join([*guesses, 'tokens of prompts and answers'])}."
     )
     if addresses:
         lines.append(f"{addresses:,} pictures are at web addresses and will be downloaded by the stage seed.")

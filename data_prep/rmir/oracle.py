@@ -58,10 +58,6 @@ def write_library(path: Path) -> None:
 def shown_by_name(path: str, tables: Tables) -> dict[str, str]:
     """What the pictures of a library show whose captions are names of concepts, such as "A key." or "This is a key".
 
-    Args:
-        path: of the library, as ``library.path``.
-        tables: with the concepts.
-
     Returns:
         Concept by the digest of what is sent of a picture.
     """
@@ -91,11 +87,7 @@ class Tokens(TypedDict):
 
 
 class Oracle:
-    """Answers requests; a pure function of the request but for the faults of first attempts.
-
-    Args:
-        config: how often it is wrong.
-    """
+    """Answers requests; a pure function of the request but for the faults of first attempts."""
 
     def __init__(self, config: OracleConfig):
         self.config = config
@@ -263,11 +255,7 @@ class Oracle:
 
 
 class OracleProcess:
-    """The oracle as a process of its own, as a context manager that gives its address; it ends with ours.
-
-    Args:
-        config: how often it is wrong.
-    """
+    """The oracle as a process of its own, as a context manager that gives its address; it ends with ours."""
 
     def __init__(self, config: OracleConfig):
         self.config = config

@@ -46,16 +46,7 @@ def generate_request(
     texts: Wording | None = None,
     **settings: Any,
 ) -> Request:
-    """Ask for one question of each category.
-
-    Args:
-        model: of the config.
-        picture: asked about.
-        categories: kinds of reasoning that the texts name.
-        content_policy: have the model decline what it names.
-        texts: of the prompts; None: the shipped ones.
-        settings: of `rge.calls.request.Request`.
-    """
+    """Ask for one question of each category."""
     texts = texts or wording()
     codes = [texts.codes[category] for category in categories]
     text = texts.asked(list(categories), content_policy=content_policy)

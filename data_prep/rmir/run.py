@@ -1,6 +1,5 @@
 """One run of the pipeline: its folder, its lock, which stages are done, and how models are asked."""
 
-import fcntl
 import hashlib
 import json
 import sys
@@ -8,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,23 @@ import pyarrow.parquet as pq
 
 from data_prep.rmir import frames
 from data_prep.rmir.config import RmirConfig, to_dict
+from data_prep.rmir.decisions import overruled
 from data_prep.rmir.pictures.encoders import identity
 from data_prep.rmir.wording import wording
-from rge.calls.caller import LOST_RUNS, Caller, Counts, Outcome, Read
+from rge.calls.caller import Caller, Counts, Outcome, Read
 from rge.calls.failures import RequestRejected
 from rge.calls.model_config import known_as
 from rge.calls.request import Picture, Request
-from rge.calls.store import AnswerStore
+from rge.calls.store import AnswerStore, locked
 from rge.common.errors import UserError
-from rge.common.files import write_text
+from rge.common.files import read_json, write_text
 from rge.common.schema import safe_id
 
 EXPORTED = ("licence", "source_column", "author_column", "licence_column")
 """Settings of the library that only the export reads."""
-HOW_MUCH_AT_ONCE = ("memory_mb", "shard_size")
+REPLIES, OPEN = "replies.sqlite", "unanswered.json"
+"""Files of a run, and of a stage: every answer; unanswered calls by the number of their part."""
+HOW_MUCH_AT_ONCE = ("memory_mb", "shard_size", "changed")
 """Settings that change how a stage works and not what comes of it."""
 
 STAGES = ("seed", "caption", "generate", "filter", "retrieve", "judge", "keep", "pool", "split", "audit")
@@ -83,7 +86,27 @@ def fingerprint(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any
             if before in stages_of(config)
         },
     }
+    if stage != "seed" and (version := _extended(Path(config.out) / "seed" / "library.json")):
+        found["library"] = version
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
+def _extended(path: Path) -> str | None:
+    """Which extension of the library a finished seed set holds; None where it was never extended."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return _extension(path, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=16)
+def _extension(path: Path, _time_ns: int, _size: int) -> str | None:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not found["extensions"]:
+        return None
+    settled = [found["extensions"], found["gone"], found["captions"]]
+    return hashlib.sha256(json.dumps(settled, sort_keys=True).encode()).hexdigest()
 
 
 def _settings(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]]) -> list[Any]:
@@ -100,7 +123,7 @@ def _settings(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]]
         library = {
             key: value for key, value in whole["library"].items() if key not in (*EXPORTED, *HOW_MUCH_AT_ONCE)
         }
-        return [library, image, caption, whole["seed"]]
+        return [library, image, caption, whole["seed"], frames.SCHEMAS["inspected"].names]
     if stage == "caption":
         return [whole[stage], wording(config.prompts).caption, answers_of(whole[stage]["model"])]
     if stage in ("generate", "filter"):
@@ -126,6 +149,8 @@ def _settings(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]]
         ]
     if stage == "keep":
         return [config.keep.min_confidence]
+    if stage == "pool" and (found := overruled(Path(config.out))):
+        return [found]
     if stage == "split":
         library = {key: value for key, value in whole["library"].items() if key in EXPORTED}
         return [whole["split"], whole["export"], config.keep.remove_doubted_inputs, library]
@@ -138,18 +163,14 @@ def _settings(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]]
 def done(
     config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]] | None = None
 ) -> dict[str, Any] | None:
-    """What a finished stage reported; None where it is not finished, or was finished with other settings.
-
-    Args:
-        config: of the run.
-        stage: one of `stages_of`.
-        encoders: see `fingerprint`.
-    """
+    """What a finished stage reported; None where it is not finished, or was finished with other settings."""
     try:
         found = json.loads((Path(config.out) / stage / "done.json").read_text())
     except (OSError, ValueError):
         return None
     if stage == "split" and _has_blanks(Path(config.out) / "dataset" / "test"):
+        return None
+    if found.get("unanswered") and config.on_unanswered == "wait":
         return None
     return found if found["fingerprint"] == fingerprint(config, stage, encoders) else None
 
@@ -168,12 +189,16 @@ def _has_blanks(test: Path) -> bool:
 
 @dataclass
 class _Shard:
-    # Items whose calls are under way; written as soon as all of them are answered, whatever the shards before it wait for.
+    # Items whose calls are under way; written as soon as all of them are settled, whatever the shards before it wait for.
+    number: int
     items: Sequence[Any]
-    paths: dict[str, Path]
-    first: int
+    first: int = 0
+    spans: list[int] = field(default_factory=list)  # requests of each item
     outcomes: dict[int, Outcome] = field(default_factory=dict)
-    num_requests: int | None = None
+    complete: bool = False  # all of its requests are known
+
+    def ended(self) -> bool:
+        return self.complete and len(self.outcomes) == sum(self.spans)
 
 
 class Run:
@@ -182,30 +207,26 @@ class Run:
     Args:
         config: its settings.
         progress: show progress bars.
+        read_only: only look; another process may work in the folder.
 
     Raises:
         RunError: another process works in the same folder.
     """
 
-    def __init__(self, config: RmirConfig, *, progress: bool = True):
+    def __init__(self, config: RmirConfig, *, progress: bool = True, read_only: bool = False):
         self.config, self.progress, self.out = config, progress, Path(config.out)
-        self.out.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.out / ".lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise RunError(
-                f"another process works in {self.out}; wait for it, or give another out="
-            ) from None
+        self._lock = None if read_only else locked(self.out / ".lock")
         # Looked at once: weights that change while the run works must not pass for those it began with.
         self.encoders = identities(config)
-        self.store = AnswerStore(self.out / "replies.sqlite")
+        replies = self.out / REPLIES
+        self.store = AnswerStore(None if read_only and not replies.is_file() else replies)
         self._caller: Caller | None = None
 
     def close(self) -> None:
-        """Give the folder free."""
+        """Release the folder."""
         self.store.close()
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def path(self, stage: str, name: str = "") -> Path:
         """A file or folder of a stage."""
@@ -252,28 +273,31 @@ class Run:
     def run(self, stage: str, work: Callable[["Run"], dict[str, Any]]) -> dict[str, Any]:
         """Run a stage, or return what it reported when it was finished before.
 
-        A stage whose settings changed starts anew; its answers are kept, so only what really changed is asked again.
+        A stage whose settings changed starts anew; its answers are kept, so only what really changed is asked again. One with
+        unanswered calls asks those again.
         """
-        if found := self.done(stage):
+        if (found := self.done(stage)) and not found.get("unanswered"):
             return found
         self._renew(stage)
         spent = self.store.total_cost()
         asked = self.store.num_replies()
         self._num_answered = 0
-        self._rejected: list[str] = []
+        self._rejected: list[Outcome] = []
         before = self._met()
         began = time.perf_counter()
         counts = work(self)
-        if self._rejected and not self._num_answered:
+        if self._rejected and not self._num_answered and not self._open_parts(stage):
             self._empty(stage)  # or the rows without answers would pass for its result next time
+            self.store.forget_rejections([outcome.key for outcome in self._rejected])
             raise RequestRejected(
-                f"{stage}: all {len(self._rejected)} calls were rejected, such as: {self._rejected[0]}. The stage is not "
+                f"{stage}: all {len(self._rejected)} calls were rejected, such as: {self._rejected[0].error}. The stage is not "
                 "done; change the model's settings and run the same command again"
             )
         report = {
             "stage": stage,
             "fingerprint": self.fingerprint(stage),
             "counts": counts,
+            "unanswered": sum(self._open_parts(stage).values()),
             "seconds": round(time.perf_counter() - began, 2),
             "calls": self.store.num_replies() - asked,
             "cost": round(self.store.total_cost() - spent, 6),
@@ -295,14 +319,18 @@ class Run:
     def _renew(self, stage: str) -> None:
         # Parts are only good for the settings they were made with.
         # The size of a shard decides which rows a part holds.
-        made_with = self.fingerprint(stage)
-        if stage != "seed":
-            made_with += f" {self.config.queries_per_shard}"
+        if not self.begun(stage):
+            self._empty(stage)
+            write_text(self.path(stage, "settings"), self._made_with(stage))
+
+    def begun(self, stage: str) -> bool:
+        """Whether a stage was begun with these settings, so that its parts are good for them."""
         marker = self.path(stage, "settings")
-        if marker.is_file() and marker.read_text() == made_with:
-            return
-        self._empty(stage)
-        write_text(marker, made_with)
+        return marker.is_file() and marker.read_text() == self._made_with(stage)
+
+    def _made_with(self, stage: str) -> str:
+        shard = f" {self.config.queries_per_shard}" if stage != "seed" else ""
+        return self.fingerprint(stage) + shard
 
     def _empty(self, stage: str) -> None:
         folder = self.path(stage)
@@ -329,7 +357,8 @@ class Run:
     ) -> None:
         """Ask about items, and write what comes of so many at a time; what is written is not done again.
 
-        No shard waits for the one before: while the last calls of one are under way, those of the next are made.
+        No shard waits for the one before: while the last calls of one are under way, those of the next are made. An item with
+        an unanswered call is not settled: its shard waits, or, with ``on_unanswered=proceed``, is written without it for now.
 
         Args:
             stage: where the tables go.
@@ -341,80 +370,115 @@ class Run:
             count: requests of an item, for the progress bar.
 
         Raises:
-            RunError: calls were lost, fewer than `LOST_RUNS` times so far; everything answered is kept, the same command
-                asks the rest.
+            RunError: calls are unanswered; the same command asks only those.
         """
         if self._caller is None:  # one for all stages: what it learns of an endpoint's limits lasts
-            self._caller = Caller(self.config.models, self.store, progress=self.progress)
-        caller = self._caller
+            config = self.config
+            self._caller = Caller(config.models, self.store, progress=self.progress, budget=config.budget)
         for name in tables:  # without items a table is empty, not missing
             self.path(stage, name).mkdir(parents=True, exist_ok=True)
-        size = self.config.queries_per_shard
-        todo = []
-        for number, start in enumerate(range(0, len(items), size)):
-            paths = {name: self.path(stage, name) / f"part-{number:05d}.parquet" for name in tables}
-            if not all(path.is_file() for path in paths.values()):
-                todo.append((items[start : start + size], paths))
+        size, proceed = self.config.queries_per_shard, self.config.on_unanswered == "proceed"
+        open_parts = self._open_parts(stage)
+
+        def path(shard: _Shard, name: str) -> Path:
+            return self.path(stage, name) / f"part-{shard.number:05d}.parquet"
+
+        shards = [
+            _Shard(number, items[start : start + size])
+            for number, start in enumerate(range(0, len(items), size))
+        ]
+        todo = [
+            shard
+            for shard in shards
+            if str(shard.number) in open_parts or not all(path(shard, name).is_file() for name in tables)
+        ]
+        self._num_answered += len(shards) - len(todo)  # a part is written once anything was answered
         owners: dict[int, _Shard] = {}
-        lost: list[Outcome] = []
+        unanswered: list[Outcome] = []
         held_back: list[_Shard] = []
         asked = 0
 
         def finish(shard: _Shard) -> None:
-            outcomes = [shard.outcomes[place] for place in range(len(shard.outcomes))]
-            self._rejected += [str(outcome.error) for outcome in outcomes if outcome.failed]
-            self._num_answered += sum(not outcome.failed for outcome in outcomes)
+            outcomes = shard.outcomes.values()
+            self._rejected += [outcome for outcome in outcomes if outcome.rejected]
+            self._num_answered += sum(not (one.rejected or one.unanswered) for one in outcomes)
             if self._num_answered or not outcomes:
-                write(shard, outcomes)
+                write(shard)
             else:
                 held_back.append(shard)  # whether the endpoint works at all is not known yet
 
-        def write(shard: _Shard, outcomes: list[Outcome]) -> None:
-            missing = [outcome for outcome in outcomes if outcome.lost]
-            again = caller.held_up_by(missing, works=bool(self._num_answered))
-            lost.extend(again)
-            if again:
+        def write(shard: _Shard) -> None:
+            outcomes = [shard.outcomes[place] for place in range(len(shard.outcomes))]
+            missing = [outcome for outcome in outcomes if outcome.unanswered]
+            unanswered.extend(missing)
+            number = str(shard.number)
+            before = open_parts.get(number)
+            if missing and (not proceed or len(missing) == before):
                 return
+            if before is not None:
+                self._outdate(stage)
             if missing:
-                print(
-                    f"{stage}: {len(missing)} calls had no answer in {LOST_RUNS} runs and were passed over, such as: "
-                    f"{missing[0].error}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            found = rows(shard.items, iter(outcomes))
-            for name, path in shard.paths.items():
-                frames.write_rows(path, tables[name], found[name])
+                open_parts[number] = len(missing)
+                write_text(self.path(stage, OPEN), json.dumps(open_parts))
+            settled, answers, place = [], list[Outcome](), 0
+            for item, span in zip(shard.items, shard.spans, strict=True):
+                some = outcomes[place : place + span]
+                place += span
+                if not any(one.unanswered for one in some):
+                    settled.append(item)
+                    answers += some
+            found = rows(settled, iter(answers))
+            for name, schema in tables.items():
+                frames.write_rows(path(shard, name), schema, found[name])
+            if before is not None and not missing:
+                del open_parts[number]
+                write_text(self.path(stage, OPEN), json.dumps(open_parts))
 
         def all_requests() -> Iterator[Request]:
             nonlocal asked
-            for some, paths in todo:
-                shard = _Shard(some, paths, asked)
+            for shard in todo:
+                shard.first = asked
                 for item in shard.items:
+                    before = asked
                     for request in requests(item):
                         owners[asked] = shard
                         asked += 1
                         yield request
-                shard.num_requests = asked - shard.first
-                if len(shard.outcomes) == shard.num_requests:
+                    shard.spans.append(asked - before)
+                shard.complete = True
+                if shard.ended():
                     finish(shard)
 
         def take(position: int, outcome: Outcome) -> None:
             shard = owners.pop(position)
             shard.outcomes[position - shard.first] = outcome
-            if len(shard.outcomes) == shard.num_requests:
+            if shard.ended():
                 finish(shard)
 
-        total = sum(count(item) for some, _ in todo for item in some)
+        total = sum(count(item) for shard in todo for item in shard.items)
         self._caller.run(all_requests(), take, read=read, title=stage, total=total)
         for shard in held_back:
-            write(shard, [shard.outcomes[place] for place in range(len(shard.outcomes))])
-        if lost:
-            raise RunError(
-                f"{stage}: {len(lost)} of {asked} calls got no answer, such as: {lost[0].error}. The other answers "
-                f"are kept; run the same command again. A call without an answer in {LOST_RUNS} runs is passed over, where "
-                "others are answered"
+            write(shard)
+        if unanswered:
+            said = (
+                f"{stage}: {len(unanswered)} of {asked} calls are unanswered, such as: {unanswered[0].error}. The other answers "
+                "are kept; run the same command again, and only these are asked"
             )
+            if not proceed:
+                raise RunError(f"{said}. on_unanswered=proceed goes on without what they are about")
+            print(f"{said}; what they are about is left out until then", file=sys.stderr, flush=True)
+
+    def _open_parts(self, stage: str) -> dict[str, int]:
+        """Unanswered calls by the number of the part that was written without what they are about."""
+        return read_json(self.path(stage, OPEN)) or {}
+
+    def _outdate(self, stage: str) -> None:
+        """Redo the stages that read this one's tables, directly or not, from the kept answers."""
+        outdated = {stage}
+        for later in stages_of(self.config):
+            if outdated & set(READS[later]):
+                outdated.add(later)
+                self._empty(later)
 
 
 def reasons(rows: Sequence[dict[str, Any]]) -> dict[str, int]:

@@ -39,7 +39,7 @@ NEEDED = {
 
 
 class WordingError(UserError):
-    """A file of prompts cannot be used; the message names it and the mend."""
+    """A file of prompts cannot be used; the message names it and the fix."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     results = mteb.evaluate(mteb.get_model("intfloat/mmE5-mllama-11b-instruct"), tasks("runs/sets/rmir", benchmark="rmir"))
 
-What MTEB measures of a set is what ``python -m eval run`` measures, by trec_eval's definitions: nDCG, MAP, recall, precision, hit
+What MTEB measures of a set is what ``rge eval run`` measures, by trec_eval's definitions: nDCG, MAP, recall, precision, hit
 rate and MRR at cutoffs, a set's own candidates, exclusions and positives that the pool lacks included. It has no words for the
 rest: intervals and categories; PinPoint's AP@10 over min(positives, 10), its negatives and its paraphrases; MMEB's
 rule for equal scores (MTEB takes trec_eval's, the larger id first); MM-BRIGHT's means of rounded domains. `eval run` has

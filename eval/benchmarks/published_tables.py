@@ -13,6 +13,9 @@ from typing import Any
 from eval.benchmarks.registry import BENCHMARKS
 from rge.common.errors import UserError
 
+COUNTED = {"num_members": "sets", "num_queries": "queries", "num_candidates": "candidates"}
+"""What a published set is counted by."""
+
 
 @dataclass(frozen=True)
 class Column:
@@ -37,7 +40,6 @@ class Published:
         key: name of its file.
         benchmark: name of the protocol.
         task: of MM-BRIGHT, else None.
-        setting: ``rag`` for marks of answers, see `eval.commands.rag`; None for retrieval.
         title: of the benchmark and task.
         source: paper and table, or file and commit.
         url: where the benchmark is.
@@ -65,7 +67,17 @@ class Published:
     profiles: tuple[str, ...] = ("official",)
     made_with: Mapping[str, Any] = field(default_factory=dict)
     other_release: frozenset[int] = frozenset()
-    setting: str | None = None
+
+    def not_this_set(self, measured: Mapping[str, Any]) -> str | None:
+        """Why a measured set (``set`` of results.json) is not the published one, by its counts; None if it is."""
+        wrong = [
+            f"{measured.get(key) or 0:,} of {number:,} {COUNTED[key]}"
+            for key, number in self.counts.items()
+            if measured.get(key) != number
+        ]
+        if (limit := measured.get("limit")) is not None:
+            wrong.append(f"only the first {limit:,} queries")
+        return f"the set measured here is not the published one: it has {', '.join(wrong)}" if wrong else None
 
 
 def published() -> dict[str, Published]:
@@ -83,11 +95,11 @@ def published() -> dict[str, Published]:
     return {key: _read(*files[key]) for key in sorted(files)}
 
 
-def table_of(benchmark: str | None, set_name: str, setting: str | None = None) -> Published | None:
+def table_of(benchmark: str | None, set_name: str) -> Published | None:
     """The table that an evaluation belongs to; None for a benchmark without one."""
     for table in published().values():
         of_task = table.task is None or set_name.endswith(f"task {table.task}")
-        if table.benchmark == benchmark and table.setting == setting and of_task:
+        if table.benchmark == benchmark and of_task:
             return table
     return None
 
@@ -106,7 +118,6 @@ def _read(path: Path, benchmark: str) -> Published:
             [(row["model"], row.get("note", ""), row["values"]) for row in content["rows"]],
             tuple(content.get("profiles", ("official",))), content.get("made_with", {}),
             frozenset(number for number, row in enumerate(content["rows"]) if row.get("other_release")),
-            content.get("setting"),
         )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is no published table: {type(error).__name__}: {error}") from error

@@ -2,16 +2,17 @@
 
     register_benchmark(Benchmark("birds", import_birds, (Protocol("birds", "clean", ("recall@1",)),)))
 
-That is all: ``python -m eval import birds`` and ``benchmark=birds`` know it then, and its published rows stand on its
+That is all: ``rge eval import birds`` and ``benchmark=birds`` know it then, and its published rows stand on its
 board. See docs/extending.md.
 """
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from eval.scoring.metrics import parse_name
 from eval.scoring.protocol import PROFILES, Protocol
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
@@ -65,10 +66,7 @@ class Benchmark:
 BENCHMARKS: Registry[Benchmark] = Registry(
     "benchmark",
     "rge.benchmarks",
-    [
-        f"eval.benchmarks.{name}"
-        for name in ("rmir", "mmeb", "mmeb2", "mmbright", "pinpoint", "mrmr", "mr2bench")
-    ],
+    [f"eval.benchmarks.{name}" for name in ("rmir", "mmeb", "mmeb2", "mmbright", "pinpoint", "mrmr")],
 )
 
 
@@ -83,16 +81,19 @@ def register_benchmark(benchmark: Benchmark) -> Benchmark:
     return BENCHMARKS.add(benchmark.name, benchmark)
 
 
-def protocol_for(benchmark: str, profile: str, wanted: RetrievalSet | None = None) -> Protocol:
+def protocol_for(
+    benchmark: str, profile: str, wanted: RetrievalSet | None = None, metrics: Sequence[str] = ()
+) -> Protocol:
     """The protocol of a benchmark and profile.
 
     Args:
         benchmark: name of a benchmark, or ``generic``.
         profile: one of `PROFILES`.
         wanted: the set it is to be used on, if it is known already.
+        metrics: further ones to report, such as recall@100.
 
     Raises:
-        UserError: there is none, or the set is of another benchmark.
+        UserError: there is none, the set is of another benchmark, or there is no such metric.
     """
     one_of("benchmark", [benchmark], (GENERIC, *BENCHMARKS))
     one_of("profile", [profile], PROFILES)
@@ -107,6 +108,8 @@ def protocol_for(benchmark: str, profile: str, wanted: RetrievalSet | None = Non
     if wanted is not None and benchmark != GENERIC and wanted.meta.get("benchmark") != benchmark:
         raise UserError(
             f"benchmark={benchmark}, but {wanted.path} was not imported as such (meta.json has benchmark "
-            f"{wanted.meta.get('benchmark')!r}): python -m eval import {benchmark} src=DIR out=DIR"
+            f"{wanted.meta.get('benchmark')!r}): rge eval import {benchmark} src=DIR out=DIR"
         )
-    return found
+    for name in metrics:
+        parse_name(name)
+    return replace(found, metrics=tuple(metrics))

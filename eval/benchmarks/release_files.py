@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import re
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
 class ReleaseError(UserError):
-    """A release cannot be imported; the message names file, field and mend."""
+    """A release cannot be imported; the message names file, field and fix."""
 
 
 @dataclass
@@ -175,18 +176,18 @@ class Fields:
         unknown = []
         for name in names:
             ours = self.given.get(name) or next(
-                (ours for ours, known in self.aliases.items() if name.lower() in known), None
+                (ours for ours, known in self.aliases.items() if _plain(name) in map(_plain, known)), None
             )
             if ours == "ignore" or (ours is None and name.lower() in ignored):
                 continue
             if ours is None:
                 unknown.append(name)
             elif ours in found and name not in self.given:
-                known = list(self.aliases[ours])
+                known = list(map(_plain, self.aliases[ours]))
                 if found[ours] in self.given:
                     continue
                 if ours in self.prefer:
-                    found[ours] = min(found[ours], name, key=lambda one: known.index(one.lower()))
+                    found[ours] = min(found[ours], name, key=lambda one: known.index(_plain(one)))
                     continue
                 raise ReleaseError(
                     f"{path}: columns {found[ours]!r} and {name!r} could both be {ours!r}: say which, "
@@ -200,6 +201,11 @@ class Fields:
                 f"field_map={unknown[0]}=FIELD, or field_map={unknown[0]}=ignore"
             )
         return found
+
+
+def _plain(name: str) -> str:
+    """A heading without regard to case, blanks and hyphens."""
+    return re.sub(r"[\s_-]+", "_", unicodedata.normalize("NFKC", name).strip().casefold())
 
 
 class Pictures:

@@ -30,18 +30,19 @@ from eval.scoring.output_files import (
     statistics_settings,
     write_tables,
 )
-from eval.scoring.stats import NUM_RESAMPLES, Bootstrap, cluster_bootstrap, figures, index_of
+from eval.scoring.tables import summary
 from rge.common.errors import UserError
 from rge.common.files import find_shipped, write_bytes
+from rge.stats.intervals import NUM_RESAMPLES, Bootstrap, cluster_bootstrap, figures, index_of
 
 SUITE = "suite.json"
 SHARED = (
     "benchmark", "profile", "protocol", "query_mode", "query_modality", "candidate_mode", "model", "checkpoint",
     "checkpoint_hash", "prompts", "rewrite", "settings", "decoding", "dtype", "batch_size", "embedding_dims", "depth",
-    "seed", "tag", "code", "exact", "asked_as_released", "plugins", "setting",
+    "seed", "tag", "code", "exact", "asked_as_released", "plugins", "metrics",
 )  # fmt: skip
 """Keys of a member's results that hold for all members."""
-PER_MEMBER = ("set.", "embedder.run", "answers.references")
+PER_MEMBER = ("set.", "embedder.run")
 """Parts of an identity that are each member's own."""
 
 
@@ -89,7 +90,7 @@ def load_suite(path: Path) -> Suite:
     """Read a suite and see that every member is there.
 
     Raises:
-        UserError: the file is broken, or a member's folder is missing.
+        UserError: the file is broken, or a member's folder is missing or elsewhere.
     """
     file = path / SUITE
     try:
@@ -102,6 +103,8 @@ def load_suite(path: Path) -> Suite:
     if not suite.members:
         raise UserError(f"{file} has no members")
     for name in suite.members:
+        if Path(name).is_absolute() or not name.strip() or ".." in Path(name).parts:
+            raise UserError(f"{file}: member {name!r} is no folder in the suite")
         if not (path / name / "meta.json").is_file():
             raise UserError(f"{file} lists {name!r}, but {path / name} is no retrieval set: import it again")
     return suite
@@ -136,7 +139,7 @@ def join_members(
 ) -> dict[str, Any]:
     """`aggregate`, and print the table of the whole; ``said`` is what was evaluated, in a word."""
     content = aggregate(suite, dirs, out, seed=seed, overwrite=overwrite, more=more)
-    metrics = protocol_for(suite.benchmark, content["profile"]).headline
+    metrics = (*protocol_for(suite.benchmark, content["profile"]).headline, *content.get("metrics", []))
     print(f"\n{suite.name}: {said} -> {out}\n{summary(content, metrics)}", flush=True)
     return content
 
@@ -366,24 +369,6 @@ def mean_of(parts: Sequence[Bootstrap]) -> Bootstrap:
             [np.where(part.num_groups_M > 1, part.num_groups_M, 0) for part in parts], axis=0
         ),
     )
-
-
-def summary(content: Mapping[str, Any], metrics: Sequence[str]) -> str:
-    """A table for the terminal: the mean over members, every slice of members, each member; per cent."""
-    rows: list[tuple[str, Mapping[str, Any]]] = [
-        (f"mean of {content['set']['num_members']} members", content["macro"])
-    ]
-    for block in content:
-        if block.startswith("by_") and block != "by_category":
-            rows += [
-                (f"{block.removeprefix('by_')} {name}", values) for name, values in content[block].items()
-            ]
-    rows += list(content["by_category"].items())
-    frame = pd.DataFrame(
-        {m: [f"{100 * v[m]['value']:.2f}" if m in v else "" for _, v in rows] for m in metrics},
-        index=[label for label, _ in rows],
-    )
-    return frame.to_string()
 
 
 def loaded_once(load: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,1 +1,1 @@
-"""One module a command of ``python -m eval``."""
+"""One module a command of ``rge eval``."""

@@ -1,7 +1,7 @@
 """Did training see what the test asks? Pictures and pairs that a retrieval set shares with training files.
 
-    python -m eval audit set=DIR train=FILE.jsonl[,FILE.jsonl]
-    python -m eval audit evals=DIR[,DIR]    # shortcuts and rationales, see `eval.scoring.rationale_quality`
+    rge eval audit set=DIR train=FILE.jsonl[,FILE.jsonl]
+    rge eval audit evals=DIR[,DIR]    # shortcuts and rationales, see `eval.scoring.rationale_quality`
 
 Two pictures are the same if their bytes are, or if they carry the same id: a re-encoded copy has other bytes. Half of
 Visual Genome's pictures are COCO's too; where the importer saw that (``names.parquet``), a training picture whose file name
@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -89,19 +90,18 @@ def audit_command(options: AuditOptions) -> Any:
     files = [Path(name) for name in options.train]
     if not is_suite(options.set):
         found = audit_training(load_set(options.set), files)
-        print(json.dumps(found.content, indent=1))
-        for warning in found.warnings or ["nothing is shared"]:
-            print(warning)
+        _say(found.content, found.warnings)
         return found
-    of = {
-        name: audit_training(load_set(options.set / name), files) for name in load_suite(options.set).members
-    }
-    print(json.dumps({name: one.content for name, one in of.items()}, indent=1))
-    for warning in [f"{name}: {w}" for name, one in of.items() for w in one.warnings] or [
-        "nothing is shared"
-    ]:
-        print(warning)
+    members = load_suite(options.set).members
+    of = {name: audit_training(load_set(options.set / name), files) for name in members}
+    warnings = [f"{name}: {warning}" for name, one in of.items() for warning in one.warnings]
+    _say({name: one.content for name, one in of.items()}, warnings)
     return of
+
+
+def _say(content: dict[str, Any], warnings: Sequence[str]) -> None:
+    print(json.dumps(content, indent=1))
+    print("\n".join(warnings or ["nothing is shared"]))
 
 
 def _evaluations(options: AuditOptions) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _inner(path: Path) -> list[Path]:
         return [path]
     inner = sorted(child.parent for child in path.glob(f"*/{RESULTS}"))
     if not inner:
-        raise UserError(f"{path} holds no evaluation: give what `python -m eval run` wrote")
+        raise UserError(f"{path} holds no evaluation: give what `rge eval run` wrote")
     return inner
 
 
@@ -169,9 +169,7 @@ def audit_training(wanted: RetrievalSet, files: Sequence[Path]) -> Audit:
     Raises:
         UserError: a file cannot be read.
     """
-    seen = _Seen()
-    for path in files:
-        _read(path, seen)
+    seen = _seen(tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in map(_there, files)))
     rows_of_positive = {row for rows, _ in wanted.positives for row in rows.tolist()}
     file_row_of = {int(file_row): row for row, file_row in enumerate(wanted.file_rows_C.tolist())}
     names_of: dict[int, set[str]] = {}
@@ -225,15 +223,29 @@ def audit_training(wanted: RetrievalSet, files: Sequence[Path]) -> Audit:
     return Audit(content, warnings)
 
 
-def _read(path: Path, seen: _Seen) -> None:
-    digests: dict[str, str | None] = {}
+def _there(path: Path) -> Path:
+    if not path.is_file():
+        raise UserError(f"training file {path} cannot be read: it does not exist")
+    return path
 
+
+@lru_cache(maxsize=1)
+def _seen(stamps: tuple[tuple[Path, int, int], ...]) -> _Seen:
+    """What files hold, by path, size and time: members of a suite are looked for in the same ones, which are read once."""
+    seen, digests = _Seen(), dict[str, str | None]()
+    for path, *_ in stamps:
+        _read(path, seen, digests)
+    return seen
+
+
+def _read(path: Path, seen: _Seen, digests: dict[str, str | None]) -> None:
     def names(image: Any, own: Any = None) -> set[str]:
         if not isinstance(image, str) or not image:
             return set()
-        if image not in digests:
-            digests[image] = _digest(_beside(path.parent, image))
-        found = {digests[image], _name(image), _coco(image), f"id:{own}" if own else None}
+        at = str(path.parent / image)
+        if at not in digests:
+            digests[at] = _digest(at)
+        found = {digests[at], _name(image), _coco(image), f"id:{own}" if own else None}
         return {name for name in found if name}
 
     for record in _records(path):
@@ -291,10 +303,6 @@ def _digest(ref: ImageRef) -> str | None:
         return hashlib.sha256(picture_bytes(ref)).hexdigest()
     except ImageError:
         return None  # a training picture that was moved away can still be recognised by its id
-
-
-def _beside(folder: Path, image: str) -> str:
-    return str(folder / image)
 
 
 def _text(text: str | None) -> str:

@@ -1,6 +1,6 @@
 """BM25 on the texts of a set: the row that every table of text retrieval has.
 
-    python -m eval bm25 set=DIR out=DIR [rewrite=caption rewriter=ADDRESS rewriter_model=NAME]
+    rge eval bm25 set=DIR out=DIR [rewrite=caption rewriter=ADDRESS rewriter_model=NAME]
 
 Needs the extra ``baselines`` (bm25s). A candidate without text is never found; one that shares no word with the query is
 not ranked.
@@ -17,8 +17,9 @@ from eval.benchmarks.suite import each_member, is_suite, join_members, load_suit
 from eval.embedding.identity import versions
 from eval.embedding.rewrite import load_rewriter, rewritten
 from eval.scoring.evaluation import write_evaluation
-from eval.scoring.output_files import again, check_out, summary
+from eval.scoring.output_files import again, check_out
 from eval.scoring.search import DEPTH, Ranking, stack_rankings
+from eval.scoring.tables import summary
 from eval.sets.retrieval_set import RetrievalSet, load_set, with_readable_content
 from rge.common.errors import UserError
 from rge.common.options import one_of
@@ -58,7 +59,7 @@ class Bm25Options(PluginOptions):
     by: tuple[str, ...] = ()
     """Further query columns to report by, besides the set's ``report_by``."""
     benchmark: str = "generic"
-    """Protocol of a benchmark: rmir, mmeb, mmeb2, mmbright, pinpoint, mrmr, mr2bench, one that plugins=
+    """Protocol of a benchmark: rmir, mmeb, mmeb2, mmbright, pinpoint, mrmr, one that plugins=
     adds, or generic."""
     profile: str = "clean"
     """clean is the defensible protocol, official what the benchmark's released code computes."""

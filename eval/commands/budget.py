@@ -1,6 +1,6 @@
-"""What accuracy costs at test time: rationales or none, several of them, only where needed, and a judge on top.
+"""What accuracy costs at test time: rationales or none, several of them, only where needed.
 
-    python -m eval budget checkpoint=DIR set=DIR out=DIR [k=8] [gate=0.25,0.5] [judge=DIR_OR_ADDRESS]
+    rge eval budget checkpoint=DIR set=DIR out=DIR [k=8] [gate=0.25,0.5]
 
 Every way of asking gets an evaluation directory of its own under ``out``, like those of ``run``, so that `compare` and
 `report` take them; ``budget.json``, ``budget.svg`` and the page put accuracy against generated tokens and against
@@ -14,11 +14,10 @@ milliseconds.
 ``adaptive``, ``always``     where a checkpoint writes nothing for some queries by itself: as it decides, and kept from
                              deciding so; held against as many queries chosen at random to reason always
 ``*-both``                   candidates reason too
-``judge-N-of-*``             a vision-language model reorders the first N (`eval.commands.rerank`)
 
 The embeddings of every rationale are cached under its seed, so a larger k draws only what is new. On a suite every member
 is asked in every way, and each way is joined as `eval.benchmarks.suite` joins evaluations: accuracy, gains and costs are means over
-members, and a gate takes its share of every member's queries.
+members, and a gate takes its share of every member's queries. `eval.commands.rerank` takes any of these directories.
 """
 
 import copy
@@ -26,7 +25,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,30 +42,25 @@ from eval.benchmarks.suite import (
     member_bootstraps,
     member_options,
 )
-from eval.commands.rerank import rerank
 from eval.commands.run import Condition, RunOptions, Session, default_loader, start
 from eval.embedding.fill_cache import Embeds
 from eval.embedding.identity import versions
 from eval.embedding.processes import join
-from eval.judging.judges import Judge, load_judge
 from eval.pages.budget_curves import BASES, BUDGET, as_file
 from eval.scoring.fuse import max_score, mean_embedding, together
 from eval.scoring.gate import Gate, choose, gate_for, gated, large_minus_small, margin
 from eval.scoring.output_files import FORMAT, PER_QUERY, again, check_out, read_results
 from eval.scoring.search import Ranking
-from eval.scoring.stats import OF_DIFFERENCES, Bootstrap, cluster_bootstrap, figures, in_words, index_of
-from rge.calls.store import AnswerStore
 from rge.common.errors import UserError
 from rge.common.files import write_bytes
 from rge.common.options import one_of
 from rge.common.schema import Encoded
+from rge.stats.intervals import OF_DIFFERENCES, Bootstrap, cluster_bootstrap, figures, in_words, index_of
 
 PLOT, PAGE = "budget.svg", "report.html"
 FUSIONS = ("mean", "max")
 GATED = "direct to reasoning, gated"
 DECIDED = "direct to reasoning, decided by the model"
-CHUNK = 512
-"""Pairs that a judge scores before they are kept."""
 
 
 @dataclass(kw_only=True)
@@ -90,18 +83,6 @@ class BudgetOptions(RunOptions):
     """Margins below which a query reasons, where a threshold is known, as from another set."""
     both_sides: bool = False
     """Also with candidates that reason."""
-    judge: str | None = None
-    """Vision-language model that reorders the top: a directory, or the address of an OpenAI-compatible endpoint."""
-    judge_model: str | None = None
-    """Name of the judge at that address."""
-    judge_key_env: str | None = None
-    """Environment variable with the key of that address."""
-    top_n: tuple[str, ...] = ("5", "10", "20")
-    """How many of each query's first candidates the judge reorders."""
-    yes: str = "yes"
-    """The judge's word for a match; one token."""
-    no: str = "no"
-    """The judge's word for no match; one token."""
     metric: str | None = None
     """Metric of table and plot; null: the benchmark's first."""
 
@@ -116,7 +97,6 @@ class Point:
         at: k, share or n; where it stands on its curve.
         ranking: of all queries.
         encoded: rationales and costs of the embedder.
-        judge_ms_Q: milliseconds of the judge, or None.
         about: for results.json.
     """
 
@@ -125,7 +105,6 @@ class Point:
     at: float
     ranking: Ranking
     encoded: Encoded
-    judge_ms_Q: np.ndarray | None = None
     about: Mapping[str, Any] | None = None
 
 
@@ -135,7 +114,6 @@ class _Plan:
 
     shares: list[float]
     margins: list[float]
-    depths: list[int]
     metric: str
 
 
@@ -153,13 +131,8 @@ def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) ->
         UserError: something given is wrong.
     """
     plan = _check(options)
-
-    @cache
-    def judge() -> Judge:  # one for all members of a suite
-        return load_judge(options)
-
     measure = _of_suite if is_suite(options.set) else _of_set
-    found = measure(options, plan, loaded_once(load or default_loader(options)), judge)
+    found = measure(options, plan, loaded_once(load or default_loader(options)))
     if found is None:
         return options.out
     about, rows = found
@@ -188,10 +161,10 @@ def _page(options: BudgetOptions, content: Mapping[str, Any]) -> Path:
 
 
 def _of_set(
-    options: BudgetOptions, plan: _Plan, load: Callable[..., Embeds], judge: Callable[[], Judge]
+    options: BudgetOptions, plan: _Plan, load: Callable[..., Embeds]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
     """One set: what budget.json says of it, and the points; None in all processes but the first."""
-    found = _measure(options, plan, load, judge)
+    found = _measure(options, plan, load)
     if found is None:
         return None
     session, rows = found
@@ -209,14 +182,14 @@ def _of_set(
 
 
 def _of_suite(
-    options: BudgetOptions, plan: _Plan, load: Callable[..., Embeds], judge: Callable[[], Judge]
+    options: BudgetOptions, plan: _Plan, load: Callable[..., Embeds]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
     """The same for all members of a suite, joined point by point."""
     suite = load_suite(options.set)
     of_member: dict[str, list[dict[str, Any]]] = {}
 
     def one(name: str, path: Path, out: Path) -> None:
-        found = _measure(member_options(options, path, out), plan, load, judge)
+        found = _measure(member_options(options, path, out), plan, load)
         if found is not None:
             of_member[name] = found[1]
 
@@ -251,7 +224,7 @@ def _of_suite(
 
 
 def _measure(
-    options: BudgetOptions, plan: _Plan, load: Callable[..., Embeds], judge: Callable[[], Judge]
+    options: BudgetOptions, plan: _Plan, load: Callable[..., Embeds]
 ) -> tuple[Session, list[dict[str, Any]]] | None:
     """Ask one set in every way and write an evaluation for each; None in all processes but the first."""
     condition = Condition("reasoning", "both", options.out / "reasoning")
@@ -269,9 +242,6 @@ def _measure(
     for number in range(options.k):
         drawn.embeddings.fill_queries("reasoning", "both", options.seed + number)
     base = _base(session) if session.team.is_first else None
-    asked = judge() if options.judge is not None else None
-    if asked is not None:
-        _fill_scores(session, base, asked, max(plan.depths))
     decides = session.team.once(lambda: base is not None and _decides(base.encoded["reasoning"]))
     always = _kept_writing(session) if decides else None
     if always is not None:
@@ -279,7 +249,7 @@ def _measure(
     if base is None:
         return None
     rows = []
-    for point in _points(options, session, drawn, plan, base, asked, always):
+    for point in _points(options, session, drawn, plan, base, always):
         row = _write(options, session, point, plan.metric)
         rows.append(row)
         print(
@@ -364,20 +334,17 @@ def _check(options: BudgetOptions) -> _Plan:
     one_of("fuse", options.fuse, FUSIONS)
     shares = _numbers("gate", options.gate, 0.0, 1.0)
     margins = _numbers("margin", options.margin, 0.0, float("inf"))
-    depths = [int(n) for n in _numbers("top_n", options.top_n, 0.5, float("inf"), whole=True)]
-    if max(depths) > options.depth:
-        raise UserError(f"top_n={max(depths)} is deeper than depth={options.depth}")
     headline = protocol_for(options.benchmark, options.profile).headline
-    return _Plan(shares, margins, depths, options.metric or headline[0])
+    return _Plan(shares, margins, options.metric or headline[0])
 
 
-def _numbers(key: str, words: Sequence[str], low: float, high: float, *, whole: bool = False) -> list[float]:
+def _numbers(key: str, words: Sequence[str], low: float, high: float) -> list[float]:
     found = []
     for word in words:
         try:
-            value = float(int(word) if whole else float(word))
+            value = float(word)
         except ValueError:
-            raise UserError(f"{key} must list {'whole ' if whole else ''}numbers, got {word!r}") from None
+            raise UserError(f"{key} must list numbers, got {word!r}") from None
         if not low < value < high:
             raise UserError(f"{key}={word} must be between {low:g} and {high:g}")
         found.append(value)
@@ -431,32 +398,12 @@ def _base(session: Session) -> _Base:
     return _Base(candidate_CD, encoded, ranked)
 
 
-def _answers(session: Session) -> AnswerStore:
-    return AnswerStore(session.embeddings.root / "judge.sqlite")
-
-
-def _fill_scores(session: Session, base: _Base | None, judge: Judge, depth: int) -> None:
-    """Have all processes judge what the points will ask for: the first ``depth`` of both modes."""
-    team = session.team
-    heads = team.once(lambda: [_head(one, depth) for one in base.ranked.values()] if base is not None else [])
-    answers = _answers(session) if team.is_first else None
-    for head in heads:
-        rerank(session.wanted, head, judge, answers, top_n=depth, chunk=CHUNK, team=team)
-    if answers is not None:
-        answers.close()
-
-
-def _head(ranking: Ranking, depth: int) -> Ranking:
-    return Ranking(ranking.rows_QW[:, :depth], ranking.score_QW[:, :depth], min(depth, ranking.depth))
-
-
 def _points(
     options: BudgetOptions,
     session: Session,
     drawn: Session,
     plan: _Plan,
     base: _Base,
-    judge: Judge | None,
     always: Session | None,
 ) -> Iterator[Point]:
     embeddings = session.embeddings
@@ -509,21 +456,10 @@ def _points(
             ranking = session.rank(encoded[mode].embeddings, reasoned_CD)
             yield Point(f"{mode}-both", "candidates reason too", 1, ranking, encoded[mode], about=about)
 
-    if judge is not None:
-        answers = _answers(session)
-        for mode in BASES:
-            for n in plan.depths:
-                found = rerank(session.wanted, ranked[mode], judge, answers, top_n=n, chunk=CHUNK)
-                about = {"judge": judge.name, "top_n": n, "num_pairs": found.num_pairs}
-                about["num_unanswered"] = found.num_unanswered
-                name = f"judge-{n}-of-{mode}"
-                yield Point(name, f"judge over {mode}", n, found.ranking, encoded[mode], found.ms_Q, about)
-        answers.close()
-
 
 def _write(options: BudgetOptions, session: Session, point: Point, metric: str) -> dict[str, Any]:
     """Write a point's evaluation; its row of budget.json without what needs other points."""
-    mode = "direct" if point.name.startswith("direct") or point.name.endswith("-of-direct") else "reasoning"
+    mode = "direct" if point.name.startswith("direct") else "reasoning"
     condition = Condition(mode, "both", options.out / point.name)  # type: ignore[arg-type]
     known = point.about or {}
     identity = {
@@ -531,12 +467,9 @@ def _write(options: BudgetOptions, session: Session, point: Point, metric: str) 
         "set.content": session.wanted.content,
         "checkpoint_hash": session.encoder.checkpoint_hash,
         "budget.draw_temperature": known.get("draw_temperature"),
-        "budget.judge": known.get("judge"),
     }
     check_out(condition.out, identity, overwrite=options.overwrite)
     ms_Q = point.encoded.generate_ms + point.encoded.embed_ms
-    if point.judge_ms_Q is not None:
-        ms_Q = ms_Q + point.judge_ms_Q
     costs = {"tokens": float(point.encoded.num_rationale_tokens.mean()), "ms": float(ms_Q.mean())}
     about = {"name": point.name, "curve": point.curve, "at": point.at, **costs, **(point.about or {})}
     more = {"budget": about, "again": again("budget", options)}
@@ -589,9 +522,6 @@ def _joined(of_member: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     for key in ("at", "tokens", "ms"):
         if key in row:
             row[key] = float(np.mean([part[key] for part in parts]))
-    for key in ("num_pairs", "num_unanswered"):
-        if key in row:
-            row[key] = sum(part[key] for part in parts)
     if "gate" in row:
         of_gate = {name: part["gate"] for name, part in of_member.items()}
         thresholds = [key for key in parts[0]["gate"] if key.startswith("margin_")]
@@ -620,8 +550,6 @@ def _content(options: BudgetOptions, metric: str, rows: Sequence[Mapping[str, An
         "gate_from",
         "margin",
         "both_sides",
-        "judge",
-        "top_n",
         "batch_size",
         "seed",
     )

@@ -1,8 +1,8 @@
 """Look a retrieval set over before a model is asked: every picture, and what would make its figures mean little.
 
-    python -m eval check set=DIR
+    rge eval check set=DIR
 
-Prints what there is and what to mind; a set that cannot be evaluated ends with an error that lists all that is wrong.
+Prints counts and caveats; a set that cannot be evaluated ends with an error that lists all that is wrong.
 """
 
 from collections import defaultdict
@@ -39,12 +39,12 @@ class Checked:
     Attributes:
         wanted: the set, with its content.
         lines: what there is.
-        mind: what a reader of figures on this set has to know.
+        caveats: what a reader of figures on this set has to know.
     """
 
     wanted: RetrievalSet
     lines: list[str]
-    mind: list[str]
+    caveats: list[str]
 
 
 def check(options: CheckOptions) -> list[Checked]:
@@ -59,7 +59,7 @@ def check(options: CheckOptions) -> list[Checked]:
     found = []
     for path in paths:
         one = check_set(path)
-        print("\n".join([*one.lines, *(f"mind: {line}" for line in one.mind)]), flush=True)
+        print("\n".join([*one.lines, *(f"caveat: {line}" for line in one.caveats)]), flush=True)
         found.append(one)
     return found
 
@@ -99,7 +99,7 @@ def check_set(path: Path) -> Checked:
         f"fingerprint {wanted.fingerprint}",
         f"content     {wanted.content}",
     ]
-    return Checked(wanted, lines, _mind(wanted, rows_of, asked, groups))
+    return Checked(wanted, lines, _caveats(wanted, rows_of, asked, groups))
 
 
 def _digest(item: Item, side: str, bad: list[str]) -> str:
@@ -112,7 +112,7 @@ def _digest(item: Item, side: str, bad: list[str]) -> str:
         return ""
 
 
-def _mind(wanted: RetrievalSet, rows_of: dict[str, list[str]], asked: list[str], groups: int) -> list[str]:
+def _caveats(wanted: RetrievalSet, rows_of: dict[str, list[str]], asked: list[str], groups: int) -> list[str]:
     found = list(wanted.meta.get("notes", []))
     if copies := [ids for ids in rows_of.values() if len(ids) > 1]:
         found.append(

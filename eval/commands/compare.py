@@ -1,6 +1,6 @@
 """Compare two evaluations of one retrieval set, query by query.
 
-    python -m eval compare a=DIR b=DIR [metric=recall@1,mrr] [out=DIR]
+    rge eval compare a=DIR b=DIR [metric=recall@1,mrr] [out=DIR]
 
 Differences are a - b. Each metric gets one test over all queries, one of the macro mean, and one for every category
 and every value of a ``report_by`` column; the tests of one column are a family, and their p values are also given
@@ -13,7 +13,6 @@ import json
 import math
 import sys
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +21,26 @@ import pandas as pd
 
 from eval.benchmarks.suite import mean_of, member_bootstraps
 from eval.embedding.identity import OLD, differences, old_results, set_mismatch, versions
-from eval.scoring.metrics import is_answer_score, parse_name
+from eval.pages.boards.comparison import write_comparison
+from eval.pages.charts import Mark, interval_chart
+from eval.scoring.metrics import parse_name
 from eval.scoring.output_files import FORMAT, PER_QUERY, read_results, statistics_settings
-from eval.scoring.stats import (
-    NUM_RESAMPLES,
-    OF_DIFFERENCES,
-    POWER,
-    Bootstrap,
-    cluster_bootstrap,
-    effect_size,
-    figures,
-    holm,
-    in_words,
-    index_of,
-    minimum_detectable,
-    sign_flip_p,
-)
+from eval.scoring.stats import POWER, effect_size, holm, minimum_detectable, sign_flip_p
+from eval.scoring.tables import write_tables
 from rge.common.errors import UserError
 from rge.common.files import write_bytes
 from rge.common.registry import PluginOptions
+from rge.stats.intervals import (
+    NUM_RESAMPLES,
+    OF_DIFFERENCES,
+    Bootstrap,
+    cluster_bootstrap,
+    figures,
+    in_words,
+    index_of,
+)
 
-COMPARE, PLOT = "compare.json", "compare.svg"
+COMPARE, PLOT, PAGE, TABLE = "compare.json", "compare.svg", "compare.html", "compare"
 BY_THE_WAY = ("software.", "numbers.")
 """Parts of an identity that differ by accident as a rule: another version, another dtype."""
 DEFAULT_METRICS = ("recall@1", "recall@5", "recall@10", "mrr", "ndcg@10")
@@ -59,7 +57,11 @@ class CompareOptions(PluginOptions):
     metric: tuple[str, ...] = DEFAULT_METRICS
     """Metrics to test; `all` for every one that both have."""
     out: Path | None = None
-    """Where compare.json and compare.svg go; null: print only."""
+    """Where compare.json, compare.svg, the table as compare.csv and compare.tex, and the page go; null: print only."""
+    examples: int = 60
+    """Queries that the page shows with pictures, rationales and rankings; 0: none."""
+    set: Path | None = None
+    """Where the retrieval set is now, for the page; null: where results.json says it was."""
     seed: int = 0
     """Seed of the resampling."""
 
@@ -125,7 +127,20 @@ def compare(options: CompareOptions) -> list[Row]:
             options.out / PLOT, plot([row for row in rows if row.metric == names[0]], names[0]).encode()
         )
         write_bytes(options.out / COMPARE, json.dumps(content, indent=1, allow_nan=False).encode() + b"\n")
-        print(f"\n{options.out / COMPARE}\n{options.out / PLOT}")
+        tables = write_tables(options.out / TABLE, pd.DataFrame([vars(row) for row in rows]), _shown(rows))
+        print("\n" + "\n".join(map(str, (options.out / COMPARE, options.out / PLOT, *tables))))
+        page = write_comparison(
+            options.a,
+            options.b,
+            options.out / PAGE,
+            content["rows"],
+            differs=content["differs"],
+            warnings=notes,
+            num_examples=options.examples,
+            set_dir=options.set,
+            seed=options.seed,
+        )
+        print(page)
     return rows
 
 
@@ -230,34 +245,11 @@ def _slice(
 
 def plot(rows: list[Row], metric: str) -> str:
     """One metric's differences with their intervals as SVG, one line a slice."""
-    line, left, right = 26, 190, 60
-    width, height = 640, 58 + line * len(rows)
-    shown = [x for row in rows for x in (row.low, row.difference, row.high) if x is not None]
-    most = max([abs(x) for x in shown] + [1e-9])
-    middle, unit = (left + width - right) / 2, (width - right - left) / 2 / most
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-        f'font-size="13"><rect width="{width}" height="{height}" fill="#fff"/>',
-        f'<text x="{middle}" y="18" text-anchor="middle">{escape(metric)}, a - b, points of 100, 95 % interval</text>',
-        f'<line x1="{middle}" y1="28" x2="{middle}" y2="{height - 24}" stroke="#999" stroke-dasharray="3 3"/>',
+    marks = [
+        Mark(f"{row.slice} ({row.num_queries})", metric, "", row.difference, row.low, row.high)
+        for row in rows
     ]
-    for index, row in enumerate(rows):
-        y = 42 + line * index
-        # without an interval the line has no length
-        low, at, high = (
-            middle + unit * (row.difference if x is None else x) for x in (row.low, row.difference, row.high)
-        )
-        parts.append(
-            f'<text x="{left - 12}" y="{y + 4}" text-anchor="end">{escape(row.slice)} ({row.num_queries})</text>'
-            f'<line x1="{low:.1f}" y1="{y}" x2="{high:.1f}" y2="{y}" stroke="#1f5fa8" stroke-width="2"/>'
-            f'<circle cx="{at:.1f}" cy="{y}" r="4" fill="#1f5fa8"/>'
-            f'<text x="{width - right + 8}" y="{y + 4}">{100 * row.difference:+.1f}</text>'
-        )
-    for x in (-most, 0.0, most):
-        parts.append(
-            f'<text x="{middle + unit * x:.1f}" y="{height - 8}" text-anchor="middle">{100 * x:+.1f}</text>'
-        )
-    return "\n".join([*parts, "</svg>\n"])
+    return interval_chart(marks, title=f"{metric}, a - b, points of 100, 95 % intervals")
 
 
 def _read(directory: Path) -> tuple[dict[str, Any], pd.DataFrame]:
@@ -311,7 +303,7 @@ def _notes(options: CompareOptions, results_a: dict[str, Any], results_b: dict[s
         ]
         if by_the_way:
             said = ", ".join(f"{key} ({apart[key][0]!s:.24} and {apart[key][1]!s:.24})" for key in by_the_way)
-            found.append(f"a and b also differ in what nobody means to compare: {said}")
+            found.append(f"a and b also differ in settings that are not being compared: {said}")
     return found
 
 
@@ -325,8 +317,6 @@ def _metrics(options: CompareOptions, frame_a: pd.DataFrame, frame_b: pd.DataFra
 
 
 def _is_metric(name: str) -> bool:
-    if is_answer_score(name):
-        return True
     try:
         parse_name(name)
     except ValueError:
@@ -356,7 +346,12 @@ def _table(
     head.append(
         f"a and b differ in {', '.join(apart) or 'nothing: they are two measurements of the same thing'}"
     )
-    frame = pd.DataFrame(
+    return "\n".join([*head, _shown(rows).to_string(index=False)])
+
+
+def _shown(rows: list[Row]) -> pd.DataFrame:
+    """The rows as people read them."""
+    return pd.DataFrame(
         {
             "slice": [row.slice for row in rows],
             "n": [row.num_queries for row in rows],
@@ -374,4 +369,3 @@ def _table(
             ],
         }
     )
-    return "\n".join([*head, frame.to_string(index=False)])

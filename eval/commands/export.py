@@ -1,12 +1,15 @@
 """Evaluations in the formats that others read.
 
-    python -m eval export format=pinpoint|top50|mmeb|mteb eval=DIR out=FILE.json
-    python -m eval export format=card eval=DIR out=CHECKPOINT/README.md
+    rge eval export format=pinpoint|top50|mmeb|mteb eval=DIR out=FILE.json
+    rge eval export format=csv|latex eval=DIR out=FILE
+    rge eval export format=card eval=DIR out=CHECKPOINT/README.md
 
 ``pinpoint``  ``{"00001": {"retrieved_items": [...]}}``, all that is ranked: input of the released evaluate.py
 ``top50``     ``{query: [50 candidate ids]}``, as CIRCO's server takes it
 ``mmeb``      the leaderboard's JSON, from the evaluation of all 36 sets
 ``mteb``      a TaskResult of MTEB, for one retrieval set
+``csv``       every slice and every metric as fractions of one, with intervals
+``latex``     the table that `run` prints, in per cent with intervals, for a paper (booktabs)
 ``card``      the figures put into the model card of the checkpoint that was evaluated, where the Hugging Face hub reads them
 """
 
@@ -20,17 +23,19 @@ from typing import Any
 
 import yaml
 
+from eval.benchmarks.published_tables import published
 from eval.embedding.identity import OLD, old_results
 from eval.scoring.metrics import parse_name
 from eval.scoring.output_files import RUN, read_results
 from eval.scoring.protocol import Protocol
+from eval.scoring.tables import in_per_cent, latex, numbers
 from rge.common.errors import UserError
 from rge.common.files import write_bytes
 from rge.common.mmeb_prompts import SETS
 from rge.common.options import one_of
 from rge.common.registry import PluginOptions
 
-FORMATS = ("pinpoint", "top50", "mmeb", "mteb", "card")
+FORMATS = ("pinpoint", "top50", "mmeb", "mteb", "csv", "latex", "card")
 MOST = 50
 EVALUATION = "## Evaluation"
 _HEAD = ("| set | asked | metric | all queries, with 95 % interval |", "|---|---|---|---|")
@@ -48,7 +53,7 @@ class ExportOptions(PluginOptions):
     """Write an evaluation in a format that others read."""
 
     format: str
-    """pinpoint, top50, mmeb, mteb or card."""
+    """pinpoint, top50, mmeb, mteb, csv, latex or card."""
     eval: Path
     """Evaluation directory."""
     out: Path
@@ -57,6 +62,8 @@ class ExportOptions(PluginOptions):
     """Name of the model in the file."""
     main: str = "ndcg@10"
     """mteb: the main score."""
+    metric: tuple[str, ...] = ()
+    """latex: its columns; none: the headline and what metrics= added."""
 
 
 def export(options: ExportOptions) -> Path:
@@ -84,16 +91,22 @@ def export(options: ExportOptions) -> Path:
     elif options.format == "mmeb":
         content = _mmeb(options, results)
     elif options.format == "card":
-        card = with_evaluation(_card(options.out, results), results)
-        write_bytes(options.out, card.encode())
-        print(options.out)
-        return options.out
+        content = with_evaluation(_card(options.out, results), results)
+    elif options.format == "csv":
+        content = numbers(results).to_csv(index=False)
+    elif options.format == "latex":
+        content = latex(in_per_cent(results, options.metric or _headline(results)))
     else:
         content = _mteb(options, results)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(options.out, json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
+    text = content if isinstance(content, str) else json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    write_bytes(options.out, text.encode())
     print(options.out)
     return options.out
+
+
+def _headline(results: dict[str, Any]) -> list[str]:
+    found = [one["metric"] for one in results.get("headline") or []] or list(Protocol().headline)
+    return [*found, *results.get("metrics", [])]
 
 
 def _top(path: Path, most: int | None) -> Iterator[tuple[str, list[str]]]:
@@ -123,6 +136,8 @@ def _mmeb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
             f"format=mmeb needs an evaluation of all {len(SETS)} sets with benchmark=mmeb; {options.eval} lacks "
             f"{len(missing)}" + (f", first {missing[0]}" if missing else "")
         )
+    if why := published()["mmeb"].not_this_set(results["set"]):
+        raise UserError(f"format=mmeb is for the leaderboard, and {why} ({options.eval})")
     return {
         "metadata": {
             "model_name": options.model,

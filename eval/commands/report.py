@@ -1,6 +1,6 @@
 """One HTML page from finished evaluations; see `eval.pages.report` and, for many models, `eval.pages.boards.leaderboard`.
 
-python -m eval report runs=DIR[,DIR...] out=FILE [log=FILE,...] [baseline=LABEL:DIR,...]
+rge eval report runs=DIR[,DIR...] out=FILE [log=FILE,...] [baseline=LABEL:DIR,...]
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ def _is_for_leaderboard(runs: Sequence[str]) -> bool:
 
 
 def report(options: ReportOptions) -> Path:
-    """``python -m eval report``: write the page that the options describe, and return it.
+    """``rge eval report``: write the page that the options describe, and return it.
 
     Raises:
         UserError: an option is malformed; see `write_report` for the rest.

@@ -1,6 +1,6 @@
 """Reorder the top of a ranking by a vision-language model that sees one query with one candidate at a time.
 
-    python -m eval rerank of=DIR out=DIR judge=DIR_OR_ADDRESS [top_n=20]
+    rge eval rerank of=DIR out=DIR judge=DIR_OR_ADDRESS [top_n=20]
 
 The score of a pair is sigmoid(logit of "yes" - logit of "no") for the first token of the answer; with ``ask=likelihood``, the
 log likelihood of the query's rationale after the candidate, and with ``ask=description`` that of what the judge, having read the
@@ -25,10 +25,11 @@ from eval.embedding.fill_cache import Silent
 from eval.embedding.identity import set_mismatch
 from eval.embedding.processes import ALONE, Team, join
 from eval.judging.endpoint import is_address
-from eval.judging.judges import QUESTION, Judge, RemoteJudge, load_judge
+from eval.judging.judges import QUESTION, Judge, RemoteJudge, load_judge, local_software
 from eval.scoring.evaluation import write_evaluation
-from eval.scoring.output_files import PER_QUERY, RUN, again, check_out, read_results, set_figures, summary
+from eval.scoring.output_files import PER_QUERY, RUN, again, check_out, read_results, set_figures
 from eval.scoring.search import Ranking
+from eval.scoring.tables import summary
 from eval.scoring.trec import read_run
 from eval.sets.retrieval_set import RetrievalSet, content_digest, load_set, with_readable_content
 from rge.calls.store import AnswerStore, key_of
@@ -339,6 +340,8 @@ def rerank(
     row_P = head_QN[query_P, place_P].astype(np.int64)
     asked = wanted.queries if queries is None else queries
     about = {"version": VERSION, "question": question} | judge.name
+    if not isinstance(judge, RemoteJudge):
+        about["software"] = team.once(lambda: local_software(_opened(answers)))
     keys = team.once(lambda: _keys(wanted, asked, query_P, row_P, about))
     unique = list(dict.fromkeys(keys))
     known: dict[str, Any] = team.once(lambda: _opened(answers).get_values(unique))

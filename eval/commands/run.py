@@ -1,6 +1,6 @@
 """Evaluate a checkpoint on a retrieval set.
 
-    python -m eval run checkpoint=DIR set=DIR out=DIR [query_mode=reasoning,direct] [query_modality=both,text,image]
+    rge eval run checkpoint=DIR set=DIR out=DIR [query_mode=reasoning,direct] [query_modality=both,text,image]
 
 set --sets--> items --encode--> embeddings (sharded, resumable) --search--> ranking --metrics, stats--> outputs --report-->
 
@@ -27,19 +27,20 @@ from eval.embedding.processes import Team, join
 from eval.embedding.rewrite import PROMPTS, load_rewriter, rewritten
 from eval.embedding.set_embeddings import Embeddings, contents_of, is_sampled
 from eval.scoring.evaluation import write_evaluation
-from eval.scoring.metrics import CUTOFFS
-from eval.scoring.output_files import RESULTS, again, check_out, self_retrieval, summary
+from eval.scoring.metrics import deepest
+from eval.scoring.output_files import RESULTS, again, check_out, self_retrieval
 from eval.scoring.protocol import Protocol
 from eval.scoring.search import DEPTH, Ranking, rows_within, search
+from eval.scoring.tables import summary
 from eval.sets.retrieval_set import MODALITIES, Modality, RetrievalSet, load_set, with_content
 from rge.common.errors import UserError
 from rge.common.files import checkpoint_folder
 from rge.common.options import one_of
 from rge.common.prompt_profiles import PROFILES
 from rge.common.registry import PluginOptions
-from rge.common.schema import Encoded
+from rge.common.schema import Encoded, check_auto
 
-MODES: tuple[Mode, ...] = ("reasoning", "direct")
+MODES: tuple[Mode, ...] = ("reasoning", "direct", "auto")
 MAX_INSTRUCTIONS = 20
 """Instructions listed in results.json; a set may have one a query."""
 
@@ -83,8 +84,10 @@ class RunOptions(PluginOptions):
     loss.matryoshka_dims. null: all. The cache holds whole embeddings, so that another size costs nothing."""
     candidate_mode: str = "direct"
     """direct or reasoning: whether a candidate writes a rationale too."""
+    metrics: tuple[str, ...] = ()
+    """Further metrics, at any cutoff: recall@100, ndcg@5."""
     depth: int = DEPTH
-    """Length of a ranking."""
+    """Length of a ranking; at least the deepest metric's."""
     memory_mb: float = 2048.0
     """Memory for the pool's embeddings, MB; a larger pool is searched in blocks of this size out of a file in the cache."""
     search_on: str = "cpu"
@@ -104,7 +107,7 @@ class RunOptions(PluginOptions):
     seed: int = 0
     """Seed of the resampling and of sampled rationales."""
     benchmark: str = "generic"
-    """Protocol of a benchmark: rmir, mmeb, mmeb2, mmbright, pinpoint, mrmr, mr2bench, one that plugins=
+    """Protocol of a benchmark: rmir, mmeb, mmeb2, mmbright, pinpoint, mrmr, one that plugins=
     adds, or generic."""
     profile: str = "clean"
     """clean is the defensible protocol, official what the benchmark's released code computes."""
@@ -175,7 +178,7 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
         results = session.write(one, ranking, encoded, figures)
         print(
             f"\n{session.wanted.name}: {one.mode}, {one.modality} -> {one.out}\n"
-            f"{summary(results, session.protocol.headline)}",
+            f"{summary(results, (*session.protocol.headline, *options.metrics))}",
             flush=True,
         )
     dirs = [one.out for one in conditions]
@@ -282,12 +285,12 @@ def start(
     """
     team = join()
     wanted = load_set(options.set, by=options.by)
-    protocol = protocol_for(options.benchmark, options.profile, wanted)
+    protocol = protocol_for(options.benchmark, options.profile, wanted, options.metrics)
     whole = wanted = protocol.prepare(wanted)
     if options.limit is not None:
         wanted = wanted.first(options.limit)
-    if options.depth < min(max(CUTOFFS), len(wanted.corpus_ids)):
-        raise UserError(f"depth must be at least {max(CUTOFFS)}, the deepest metric, got {options.depth}")
+    if options.depth < min(needed := deepest(protocol.names(wanted)), len(wanted.corpus_ids)):
+        raise UserError(f"depth must be at least {needed}, the deepest metric, got {options.depth}")
     root = options.cache or options.out / ".cache"
     rewriter = load_rewriter(
         options.rewrite, options.rewriter, options.rewriter_model, options.rewriter_key_env, root
@@ -320,13 +323,13 @@ def start(
 def _conditions(options: RunOptions) -> list[Condition]:
     one_of("query_mode", options.query_mode, MODES)
     one_of("query_modality", options.query_modality, MODALITIES)
-    one_of("candidate_mode", [options.candidate_mode], MODES)
+    one_of("candidate_mode", [options.candidate_mode], ("reasoning", "direct"))
     one_of("search_on", [options.search_on], ("cpu", "gpu"))
     if options.as_ is not None:
         one_of("as", [options.as_], ("release",))
     if options.memory_mb <= 0:
         raise UserError(f"memory_mb must be above 0, got {options.memory_mb:g}")
-    protocol_for(options.benchmark, options.profile)
+    protocol_for(options.benchmark, options.profile, metrics=options.metrics)
     if options.prompts is not None:
         one_of("prompts", [options.prompts], tuple(PROFILES))
     if options.batch_size < 1:
@@ -408,6 +411,8 @@ def _load(options: RunOptions, load: Callable[..., Embeds] | None, of_set: str |
     )
     if "reasoning" in options.query_mode and "reasoning" not in encoder.settings.get("modes", MODES):
         raise UserError(f"{name} writes no rationale: give query_mode=direct")
+    if "auto" in options.query_mode:
+        check_auto(encoder.settings)
     exact = options.exact
     if exact is None:
         exact = (
@@ -482,6 +487,8 @@ def _identity(
         "rewrite.model": options.rewriter_model,
         **{key: measured[key] for key in ("depth", "dtype", "exact")},
         "seed": options.seed,
+        "metrics": list(options.metrics),
+        "identity.asked.rewriter_at": parts["asked"]["rewriter_at"],
         "identity.prompts": parts["prompts"],
         "identity.pixels": parts["pixels"],
         "identity.embedder.settings": parts["embedder"]["settings"],
@@ -503,8 +510,15 @@ def _measured_with(
         "prompts": _prompts(wanted, encoder),
         "rewrite": None
         if options.rewrite is None
-        else {"kind": options.rewrite, "model": options.rewriter_model, "prompts": PROMPTS[options.rewrite]},
-        "settings": {key: value for key, value in encoder.settings.items() if key != "recipe"},
+        else {
+            "kind": options.rewrite,
+            "model": options.rewriter_model,
+            "prompts": PROMPTS[options.rewrite],
+            **wanted.meta["rewriter"],
+        },
+        "settings": {
+            key: value for key, value in encoder.settings.items() if key not in ("recipe", "identity")
+        },
         "decoding": encoder.settings["generation"],
         "dtype": encoder.settings["dtype"],
         "exact": encoder.settings.get("exact", False),

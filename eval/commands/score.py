@@ -1,6 +1,7 @@
 """Score a ranking made by anyone: the same metrics, intervals and files as `eval.commands.run`, without a checkpoint.
 
-    python -m eval score run=FILE.trec set=DIR out=DIR
+    rge eval score run=FILE.trec set=DIR out=DIR
+    rge eval score run=A.trec fuse=B.trec,C.trec set=DIR out=DIR    # one ranking of several
 
 Scoring the ``run.trec`` of an evaluation gives that evaluation's metrics again. Only the spread of ties does not
 survive the file, whose scores are strictly decreasing (`eval.scoring.trec`).
@@ -9,24 +10,34 @@ survive the file, whose scores are strictly decreasing (`eval.scoring.trec`).
 import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import each_member, is_suite, join_members, load_suite
 from eval.scoring.evaluation import write_evaluation
-from eval.scoring.metrics import CUTOFFS
-from eval.scoring.output_files import again, check_out, summary
-from eval.scoring.trec import read_run
+from eval.scoring.fuse import added
+from eval.scoring.metrics import deepest
+from eval.scoring.output_files import RUN, again, check_out
+from eval.scoring.tables import summary
+from eval.scoring.trec import ReadRun, read_run
 from eval.sets.retrieval_set import load_set, with_readable_content
 from rge.common.errors import UserError
 from rge.common.registry import PluginOptions
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ScoreOptions(PluginOptions):
     """Score a ranking that any program made."""
 
     run: Path
-    """TREC run file: query Q0 candidate rank score tag. For a suite: a directory with MEMBER.trec."""
+    """TREC run file (query Q0 candidate rank score tag), gzip too, or an evaluation's directory. For a suite: a directory with
+    MEMBER.trec, or a suite's evaluation."""
+    fuse: tuple[Path, ...] = ()
+    """Further runs of the same set, whose rankings and run's are made one."""
+    fuse_by: Literal["rrf", "score"] = "rrf"
+    """rrf adds up 1 / (60 + rank), score the scores, each run's from 0 to 1 within a query."""
+    weights: tuple[float, ...] = ()
+    """Of run and of those of fuse, in this order; none: all count alike."""
     set: Path
     """Retrieval set directory, see `eval.sets.retrieval_set`, or a suite of them, see `eval.benchmarks.suite`."""
     out: Path
@@ -37,10 +48,12 @@ class ScoreOptions(PluginOptions):
     """Order equal scores by candidate id instead of refusing the run."""
     by: tuple[str, ...] = ()
     """Further query columns to report by, besides the set's ``report_by``."""
+    metrics: tuple[str, ...] = ()
+    """Further metrics, at any cutoff: recall@100, ndcg@5."""
     seed: int = 0
     """Seed of the resampling."""
     benchmark: str = "generic"
-    """Protocol of a benchmark: rmir, mmeb, mmeb2, mmbright, pinpoint, mrmr, mr2bench, one that plugins=
+    """Protocol of a benchmark: rmir, mmeb, mmeb2, mmbright, pinpoint, mrmr, one that plugins=
     adds, or generic."""
     profile: str = "clean"
     """clean is the defensible protocol, official what the benchmark's released code computes."""
@@ -54,13 +67,24 @@ def score(options: ScoreOptions) -> Path:
     Raises:
         UserError: the run or the set is wrong, or queries are missing and ``allow_missing`` is not given.
     """
-    protocol = protocol_for(options.benchmark, options.profile)
+    protocol = protocol_for(options.benchmark, options.profile, metrics=options.metrics)
+    if len(options.weights) not in (0, 1 + len(options.fuse)):
+        raise UserError(
+            f"weights must be {1 + len(options.fuse)} numbers, one a run, got {len(options.weights)}"
+        )
     if is_suite(options.set):
         return score_members(options)
     wanted = load_set(options.set, by=options.by)
-    protocol = protocol_for(options.benchmark, options.profile, wanted)
+    protocol = protocol_for(options.benchmark, options.profile, wanted, options.metrics)
     wanted, unread = with_readable_content(protocol.prepare(wanted))
-    read = read_run(options.run, wanted, allow_ties=options.allow_ties)
+    paths = [path / RUN if path.is_dir() else path for path in (options.run, *options.fuse)]
+    reads = [read_run(path, wanted, allow_ties=options.allow_ties) for path in paths]
+    read = reads[0]
+    if options.fuse:
+        ranking = added([one.ranking for one in reads], options.fuse_by, options.weights or None)
+        missing = [name for name in read.missing if all(name in one.missing for one in reads)]
+        tag = f"{options.fuse_by}-of-{'-'.join(one.tag for one in reads)}"
+        read = ReadRun(ranking, missing, sum(one.num_excluded for one in reads), tag)
     num_queries = len(wanted.queries)
     if read.missing and not options.allow_missing:
         raise UserError(
@@ -69,7 +93,8 @@ def score(options: ScoreOptions) -> Path:
             + ("leaves them out, as the released code does," if protocol.skips_missing else "scores them 0")
             + " and reports the coverage"
         )
-    run_hash = hashlib.sha256(options.run.read_bytes()).hexdigest()
+    run_hash = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+    fusion = {"runs": list(map(str, paths)), "by": options.fuse_by, "weights": list(options.weights)}
     identity = {
         "set.fingerprint": wanted.fingerprint,
         "set.content": wanted.content,
@@ -79,9 +104,12 @@ def score(options: ScoreOptions) -> Path:
         "tag": read.tag,
         "run_hash": run_hash,
         "seed": options.seed,
+        "metrics": list(options.metrics),
+        "fusion": fusion if options.fuse else None,
     }
     check_out(options.out, identity, overwrite=options.overwrite)
-    short = int((wanted.pool_sizes().clip(max=max(CUTOFFS)) > (read.ranking.rows_QW >= 0).sum(axis=1)).sum())
+    needed = deepest(protocol.names(wanted))
+    short = int((wanted.pool_sizes().clip(max=needed) > (read.ranking.rows_QW >= 0).sum(axis=1)).sum())
     about = {
         "num_missing": len(read.missing),
         "num_short": short,
@@ -89,6 +117,7 @@ def score(options: ScoreOptions) -> Path:
         "run": str(options.run),
         "run_hash": run_hash,
         "tag": read.tag,
+        "fusion": identity["fusion"],
         "again": again("score", options),
         "warnings": [*wanted.meta.get("notes", []), *unread],
     }
@@ -102,14 +131,14 @@ def score(options: ScoreOptions) -> Path:
         seed=options.seed,
         missing=read.missing,
     )
-    print(f"{wanted.name}: {options.run} -> {options.out}\n{summary(results, protocol.headline)}")
+    print(
+        f"{wanted.name}: {options.run} -> {options.out}\n{summary(results, (*protocol.headline, *options.metrics))}"
+    )
     if read.missing:
         what = "are left out" if protocol.skips_missing else "count as 0"
         print(f"coverage {results['coverage']:.4f}: {len(read.missing)} queries without a line {what}")
     if short:
-        print(
-            f"{short} queries list fewer than {max(CUTOFFS)} candidates; what is not listed counts as not found"
-        )
+        print(f"{short} queries list fewer than {needed} candidates; what is not listed counts as not found")
     return options.out
 
 
@@ -120,15 +149,20 @@ def score_members(options: ScoreOptions) -> Path:
         UserError: as `score`, or a member has no run file.
     """
     suite = load_suite(options.set)
-    runs = {name: options.run / f"{name}.trec" for name in suite.members}
-    for path in runs.values():
-        if not path.is_file():
-            raise UserError(
-                f"{path} is not there: a suite needs a run file for each of its {len(suite.members)} members"
-            )
+
+    def of_member(folder: Path, name: str) -> Path:
+        places = (folder / f"{name}.trec", folder / f"{name}.trec.gz", folder / "members" / name / RUN)
+        if found := next((path for path in places if path.is_file()), None):
+            return found
+        raise UserError(
+            f"{places[0]} does not exist: a suite needs a run file for each of its {len(suite.members)} members"
+        )
+
+    runs = {name: [of_member(one, name) for one in (options.run, *options.fuse)] for name in suite.members}
 
     def one(name: str, path: Path, out: Path) -> None:
-        score(replace(options, run=runs[name], set=path, out=out))
+        run, *more = runs[name]
+        score(replace(options, run=run, fuse=tuple(more), set=path, out=out))
 
     dirs = each_member(suite, options.out, one)
     join_members(suite, dirs, options.out, str(options.run), seed=options.seed, overwrite=options.overwrite)

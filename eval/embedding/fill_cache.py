@@ -17,10 +17,9 @@ from eval.embedding.processes import ALONE, Team
 from eval.embedding.shards import Cache, covered, read, write_shard
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
-from rge.common.schema import Encoded, Item
+from rge.common.schema import Encoded, Item, Mode
 
 Side = Literal["query", "candidate"]
-Mode = Literal["reasoning", "direct"]
 SHARD_BATCHES = 8
 """Batches in a shard, which is what a kill can cost at most, and the window within which `rge.embedder` sorts by length."""
 POLL_S = 0.2

@@ -93,8 +93,7 @@ def identity_of(results: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         Part -> what decides it: ``set`` (ids, judgements, texts, pictures, wording and picture policy of the import),
         ``protocol``, ``embedder`` (all files that were loaded, the hub's commit), ``asked``, ``prompts``, ``pixels``,
-        ``generation``, ``numbers`` (dtype, device), ``software`` and ``plugins`` (somebody's own embedder, metrics, protocol); of
-        marked answers also ``answers``, see `eval.commands.rag`.
+        ``generation``, ``numbers`` (dtype, device), ``software`` and ``plugins`` (somebody's own embedder, metrics, protocol).
     """
     wanted, settings = results.get("set") or {}, results.get("settings") or {}
     model, prompts = results.get("model") or {}, results.get("prompts") or {}
@@ -115,6 +114,7 @@ def identity_of(results: Mapping[str, Any]) -> dict[str, Any]:
         | {
             "rewrite": rewrite.get("kind"),
             "rewriter": rewrite.get("model"),
+            "rewriter_at": {key: rewrite.get(key) for key in ("at", "served", "rge")} if "at" in rewrite else None,
             "judge": judged.get("judge"),
             "judged": judged.get("top_n"),
             "way": (results.get("budget") or {}).get("name"),
@@ -133,25 +133,7 @@ def identity_of(results: Mapping[str, Any]) -> dict[str, Any]:
         "software": {"code": results.get("code")}
         | {name: (results.get("versions") or {}).get(name) for name in NUMERIC},
         "plugins": {name: one.get("code") for name, one in (results.get("plugins") or {}).items()},
-    } | _answered(results.get("rag"))  # fmt: skip
-
-
-def _answered(about: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What decides marks of answers; nothing for a ranking, whose key stays what it was before there were any."""
-    if not about:
-        return {}
-    names = (
-        "row",
-        "answerer",
-        "judges",
-        "top_n",
-        "document_chars",
-        "answer_tokens",
-        "judge_tokens",
-        "wording",
-        "references",
-    )
-    return {"answers": {name: about.get(name) for name in names}}
+    }  # fmt: skip
 
 
 def with_key(results: Mapping[str, Any]) -> dict[str, Any]:

@@ -54,7 +54,8 @@ class Rewriter:
     def about(self) -> dict[str, Any]:
         """For results.json."""
         system, request = PROMPTS[self.kind]
-        return {"kind": self.kind, "model": self.endpoint.model, "system": system, "request": request}
+        about = {"kind": self.kind, "model": self.endpoint.model, "system": system, "request": request}
+        return about | self.endpoint.served
 
 
 def load_rewriter(
@@ -90,7 +91,7 @@ def rewritten(wanted: RetrievalSet, rewriter: Rewriter) -> RetrievalSet:
         replace(query, text="\n".join(part for part in (query.text, more) if part))
         for query, more in zip(wanted.queries, added, strict=True)
     ]
-    meta = wanted.meta
+    meta = {**wanted.meta, "rewriter": rewriter.endpoint.served}
     if empty := sum(more == "" for more in added):
         note = f"rewrite={rewriter.kind} added nothing to {empty} of {len(queries)} queries (refused, rejected or empty)"
         meta = {**meta, "notes": [*meta.get("notes", []), note]}

@@ -191,7 +191,7 @@ class Embeddings:
 
 def keyed_settings(encoder: Embeds, mode: Mode) -> dict[str, Any]:
     """What of an encoder's settings decides its embeddings, with the prompts' wording itself."""
-    settings = {key: value for key, value in encoder.settings.items() if key != "notes"}
+    settings = {key: value for key, value in encoder.settings.items() if key not in ("notes", "identity")}
     profile = str(settings.get("profile"))
     if profile in PROFILES:
         settings["templates"] = asdict(PROFILES[profile])

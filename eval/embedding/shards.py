@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rge.common.errors import UserError
-from rge.common.files import write_bytes
+from rge.common.files import remove_left_over, write_bytes
 from rge.common.schema import Encoded
 
 FORMAT = 2
@@ -96,8 +96,7 @@ def open_cache(
     """
     cache = cache_at(root, key, num_items, describe, names)
     cache.path.mkdir(parents=True, exist_ok=True)
-    for left_over in cache.path.glob("*.tmp"):  # of a killed run
-        left_over.unlink(missing_ok=True)
+    remove_left_over(cache.path)
     if encoder is not None and names is not None and not shards_of(cache):
         adopt(cache, root, encoder)
     about = describe | {"key": key, "encoder": encoder}

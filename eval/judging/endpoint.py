@@ -1,6 +1,6 @@
 """A vision-language model behind an OpenAI-compatible endpoint: texts, and yes or no as a probability.
 
-Calls are made by `rge.calls`: limited, retried, pictures without metadata. A call that is lost stops the run, and everything
+Calls are made by `rge.calls`: limited, retried, pictures without metadata. A call without an answer stops the run, and everything
 answered so far is kept by whoever asked (`rge.calls.store.AnswerStore`). What is refused, rejected or empty would be so again:
 it counts as answered with nothing.
 """
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from rge.calls.caller import Caller, Outcome
 from rge.calls.model_config import ModelConfig
+from rge.calls.providers.listing import served_as
 from rge.calls.replies import Reply
 from rge.calls.request import Part, Picture, Request
 from rge.calls.store import AnswerStore
@@ -46,8 +47,11 @@ class Endpoint:
         key_env: environment variable that holds the key; None: it needs none.
         concurrency: calls under way at once.
 
+    Attributes:
+        served: see `rge.calls.providers.listing.served_as`; part of the keys under which answers are kept.
+
     Raises:
-        UserError: the variable is not set.
+        UserError: the variable is not set, or the endpoint cannot be reached.
     """
 
     def __init__(self, url: str, model: str, key_env: str | None = None, *, concurrency: int = CONCURRENCY):
@@ -55,6 +59,7 @@ class Endpoint:
         config = ModelConfig(
             name=model, base_url=url, key_env=key_env, concurrency=concurrency, send_seed=False, reasks=0
         )
+        self.served = served_as(config)
         # What is kept of an answer is for the caller to say: the answers themselves are not.
         self._caller = Caller({model: config}, AnswerStore(None))
 
@@ -75,14 +80,14 @@ class Endpoint:
             on_text: called with place and text as soon as one is there; not for empty ones.
 
         Raises:
-            UserError: a call was lost; after all others.
+            UserError: a call has no answer; after all others.
         """
         requests = [Request(self.model, tuple(parts), system, max_tokens=max_tokens) for parts in prompts]
         texts = [""] * len(requests)
         failed: dict[int, Outcome] = {}
 
         def take(place: int, outcome: Outcome) -> None:
-            if outcome.failed:
+            if outcome.unanswered or outcome.rejected:
                 failed[place] = outcome
             elif outcome.reply is not None and (text := outcome.reply.text.strip()):
                 texts[place] = text
@@ -113,7 +118,7 @@ class Endpoint:
                 end, when it is known not to reject all.
 
         Raises:
-            UserError: a call was lost, after all others; or the endpoint gives no log probabilities.
+            UserError: a call has no answer, after all others; or the endpoint gives no log probabilities.
         """
         requests = [
             Request(self.model, tuple(parts), max_tokens=1, top_logprobs=TOP_LOGPROBS) for parts in prompts
@@ -122,7 +127,7 @@ class Endpoint:
         failed: dict[int, Outcome] = {}
 
         def take(place: int, outcome: Outcome) -> None:
-            if outcome.failed:
+            if outcome.unanswered or outcome.rejected:
                 failed[place] = outcome
                 return
             said = str(outcome.error)
@@ -133,7 +138,7 @@ class Endpoint:
 
         self._caller.run(requests, take)
         for place, outcome in failed.items():
-            if not outcome.lost:
+            if outcome.rejected:
                 verdicts[place] = Verdict(None, str(outcome.error))
                 on_verdict(place, verdicts[place])
         self._check(failed, len(requests))
@@ -156,10 +161,10 @@ class Endpoint:
         return Verdict(1 / (1 + math.exp(min(for_no - for_yes, 700.0))), reply.first_token)
 
     def _check(self, failed: Mapping[int, Outcome], num: int) -> None:
-        if lost := [outcome for outcome in failed.values() if outcome.lost]:
+        if unanswered := [outcome for outcome in failed.values() if outcome.unanswered]:
             raise UserError(
-                f"{len(lost)} of {num} calls of {self.model} at {self.url} were lost, the first with: "
-                f"{lost[0].error}; what was answered is kept, the same command continues"
+                f"{len(unanswered)} of {num} calls of {self.model} at {self.url} have no answer, the first: "
+                f"{unanswered[0].error}; what was answered is kept, the same command continues"
             )
 
 

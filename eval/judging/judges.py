@@ -9,8 +9,10 @@ import numpy as np
 
 from eval.judging.endpoint import Endpoint, is_address, picture
 from rge.calls.request import Part
+from rge.calls.store import AnswerStore, key_of
 from rge.common.errors import UserError
 from rge.common.schema import Item
+from rge.identity.run_identity import digest, still_valid
 
 QUESTION = "Does the candidate answer the query? Answer with {yes} or {no} only."
 
@@ -120,7 +122,7 @@ class RemoteJudge:
 
     def __init__(self, endpoint: Endpoint, *, yes: str, no: str):
         self._endpoint, self._words = endpoint, (yes, no)
-        self.name = {"judge": endpoint.model, "words": [yes, no]}
+        self.name = {"judge": endpoint.model, "words": [yes, no], **endpoint.served}
 
     def score(
         self,
@@ -204,3 +206,20 @@ def identity_of_files(path: str) -> str:
     from rge.checkpoints.export import checkpoint_hash
 
     return checkpoint_hash(Path(path)) if Path(path).is_dir() else path
+
+
+SOFTWARE = "software of local models"
+"""Where a store keeps the software that scores and texts in it were made with."""
+
+
+def local_software(store: AnswerStore) -> str:
+    """Hash of the software that scores and texts of models in this process are kept under, see `still_valid`."""
+    keys = [key_of(SOFTWARE, number) for number in range(MOST_SOFTWARE)]
+    known = store.get_values(keys)
+    found = still_valid(list(known.values()), ("rge", "eval.judging"))
+    if found not in known.values():
+        store.put_values({keys[len(known) % MOST_SOFTWARE]: found})
+    return digest(found)
+
+
+MOST_SOFTWARE = 1000

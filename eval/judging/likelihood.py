@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eval.judging.judges import load_local
+from eval.judging.judges import load_local, local_software
 from rge.calls.store import AnswerStore, key_of
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
@@ -125,6 +125,7 @@ class LikelihoodJudge:
                 f"query {empty[0]!r} has neither a rationale nor a text, so nothing can be described"
             )
         about = self.name | {"after": ANSWER_SHOWS, "tokens": DESCRIPTION_TOKENS}
+        about["software"] = local_software(answers)
         keys = [key_of(about, one.text) for one in texts]
         known = answers.get_values(list(dict.fromkeys(keys)))
         todo = {key: one for key, one in zip(keys, texts, strict=True) if key not in known}
@@ -143,7 +144,7 @@ class LikelihoodJudge:
         if texts and all(known[key][1] or not known[key][0] for key in keys):
             raise UserError(
                 f"the judge wrote {known[keys[0]][0]!r} and never ended with <emb>: ask=description needs one that was "
-                "trained to describe the right answer (python -m eval records descriptions=FILE)"
+                "trained to describe the right answer (rge eval records descriptions=FILE)"
             )
         return [Item(one.id, text=known[key][0] or one.text) for key, one in zip(keys, texts, strict=True)]
 

@@ -235,13 +235,13 @@ def load_model(
     if facts.model_type in NOT_HERE and (chosen is None or chosen in OURS):
         raise UserError(
             f"{model} is a {facts.model_type}: {NOT_HERE[facts.model_type]}. A ranking made by the model's own code goes "
-            "through `python -m eval score`; docs/extending.md shows how to add an embedder"
+            "through `rge eval score`; docs/extending.md shows how to add an embedder"
         )
     if chosen is None:
         kinds = "\n".join(f"  {one.name}: {one.about}" for one in adapters())
         raise UserError(
             f"{model} ({facts.model_type or 'no model_type in config.json'}) is none of the known embedders, which are\n"
-            f"{kinds}\nadapter=NAME chooses one; a ranking made by any other program goes through `python -m eval score`"
+            f"{kinds}\nadapter=NAME chooses one; a ranking made by any other program goes through `rge eval score`"
         )
     options = {"device": device, "dtype": dtype, "max_new_tokens": max_new_tokens, "temperature": temperature}
     if engine != "own":

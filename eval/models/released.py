@@ -57,6 +57,8 @@ class Released:
     """How MMEB's texts are worded for it: ``instructions=`` of the import."""
     general = VLM2VEC
     """Wording of what the release has no prompts for."""
+    code = ""
+    """Repository and revision of the evaluation that is followed."""
 
     def __init__(self, facts: Facts, model: Any, processor: Any, settings: dict[str, Any]):
         self.checkpoint, self.checkpoint_hash = facts.path, hash_of_files(facts)
@@ -68,6 +70,7 @@ class Released:
             "profile": self.wording,
             "mmeb_instructions": self.wording,
             "as": "release",
+            "release_code": self.code,
             "image_backend": "pil",
             "differs_from_release": [UNPROMPTED],
             "recipe": {},
@@ -115,8 +118,8 @@ class Released:
         raise NotImplementedError
 
     def hidden(self, inputs: dict[str, Tensor]) -> Tensor:
-        """States of the last layer, (1, T, D)."""
-        return self.model(**inputs, output_hidden_states=True, use_cache=False).hidden_states[-1]
+        """States after the final norm, (1, T, D); ``hidden_states[-1]`` is before it in some families and versions."""
+        return self.model.model(**inputs, use_cache=False).last_hidden_state
 
     @torch.inference_mode()
     def encode(
@@ -171,6 +174,7 @@ class ReleasedRge(Released):
 
     wording = "rge"
     general = PROFILES["rge"]
+    code = "MCG-NJU/RGE 60744447"
 
     def __init__(self, facts: Facts, model: Any, processor: Any, dtype: str, max_new_tokens: int):
         self.emb_id = processor.tokenizer.convert_tokens_to_ids(EMB_TOKEN)

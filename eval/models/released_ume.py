@@ -37,6 +37,8 @@ WHITE = (28, 28)
 class ReleasedUme(Released):
     """A released UME-R1 checkpoint."""
 
+    code = "XMUDeepLIT/UME-R1 55e5512"
+
     def __init__(self, facts: Facts, model: Any, processor: Any, dtype: str, max_new_tokens: int):
         vocabulary = processor.tokenizer.get_vocab()
         self.gen_id, self.disc_id = vocabulary[GEN], vocabulary[DISC]

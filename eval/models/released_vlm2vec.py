@@ -6,6 +6,9 @@ its model code, which looks for them, gives every token the next position; the s
 without having one (queries of WebQA) keeps the token. A picture with a side below 28 pixels becomes 56 x 56; PIL scales to 3,136 to
 1,003,520 pixels. The command for VLM2Vec-V1 (``eval_vlm2vecv1_8gpu.sh``) scales every picture to 1344 x 1344 before all that. It
 runs batches in bfloat16 with flash attention; here each item is computed alone.
+
+Pull request 213 (21 September 2026) makes that code read states after the final norm, as is done here; what else it changes could not
+be read.
 """
 
 import re
@@ -38,6 +41,8 @@ class ReleasedVlm2Vec(Released):
         dtype: of the weights, as a word.
         first_size: what every picture is scaled to before all else (width, height); None: nothing.
     """
+
+    code = "TIGER-AI-Lab/VLM2Vec 6e1e1d4"
 
     def __init__(
         self, facts: Facts, model: Any, processor: Any, dtype: str, first_size: tuple[int, int] | None

@@ -3,25 +3,29 @@
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
-import pyarrow.parquet as pq
 
 from eval.pages.evaluations import RANK_COLUMN, TOP_COLUMN, Evaluation
-from eval.pages.examples import Gallery, choose_examples
-from eval.pages.wording import slice_order, tag
+from eval.pages.examples import (
+    NUM_SHOWN,
+    Gallery,
+    SetView,
+    as_rank,
+    as_text,
+    choose_examples,
+    facets,
+    outcome_of,
+)
+from eval.pages.wording import tag
 from eval.sets.retrieval_set import RetrievalSet, given_rationales
-from rge.common.errors import UserError
 
-NAME_COLUMNS = ("concept", "name", "label", "title")
-"""Of corpus.parquet, the first that is there."""
-NUM_SHOWN = 5
-"""Pictures of a ranking on an example card."""
-MAX_WANTED = 2
-"""Right answers shown beside a ranking that has none of them."""
+_FOUND = {
+    "name": "outcome",
+    "label": "Found",
+    "values": [("first", "rank 1"), ("near", f"rank 2–{NUM_SHOWN}"), ("below", f"below {NUM_SHOWN}")],
+}
 
 
 def cards_of(
@@ -38,87 +42,21 @@ def cards_of(
     success_rank = min(int(k.group(1)), NUM_SHOWN) if k else 1
     strata = [name for name in ("category", *loaded.report_by) if main.per_query[name].nunique() > 1]
     chosen = choose_examples(main.per_query, success_rank=success_rank, num=num, strata=strata, seed=seed)
-    place = {query_id: row for row, query_id in enumerate(loaded.query_ids)}
-    strange = [query_id for query_id in chosen if query_id not in place]
-    if strange:
-        raise UserError(f"{main.directory} evaluates query {strange[0]!r}, which {loaded.path} does not have")
-    ranked = {
-        query_id: [str(name) for name in main.per_query.at[query_id, TOP_COLUMN]][:NUM_SHOWN]
-        for query_id in chosen
-    }
-    right, wrong = {}, {}
-    for query_id in chosen:
-        rows, gains = loaded.positives[place[query_id]]
-        best_first = np.lexsort((rows, -gains))
-        right[query_id] = [loaded.corpus_ids[row] for row in rows[best_first]]
-        listed = () if loaded.negatives is None else loaded.negatives[place[query_id]].tolist()
-        # an explicit negative that is also a positive counts as a positive, as in the metrics
-        wrong[query_id] = {loaded.corpus_ids[row] for row in listed} - set(right[query_id])
-    wanted = {
-        query_id: [] if set(ranked[query_id]) & set(right[query_id]) else right[query_id][:MAX_WANTED]
-        for query_id in chosen
-    }
-    needed = {name for lists in (ranked, wanted) for names in lists.values() for name in names}
-    corpus = {item.id: item for item in loaded.corpus_items() if item.id in needed} if needed else {}
-    names = _names(loaded.path / "corpus.parquet")
+    tops = {one: [str(name) for name in main.per_query.at[one, TOP_COLUMN]][:NUM_SHOWN] for one in chosen}
+    view = SetView(loaded, {one: [names] for one, names in tops.items()}, gallery)
     given: dict[str, set[str]] = defaultdict(set)
     for (query_id, _), text in given_rationales(loaded).items():
         given[query_id].add(text)
     sayings = set().union(*given.values())
-    lost = sorted(needed - corpus.keys())
-    if lost:
-        raise UserError(f"{main.directory} ranks candidate {lost[0]!r}, which {loaded.path} does not have")
-
-    def candidate(name: str) -> dict[str, Any]:
-        item = corpus[name]
-        picture = gallery.add(item.images[0], f"candidate {name!r} of {loaded.path}") if item.images else None
-        return {"id": name, "picture": picture, "text": item.text, "alt": item.text or names.get(name, name)}
-
     cards = []
-    for query_id in chosen:
-        item, measured = loaded.queries[place[query_id]], main.per_query.loc[query_id]
-        pictures = [gallery.add(ref, f"query {query_id!r} of {loaded.path}") for ref in item.images]
-        results = []
-        for rank, name in enumerate(ranked[query_id], start=1):
-            shown = candidate(name)
-            marks = {
-                "rank": rank,
-                "hit": name in right[query_id],
-                "negative": name in wrong[query_id],
-                "is_query": shown["picture"] in pictures,
-            }
-            results.append(shown | marks)
-        first = _rank(measured[RANK_COLUMN])
-        cards.append(
-            {
-                "id": query_id,
-                "facets": [str(measured[name]) for name in strata],
-                "tags": [tag(name, str(measured[name])) for name in strata],
-                "outcome": "below"
-                if first is None or first > NUM_SHOWN
-                else "first"
-                if first == 1
-                else "near",
-                "success": first is not None and first <= success_rank,
-                "pictures": pictures,
-                "text": item.text,
-                "rationale": _text(measured.get("rationale")),
-                "says": _says(_text(measured.get("rationale")), given.get(query_id, set()), sayings),
-                "forced": measured.get("stop_reason") == "forced",
-                "tokens": _rank(measured.get("rationale_tokens")),
-                "results": results,
-                "rank": first,
-                "num_positives": len(right[query_id]),
-                "wanted": [candidate(name) for name in wanted[query_id]],
-                "ranks": [
-                    (one.label, _rank(one.per_query.at[query_id, RANK_COLUMN]), one is main)
-                    for one in evaluations
-                ],
-            }
-        )
+    for one in chosen:
+        card = _card(one, main.per_query.loc[one], tops[one], view, strata)
+        card["success"] = card["rank"] is not None and card["rank"] <= success_rank
+        card["says"] = _says(card["rationale"], given.get(one, set()), sayings)
+        card["ranks"] = [(e.label, as_rank(e.per_query.at[one, RANK_COLUMN]), e is main) for e in evaluations]
+        cards.append(card)
     ranks = main.per_query[RANK_COLUMN]
     num_first, num_near = int(ranks.eq(1).sum()), int(ranks.between(2, NUM_SHOWN).sum())
-    facets = [(name, sorted(set(main.per_query[name].astype(str)), key=slice_order)) for name in strata]
     return {
         "cards": cards,
         "found": _opening([card for card in cards if card["success"]], given="right"),
@@ -133,29 +71,28 @@ def cards_of(
         "num_queries": len(ranks),
         "num_negatives": sum(result["negative"] for card in cards for result in card["results"]),
         "num_forced": sum(card["forced"] for card in cards),
-        "facets": [
-            {
-                "name": name,
-                "label": name.replace("_", " ").capitalize(),
-                "values": [(v, tag("", v)) for v in values],
-            }
-            for name, values in facets
-        ],
+        "filters": [*facets(main.per_query, strata), _FOUND],
         "strata": [name.replace("_", " ") for name in strata],
     }
 
 
-def _names(path: Path) -> dict[str, str]:
-    """What candidates are called, for those who do not see the pictures; empty where the set does not say."""
-    known = pq.read_schema(path).names
-    column = next((name for name in NAME_COLUMNS if name in known), None)
-    if column is None:
-        return {}
-    table = pq.read_table(path, columns=["id", column]).to_pydict()
-    return {
-        key: str(value).replace("_", " ")
-        for key, value in zip(table["id"], table[column], strict=True)
-        if value
+def _card(
+    query_id: str, measured: pd.Series, top: Sequence[str], view: SetView, strata: Sequence[str]
+) -> dict[str, Any]:
+    shown = view.query(query_id)
+    rank = as_rank(measured[RANK_COLUMN])
+    values = [str(measured[name]) for name in strata]
+    return shown | {
+        "data": {"query": query_id}
+        | {f"f{place}": value for place, value in enumerate(values)}
+        | {"outcome": outcome_of(rank)},
+        "tags": [tag(name, value) for name, value in zip(strata, values, strict=True)],
+        "rationale": as_text(measured.get("rationale")),
+        "forced": measured.get("stop_reason") == "forced",
+        "tokens": as_rank(measured.get("rationale_tokens")),
+        "results": view.ranked(query_id, top, shown["pictures"]),
+        "rank": rank,
+        "wanted": [] if set(top) & set(view.right[query_id]) else view.wanted(query_id),
     }
 
 
@@ -173,12 +110,3 @@ def _opening(cards: Sequence[dict[str, Any]], *, given: str) -> dict[str, Any] |
     """
     order = (given, "right", "another", "own")
     return min(cards, key=lambda card: order.index(card["says"]), default=None)
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None
-
-
-def _rank(value: Any) -> int | None:
-    """A rank, or another count from one; None where there is none, such as no right candidate in the ranking."""
-    return None if pd.isna(value) or value < 1 else int(value)

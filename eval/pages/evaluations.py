@@ -21,6 +21,9 @@ _NAMES = {  # (query_mode, query_modality) -> order in the table, label, what it
     ("direct", "text"): (3, "Question only, direct", "picture withheld, no rationale"),
     ("direct", "image"): (4, "Image only, direct", "question withheld, no rationale"),
     ("direct", "both"): (5, "Direct", "no rationale, same checkpoint"),
+    ("auto", "text"): (3, "Question only, auto", "picture withheld, a rationale where the model wants one"),
+    ("auto", "image"): (4, "Image only, auto", "question withheld, a rationale where the model wants one"),
+    ("auto", "both"): (8, "Auto", "a rationale where the model wants one, same checkpoint"),
     ("reasoning", "both"): (9, "Reasoning", "writes a rationale first"),
 }
 _FOREIGN_ORDER, _BASELINE_ORDER = 6, 7
@@ -136,7 +139,7 @@ def expand(directory: Path, *, single: bool = False) -> list[Path]:
         UserError: there is none, or several where ``single`` was asked for.
     """
     if not directory.is_dir():
-        raise UserError(f"{directory} is not a directory: name the output of `python -m eval run`")
+        raise UserError(f"{directory} is not a directory: name the output of `rge eval run`")
     if (directory / "results.json").exists() or (directory / "per_query.parquet").exists():
         return [directory]
     inner = sorted(
@@ -184,7 +187,7 @@ def read_evaluation(directory: Path) -> Evaluation:
     if per_query.index.has_duplicates:
         twice = per_query.index[per_query.index.duplicated()][0]
         raise UserError(f"{directory}/per_query.parquet has query {twice!r} more than once")
-    if results.get("query_mode") is None:  # `python -m eval score`: a ranking made elsewhere
+    if results.get("query_mode") is None:  # `rge eval score`: a ranking made elsewhere
         order, label, note = (
             _FOREIGN_ORDER,
             str(results.get("tag") or directory.name),
@@ -197,7 +200,7 @@ def read_evaluation(directory: Path) -> Evaluation:
 
 
 def check_one_set(evaluations: Sequence[Evaluation]) -> None:
-    """Refuse evaluations of different retrieval sets or queries.
+    """Refuse evaluations of different retrieval sets, protocols or queries.
 
     Raises:
         UserError: naming two that differ.
@@ -209,6 +212,13 @@ def check_one_set(evaluations: Sequence[Evaluation]) -> None:
                 f"{first.directory} and {other.directory} are evaluations of different retrieval sets ({why}): write one "
                 "report for each set"
             )
+        for key in ("benchmark", "profile"):
+            mine, theirs = (one.results.get(key) for one in (first, other))
+            if mine != theirs:
+                raise UserError(
+                    f"{first.directory} has {key} {mine!r}, {other.directory} {theirs!r}: their figures mean different "
+                    "things; page=leaderboard gives each a board of its own"
+                )
         missing = first.per_query.index.symmetric_difference(other.per_query.index)
         if len(missing):
             raise UserError(

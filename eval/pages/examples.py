@@ -1,23 +1,35 @@
-"""Which queries a report shows, and their pictures, each embedded once."""
+"""Which queries a page shows, with their pictures (each embedded once), right answers and rankings."""
 
 import base64
 import hashlib
 import io
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 from PIL import Image
 
 from eval.pages.evaluations import RANK_COLUMN
+from eval.pages.wording import slice_order, tag
+from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image, picture_bytes
 from rge.common.schema import ImageRef
 
-MAX_SIDE_PX = 224  # longest side of an embedded picture; cards show at most half of it
-MAX_PICTURE_BYTES = 8_192  # a larger file is re-encoded even where its sides are small
+MAX_SIDE_PX = 360  # longest side of an embedded picture, as it is shown when enlarged
+MAX_PICTURE_BYTES = 16_384  # a larger file is re-encoded even where its sides are small
 WEBP_QUALITY = 72
+NAME_COLUMNS = ("concept", "name", "label", "title")
+"""Of corpus.parquet, the first that is there."""
+NUM_SHOWN = 5
+"""Candidates of a ranking on a card."""
+MAX_WANTED = 2
+"""Right answers shown beside a ranking."""
 
 
 def choose_examples(
@@ -89,6 +101,11 @@ class Gallery:
     pictures: list[Picture] = field(default_factory=list)
     _names: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Width and height by name."""
+        return {picture.name: (picture.width, picture.height) for picture in self.pictures}
+
     def add(self, ref: ImageRef, owner: str) -> str:
         """Embed a picture unless it is there already.
 
@@ -126,3 +143,111 @@ def _embed(name: str, data: bytes) -> Picture:
         image.save(buffer, "WEBP", quality=WEBP_QUALITY, method=6)
         data, kind = buffer.getvalue(), "image/webp"
     return Picture(name, *image.size, f"data:{kind};base64,{base64.b64encode(data).decode()}")
+
+
+class SetView:
+    """Queries and candidates of one retrieval set as cards show them.
+
+    Args:
+        loaded: the set.
+        rankings: query id -> the first candidates of every ranking that is shown for it.
+        gallery: where pictures go.
+
+    Raises:
+        UserError: a query or a candidate is not in the set.
+    """
+
+    def __init__(
+        self, loaded: RetrievalSet, rankings: Mapping[str, Sequence[Sequence[str]]], gallery: Gallery
+    ):
+        self._path, self._gallery = loaded.path, gallery
+        place = {query_id: row for row, query_id in enumerate(loaded.query_ids)}
+        if strange := sorted(rankings.keys() - place.keys()):
+            raise UserError(f"query {strange[0]!r} was evaluated, but {loaded.path} does not have it")
+        self._queries = {query_id: loaded.queries[place[query_id]] for query_id in rankings}
+        self.right: dict[str, list[str]] = {}
+        self._wrong: dict[str, set[str]] = {}
+        for query_id in rankings:
+            rows, gains = loaded.positives[place[query_id]]
+            best_first = rows[np.lexsort((rows, -gains))]
+            self.right[query_id] = [loaded.corpus_ids[row] for row in best_first]
+            listed = () if loaded.negatives is None else loaded.negatives[place[query_id]].tolist()
+            # an explicit negative that is also a positive counts as a positive, as in the metrics
+            self._wrong[query_id] = {loaded.corpus_ids[row] for row in listed} - set(self.right[query_id])
+        needed = {name for lists in rankings.values() for names in lists for name in names}
+        needed |= {name for names in self.right.values() for name in names[:MAX_WANTED]}
+        self._corpus = (
+            {item.id: item for item in loaded.corpus_items() if item.id in needed} if needed else {}
+        )
+        if lost := sorted(needed - self._corpus.keys()):
+            raise UserError(f"candidate {lost[0]!r} was ranked, but {loaded.path} does not have it")
+        self._names = _names(loaded.path / "corpus.parquet")
+
+    def query(self, query_id: str) -> dict[str, Any]:
+        """Pictures and text of a query, and how many right answers it has."""
+        item = self._queries[query_id]
+        pictures = [self._gallery.add(ref, f"query {query_id!r} of {self._path}") for ref in item.images]
+        return {"pictures": pictures, "text": item.text, "num_positives": len(self.right[query_id])}
+
+    def wanted(self, query_id: str) -> list[dict[str, Any]]:
+        """The best of its right answers."""
+        return [self._candidate(name) for name in self.right[query_id][:MAX_WANTED]]
+
+    def ranked(self, query_id: str, names: Sequence[str], own: Sequence[str]) -> list[dict[str, Any]]:
+        """Candidates with their ranks and marks; ``own`` are the query's pictures on the page."""
+        found = []
+        for rank, name in enumerate(names, start=1):
+            shown = self._candidate(name)
+            marks = {
+                "rank": rank,
+                "hit": name in self.right[query_id],
+                "negative": name in self._wrong[query_id],
+                "is_query": shown["picture"] in own,
+            }
+            found.append(shown | marks)
+        return found
+
+    def _candidate(self, name: str) -> dict[str, Any]:
+        item = self._corpus[name]
+        owner = f"candidate {name!r} of {self._path}"
+        picture = self._gallery.add(item.images[0], owner) if item.images else None
+        alt = item.text or self._names.get(name, name)
+        return {"id": name, "picture": picture, "text": item.text, "alt": alt}
+
+
+def _names(path: Path) -> dict[str, str]:
+    """What candidates are called, for those who do not see the pictures; empty where the set does not say."""
+    known = pq.read_schema(path).names
+    column = next((name for name in NAME_COLUMNS if name in known), None)
+    if column is None:
+        return {}
+    table = pq.read_table(path, columns=["id", column]).to_pydict()
+    pairs = zip(table["id"], table[column], strict=True)
+    return {key: str(value).replace("_", " ") for key, value in pairs if value}
+
+
+def facets(frame: pd.DataFrame, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """What cards can be filtered by: ``f0``, ``f1`` ... for columns of queries, with their values in words."""
+    return [
+        {
+            "name": f"f{place}",
+            "label": name.replace("_", " ").capitalize(),
+            "values": [(v, tag("", v)) for v in sorted(set(map(str, frame[name])), key=slice_order)],
+        }
+        for place, name in enumerate(columns)
+    ]
+
+
+def as_text(value: Any) -> str | None:
+    """A cell's text; None for an empty one."""
+    return value if isinstance(value, str) and value else None
+
+
+def as_rank(value: Any) -> int | None:
+    """A rank, or another count from one; None where there is none, such as no right candidate in the ranking."""
+    return None if pd.isna(value) or value < 1 else int(value)
+
+
+def outcome_of(rank: int | None) -> str:
+    """Whether the first right answer is ``first``, ``near`` (on the card) or ``below``."""
+    return "below" if rank is None or rank > NUM_SHOWN else "first" if rank == 1 else "near"

@@ -53,7 +53,7 @@ def _command(evaluation: Evaluation) -> str | None:
         return _local(value) if isinstance(value, str) else json.dumps(value)
 
     words = [f"{key}={written(value)}" for key, value in again["options"].items()]
-    return shlex.join(["python", "-m", "eval", again["command"], *words])
+    return shlex.join(["rge", "eval", again["command"], *words])
 
 
 def _without_paths(value: Any) -> Any:

@@ -1,11 +1,11 @@
 """One HTML page from finished evaluations: figures with intervals, training curves, and examples with pictures.
 
-    python -m eval report runs=DIR[,DIR...] out=FILE [log=FILE,...] [baseline=LABEL:DIR,...]
+    rge eval report runs=DIR[,DIR...] out=FILE [log=FILE,...] [baseline=LABEL:DIR,...]
 
 evaluation directories --evaluations--> Evaluation --tables, cards, training_log--> context
   --templates/report.html.j2--> one file: no network, every picture in it once, readable without script
 
-Anything that cannot be shown honestly is a `UserError` that names the directory and the mend: an incomplete evaluation,
+Anything that cannot be shown honestly is a `UserError` that names the directory and the fix: an incomplete evaluation,
 figures of different sets side by side, a number that is not finite, a missing picture.
 """
 
@@ -53,7 +53,7 @@ def write_report(
     is a date.
 
     Args:
-        dirs: evaluation directories, or directories that hold them (``out`` of ``python -m eval run``).
+        dirs: evaluation directories, or directories that hold them (``out`` of ``rge eval run``).
         out: the HTML file; its directory is created.
         training_logs: ``metrics.jsonl`` files: stages of one run, or runs to be compared (see `read_training_logs`).
         title: heading of the page.
@@ -100,7 +100,7 @@ def write_report(
         slice_notes=notes_of(loaded, table.by),
         examples=examples,
         pictures=gallery.pictures,
-        sizes={picture.name: (picture.width, picture.height) for picture in gallery.pictures},
+        sizes=gallery.sizes,
         curves=curves_of(training_logs),
         budget=None if budget is None else on_page(budget),
         provenance=provenance_of(evaluations),

@@ -8,11 +8,11 @@ import numpy as np
 import pandas as pd
 
 from eval.pages.evaluations import Evaluation, Figure, check_finite
-from eval.pages.wording import percent, slice_label, slice_order
+from eval.pages.wording import Scale, percent, slice_label, slice_order
 from eval.scoring.metrics import judge, metric_words, random_floor
-from eval.scoring.stats import OF_DIFFERENCES, cluster_bootstrap, figures, index_of
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
+from rge.stats.intervals import OF_DIFFERENCES, cluster_bootstrap, figures, index_of
 
 MAX_MAIN_SLICES = 4
 """Slices beside "all queries" in the main table; more have a table of their own."""
@@ -55,7 +55,7 @@ class Table:
     by: str
     columns: list[tuple[str, int | None]]
     rows: list[Row]
-    scale: Figure
+    scale: Scale
     gains: list[Row] = field(default_factory=list)
 
 
@@ -82,12 +82,7 @@ def _table(
         figures = [one.figure(block, metric, name) for _, block, name in columns]
         grid.append((one.label, one.note, figures, one is main, False))
     shown = [f for _, _, figures, _, _ in grid for f in figures if f is not None]
-    top = max([f.high if f.high is not None else f.value for f in shown] + [1e-9])
-    bottom = min([f.low if f.low is not None else f.value for f in shown] + [0.0])
-
-    def place(value: float) -> float:
-        return round(100 * (value - bottom) / (top - bottom), 2)
-
+    scale = Scale.around([value for f in shown for value in (f.value, f.low, f.high)])
     rows = []
     for label, note, figures, featured, is_random in grid:
         cells = []
@@ -98,11 +93,11 @@ def _table(
                 continue
             low = figure.value if figure.low is None else figure.low
             high = figure.value if figure.high is None else figure.high
-            cells.append(Cell(figure, place(figure.value), place(low), place(high), where))
+            cells.append(Cell(figure, scale.at(figure.value), scale.at(low), scale.at(high), where))
         rows.append(Row(label, note, cells, featured, is_random))
     heads = [(heading, counts.get(name)) for heading, _, name in columns]
     name = (block_name or "").removeprefix("by_").replace("_", " ")
-    return Table(name, heads, rows, Figure(top, bottom, top))
+    return Table(name, heads, rows, scale)
 
 
 def main_table(
@@ -173,8 +168,8 @@ def _gains(
                 cells.append(Cell(None, where=where))
                 continue
             chosen = difference[rows_Q]
-            group_Q = index_of(main.per_query.loc[chosen.index, "group"].tolist())
-            found = cluster_bootstrap(chosen.to_numpy(np.float64)[:, None], group_Q)
+            groups = main.per_query.loc[chosen.index, "group"]
+            found = cluster_bootstrap(chosen.to_numpy(np.float64)[:, None], index_of(groups.tolist()))
             value, low, high = figures(found, OF_DIFFERENCES)[0].values()
             cells.append(Cell(None if value is None else Figure(value, low, high), where=where))
         rows.append(Row(f"Gain over {one.label}", "", cells))

@@ -1,6 +1,8 @@
 """How numbers and names are put on a page."""
 
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 LONG_QUESTION, LONG_RATIONALE = 260, 420
 """Characters; what is longer folds."""
@@ -62,3 +64,21 @@ def number(value: float, *, digits: int = 3) -> str:
     if abs(value) < 1e-3:
         return f"{value:.{digits - 1}g}"
     return f"{value:.{digits - 1 - math.floor(math.log10(abs(value)))}f}".rstrip("0").rstrip(".")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Where values lie on a track, in per cent of its length."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def around(cls, values: Iterable[float | None]) -> "Scale":
+        """From the lowest to the highest value, zero included."""
+        known = [value for value in values if value is not None]
+        return cls(min([*known, 0.0]), max([*known, 1e-9]))
+
+    def at(self, value: float) -> float:
+        """Distance from the left end."""
+        return round(100 * (value - self.low) / (self.high - self.low), 2)

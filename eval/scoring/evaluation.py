@@ -18,10 +18,10 @@ from eval.scoring.output_files import (
 )
 from eval.scoring.protocol import Protocol, all_figures
 from eval.scoring.search import Ranking
-from eval.scoring.stats import NUM_RESAMPLES
 from eval.scoring.trec import write_run
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.schema import Encoded
+from rge.stats.intervals import NUM_RESAMPLES
 
 
 def write_evaluation(
@@ -61,6 +61,7 @@ def write_evaluation(
         "benchmark": protocol.benchmark,
         "profile": protocol.profile,
         "protocol": list(protocol.statements),
+        "metrics": list(protocol.metrics),
         "query_mode": None,
         "query_modality": None,
         **all_figures(wanted, scored, protocol, seed=seed),

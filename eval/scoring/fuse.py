@@ -1,14 +1,18 @@
-"""Several rationales, one ranking: embeddings averaged, or scores maximised.
+"""Several rationales, or several runs, one ranking: embeddings averaged, scores maximised, ranks or scores added.
 
 Shape suffixes: Q = queries, D = embedding dimension, W = width of a ranking, S = samples.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
-from eval.scoring.search import Ranking, cut_ranking, in_final_order
+from eval.scoring.search import Ranking, cut_ranking, in_final_order, stack_rankings
 from rge.common.schema import Encoded
+
+RRF = 60
+"""Ranks above the first that reciprocal rank fusion pretends there are."""
 
 
 def mean_embedding(samples: Sequence[np.ndarray]) -> np.ndarray:
@@ -40,6 +44,41 @@ def max_score(rankings: Sequence[Ranking]) -> Ranking:
     again[:, 1:] = rows_QW[:, 1:] == rows_QW[:, :-1]
     rows_QW[again | (rows_QW < 0)], score_QW[again | (rows_QW < 0)] = -1, -np.inf
     return cut_ranking(*in_final_order(rows_QW, score_QW), rankings[0].depth)
+
+
+def added(
+    rankings: Sequence[Ranking], by: Literal["rrf", "score"] = "rrf", weights: Sequence[float] | None = None
+) -> Ranking:
+    """Rank candidates by what several rankings give them, added up; one that lacks a candidate gives it nothing.
+
+    Args:
+        rankings: of the same queries.
+        by: rrf gives 1 / (60 + rank) (Cormack, Clarke and Büttcher 2009); score the score itself, from 0 for a query's lowest
+            to 1 for its highest, since different programs' scores have different ranges.
+        weights: one a ranking; None: 1.
+    """
+    found = []
+    depth = max(one.depth for one in rankings)
+    for query in range(len(rankings[0].rows_QW)):
+        rows, shares = [], []
+        for one, weight in zip(rankings, weights or [1.0] * len(rankings), strict=True):
+            listed = one.rows_QW[query, : one.depth]
+            listed = listed[listed >= 0]
+            score = one.score_QW[query, : len(listed)].astype(np.float64)
+            if by == "rrf":
+                share = 1.0 / (RRF + 1 + np.arange(len(listed)))
+            else:
+                spread = np.ptp(score) if len(score) else 0.0
+                share = (score - score.min()) / spread if spread > 0 else np.ones(len(score))
+            rows.append(listed)
+            shares.append(weight * share)
+        row, place = np.unique(np.concatenate(rows), return_inverse=True)
+        total = np.bincount(place, np.concatenate(shares), minlength=len(row))
+        order = np.lexsort((row, -total))
+        found.append(
+            (np.array([query]), row[order][None].astype(np.int32), total[order][None].astype(np.float32))
+        )
+    return cut_ranking(*in_final_order(*stack_rankings(len(rankings[0].rows_QW), found)), depth)
 
 
 def together(samples: Sequence[Encoded], embeddings: np.ndarray) -> Encoded:

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from eval.scoring.search import Ranking
-from eval.scoring.stats import cluster_bootstrap, figures
 from rge.common.schema import Encoded
+from rge.stats.intervals import cluster_bootstrap, figures
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from rge.common.errors import UserError
 from rge.common.registry import Registry
 
 CUTOFFS = (1, 5, 10, 20, 50)
-"""Of the metrics reported for every set; rankings are at least so deep."""
+"""Of the metrics reported for every set; others are reported where they are asked for."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Metric:
         return (self.name,) if self.cutoffs is None else tuple(f"{self.name}@{k}" for k in self.cutoffs)
 
 
-METRICS: Registry[Metric] = Registry("metric", "rge.metrics")
+METRICS: Registry[Metric] = Registry("metric", "rge.metrics", figures_only=True)
 
 
 def register_metric(
@@ -81,8 +81,8 @@ def register_metric(
 
     Args:
         name: lower case; it is called ``name@k``.
-        cutoffs: the k, at most 50, at which every evaluation reports it; None for a metric of the whole ranking, which is
-            called ``name`` and gets the depth of the ranking as k.
+        cutoffs: the k at which every evaluation reports it, none for only where it is asked for; None for a metric of the
+            whole ranking, which is called ``name`` and gets the depth of the ranking as k.
         words: what it means, in a clause; ``{k}`` stands for k.
         floor: its expected value under a random order: judged rankings, size of each query's pool (Q,), and k, to (Q,);
             without it no floor is reported.
@@ -93,8 +93,8 @@ def register_metric(
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise UserError(f"a metric's name is of a-z, 0-9 and _, got {name!r}")
-    if cutoffs is not None and not all(1 <= k <= max(CUTOFFS) for k in cutoffs):
-        raise UserError(f"metric {name!r}: cutoffs must lie in [1, {max(CUTOFFS)}], got {tuple(cutoffs)}")
+    if cutoffs is not None and not all(k >= 1 for k in cutoffs):
+        raise UserError(f"metric {name!r}: cutoffs must be at least 1, got {tuple(cutoffs)}")
 
     def register(values: Callable[[Judged, int], np.ndarray]) -> Callable[[Judged, int], np.ndarray]:
         fixed = None if cutoffs is None else tuple(cutoffs)
@@ -111,19 +111,8 @@ def names_of(*, negatives: bool = False) -> tuple[str, ...]:
     return tuple(name for one in (*plain, *of_negatives) for name in one.reported())
 
 
-ANSWER_SCORE = "answer_score"
-"""The mark of an answer in words, see `eval.commands.rag`; with ``.NAME`` that of one of several judges."""
-
-
-def is_answer_score(name: str) -> bool:
-    """Whether it is a mark of answers and no metric of rankings."""
-    return name.partition(".")[0] == ANSWER_SCORE
-
-
 def metric_words(name: str) -> str:
     """What a metric means, in a clause; empty for a name without a definition."""
-    if is_answer_score(name):
-        return "share of the reference answer that the answer covers, as a judge marks it"
     kind, _, k = name.partition("@")
     return METRICS[kind].words.format(k=k or "all") if kind in METRICS else ""
 
@@ -387,6 +376,11 @@ def parse_name(name: str) -> tuple[str, int | None]:
         known = (one.name if one.cutoffs is None else f"{one.name}@k" for one in METRICS.values())
         raise UserError(f"no metric {name!r}; there are {', '.join(known)}")
     return kind, int(k)
+
+
+def deepest(names: Sequence[str]) -> int:
+    """The largest cutoff among metrics: what a ranking has to list for all of them."""
+    return max((k for name in names if (k := parse_name(name)[1]) is not None), default=1)
 
 
 def compute(name: str, judged: Judged) -> np.ndarray:

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eval.scoring import stats
 from eval.scoring.metrics import (
     Judged,
     compute,
@@ -29,12 +27,13 @@ from eval.scoring.metrics import (
     tied_order,
 )
 from eval.scoring.search import DEPTH, Ranking
-from eval.scoring.stats import LEVEL, NUM_RESAMPLES, cluster_bootstrap, in_words, index_of
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
 from rge.common.files import write_bytes
 from rge.common.options import given
 from rge.common.schema import Encoded
+from rge.stats import intervals
+from rge.stats.intervals import LEVEL, NUM_RESAMPLES, cluster_bootstrap, index_of
 
 RESULTS, PER_QUERY, RUN = "results.json", "per_query.parquet", "run.trec"
 FORMAT = 1
@@ -42,7 +41,9 @@ NUM_TOP = 10
 SELF_RANKS = (1, 20)
 PLACES = ("out", "cache", "overwrite", "report")
 """Options of a command that decide nothing about its figures."""
-UNSAID = {"benchmark": "generic", "profile": "clean", "seed": 0, "depth": DEPTH, "rerank.ask": "yes_no"}
+UNSAID = {
+    "benchmark": "generic", "profile": "clean", "seed": 0, "depth": DEPTH, "rerank.ask": "yes_no", "metrics": [],
+}  # fmt: skip
 """What results stand for that were written before they named it; null for other keys."""
 MADE_WITH = (
     "instructions",
@@ -169,7 +170,7 @@ def figures(
             num_resamples=num_resamples,
             seed=seed,
         )
-        figures_M = stats.figures(found, (0.0, 1.0))
+        figures_M = intervals.figures(found, (0.0, 1.0))
         return {
             name: figure
             for name, figure in zip(scored.names, figures_M, strict=True)
@@ -335,33 +336,6 @@ def write_tables(out: Path, table: pa.Table, results: dict[str, Any]) -> None:
     write_bytes(out / PER_QUERY, sink.getvalue().to_pybytes())
     text = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False, default=str)
     write_bytes(out / RESULTS, text.encode() + b"\n")
-
-
-def summary(
-    results: dict[str, Any], names: Sequence[str] = ("recall@1", "recall@10", "mrr", "ndcg@10")
-) -> str:
-    """A table for the terminal: micro, macro and each slice, in per cent with intervals."""
-    rows = [("all queries", results["micro"])]
-    if len(results["by_category"]) > 1:
-        rows.append(("mean of categories", results["macro"]))
-    for block, slices in results.items():
-        if block.startswith("by_") and len(slices) > 1:
-            rows += [(f"{block.removeprefix('by_')} {name}", values) for name, values in slices.items()]
-    frame = pd.DataFrame(
-        {name: [_percent(values.get(name)) for _, values in rows] for name in names},
-        index=[label for label, _ in rows],
-    )
-    frame.loc["random ranking"] = [
-        _percent({"value": results["random"][name]} if name in results["random"] else None) for name in names
-    ]
-    return frame.to_string()
-
-
-def _percent(figure: dict[str, Any] | None) -> str:
-    if figure is None:
-        return ""
-    value = f"{100 * figure['value']:.2f}"
-    return f"{value} {in_words(figure['low'], figure['high'], '.2f')}" if "low" in figure else value
 
 
 def _head(x_QW: np.ndarray, ranking: Ranking) -> list[list[Any]]:

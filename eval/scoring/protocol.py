@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from eval.scoring.metrics import names_of
 from eval.scoring.output_files import Scored, figures, score_ranking
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import RetrievalSet
@@ -32,6 +33,7 @@ class Protocol:
         average: ``micro``, the mean over queries, or ``macro``.
         statements: what is computed, in words.
         skips_missing: whether a query without a line in a run file is left out instead of counting 0.
+        metrics: what the user asked for beside the metrics that every evaluation reports.
     """
 
     benchmark: str = "generic"
@@ -40,6 +42,20 @@ class Protocol:
     average: str = "micro"
     statements: tuple[str, ...] = ()
     skips_missing: bool = False
+    metrics: tuple[str, ...] = ()
+
+    def names(
+        self, wanted: RetrievalSet, more: Sequence[str] = (), *, negatives: bool = True
+    ) -> tuple[str, ...]:
+        """Metrics to compute: those of every evaluation, a protocol's own ``more``, and what the user asked for.
+
+        Args:
+            wanted: the set.
+            more: further ones.
+            negatives: those of explicit negatives too, where the set has some.
+        """
+        everywhere = names_of(negatives=negatives and wanted.negatives is not None)
+        return tuple(dict.fromkeys((*everywhere, *more, *self.metrics)))
 
     def prepare(self, wanted: RetrievalSet) -> RetrievalSet:
         """The set with this protocol's exclusions and judgements."""
@@ -53,7 +69,7 @@ class Protocol:
             ranking: one row a query.
             missing: queries without any line in the run file.
         """
-        return self._skip(wanted, score_ranking(wanted, ranking), missing)
+        return self._skip(wanted, score_ranking(wanted, ranking, names=self.names(wanted)), missing)
 
     def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
         """Figures of the whole set beside those of `eval.scoring.output_files.figures`; ``micro`` is merged into theirs."""

@@ -1,6 +1,6 @@
 """What finished evaluations say beyond their headline: shortcuts, and what rationales have to do with results.
 
-    python -m eval audit evals=DIR[,DIR]
+    rge eval audit evals=DIR[,DIR]
 
 Everything derives from ``per_query.parquet``; nothing is embedded again.
 """
@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.scoring import stats
 from eval.scoring.output_files import PER_QUERY, read_results
-from eval.scoring.stats import cluster_bootstrap, index_of
 from rge.common.errors import UserError
+from rge.stats import intervals
+from rge.stats.intervals import cluster_bootstrap, index_of
 
 NUM_BINS = 4
 """Bins of about equal size that lengths are put into; equal lengths stay together."""
@@ -56,7 +56,7 @@ def shortcut_rates(dirs: Sequence[Path], metric: str) -> dict[str, Any]:
     if len(found) < 3 or len(identity) > 1:
         raise UserError(
             "shortcuts need three evaluations of one set, checkpoint and query mode: "
-            "python -m eval run ... query_modality=both,text,image"
+            "rge eval run ... query_modality=both,text,image"
         )
     index = found["both"].index
     solved = {name: frame.loc[index, metric].to_numpy(np.float64) > 0 for name, frame in found.items()}
@@ -145,7 +145,7 @@ def _bin(rows: pd.DataFrame, metric: str) -> dict[str, Any]:
 def _figures(
     table: np.ndarray, group_Q: np.ndarray, names: Sequence[str]
 ) -> dict[str, dict[str, float | None]]:
-    found = stats.figures(cluster_bootstrap(table, group_Q, seed=0), (0.0, 1.0))
+    found = intervals.figures(cluster_bootstrap(table, group_Q, seed=0), (0.0, 1.0))
     return dict(zip(names, found, strict=True))
 
 

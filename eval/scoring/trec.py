@@ -3,9 +3,13 @@
 trec_eval ignores the order of the lines and the rank column: it sorts by score, and reverses the order of ids where
 scores tie. A run whose scores fall strictly, even when read as float32 as trec_eval does, is therefore the only one
 that every tool ranks alike. `strictly_decreasing` makes real scores such: where one is not below its predecessor, it
-becomes the next smaller float32, one step of 6e-8 relative. Scores that do not tie are written unchanged.
+becomes the next smaller float32, one step of 6e-8 relative. Scores that do not tie are written unchanged, but for those of a
+query with one beyond float32, which are divided by one number.
+
+What is read may be any legal run: lines in any order, ranks like ``1.0`` or all alike, gzip.
 """
 
+import gzip
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,15 +28,19 @@ COLUMNS = ("query", "Q0", "candidate", "rank", "score", "tag")
 
 
 class RunError(UserError):
-    """A run file is malformed or does not fit its retrieval set; the message names query, candidate and mend."""
+    """A run file is malformed or does not fit its retrieval set; the message names query, candidate and fix."""
 
 
 def strictly_decreasing(score_QK: np.ndarray) -> np.ndarray:
     """Lower scores just enough that each is below the one before it, as float32.
 
     Args:
-        score_QK: non-increasing along a row; -inf after the end of a ranking.
+        score_QK: non-increasing along a row; -inf after the end of a ranking. A row that float32 cannot hold is scaled.
     """
+    peak_Q1 = np.abs(np.where(np.isfinite(score_QK), score_QK, 0.0)).max(axis=1, initial=0.0, keepdims=True)
+    most = float(np.finfo(np.float32).max) / 2  # steps downwards must not end in -inf
+    if (peak_Q1 > most).any():
+        score_QK = np.where(peak_Q1 > most, score_QK / np.maximum(peak_Q1, most) * most, score_QK)
     # On the integer line of floats: t[i] = min(s[i], t[i-1] - 1), so t[i] + i is a running minimum of s[i] + i.
     step_K = np.arange(score_QK.shape[1])
     lowered_QK = from_ordered_integers(
@@ -94,16 +102,15 @@ def read_run(path: str | Path, wanted: RetrievalSet, *, allow_ties: bool = False
 
     Raises:
         RunError: not a run; a query or candidate that the set does not have (or, with per-query candidates, that the
-            query does not have); a candidate ranked twice; scores that are NaN, infinite or out of order.
+            query does not have); a candidate ranked twice; scores that are NaN, infinite, or rise with the rank.
     """
     path = Path(path)
     table = _read_table(path)
     query_N = _codes(path, table, "query", wanted.query_ids, wanted)
     row_N = _codes(path, table, "candidate", wanted.corpus_ids, wanted)
-    order = np.argsort(query_N, kind="stable")  # lines of a query may be scattered; their order is kept
-    query_N, row_N = query_N[order], row_N[order]
-    score_N = table["score"].to_numpy()[order]
-    rank_N = table["rank"].to_numpy()[order]
+    score_N, rank_N = table["score"].to_numpy(), table["rank"].to_numpy()
+    order = np.lexsort((rank_N, -score_N, query_N))  # only scores count, as for trec_eval
+    query_N, row_N, score_N, rank_N = query_N[order], row_N[order], score_N[order], rank_N[order]
 
     def name(line: int) -> str:
         return f"query {wanted.query_ids[query_N[line]]!r}, candidate {wanted.corpus_ids[row_N[line]]!r}"
@@ -112,21 +119,16 @@ def read_run(path: str | Path, wanted: RetrievalSet, *, allow_ties: bool = False
     if len(bad):
         raise RunError(f"{path}: score of {name(bad[0])} is {score_N[bad[0]]}, which cannot be ranked")
     same = query_N[1:] == query_N[:-1]
-    bad = np.flatnonzero(same & (score_N[1:] > score_N[:-1])) + 1
+    bad = np.flatnonzero(same & (rank_N[1:] < rank_N[:-1])) + 1
     if len(bad):
         raise RunError(
-            f"{path}: score of {name(bad[0])} is {score_N[bad[0]]:.9g}, above {score_N[bad[0] - 1]:.9g} on the line "
-            "before: lines of a query must run from best to worst"
-        )
-    bad = np.flatnonzero(same & (rank_N[1:] <= rank_N[:-1])) + 1
-    if len(bad):
-        raise RunError(
-            f"{path}: rank of {name(bad[0])} is {rank_N[bad[0]]}, not above {rank_N[bad[0] - 1]} on the line before"
+            f"{path}: {name(bad[0])} has rank {rank_N[bad[0]]:g} and score {score_N[bad[0]]:.9g}, while a higher score has "
+            f"rank {rank_N[bad[0] - 1]:g}: are the scores distances? They must fall with the rank (or all ranks be alike)"
         )
     bad = np.flatnonzero(same & (score_N[1:] == score_N[:-1])) + 1
     if len(bad) and not allow_ties:
         raise RunError(
-            f"{path}: score of {name(bad[0])} is {score_N[bad[0]]:.9g} like the line before it; {len(bad)} lines tie. "
+            f"{path}: score of {name(bad[0])} is {score_N[bad[0]]:.9g} like that of another; {len(bad)} lines tie. "
             "Tools disagree on the order of ties, so make scores strictly decreasing (1000 - rank will do), or give "
             "allow_ties=true to order ties by id and see their best and worst case"
         )
@@ -155,8 +157,9 @@ def read_run(path: str | Path, wanted: RetrievalSet, *, allow_ties: bool = False
 def _read_table(path: Path) -> pa.Table:
     try:
         data = path.read_bytes()
-    except OSError as error:
-        raise RunError(f"run {path} cannot be read: {error.strerror or error}") from None
+        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+    except (OSError, EOFError) as error:
+        raise RunError(f"run {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if b"\t" in data or b"  " in data or b" \n" in data or b"\r" in data or data[:1] == b" ":
         lines = (line.strip() for line in re.sub(rb"[ \t]+", b" ", data).splitlines())
         data = b"\n".join(line for line in lines if line)
@@ -174,7 +177,7 @@ def _read_table(path: Path) -> pa.Table:
                 column_types={
                     "query": strings,
                     "candidate": strings,
-                    "rank": pa.int64(),
+                    "rank": pa.float64(),
                     "score": pa.float64(),
                     "tag": pa.string(),
                     "Q0": pa.string(),

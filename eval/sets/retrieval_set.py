@@ -12,13 +12,12 @@ A set is a directory of Parquet files, readable by MTEB unchanged:
 ``candidates.parquet``  query-id, corpus-id: each query's own candidates (optional)
 ``names.parquet``       picture-id, name: what a picture also goes by in training files, see `eval.commands.audit` (optional)
 ``rationales.parquet``  query-id, corpus-id, rationale: why a candidate is right, in words (optional)
-``answers.parquet``     query-id, answer: what is right in words, which `eval.commands.rag` compares answers with (optional)
 ``meta.json``           name; ``report_by`` lists further query columns to report figures by; ``slice_notes`` says what
                         their values mean, {column: {value: words}}; ``fingerprint``, where
                         given, is checked (see `rge.common.fingerprint`), and otherwise computed
 
-A picture is encoded bytes, ``{bytes, path}`` as Hugging Face stores it, a path relative to the directory, or
-``library.parquet#row-id``; a query's ``image`` is a list of those. ``text`` and ``image`` may be left out where every
+A picture is encoded bytes, ``{bytes, path}`` as Hugging Face stores it, the path of a file in the directory, or
+``library.parquet#row-id`` in it or beside it; a query's ``image`` is a list of those. ``text`` and ``image`` may be left out where every
 row lacks them.
 
 Ties are broken by id everywhere in `eval`. That is why candidates have two orders: the file's, in which pictures are
@@ -28,8 +27,10 @@ read, and the order of ids (`RetrievalSet.corpus_ids`), which every array of ran
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,7 +48,6 @@ Modality = Literal["both", "text", "image"]
 MODALITIES: tuple[Modality, ...] = ("both", "text", "image")
 NAMES = "names.parquet"
 RATIONALES = "rationales.parquet"
-ANSWERS = "answers.parquet"
 UNCATEGORISED = "uncategorised"
 MAX_REPORT_VALUES = 50
 """A column with more values than this is no grouping, and its table would be unreadable."""
@@ -56,7 +56,7 @@ READ_ROWS = 64
 
 
 class SetError(UserError):
-    """A retrieval set breaks the format; the message names file, row and mend."""
+    """A retrieval set breaks the format; the message names file, row and fix."""
 
 
 @dataclass(frozen=True)
@@ -279,29 +279,6 @@ def given_rationales(wanted: RetrievalSet) -> dict[tuple[str, str], str]:
     return dict(zip(zip(queries, candidates, strict=True), texts, strict=True))
 
 
-def reference_answers(wanted: RetrievalSet) -> dict[str, str]:
-    """Query id -> its answer in words; empty where the set has none, and without the queries that have none.
-
-    Raises:
-        SetError: the file is there, but not with two columns of strings, or it answers a query twice or one that is not there.
-    """
-    path = wanted.path / ANSWERS
-    if not path.exists():
-        return {}
-    file = _open(path, ["query-id", "answer"])
-    found: dict[str, str] = {}
-    known = set(_ids(wanted.path / "queries.parquet"))
-    names, texts = _strings(path, file, "query-id"), _strings(path, file, "answer")
-    for name, text in zip(names, texts, strict=True):
-        if name not in known:
-            raise SetError(f"{path}: query {name!r} is not in queries.parquet")
-        if name in found:
-            raise SetError(f"{path}: query {name!r} is answered twice")
-        if text.strip():
-            found[name] = text
-    return {name: found[name] for name in wanted.query_ids if name in found}
-
-
 def content_digest(item: Item) -> tuple[str, tuple[str, ...]]:
     """What an item shows, as hashes: two items that differ only in their ids are equal.
 
@@ -485,10 +462,32 @@ def _pictures(path: Path, root: Path, name: str, cell: Any) -> tuple[ImageRef, .
     if isinstance(cell, bytes):
         return (cell,)
     if isinstance(cell, str):
-        return (str(root / cell),)
+        return (_in_folder(path, root, name, cell),)
     raise SetError(
         f"{path}: image of {name!r} must be bytes, a path or {{bytes, path}}, got {type(cell).__name__}"
     )
+
+
+def _in_folder(path: Path, root: Path, name: str, cell: str) -> str:
+    """A picture's reference, which may not leave the set: a set made elsewhere could show any file of this machine."""
+    file, library, row = cell.partition(".parquet#")
+    target = root / (file + library.removesuffix("#"))
+    real = _real(str(target.parent)) / target.name
+    real = Path(os.path.realpath(real)) if real.is_symlink() else Path(os.path.normpath(real))
+    folder = _real(str(root))
+    # the hub's cache keeps files apart and links to them; a library of pictures may stand beside the sets that share it
+    blobs = [above.parent / "blobs" for above in folder.parents if above.name == "snapshots"]
+    if not any(real.is_relative_to(one) for one in (folder.parent if library else folder, *blobs)):
+        raise SetError(
+            f"{path}: image of {name!r} is {cell!r}, outside the set's folder: put the picture itself, or a copy of the file, "
+            "into the set"
+        )
+    return str(target) + (f"#{row}" if library else "")
+
+
+@lru_cache(maxsize=1024)
+def _real(folder: str) -> Path:
+    return Path(os.path.realpath(folder))
 
 
 def _pairs(

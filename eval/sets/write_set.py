@@ -4,18 +4,18 @@ It is written beside its place, loaded once with every check of `eval.sets.retri
 that carries the name is complete and right.
 """
 
-import json
+import hashlib
 import os
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eval.sets.retrieval_set import ANSWERS, NAMES, RetrievalSet, SetError, load_set, reference_answers
+from eval.sets.retrieval_set import NAMES, RetrievalSet, SetError, load_set
+from rge.common.files import replacing_folder, write_json
 from rge.common.fingerprint import set_fingerprint
 from rge.common.images import ImageError, load_image, picture_bytes
 
@@ -41,7 +41,7 @@ class Query:
         text: the user's text.
         images: encoded bytes or paths, in the order of the prompt.
         category: slice of the macro mean; None where the benchmark has none.
-        group: queries that share it are resampled together.
+        group: queries that share it, or a picture, are resampled together.
         instruction: task instruction.
         columns: further columns of ``queries.parquet``, strings or integers, the same for every query.
     """
@@ -66,7 +66,6 @@ def write_set(
     excluded: Sequence[tuple[str, str]] | None = None,
     candidates: Sequence[tuple[str, str]] | None = None,
     names: Sequence[tuple[str, str]] = (),
-    answers: Sequence[tuple[str, str]] = (),
     embed: bool = True,
     decode: bool = True,
     overwrite: bool = False,
@@ -74,7 +73,7 @@ def write_set(
     """Write a retrieval set and load it again.
 
     Args:
-        out: the directory; must not exist, or be a retrieval set if ``overwrite``.
+        out: the directory; must not exist, or be one that this function wrote if ``overwrite``.
         meta: content of ``meta.json`` besides fingerprint and counts; ``name`` is needed.
         queries: in the order of the file.
         corpus: read once, in the order of the file.
@@ -83,22 +82,17 @@ def write_set(
         excluded: pairs removed from a query's ranking.
         candidates: per-query candidates.
         names: (picture id, another name that it goes by in training files), see `eval.commands.audit`.
-        answers: (query id, its answer in words), see `eval.commands.rag`.
-        embed: copy pictures into the Parquet files; else their absolute paths are written.
+        embed: copy pictures into the Parquet files; else the folder gets hard links to them.
         decode: open every picture, so that a broken one shows now.
         overwrite: replace a set that is already there.
 
     Raises:
         UserError: ``out`` is taken, a picture cannot be opened, or the set breaks the format.
     """
-    if out.exists() and not (overwrite and (out / "meta.json").exists()):
-        raise SetError(f"out {out} already exists: give another, or overwrite=true if it is a retrieval set")
-    work = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    try:
-        corpus_ids = _write_corpus(work / "corpus.parquet", corpus, embed=embed, decode=decode)
-        _write_queries(work / "queries.parquet", queries, embed=embed, decode=decode)
+    with replacing_folder(out, overwrite=overwrite) as work:
+        place = _Pictures(work, embed=embed, decode=decode)
+        corpus_ids = _write_corpus(work / "corpus.parquet", corpus, place)
+        _write_queries(work / "queries.parquet", queries, place)
         pairs = {"negatives": negatives, "excluded": excluded, "candidates": candidates}
         _write_pairs(work / "qrels.parquet", qrels)
         for name, rows in pairs.items():
@@ -107,9 +101,6 @@ def write_set(
         if names:
             columns = {"picture-id": [one for one, _ in names], "name": [name for _, name in names]}
             pq.write_table(pa.table(columns), work / NAMES, compression="zstd")
-        if answers:
-            columns = {"query-id": [one for one, _ in answers], "answer": [text for _, text in answers]}
-            pq.write_table(pa.table(columns), work / ANSWERS, compression="zstd")
         fingerprint = set_fingerprint(
             [query.id for query in queries],
             corpus_ids,
@@ -119,13 +110,9 @@ def write_set(
         counts = {"queries": len(queries), "corpus": len(corpus_ids), "qrels": len(qrels)}
         counts |= {name: len(rows) for name, rows in pairs.items() if rows is not None}
         content = {"split": "test"} | meta | {"counts": counts, "fingerprint": fingerprint}
-        (work / "meta.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        write_json(work / "meta.json", content)
         (work / "README.md").write_text(_CARD.format(name=content["name"]), "utf-8")
-        reference_answers(load_set(work))
-        shutil.rmtree(out, ignore_errors=True)
-        work.rename(out)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+        load_set(work)
     return load_set(out)
 
 
@@ -138,28 +125,64 @@ configs:
 - config_name: qrels
   data_files: [{{split: test, path: qrels.parquet}}]
 ---
-{name}, written by `python -m eval import`; see meta.json for its source and counts.
+{name}, written by `rge eval import`; see meta.json for its source and counts.
 """
 
 
-def _picture(image: bytes | Path | None, name: str, *, embed: bool, decode: bool) -> bytes | str | None:
-    if image is None:
-        return None
-    ref = image if isinstance(image, bytes) else str(image)
-    if decode:
+@dataclass
+class _Pictures:
+    """What stands for a picture in a table: its bytes, or the name of a hard link in the set's folder."""
+
+    root: Path
+    embed: bool
+    decode: bool
+    num_links: int = 0
+
+    def cell(self, image: bytes | Path | None, name: str) -> bytes | str | None:
+        """Of one picture; ``name`` is of the item, for messages."""
+        if image is None:
+            return None
+        ref = image if isinstance(image, bytes) else str(image)
+        if self.decode:
+            try:
+                load_image(ref)
+            except ImageError as error:
+                raise SetError(f"picture of {name!r}: {error}") from None
+        if isinstance(ref, bytes) or self.embed:
+            return picture_bytes(ref)
+        link = self.root / "pictures" / f"{self.num_links:07d}{Path(ref).suffix.lower()}"
+        self.num_links += 1
         try:
-            load_image(ref)
-        except ImageError as error:
-            raise SetError(f"picture of {name!r}: {error}") from None
-    if isinstance(image, bytes) or not embed:
-        return ref
-    return picture_bytes(ref)
+            link.parent.mkdir(exist_ok=True)
+            os.link(os.path.realpath(ref), link)
+        except OSError as error:
+            raise SetError(
+                f"picture {ref} cannot be linked into the set ({error.strerror}): pictures=embed copies it"
+            ) from None
+        return link.relative_to(self.root).as_posix()
 
 
-def _write_corpus(path: Path, corpus: Iterable[Candidate], *, embed: bool, decode: bool) -> list[str]:
-    schema = pa.schema(
-        [("id", pa.string()), ("image", pa.binary() if embed else pa.string()), ("text", pa.string())]
-    )
+def joined_groups(queries: Sequence[Query]) -> list[str]:
+    """The group of each query, where those that share a picture are in one: the first of their groups in order of names."""
+    parent: dict[tuple[int, str], tuple[int, str]] = {}
+
+    def root(one: tuple[int, str]) -> tuple[int, str]:
+        while (above := parent.setdefault(one, one)) != one:
+            one = above
+        return one
+
+    for query in queries:
+        group = root((0, query.group))
+        for image in query.images:
+            data = image if isinstance(image, bytes) else picture_bytes(str(image))
+            group, other = sorted((root(group), root((1, hashlib.sha256(data).hexdigest()))))
+            parent[other] = group
+    return [root((0, query.group))[1] for query in queries]
+
+
+def _write_corpus(path: Path, corpus: Iterable[Candidate], place: _Pictures) -> list[str]:
+    kind = pa.binary() if place.embed else pa.string()
+    schema = pa.schema([("id", pa.string()), ("image", kind), ("text", pa.string())])
     ids: list[str] = []
     rows: list[dict[str, Any]] = []
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
@@ -171,8 +194,8 @@ def _write_corpus(path: Path, corpus: Iterable[Candidate], *, embed: bool, decod
 
         for one in corpus:
             ids.append(one.id)
-            image = _picture(one.image, one.id, embed=embed, decode=decode)
-            if isinstance(image, bytes) and not embed:
+            image = place.cell(one.image, one.id)
+            if isinstance(image, bytes) and not place.embed:
                 raise SetError(
                     f"picture of {one.id!r} comes as bytes, so there is no file to link to: pictures=embed"
                 )
@@ -183,25 +206,18 @@ def _write_corpus(path: Path, corpus: Iterable[Candidate], *, embed: bool, decod
     return ids
 
 
-def _write_queries(path: Path, queries: Sequence[Query], *, embed: bool, decode: bool) -> None:
-    cell = (
-        pa.binary() if embed or any(isinstance(i, bytes) for q in queries for i in q.images) else pa.string()
-    )
+def _write_queries(path: Path, queries: Sequence[Query], place: _Pictures) -> None:
+    binary = place.embed or any(isinstance(image, bytes) for query in queries for image in query.images)
+    place = replace(place, embed=binary)
     columns: dict[str, Any] = {
         "id": pa.array([query.id for query in queries], pa.string()),
         "text": pa.array([query.text or None for query in queries], pa.string()),
         "image": pa.array(
-            [
-                [
-                    _picture(one, query.id, embed=pa.types.is_binary(cell), decode=decode)
-                    for one in query.images
-                ]
-                for query in queries
-            ],
-            pa.list_(cell),
+            [[place.cell(one, query.id) for one in query.images] for query in queries],
+            pa.list_(pa.binary() if binary else pa.string()),
         ),
         "category": pa.array([query.category for query in queries], pa.string()),
-        "group": pa.array([query.group for query in queries], pa.string()),
+        "group": pa.array(joined_groups(queries), pa.string()),
         "instruction": pa.array([query.instruction for query in queries], pa.string()),
     }
     for name in queries[0].columns if queries else ():

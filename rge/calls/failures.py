@@ -1,22 +1,33 @@
-"""Why a call gave no answer, in classes, for each is to be met in another way.
+"""Why a call has no answer, and what is done about it; `rge.calls.providers.errors` says which error is which.
 
-``lost``      time-out, no connection, 5xx, a web page: asked again, the same call may succeed
-``limited``   429: the endpoint is asked more slowly, and the call waits its turn
-``refused``   by the provider's policy: an answer, kept and counted as an abstention (`rge.calls.replies.Refused`)
-``rejected``  this request as it stands (too long, a picture it cannot read): counted, the others go on
-``stop``      no request can succeed: a wrong key, a setting that the endpoint does not know, a budget that is spent
+===========  =========================================================  ==================================================
+unanswered   time-out, no connection, 429, 5xx, a web page              retried; then open: the next run asks it again
+refused      the provider's policy declines                             an answer, kept (`rge.calls.replies.Refused`)
+rejected     this one request cannot be taken (too large, a bad image)  settled and kept; the others go on
+stopped      no request can succeed: key, credit, model, setting        nothing more is sent; calls under way finish
+===========  =========================================================  ==================================================
 """
+
+from dataclasses import dataclass
 
 from rge.calls.replies import ReplyError
 from rge.common.errors import UserError
 
 
 class StopCalls(UserError):
-    """No further call can succeed."""
+    """No further call to this endpoint can succeed."""
 
 
-class KeyRejected(StopCalls):
+class AccountRejected(StopCalls):
+    """The account cannot make calls: no credit, no quota, no such model."""
+
+
+class KeyRejected(AccountRejected):
     """The endpoint does not accept the key."""
+
+
+class NotThere(AccountRejected):
+    """404: no such model, address or batch."""
 
 
 class BudgetReached(StopCalls):
@@ -31,54 +42,39 @@ class RequestRejected(StopCalls):
     """The endpoint accepts no request of this kind; the message has its own words."""
 
 
-class CallFailed(ReplyError):
-    """A call gave no answer, and nothing is kept.
+class Unanswered(ReplyError):
+    """No answer, by no fault of the request: neither a verdict nor asked; the next run asks again."""
 
-    Attributes:
-        lost: by no fault of the request: worth asking again.
-    """
-
-    kind = "failed call"
-
-    def __init__(self, message: str, *, lost: bool = False):
-        super().__init__(message)
-        self.lost = lost
-        self.kind = "lost call" if lost else "rejected request"
+    kind = "unanswered"
 
 
+class Rejection(ReplyError):
+    """The endpoint cannot take this one request; kept, so that it is not sent again."""
+
+    kind = "rejected request"
+
+
+@dataclass
 class Lost(Exception):
-    """One attempt gave nothing; the next may.
+    """One attempt gave nothing; the next may."""
 
-    Args:
-        reason: for the message.
-        limited: refused for its rate only: nothing was done, and nothing is billed.
-        wait_s: as the endpoint asks for; None where it says nothing.
-        billed: the provider may have answered, and then bills it.
-        raw: what came instead of an answer.
-    """
+    reason: str
+    limited: bool = False  # refused for its rate only: nothing was done, and nothing is billed
+    wait_s: float | None = None  # as the endpoint asks for
+    billed: bool = False  # the provider may have answered, and then bills it
+    raw: bytes | None = None  # what came instead of an answer
 
-    def __init__(
-        self,
-        reason: str,
-        *,
-        limited: bool = False,
-        wait_s: float | None = None,
-        billed: bool = False,
-        raw: bytes | None = None,
-    ):
-        super().__init__(reason)
-        self.limited, self.wait_s, self.billed, self.raw = limited, wait_s, billed, raw
+    def __str__(self) -> str:
+        return self.reason
 
 
+@dataclass
 class Rejected(Exception):
-    """The endpoint rejects a request as it stands.
+    """The endpoint rejects a request as it stands."""
 
-    Args:
-        reason: its own words.
-        about_input: it says that a picture or the length is what it cannot take, so that other requests may pass.
-        raw: what it answered.
-    """
+    reason: str
+    certain: bool  # status or code say that this one request is at fault; else every request may be, which a canary tells
+    raw: bytes  # what it answered
 
-    def __init__(self, reason: str, *, about_input: bool, raw: bytes):
-        super().__init__(reason)
-        self.about_input, self.raw = about_input, raw
+    def __str__(self) -> str:
+        return self.reason

@@ -16,10 +16,6 @@ MASK = "[key]"
 def read_key(name: str, variable: str) -> str:
     """The key that an environment variable holds.
 
-    Args:
-        name: of the model, for the message.
-        variable: of the environment.
-
     Raises:
         UserError: the variable is not set, or holds what is too short to be a key.
     """
@@ -35,11 +31,7 @@ def read_key(name: str, variable: str) -> str:
 
 
 class Mask:
-    """Replaces keys, as they are and in the encodings in which servers and logs echo them.
-
-    Args:
-        keys: at least `MIN_CHARACTERS` long each.
-    """
+    """Replaces keys, as they are and in the encodings in which servers and logs echo them."""
 
     def __init__(self, keys: Iterable[str]):
         forms = {form for key in keys for form in _forms(key)}

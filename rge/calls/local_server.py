@@ -7,7 +7,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,12 +133,20 @@ class LocalServer:
         handler: answers requests.
         port: 0 takes a free one; `url` says which.
         raw: answers in its place, for what is not a POST of JSON.
+        models: entries of ``/models``; without, the server has no such list.
     """
 
-    def __init__(self, handler: Handler | None = None, port: int = 0, *, raw: RawHandler | None = None):
-        self.handler, self.port, self.raw = handler, port, raw
+    def __init__(
+        self,
+        handler: Handler | None = None,
+        port: int = 0,
+        *,
+        raw: RawHandler | None = None,
+        models: Sequence[Mapping[str, Any]] | None = None,
+    ):
+        self.handler, self.port, self.raw, self.models = handler, port, raw, models
         self.num_answered = 0
-        """Answers given; counted before they are sent, so that who has an answer finds it counted."""
+        """Answers given but for the list of models; counted before they are sent, so that who has an answer finds it counted."""
         self._ready, self._loop = threading.Event(), asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, daemon=True)
 
@@ -182,7 +190,10 @@ class LocalServer:
                 }
                 data = await reader.readexactly(int(given.get("content-length", 0)))
                 method, path = lines[0].split()[:2]
-                if self.raw is not None:
+                if method == "GET" and path.endswith("/models"):
+                    answer = Answer({"data": self.models}, 404 if self.models is None else 200)
+                    self.num_answered -= 1
+                elif self.raw is not None:
                     answer = await self.raw(method, path, given, data)
                 else:
                     assert self.handler is not None

@@ -7,11 +7,11 @@ from typing import Any
 
 import httpx
 
-from rge.calls.replies import cache_written_tokens, cached_tokens, is_refused, usage
+from rge.calls.replies import is_refused, usage
 from rge.calls.request import Request
 from rge.common.errors import UserError
 
-APIS = ("openai", "anthropic", "gemini", "vllm")
+APIS = ("openai", "anthropic", "gemini")
 MODES = ("calls", "batch")
 TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
 CHARACTERS_A_TOKEN = 3
@@ -20,16 +20,37 @@ ANTHROPIC_WRITES = 1.25
 """What Anthropic bills for input that it writes to its five-minute cache, as a multiple of the price of input."""
 
 
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """What an answer took and costs."""
+
+    input_tokens: int  # billed
+    output_tokens: int  # billed
+    cached_tokens: int  # of the input tokens, those from the provider's prompt cache
+    cost: float  # in the currency of the prices
+    refused: bool  # the provider's policy declined
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """What bills say about the estimates of one endpoint, of calls with pictures or without."""
+
+    calls: int = 0  # billed so far
+    mean_input: float = 1.0  # tokens billed for each one that was estimated
+    most_input: float = 1.0  # likewise, of the call where the estimate was lowest; 1 at least
+    most_output: float = 1.0  # likewise of output, whose estimate is ``max_tokens``
+
+
 @dataclass
 class ModelConfig:
     """A model behind an endpoint."""
 
     name: str
-    """Name the endpoint knows it by, and its answers are kept by; of vllm a hub name, or any where ``engine`` has a model."""
+    """Name the endpoint knows it by, and its answers are kept by."""
     base_url: str | None = None
     """Such as http://HOST:8000/v1 of vLLM; null: the provider's own."""
     api: str = "openai"
-    """openai (any compatible endpoint), anthropic, gemini, or vllm: an engine in this process (needs the extra ``vllm``)."""
+    """openai (any compatible endpoint, such as `vllm serve`), anthropic or gemini."""
     mode: str = "calls"
     """calls, or batch: by the provider's batch mode, at a part of the price and within a day; what a batch does not answer is
     asked by calls."""
@@ -46,17 +67,18 @@ class ModelConfig:
     max_backoff_s: float = 60.0
     """Longest wait before the next attempt, also where the endpoint asks for a longer one."""
     max_limited_s: float = 600.0
-    """How long a call waits for its turn at an endpoint that answers 429; then it is lost."""
+    """How long a call waits for its turn at an endpoint that answers 429; where that answers nothing else, or asks to wait
+    longer, the run stops."""
     reasks: int = 2
     """How often an answer that cannot be read is asked for again, with the format named."""
-    input_price: float = 0.0
-    """Per million tokens."""
+    input_price: float | None = None
+    """Per million tokens; null, with no output_price either: as in the price table, or 0."""
     cached_price: float | None = None
     """Per million input tokens that the provider had in its prompt cache; null: as ``input_price``."""
     cache_write_price: float | None = None
     """Per million input tokens that the provider wrote to its prompt cache; null: 1.25 times ``input_price`` with
     api=anthropic, else as ``input_price``."""
-    output_price: float = 0.0
+    output_price: float | None = None
     """Per million tokens."""
     budget: float | None = None
     """What the endpoint may cost in all, over all runs on one file of answers; null: no limit."""
@@ -78,8 +100,6 @@ class ModelConfig:
     """Further fields of every request, as they are."""
     max_side_px: int = 1024
     """Longer sides of pictures are scaled down to this."""
-    engine: dict[str, Any] = field(default_factory=dict)
-    """Arguments of vLLM's engine, such as {model: FOLDER, gpu_memory_utilization: 0.8, tensor_parallel_size: 2}."""
     batch_price: float = 0.5
     """What an answer of a batch costs, as a share of the prices above."""
     batch_poll_s: float = 30.0
@@ -94,6 +114,14 @@ class ModelConfig:
         """Name and address: what budgets, rates and the ledger go by."""
         return f"{self.name} at {self.base_url or self.api}"
 
+    def unpriced(self) -> bool:
+        """Whether no price is given, so that a table may."""
+        return self.input_price is None and self.output_price is None
+
+    def paid(self) -> bool:
+        """Whether a call costs anything."""
+        return bool(self.input_price or self.output_price)
+
     def cost(
         self,
         input_tokens: int,
@@ -104,54 +132,50 @@ class ModelConfig:
         batch: bool = False,
     ) -> float:
         """Price of a call, or of one in a batch; tokens read from a cache or written to it are a part of the input tokens."""
-        cached_price = self.input_price if self.cached_price is None else self.cached_price
+        input_price = self.input_price or 0.0
+        cached_price = input_price if self.cached_price is None else self.cached_price
         write_price = self.cache_write_price
         if write_price is None:
-            write_price = self.input_price * (ANTHROPIC_WRITES if self.api == "anthropic" else 1.0)
-        fresh = (input_tokens - cached_tokens - cache_written) * self.input_price
-        price = fresh + cached_tokens * cached_price + output_tokens * self.output_price
+            write_price = input_price * (ANTHROPIC_WRITES if self.api == "anthropic" else 1.0)
+        fresh = (input_tokens - cached_tokens - cache_written) * input_price
+        price = fresh + cached_tokens * cached_price + output_tokens * (self.output_price or 0.0)
         price += cache_written * write_price
         return price * (self.batch_price if batch else 1.0) / 1e6
 
-    def bill(
-        self, body: bytes, expected: tuple[int, int], *, batch: bool = False
-    ) -> tuple[int, int, int, float, bool]:
+    def bill(self, body: bytes, expected: tuple[int, int], *, batch: bool = False) -> Bill:
         """What an answer costs.
 
         Args:
             body: of the answer.
             expected: tokens of input and output, where it does not say.
             batch: it came by a batch.
-
-        Returns:
-            Tokens of input, of output, of input from the prompt cache, the price, and whether the provider's policy declined.
         """
-        refused = is_refused(body)
+        refused, said = is_refused(body), usage(body)
         # A provider bills what it answers; what its policy stopped it does not, unless it says so.
         guesses = (0, 0) if refused else expected
-        input_tokens, output_tokens = (
-            said if said is not None else guess for said, guess in zip(usage(body), guesses, strict=True)
-        )
-        cached = min(cached_tokens(body), input_tokens)
-        written = min(cache_written_tokens(body), input_tokens - cached)
-        return (
-            input_tokens,
-            output_tokens,
-            cached,
-            self.cost(input_tokens, output_tokens, cached, written, batch=batch),
-            refused,
-        )
+        given = guesses[0] if said.input_tokens is None else said.input_tokens
+        written = guesses[1] if said.output_tokens is None else said.output_tokens
+        cached = min(said.cached, given)
+        cost = self.cost(given, written, cached, min(said.cache_written, given - cached), batch=batch)
+        return Bill(given, written, cached, cost, refused)
 
-    def estimate(self, request: Request) -> tuple[int, int]:
+    def estimate(self, request: Request, learnt: Learnt | None = None) -> tuple[int, int]:
         """Input tokens, and output tokens at most."""
         prompt = request.num_characters() // CHARACTERS_A_TOKEN + request.num_pictures() * self.picture_tokens
-        return prompt, request.max_tokens * request.n
+        answer = request.max_tokens * request.n
+        if learnt is None:
+            return prompt, answer
+        return int(prompt * learnt.most_input), int(answer * learnt.most_output)
 
-    def greatest_cost(self, request: Request, *, batch: bool = False) -> float:
+    def greatest_cost(self, request: Request, learnt: Learnt | None = None, *, batch: bool = False) -> float:
         """What a call costs at most: a prompt that later ones share may all be written to the provider's cache."""
-        given, answered = self.estimate(request)
+        given, answered = self.estimate(request, learnt)
         written = given if request.shared_parts else 0
         return max(self.cost(given, answered, cache_written=number, batch=batch) for number in (0, written))
+
+    def sent_by(self) -> str:
+        """Where and how requests go, of what is no part of their keys: another one may take what this one rejects."""
+        return f"{self.endpoint} {self.api} {self.token_limit} {self.send_seed}"
 
     def answers_by(self) -> dict[str, Any]:
         """The settings that change what the model answers, as far as they are given: part of the key of its answers."""
@@ -170,12 +194,8 @@ class ModelConfig:
 def check_model(where: str, model: ModelConfig) -> None:
     """Check what types cannot say.
 
-    Args:
-        where: the key of its settings, such as ``models.judge``.
-        model: the settings.
-
     Raises:
-        UserError: names the setting and the mend.
+        UserError: names the setting and the fix.
     """
     for setting, allowed in (("api", APIS), ("mode", MODES), ("token_limit", TOKEN_LIMITS)):
         if (value := getattr(model, setting)) not in allowed:
@@ -195,7 +215,7 @@ def check_model(where: str, model: ModelConfig) -> None:
     for setting in ("max_retries", "reasks"):
         if getattr(model, setting) < 0:
             raise UserError(f"{where}.{setting} must be >= 0, got {getattr(model, setting)}")
-    if model.budget is not None and not (model.input_price > 0 or model.output_price > 0):
+    if model.budget is not None and not model.paid():
         raise UserError(
             f"{where}.budget needs input_price and output_price: without prices nothing is ever spent"
         )
@@ -204,10 +224,7 @@ def check_model(where: str, model: ModelConfig) -> None:
     unknown = {
         "anthropic": ("draws_a_call", "token_limit"),
         "gemini": ("token_limit",),
-        "vllm": ("token_limit", "reasoning_effort", "mode", "base_url", "key_env"),
     }
-    if model.engine and model.api != "vllm":
-        raise UserError(f"{where}.engine is for api=vllm; got api={model.api}")
     for setting in unknown.get(model.api, ()):
         if getattr(model, setting) != getattr(ModelConfig, setting):
             raise UserError(f"{where}.{setting} means nothing to api={model.api}")
@@ -233,9 +250,6 @@ def known_as(models: Mapping[str, ModelConfig]) -> dict[str, str]:
     It is the model's own, whatever its address: a server that moves to another port keeps its answers. Where one name is
     served at two addresses, the second and later ones carry the name that the configuration gives them, for they may be other
     weights.
-
-    Args:
-        models: by that name.
     """
     found: dict[str, str] = {}
     first: dict[str, str | None] = {}

@@ -66,6 +66,11 @@ def _encoded(data: bytes, max_side_px: int) -> tuple[str, bytes]:
     return "image/jpeg", out.getvalue()
 
 
+def encoded(data: bytes) -> str:
+    """Base64."""
+    return base64.b64encode(data).decode()
+
+
 class Pictures:
     """Prepares pictures beside the calls, as a context manager; keeps the last ones."""
 
@@ -120,7 +125,7 @@ class Pictures:
             except ImageError as error:
                 name = picture.ref if isinstance(picture.ref, str) else f"<{len(data)} bytes>"
                 raise ImageError(str(error).replace(f"<{len(data)} bytes>", str(name))) from None
-        coded = base64.b64encode(found[1]).decode()
+        coded = encoded(found[1])
         self._num_bytes += len(coded)
         return found[0], coded
 

@@ -1,9 +1,11 @@
-"""Take an answer apart. Every way in which it can be malformed has an error of its own, and a name for the report."""
+"""Parse provider responses. Every way in which one can be malformed has an error of its own, and a name for the report."""
 
 import json
 import re
 from dataclasses import dataclass
 from typing import Any
+
+import json_repair
 
 
 class ReplyError(ValueError):
@@ -66,23 +68,25 @@ UNREADABLE = (EmptyChoices, Truncated, MissingTag, BadValue)
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A chat model's answer.
+    """A chat model's answer."""
 
-    Attributes:
-        text: what it wrote; an answer by a JSON schema stands in tags, as prompts without one ask for.
-        stop: why it stopped: ``stop``, ``length``, ``refusal`` or the provider's own word.
-        input_tokens: as billed; None where the server does not say.
-        output_tokens: likewise.
-        top_logprobs: (token, log probability) of the likeliest first tokens, where they were asked for.
-        first_token: the one that was written.
-    """
-
-    text: str
-    stop: str
-    input_tokens: int | None
-    output_tokens: int | None
+    text: str  # what it wrote; an answer by a JSON schema stands in tags, as prompts without one ask for
+    stop: str  # why it stopped: ``stop``, ``length``, ``refusal`` or the provider's own word
+    input_tokens: int | None  # as billed; None where the server does not say
+    output_tokens: int | None  # likewise
+    # (token, log probability) of the likeliest first tokens, where they were asked for
     top_logprobs: tuple[tuple[str, float], ...] = ()
-    first_token: str = ""
+    first_token: str = ""  # the one that was written
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens billed for an answer, also where its content is malformed; None where it does not say."""
+
+    input_tokens: int | None  # those of the prompt cache among them
+    output_tokens: int | None  # thoughts among them
+    cached: int = 0  # of the input tokens, those that the provider had in its prompt cache
+    cache_written: int = 0  # of the input tokens, those that it wrote there
 
 
 _STOPS = {
@@ -98,13 +102,11 @@ _STOPS = {
     ),
 }
 _REFUSAL = re.compile(
-    r"^\W*(i'?m sorry|i am sorry|sorry,|i can(?:no|')t|i can not|i am unable|i'm unable|i won't|as an ai)\b",
+    r"^\W*(i'?m sorry|i am sorry|sorry,|i apologi[sz]e|my apologies|i can(?:no|')t|i can not|i won't|i will not|"
+    r"i(?:'?m| am) (?:unable|not able)|as an ai)\b",
     re.IGNORECASE,
 )
-_POLICY = re.compile(
-    r"content[ _-]?(filter|policy|management)|policy[ _]violation|responsible ?ai|safety (system|polic|setting)|moderation",
-    re.IGNORECASE,
-)
+_FENCED = re.compile(r"```(?:json)?\s*(\{.*\})\s*```", re.DOTALL)
 
 
 def parse(raw: bytes) -> Any:
@@ -121,24 +123,8 @@ def parse(raw: bytes) -> Any:
         raise NotAChat(f"not JSON but {_shown(raw.decode('utf-8', 'replace'))}") from None
 
 
-def policy_refusal(body: Any) -> str | None:
-    """The provider's words where the body of an error says that its policy, not the request's form, is the reason; or None."""
-    error = body.get("error") if isinstance(body, dict) else None
-    if not isinstance(error, dict):
-        return None
-    inner = error.get("innererror") or error.get("inner_error") or {}
-    names = [error.get("code"), error.get("type"), inner.get("code") if isinstance(inner, dict) else None]
-    message = str(error.get("message") or "")
-    if any(_POLICY.search(str(name)) for name in names if name) or _POLICY.search(message):
-        return message or "declined by the provider's policy"
-    return None
-
-
 def read_replies(raw: bytes) -> list[Reply | ReplyError]:
     """Read the body of an answer: of chat completions, of Anthropic's messages, or of Gemini's ``generateContent``.
-
-    Args:
-        raw: JSON.
 
     Returns:
         One draw after the other; an error where a draw has nothing in it.
@@ -149,8 +135,9 @@ def read_replies(raw: bytes) -> list[Reply | ReplyError]:
         EmptyChoices: there is no choice.
     """
     body = parse(raw)
-    if (why := policy_refusal(body)) is not None:
-        raise Refused(_shown(why))
+    if isinstance(body, dict) and (error := body.get("error")):
+        # Of all errors only refusals are kept (`rge.calls.providers.errors`).
+        raise Refused(_shown(str(error.get("message") if isinstance(error, dict) else error)))
     if isinstance(body, dict) and isinstance(body.get("choices"), list):
         if not body["choices"]:
             raise EmptyChoices("the answer has no choices")
@@ -180,19 +167,7 @@ def is_refused(raw: bytes) -> bool:
     return False
 
 
-def read_reply(raw: bytes) -> Reply:
-    """The only draw of an answer.
-
-    Raises:
-        ReplyError: see `read_replies`; or it has nothing in it.
-    """
-    found = read_replies(raw)[0]
-    if isinstance(found, ReplyError):
-        raise found
-    return found
-
-
-def _choice(choice: Any, tokens: tuple[int | None, int | None]) -> Reply | ReplyError:
+def _choice(choice: Any, tokens: Usage) -> Reply | ReplyError:
     message = choice.get("message") if isinstance(choice, dict) else None
     if not isinstance(message, dict):
         return EmptyChoices("a choice without a message")
@@ -208,7 +183,7 @@ def _choice(choice: Any, tokens: tuple[int | None, int | None]) -> Reply | Reply
     return _reply(text, stop, tokens, top, str(listed.get("token", "")) if top else "")
 
 
-def _candidate(candidate: Any, tokens: tuple[int | None, int | None]) -> Reply | ReplyError:
+def _candidate(candidate: Any, tokens: Usage) -> Reply | ReplyError:
     if not isinstance(candidate, dict):
         return EmptyChoices("a candidate that is none")
     reason = str(candidate.get("finishReason") or "stop")
@@ -221,13 +196,15 @@ def _candidate(candidate: Any, tokens: tuple[int | None, int | None]) -> Reply |
 def _reply(
     text: str,
     stop: str,
-    tokens: tuple[int | None, int | None],
+    tokens: Usage,
     top: tuple[tuple[str, float], ...] = (),
     first: str = "",
 ) -> Reply | ReplyError:
     if not text.strip() and stop not in ("length", "refusal"):
         return EmptyChoices("the message is empty")
-    return Reply(_as_tags(text), stop, *tokens, top, first)
+    return Reply(
+        _as_tags(text, whole=stop != "length"), stop, tokens.input_tokens, tokens.output_tokens, top, first
+    )
 
 
 def _text(content: Any) -> str:
@@ -238,14 +215,22 @@ def _text(content: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _as_tags(text: str) -> str:
-    if not text.lstrip().startswith("{"):
+def _as_tags(text: str, *, whole: bool) -> str:
+    """The fields of a JSON object as tags; also of one in a code fence, or with small faults such as a trailing comma.
+
+    Args:
+        text: the answer.
+        whole: it was not cut short: the repair of half an answer would pass for one.
+    """
+    fenced = _FENCED.search(text)
+    given = fenced[1] if fenced else text.strip()
+    if not given.startswith("{"):
         return text
     try:
-        found = json.loads(text)
+        found = json.loads(given)
     except ValueError:
-        return text
-    return _tagged(found) if isinstance(found, dict) else text
+        found = json_repair.loads(given) if whole and given.endswith("}") else None
+    return _tagged(found) if isinstance(found, dict) and found else text
 
 
 def _tagged(fields: dict[str, Any]) -> str:
@@ -265,45 +250,32 @@ def _whole_characters(value: Any) -> Any:
     return value
 
 
-def usage(raw: bytes) -> tuple[int | None, int | None]:
-    """Tokens billed for an answer, also where its content is malformed; None where it does not say."""
-    found = _usage(raw)
-    given = found.get("prompt_tokens")
-    if given is None and (given := _count(found.get("input_tokens"))) is not None:
-        # Anthropic counts what it read from its cache, or wrote to it, apart.
-        given += sum(_count(found.get(f"cache_{what}_input_tokens")) or 0 for what in ("read", "creation"))
-    if "promptTokenCount" in found:
-        # Gemini counts thoughts apart, and nothing where an answer has none.
-        written = [_count(found.get(f"{what}TokenCount")) or 0 for what in ("candidates", "thoughts")]
-        return _count(found["promptTokenCount"]), sum(written)
-    return _count(given), _count(found.get("completion_tokens", found.get("output_tokens")))
-
-
-def cached_tokens(raw: bytes) -> int:
-    """How many of the input tokens the provider had in its prompt cache; 0 where it does not say."""
-    found = _usage(raw)
-    details = found.get("prompt_tokens_details")
-    if isinstance(details, dict):
-        return _count(details.get("cached_tokens")) or 0
-    return _count(found.get("cache_read_input_tokens", found.get("cachedContentTokenCount"))) or 0
-
-
-def cache_written_tokens(raw: bytes) -> int:
-    """How many of the input tokens the provider wrote to its prompt cache; 0 where it does not say."""
-    return _count(_usage(raw).get("cache_creation_input_tokens")) or 0
-
-
-def _usage(raw: bytes) -> dict[str, Any]:
+def usage(raw: bytes) -> Usage:
+    """Tokens billed for an answer."""
     try:
         body = json.loads(raw)
         found = body.get("usage", body.get("usageMetadata"))
     except (ValueError, AttributeError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        found = None
+    if not isinstance(found, dict):
+        return Usage(None, None)
 
+    def count(name: str) -> int | None:
+        value = found.get(name)
+        return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
-def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    if "promptTokenCount" in found:
+        # Gemini counts thoughts apart, and nothing where an answer has none.
+        written = (count("candidatesTokenCount") or 0) + (count("thoughtsTokenCount") or 0)
+        return Usage(count("promptTokenCount"), written, count("cachedContentTokenCount") or 0)
+    given, answered = count("prompt_tokens"), count("completion_tokens")
+    read, to_cache = count("cache_read_input_tokens") or 0, count("cache_creation_input_tokens") or 0
+    if given is None and (given := count("input_tokens")) is not None:
+        given += read + to_cache  # Anthropic counts what its cache is about apart
+    details = found.get("prompt_tokens_details")
+    if isinstance(details, dict) and isinstance(details.get("cached_tokens"), int):
+        read = details["cached_tokens"]
+    return Usage(given, count("output_tokens") if answered is None else answered, read, to_cache)
 
 
 def check_complete(reply: Reply, last_tag: str) -> None:
@@ -323,7 +295,7 @@ def check_complete(reply: Reply, last_tag: str) -> None:
         return
     if text.upper().lstrip("*_\"' ").startswith("ABSTAIN"):
         raise (Declined if "SENSITIVE" in text.upper() else Abstained)(_shown(text))
-    if reply.stop == "refusal" or _REFUSAL.match(text):
+    if reply.stop == "refusal" or _REFUSAL.match(text.replace("\u2019", "'")):
         raise Refused(_shown(text) if text else "declined without a word")
     if reply.stop == "length":
         raise Truncated(f"cut before </{last_tag}> after {reply.output_tokens} tokens")
@@ -331,10 +303,6 @@ def check_complete(reply: Reply, last_tag: str) -> None:
 
 def tag(text: str, name: str) -> str:
     """What stands in a tag, the last time it occurs: models like to think in the format before they answer in it.
-
-    Args:
-        text: the answer.
-        name: of the tag; letter case does not matter.
 
     Raises:
         MissingTag: there is no such tag, or it is empty.
@@ -349,11 +317,6 @@ def tag(text: str, name: str) -> str:
 
 def one_of(text: str, name: str, allowed: dict[str, Any]) -> Any:
     """The meaning of a tag that holds one of a few words.
-
-    Args:
-        text: the answer.
-        name: of the tag.
-        allowed: meaning of each word, words in lower case.
 
     Raises:
         MissingTag: there is no such tag.

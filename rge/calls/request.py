@@ -10,17 +10,11 @@ from rge.common.schema import ImageRef
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A picture inside a prompt.
+    """A picture inside a prompt."""
 
-    Attributes:
-        ref: where it is; read when it is sent, and not at all where the answer is already kept.
-        sha256: of its encoded bytes: what the key of the answer holds instead of a path.
-        max_side_px: longer sides are scaled down to this before sending.
-    """
-
-    ref: ImageRef
-    sha256: str
-    max_side_px: int = 1024
+    ref: ImageRef  # where it is; read when it is sent, and not at all where the answer is already kept
+    sha256: str  # of its encoded bytes: what the key of the answer holds instead of a path
+    max_side_px: int = 1024  # longer sides are scaled down to this before sending
 
 
 Part = str | Picture
@@ -28,35 +22,23 @@ Part = str | Picture
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One call.
+    """One call."""
 
-    Attributes:
-        model: which of the caller's models is asked.
-        parts: the user's message, texts and pictures in the order they are read.
-        system: instructions in front of it, or None.
-        temperature: sampling temperature.
-        max_tokens: cap on the answer.
-        sample: number of the draw. Two judges that are the same model ask the same thing; this keeps their answers
-            apart, and is sent as the ``seed``.
-        n: draws by this one call; the first is number ``sample``.
-        shared_parts: how many of the first parts later requests begin with as well: a provider that caches prompts is told so.
-        form: what the answer must look like, for an answer that is asked for again.
-        fields: tags of the answer, with the words that each may hold (None: any text) or the tags inside it; for an
-            endpoint that holds answers to a JSON schema. None: the answer has no such form.
-        top_logprobs: likeliest tokens whose log probabilities are wanted.
-    """
-
-    model: str
-    parts: tuple[Part, ...]
-    system: str | None = None
-    temperature: float = 0.0
-    max_tokens: int = 1024
+    model: str  # which of the caller's models is asked
+    parts: tuple[Part, ...]  # the user's message, texts and pictures in the order they are read
+    system: str | None = None  # instructions in front of it, or None
+    temperature: float = 0.0  # sampling temperature
+    max_tokens: int = 1024  # cap on the answer
+    # Number of the draw, sent as the ``seed``: keeps the answers of two judges apart that are the same model.
     sample: int = 0
-    n: int = 1
+    n: int = 1  # draws by this one call; the first is number ``sample``
+    # How many of the first parts later requests begin with as well: a provider that caches prompts is told so.
     shared_parts: int = 0
-    form: str | None = None
+    form: str | None = None  # what the answer must look like, for an answer that is asked for again
+    # Tags of the answer, with the words that each may hold (None: any text) or the tags inside it, for an endpoint that holds
+    # answers to a JSON schema. None: the answer has no such form.
     fields: tuple[tuple[str, Any], ...] | None = None
-    top_logprobs: int = 0
+    top_logprobs: int = 0  # likeliest tokens whose log probabilities are wanted
 
     def key(self, known_as: str | None = None, answers_by: dict[str, Any] | None = None) -> str:
         """Sha256 over model, texts, picture contents and settings; no path, address or secret is part of it.

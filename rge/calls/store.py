@@ -12,14 +12,16 @@ was under way when one was killed stays in the ledger, marked as an estimate.
 import fcntl
 import hashlib
 import json
+import math
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from rge.calls.model_config import Learnt
 from rge.calls.write_ahead_log import open_wal
 from rge.common.errors import UserError
 
@@ -31,6 +33,12 @@ CREATE TABLE IF NOT EXISTS replies (
 CREATE TABLE IF NOT EXISTS failures (
     key TEXT NOT NULL, model TEXT NOT NULL, kind TEXT NOT NULL, message TEXT NOT NULL, raw BLOB,
     at TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP);
+CREATE TABLE IF NOT EXISTS rejections (
+    key TEXT NOT NULL, sent_by TEXT NOT NULL, message TEXT NOT NULL, raw BLOB,
+    at TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP, PRIMARY KEY (key, sent_by));
+CREATE TABLE IF NOT EXISTS bills (
+    endpoint TEXT NOT NULL, pictures INTEGER NOT NULL, calls INTEGER NOT NULL, guessed REAL NOT NULL, billed REAL NOT NULL,
+    most_input REAL NOT NULL, most_output REAL NOT NULL, PRIMARY KEY (endpoint, pictures));
 CREATE TABLE IF NOT EXISTS attempts (
     id INTEGER PRIMARY KEY, endpoint TEXT NOT NULL, key TEXT NOT NULL, state TEXT NOT NULL, input_tokens INTEGER NOT NULL,
     cached_tokens INTEGER NOT NULL DEFAULT 0, output_tokens INTEGER NOT NULL, cost REAL NOT NULL,
@@ -58,9 +66,24 @@ INSERT INTO spending SELECT endpoint, state != 'answered', 1, input_tokens, cach
     cost = cost + excluded.cost
 """
 _SPENT = """
-SELECT (SELECT total(cost) FROM spending WHERE endpoint = :endpoint)
-    + (SELECT total(cost) FROM attempts WHERE endpoint = :endpoint AND state = 'under way')
+SELECT (SELECT total(cost) FROM spending WHERE :endpoint IS NULL OR endpoint = :endpoint)
+    + (SELECT total(cost) FROM attempts WHERE state = 'under way' AND (:endpoint IS NULL OR endpoint = :endpoint))
 """
+_LEDGER = """
+SELECT endpoint, sum(calls * (1 - estimated)), sum(input_tokens * (1 - estimated)), sum(cached_tokens * (1 - estimated)),
+    sum(output_tokens * (1 - estimated)), total(cost * (1 - estimated)), sum(calls * estimated), total(cost * estimated),
+    (SELECT count(*) FROM batch_calls JOIN attempts ON attempts.id = attempt
+        WHERE state = 'answered' AND attempts.endpoint = paid.endpoint)
+    FROM (SELECT * FROM spending UNION ALL SELECT endpoint, 1, count(*), 0, 0, 0, total(cost) FROM attempts
+        WHERE state = 'under way' GROUP BY endpoint) AS paid GROUP BY endpoint ORDER BY endpoint
+"""
+_LEARN = """
+INSERT INTO bills VALUES ((SELECT endpoint FROM attempts WHERE id = ?), ?, 1, ?, ?, ?, ?) ON CONFLICT (endpoint, pictures) DO UPDATE SET calls = calls + 1,
+    guessed = guessed + excluded.guessed, billed = billed + excluded.billed,
+    most_input = max(most_input, excluded.most_input), most_output = max(most_output, excluded.most_output)
+"""
+_LEAST_GUESS = 100
+"""Tokens below which an estimate says nothing: what a chat template adds would count as many times as much."""
 _AT_ONCE = 500
 """Keys of one query; SQLite's default allows 999."""
 
@@ -71,68 +94,40 @@ class StoreError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """An answer with its price.
+    """An answer with its price."""
 
-    Attributes:
-        raw: the body of the server's answer, byte for byte.
-        input_tokens: as billed.
-        output_tokens: as billed.
-        cost: in the currency of the prices.
-        seconds: from sending to the whole answer.
-    """
-
-    raw: bytes
-    input_tokens: int
-    output_tokens: int
-    cost: float
-    seconds: float
+    raw: bytes  # the body of the server's answer, byte for byte
+    input_tokens: int  # as billed
+    output_tokens: int  # as billed
+    cost: float  # in the currency of the prices
+    seconds: float  # from sending to the whole answer
 
 
 @dataclass(frozen=True, slots=True)
 class Spending:
-    """What was paid at one endpoint.
+    """What was paid at one endpoint."""
 
-    Attributes:
-        endpoint: name and address.
-        calls: that were answered.
-        input_tokens: of these, as billed; those from the provider's prompt cache among them.
-        cached_tokens: from its prompt cache.
-        output_tokens: as billed.
-        cost: of the answered calls.
-        lost_calls: attempts without an answer that the provider may have billed all the same: timed out, cut off, or
-            under way when the process ended.
-        lost_cost: of these at most, estimated.
-        batch_calls: of the answered ones, those in a batch.
-    """
-
-    endpoint: str
-    calls: int
-    input_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    cost: float
+    endpoint: str  # name and address
+    calls: int  # that were answered
+    input_tokens: int  # of these, as billed; those from the provider's prompt cache among them
+    cached_tokens: int  # from its prompt cache
+    output_tokens: int  # as billed
+    cost: float  # of the answered calls
+    # Attempts without an answer that may be billed all the same: timed out, cut off, or under way when the process ended.
     lost_calls: int
-    lost_cost: float
-    batch_calls: int = 0
+    lost_cost: float  # of these at most, estimated
+    batch_calls: int = 0  # of the answered ones, those in a batch
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
-    """A batch that was begun and not settled yet.
+    """A batch that was begun and not settled yet."""
 
-    Attributes:
-        label: ours; what it sends carries it.
-        began: when, in seconds since 1970.
-        file: the provider's name of the requests that were sent up for it.
-        id: the provider's name of the batch; None: it is not known whether it was accepted.
-        calls: key and attempt of each of its calls, by their number.
-    """
-
-    label: str
-    began: float
-    file: str | None
-    id: str | None
-    calls: dict[int, tuple[str, int]]
+    label: str  # ours; what it sends carries it
+    began: float  # when, in seconds since 1970
+    file: str | None  # the provider's name of the requests that were sent up for it
+    id: str | None  # the provider's name of the batch; None: it is not known whether it was accepted
+    calls: dict[int, tuple[str, int]]  # key and attempt of each of its calls, by their number
 
 
 class AnswerStore:
@@ -205,7 +200,14 @@ class AnswerStore:
     # --------------------------------------------------------------------------------------------------------- ledger
 
     def begin(
-        self, endpoint: str, key: str, tokens: tuple[int, int], worst: float, budget: float | None
+        self,
+        endpoint: str,
+        key: str,
+        tokens: tuple[int, int],
+        worst: float,
+        budget: float | None,
+        *,
+        total: float | None = None,
     ) -> int | None:
         """Enter an attempt before it is sent, at the most it may cost.
 
@@ -215,29 +217,30 @@ class AnswerStore:
             tokens: of input and output, at most.
             worst: cost of these.
             budget: what the endpoint may cost in all; None: no limit.
+            total: what all endpoints together may cost; likewise.
 
         Returns:
-            Its number; None, and nothing is entered, where the budget does not allow it.
-
-        Raises:
-            StoreError: the disk is full, or the file is lost.
+            Its number; None, and nothing is entered, where a budget does not allow it.
         """
         with self._writing("an attempt"):
-            if budget is not None and self._spent(endpoint) + worst > budget:
+            if worst > self._room(endpoint, budget, total):
                 return None
-            return self._db.execute(
-                "INSERT INTO attempts (endpoint, key, state, input_tokens, output_tokens, cost)"
-                " VALUES (?, ?, 'under way', ?, ?, ?)",
-                (endpoint, key, *tokens, worst),
-            ).lastrowid
+            return self._begin(endpoint, key, tokens, worst)
 
-    def put(self, attempt: int, key: str, model: str, kept: Kept, cached_tokens: int = 0) -> None:
+    def put(
+        self,
+        attempt: int,
+        key: str,
+        model: str,
+        kept: Kept,
+        cached_tokens: int = 0,
+        *,
+        guess: tuple[int, int, bool] | None = None,
+    ) -> None:
         """Keep the answer to an attempt and enter its price; on return it is safe from the death of the process.
 
-        Where another process kept an answer to the same key in the meantime, its answer stays and both are paid.
-
-        Raises:
-            StoreError: the disk is full, or the file is lost.
+        Where another process kept an answer to the same key in the meantime, its answer stays and both are paid. From
+        ``guess`` (estimated tokens of input and output, and whether pictures were shown) `learnt` is told.
         """
         with self._writing("an answer"):
             self._db.execute(
@@ -251,6 +254,20 @@ class AnswerStore:
                 (kept.input_tokens, cached_tokens, kept.output_tokens, kept.cost, attempt),
             )
             self._db.execute(_SPEND, (attempt,))
+            if guess is not None:
+                given, answered, pictures = max(guess[0], _LEAST_GUESS), max(guess[1], 1), guess[2]
+                ratios = kept.input_tokens / given, kept.output_tokens / answered
+                self._db.execute(_LEARN, (attempt, pictures, given, kept.input_tokens, *ratios))
+
+    def learnt(self, endpoint: str, pictures: bool) -> Learnt:
+        """What bills say about estimates of calls with pictures, or without."""
+        with self._lock:
+            row = self._db.execute(
+                "SELECT calls, billed / guessed, max(1, most_input), max(1, most_output) FROM bills"
+                " WHERE endpoint = ? AND pictures = ?",
+                (endpoint, pictures),
+            ).fetchone()
+        return Learnt(*row) if row else Learnt()
 
     def lose(self, attempt: int) -> None:
         """An attempt that gave no answer, and that the provider may have billed: it stays at the most it may cost."""
@@ -273,15 +290,12 @@ class AnswerStore:
         """
         if self.path is None or self._batches is not None:
             return
-        file = self.path.with_name(f"{self.path.name}.batches").open("w")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.close()
+            self._batches = locked(self.path.with_name(f"{self.path.name}.batches"))
+        except UserError:
             raise StoreError(
                 f"another process waits for batches of {self.path}; wait for it, or end it"
             ) from None
-        self._batches = file
 
     def begin_batch(
         self,
@@ -290,34 +304,22 @@ class AnswerStore:
         began: float,
         calls: Sequence[tuple[str, tuple[int, int], float]],
         budget: float | None,
+        *,
+        total: float | None = None,
     ) -> int:
-        """Enter a batch before it is sent: an attempt of each of its calls, at the most it may cost.
-
-        Args:
-            label: of the batch.
-            endpoint: name and address.
-            began: seconds since 1970.
-            calls: key, greatest numbers of input and output tokens, and their cost, each.
-            budget: what the endpoint may cost in all; None: no limit.
+        """Enter a batch, by a label, before it is sent: an attempt of each of its calls (key, tokens and greatest cost), see `begin`.
 
         Returns:
-            How many of the calls, from the first on, the budget allows; those are entered.
-
-        Raises:
-            StoreError: the disk is full, or the file is lost.
+            How many of the calls, from the first on, the budgets allow; those are entered.
         """
         with self._writing("a batch"):
-            held, number = self._spent(endpoint), 0
+            room, number = self._room(endpoint, budget, total), 0
             for key, tokens, worst in calls:
-                if budget is not None and held + worst > budget:
+                if worst > room:
                     break
-                attempt = self._db.execute(
-                    "INSERT INTO attempts (endpoint, key, state, input_tokens, output_tokens, cost)"
-                    " VALUES (?, ?, 'under way', ?, ?, ?)",
-                    (endpoint, key, *tokens, worst),
-                ).lastrowid
+                attempt = self._begin(endpoint, key, tokens, worst)
                 self._db.execute("INSERT INTO batch_calls VALUES (?, ?, ?, ?)", (label, number, key, attempt))
-                held, number = held + worst, number + 1
+                room, number = room - worst, number + 1
             if number:
                 self._db.execute(
                     "INSERT INTO batches (label, endpoint, state, began) VALUES (?, ?, 'open', ?)",
@@ -390,48 +392,57 @@ class AnswerStore:
                 (key, model, kind, message, raw),
             )
 
-    def num_failures(self, key: str) -> int:
-        """How often a call was noted by `fail`: at most once a run."""
-        with self._lock:
-            return self._db.execute("SELECT count(*) FROM failures WHERE key = ?", (key,)).fetchone()[0]
+    def reject(self, key: str, sent_by: str, message: str, raw: str | None) -> None:
+        """Keep that an endpoint cannot take a request; it is not sent there again with the same settings."""
+        with self._writing("a rejection"):
+            self._db.execute(
+                "INSERT OR IGNORE INTO rejections (key, sent_by, message, raw) VALUES (?, ?, ?, ?)",
+                (key, sent_by, message, raw),
+            )
 
-    def spent(self, endpoint: str) -> float:
-        """What an endpoint has cost so far, over all runs and processes; what is under way counts at most."""
+    def rejection(self, key: str, sent_by: str) -> str | None:
+        """Why an endpoint cannot take a request, if that is known."""
+        with self._lock:
+            row = self._db.execute(
+                "SELECT message FROM rejections WHERE key = ? AND sent_by = ?", (key, sent_by)
+            ).fetchone()
+        return row[0] if row else None
+
+    def forget_rejections(self, keys: Iterable[str]) -> None:
+        """Send these again: an endpoint that took nothing at all may have been set up wrongly."""
+        with self._writing("a rejection"):
+            self._db.executemany("DELETE FROM rejections WHERE key = ?", [(key,) for key in keys])
+
+    def spent(self, endpoint: str | None) -> float:
+        """What an endpoint, or all of them (None), has cost over all runs and processes; what is under way counts at most."""
         with self._lock:
             return self._spent(endpoint)
 
     def ledger(self) -> list[Spending]:
         """What was paid, by endpoint."""
         with self._lock:
-            rows = self._db.execute(
-                "SELECT endpoint, estimated, calls, input_tokens, cached_tokens, output_tokens, cost FROM spending"
-                " UNION ALL SELECT endpoint, 1, count(*), 0, 0, 0, total(cost) FROM attempts WHERE state = 'under way'"
-                " GROUP BY endpoint"
-            ).fetchall()
-            batched = dict(
-                self._db.execute(
-                    "SELECT endpoint, count(*) FROM batch_calls JOIN attempts ON attempts.id = attempt"
-                    " WHERE state = 'answered' GROUP BY endpoint"
-                )
-            )
-        names = sorted({row[0] for row in rows})
-        found = []
-        for name in names:
-            answered = next((row[2:] for row in rows if row[0] == name and not row[1]), (0, 0, 0, 0, 0.0))
-            lost = [(row[2], row[6]) for row in rows if row[0] == name and row[1]]
-            calls, cost = (sum(column) for column in zip(*lost, strict=True)) if lost else (0, 0.0)
-            asked, given, known, written, spent = answered
-            found.append(
-                Spending(name, asked, given, known, written, spent, calls, cost, batched.get(name, 0))
-            )
-        return found
+            return [Spending(*row) for row in self._db.execute(_LEDGER)]
 
     def total_cost(self) -> float:
         """Of all answered calls so far."""
         return sum(one.cost for one in self.ledger())
 
-    def _spent(self, endpoint: str) -> float:
+    def _spent(self, endpoint: str | None) -> float:
         return self._db.execute(_SPENT, {"endpoint": endpoint}).fetchone()[0]
+
+    def _room(self, endpoint: str, budget: float | None, total: float | None) -> float:
+        """What the next call may cost."""
+        limits = ((endpoint, budget), (None, total))
+        return min((limit - self._spent(of) for of, limit in limits if limit is not None), default=math.inf)
+
+    def _begin(self, endpoint: str, key: str, tokens: tuple[int, int], worst: float) -> int:
+        found = self._db.execute(
+            "INSERT INTO attempts (endpoint, key, state, input_tokens, output_tokens, cost)"
+            " VALUES (?, ?, 'under way', ?, ?, ?)",
+            (endpoint, key, *tokens, worst),
+        )
+        assert found.lastrowid is not None
+        return found.lastrowid
 
     @contextmanager
     def _writing(self, what: str) -> Iterator[None]:
@@ -448,6 +459,24 @@ class AnswerStore:
             finally:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
+
+
+def locked(path: Path) -> IO[str]:
+    """Open a lock file, and hold it until it is closed or the process ends.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise UserError(
+            f"another process works in {path.parent}; wait for it, or give another out="
+        ) from None
+    return file
 
 
 def key_of(*parts: Any) -> str:

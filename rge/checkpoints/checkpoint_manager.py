@@ -10,6 +10,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,16 @@ from accelerate import Accelerator
 from torch import nn
 
 from rge.checkpoints.description import training_data
-from rge.checkpoints.export import RGE_JSON, export, settings_of
-from rge.checkpoints.resume import check_same_recipe
-from rge.checkpoints.training_state import States, discard
-from rge.common.errors import SIGNALLED
+from rge.checkpoints.export import RGE_JSON, CheckpointError, export, settings_of
+from rge.checkpoints.manifest import damage, discard
+from rge.checkpoints.resume import check_same_recipe, check_same_run
+from rge.checkpoints.training_state import States, complete_states
+from rge.common.errors import SIGNALLED, UserError
 from rge.config import Recipe, to_dict
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.distributed.failure_detection import EndOfAll
+from rge.identity.run_identity import Identity
 from rge.model.adapters import has_adapters, merged_weights
 from rge.model.embedding_model import EmbeddingModel
 from rge.validation import Validation
@@ -56,6 +60,33 @@ def _remember(number: int, _: object) -> None:
         os.write(2, b"\nstopping after this step, with a state to go on from; Ctrl-C again stops at once\n")
 
 
+class DivergedError(UserError, FloatingPointError):
+    """A loss or gradient is not finite; the message names the step's records and the state before."""
+
+
+@contextmanager
+def divergence_explained(name: str, folder: Path) -> Iterator[None]:
+    """Training of a stage inside, which ends with one message where a loss or gradient is not finite.
+
+    Raises:
+        DivergedError: the message says which state is left.
+    """
+    try:
+        yield
+    except FloatingPointError as error:
+        states = [path for path in complete_states(folder / "state") if damage(path, contents=False) is None]
+        last = (
+            f"The last good state is of step {int(states[-1].name.removeprefix('step_'))}: {states[-1]}"
+            if states
+            else "No state was saved before (train.save_every)"
+        )
+        raise DivergedError(
+            f"{name} has diverged: {error}. {last}. The same command would diverge again: begin under another out= with a "
+            f"lower {name}.lr, more {name}.warmup_steps or a smaller optim.max_grad_norm; if it is always the same records, "
+            "look at them"
+        ) from error
+
+
 class CheckpointManager:
     """Saves, validates and stops one stage's training; every process calls every method.
 
@@ -69,6 +100,7 @@ class CheckpointManager:
         model: the wrapped embedder.
         optimizer: as prepared.
         accelerator: of the run.
+        identity: what the stage depends on, see `rge.checkpoints.resume.stage_identity`.
     """
 
     def __init__(
@@ -82,7 +114,9 @@ class CheckpointManager:
         model: nn.Module,
         optimizer,
         accelerator: Accelerator,
+        identity: Identity,
     ):
+        self.identity = identity
         self.recipe, self.name, self.folder, self.num_steps = recipe, name, folder, num_steps
         self.validation = validation
         self.embedder, self.model, self.accelerator = embedder, model, accelerator
@@ -95,6 +129,7 @@ class CheckpointManager:
             background=recipe.train.background_save,
         )
         metric = recipe.validation.metric
+        self._saved = 0  # step of the newest state
         self._validated: dict[str, Any] | None = None
         # Read now: at the end of the stage a hub that is out of reach would cost what was trained.
         sources = getattr(recipe, name).sources if accelerator.is_main_process else []
@@ -120,8 +155,15 @@ class CheckpointManager:
         )
         rounding = check_same_recipe(done["recipe"], self.recipe, self.name, path)
         launch.check_resume(done.get("launch"), self.accelerator, path)
+        rounding += check_same_run(done, self.identity, path)
         self.states.load(path)
+        self._saved, self._validated = done["step"], done.get("validated")
         self.accelerator.print(f"{self.name}: resuming after step {done['step']} from {path}")
+        if "identity" not in done:
+            self.accelerator.print(
+                f"{self.name}: this state does not record its records, start and code (an older version wrote it), so whether they "
+                "have changed is unknown"
+            )
         if rounding:
             self.accelerator.print(
                 f"{self.name}: the result is no longer that of an undisturbed run bit for bit, since these were changed: "
@@ -161,8 +203,7 @@ class CheckpointManager:
         asked = dist.sum_over_ranks([float(each in _asked_to_stop) for each in signals], self.embedder.device)
         stop = next((each for each, count in zip(signals, asked, strict=True) if count), None)
         if step < self.num_steps and (stop or step % self.recipe.train.save_every == 0):
-            meta = {"recipe": to_dict(self.recipe), "launch": launch.describe(self.accelerator)}
-            self.states.save(step, meta)
+            self._save(step)
         if not stop or step == self.num_steps:  # a stage that is over is exported first
             return
         self.states.wait()
@@ -177,11 +218,33 @@ class CheckpointManager:
         raise EndOfAll(SIGNALLED + stop)
 
     def finish(self) -> None:
-        """Export the trained model as a checkpoint that evaluation and plain transformers load."""
-        self.states.close()
+        """Export the trained model as a checkpoint that evaluation and plain transformers load.
+
+        A state of the last step is saved first, so that an export that fails costs no training.
+
+        Raises:
+            CheckpointError: the checkpoint could not be written.
+        """
+        if self._saved != self.num_steps:
+            self._save(self.num_steps)
+        try:
+            self.states.close()
+        except CheckpointError as error:
+            # The disk may still hold the checkpoint, which is smaller; then nobody needs the state.
+            self.accelerator.print(f"{self.name}: warning: {error}")
         self._export(self.folder / "final", self.num_steps, self._validated)  # the last step is measured
         self.accelerator.free_memory()
         self.accelerator.print(f"{self.name}: wrote {self.folder / 'final'}")
+
+    def _save(self, step: int) -> None:
+        meta = {
+            "recipe": to_dict(self.recipe),
+            "launch": launch.describe(self.accelerator),
+            "validated": self._validated,
+            "identity": self.identity,
+        }
+        self.states.save(step, meta)
+        self._saved = step
 
     def _keep_if_best(self, step: int, figures: dict[str, float]) -> None:
         keep = self.recipe.validation.keep_best
@@ -223,7 +286,7 @@ class CheckpointManager:
             recipe=to_dict(recipe),
             stage=self.name,
             step=step,
-        )
+        ) | {"identity": self.identity}
         if self.name != "cold_start":
             settings["dimensions"] = sorted(recipe.loss.matryoshka_dims)
         if validation is not None:

@@ -1,19 +1,15 @@
 """What a checkpoint says about itself: the instructions it was trained with, a model card, files for other libraries."""
 
-import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from rge.common.files import find_shipped
-from rge.common.schema import Record
 from rge.config import SourceConfig
 from rge.data.readers import some_records
-from rge.data.sources import without_mark
+from rge.data.sources import parsed_line, without_mark
 
 RECORDS_READ = 4096
 """Records of a source, evenly spread, that its instructions are counted in; all of a source that is not larger."""
@@ -90,31 +86,34 @@ def _some_records(source: SourceConfig) -> Iterator[dict[str, Any]]:
     size = path.stat().st_size
     with path.open("rb") as lines:
         if size < 16 << 20:
-            yield from _parsed(lines)
+            yield from _parsed(lines, path.name)
             return
         for number in range(RECORDS_READ):
             lines.seek(size * number // RECORDS_READ)
             if number:
                 lines.readline()  # the rest of a record that began before
-            yield from _parsed([lines.readline()])
+            yield from _parsed([lines.readline()], path.name)
 
 
-def _parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+def _parsed(lines: Iterable[bytes], title: str) -> Iterator[dict[str, Any]]:
     for line in map(without_mark, lines):
-        try:
-            Record.model_validate_json(line)
-        except ValidationError:
-            continue  # blank, or left out of training too (data.on_bad=skip)
-        yield json.loads(line)
+        record, _ = parsed_line(line, title, 0)
+        if record is not None:  # else blank, or left out of training too (data.on_bad=skip)
+            yield record.model_dump(include={"source", "category", "instruction"})
 
 
-def model_card(settings: dict[str, Any], name: str) -> str:
+def model_card(settings: dict[str, Any], name: str, licence: str | None = None) -> str:
     """``README.md`` of a checkpoint, with the front matter that the Hugging Face hub reads.
+
+    Its examples load a path that begins with ``./``: a name such as ``a/b`` is a hub id that anybody may register, and
+    `trust_remote_code` stands beside it.
 
     Args:
         settings: content of its ``rge.json``.
         name: of the checkpoint.
+        licence: identifier of the weights' licence on the hub; None: unknown, or that of the base model.
     """
+    path = f"./{name.rsplit('/', 1)[-1]}"
     recipe = settings["recipe"]
     base = (recipe.get("model") or {}).get("path")
     front = ["library_name: sentence-transformers", "pipeline_tag: image-text-to-text"]
@@ -124,7 +123,15 @@ def model_card(settings: dict[str, Any], name: str) -> str:
         on_hub = base.count("/") == 1 and not Path(base).exists()
         if on_hub:
             front.insert(0, f"base_model: {base}")
+            if licence is None:
+                front += [
+                    "license: other",
+                    "license_name: as-base-model",
+                    f"license_link: https://huggingface.co/{base}",
+                ]
         described = f"{base if on_hub else Path(base).name}. Its licence holds for these weights too"
+    if licence is not None:
+        front.append(f"license: {licence}")
     front += ["tags:", *(f"- {tag}" for tag in tags)]
     instructions = settings.get("instructions") or {}
     default = instructions.get("default")
@@ -139,7 +146,7 @@ def model_card(settings: dict[str, Any], name: str) -> str:
         "",
         "A reasoning-guided multimodal embedder ([RGE](https://arxiv.org/abs/2511.16150)). Asked with pictures, text or both,"
         if settings["reasons"] != "none"
-        else "A multimodal embedder, trained without rationales as a rival of reasoning-guided ones. Asked with pictures or text,",
+        else "A multimodal embedder, trained without rationales, the baseline of reasoning-guided ones. Asked with pictures or text,",
         "it writes a short rationale, ends it with `<emb>`, and its state at that token is the embedding."
         if settings["reasons"] != "none"
         else "its state at `<emb>`, right after the prompt, is the embedding.",
@@ -149,12 +156,12 @@ def model_card(settings: dict[str, Any], name: str) -> str:
         "```python",
         "from rge import Embedder",
         "",
-        f'embedder = Embedder.from_pretrained("{name}")',
+        f'embedder = Embedder.from_pretrained("{path}")',
         'query = embedder.encode_query("What do you need to open this?", images="padlock.png")',
         'scores = embedder.similarity(query, embedder.encode_document(images=["key.png", "nail.png"]))',
         "```",
         "",
-        f'With sentence-transformers: `SentenceTransformer("{name}", trust_remote_code=True)`, then `encode_query` and'
+        f'With sentence-transformers: `SentenceTransformer("{path}", trust_remote_code=True)`, then `encode_query` and'
         " `encode_document` (the package `rge` must be installed; the flag lets sentence-transformers use it).",
         "",
         "## Training",
@@ -181,8 +188,10 @@ def model_card(settings: dict[str, Any], name: str) -> str:
 
 def renamed_card(card: str, name: str) -> str:
     """A model card whose title and examples call the checkpoint by another name; anything else in it stays."""
-    title = re.search(r"^# (.+)$", card, re.MULTILINE)
-    if title is None:
-        return card
-    card = card.replace(title[0], f"# {name}", 1).replace(f"\n- name: {title[1]}\n", f"\n- name: {name}\n", 1)
-    return card.replace(f'("{title[1]}"', f'("{name}"')
+    if title := re.search(r"^# (.+)$", card, re.MULTILINE):
+        card = card.replace(title[0], f"# {name}", 1).replace(
+            f"\n- name: {title[1]}\n", f"\n- name: {name}\n", 1
+        )
+    if loaded := re.search(r'Embedder\.from_pretrained\(("[^"]+")', card):
+        card = card.replace(f"({loaded[1]}", f'("{name}"')
+    return card

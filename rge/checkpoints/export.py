@@ -7,33 +7,43 @@ import hashlib
 import json
 import shutil
 import subprocess
+import zlib
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 import rge
 from rge.checkpoints.description import SENTENCE_TRANSFORMERS, model_card
+from rge.checkpoints.manifest import DONE, flush, write_manifest
 from rge.common.errors import UserError
+from rge.model.backbone import tied_names, weight_names
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.hub_model import HubModel
 
 RGE_JSON = "rge.json"
+
+IDENTIFYING = (".safetensors", ".json", ".jinja", ".txt")
+"""Endings of the files that make a checkpoint what it is; others, such as its card, may be edited."""
 
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 """What a full disk looks like: to Python, to torch's serialiser, to safetensors."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint cannot be read or written; the message names it and the mend."""
+    """A checkpoint cannot be read or written; the message names it and the fix."""
 
 
 def export(
     embedder: EmbeddingModel, folder: Path, settings: dict[str, Any], state_dict: dict | None = None
 ) -> None:
     """Write a finished checkpoint: weights, config, processor, chat template, ``rge.json``, model card.
+
+    It is flushed to the disk, its weights are read back and compared, and ``done.json`` lists its files with their checksums.
 
     Args:
         embedder: unwrapped.
@@ -43,15 +53,18 @@ def export(
             that the model was loaded in; where that is bfloat16, float32 ones are trained.
 
     Raises:
-        CheckpointError: writing failed; nothing partial is left.
+        CheckpointError: the weights' names are not those that the model is loaded with, or writing failed, or what was
+            written reads back otherwise; nothing partial is left.
     """
     temporary = folder.with_name(f"tmp_{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     model, loaded = embedder.model, _dtype_loaded(embedder.model)
     if loaded is not None and {parameter.dtype for parameter in model.parameters()} != {loaded}:
         state_dict = model.state_dict(keep_vars=True) if state_dict is None else state_dict
+    weights = dict(model.state_dict() if state_dict is None else state_dict)
+    _check_names(model, weights, folder)
     if state_dict is not None and loaded is not None:
-        state_dict = _cast(state_dict, loaded)
+        state_dict = weights = _cast(state_dict, loaded)
     try:
         temporary.mkdir(parents=True)
         model.save_pretrained(temporary, state_dict=state_dict)
@@ -67,6 +80,12 @@ def export(
         mode = (temporary / RGE_JSON).stat().st_mode
         for path in temporary.iterdir():
             path.chmod(mode)  # safetensors' own files are private to the user
+        for path in temporary.iterdir():
+            flush(path, evict=True)  # what is compared next comes from the disk
+        _check_weights(weights, temporary)
+        write_manifest(
+            temporary, {}, files=[path for path in temporary.iterdir() if path.suffix in IDENTIFYING]
+        )
     except WRITE_ERRORS as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
@@ -75,6 +94,50 @@ def export(
     if folder.exists():
         shutil.rmtree(folder)
     temporary.rename(folder)
+
+
+def _check_names(model: HubModel, weights: dict[str, Tensor], folder: Path) -> None:
+    """Whether the weights have the names that the model is loaded with; a tied matrix may be named once."""
+    wanted = weight_names(model)
+    unknown, missing = weights.keys() - wanted, wanted - weights.keys() - set(tied_names(model))
+    if unknown or missing:
+        found = (
+            f"{sorted(unknown)[0]} is none of its weights" if unknown else f"{sorted(missing)[0]} is missing"
+        )
+        raise CheckpointError(
+            f"checkpoint {folder} is not written, since it could not be loaded: {found} ({len(unknown)} unknown names, "
+            f"{len(missing)} missing ones). Something in the launch wraps the model, such as torch.compile: leave that out, "
+            "and the same command goes on from the last state"
+        )
+
+
+def _check_weights(weights: dict[str, Tensor], folder: Path) -> None:
+    """Compare what is on the disk with what was to be written, tensor by tensor; names on the disk are transformers' own.
+
+    Raises:
+        OSError: they differ.
+    """
+    found: Counter = Counter()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found.update(_fingerprints(file.get_tensor(name) for name in file.keys()))  # noqa: SIM118
+    distinct = {(value.data_ptr(), value.shape): value for value in weights.values()}
+    written = list(distinct.values())
+    if (wanted := Counter(_fingerprints(written))) != found:
+        raise OSError(
+            f"{(wanted - found).total()} of {len(written)} weights read back otherwise than they were written"
+        )
+
+
+def _fingerprints(tensors: Iterable[Tensor]) -> list[tuple]:
+    return [
+        (
+            str(each.dtype),
+            tuple(each.shape),
+            zlib.crc32(each.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data),
+        )
+        for each in tensors
+    ]
 
 
 def _shown_name(folder: Path) -> str:
@@ -154,11 +217,19 @@ def read_settings(checkpoint: Path) -> dict[str, Any]:
 
 
 def checkpoint_hash(checkpoint: Path) -> str:
-    """Sha256 over names and contents of weights, configs, tokenizer and ``rge.json``: equal only for equal checkpoints."""
+    """Sha256 over names and contents of weights, configs, tokenizer and ``rge.json``: equal only for equal checkpoints.
+
+    What ``rge.json`` says of the run (``identity``) does not count.
+    """
     digest = hashlib.sha256()
     for path in sorted(checkpoint.iterdir()):
-        if path.suffix in (".safetensors", ".json", ".jinja", ".txt"):
+        if path.suffix in IDENTIFYING and path.name != DONE:
             digest.update(path.name.encode() + b"\0")
+            if path.name == RGE_JSON and "identity" in (settings := json.loads(path.read_text())):
+                # The machine and the code that trained it are no part of what it is.
+                settings.pop("identity")
+                digest.update(hashlib.sha256(json.dumps(settings, indent=2).encode() + b"\n").digest())
+                continue
             with path.open("rb") as content:
                 digest.update(hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()

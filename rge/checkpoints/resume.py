@@ -1,18 +1,27 @@
-"""Whether a stage is finished already, and whether what is on disk belongs to the recipe at hand."""
+"""Whether a stage is finished already, and whether what is on disk belongs to the run at hand: its recipe, records and start."""
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
 from rge.checkpoints.export import RGE_JSON, CheckpointError, read_settings
-from rge.checkpoints.training_state import complete_states, read_done
+from rge.checkpoints.manifest import DONE, damage, read_done
+from rge.checkpoints.training_state import complete_states
+from rge.common.errors import UserError
+from rge.common.files import find_shipped
 from rge.config import Recipe, completed, flat, to_dict
+from rge.data.sources import Records
+from rge.distributed import collectives as dist
 from rge.distributed import launch
+from rge.identity.run_identity import Identity, content_of, differences, in_words, run_identity
+from rge.rl.pool import pool_path
 
 MAY_DIFFER = ("out", "stage", "recipe", "log.", "train.save_every", "train.keep_last", "train.log_every", "data.num_workers",
               "data.prefetch_mb", "data.on_bad", "data.max_bad_share",
-              "train.num_processes", "train.back_end", "train.background_save", "validation.")  # fmt: skip
+              "train.num_processes", "train.back_end", "train.silence_s", "train.background_save", "validation.")  # fmt: skip
 """Keys that do not change the result, so that a run may be resumed with other values."""
 
 ROUNDING = ("train.micro_batch_size", "train.deterministic", "model.gradient_checkpointing", "model.attn_implementation",
@@ -33,13 +42,134 @@ def finished(folder: Path, recipe: Recipe, name: str) -> bool:
     """Whether the stage's checkpoint is there, made with this recipe.
 
     Raises:
-        CheckpointError: it was made with another recipe; the differing keys are named.
+        CheckpointError: it was made with another recipe; the differing keys are named. Or a file of it is missing or has
+            another size than was written.
     """
-    if not (folder / "final" / RGE_JSON).is_file():
+    final = folder / "final"
+    if not (final / RGE_JSON).is_file():
         return False
-    settings = read_settings(folder / "final")
-    check_same_recipe(settings["recipe"], recipe, name, folder / "final")
+    if (final / DONE).is_file() and (
+        problem := damage(final, contents=False)
+    ):  # older checkpoints have no list
+        raise CheckpointError(
+            f"{final} is damaged: {problem}. Delete it and start again: the stage goes on from its last state"
+        )
+    settings = read_settings(final)
+    check_same_recipe(settings["recipe"], recipe, name, final)
+    _check_same_records(_files_now(settings), settings, final)
     return True
+
+
+def problems(recipe: Recipe, stages: Sequence[str], accelerator: Accelerator) -> Iterator[str]:
+    """What keeps the open stages from starting where they are to: what is in the folder belongs to something else."""
+    checks: list[Callable[[], None]] = [lambda: check_start(recipe)]
+    checks += [partial(check_state, Path(recipe.out) / name, recipe, name, accelerator) for name in stages]
+    for check in checks:
+        try:
+            check()
+        except (UserError, OSError) as error:
+            yield str(error)
+
+
+def stage_identity(
+    recipe: Recipe,
+    name: str,
+    records: Mapping[str, Records],
+    start: str,
+    commit: str | None,
+    accelerator: Accelerator,
+) -> Identity:
+    """What a stage's result depends on beside the recipe; all processes call it, and the main one looks.
+
+    Args:
+        recipe: of the run.
+        name: the stage's.
+        records: every source, by its key.
+        start: checkpoint or model that the stage starts from.
+        commit: of a model on the hub.
+        accelerator: of the run.
+    """
+    found = None
+    if accelerator.is_main_process:
+        folder = Path(start)
+        found = run_identity(
+            records=records_identity(recipe, name, records),
+            start=content_of(folder, but=ABOUT) if folder.exists() else {"model": start, "commit": commit},
+            launch=launch.describe(accelerator) | {"mixed_precision": accelerator.mixed_precision},
+        )
+    return dist.from_main(found)
+
+
+ABOUT = ("README.md", RGE_JSON, "identity.json", "done.json", "eyes.json")
+"""Files of a checkpoint that say how it was made; nothing that starts from it reads them."""
+
+
+def records_identity(recipe: Recipe, name: str, records: Mapping[str, Records]) -> dict[str, Any]:
+    """Content of the sources of a stage that are open, and of its pool, for `rge.identity.run_identity`."""
+    keys = [source.key for source in getattr(recipe, name).sources]
+    found = {key: records[key].content for key in keys if key in records}
+    if name == "rl" and recipe.rl.candidates != "batch":
+        found[str(pool_path(recipe))] = content_of(pool_path(recipe))
+    return found
+
+
+def check_records(folder: Path, recipe: Recipe, name: str, records: Mapping[str, Records]) -> None:
+    """Whether the stage's newest state, if there is one, was trained on these records.
+
+    Raises:
+        CheckpointError: they have changed; says which file, and how.
+    """
+    for path in complete_states(folder / "state")[-1:]:
+        if (done := read_done(path)) is not None:
+            _check_same_records(records_identity(recipe, name, records), done, path)
+
+
+def check_same_run(found: Mapping[str, Any], now: Identity, path: Path) -> list[str]:
+    """Refuse to go on with other records or from another start.
+
+    Args:
+        found: content of the state's ``done.json``.
+        now: see `stage_identity`.
+        path: the state.
+
+    Returns:
+        What else has changed, in words: code, versions, machine.
+
+    Raises:
+        CheckpointError: says which file has changed, and how.
+    """
+    then = found.get("identity", {})
+    _check_same_records(now.get("records", {}), found, path)
+    apart = differences(then, now)
+    if start := in_words({key: pair for key, pair in apart.items() if key.startswith("start.")}):
+        raise CheckpointError(
+            f"{path} started from other weights than there are now (then and now): {'; '.join(start)}. Use another out=, or "
+            f"delete {path.parent}"
+        )
+    return in_words(apart)
+
+
+def _check_same_records(now: Mapping[str, Any], found: Mapping[str, Any], path: Path) -> None:
+    """Compare the records that are there now with those that a state or checkpoint was trained on."""
+    then = (found.get("identity") or {}).get("records", {})
+    pairs = [{key: one[key] for key in now.keys() & then.keys()} for one in (then, now)]
+    apart = differences({"records": pairs[0]}, {"records": pairs[1]})
+    if apart:
+        raise CheckpointError(
+            f"{path} was trained on other records (then and now): {'; '.join(in_words(apart))}. Which record comes when depends on "
+            f"all of them: bring the files back, use another out=, or delete {path.parent}"
+        )
+
+
+def _files_now(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Content of the files that a finished stage was trained on, as far as they are still there."""
+    found = {}
+    for key, then in ((settings.get("identity") or {}).get("records") or {}).items():
+        path = find_shipped(key)
+        if "bytes" in then and path.exists():
+            now = content_of(path)
+            found[key] = then | (now if now["read"] == then["read"] else {"bytes": now["bytes"]})
+    return found
 
 
 def check_state(folder: Path, recipe: Recipe, name: str, accelerator: Accelerator) -> None:

@@ -11,12 +11,10 @@ the stage started. Sharded back ends write their own files and training waits fo
 """
 
 import json
-import os
 import random
 import re
 import shutil
 import threading
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +25,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from rge.checkpoints.export import WRITE_ERRORS, CheckpointError
+from rge.checkpoints.manifest import DONE, damage, discard, flush, write_manifest
 from rge.distributed import collectives as dist
 
-DONE = "done.json"
 WEIGHTS, OPTIMIZER, RANDOM = "model.safetensors", "optimizer.bin", "random_states.bin"
 REGISTERED = "registered.bin"
 """States of what was registered with the accelerator, such as the rationales kept for reuse; equal on all processes."""
@@ -62,6 +60,7 @@ class States:
         self.background = background
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
+        self._damaged: set[Path] = set()
 
     # ------------------------------------------------------------------------------------------------------ saving
 
@@ -118,8 +117,10 @@ class States:
         Raises:
             CheckpointError: the last state could not be written.
         """
-        self.wait()
-        self._registered().clear()
+        try:
+            self.wait()
+        finally:
+            self._registered().clear()
 
     def _snapshot(self) -> dict[str, Any]:
         rngs = dist.gather_objects(_random_states())
@@ -168,18 +169,15 @@ class States:
     def _complete(
         self, step: int, temporary: Path, final: Path, meta: dict[str, Any], checksums: bool = True
     ) -> None:
-        files = {}
-        for path in sorted(path for path in temporary.rglob("*") if path.is_file()):
-            flush(path)
-            name = path.relative_to(temporary).as_posix()
-            files[name] = {"bytes": path.stat().st_size, "crc32": _checksum(path) if checksums else None}
-        (temporary / DONE).write_text(json.dumps({"step": step, "files": files, **meta}))
-        flush(temporary / DONE)
-        flush(temporary)
+        write_manifest(temporary, {"step": step, **meta}, checksums=checksums)
         discard(final)
         temporary.rename(final)
         flush(self.folder)
-        for old in complete_states(self.folder)[: -self.keep_last]:
+        # A damaged state takes no sound one's place; it goes once there is a newer good one.
+        self._damaged.discard(final)
+        states = complete_states(self.folder)
+        sound = [path for path in states if path not in self._damaged]
+        for old in {*sound[: -self.keep_last], *self._damaged.intersection(states)}:
             discard(old)
 
     # ----------------------------------------------------------------------------------------------------- resuming
@@ -199,6 +197,7 @@ class States:
             damaged = []
             for path in reversed(complete_states(self.folder)):
                 if problem := damage(path):
+                    self._damaged.add(path)
                     damaged.append(f"{path} is damaged: {problem}")
                     continue
                 found = str(path), json.loads((path / DONE).read_text())
@@ -255,32 +254,6 @@ def trained_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return found | {name: value for name, value in module.named_buffers() if name in kept}
 
 
-def damage(path: Path) -> str | None:
-    """What is wrong with a state on the disk, or None: files that are missing, cut short or changed."""
-    try:
-        files = json.loads((path / DONE).read_text())["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{DONE} cannot be read ({type(error).__name__})"
-    for name, expected in files.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if (size := file.stat().st_size) != expected["bytes"]:
-            return f"{name} has {size} bytes, {expected['bytes']} were written"
-        if expected["crc32"] is not None and _checksum(file) != expected["crc32"]:
-            return f"{name} has another checksum than was written"
-    return None
-
-
-def flush(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _name(step: int) -> str:
     return f"step_{step:08d}"
 
@@ -297,26 +270,6 @@ def _fresh(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def discard(folder: Path) -> None:
-    """Delete a state or checkpoint, if it is there.
-
-    It is renamed first: a kill in the middle of deleting must not leave half of it under its name.
-    """
-    if folder.exists():
-        gone = folder.with_name(f"tmp_{folder.name}_old")
-        shutil.rmtree(gone, ignore_errors=True)
-        folder.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
-
-
-def read_done(path: Path) -> dict[str, Any] | None:
-    """What a state says of itself, or None where that cannot be read."""
-    try:
-        return json.loads((path / DONE).read_text())
-    except (OSError, ValueError):
-        return None
-
-
 def complete_states(folder: Path) -> list[Path]:
     """States that were written to their end, the oldest first."""
     if not folder.is_dir():
@@ -326,14 +279,6 @@ def complete_states(folder: Path) -> list[Path]:
         for path in folder.iterdir()
         if re.fullmatch(r"step_\d{8}", path.name) and (path / DONE).is_file()
     )
-
-
-def _checksum(path: Path) -> int:
-    total = 0
-    with path.open("rb") as content:
-        while block := content.read(1 << 22):
-            total = zlib.crc32(block, total)
-    return total
 
 
 def _copied(tree: Any) -> Any:

@@ -1,5 +1,6 @@
 """How every command starts, chooses among commands below it, shows how far it is, and ends."""
 
+import errno
 import os
 import select
 import signal
@@ -15,6 +16,8 @@ from rge.common.options import HELP, nearest
 
 T = TypeVar("T")
 
+NOT_OURS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR}
+"""What the user can change about a file or a folder: its rights, its disk, its place."""
 LINE_S = 10.0
 """Between two lines of progress where they go to a file: a night's log is then a page and not a book."""
 
@@ -23,14 +26,14 @@ def start(main: Callable[[list[str]], int | None]) -> NoReturn:
     """Run a command on the words of the command line, and leave with its exit code.
 
     One rule for all: 0, it did what was asked; 1, it did and the answer is no (a plan that does not fit), or a bug, with its
-    traceback; 2, something is the user's to mend, one message without a traceback; 128 and a signal's number, that
-    signal ended it: 130 after Ctrl-C, 143 after SIGTERM, 141 where nobody reads the output any more (``| head``).
+    traceback; 2, a user-fixable error, one message without a traceback; 128 and a signal's number, that
+    signal ended it: 130 after Ctrl-C, 143 after SIGTERM, 141 when the output pipe is closed (``| head``).
     """
     try:
         code = _code_of(main)
         sys.stdout.flush()
     except BrokenPipeError:
-        closed = [stream for stream in (sys.stdout, sys.stderr) if _nobody_reads(stream)]
+        closed = [stream for stream in (sys.stdout, sys.stderr) if _is_closed_pipe(stream)]
         if not closed:
             raise  # of some other pipe
         for stream in closed:  # Python writes what is left once more when it ends
@@ -48,11 +51,16 @@ def _code_of(main: Callable[[list[str]], int | None]) -> int | str | None:
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)  # noqa: T201 - a command speaks to people
         return problem.exit_code
+    except OSError as problem:
+        if problem.errno not in NOT_OURS or problem.filename is None:
+            raise
+        print(f"error: {problem.filename} cannot be used: {problem.strerror}", file=sys.stderr)  # noqa: T201
+        return UserError.exit_code
     except KeyboardInterrupt:
         return SIGNALLED + signal.SIGINT
 
 
-def _nobody_reads(stream: TextIO) -> bool:
+def _is_closed_pipe(stream: TextIO) -> bool:
     try:
         poll = select.poll()
         poll.register(stream.fileno(), 0)

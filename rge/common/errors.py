@@ -1,17 +1,17 @@
-"""The one root of errors that are the user's to mend: every command shows them as one message, without a traceback."""
+"""Base class of user-fixable errors: every command shows them as one message, without a traceback."""
 
 import pickle
 import traceback
 
 USER = 2
-"""Exit code of whatever the user has to mend, in every process of a run."""
+"""Exit code of a user-fixable error, in every process of a run."""
 
 SIGNALLED = 128
 """Is added to a signal's number: the exit code of what that signal ended, as shells, Kubernetes and Slurm show it."""
 
 
 class UserError(ValueError):
-    """Something the user gave is wrong: an option, a file, a launch. The message names it and the mend.
+    """Something the user gave is wrong: an option, a file, a launch. The message names it and the fix.
 
     Any other exception is a bug, and keeps its traceback.
     """

@@ -1,7 +1,12 @@
 """Files that are there whole or not at all, written under another name and renamed; and those that come with the package."""
 
+import glob
 import json
 import os
+import re
+import shutil
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +18,16 @@ HOME = Path(__file__).resolve().parents[2]
 """What holds the packages `rge`, `eval` and `data_prep`: the checkout, or site-packages."""
 RECIPES = HOME / "rge" / "recipes" if (HOME / "rge" / "recipes").is_dir() else HOME / "recipes"
 """A wheel has them inside `rge`; a checkout beside it, where people look."""
+DEMO_BASE = HOME / "rge" / "demo_base"
+"""What `make demo` starts from: the recipe's backbone after its first stage, in bfloat16 (scripts/ship_demo.py)."""
 DEMO_CHECKPOINT = HOME / "rge" / "demo_checkpoint"
 """What `make demo` trains, in bfloat16 (scripts/ship_demo.py); it comes with the package, under the name ``demo``."""
 
 SUFFIX = ".tmp"
 """Of a file that is being written; what a killed process leaves behind has it too."""
+_HOST = re.sub(r"[^\w-]", "-", socket.gethostname())[:40]
+LEFT_OVER_S = 86_400
+"""A temporary file that was not written to for this long is left over, whichever machine wrote it."""
 
 
 def checkpoint_folder(named: Path) -> Path:
@@ -47,7 +57,7 @@ def replacing(path: str | Path, *, sync: bool = True) -> Iterator[Path]:
     """
     path = Path(path)
     # The process is part of the name: two that write the same file must not write into each other's.
-    waiting = path.with_name(f".{path.name}.{os.getpid()}{SUFFIX}")
+    waiting = path.with_name(f".{path.name}.{_HOST}.{os.getpid()}{SUFFIX}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -64,6 +74,30 @@ def replacing(path: str | Path, *, sync: bool = True) -> Iterator[Path]:
         raise FileError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
+def remove_left_over(folder: Path) -> None:
+    """Delete the temporary files of processes that were killed; those of running ones stay, on any machine."""
+    for path in folder.glob(f"*{SUFFIX}"):
+        try:
+            if time.time() - path.stat().st_mtime > LEFT_OVER_S or _writer_is_gone(path):
+                path.unlink()
+        except FileNotFoundError:
+            pass  # its writer has just finished
+
+
+def _writer_is_gone(path: Path) -> bool:
+    """Whether the process that wrote a temporary file ran on this machine and has ended."""
+    host, _, pid = path.name.removesuffix(SUFFIX).rpartition(".")
+    if not (host.endswith(f".{_HOST}") and pid.isdigit()):
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass  # alive, and another user's
+    return False
+
+
 def write_bytes(path: str | Path, data: bytes, *, sync: bool = True) -> None:
     """Write a file whole or not at all, see `replacing`."""
     with replacing(path, sync=sync) as waiting:
@@ -78,6 +112,68 @@ def write_text(path: str | Path, text: str) -> None:
 def write_json(path: str | Path, content: Any, *, indent: int = 1) -> None:
     """Write JSON whole or not at all, see `replacing`."""
     write_text(path, json.dumps(content, indent=indent, ensure_ascii=False) + "\n")
+
+
+OWNED = ".rge-files.json"
+"""In a folder that `replacing_folder` wrote: the files that are its own."""
+
+
+@contextmanager
+def replacing_folder(path: str | Path, *, overwrite: bool) -> Iterator[Path]:
+    """A folder to write into, which takes the place of `path` when the block ends well, and is gone when it does not.
+
+    Only a folder that was written by this function is replaced, and only as long as it holds nothing else. Two renames put
+    the new one into its place; after a kill between them the next call puts the old one back.
+
+    Args:
+        path: of the folder.
+        overwrite: replace one that is there.
+
+    Yields:
+        Where to write, beside `path`.
+
+    Raises:
+        FileError: something is at `path` that may not be replaced.
+    """
+    path = Path(path)
+    new, old = (path.with_name(f".{path.name}.{_HOST}.{os.getpid()}.{word}") for word in ("new", "old"))
+    if not path.exists() and (left := sorted(path.parent.glob(f".{glob.escape(path.name)}.*.old"))):
+        left[-1].rename(path)
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        if not overwrite:
+            raise FileError(f"{path} already exists: give another, or overwrite=true")
+        _refuse_strangers(path)
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    try:
+        yield new
+        write_json(new / OWNED, sorted(_files_below(new)))
+        if path.exists():
+            path.rename(old)
+        new.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+        if old.exists() and not path.exists():
+            old.rename(path)
+
+
+def _files_below(folder: Path) -> set[str]:
+    return {found.relative_to(folder).as_posix() for found in folder.rglob("*") if not found.is_dir()}
+
+
+def _refuse_strangers(path: Path) -> None:
+    try:
+        owned = {OWNED, *json.loads((path / OWNED).read_text(encoding="utf-8"))}
+    except (OSError, ValueError, TypeError):
+        raise FileError(
+            f"{path} was not written by this program, or by an older version: overwrite=true does not replace it; move or "
+            "delete it, or give another"
+        ) from None
+    if strange := sorted(_files_below(path) - owned):
+        raise FileError(
+            f"{path} holds {strange[0]!r}, which does not belong to it, so overwrite=true does not replace it: move that away"
+        )
 
 
 def read_json(path: str | Path) -> Any | None:

@@ -5,12 +5,15 @@ import io
 import os
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow.parquet as pq
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from rge.common.errors import UserError
 from rge.common.schema import ImageRef
@@ -19,8 +22,12 @@ FETCH_S, FETCH_BYTES = 30, 64 << 20
 """What a picture on the web may take."""
 
 
+UNKNOWN_RANGE = ("I", "F")
+"""Modes of 32-bit pixels."""
+
+
 class ImageError(UserError):
-    """A picture is missing, unreadable or of a kind that cannot be embedded; the message names it and the mend."""
+    """A picture is missing, unreadable or of a kind that cannot be embedded; the message names it and the fix."""
 
 
 @lru_cache(maxsize=64)
@@ -184,12 +191,15 @@ def fetch_picture(address: str) -> bytes:
     return bytes(found)
 
 
-def load_image(ref: ImageRef | Image.Image, *, near_px: int | None = None) -> Image.Image:
+def load_image(
+    ref: ImageRef | Image.Image, *, near_px: int | None = None, first_frame: bool = False
+) -> Image.Image:
     """Decode a picture to RGB; transparency is laid on white, EXIF rotation is applied.
 
     Args:
         ref: see `picture_bytes`; or a picture that is decoded already, which is treated alike.
         near_px: for small copies: a JPEG may be decoded smaller than it is, as long as both sides keep so many pixels.
+        first_frame: of an animation take the first frame; without it an animation is an error.
 
     Returns:
         An RGB image, fully decoded.
@@ -199,26 +209,97 @@ def load_image(ref: ImageRef | Image.Image, *, near_px: int | None = None) -> Im
             Pillow suspects an attack.
     """
     if isinstance(ref, Image.Image):
-        return _decoded(ref, f"<{ref.width} x {ref.height} picture>")
+        name = f"<{ref.width} x {ref.height} picture>"
+        with _explained(name):
+            return _decoded(ref, name)
+    with _opened(io.BytesIO(picture_bytes(ref)), ref, first_frame=first_frame) as (image, name):
+        if near_px is not None:
+            image.draft(None, (near_px, near_px))  # several times faster; other formats ignore it
+        image.load()
+        return _decoded(image, name)
+
+
+def picture_size(ref: ImageRef) -> tuple[int, int]:
+    """Width and height of what `load_image` would give, from the picture's header alone.
+
+    Raises:
+        ImageError: as `load_image`, as far as a header shows it.
+    """
+    if isinstance(ref, bytes) or ".parquet#" in ref or not Path(ref).is_file():
+        source: BinaryIO = io.BytesIO(picture_bytes(ref))
+    else:
+        try:
+            source = open(ref, "rb")  # noqa: SIM115 - closed below
+        except OSError as error:
+            raise ImageError(f"picture {ref} cannot be read: {error.strerror or error}") from None
+    with source, _opened(source, ref) as (image, name):
+        if image.mode in UNKNOWN_RANGE:
+            _eight_bits(image, name)
+        width, height = image.size
+        # Of a TIFF, Pillow turns the size itself; a PNG's own method would decode it.
+        exif = Image.Image.getexif(image)
+        turned = image.format != "TIFF" and exif.get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
+        return (height, width) if turned else (width, height)
+
+
+@contextmanager
+def _opened(
+    source: BinaryIO, ref: ImageRef, *, first_frame: bool = False
+) -> Iterator[tuple[Image.Image, str]]:
+    """A picture before it is decoded, with its name for messages; what goes wrong inside becomes an `ImageError`."""
     name = f"<{len(ref)} bytes>" if isinstance(ref, bytes) else ref
-    data = picture_bytes(ref)
+    with _explained(name, source), warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        image = open_picture(source)
+        # Counting the frames would decode them all. Of a phone's MPO (a JPEG with previews after it) and HEIC, what
+        # opens is the picture.
+        if not first_frame and image.format not in ("MPO", "HEIF") and getattr(image, "is_animated", False):
+            raise ImageError(f"picture {name} has several frames: extract the one that is meant")
+        yield image, name
+
+
+@contextmanager
+def _explained(name: str, source: BinaryIO | None = None) -> Iterator[None]:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(data))
-            # A phone's MPO is a JPEG with previews after it: its first frame is the picture.
-            if (frames := getattr(image, "n_frames", 1)) > 1 and image.format != "MPO":
-                raise ImageError(f"picture {name} has {frames} frames: extract the one that is meant")
-            if near_px is not None:
-                image.draft(None, (near_px, near_px))  # several times faster; other formats ignore it
-            image.load()
-            return _decoded(image, name)
+        yield
     except ImageError:
         raise
     except UnidentifiedImageError:  # its message holds an address in memory
-        raise ImageError(f"picture {name} cannot be decoded: it is no picture that Pillow knows") from None
+        reason = (
+            "HEIC needs pillow-heif: pip install -e '.[search]'"
+            if source is not None and is_heic(_head(source))
+            else "it is no picture that Pillow knows"
+        )
+        raise ImageError(f"picture {name} cannot be decoded: {reason}") from None
     except Exception as error:  # noqa: BLE001 - on damaged files Pillow's readers raise whatever they run into
         raise ImageError(f"picture {name} cannot be decoded: {error}") from error
+
+
+def open_picture(data: bytes | BinaryIO) -> Image.Image:
+    """A picture, its pixels not decoded yet, of encoded bytes or an open file; HEIC by pillow-heif where that is installed.
+
+    Raises:
+        UnidentifiedImageError: no format that is known.
+    """
+    source = io.BytesIO(data) if isinstance(data, bytes) else data
+    if is_heic(_head(source)):
+        with suppress(ImportError):
+            import pillow_heif
+
+            pillow_heif.register_heif_opener()
+    return Image.open(source)
+
+
+def _head(source: BinaryIO) -> bytes:
+    source.seek(0)
+    head = source.read(12)
+    source.seek(0)
+    return head
+
+
+def is_heic(data: bytes) -> bool:
+    """Whether these bytes begin as a phone's HEIC does."""
+    return data[4:8] == b"ftyp" and data[8:12] in (b"heic", b"heix", b"heim", b"heis", b"mif1", b"msf1")
 
 
 def _decoded(image: Image.Image, name: str) -> Image.Image:
@@ -233,7 +314,7 @@ def _eight_bits(image: Image.Image, name: str) -> Image.Image:
     # Pillow's own conversion clips instead of scaling: a 16-bit scan would come out white.
     if image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if image.mode in ("I", "F"):
+    if image.mode in UNKNOWN_RANGE:
         raise ImageError(
             f"picture {name} has 32-bit pixels of no known range: convert it to 8 bits a channel"
         )

@@ -26,6 +26,22 @@ SETS: dict[str, dict[str, str]] = {
     for name in names.split()
 }
 """The 36 sets with their meta-task, and whether MMEB-train holds their training split (IND) or not (OOD)."""
+TRAINING_TASKS: dict[str, str] = {
+    name: task
+    for task, names in {
+        "classification": "ImageNet-1K N24News HatefulMemes VOC2007 SUN397",
+        "vqa": "OK-VQA A-OKVQA DocVQA InfographicsVQA ChartQA Visual7W",
+        "text_to_image": "VisDial VisualNews_t2i MSCOCO_t2i WebQA",
+        "image_to_text": "VisualNews_i2t MSCOCO_i2t",
+        "image_to_image": "NIGHTS",
+        "composed_retrieval": "CIRR",
+        "grounding": "MSCOCO",
+    }.items()
+    for name in names.split()
+}
+"""What a rationale has to explain in each of the 20 sets that have a training part; see `data_prep.rationales.prompts`."""
+SOURCE = "mmeb/"
+"""Training records made of a set name it in their ``source`` after this."""
 INSTRUCTIONS = ("vlm2vec", "rge")
 PLACEHOLDER = "<|image_1|>"
 """Where a text of MMEB has its picture."""
@@ -191,6 +207,29 @@ def reword(name: str, text: str, side: str) -> str:
     text = RGE_VALUES.get(name, {}).get(text, text)
     old, new = RGE_CANDIDATE.get(name, ("", ""))
     return RGE_PREFIX.get(name, "") + (text.replace(old, new) if old else text)
+
+
+def set_of(source: str) -> str | None:
+    """The set that training records were made of, by their ``source``; None for those of another origin."""
+    name = source.removeprefix(SOURCE)
+    return name if source.startswith(SOURCE) and name in SETS else None
+
+
+def content(name: str, text: str | None) -> str | None:
+    """What a candidate's text says, without the words of either wording around it; None where it is nothing but wording.
+
+    Args:
+        name: of the set.
+        text: of a candidate, as released or as of `reword`.
+    """
+    text = text or ""
+    for bare, worded in RGE_VALUES.get(name, {}).items():
+        if text == worded:
+            return bare
+    for wording in (RGE_PREFIX.get(name, ""), *RGE_CANDIDATE.get(name, ())):
+        if wording and text.startswith(wording):
+            text = text[len(wording) :].lstrip(" .:\n")
+    return text.strip() or None
 
 
 def plain(text: str | None) -> str:

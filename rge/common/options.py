@@ -11,6 +11,7 @@ import ast
 import difflib
 import inspect
 import json
+import os
 import re
 import sys
 import textwrap
@@ -278,7 +279,9 @@ def read_word(schema: type, key: str, text: str) -> Any:
         return None
     quoted = text[0] in "'\"" and text[-1] == text[0] and len(text) > 1
     if not quoted:
-        if any(kind in (str, Path) or get_origin(kind) is Literal for kind in kinds):
+        if Path in kinds:
+            return os.path.expanduser(text)
+        if any(kind is str or get_origin(kind) is Literal for kind in kinds):
             return text
         inner = {get_args(kind)[0] for kind in kinds if get_origin(kind) in (list, tuple)}
         if inner & {str, Path, int, float} and not text.startswith("["):
@@ -538,6 +541,8 @@ def _kind_at(kind: Any, parts: Sequence[str]) -> Any:
                 found = hints.get(part, Any)
             elif get_origin(one) is dict:
                 found = get_args(one)[1]
+            elif get_origin(one) in (list, tuple) and part.isdigit():
+                found = get_args(one)[0]
         kind = found
     return kind
 
@@ -580,10 +585,11 @@ def _sentence(schema: type, problem: Any, layers: Sequence[tuple[str, dict[str, 
         "dict_type": "a mapping of names to values",
         "list_type": "a list",
         "tuple_type": "a list",
+        "finite_number": "a finite number",
     }.get(kind)
     signs = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
     if kind in signs:
-        wanted = f"{signs[kind]} {next(iter(problem['ctx'].values())):g}"
+        wanted = f"{signs[kind]} {next(iter(problem['ctx'].values())):.12g}"
     shown = json.dumps(got) if got is None or isinstance(got, (bool, dict, list)) else repr(got)
     return (
         f"{where}{name} must be {wanted}, got {shown}"

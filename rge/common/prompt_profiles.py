@@ -20,6 +20,12 @@ class Profile:
     candidate_image: str
     candidate_both: str
 
+    @property
+    def adds_words(self) -> bool:
+        """Whether prompts say more than the item's own text and instruction."""
+        bare = (self.query, self.query_without_instruction, self.candidate_text, self.candidate_both)
+        return bare != ("{instruction} {text}", "{text}", "{text}", "{text}") or bool(self.candidate_image)
+
 
 PROFILES: Registry[Profile] = Registry("prompt profile", "rge.prompt_profiles")
 """By the name that ``data.profile`` gives."""

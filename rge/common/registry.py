@@ -20,8 +20,9 @@ T = TypeVar("T")
 OURS = ("rge", "eval", "data_prep")
 """Packages whose modules are imported by what needs them."""
 
-_strangers: dict[str, None] = {}
-"""Names of other modules that register something, in the order in which they were imported."""
+_strangers: dict[str, dict[str, bool]] = {}
+"""Other modules that register something, in the order in which they were imported -> what they registered, such as
+``metric rbp``, and whether that can change an embedding."""
 
 
 class Registry(Generic[T]):
@@ -31,10 +32,12 @@ class Registry(Generic[T]):
         kind: what one of them is, for messages: ``metric``.
         group: entry points in which installed packages name their modules: ``rge.metrics``.
         built_in: modules of ours that add theirs when they are imported.
+        figures_only: a thing can change the figures of an evaluation, but no embedding.
     """
 
-    def __init__(self, kind: str, group: str, built_in: Sequence[str] = ()):
+    def __init__(self, kind: str, group: str, built_in: Sequence[str] = (), *, figures_only: bool = False):
         self.kind, self.group, self.built_in = kind, group, tuple(built_in)
+        self.figures_only = figures_only
         self._things: dict[str, T] = {}
         self._complete = False
 
@@ -47,7 +50,7 @@ class Registry(Generic[T]):
         if name in self._things and self._things[name] != thing:
             raise UserError(f"there are two {self.kind}s called {name!r}: give the new one another name")
         self._things[name] = thing
-        _remember_who_registers()
+        _registering_module()[f"{self.kind} {name}"] = not self.figures_only
         return thing
 
     def __getitem__(self, name: str) -> T:
@@ -93,7 +96,7 @@ class Registry(Generic[T]):
                 self._complete = False
                 raise UserError(
                     f"entry point {entry.name} = {entry.value} of {self.group} cannot be loaded: "
-                    f"{type(error).__name__}: {error}; mend or uninstall the package that has it"
+                    f"{type(error).__name__}: {error}; fix or uninstall the package that provides it"
                 ) from error
 
 
@@ -121,7 +124,7 @@ def load_plugins(modules: Sequence[str]) -> None:
     for name in modules:
         try:
             importlib.import_module(name)
-            _strangers.setdefault(name)
+            _strangers.setdefault(name, {})
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise  # the module is there, and imports something that is not
@@ -136,10 +139,23 @@ def plugins_loaded() -> list[str]:
     return list(_strangers)
 
 
-def _remember_who_registers() -> None:
+def registered_by(module: str, *, figures: bool = True) -> list[str] | None:
+    """What a plugin has registered, such as ``metric rbp``.
+
+    Args:
+        module: of `plugins_loaded`.
+        figures: False gives None for a plugin that registered nothing but what decides figures.
+    """
+    things = _strangers[module]
+    return None if things and not figures and not any(things.values()) else list(things)
+
+
+def _registering_module() -> dict[str, bool]:
+    """The entry of the module that registers something; of ours and of scripts, which cannot be imported, none that is kept."""
     frame = sys._getframe(1)
     while (name := frame.f_globals.get("__name__", "")).split(".")[0] in OURS and frame.f_back:
         frame = frame.f_back
-    # A script cannot be imported, and behind what ours register stands the import itself.
+    # Behind what ours register stands the import itself.
     if getattr(sys.modules.get(name), "__spec__", None) and not name.startswith("importlib."):
-        _strangers.setdefault(name)
+        return _strangers.setdefault(name, {})
+    return {}

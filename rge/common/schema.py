@@ -6,7 +6,7 @@ picture file (``images/2370463.jpg``) or as a row of a Parquet picture library (
 
 import re
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import (
@@ -19,6 +19,8 @@ from pydantic import (
     WrapValidator,
     model_validator,
 )
+
+from rge.common.errors import UserError
 
 ImageRef = str | bytes
 """Encoded picture bytes, a path to a picture file, or ``library.parquet#row-id``."""
@@ -91,7 +93,12 @@ class QueryPart(_Model):
 
 
 class Record(_Model):
-    """One training record. ``negatives`` are judged and therefore never masked as false negatives."""
+    """One training record.
+
+    ``negatives`` are judged and therefore never masked as false negatives. ``wording`` is ``included`` where the texts
+    already hold the words that a prompt profile would put around them, as MMEB's do; the trainer takes such records only
+    with a profile that adds none.
+    """
 
     id: Text
     group: Text
@@ -102,6 +109,7 @@ class Record(_Model):
     query: QueryPart
     positives: list[Positive] = Field(min_length=1)
     negatives: list[Target] = []
+    wording: Literal["profile", "included"] = "profile"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +121,15 @@ class Item:
         text: the user's text, or None.
         images: zero or more pictures, in the order in which the prompt shows them.
         instruction: task instruction, put before a query's text; None where there is none.
+        parts: the text in pieces, with None in the place of each picture, where a text comes before a picture. Empty: all
+            pictures, then the text, which is the order that models are trained with.
     """
 
     id: str
     text: str | None = None
     images: tuple[ImageRef, ...] = ()
     instruction: str | None = None
+    parts: tuple[str | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,3 +152,29 @@ class Encoded:
     stop_reasons: list[str]
     generate_ms: np.ndarray
     embed_ms: np.ndarray
+
+
+Mode = Literal["reasoning", "direct", "auto"]
+"""How an embedding is asked for: after a rationale, at once, or as the model decides. docs/modes.md."""
+
+DIRECT_ABOVE = 0.5
+"""Probability of ``<emb>`` as the first token from which on ``mode=auto`` writes nothing, unless the settings say another."""
+
+
+def decides_itself(settings: dict[str, Any]) -> bool:
+    """Whether a checkpoint was trained to answer some queries with ``<emb>`` at once."""
+    loss = (settings.get("recipe") or {}).get("loss") or {}
+    return bool((loss.get("adaptive") or {}).get("share"))
+
+
+def check_auto(settings: dict[str, Any]) -> None:
+    """Refuse ``mode=auto`` where nothing was trained for it.
+
+    Raises:
+        UserError: says which mode to take, or what to train with.
+    """
+    if not decides_itself(settings):
+        raise UserError(
+            "mode=auto needs a checkpoint that was trained to decide (loss.states.direct and loss.adaptive.share above 0); "
+            "ask this one with mode=reasoning or mode=direct"
+        )

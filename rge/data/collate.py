@@ -11,9 +11,18 @@ from torch import Tensor
 
 from rge.common.images import ImageError, load_image
 from rge.common.schema import Item, Record, Target
-from rge.config import DataConfig, RecipeError
+from rge.config import DataConfig, Recipe
 from rge.data.augment import AUGMENTATIONS
-from rge.data.sources import BadRecord, BrokenRecord, Draw, Mixture, RecordError, Records, identity
+from rge.data.sources import (
+    BadRecord,
+    BrokenRecord,
+    Draw,
+    Mixture,
+    RecordError,
+    Records,
+    check_wording,
+    identity,
+)
 from rge.data.streams import Reader, Stream
 from rge.model.prompts import Prompt, PromptBuilder
 
@@ -181,13 +190,14 @@ class Collator:
         Which one it is follows from the draw alone, so that it is the same on any number of processes and after a resume.
         """
         file, tries = self.files[draw.source], 0
-        for tries, chosen in enumerate(stand_ins(draw, file.instead_of(draw.index), taken), start=1):  # noqa: B007 - counts them
+        for tries, chosen in enumerate(replacements(draw, file.replacements_of(draw.index), taken), start=1):  # noqa: B007 - counts them
             record, problem = None, ValueError()
             try:
                 record = file[chosen.index]
             except BrokenRecord as error:
                 problem = error
             if record is not None:
+                check_wording(record, file.name, self.settings.profile)
                 try:
                     return record, self._row(chosen, record)
                 except ValueError as error:
@@ -256,7 +266,7 @@ def _add_candidates(batch: Batch, found: Sequence[tuple[Prompt, int]]) -> list[i
     return list(range(first, len(batch.candidates)))
 
 
-def stand_ins(draw: Draw, others: Sequence[int], taken: Collection[tuple[int, int]]) -> Iterator[Draw]:
+def replacements(draw: Draw, others: Sequence[int], taken: Collection[tuple[int, int]]) -> Iterator[Draw]:
     """The draw, then those that take its place one after the other while records turn out bad.
 
     Args:
@@ -277,6 +287,18 @@ _STAND_IN = 0xBAD
 """Separates the draw of stand-ins from whatever else a draw's seed decides."""
 
 
+def problems(recipe: Recipe, stages: Sequence[str], num_processes: int) -> Iterator[str]:
+    """What is wrong with how stages make batches: an unknown augmentation, a batch of fewer queries than processes."""
+    if recipe.data.augment != "none" and recipe.data.augment not in AUGMENTATIONS:
+        yield f"data.augment must be one of none, {', '.join(AUGMENTATIONS)}, got {recipe.data.augment!r}"
+    for name in stages:
+        if (size := getattr(recipe, name).batch_size) < num_processes:
+            yield (
+                f"{name}.batch_size={size} leaves some of the {num_processes} processes without a query; raise it, or launch "
+                "fewer"
+            )
+
+
 class StepBatches(Collator):
     """Batches by step number, for one rank: `batches[step]` is this rank's share of the step's global batch.
 
@@ -288,9 +310,6 @@ class StepBatches(Collator):
         rank: this process.
         world_size: number of processes, at most the batch size.
         needs: as of `Collator`.
-
-    Raises:
-        RecipeError: more processes than queries in a batch.
     """
 
     def __init__(
@@ -304,11 +323,7 @@ class StepBatches(Collator):
         world_size: int,
         **needs: bool,
     ):
-        if mixture.batch_size < world_size:
-            raise RecipeError(
-                f"batch_size={mixture.batch_size} leaves some of the {world_size} processes without a query; "
-                "raise it, or launch fewer"
-            )
+        assert mixture.batch_size >= world_size, "refused before training, see `problems`"
         super().__init__(files, builder, settings, **needs)
         self.mixture = mixture
         # Shares differ by one at most; losses are means over all queries, so every query weighs the same.

@@ -1,7 +1,7 @@
 """Open what a recipe's sources name: a file, a data set of the library `datasets`, or a source that somebody registered."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +94,6 @@ def some_records(config: RecordsConfig, most: int) -> Iterator[dict[str, Any]]:
         record, _ = parsed(columns, row, number)
         if record is not None:
             yield record.model_dump(include={"source", "category", "instruction"})
-
-
-def read_texts(sources: Sequence[RecordsConfig], on_bad: str = "stop") -> list[str]:
-    """All texts of several sources, without repeats, in order; `on_bad` as of `open_records`."""
-    opened = (open_records(source, on_bad=on_bad) for source in {one.key: one for one in sources}.values())
-    return list(dict.fromkeys(text for records in opened for text in records.texts()))
 
 
 def _open_registered(config: RecordsConfig) -> tuple[Rows, Columns, Path]:

@@ -18,7 +18,17 @@ from rge.common.commands import progress_bar
 from rge.common.images import PictureIndex
 from rge.common.schema import Positive, QueryPart, Record, Target
 from rge.config import RecordsConfig
-from rge.data.sources import RecordError, Records, Scanned, absolute, faults_of, problems_of, texts_of
+from rge.data.sources import (
+    RecordError,
+    Records,
+    Scanned,
+    absolute,
+    faults_of,
+    problems_of,
+    texts_of,
+    with_defaults,
+    without_nulls,
+)
 
 PRESENT = "<bytes>"
 """Stands for a picture's bytes where nobody looks at them."""
@@ -180,10 +190,10 @@ class Columns:
         if self.used is None and (unknown := row.keys() - Record.model_fields.keys() - self._mapped):
             name = sorted(unknown)[0]
             raise ValueError(f"{name}: a record has no such field{_near(name, Record.model_fields)}")
-        found = {name: _bare(row[name]) for name in Record.model_fields if row.get(name) is not None}
+        found = {name: without_nulls(row[name]) for name in Record.model_fields if row.get(name) is not None}
         lists: dict[str, dict[str, list[Any]]] = {}
         for ours, theirs in self.config.columns.items():
-            value = _bare(_dug(row, theirs))
+            value = without_nulls(_get_path(row, theirs))
             part, _, leaf = ours.partition(".")
             if not leaf:
                 found.pop(part, None)
@@ -195,19 +205,7 @@ class Columns:
                 found[part] = {**found.get(part, {}), leaf: value}
         for part, leaves in lists.items():
             found[part] = _side_by_side(part, leaves)
-        found.setdefault("id", f"{self.config.title}:{number}")
-        found.setdefault("group", found["id"])
-        found.setdefault("source", self.config.title)
-        found.setdefault("split", self.config.split)
-        query = found.get("query")
-        if isinstance(query, dict) and "images" in query and not isinstance(query["images"], list):
-            query["images"] = [query["images"]]
-        for part in ("positives", "negatives"):
-            targets = found.get(part)
-            for target in targets if isinstance(targets, list) else []:
-                if isinstance(target, dict):
-                    target.setdefault("id", _id_of(target))
-        return found
+        return with_defaults(found, self.config.title, self.config.split, number)
 
 
 def _near(name: str, known: Any) -> str:
@@ -215,7 +213,7 @@ def _near(name: str, known: Any) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _dug(row: Mapping[str, Any], path: str) -> Any:
+def _get_path(row: Mapping[str, Any], path: str) -> Any:
     """The value of a column, or of a part of it."""
     if path in row:
         return row[path]
@@ -226,17 +224,6 @@ def _dug(row: Mapping[str, Any], path: str) -> Any:
             value = [one.get(part) if isinstance(one, Mapping) else None for one in value]
         else:
             value = value.get(part) if isinstance(value, Mapping) else None
-    return value
-
-
-def _bare(value: Any) -> Any:
-    """Pictures as bytes or paths, and nothing where there is nothing: Arrow gives every row every field."""
-    if isinstance(value, Mapping):
-        if value.keys() == {"bytes", "path"}:
-            return value["bytes"] if value["bytes"] is not None else value["path"]
-        return {name: _bare(one) for name, one in value.items() if one is not None and _bare(one) is not None}
-    if isinstance(value, (list, tuple)):
-        return [_bare(one) for one in value]
     return value
 
 
@@ -251,15 +238,6 @@ def _side_by_side(part: str, leaves: Mapping[str, list[Any]]) -> list[dict[str, 
         for values in zip(*leaves.values(), strict=True)
     ]
     return [row for row in rows if row.keys() & {"text", "image"}]
-
-
-def _id_of(target: Mapping[str, Any]) -> str:
-    """Equal for equal targets, so that none of them is taken for a negative of the other."""
-    digest = hashlib.blake2b(digest_size=8)
-    for part in (target.get("text"), target.get("image")):
-        digest.update(part if isinstance(part, bytes) else str(part).encode())
-        digest.update(b"\0")
-    return digest.hexdigest()
 
 
 class RowRecords(Records):
@@ -302,11 +280,14 @@ class RowRecords(Records):
     def _read(self, need_rationale: bool, pictures: PictureIndex | None, progress: bool) -> Iterator[Scanned]:
         folder = self._opened()[2]
         if pictures is not None:
-            pictures = _ButBytes(pictures)
+            pictures = _IgnoreInlineImages(pictures)
+        sha256 = hashlib.sha256()
         for number, record, problems in self._light_records(progress):
+            sha256.update(repr(record or problems).encode(errors="backslashreplace"))
             if record is not None:
                 problems = faults_of(record, need_rationale, folder, pictures)
             yield Scanned(number, number, None if record is None else record.id, problems)
+        self.content = {"sha256": sha256.hexdigest(), "read": "all but the bytes of pictures"}
 
     def _light_records(self, progress: bool = False) -> Iterator[tuple[int, Record | None, list[str]]]:
         """Number, record without its pictures' bytes, or what is wrong with it."""
@@ -365,7 +346,7 @@ class Opener(Protocol):
         """Its rows, how they become records, and the folder that paths of pictures are relative to."""
 
 
-class _ButBytes(PictureIndex):
+class _IgnoreInlineImages(PictureIndex):
     """Pictures that are bytes in the data set are there."""
 
     def __init__(self, others: PictureIndex):

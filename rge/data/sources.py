@@ -12,19 +12,20 @@ import os
 import tempfile
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from pydantic import ValidationError
+from pydantic_core import from_json
 
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.files import find_shipped, replacing
 from rge.common.images import PictureIndex
-from rge.common.prompt_profiles import EMB_TOKEN
+from rge.common.prompt_profiles import EMB_TOKEN, PROFILES
 from rge.common.schema import ImageRef, Record, Target
 
 
@@ -64,11 +65,14 @@ class Records(ABC):
         name: what messages call the source.
         size: number of records; None where nobody knows it before the end.
         bad: records that were left out because they break the format.
+        content: what of the source decides which records there are, for `rge.identity.run_identity`: size and hash of what was read, how
+            many records are used and left out.
     """
 
     name: str
     size: int | None
     bad: list[BadRecord]
+    content: dict[str, Any]
 
     @abstractmethod
     def __getitem__(self, index: int) -> Record:
@@ -87,7 +91,7 @@ class Records(ABC):
     def texts(self) -> list[str]:
         """Every text of every record: what a tokenizer is trained on."""
 
-    def instead_of(self, index: int) -> range:
+    def replacements_of(self, index: int) -> range:
         """Records of which one may take the place of that at `index`, itself among them."""
         return range(len(self))
 
@@ -145,6 +149,9 @@ class Records(ABC):
                 "training records break the format, and data.on_bad=skip leaves none:\n"
                 + self._listed(faults)
             )
+        self.content |= {"records": len(kept), "left_out": len(reasons)}
+        if reasons:
+            self.content["left_out_at"] = _number_of(str(list(reasons)))
         return kept
 
     _UNIT, _EMPTY = "row", "there is none"
@@ -246,28 +253,33 @@ class RecordFile(Records):
             desc=f"checking {self.path.name}",
             disable=quick or not progress,
         )
+        sha256 = hashlib.sha256()
         with _open(self.path) as lines, bar:
             for number, start, line in _numbered(lines):
                 bar.update(len(line))
+                sha256.update(line)
                 if not line.strip():
                     continue
-                record, problems = _parsed(line)
+                record, problems = parsed_line(line, self.path.name, start)
                 if record is not None:
                     problems = faults_of(record, need_rationale, self.path.parent, pictures)
                 yield Scanned(number, start, None if record is None else record.id, problems)
+        self.content = {"bytes": size, "sha256": sha256.hexdigest(), "read": "all"}
 
     def _named(self) -> Iterator[tuple[int, int, str]]:
         with _open(self.path) as lines:
             for number, start, line in _numbered(lines):
-                record = _parsed(line)[0] if line.strip() else None
+                record = parsed_line(line, self.path.name, start)[0] if line.strip() else None
                 if record is not None:
                     yield number, start, record.id
 
     @classmethod
-    def known(cls, path: Path, offsets: np.ndarray, bad: list[BadRecord]) -> "RecordFile":
+    def known(
+        cls, path: Path, offsets: np.ndarray, bad: list[BadRecord], content: dict[str, Any]
+    ) -> "RecordFile":
         """A file that was opened and checked before, as it was found then; see `rge.data.verdicts`."""
         file = cls.__new__(cls)
-        file.path, file._offsets, file.bad = path, offsets, bad
+        file.path, file._offsets, file.bad, file.content = path, offsets, bad, content
         file.name, file.size = str(path), len(offsets)
         return file
 
@@ -282,15 +294,17 @@ class RecordFile(Records):
         Raises:
             RecordError: the file has changed since it was opened, or is gone.
         """
+        place = self.place(index)
         with _open(self.path) as lines:
-            lines.seek(self._offsets[index])
+            lines.seek(place)
             line = without_mark(lines.readline())
-        try:
-            return absolute(Record.model_validate_json(line), self.path.parent)
-        except ValidationError as error:
+        record, problems = parsed_line(line, self.path.name, place)
+        if record is None:
             raise RecordError(
-                f"{self.path} has changed since this run opened it: at byte {self._offsets[index]} there is no record any more"
-            ) from error
+                f"{self.path} has changed since this run opened it: at byte {place} there is no record any more: "
+                + "; ".join(problems)
+            )
+        return absolute(record, self.path.parent)
 
     def place(self, index: int) -> int:
         """Byte where it starts."""
@@ -363,12 +377,76 @@ def without_mark(line: bytes) -> bytes:
     return line.removeprefix(codecs.BOM_UTF8)
 
 
-def _parsed(line: bytes) -> tuple[Record | None, list[str]]:
-    """A record, or None and what is wrong with it."""
+def parsed_line(line: bytes, title: str, place: int) -> tuple[Record | None, list[str]]:
+    """The record of a line, or None and what is wrong with it.
+
+    Args:
+        line: of a file of records.
+        title: of the file, see `with_defaults`.
+        place: byte where the line begins.
+    """
     try:
         return Record.model_validate_json(line), []
     except ValidationError as error:
+        problems = problems_of(error)
+    try:
+        fields = from_json(line)
+    except ValueError:
+        return None, problems
+    if not isinstance(fields, dict):
+        return None, problems
+    try:
+        return Record.model_validate(with_defaults(without_nulls(fields), title, "train", place)), []
+    except ValidationError as error:
         return None, problems_of(error)
+
+
+def with_defaults(found: dict[str, Any], title: str, split: str, place: int | str) -> dict[str, Any]:
+    """A record's fields with what a source may leave out: id, group, source, split, ids of targets.
+
+    Args:
+        found: the fields that are given; changed.
+        title: of the source.
+        split: of the source.
+        place: of the record in it, for an id.
+    """
+    found.setdefault("id", f"{title}:{place}")
+    found.setdefault("group", found["id"])
+    found.setdefault("source", title)
+    found.setdefault("split", split)
+    query = found.get("query")
+    if isinstance(query, dict) and "images" in query and not isinstance(query["images"], list):
+        query["images"] = [query["images"]]
+    for part in ("positives", "negatives"):
+        targets = found.get(part)
+        for target in targets if isinstance(targets, list) else []:
+            if isinstance(target, dict):
+                target.setdefault("id", _id_of(target))
+    return found
+
+
+def without_nulls(value: Any) -> Any:
+    """Pictures as bytes or paths, and no key without a value: Arrow gives every row every field."""
+    if isinstance(value, Mapping):
+        if value.keys() == {"bytes", "path"}:
+            return value["bytes"] if value["bytes"] is not None else value["path"]
+        return {
+            name: without_nulls(one)
+            for name, one in value.items()
+            if one is not None and without_nulls(one) is not None
+        }
+    if isinstance(value, (list, tuple)):
+        return [without_nulls(one) for one in value]
+    return value
+
+
+def _id_of(target: Mapping[str, Any]) -> str:
+    """Equal for equal targets, so that none of them is taken for a negative of the other."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in (target.get("text"), target.get("image")):
+        digest.update(part if isinstance(part, bytes) else str(part).encode())
+        digest.update(b"\0")
+    return digest.hexdigest()
 
 
 def problems_of(error: ValidationError) -> list[str]:
@@ -398,6 +476,24 @@ def faults_of(
             if (fault := _rationale_fault(positive.rationale or ""))
         ]
     return found if pictures is None else found + _picture_faults(record, folder or Path(), pictures)
+
+
+def check_wording(record: Record, source: str, profile: str) -> None:
+    """Refuse to put a profile's words around texts that already hold theirs.
+
+    Args:
+        record: any of a source.
+        source: name of the source, for the message.
+        profile: name of the prompts' wording.
+
+    Raises:
+        RecordError: the record's texts include their wording, and the profile adds another.
+    """
+    if record.wording == "included" and PROFILES[profile].adds_words:
+        raise RecordError(
+            f"{source}: the texts of record {record.id!r} include their wording (wording: included), and "
+            f"data.profile={profile} would add another: set data.profile=plain"
+        )
 
 
 def texts_of(record: Record) -> list[str]:

@@ -58,6 +58,7 @@ class Stream(Records):
         notes: Path | None = None,
     ):
         self.name, self.config, self.bad = config.label, config, []
+        self.content = {"read": "while training, so its content is unknown"}
         self.need_rationale, self.seed, self.notes = need_rationale, seed, notes
         self._open_stream = open_stream
         self._open: tuple[Any, Columns, Path] | None = None
@@ -147,7 +148,7 @@ class Reader(Records):
         """Shard and row."""
         return self._row(index)[0]
 
-    def instead_of(self, index: int) -> range:
+    def replacements_of(self, index: int) -> range:
         """What is in the buffer with it."""
         self._row(index)
         return range(self._first, self._first + len(self._block))

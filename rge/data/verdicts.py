@@ -1,9 +1,9 @@
-"""What was found about records and pictures, remembered: who starts a run again need not read everything again.
+"""Cache of record and picture validation, so that starting a run again does not read everything again.
 
 A record file is read through, and a picture decoded, once for each state that it has been in: size and time of the last
 change, of the folders and libraries of a file's pictures too. What is remembered is in ``$RGE_CACHE``, else in ``rge`` below
 ``$XDG_CACHE_HOME`` or ``~/.cache``; whoever deletes that folder loses nothing but time. What cannot be read, or written, counts as
-not there. Only what is good is remembered, with what ``data.on_bad=skip`` leaves out: the rest is to be mended.
+not there. Only what is good is remembered, with what ``data.on_bad=skip`` leaves out: the rest has to be fixed.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -62,13 +62,16 @@ class Verdicts:
         self.folder = cache_folder() if folder is None else folder
         self.pictures = PictureIndex()
         self.began_ns = time.time_ns()
+        self._states: dict[str, dict[str, Any]] = {}
 
     def open(self, path: str | Path, *, need_rationale: bool, on_bad: str) -> RecordFile:
         """A record file with its pictures looked up; see `RecordFile`, also for what it raises."""
         path = find_shipped(path)
         entry = self._entry(path, need_rationale, on_bad)
-        if (found := self._recalled(entry, path)) is not None:
-            return found
+        if (known := self._recalled(entry)) is not None and known[0]["stamp"] == _stamp(path):
+            said, offsets = known
+            self._states[str(path)] = {name: said[name] for name in ("stamp", "places")}
+            return RecordFile.known(path, _spilled(offsets), said["bad"], said["content"])
         before = _stamp(path)
         self.pictures.asked.clear()
         file = RecordFile(
@@ -76,8 +79,30 @@ class Verdicts:
         )
         places = {place: _stamp(place) for place in sorted(self.pictures.asked)}
         if all(map(self._settled, (before, *places.values()))) and before == _stamp(path):
-            self._keep(entry, file, {"stamp": before, "places": places})
+            self._states[file.name] = {"stamp": before, "places": places}
+            self._keep(
+                entry,
+                np.asarray(file.offsets),
+                {**self._states[file.name], "bad": file.bad, "content": file.content},
+            )
         return file
+
+    def numbers(self, file: Records, asked: str, find: Callable[[], np.ndarray | None]) -> np.ndarray | None:
+        """What `find` gives for a record file that this has opened, or gave for it in the state that it is in.
+
+        Args:
+            file: of records.
+            asked: everything else that the numbers depend on.
+            find: gives int64 numbers; None is not remembered.
+        """
+        entry = self._entry(Path(file.name), "numbers", asked)
+        state = self._states.get(file.name)
+        if state is not None and (known := self._recalled(entry, state)) is not None:
+            return known[1]
+        found = find()
+        if state is not None and found is not None:
+            self._keep(entry, found.ravel(), state)
+        return found
 
     def undecodable(self, files: Sequence[Records]) -> list[str]:
         """Pictures that are there and cannot be decoded, each with the first record that shows it; on all cores.
@@ -141,34 +166,32 @@ class Verdicts:
     def _settled(self, stamp: list[int] | None) -> bool:
         return stamp is None or stamp[0] < self.began_ns - RECENT_NS
 
-    def _recalled(self, entry: Path, path: Path) -> RecordFile | None:
+    def _recalled(
+        self, entry: Path, state: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], np.ndarray] | None:
+        """What is kept there and its numbers, if everything is still as it was then, and as `state` has it."""
         try:
             known = json.loads(entry.with_suffix(".json").read_text(encoding="utf-8"))
-            offsets = _numbers(entry)
-            same = known["code"] == _code() and known["sum"] == _digest(offsets.tobytes())
-            if not same or known["stamp"] != _stamp(path):
+            numbers = _numbers(entry)
+            same = known["code"] == _code() and known["sum"] == _digest(numbers.tobytes())
+            if not same or any(_stamp(place) != stamp for place, stamp in known["places"].items()):
                 return None
-            if any(_stamp(place) != stamp for place, stamp in known["places"].items()):
+            known["bad"] = [BadRecord(**line) for line in known.get("bad", [])]
+            if state is not None and any(known[name] != value for name, value in state.items()):
                 return None
-            bad = [BadRecord(**line) for line in known["bad"]]
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return None
         with suppress(OSError):
             for name in (".json", ".npy"):
                 os.utime(entry.with_suffix(name))
-        return RecordFile.known(path, _spilled(offsets), bad)
+        return known, numbers
 
-    def _keep(self, entry: Path, file: RecordFile, states: dict[str, Any]) -> None:
-        known = {
-            **states,
-            "code": _code(),
-            "sum": _digest(np.asarray(file.offsets).tobytes()),
-            "bad": [asdict(bad) for bad in file.bad],
-        }
+    def _keep(self, entry: Path, numbers: np.ndarray, about: dict[str, Any]) -> None:
+        known = {**about, "code": _code(), "sum": _digest(numbers.tobytes())}
         with suppress(OSError):
             self._forget_old()
-            if _write_array(entry, np.asarray(file.offsets)):
-                write_text(entry.with_suffix(".json"), json.dumps(known))
+            if _write_array(entry, numbers):
+                write_text(entry.with_suffix(".json"), json.dumps(known, default=asdict))
 
     def _forget_old(self) -> None:
         if not self.folder.is_dir():

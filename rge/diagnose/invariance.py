@@ -153,7 +153,7 @@ def _plain_states(model: Any, encoder: Embedder, prompts: list[Prompt], side: st
         ]
         inputs = family_of(model).plain_inputs(model.config, pictures, input_ids, attention_mask)
         inputs = {name: value.to(model.device) for name, value in inputs.items()}
-        hidden_BTD: Tensor = model(**inputs, output_hidden_states=True, use_cache=False).hidden_states[-1]
+        hidden_BTD: Tensor = model.model(**inputs, use_cache=False).last_hidden_state
         state_BD = hidden_BTD[torch.arange(len(part)), torch.tensor(last)]
         found.append(torch.nn.functional.normalize(state_BD.float(), dim=-1).cpu().numpy())
     return np.concatenate(found)

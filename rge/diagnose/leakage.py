@@ -27,8 +27,10 @@ from rge.data.collate import Batch, StepBatches
 from rge.data.sources import Mixture
 from rge.diagnose.pairs import open_data
 from rge.embedder import Embedder
+from rge.objective import Objective
 from rge.rollout.generate import generate
-from rge.step import Objective, candidate_masks, training_step
+from rge.rollout.writer import Rollout
+from rge.step import TrainingStep, candidate_masks
 
 TRIPLETS = ("right", "wrong target", "wrong query", "own rationale")
 LEAKS, CLEAN = 0.5, 0.1
@@ -87,19 +89,13 @@ def leakage(
         curve: dict[str, list[float]] = {"loss_lm": [], "loss_contrastive": []}
         for step in range(steps):
             batch = rearrange(batches[step], kind, np.random.default_rng([seed, step]))
-            rationales = None
+            rollout = None
             if objective.needs_rollout:
                 cap = encoder.settings["generation"]["max_new_tokens"]
-                rationales = generate(embedder, batch.queries, max_new_tokens=cap, batch_size=batch_size)
-            report = training_step(
-                embedder,
-                embedder,
-                batch,
-                objective,
-                rationales=rationales,
-                micro_batch_size=batch_size,
-                backward=lambda loss: loss.backward(),
-            )
+                rollout = Rollout(
+                    generate(embedder, batch.queries, max_new_tokens=cap, batch_size=batch_size)
+                )
+            report = TrainingStep(embedder, embedder, objective, batch_size)(batch, rollout)
             torch.nn.utils.clip_grad_norm_(embedder.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -143,7 +139,7 @@ def rearrange(batch: Batch, kind: str, rng: np.random.Generator) -> Batch:
 def chance(batch: Batch) -> float:
     """InfoNCE of a model that knows nothing: mean logarithm of the number of candidates that count."""
     identity_C = torch.tensor(batch.candidate_identity)
-    _, ignored_BC = candidate_masks(batch, identity_C, 0)
+    _, ignored_BC, _ = candidate_masks(batch, identity_C, 0)
     return float((~ignored_BC).sum(dim=1).double().log().mean())
 
 

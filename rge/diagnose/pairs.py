@@ -16,6 +16,7 @@ from rge.config import RecordsConfig
 from rge.data.collate import query_item, target_item
 from rge.data.readers import open_records
 from rge.data.sources import RecordError, Records, identity
+from rge.stats.intervals import cluster_bootstrap, figures, index_of
 
 
 @dataclass(frozen=True)
@@ -133,13 +134,12 @@ def hits(query_QD: np.ndarray, candidate_CD: np.ndarray, right_QC: np.ndarray) -
     return right_QC[np.arange(len(best_Q)), best_Q].astype(np.float64)
 
 
-def interval(values_Q: np.ndarray, groups: Sequence[str], seed: int = 0) -> tuple[float, float, float]:
-    """Mean, and 95 % percentile interval from 2,000 resamples of groups."""
-    _, group_Q = np.unique(np.asarray(groups, dtype=object).astype(str), return_inverse=True)
-    sums, sizes = np.bincount(group_Q, values_Q), np.bincount(group_Q)
-    drawn = np.random.default_rng(seed).integers(0, len(sums), (2000, len(sums)))
-    low, high = np.quantile(sums[drawn].sum(axis=1) / sizes[drawn].sum(axis=1), [0.025, 0.975])
-    return float(values_Q.mean()), float(low), float(high)
+def interval(
+    values_Q: np.ndarray, groups: Sequence[str], seed: int = 0, *, bounds: tuple[float, float] = (0.0, 1.0)
+) -> tuple[float, float | None, float | None]:
+    """Mean and 95 % interval over groups, see `rge.stats.intervals`; None where one group alone has none."""
+    (found,) = figures(cluster_bootstrap(values_Q[:, None], index_of(groups), seed=seed), bounds)
+    return float(values_Q.mean()), found["low"], found["high"]
 
 
 def elsewhere(groups: Sequence[str], seed: int = 0) -> np.ndarray:

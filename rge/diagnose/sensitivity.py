@@ -13,6 +13,7 @@ import torch
 from rge.diagnose.pairs import Pairs, elsewhere, hits, interval
 from rge.embedder import Embedder
 from rge.rollout.generate import generate
+from rge.stats.intervals import OF_DIFFERENCES, in_words
 
 
 @torch.no_grad()
@@ -61,7 +62,9 @@ def sensitivity(encoder: Embedder, pairs: Pairs, *, batch_size: int, seed: int =
         hit_Q = hits(state_QD, candidate_CD, pairs.right_QC)
         found[name] = {
             "hit@1": interval(hit_Q, pairs.groups, seed),
-            "difference": interval(hit_Q - own_hits, pairs.groups, seed),
+            "difference": (0.0, 0.0, 0.0)
+            if name == "own"
+            else interval(hit_Q - own_hits, pairs.groups, seed, bounds=OF_DIFFERENCES),
             "cosine": float((state_QD * own_QD).sum(axis=1).mean()),
             "moved": float(((state_QD @ candidate_CD.T).argmax(axis=1) != best_Q).mean()),
         }
@@ -79,7 +82,9 @@ def sensitivity(encoder: Embedder, pairs: Pairs, *, batch_size: int, seed: int =
 def verdict(conditions: dict[str, Any]) -> str:
     """One sentence on what the swap says, by whether its interval leaves zero out."""
     mean, low, high = conditions["swapped"]["difference"]
-    points = f"{100 * mean:+.1f} [{100 * low:.1f}, {100 * high:.1f}] points of hit@1"
+    points = f"{100 * mean:+.1f} {in_words(low, high)} points of hit@1"
+    if low is None or high is None:
+        return f"one group of queries alone says nothing: another query's rationale gives {points}"
     if high < 0:
         return f"the rationale matters: another query's costs {points}"
     if low > 0:
@@ -97,10 +102,11 @@ def table(found: dict[str, Any]) -> str:
         f"{'rationale':<{width}}{'hit@1, %':>22}{'difference from own':>26}{'cosine to own':>16}{'other best, %':>16}",
     ]
     for name, row in found["conditions"].items():
-        hit, low, high = (100 * value for value in row["hit@1"])
-        mean, below, above = (100 * value for value in row["difference"])
+        hit, low, high = row["hit@1"]
+        mean, below, above = row["difference"]
         lines.append(
-            f"{name:<{width}}{f'{hit:.1f} [{low:.1f}, {high:.1f}]':>22}{f'{mean:+.1f} [{below:.1f}, {above:.1f}]':>26}"
+            f"{name:<{width}}{f'{100 * hit:.1f} {in_words(low, high)}':>22}"
+            f"{f'{100 * mean:+.1f} {in_words(below, above)}':>26}"
             f"{row['cosine']:>16.3f}{100 * row['moved']:>16.1f}"
         )
     lines += [

@@ -221,7 +221,20 @@ def prepare(
         # Unset, accelerate clips at 1.0 here and not at all elsewhere.
         plugin.deepspeed_config["gradient_clipping"] = max_grad_norm
         # Else there is nothing to export under ZeRO-3. Asked for here, since a run that cannot be exported is of no use.
-        plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+        zero = plugin.deepspeed_config["zero_optimization"]
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+        if auto := [key for key, value in zero.items() if value == "auto"]:
+            # Accelerate fills these in for models of transformers alone, by the same rule.
+            model: Any = embedder.model
+            hidden = model.config.get_text_config().hidden_size
+            sizes = {
+                "reduce_bucket_size": hidden**2,
+                "stage3_prefetch_bucket_size": int(0.9 * hidden**2),
+                "stage3_param_persistence_threshold": 10 * hidden,
+            }
+            for key in auto:
+                if key in sizes:
+                    zero[key] = sizes[key]
     return accelerator.prepare(embedder, optimizer)
 
 
@@ -362,17 +375,22 @@ def is_sharded(accelerator: Accelerator) -> bool:
 
 
 def full_weights(accelerator: Accelerator, model: nn.Module, embedder: nn.Module) -> dict[str, Tensor] | None:
-    """Unsharded weights of ``embedder.model`` on the main process, in the dtype that is trained.
+    """Weights of ``embedder.model`` that the back end has shared out, whole, on the main process.
 
-    Every process must call it. None where nothing is sharded because there is one process, and, under ZeRO-3 and
-    FSDP2, on all processes but the main one.
+    Every process must call it.
+
+    Returns:
+        None where the embedder holds its weights whole itself, and, under ZeRO-3 and FSDP2, on all processes but the main one.
     """
-    if accelerator.num_processes == 1 and accelerator.distributed_type == DistributedType.NO:
+    if not is_sharded(accelerator):
         return None
-    weights = accelerator.get_state_dict(model)
-    if not weights:
+    gathered = accelerator.get_state_dict(model)
+    if not gathered:
         return None
-    found = {name.removeprefix("model."): value for name, value in weights.items()}
+    # What is not found here is missed where names are compared, on export.
+    whole_model: Any = embedder.model
+    names = whole_model.state_dict(keep_vars=True)
+    found = {name: gathered[f"model.{name}"] for name in names if f"model.{name}" in gathered}
     # FSDP2 gathers a tied matrix twice; as one tensor again, it is written once.
     for name, source in getattr(embedder.model, "all_tied_weights_keys", {}).items():
         if name in found and source in found:

@@ -1,4 +1,4 @@
-"""Start the processes' common ground as the recipe needs it, and refuse a launch that cannot give it.
+"""Initialise accelerate for the recipe, and refuse launches that do not match it.
 
 A recipe names what it needs: what is shared out at the least (``train.back_end``) and what is computed in
 (``model.dtype``); weights that are trained, gradients summed over micro batches and the optimizer's state are float32. A
@@ -79,6 +79,7 @@ def make_accelerator(train: TrainConfig, dtype: str = "float32") -> Accelerator:
     _check_precision(dtype)
     asked = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
     _check_accumulation(asked, "the launch, by its words or its config, has")
+    _check_compiler()
     plugin: DeepSpeedPlugin | FullyShardedDataParallelPlugin | None = None
     if _asked("DEEPSPEED"):
         plugin = _deepspeed(_config_file(), train, dtype)
@@ -207,7 +208,7 @@ def check_resume(saved: dict[str, Any] | None, accelerator: Accelerator, path: o
         path: the state, for the message.
 
     Raises:
-        LaunchError: names both launches and the mend.
+        LaunchError: names both launches and the fix.
     """
     if saved is None:
         return
@@ -247,6 +248,48 @@ def _check_accumulation(found: object, where: str) -> None:
         )
 
 
+def _check_compiler() -> None:
+    """Refuse torch.compile, which `accelerate config` asks about.
+
+    Every prompt has another length, and neither the rollout nor passes without gradient go through what would be compiled.
+    """
+    found = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if found.lower() != "no":
+        raise LaunchError(
+            f"the launch asks for torch.compile (dynamo_backend {found}), which training does not use: remove the section "
+            "dynamo_config from the launch config, or launch with --dynamo_backend no"
+        )
+
+
+def _check_deepspeed(settings: dict[str, Any], path: str | None) -> None:
+    """Refuse what DeepSpeed would end with a traceback, once the model is loaded.
+
+    Raises:
+        LaunchError: names the line to change.
+    """
+    where, zero = (
+        f"DeepSpeed's settings {path or 'of the launch config'}",
+        settings.get("zero_optimization", {}),
+    )
+    refused = {
+        "optimizer": "the recipe's optim and each stage's lr say how weights are updated",
+        "scheduler": "each stage's schedule and warmup_steps say how the learning rate goes",
+        "amp": "model.dtype says what is computed in",
+    }
+    for name, reason in refused.items():
+        if name in settings:
+            raise LaunchError(f'{where} have "{name}": remove it, for {reason}')
+    if (size := settings.get("train_batch_size", "auto")) != "auto":
+        raise LaunchError(
+            f'{where} have "train_batch_size": {size}; set it to "auto", for a stage\'s batch_size counts the queries of a step'
+        )
+    if zero.get("stage") not in (1, 2, 3):
+        raise LaunchError(
+            f'{where} have "stage": {zero.get("stage")} in zero_optimization, by which nothing is shared out: set it to 1, 2 or '
+            f"3, or launch without DeepSpeed: {_command('ddp')}"
+        )
+
+
 def _deepspeed(path: str | None, train: TrainConfig, dtype: str) -> DeepSpeedPlugin:
     """ZeRO as the launch config, or else the recipe, asks for it.
 
@@ -269,6 +312,7 @@ def _deepspeed(path: str | None, train: TrainConfig, dtype: str) -> DeepSpeedPlu
     except (OSError, ValueError) as error:
         raise LaunchError(f"DeepSpeed's settings {path or 'of the launch config'}: {error}") from error
     settings, computed_in = plugin.deepspeed_config, dtype == "bfloat16"
+    _check_deepspeed(settings, path)
     _check_accumulation(
         settings.get("gradient_accumulation_steps"),
         f"DeepSpeed's settings {path or 'of the launch config'} have",

@@ -4,6 +4,7 @@ rge explore                       # the demo's checkpoint and its test drawings
 rge explore index=gallery         # an index of your own
 """
 
+import asyncio
 import socket
 import sys
 import threading
@@ -14,6 +15,8 @@ from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.options import parse_options
 from rge.explore.options import ExploreOptions
+from rge.index.search import absolute
+from rge.index.warm import asked as ask_server
 
 
 def main(words: list[str]) -> int:
@@ -22,6 +25,16 @@ def main(words: list[str]) -> int:
     if missing := [name for name in ("fastapi", "lancedb", "uvicorn") if find_spec(name) is None]:
         raise UserError(f"rge explore needs {', '.join(missing)}: pip install -e '.[explore]'")
     listening = bound(asked.host, asked.port)  # before a model is loaded for nothing
+    host, port = listening.getsockname()[:2]
+    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    there = {"index": None if asked.index is None else absolute(asked.index), "host": asked.host}
+    found = None if asked.plugins or asked.checkpoint else ask_server(asked.server, "/explore", there)
+    if found is not None:
+        place, page = found
+        print(f"answered by rge serve with {page['name']}, at {place}")  # noqa: T201
+        _announce(asked, page["name"], page["items"], address)
+        asyncio.run(_forward(listening, page["socket"]))
+        return 0
     import uvicorn
 
     from rge.embedder import Embedder
@@ -37,16 +50,46 @@ def main(words: list[str]) -> int:
     else:
         index.check(checkpoint, embedder.checkpoint_hash)
         explorer = Explorer(embedder, index, [])
-    host, port = listening.getsockname()[:2]
-    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    print(f"{checkpoint}, {len(explorer.index)} items: {address}  (Ctrl-C ends it)", flush=True)  # noqa: T201
-    if asked.open:
-        threading.Timer(1, webbrowser.open, [address]).start()
+    _announce(asked, checkpoint, len(explorer.index), address)
     config = uvicorn.Config(
         application(explorer, asked.host), log_level="warning", timeout_graceful_shutdown=5
     )
     uvicorn.Server(config).run(sockets=[listening])
     return 0
+
+
+def _announce(asked: ExploreOptions, checkpoint: str, items: int, address: str) -> None:
+    print(f"{checkpoint}, {items} items: {address}  (Ctrl-C ends it)", flush=True)  # noqa: T201
+    if asked.open:
+        threading.Timer(1, webbrowser.open, [address]).start()
+
+
+async def _forward(listening: socket.socket, place: str) -> None:
+    """Hand every connection to the server that has the model."""
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while part := await reader.read(1 << 16):
+                writer.write(part)
+                await writer.drain()
+        except OSError:
+            pass  # one side has gone: the other is told by the end of its stream
+        finally:
+            writer.close()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            from_server, to_server = await asyncio.open_unix_connection(place)
+        except OSError:
+            said = "error: the server that has the model has ended; start `rge explore` again"
+            print(said, file=sys.stderr)  # noqa: T201
+            writer.close()
+            return
+        await asyncio.gather(copy(reader, to_server), copy(from_server, writer))
+
+    server = await asyncio.start_server(handle, sock=listening)
+    async with server:
+        await server.serve_forever()
 
 
 def bound(host: str, port: int) -> socket.socket:

@@ -15,12 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from rge.common.errors import UserError
-from rge.explore.explorer import Explorer, StoppedError
+from rge.common.files import DEMO_CHECKPOINT
+from rge.explore.explorer import Explorer, Query, StoppedError
 from rge.index.sources import thumbnail
 
 MOST_BYTES = 32 << 20
 """A body above this is refused: a photo has some 5 MB, and a third more as text."""
-SHOWN_PX = 384
+SHOWN_PX, LARGE_PX = 384, 1600
 STRIP = 60
 """Pictures of an index that are offered to begin with."""
 KINDS = {"index.html": "text/html", "explore.js": "text/javascript", "explore.css": "text/css"}
@@ -51,6 +52,9 @@ class Question(_Body):
     question: str = Field(default="", max_length=20_000)
     picture: Picture | None = None
     rationale: str | None = Field(default=None, max_length=20_000)
+    instruction: str | None = Field(default=None, max_length=20_000)
+    where: str | None = Field(default=None, max_length=1000)
+    hybrid: bool = False
     k: int = Field(default=8, ge=1, le=100)
 
 
@@ -105,6 +109,8 @@ def application(explorer: Explorer, host: str) -> FastAPI:
             "items": len(index),
             "instruction": explorer.embedder.default_instruction,
             "reasons": explorer.reasons,
+            "knows_icons_only": explorer.embedder.checkpoint == DEMO_CHECKPOINT,
+            "columns": list(index.columns),
             "examples": [
                 {"question": one.question, "picture": {"example": place}}
                 for place, one in enumerate(explorer.examples)
@@ -113,10 +119,15 @@ def application(explorer: Explorer, host: str) -> FastAPI:
         }
 
     @app.get("/api/picture")
-    def picture(source: str | None = None, id: str | None = None, example: int | None = None) -> Response:  # noqa: A002
+    def picture(
+        source: str | None = None,
+        id: str | None = None,
+        example: int | None = None,
+        large: bool = False,  # noqa: A002
+    ) -> Response:
         asked = Picture(source=source, id=id, example=example)
         try:
-            shown = thumbnail(_picture(explorer, asked), SHOWN_PX)
+            shown = thumbnail(_picture(explorer, asked), LARGE_PX if large else SHOWN_PX)
         except UserError as error:
             return JSONResponse({"error": _words(error)}, status_code=404)
         return Response(shown, media_type="image/webp")
@@ -136,18 +147,21 @@ def application(explorer: Explorer, host: str) -> FastAPI:
 
 
 async def _answers(explorer: Explorer, asked: Question, data: bytes | None) -> AsyncIterator[str]:
-    """What becomes known of a query, a line of JSON each. Where nobody listens any longer, the model stops writing."""
+    """What becomes known of a query, a line of JSON each. When the client disconnects, the model stops writing."""
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any] | None]()
     stopped = False
 
     def tell(news: dict[str, Any]) -> None:
         if stopped:
-            raise StoppedError("nobody listens any longer")
+            raise StoppedError("the client has disconnected")
         loop.call_soon_threadsafe(queue.put_nowait, news)
 
     def work() -> None:
         try:
-            explorer.ask(asked.question, data, asked.rationale, asked.k, tell)
+            query = Query(
+                asked.question, data, asked.rationale, asked.instruction, asked.k, asked.where, asked.hybrid
+            )
+            explorer.ask(query, tell)
         except StoppedError:
             return
         except ValueError as error:

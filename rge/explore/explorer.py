@@ -2,6 +2,8 @@
 
 import random
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ import torch
 
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
-from rge.common.images import picture_bytes
+from rge.common.images import load_image, picture_bytes
 from rge.common.schema import Item
 from rge.embedder import Embedder
 from rge.index.reading import Reader, Unreadable
@@ -26,8 +28,12 @@ from rge.rollout.generate import generate
 GALLERY = "data_prep/demo/data/test"
 """The demo's retrieval set: drawings and questions that its training never saw."""
 NUM_EXAMPLES = 24
-WAIT_S = 60
-"""How long a question waits for the one before it; there is one model."""
+WAIT_S, TELL_S = 300.0, 0.5
+"""How long a question waits for those before it (there is one model), and how often it is told how many they are."""
+COMPARED = 100
+"""Ranks of the search without a rationale that hits are compared with."""
+TRIED = 8
+"""Examples that are asked, until the first hit of one is right: with that one the page begins."""
 Tell = Callable[[dict[str, Any]], object]
 
 
@@ -46,14 +52,39 @@ class Example:
     Attributes:
         question: its text.
         picture: encoded bytes.
+        right: ids of the right answers.
     """
 
     question: str
     picture: bytes
+    right: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """What is asked.
+
+    Attributes:
+        question: may be empty where there is a picture.
+        picture: encoded bytes.
+        rationale: embed after this one; None lets the model write.
+        instruction: put before the question; None takes the checkpoint's own, an empty one is none.
+        k: hits.
+        where: condition on the index's columns.
+        hybrid: look the question's words up too.
+    """
+
+    question: str = ""
+    picture: bytes | None = None
+    rationale: str | None = None
+    instruction: str | None = None
+    k: int = 8
+    where: str | None = None
+    hybrid: bool = False
 
 
 class Explorer:
-    """A checkpoint and an index, asked one question at a time.
+    """A checkpoint and an index. Several users may ask at once; their questions are answered in turn.
 
     Args:
         embedder: the checkpoint.
@@ -65,33 +96,47 @@ class Explorer:
         self.embedder, self.index, self.examples = embedder, index, examples
         self.cap = embedder.settings["generation"]["max_new_tokens"]
         self.reasons = embedder.settings["reasons"] != "none"
-        self._one_at_a_time = threading.Lock()
+        self._turn = threading.Condition()
+        self._tickets: deque[object] = deque()
+        self._begin_with_a_right_one()
 
-    def ask(self, question: str, picture: bytes | None, rationale: str | None, k: int, tell: Tell) -> None:
+    def _begin_with_a_right_one(self) -> None:
+        """Put an example first whose answer is right, so that the page does not begin with a miss."""
+        for place, example in enumerate(self.examples[:TRIED]):
+            news: list[dict[str, Any]] = []
+            self.ask(Query(example.question, example.picture, k=1), news.append)
+            if {hit["id"] for hit in news[-1]["hits"]} & example.right:
+                self.examples = [example, *self.examples[:place], *self.examples[place + 1 :]]
+                return
+
+    def ask(self, query: Query, tell: Tell) -> None:
         """Answer a query.
 
         Args:
-            question: may be empty where there is a picture.
-            picture: encoded bytes.
-            rationale: embed after this one; None lets the model write.
-            k: hits.
-            tell: called with what is known, as it becomes known: ``direct`` (hits without a rationale), ``rationale`` (all
-                that is written so far), ``hits``, and ``forced`` (the cap was reached). What it raises ends the writing.
+            query: to answer.
+            tell: called with what is known, as it becomes known: ``waiting`` (questions before this one), ``direct`` (hits
+                without a rationale), ``rationale`` (all that is written so far), ``hits`` (each with ``was``, its place
+                without the rationale), and ``forced`` (the cap was reached). What it raises ends the writing.
 
         Raises:
-            ValueError: nothing is asked, or the rationale is too long or holds ``<emb>``.
+            ValueError: nothing is asked, the rationale is too long or holds ``<emb>``, or `where` is no condition.
             ImageError: the picture cannot be read.
             BusyError: the model was not free in time.
         """
-        with self._alone():
-            prompt = self._prompt(question, picture)
-            tell({"direct": self._search(self.embedder.encode_after([prompt], [[]]), k)})
+        with self._my_turn(tell):
+            prompt = self._prompt(query.question, query.picture, query.instruction)
+            direct = self._search(self.embedder.encode_after([prompt], [[]]), query, max(query.k, COMPARED))
+            tell({"direct": direct[: query.k]})
             forced = False
-            if rationale is None:
+            if query.rationale is None:
                 ids, forced = self._write(prompt, lambda text: tell({"rationale": text}))
             else:
-                ids = self._ids(rationale)
-            tell({"hits": self._search(self.embedder.encode_after([prompt], [ids]), k), "forced": forced})
+                ids = self._ids(query.rationale)
+            hits = self._search(self.embedder.encode_after([prompt], [ids]), query, query.k)
+            before = {(hit["source"], hit["id"]): place for place, hit in enumerate(direct, start=1)}
+            for hit in hits:
+                hit["was"] = before.get((hit["source"], hit["id"]))
+            tell({"hits": hits, "forced": forced, "compared": len(direct)})
 
     def another(self, question: str) -> dict[str, Any]:
         """What the model writes for another query: one of the examples, or another picture of the index.
@@ -99,7 +144,7 @@ class Explorer:
         Args:
             question: of the query that it is not for.
         """
-        with self._alone():
+        with self._my_turn(lambda news: None):
             others = [one for one in self.examples if one.question != question]
             if others:
                 chosen = random.choice(others)
@@ -136,26 +181,43 @@ class Explorer:
             "id": hit.id,
             "score": hit.score,
             "text": hit.text,
+            "metadata": hit.metadata,
+            "folder": Path(hit.source).name,
             "has_picture": hit.image is not None,
             "gone": hit.gone,
         }
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        if not self._one_at_a_time.acquire(timeout=WAIT_S):
-            raise BusyError(f"the model was at work on other questions for {WAIT_S} s; ask again")
+    def _my_turn(self, tell: Tell) -> Iterator[None]:
+        mine, end = object(), time.monotonic() + WAIT_S
+        with self._turn:
+            self._tickets.append(mine)
         try:
+            while True:
+                with self._turn:
+                    before = self._tickets.index(mine)
+                    if before:
+                        self._turn.wait(TELL_S)
+                        before = self._tickets.index(mine)
+                if not before:
+                    break
+                if time.monotonic() > end:
+                    raise BusyError(f"the model was at work on other questions for {WAIT_S:g} s; ask again")
+                tell({"waiting": before})
             with torch.no_grad():
                 yield
         finally:
-            self._one_at_a_time.release()
+            with self._turn:
+                self._tickets.remove(mine)
+                self._turn.notify_all()
 
-    def _prompt(self, question: str, picture: bytes | None) -> Prompt:
-        images = () if picture is None else (picture,)
-        item = Item("query", question.strip() or None, images, self.embedder.default_instruction)
+    def _prompt(self, question: str, picture: bytes | None, instruction: str | None = None) -> Prompt:
+        images = () if picture is None else (load_image(picture, first_frame=True),)
+        asked = self.embedder.default_instruction if instruction is None else instruction.strip() or None
+        item = Item("query", question.strip() or None, images, asked)  # type: ignore[arg-type]
         if not images and item.text is None:
             raise ValueError("ask a question, give a picture, or both")
-        return self.embedder.builder.build(item, "query")
+        return self.embedder.prompt(item, "query", images)
 
     def _ids(self, rationale: str) -> list[int]:
         if not rationale.strip():
@@ -178,11 +240,11 @@ class Explorer:
         )
         return list(found.ids), found.forced
 
-    def _search(self, query_ND: np.ndarray, k: int) -> list[dict[str, Any]]:
-        size = self.index.about["dimensions"]
-        if size < query_ND.shape[1]:
-            query_ND = query_ND[:, :size] / np.linalg.norm(query_ND[:, :size], axis=1, keepdims=True)
-        return [self.shown(hit) for hit in self.index.search(query_ND, k)[0]]
+    def _search(self, query_ND: np.ndarray, query: Query, k: int) -> list[dict[str, Any]]:
+        query_ND = self.embedder.cut(query_ND, self.index.about["dimensions"])
+        words = [query.question] if query.hybrid and query.question.strip() else None
+        [hits] = self.index.search(query_ND, k, where=(query.where or "").strip() or None, words=words)
+        return [self.shown(hit) for hit in hits]
 
 
 def demo_gallery(embedder: Embedder) -> Index:
@@ -207,18 +269,23 @@ def demo_gallery(embedder: Embedder) -> Index:
                 for one in window
             ]
         )  # fmt: skip
+    index.refresh(ann_from=len(source.entries) + 1)
     return index
 
 
 def demo_examples(count: int = NUM_EXAMPLES) -> list[Example]:
     """Queries of the demo's test set, each about another thing."""
     rows = pq.read_table(
-        find_shipped(Path(GALLERY) / "queries.parquet"), columns=["text", "image", "group", "pair"]
+        find_shipped(Path(GALLERY) / "queries.parquet"), columns=["id", "text", "image", "group", "pair"]
     )
+    right: dict[str, set[str]] = {}
+    for row in pq.read_table(find_shipped(Path(GALLERY) / "qrels.parquet")).to_pylist():
+        right.setdefault(row["query-id"], set()).add(row["corpus-id"])
     found: dict[str, Example] = {}
     for row in rows.to_pylist():
         if row["pair"] == "seen" and row["image"]:
-            found.setdefault(row["group"], Example(row["text"], row["image"][0]["bytes"]))
+            answers = frozenset(right.get(row["id"], ()))
+            found.setdefault(row["group"], Example(row["text"], row["image"][0]["bytes"], answers))
     chosen = sorted(found)
     random.Random(0).shuffle(chosen)
     return [found[group] for group in chosen[:count]]

@@ -16,8 +16,10 @@ class ExploreOptions(PluginOptions):
     """What ``rge index`` made; null: the demo's test drawings, embedded at the start and kept in memory."""
     checkpoint: str | None = None
     """Checkpoint directory, the id of one on the hub, or ``demo``; null: the one that the index was made with, else ``demo``."""
+    server: str = "auto"
+    """A running ``rge serve`` of this user that has the checkpoint answers; ``none``: load it here; a socket's path: that server."""
     host: str = "127.0.0.1"
-    """Address to listen on; another than this machine's own lets others in, and asks nobody for a password."""
+    """Address to listen on; another than this machine's own lets others in, without a password."""
     port: Annotated[int, Field(ge=0, le=65535)] = 7860
     """Port to listen on; 0 takes a free one."""
     open: bool = False

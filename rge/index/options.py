@@ -48,7 +48,7 @@ class EmbedOptions(Reading):
     """The Parquet file."""
     side: Literal["document", "query"] = "document"
     """What the items are; decides the wording of the prompt."""
-    mode: Literal["reasoning", "direct"] | None = None
+    mode: Literal["reasoning", "direct", "auto"] | None = None
     """Whether a rationale is written first; null: queries as the checkpoint was trained, documents without."""
     instruction: str | None = None
     """Put before every query; null: the one that most training queries had; '' (quoted) for none."""
@@ -75,6 +75,8 @@ class IndexOptions(Reading):
     """Search is exact below so many rows. From there on an approximate index is kept, and its recall measured."""
     remove: bool = False
     """Take everything that came from ``src`` out of the index."""
+    watch: bool = False
+    """After that keep watching ``src``, and bring the index up to date whenever something changes."""
 
 
 @dataclass(kw_only=True)
@@ -92,14 +94,22 @@ class SearchOptions(PluginOptions):
     """Picture that the question is about: a path, ``library.parquet#row`` or a web address."""
     k: AtLeastOne = 10
     """Hits shown."""
-    mode: Literal["reasoning", "direct"] | None = None
+    mode: Literal["reasoning", "direct", "auto"] | None = None
     """Whether a rationale is written first; null: as the checkpoint was trained."""
     instruction: str | None = None
     """Put before the question; null: the one that most training queries had; '' (quoted) for none."""
     checkpoint: str | None = None
     """Where the checkpoint that the index was made with is now, if it was moved."""
+    where: str | None = None
+    """Condition in SQL on the index's columns: ``"year > 2023 and album = 'Rome'"``. Pictures have ``year``, ``month``, ``taken``,
+    ``latitude``, ``longitude`` (of their EXIF) and ``album`` (their folder); a table has its own columns."""
+    hybrid: bool = False
+    """Look the question's words up in captions, file names and metadata too, and fuse both rankings by rank."""
     exact: bool = False
     """Compare with every vector, even if there is an approximate index."""
+    server: str = "auto"
+    """A running ``rge serve`` of this user that has the index's checkpoint answers at once; ``none``: load the checkpoint here;
+    a socket's path: that server."""
     page: Path | None = None
     """HTML file to write, with thumbnails."""
     open: bool = False

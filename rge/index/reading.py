@@ -1,20 +1,23 @@
-"""Embed the entries of a source, a window at a time: pictures are read by threads while the window before is embedded."""
+"""Embed the entries of a source, a window at a time: threads prepare a window while the one before it is embedded."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from rge.common.errors import UserError
 from rge.common.files import write_text
+from rge.common.images import load_image
 from rge.common.schema import Item
 from rge.embedder import Embedder
 from rge.index.sources import Content, Entry, load
+from rge.model.prompts import Prompt
 
 SHOWN = 20
 """Unreadable items that are printed."""
@@ -71,6 +74,21 @@ class Unreadable:
 
 
 @dataclass(frozen=True, slots=True)
+class Prepared:
+    """An entry that has been read.
+
+    Attributes:
+        entry: as it was listed.
+        content: as it was read, without the picture's bytes.
+        prompt: what is embedded; None where its content is known.
+    """
+
+    entry: Entry
+    content: Content
+    prompt: Prompt | None
+
+
+@dataclass(frozen=True, slots=True)
 class Embedded:
     """An entry with its embedding.
 
@@ -88,7 +106,7 @@ class Embedded:
 
 
 class Reader:
-    """Embeds entries with one checkpoint in one way.
+    """Embeds entries with one checkpoint in one way. While one window is embedded, threads prepare the next.
 
     Args:
         embedder: the checkpoint.
@@ -106,30 +124,37 @@ class Reader:
         embedder: Embedder,
         *,
         side: Literal["query", "document"] = "document",
-        mode: Literal["reasoning", "direct"] | None = None,
+        mode: Literal["reasoning", "direct", "auto"] | None = None,
         instruction: str | None = None,
         dimensions: int | None = None,
         batch_size: int = 64,
         thumbnail_px: int = 0,
         captions: bool = True,
     ):
-        self.embedder, self.side = embedder, side
-        self.options: dict[str, Any] = {"dimensions": dimensions, "batch_size": batch_size}
-        if mode is not None:
-            self.options["mode"] = mode
+        self.embedder, self.side, self.dimensions = embedder, side, dimensions
+        self.mode = mode or (embedder.query_mode if side == "query" else "direct")
+        self.instruction = None
         if side == "query":
-            self.options["instruction"] = instruction
+            self.instruction, warning = embedder.instruction_for(instruction)
+            if warning:
+                warnings.warn(warning, stacklevel=2)
         self.batch_size, self.thumbnail_px, self.captions = batch_size, thumbnail_px, captions
 
-    def read(self, entries: Iterable[Entry], unreadable: Unreadable) -> Iterator[list[Content | None]]:
-        """Contents of the entries, a window at a time; None where one is unreadable, which is noted."""
+    def read(
+        self, entries: Iterable[Entry], unreadable: Unreadable, known: Container[str] = ()
+    ) -> Iterator[list[Prepared | None]]:
+        """Read entries and make their prompts, a window at a time and one window ahead.
+
+        Args:
+            entries: to read.
+            unreadable: what cannot be read, or not be embedded (a picture a pixel high), is noted there and is None.
+            known: digests of contents that need no prompt.
+        """
         windows = _windows(entries, WINDOW * self.batch_size)
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            waiting: list[tuple[Entry, Future[Content]]] | None = None
+            waiting: list[tuple[Entry, Future[Prepared]]] | None = None
             for window in chain(windows, [[]]):
-                coming = [
-                    (entry, pool.submit(load, entry, self.thumbnail_px, self.captions)) for entry in window
-                ]
+                coming = [(entry, pool.submit(self._prepare, entry, known)) for entry in window]
                 if waiting is not None:
                     try:
                         yield [_result(entry, future, unreadable) for entry, future in waiting]
@@ -140,50 +165,44 @@ class Reader:
 
     def embed(self, entries: Sequence[Entry], unreadable: Unreadable) -> Iterator[list[Embedded]]:
         """Embed entries, a window at a time, in their order; unreadable ones are left out and noted."""
-        place = 0
         for window in self.read(entries, unreadable):
-            chosen = [
-                (entry, content)
-                for entry, content in zip(entries[place : place + len(window)], window, strict=True)
-                if content is not None
-            ]
-            place += len(window)
-            yield self.vectors(chosen, unreadable)
+            yield self.vectors([one for one in window if one is not None])
 
-    def vectors(self, chosen: Sequence[tuple[Entry, Content]], unreadable: Unreadable) -> list[Embedded]:
-        """Embed what has been read. One that the checkpoint cannot take (a picture a pixel high) is left out and noted."""
-        if not chosen:
+    def vectors(self, prepared: Sequence[Prepared]) -> list[Embedded]:
+        """Embed what has been prepared."""
+        prompts = [one.prompt for one in prepared if one.prompt is not None]
+        assert len(prompts) == len(prepared)
+        if not prompts:
             return []
-        try:
-            return self._together(chosen)
-        except ValueError:
-            fit = []
-            for entry, content in chosen:
-                texts, images = self._arguments([content])
-                item = Item(entry.id, texts[0], (images[0],) if images[0] is not None else ())
-                try:
-                    self.embedder.builder.build(item, "query" if self.side == "query" else "candidate")
-                    fit.append((entry, content))
-                except ValueError as error:
-                    unreadable.add(entry.id, _named(error, entry, content))
-            if len(fit) == len(chosen):
-                raise  # it was not the items
-        return self._together(fit) if fit else []
-
-    def _arguments(self, contents: Sequence[Content]) -> tuple[list[str | None], list[bytes | None]]:
-        texts = [one.text if one.data is None or self.captions else None for one in contents]
-        return texts, [one.data for one in contents]
-
-    def _together(self, chosen: Sequence[tuple[Entry, Content]]) -> list[Embedded]:
-        texts, images = self._arguments([content for _, content in chosen])
-        encode = self.embedder.encode_query if self.side == "query" else self.embedder.encode_document
-        vector_ND, rationales = encode(texts, images, return_rationales=True, progress=False, **self.options)
-        if not np.isfinite(vector_ND).all():
+        if num_cut := sum(prompt.num_cut_tokens > 0 for prompt in prompts):
+            warnings.warn(
+                f"{num_cut} of {len(prompts)} prompts had more than {self.embedder.builder.max_tokens} tokens and lost the "
+                "end of their text",
+                stacklevel=2,
+            )
+        found = self.embedder.encode_prompts(prompts, mode=self.mode, batch_size=self.batch_size)
+        if not np.isfinite(found.embeddings).all():
             raise UserError(f"{self.embedder.checkpoint} gives embeddings that are not finite: it is damaged")
+        vector_ND = self.embedder.cut(found.embeddings, self.dimensions)
         return [
-            Embedded(entry, content, vector_D, rationale)
-            for (entry, content), vector_D, rationale in zip(chosen, vector_ND, rationales, strict=True)
+            Embedded(one.entry, one.content, vector_D, rationale)
+            for one, vector_D, rationale in zip(prepared, vector_ND, found.rationales, strict=True)
         ]
+
+    def _prepare(self, entry: Entry, known: Container[str]) -> Prepared:
+        content = load(entry, self.thumbnail_px, self.captions)
+        bare = replace(content, data=None)
+        if content.digest in known:
+            return Prepared(entry, bare, None)
+        try:
+            images = [] if content.data is None else [load_image(content.data)]
+            text = content.text if content.data is None or self.captions else None
+            item = Item(entry.id, text, tuple(images), self.instruction)  # type: ignore[arg-type]
+            prompt = self.embedder.prompt(item, "query" if self.side == "query" else "candidate", images)
+        except ValueError as error:
+            said = str(error).replace(f"<{len(content.data or b'')} bytes>", str(entry.image))
+            raise UnreadableError(said) from error
+        return Prepared(entry, bare, prompt)
 
 
 def _windows(entries: Iterable[Entry], size: int) -> Iterator[list[Entry]]:
@@ -192,13 +211,9 @@ def _windows(entries: Iterable[Entry], size: int) -> Iterator[list[Entry]]:
         yield window
 
 
-def _result(entry: Entry, future: "Future[Content]", unreadable: Unreadable) -> Content | None:
+def _result(entry: Entry, future: "Future[Prepared]", unreadable: Unreadable) -> Prepared | None:
     try:
         return future.result()
     except UserError as error:
         unreadable.add(entry.id, error)
         return None
-
-
-def _named(error: ValueError, entry: Entry, content: Content) -> str:
-    return str(error).replace(f"<{len(content.data or b'')} bytes>", str(entry.image))

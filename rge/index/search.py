@@ -4,21 +4,26 @@ rge search gallery "What opens this?" image=padlock.png open=true
 """
 
 import base64
+import os
 import tempfile
 import webbrowser
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.common.options import parse_options, positional
 from rge.index.options import SearchOptions
+from rge.index.warm import asked as ask_server
 
 if TYPE_CHECKING:
-    from rge.index.store import Hit
+    from rge.embedder import Embedder
+    from rge.index.store import Hit, Index
 
 
 def main(words: list[str]) -> int:
@@ -28,23 +33,8 @@ def main(words: list[str]) -> int:
     )
     if not (asked.question or "").strip() and asked.image is None:
         raise UserError('give a question, image=..., or both: rge search INDEX "question" image=x.png')
-    from rge.embedder import Embedder
-    from rge.index.store import Index
-
-    index = Index.open(asked.index)
-    checkpoint = asked.checkpoint or index.about["checkpoint"]
-    embedder = Embedder.from_pretrained(checkpoint)
-    index.check(checkpoint, embedder.checkpoint_hash)
-    query_D, rationale = embedder.encode_query(
-        asked.question,
-        asked.image,
-        mode=asked.mode,
-        instruction=asked.instruction,
-        dimensions=index.about["dimensions"],
-        return_rationales=True,
-    )
     shows_page = asked.page is not None or asked.open
-    [hits] = index.search(query_D[None], asked.k, exact=asked.exact, thumbnails=shows_page)
+    rationale, hits = _from_server(asked, shows_page) or _here(asked)
     print(told(rationale, hits))  # noqa: T201
     if shows_page:
         path = asked.page or Path(tempfile.mkdtemp(prefix="rge-search-")) / "hits.html"
@@ -53,6 +43,64 @@ def main(words: list[str]) -> int:
         if asked.open and not webbrowser.open(path.resolve().as_uri()):
             print("no browser was found to show it in")  # noqa: T201
     return 0
+
+
+def _from_server(asked: SearchOptions, shows_page: bool) -> "tuple[str, list[Hit]] | None":
+    """What a running `rge serve` says that has the index's checkpoint; None without one."""
+    if asked.plugins:
+        return None  # what they register is known here alone
+    # Its folder is another one, and it shows nothing.
+    there = asdict(asked) | {
+        "index": absolute(asked.index),
+        "page": None,
+        "open": shows_page,
+        "server": "none",
+    }
+    if asked.image is not None and not asked.image.startswith(("http://", "https://", "data:")):
+        there["image"] = os.path.abspath(os.path.expanduser(asked.image))
+    found = ask_server(asked.server, "/search", there)
+    if found is None:
+        return None
+    place, answer = found
+    print(f"answered by rge serve with {answer['name']}, at {place}")  # noqa: T201
+    hits = [SimpleNamespace(**hit) for hit in answer["hits"]]
+    for hit in hits:
+        hit.thumbnail = None if hit.thumbnail is None else base64.b64decode(hit.thumbnail)
+    return answer["rationale"], cast("list[Hit]", hits)
+
+
+def _here(asked: SearchOptions) -> "tuple[str, list[Hit]]":
+    from rge.embedder import Embedder
+    from rge.index.store import Index
+
+    index = Index.open(asked.index)
+    checkpoint = asked.checkpoint or index.about["checkpoint"]
+    embedder = Embedder.from_pretrained(checkpoint)
+    index.check(checkpoint, embedder.checkpoint_hash)
+    return answer(embedder, index, asked)
+
+
+def answer(embedder: "Embedder", index: "Index", asked: SearchOptions) -> "tuple[str, list[Hit]]":
+    """The rationale and the hits of a search."""
+    query_D, rationale = embedder.encode_query(
+        asked.question,
+        asked.image,
+        mode=asked.mode,
+        instruction=asked.instruction,
+        dimensions=index.about["dimensions"],
+        return_rationales=True,
+    )
+    words = [asked.question or ""] if asked.hybrid else None
+    thumbnails = asked.page is not None or asked.open
+    [hits] = index.search(
+        query_D[None], asked.k, where=asked.where, words=words, exact=asked.exact, thumbnails=thumbnails
+    )
+    return rationale, hits
+
+
+def absolute(index: str) -> str:
+    """An index's place, as another process finds it."""
+    return index if "://" in index else os.path.abspath(os.path.expanduser(index))
 
 
 def told(rationale: str, hits: "Sequence[Hit]") -> str:

@@ -4,34 +4,34 @@ Listing opens no picture file. Each entry has a stamp that differs as soon as it
 sure reads it (`load`) and compares digests.
 """
 
-import csv
 import hashlib
 import io
 import json
+import math
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from PIL import Image
+from PIL import ExifTags, Image
 
 from rge.common.errors import UserError
-from rge.common.images import ImageError, fetch_picture, load_image, picture_bytes
+from rge.common.images import ImageError, fetch_picture, load_image, open_picture, picture_bytes
+from rge.tables.pictures import PICTURES
+from rge.tables.rows import TABLES, TableError, table_rows
 
-PICTURES = {
-    ".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".jp2", ".ppm", ".pgm", ".heic", ".heif",
-}  # fmt: skip
-"""Endings of picture files; what Pillow cannot read of them is reported as unreadable, not passed over."""
-TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
 MOST_TEXT_BYTES = 1 << 20
 """A text file above this is no item: a prompt holds some thousand tokens."""
 
 
 class SourceError(UserError):
-    """A folder or table cannot be read as one of pictures and texts; the message names it and the mend."""
+    """A folder or table cannot be read as one of pictures and texts; the message names it and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +89,14 @@ class Content:
         data: encoded bytes of the picture.
         digest: SHA-256 over what is embedded of it.
         thumbnail: a small copy of the picture, WebP; None where none was asked for.
+        facts: what the picture's EXIF says: ``taken``, ``year``, ``month``, ``latitude``, ``longitude``.
     """
 
     text: str | None
     data: bytes | None
     digest: str
     thumbnail: bytes | None
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 def read_source(path: Path, *, id: str = "id", text: str = "text", image: str = "image") -> Source:  # noqa: A002
@@ -148,13 +150,58 @@ def load(entry: Entry, thumbnail_px: int = 0, captions: bool = True) -> Content:
     digest = hashlib.sha256(data or b"")
     if data is None or captions:
         digest.update(b"\0" + (text or "").encode())
-    small = None
-    if data is not None and thumbnail_px:
+    small: bytes | None = None
+    facts: dict[str, Any] = {}
+    if data is not None:
         try:
-            small = thumbnail(data, thumbnail_px)
+            data, facts = _first_frame(data)
+            small = thumbnail(data, thumbnail_px) if thumbnail_px else None
         except ImageError as error:
-            raise ImageError(str(error).replace(f"<{len(data)} bytes>", str(entry.image))) from error
-    return Content(text, data, digest.hexdigest(), small)
+            raise ImageError(re.sub(r"<\d+ bytes>", lambda _: str(entry.image), str(error))) from error
+    return Content(text, data, digest.hexdigest(), small, facts)
+
+
+def _first_frame(data: bytes) -> tuple[bytes, dict[str, Any]]:
+    """A picture of one frame, and its EXIF: of an animation the first frame, as PNG."""
+    try:
+        image = open_picture(data)
+        facts = exif_facts(image)
+        if not getattr(image, "is_animated", False) or image.format in ("MPO", "HEIF"):
+            return data, facts
+    except Exception:  # noqa: BLE001 - whatever Pillow's readers run into, `load_image` says in words
+        return data, {}
+    written = io.BytesIO()
+    load_image(data, first_frame=True).save(written, "PNG")
+    return written.getvalue(), facts
+
+
+def exif_facts(image: Image.Image) -> dict[str, Any]:
+    """When and where a picture was taken, as far as its EXIF says so."""
+    exif = image.getexif()
+    facts: dict[str, Any] = {}
+    said = exif.get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.DateTimeOriginal) or exif.get(
+        ExifTags.Base.DateTime
+    )
+    with suppress(ValueError, TypeError):  # no date, or zeros, as cameras write without a clock
+        taken = datetime.strptime(str(said).strip("\0 "), "%Y:%m:%d %H:%M:%S")
+        facts |= {"taken": taken.isoformat(), "year": taken.year, "month": taken.month}
+    place = exif.get_ifd(ExifTags.IFD.GPSInfo)
+    with suppress(KeyError, ValueError, TypeError, ZeroDivisionError):
+        facts |= {
+            "latitude": _degrees(place[ExifTags.GPS.GPSLatitude], place[ExifTags.GPS.GPSLatitudeRef] == "S"),
+            "longitude": _degrees(
+                place[ExifTags.GPS.GPSLongitude], place[ExifTags.GPS.GPSLongitudeRef] == "W"
+            ),
+        }
+    return facts
+
+
+def _degrees(parts: Sequence[Any], is_negative: bool) -> float:
+    degrees, minutes, seconds = map(float, parts)
+    found = degrees + minutes / 60 + seconds / 3600
+    if not math.isfinite(found):
+        raise ValueError("no number")
+    return round(-found if is_negative else found, 6)
 
 
 def thumbnail(data: bytes, size_px: int) -> bytes:
@@ -167,7 +214,7 @@ def thumbnail(data: bytes, size_px: int) -> bytes:
     Raises:
         ImageError: it cannot be decoded.
     """
-    small = load_image(data, near_px=size_px)
+    small = load_image(data, near_px=size_px, first_frame=True)
     small.thumbnail((size_px, size_px), Image.Resampling.BICUBIC)
     written = io.BytesIO()
     small.save(written, "WEBP", quality=80)
@@ -240,7 +287,16 @@ def _folder(root: Path) -> Source:
         beside = [one for one in (f"{name}.txt", f"{os.path.splitext(name)[0]}.txt") if one in found]
         stamp = _stamp(stat) + (f" {_stamp(found[beside[0]])}" if beside else "")
         text_file = str(root / beside[0]) if beside else None
-        entries.append(Entry(name, stamp, text_file=text_file, image=os.path.abspath(root / name)))
+        album = Path(name).parent.as_posix() if "/" in name else Path(os.path.abspath(root)).name
+        entries.append(
+            Entry(
+                name,
+                stamp,
+                text_file=text_file,
+                image=os.path.abspath(root / name),
+                metadata={"album": album},
+            )
+        )
     taken = {_stem(entry.id) for entry in entries} | {entry.id for entry in entries}
     for name in sorted(captions):
         if _stem(name) not in taken:
@@ -254,7 +310,8 @@ def _stem(name: str) -> str:
 
 
 def _stamp(stat: os.stat_result) -> str:
-    return f"{stat.st_size}:{stat.st_mtime_ns}"
+    # The first number changes with what is read of a file, so that indices made before read it again.
+    return f"2:{stat.st_size}:{stat.st_mtime_ns}"
 
 
 def _printable(name: str) -> str:
@@ -271,6 +328,8 @@ def _table(path: Path, id_column: str, text_column: str, image_column: str) -> S
     try:
         rows = _rows(path, id_column, image_column)
         columns = next(rows)
+        if not columns:
+            return Source(os.path.abspath(path), [], {})
         known = [name for name in (text_column, image_column) if name in columns]
         if not known:
             raise SourceError(
@@ -290,9 +349,24 @@ def _table(path: Path, id_column: str, text_column: str, image_column: str) -> S
                 faults[name] = fault
                 continue
             entries[name] = _entry(name, text, image, row, path, folder)
-    except (OSError, pa.ArrowException, csv.Error, UnicodeDecodeError) as error:
+    except TableError as error:
+        raise SourceError(str(error)) from None
+    except (OSError, pa.ArrowException) as error:
         raise SourceError(f"{path} cannot be read: {error}") from None
+    if path.suffix.lower() in (".csv", ".tsv"):
+        _as_numbers([entry.metadata for entry in entries.values()])
     return Source(os.path.abspath(path), list(entries.values()), faults)
+
+
+def _as_numbers(rows: Sequence[dict[str, Any]]) -> None:
+    """Columns of CSV whose cells are all numbers, as numbers. With a zero in front they are codes, and stay texts."""
+    for name in {name for row in rows for name in row}:
+        cells = [row[name] for row in rows if row.get(name) is not None]
+        for form, kind in ((r"-?(0|[1-9]\d{0,17})", int), (r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", float)):
+            if all(re.fullmatch(form, cell) for cell in cells):
+                for row in rows:
+                    row[name] = None if row.get(name) is None else kind(row[name])
+                break
 
 
 def _fault(text: Any, image: Any) -> str | None:
@@ -307,7 +381,9 @@ def _fault(text: Any, image: Any) -> str | None:
 
 def _entry(name: str, text: str | None, image: Any, row: dict[str, Any], path: Path, folder: Path) -> Entry:
     text = (text or "").strip() or None
-    stamp = hashlib.sha256(json.dumps([text, row], ensure_ascii=False, default=str, sort_keys=True).encode())
+    stamp = hashlib.sha256(
+        json.dumps([2, text, row], ensure_ascii=False, default=str, sort_keys=True).encode()
+    )
     ref: str | None = None
     if isinstance(image, bytes):
         ref = f"{os.path.abspath(path)}#{name}"
@@ -332,89 +408,25 @@ def _entry(name: str, text: str | None, image: Any, row: dict[str, Any], path: P
 
 def _rows(path: Path, id_column: str, image_column: str) -> Iterator[Any]:
     """The names of the columns, then each row as a mapping."""
-    kind = path.suffix.lower()
-    if kind == ".parquet":
+    if path.suffix.lower() == ".parquet":
         yield from _parquet(path, id_column, image_column)
-    elif kind == ".jsonl":
-        with path.open(encoding="utf-8-sig") as lines:
-            yield from _with_columns(text_rows(str(path), lines))
-    else:
-        with path.open(encoding="utf-8-sig", newline="") as lines:
-            header = _csv(str(path), lines)
-            yield list(header.fieldnames or [])
-            yield from _cells(str(path), header)
-
-
-def text_rows(path: str, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The rows of a table in text, one after the other.
-
-    Args:
-        path: its name; ends in .csv, .tsv or .jsonl.
-        lines: of the open file, without a byte order mark; of CSV with the line ends as they are.
-
-    Raises:
-        SourceError: a line is no row.
-    """
-    return _objects(path, lines) if path.lower().endswith(".jsonl") else _cells(path, _csv(path, lines))
-
-
-def _csv(path: str, lines: Iterable[str]) -> csv.DictReader:
-    return csv.DictReader(lines, delimiter="\t" if path.lower().endswith(".tsv") else ",", strict=True)
-
-
-def _cells(path: str, reader: csv.DictReader) -> Iterator[dict[str, Any]]:
-    for row in reader:
-        if None in row or None in row.values():
-            raise SourceError(f"{path}, line {reader.line_num}: {len(reader.fieldnames or [])} columns are named, "
-                              "and this row has another number")  # fmt: skip
-        yield {key: value or None for key, value in row.items()}
-
-
-def _objects(path: str, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            yield json_object(f"{path}, line {number}", line)
-
-
-def json_object(where: str, text: str | bytes) -> dict[str, Any]:
-    """An object of JSON.
-
-    Args:
-        where: what the message of an error begins with.
-        text: UTF-8, if it is bytes.
-
-    Raises:
-        SourceError: it is none.
-    """
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise SourceError(f"{where}: not valid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise SourceError(f"{where}: an object is needed, got {type(found).__name__}")
-    return found
-
-
-def _with_columns(rows: Iterator[dict[str, Any]]) -> Iterator[Any]:
-    """JSON lines may each have other keys: all of them are columns."""
-    held = list(rows)
-    yield list(dict.fromkeys(key for row in held for key in row))
+        return
+    held = list(table_rows(path))
+    yield list(dict.fromkeys(key for row in held for key in row))  # JSON lines may each have other keys
     yield from held
 
 
 def _parquet(path: Path, id_column: str, image_column: str) -> Iterator[Any]:
-    with pq.ParquetFile(path) as file:
-        names = file.schema_arrow.names
-        yield names
-        for batch in file.iter_batches(batch_size=256):
-            for row in batch.to_pylist():
-                image = row.get(image_column)
-                if isinstance(image, dict):  # as the datasets library stores pictures
-                    row[image_column] = image.get("bytes") or image.get("path")
-                named = (id_column, image_column) == ("id", "image") and "id" in names
-                if isinstance(row.get(image_column), bytes) and not named:
-                    raise SourceError(
-                        f"{path} holds encoded pictures: its columns must be called id and image, as in every picture "
-                        f"library here; it has {', '.join(map(repr, names))}"
-                    )
-                yield row
+    names = pq.read_schema(path).names
+    yield names
+    named = (id_column, image_column) == ("id", "image") and "id" in names
+    for row in table_rows(path):
+        image = row.get(image_column)
+        if isinstance(image, dict):  # as the datasets library stores pictures
+            row[image_column] = image.get("bytes") or image.get("path")
+        if isinstance(row.get(image_column), bytes) and not named:
+            raise SourceError(
+                f"{path} holds encoded pictures: its columns must be called id and image, as in every picture "
+                f"library here; it has {', '.join(map(repr, names))}"
+            )
+        yield row

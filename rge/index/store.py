@@ -12,6 +12,7 @@ exact until `Index.refresh` makes an approximate index (ANN) of the vectors.
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -37,12 +38,18 @@ KEPT_FOR = timedelta(minutes=10)
 """How long a version of the table outlives its successor: longer than a search that still reads it."""
 MEASURED, DEPTH, TIMED = 100, 10, 5
 """Rows that stand for queries when the recall of an ANN index is measured, the neighbours looked at, exact searches timed."""
+KEPT_BYTES = 512 << 20
+"""Vectors of an index that stay in memory between exact searches, if all of them take no more."""
+BLOCK_ROWS = 8192
+FUSED = 100
+"""Rows of each ranking that are fused, at least."""
+MOST_WHERE = 1000
 NPROBES, REFINE = 64, 10
 """Cells of the ANN index that are looked into, and how many times k of what they hold is ranked by the true vectors."""
 
 
 class SearchIndexError(UserError):
-    """An index cannot be used as asked; the message names it and the mend."""
+    """An index cannot be used as asked; the message names it and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +58,13 @@ class Row:
 
     Attributes:
         source: absolute path of the folder or table it came from.
-        id: its name there; source and id together name it.
+        id: its name there; source and id together name it. Its vector is that of its content, by `digest`.
         stamp: of `rge.index.sources.Entry`.
         digest: of `rge.index.sources.Content`.
         vector: (D,) float32, unit norm.
         text: caption or text.
         image: path of the picture, ``library.parquet#row`` or a web address.
-        metadata: a table's other columns.
+        metadata: a table's other columns, the album (folder) of a file, and what the picture's EXIF says.
         thumbnail: a small copy of the picture, WebP.
     """
 
@@ -113,8 +120,9 @@ class Recall:
 class Index:
     """A table of `Row`. Readers need no lock; writers on one machine take turns (`writing`)."""
 
-    def __init__(self, uri: str, table: "Table", about: dict[str, Any]):
-        self.uri, self._table, self.about = uri, table, about
+    def __init__(self, uri: str, connection: "DBConnection", table: "Table", about: dict[str, Any]):
+        self.uri, self._connection, self._table, self.about = uri, connection, table, about
+        self._kept: _Snapshot | None = None
 
     @classmethod
     def open(cls, uri: str | Path) -> "Index":
@@ -127,11 +135,12 @@ class Index:
             SearchIndexError: there is none, or it is damaged.
         """
         uri = str(uri)
-        table = _table(uri)
-        if table is None:
+        found = _table(uri)
+        if found is None:
             raise SearchIndexError(
                 f"there is no index at {uri}: make one with `rge index FOLDER out={uri} checkpoint=...`"
             )
+        connection, table = found
         try:
             about = json.loads((table.schema.metadata or {})[b"rge"])
         except (KeyError, ValueError):
@@ -140,7 +149,7 @@ class Index:
             ) from None
         if about["format"] != 1:
             raise SearchIndexError(f"{uri} has format {about['format']}, this version reads format 1")
-        return cls(uri, table, about)
+        return cls(uri, connection, table, about)
 
     @staticmethod
     def exists(uri: str | Path) -> bool:
@@ -180,7 +189,9 @@ class Index:
         if cls.exists(uri):
             raise SearchIndexError(f"there is an index at {uri} already")
         with _in_words(uri):
-            return cls(uri, _connect(uri).create_table(TABLE, schema=_schema(about), mode="overwrite"), about)
+            connection = _connect(uri)
+            table = connection.create_table(TABLE, schema=_schema(about), mode="overwrite")
+            return cls(uri, connection, table, about)
 
     def check(self, checkpoint: str | Path, checkpoint_hash: str) -> None:
         """Raise where another checkpoint made the index: its vectors mean nothing to this one.
@@ -222,17 +233,42 @@ class Index:
         columns = (found[name].to_pylist() for name in ("id", "stamp", "digest"))
         return {name: (stamp, digest) for name, stamp, digest in zip(*columns, strict=True)}
 
+    @property
+    def columns(self) -> dict[str, str]:
+        """Columns that `where` may name, and their types."""
+        return {field.name: str(field.type) for field in self._table.schema if field.name not in PRIVATE}
+
     # ------------------------------------------------------------------------------------------------------- writing
 
-    def put(self, rows: Sequence[Row]) -> None:
+    def declare(self, metadata: Iterable[dict[str, Any]]) -> None:
+        """Add the columns that searches can be narrowed by: one for every key whose values are numbers, texts or booleans.
+
+        Args:
+            metadata: of all rows to come, so that a column's type fits all of them.
+        """
+        found = {name: {kind} for name, kind in _EXIF.items()} | {"words": {pa.string()}}
+        for row in metadata:
+            for name, value in row.items():
+                if (kind := _kind(value)) is not None:
+                    found.setdefault(column_name(name), set()).add(kind)
+        held = set(self._table.schema.names)
+        new = [pa.field(name, _common(kinds)) for name, kinds in found.items() if name not in held]
+        if new:
+            with _in_words(self.uri):
+                self._table.add_columns(new)
+
+    def put(self, rows: Sequence[Row]) -> int:
         """Add rows, or replace those of the same source and id; one commit.
+
+        Returns:
+            Values of the rows' metadata that do not fit the type of their column, which `where` does not see.
 
         Raises:
             ValueError: a vector of another size, or one that is not finite.
             SearchIndexError: it cannot be written.
         """
         if not rows:
-            return
+            return 0
         vector_ND = np.stack([row.vector for row in rows]).astype(np.float32)
         if vector_ND.shape[1] != self.about["dimensions"]:
             raise ValueError(
@@ -245,28 +281,46 @@ class Index:
             for name, kind in _COLUMNS.items()
             if name != "metadata"
         }
-        columns["metadata"] = pa.array(
-            [
-                json.dumps(_finite(json.dumps(row.metadata, default=str)), ensure_ascii=False)
-                if row.metadata
-                else None
-                for row in rows
-            ]
-        )
-        columns["vector"] = pa.FixedSizeListArray.from_arrays(pa.array(vector_ND.ravel()), vector_ND.shape[1])
-        table = pa.table({name: columns[name] for name in (*_COLUMNS, "vector")})
+        held = [_finite(json.dumps(row.metadata or {}, default=str)) for row in rows]
+        columns["metadata"] = pa.array([json.dumps(one, ensure_ascii=False) if one else None for one in held])
+        vectors = pa.FixedSizeListArray.from_arrays(pa.array(vector_ND.ravel()), vector_ND.shape[1])
+        columns["vector"] = vectors
+        unfit = 0
+        by_column = [{column_name(name): value for name, value in one.items()} for one in held]
+        for field in self._table.schema:
+            if field.name == "words":
+                columns["words"] = pa.array([_words(row) for row in rows], pa.string())
+            elif field.name not in columns:
+                given = [one.get(field.name) for one in by_column]
+                fitting = [_fitting(value, field.type) for value in given]
+                unfit += sum(new is None and old is not None for old, new in zip(given, fitting, strict=True))
+                columns[field.name] = pa.array(fitting, field.type)
+        table = pa.table(columns)
         with _in_words(self.uri):
             merge = self._table.merge_insert(["source", "id"])
             merge.when_matched_update_all().when_not_matched_insert_all().execute(table)
+        return unfit
+
+    def digests(self) -> set[str]:
+        """Digests of all that is embedded here."""
+        with _in_words(self.uri):
+            return set(self._table.search().select(["digest"]).limit(None).to_arrow()["digest"].to_pylist())
+
+    def vectors_of(self, digests: Iterable[str]) -> dict[str, np.ndarray]:
+        """Vectors (D,) of contents, by digest, whatever the rows are called."""
+        return self._vectors("digest", "TRUE", digests)
 
     def vectors(self, source: str, ids: Iterable[str]) -> dict[str, np.ndarray]:
         """Vectors (D,) of rows, by id."""
+        return self._vectors("id", f"source = {_quoted(source)}", ids)
+
+    def _vectors(self, column: str, where: str, values: Iterable[str]) -> dict[str, np.ndarray]:
         found: dict[str, np.ndarray] = {}
-        for names in _chunks(list(ids), 1000):
+        for some in _chunks(list(values), 1000):
             with _in_words(self.uri):
-                chosen = f"source = {_quoted(source)} AND id IN ({', '.join(map(_quoted, names))})"
-                rows = self._table.search().where(chosen).select(["id", "vector"]).limit(None).to_arrow()
-            found |= zip(rows["id"].to_pylist(), rows["vector"].to_numpy(zero_copy_only=False), strict=True)
+                chosen = f"{where} AND {column} IN ({', '.join(map(_quoted, some))})"
+                rows = self._table.search().where(chosen).select([column, "vector"]).limit(None).to_arrow()
+            found |= zip(rows[column].to_pylist(), rows["vector"].to_numpy(zero_copy_only=False), strict=True)
         return found
 
     def remove(self, source: str, ids: Iterable[str] | None = None) -> None:
@@ -284,7 +338,7 @@ class Index:
                 self._table.delete(f"source = {_quoted(source)} AND id IN ({', '.join(map(_quoted, names))})")
 
     def refresh(self, ann_from: int) -> Recall | None:
-        """After writing: merge small files, forget old versions, and keep, make or drop the ANN index.
+        """After writing: merge small files, forget old versions, index words, and keep, make or drop the ANN index.
 
         Args:
             ann_from: rows from which there is one.
@@ -294,7 +348,9 @@ class Index:
         """
         with _in_words(self.uri):
             self._table.optimize(cleanup_older_than=KEPT_FOR)
-            has = [one.name for one in self._table.list_indices() if "vector" in one.columns]
+            if "words" in self._table.schema.names and not self._indices("words"):
+                self._make_full_text()
+            has = self._indices("vector")
             if len(self) < ann_from:
                 for name in has:
                     self._table.drop_index(name)
@@ -306,19 +362,29 @@ class Index:
     # ------------------------------------------------------------------------------------------------------ searching
 
     def search(
-        self, query_ND: np.ndarray, k: int, *, exact: bool = False, thumbnails: bool = False
+        self,
+        query_ND: np.ndarray,
+        k: int,
+        *,
+        where: str | None = None,
+        words: Sequence[str] | None = None,
+        exact: bool = False,
+        thumbnails: bool = False,
     ) -> list[list[Hit]]:
         """The k nearest rows of each query, the best first; of equal scores the name decides.
 
         Args:
             query_ND: (N, D), unit norm, of the index's checkpoint.
             k: hits a query; fewer where there are fewer rows.
+            where: condition in SQL on `columns`, such as ``year > 2023 and album = 'Rome'``; other rows are left out first.
+            words: N texts, whose words are looked up in captions, names and metadata too. The two rankings are fused by
+                rank, so hits are not ordered by score then.
             exact: pass an ANN index by; without one search is exact anyway.
             thumbnails: bring them along.
 
         Raises:
             ValueError: queries of another size, or k below one.
-            SearchIndexError: the index cannot be read.
+            SearchIndexError: the index cannot be read, or `where` is no condition on it.
         """
         query_ND = np.ascontiguousarray(query_ND, dtype=np.float32)
         if query_ND.ndim != 2 or query_ND.shape[1] != self.about["dimensions"]:
@@ -327,21 +393,21 @@ class Index:
             )
         if k < 1:
             raise ValueError(f"k must be >= 1, got {k}")
+        self._check(where)
         shown = [name for name in _SHOWN if thumbnails or name != "thumbnail"]
-        found = []
-        for query_D in query_ND:
-            rows = self._nearest(query_D, k, shown, exact)
-            # Lance's distance is rounded differently by each kernel: scores are of the stored vectors.
-            vector_KD = (
-                np.stack(rows["vector"].to_numpy(zero_copy_only=False)) if len(rows) else np.empty((0, 1))
-            )
-            score_K = [float(query_D @ vector_D) for vector_D in vector_KD]
-            hits = [
-                _hit(row, score)
-                for row, score in zip(rows.drop_columns(["vector"]).to_pylist(), score_K, strict=True)
-            ]
-            found.append(sorted(hits, key=lambda hit: (-hit.score, hit.source, hit.id)))
-        return found
+        with _in_words(self.uri, where):
+            if words is not None:
+                if not self._indices("words"):
+                    raise SearchIndexError(
+                        f"{self.uri} has no index of words yet: run `rge index` on its source again"
+                    )
+                return [
+                    _hits(self._fused(query_D, text, k, where, shown, exact), query_D, k, is_ranked=True)
+                    for query_D, text in zip(query_ND, words, strict=True)
+                ]
+            if exact or not self._indices("vector"):
+                return self._exact(query_ND, k, where, shown)
+            return [_hits(self._nearest(query_D, k, shown, where), query_D, k) for query_D in query_ND]
 
     def sample(self, count: int) -> list[tuple[str, str, bool]]:
         """Source and id of some rows, and whether each has a picture: the first ones."""
@@ -362,13 +428,96 @@ class Index:
             raise SearchIndexError(f"{self.uri} holds no {id!r} of {source}")
         return found[0]["image"], found[0]["thumbnail"]
 
-    def _nearest(self, query_D: np.ndarray, k: int, columns: Sequence[str], exact: bool) -> pa.Table:
-        with _in_words(self.uri):
-            asked = cast("LanceVectorQueryBuilder", self._table.search(query_D, vector_column_name="vector"))
-            asked = asked.distance_type("dot").limit(k)
-            asked = asked.bypass_vector_index() if exact else asked.nprobes(NPROBES).refine_factor(REFINE)
-            # Lance wants _distance named, and warns otherwise.
-            return asked.select([*columns, "vector", "_distance"]).to_arrow().select([*columns, "vector"])
+    def _check(self, where: str | None) -> None:
+        if where is None:
+            return
+        outside = re.sub(r"'(?:[^']|'')*'", "", where)
+        named = {word.lower() for word in re.findall(r"\w+", outside)}
+        if len(where) > MOST_WHERE or named & PRIVATE:
+            raise SearchIndexError(
+                f"where={where[:80]!r} must be a condition of at most {MOST_WHERE} characters on: {', '.join(self.columns)}"
+            )
+
+    def _indices(self, column: str) -> list[str]:
+        return [one.name for one in self._table.list_indices() if column in one.columns]
+
+    def _nearest(
+        self,
+        query_D: np.ndarray,
+        k: int,
+        columns: Sequence[str],
+        where: str | None = None,
+        exact: bool = False,
+    ) -> pa.Table:
+        asked = cast("LanceVectorQueryBuilder", self._table.search(query_D, vector_column_name="vector"))
+        asked = asked.distance_type("dot").limit(k)
+        asked = asked.bypass_vector_index() if exact else asked.nprobes(NPROBES).refine_factor(REFINE)
+        if where is not None:
+            asked = asked.where(where, prefilter=True)
+        # Lance wants _distance named, and warns otherwise.
+        return asked.select([*columns, "vector", "_distance"]).to_arrow().select([*columns, "vector"])
+
+    def _fused(
+        self, query_D: np.ndarray, words: str, k: int, where: str | None, columns: Sequence[str], exact: bool
+    ) -> pa.Table:
+        """The rows of both rankings, fused by reciprocal rank."""
+        from lancedb.rerankers import RRFReranker
+
+        asked: Any = self._table.search(query_type="hybrid", vector_column_name="vector", fts_columns="words")
+        asked = asked.vector(query_D).text(words).distance_type("dot").rerank(RRFReranker())
+        asked = asked.limit(max(k, FUSED))
+        if exact:
+            asked = asked.bypass_vector_index()
+        if where is not None:
+            asked = asked.where(where, prefilter=True)
+        return asked.to_arrow().select([*columns, "vector"])
+
+    def _exact(
+        self, query_QD: np.ndarray, k: int, where: str | None, columns: Sequence[str]
+    ) -> list[list[Hit]]:
+        """All queries against every vector, in one pass."""
+        at = self._snapshot()
+        best = [_Best(k) for _ in query_QD]
+        for id_N, vector_ND in at.blocks(where):
+            score_QN = query_QD @ vector_ND.T
+            for one, score_N in zip(best, score_QN, strict=True):
+                one.add(id_N, score_N)
+        chosen = sorted({int(row) for one in best for row in one.rows()})
+        if not chosen:
+            return [[] for _ in query_QD]
+        # Equal vectors tie at the k-th place: names decide before anything larger is read.
+        names = at.table.take_row_ids(chosen).select(["source", "id", "vector"]).to_arrow()
+        place = {row: number for number, row in enumerate(chosen)}
+        ordered: list[list[int]] = []
+        vector_ND = _matrix(names)
+        keys = list(zip(names["source"].to_pylist(), names["id"].to_pylist(), strict=True))
+        for query_D, one in zip(query_QD, best, strict=True):
+            rows = [place[int(row)] for row in one.rows()]
+            score_R = {row: float(query_D @ vector_ND[row]) for row in rows}
+            ordered.append(sorted(rows, key=lambda row: (-score_R[row], keys[row]))[:k])
+        kept = sorted({row for rows in ordered for row in rows})
+        table = at.table.take_row_ids([chosen[row] for row in kept]).select([*columns, "vector"]).to_arrow()
+        at_row = {row: number for number, row in enumerate(kept)}
+        return [
+            _hits(table.take([at_row[row] for row in rows]), query_D, k)
+            for query_D, rows in zip(query_QD, ordered, strict=True)
+        ]
+
+    def _snapshot(self) -> "_Snapshot":
+        """The table as it is now; its vectors stay in memory until it changes, if they are few."""
+        version = self._table.version
+        if self._kept is None or self._kept.version != version:
+            table = self._connection.open_table(TABLE)
+            table.checkout(version)
+            self._kept = _Snapshot(
+                table, version, 4 * self.about["dimensions"] * table.count_rows() <= KEPT_BYTES
+            )
+        return self._kept
+
+    def _make_full_text(self) -> None:
+        from lancedb.index import FTS
+
+        self._table.create_index("words", config=FTS())
 
     def _make_ann(self) -> None:
         from lancedb.index import IvfFlat, IvfRq
@@ -396,7 +545,7 @@ class Index:
         for place, (query_D, top_K) in enumerate(zip(query_QD, top_QK, strict=True)):
             for exact in (False, True)[: 1 if place >= TIMED else 2]:
                 began = time.perf_counter()
-                rows = self._nearest(query_D, best, ["id"], exact)
+                rows = self._nearest(query_D, best, ["id"], exact=exact)
                 times[exact].append((time.perf_counter() - began) * 1000)
                 if not exact:
                     # As good as the last of the exact ones, to rounding: of equal pictures any will do.
@@ -444,7 +593,7 @@ def _connect(uri: str) -> "DBConnection":
     return lancedb.connect(uri, read_consistency_interval=timedelta(0))
 
 
-def _table(uri: str) -> "Table | None":
+def _table(uri: str) -> "tuple[DBConnection, Table] | None":
     """The table, or None where there is none, or where whoever made it was killed before its first version."""
     folder = _folder(uri)
     if folder is not None and not folder.is_dir():
@@ -457,11 +606,11 @@ def _table(uri: str) -> "Table | None":
             return None
         if folder is not None and not any((folder / f"{TABLE}.lance" / "_versions").glob("*.manifest")):
             return None
-        return connection.open_table(TABLE)
+        return connection, connection.open_table(TABLE)
 
 
 @contextmanager
-def _in_words(uri: str) -> Iterator[None]:
+def _in_words(uri: str, where: str | None = None) -> Iterator[None]:
     """What LanceDB raises, as what can be done about it."""
     try:
         yield
@@ -469,6 +618,12 @@ def _in_words(uri: str) -> Iterator[None]:
         raise
     except (RuntimeError, ValueError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if where is not None and any(
+            word in reason for word in ("predicate", "Schema error", "SQL", "type_coercion")
+        ):
+            hidden = "|".join(f"`{name}`" for name in sorted(PRIVATE))
+            reason = re.sub(rf"(, )?({hidden})", "", reason).replace("Invalid input, ", "")
+            raise SearchIndexError(f"where={where!r} is no condition on {uri}: {reason}") from error
         raise SearchIndexError(f"the index {uri} cannot be used: {reason}") from error
 
 
@@ -482,11 +637,128 @@ _COLUMNS = {
     "metadata": pa.string(),
     "thumbnail": pa.binary(),
 }
+PRIVATE = frozenset(
+    {"source", "stamp", "digest", "image", "metadata", "thumbnail", "vector", "words", "_rowid", "_rowaddr"}
+)
+"""Columns that `where` may not name: those who search may not learn where files lie on this machine."""
+_EXIF = {
+    "taken": pa.string(), "year": pa.int64(), "month": pa.int64(), "latitude": pa.float64(), "longitude": pa.float64(),
+    "album": pa.string(),
+}  # fmt: skip
 _SHOWN = ("source", "id", "text", "image", "metadata", "thumbnail")
 
 
+def column_name(name: str) -> str:
+    """The column that holds a key of the metadata: a word that a condition can name without quotes."""
+    plain = re.sub(r"\W", "_", name)
+    return (
+        f"{plain}_" if plain.lower() in PRIVATE | {"id", "text"} or not plain or plain[0].isdigit() else plain
+    )
+
+
+def _kind(value: Any) -> pa.DataType | None:
+    for kind, arrow in ((bool, pa.bool_()), (int, pa.int64()), (float, pa.float64()), (str, pa.string())):
+        if isinstance(value, kind):
+            return arrow
+    return None if value is None or isinstance(value, list | dict | tuple | bytes) else pa.string()
+
+
+def _common(kinds: set[pa.DataType]) -> pa.DataType:
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    return pa.float64() if kinds == {pa.int64(), pa.float64()} else pa.string()
+
+
+def _fitting(value: Any, kind: pa.DataType) -> Any:
+    """A value of the metadata for its column, None where it does not fit."""
+    if value is None or isinstance(value, list | dict):
+        return None
+    if pa.types.is_string(kind):
+        return value if isinstance(value, str) else json.dumps(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if pa.types.is_floating(kind):
+        return float(value) if is_number else None
+    if pa.types.is_integer(kind):
+        return int(value) if is_number and value == int(value) and abs(value) < 1 << 63 else None
+    return value if pa.types.is_boolean(kind) and isinstance(value, bool) else None
+
+
+def _words(row: Row) -> str:
+    """What a search by words looks at."""
+    said = [row.text or "", re.sub(r"[\W_]+", " ", row.id)]
+    return " ".join(
+        [*said, *(str(value) for value in (row.metadata or {}).values() if isinstance(value, str))]
+    )
+
+
+class _Snapshot:
+    """One version of a table, and its vectors, where they may stay in memory.
+
+    Args:
+        table: checked out at the version.
+        version: of it.
+        keeps: whether the vectors stay in memory once they have been read.
+    """
+
+    def __init__(self, table: "Table", version: int, keeps: bool):
+        self.table, self.version, self._keeps = table, version, keeps
+        self._held: tuple[np.ndarray, np.ndarray] | None = None
+
+    def blocks(self, where: str | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Row ids (N,) and vectors (N, D), block by block."""
+        if self._keeps and self._held is None:
+            read = list(self._read(None))
+            if not read:
+                return
+            self._held = np.concatenate([ids for ids, _ in read]), np.concatenate([some for _, some in read])
+        if self._held is None:
+            yield from self._read(where)
+        elif where is None:
+            yield self._held
+        else:
+            asked = self.table.search().where(where).select(["id"]).with_row_id(True).limit(None)
+            is_in = np.isin(self._held[0], asked.to_arrow()["_rowid"].to_numpy())
+            yield self._held[0][is_in], self._held[1][is_in]
+
+    def _read(self, where: str | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        asked = self.table.search().select(["vector"]).with_row_id(True).limit(None)
+        for batch in (asked if where is None else asked.where(where)).to_batches(BLOCK_ROWS):
+            rows = pa.Table.from_batches([batch])
+            if len(rows):
+                yield rows["_rowid"].to_numpy(), _matrix(rows)
+
+
+class _Best:
+    """The k best rows of one query so far, and all that tie with the last of them."""
+
+    def __init__(self, k: int):
+        self._k, self._least = k, -np.inf
+        self._ids: list[np.ndarray] = []
+        self._scores: list[np.ndarray] = []
+        self._held = 0
+
+    def add(self, id_N: np.ndarray, score_N: np.ndarray) -> None:
+        good = score_N >= self._least
+        self._ids.append(id_N[good])
+        self._scores.append(score_N[good])
+        self._held += int(good.sum())
+        if self._held > 4 * self._k + 4096:
+            self.rows()
+
+    def rows(self) -> np.ndarray:
+        if not self._ids:
+            return np.empty(0, np.int64)
+        id_N, score_N = np.concatenate(self._ids), np.concatenate(self._scores)
+        if len(score_N) > self._k:
+            # One product rounds equal vectors differently from place to place, by less than this.
+            self._least = np.partition(score_N, -self._k)[-self._k] - 1e-5
+            id_N, score_N = id_N[score_N >= self._least], score_N[score_N >= self._least]
+        self._ids, self._scores, self._held = [id_N], [score_N], len(id_N)
+        return id_N
+
+
 def _schema(about: dict[str, Any]) -> pa.Schema:
-    fields = [pa.field(name, kind) for name, kind in _COLUMNS.items()]
+    fields = [pa.field(name, kind) for name, kind in {**_COLUMNS, **_EXIF, "words": pa.string()}.items()]
     fields.append(pa.field("vector", pa.list_(pa.float32(), about["dimensions"])))
     return pa.schema(fields, metadata={"rge": json.dumps(about)})
 
@@ -497,6 +769,14 @@ def _matrix(rows: pa.Table) -> np.ndarray:
     return (
         column.flatten().to_numpy().reshape(len(column), -1) if len(column) else np.empty((0, 0), np.float32)
     )
+
+
+def _hits(rows: pa.Table, query_D: np.ndarray, k: int, is_ranked: bool = False) -> list[Hit]:
+    """Rows as hits. Lance's distance is rounded differently by each kernel: scores are of the stored vectors."""
+    score_N = [float(query_D @ vector_D) for vector_D in _matrix(rows)]
+    shown = rows.drop_columns(["vector"]).to_pylist()
+    hits = [_hit(row, score) for row, score in zip(shown, score_N, strict=True)]
+    return hits[:k] if is_ranked else sorted(hits, key=lambda hit: (-hit.score, hit.source, hit.id))[:k]
 
 
 def _hit(row: dict[str, Any], score: float) -> Hit:

@@ -12,7 +12,7 @@ from rge.embedder import Embedder, Picture
 
 
 class ReasoningEmbeddings(Embeddings):
-    """Embeddings of `rge.embedder.Embedder`, which is what runs; the asynchronous methods run it in a thread.
+    """Wraps `rge.embedder.Embedder`; the asynchronous methods run it in a thread.
 
     Args:
         checkpoint: a folder, an id on the Hugging Face hub, or an embedder that is loaded already.

@@ -14,7 +14,7 @@ from rge.embedder import Embedder
 
 
 class ReasoningEmbedding(MultiModalEmbedding):
-    """Embeddings of `rge.embedder.Embedder`, which is what runs; the asynchronous methods run it in a thread.
+    """Wraps `rge.embedder.Embedder`; the asynchronous methods run it in a thread.
 
     Args:
         checkpoint: a folder, or an id on the Hugging Face hub.

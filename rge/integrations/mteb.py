@@ -3,7 +3,7 @@
     meta = register("runs/demo/joint/final")
     mteb.evaluate(meta, mteb.get_tasks(["CIRRIT2IRetrieval"]))
 
-Embeddings equal `rge.embedder.Embedder`'s: it is what runs. `eval.benchmarks.mteb_tasks` makes MTEB's tasks of our own retrieval
+Embeddings equal `rge.embedder.Embedder`'s, which it wraps. `eval.benchmarks.mteb_tasks` makes MTEB's tasks of our own retrieval
 sets.
 """
 
@@ -37,7 +37,7 @@ class ReasoningEncoder(AbsEncoder):
             the one of training. An empty string puts nothing.
         prompts: prompt profile instead of the checkpoint's; MMEB's texts, for one, hold their instructions (``plain``).
         exact: compute every row alone, so that no batch size moves a last digit; None does so in float32 on a CPU, as
-            ``python -m eval run`` does.
+            ``rge eval run`` does.
         options: further ones of `Embedder.from_pretrained`.
     """
 

@@ -1,21 +1,31 @@
 """A checkpoint as sentence-transformers loads it; every export names this module in its ``modules.json``.
 
     model = SentenceTransformer("runs/demo/joint/final", trust_remote_code=True)
-    model.encode_query([{"text": "What opens this?", "image": "padlock.png"}])   # reasons first
+    model.encode_query([{"image": "padlock.png", "text": "What opens this?"}])   # reasons first
     model.encode_document(["a key", {"image": "key.png"}])
 
 The flag is sentence-transformers' word for modules that other packages bring, local directories included; without it
-loading is refused. Embeddings equal `rge.embedder.Embedder`'s: it is what runs.
+loading is refused. Embeddings equal `rge.embedder.Embedder`'s, which computes them.
 """
 
-import shutil
-from collections.abc import Callable, Sequence
+import os
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from sentence_transformers.base.modules import InputModule
+from torch import Tensor
 
+from rge.checkpoints.export import export, read_settings
+from rge.common.errors import UserError
+from rge.common.images import fetch_picture
+from rge.common.schema import Item
 from rge.embedder import Embedder
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 class ReasoningEmbedder(InputModule):
@@ -36,14 +46,58 @@ class ReasoningEmbedder(InputModule):
 
     @classmethod
     def load(  # type: ignore[override]  # the library names more arguments, and passes all by name
-        cls, model_name_or_path: str, revision: str | None = None, **_: Any
+        cls,
+        model_name_or_path: str,
+        token: bool | str | None = None,
+        cache_folder: str | None = None,
+        revision: str | None = None,
+        local_files_only: bool = False,
+        model_kwargs: dict[str, Any] | None = None,
+        backend: str = "torch",
+        **others: Any,
     ) -> "ReasoningEmbedder":
-        """Load a checkpoint; sentence-transformers calls this."""
-        return cls(Embedder.from_pretrained(model_name_or_path, revision=revision))
+        """Load a checkpoint; sentence-transformers calls this.
 
-    def save(self, output_path: str, *_: Any, **__: Any) -> None:
-        """Copy the checkpoint."""
-        shutil.copytree(self.embedder.checkpoint, output_path, dirs_exist_ok=True)
+        Raises:
+            UserError: an argument that has no meaning here.
+        """
+        if backend != "torch":
+            raise UserError(f"backend={backend!r}: a checkpoint of rge runs in torch")
+        options = dict(model_kwargs or {})
+        dtype = options.pop("dtype", options.pop("torch_dtype", None))
+        options.pop("torch_dtype", None)
+        if dtype is not None:
+            dtype = str(dtype).removeprefix("torch.")
+            if dtype not in DTYPES:
+                raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
+        unknown = {"model_kwargs": options} | {
+            name: others.get(name) for name in ("processor_kwargs", "config_kwargs")
+        }
+        for name, given in unknown.items():
+            if given:
+                raise UserError(
+                    f"{name}={given}: a checkpoint of rge takes model_kwargs={{'dtype': ...}} alone; its rge.json holds the rest"
+                )
+        if not Path(model_name_or_path).exists():
+            from huggingface_hub import snapshot_download
+
+            model_name_or_path = snapshot_download(
+                model_name_or_path, revision=revision, token=token, cache_dir=cache_folder,
+                local_files_only=local_files_only,
+            )  # fmt: skip
+        return cls(Embedder.from_pretrained(Path(model_name_or_path), dtype=dtype))
+
+    def save(self, output_path: str, *_: Any, safe_serialization: bool = True, **__: Any) -> None:
+        """Write the model as it is now, which training may have changed, beside what the library writes there itself."""
+        if not safe_serialization:
+            raise UserError("safe_serialization=False: weights of rge are written as safetensors")
+        settings = read_settings(self.embedder.checkpoint)
+        with tempfile.TemporaryDirectory(dir=output_path) as folder:
+            export(self.embedder.model, Path(folder) / Path(output_path).resolve().name, settings)
+            [written] = Path(folder).iterdir()
+            for path in written.iterdir():
+                if path.name != "config_sentence_transformers.json":
+                    os.replace(path, Path(output_path) / path.name)
 
     @property
     def modalities(self) -> list[Any]:
@@ -60,47 +114,97 @@ class ReasoningEmbedder(InputModule):
         return self.embedder.size
 
     def preprocess(self, inputs: Sequence[Any], prompt: str | None = None, **_: Any) -> dict[str, Any]:
-        """Texts and pictures, as they came: prompts are made in `forward`, which knows the side."""
-        texts, images = [], []
-        for one in inputs:
-            both = _text_and_image(one)
-            if unknown := set(both) - {"text", "image"}:
-                raise ValueError(
-                    f"an input has text and image, got {', '.join(sorted(map(str, unknown)))} too"
-                )
-            texts.append(both.get("text"))
-            images.append(both.get("image"))
-        return {"texts": texts, "images": images, "prompt": prompt}
+        """Texts and pictures in their order; prompts are made in `forward`, which knows the side."""
+        return {"parts": [_parts(one) for one in inputs], "prompt": prompt}
 
     def forward(
-        self, features: dict[str, Any], task: str | None = None, mode: str | None = None, **_: Any
+        self, features: dict[str, Any], task: str | None = None, mode: Any = None, **_: Any
     ) -> dict[str, Any]:
         """Adds ``sentence_embedding`` (N, D) and ``rationales``."""
-        options: dict[str, Any] = {"return_rationales": True, "as_tensor": True, "progress": False}
-        if mode is not None:
-            options["mode"] = mode
+        instruction = None
         if task == "query":
-            options["instruction"] = features["prompt"] or None  # the library passes "" for none
-            encode: Callable[..., Any] = self.embedder.encode_query
-        else:
-            encode = self.embedder.encode_document
-        vectors, rationales = encode(features["texts"], features["images"], **options)
+            instruction, warning = self.embedder.instruction_for(
+                features["prompt"] or None
+            )  # "" is its word for none
+            if warning:
+                warnings.warn(warning, stacklevel=2)
+        items = [_item(str(row), parts, instruction) for row, parts in enumerate(features["parts"])]
+        if any(item.parts for item in items):
+            warnings.warn(
+                "a text before a picture is kept there, and this checkpoint was trained with pictures first: "
+                "{'image': ..., 'text': ...}",
+                stacklevel=2,
+            )
+        found = self.embedder.encode(
+            items,
+            side="query" if task == "query" else "candidate",
+            mode=mode or (self.embedder.query_mode if task == "query" else "direct"),
+        )
         device = next(self.model.parameters()).device
-        return features | {"sentence_embedding": vectors.to(device, torch.float32), "rationales": rationales}
+        vectors = torch.from_numpy(found.embeddings).to(device).as_subclass(_UnitRows)
+        return features | {"sentence_embedding": vectors, "rationales": found.rationales}
 
 
-def _text_and_image(one: Any) -> dict[str, Any]:
+class _UnitRows(Tensor):
+    """Embeddings that have length one after ``truncate_dim=`` too, which the library applies as ``[..., :dim]``.
+
+    Whatever else is done with them gives plain tensors.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __getitem__(self, at: Any) -> Tensor:
+        found = super().__getitem__(at)
+        is_cut = isinstance(at, tuple) and found.ndim == self.ndim and found.shape[-1] < self.shape[-1]
+        return torch.nn.functional.normalize(found, dim=-1) if is_cut else found
+
+
+def _item(name: str, parts: Sequence[tuple[str, Any]], instruction: str | None) -> Item:
+    texts = [part for kind, part in parts if kind == "text"]
+    images = tuple(part for kind, part in parts if kind == "image")
+    kinds = [kind for kind, _ in parts]
+    is_usual = kinds == sorted(kinds)  # "image" before "text"
+    return Item(
+        name, "\n".join(texts) or None, images, instruction,
+        () if is_usual else tuple(part if kind == "text" else None for kind, part in parts),
+    )  # fmt: skip
+
+
+def _parts(one: Any) -> list[tuple[str, Any]]:
+    """An input as texts and pictures, in its order."""
     if isinstance(one, str):
-        return {"text": one}
+        return [("text", one)]
     messages = one if isinstance(one, list) else [one]
-    if not all(isinstance(message, dict) and "role" in message for message in messages):
-        return one if isinstance(one, dict) else {"image": one}
-    if len(messages) != 1 or messages[0]["role"] != "user":
-        raise ValueError("a chat must be one message of the user: the template's own parts are added here")
-    content = messages[0]["content"]
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    texts = [part["text"] for part in parts if part.get("type") == "text"]
-    images = [part.get("image", part.get("url")) for part in parts if part.get("type") == "image"]
-    if len(texts) + len(images) < len(parts):
-        raise ValueError("the parts of a message are of type text or image")
-    return {"text": "\n".join(texts) or None, "image": images or None}
+    if all(isinstance(message, dict) and "role" in message for message in messages):
+        if len(messages) != 1 or messages[0]["role"] != "user":
+            raise ValueError(
+                "a chat must be one message of the user: the template's own parts are added here"
+            )
+        content = messages[0]["content"]
+        if isinstance(content, str):
+            return [("text", content)]
+        if not all(part.get("type") in ("text", "image") for part in content):
+            raise ValueError("the parts of a message are of type text or image")
+        return [
+            ("text", part["text"]) if part["type"] == "text" else ("image", _picture(part.get("image", part.get("url"))))
+            for part in content
+        ]  # fmt: skip
+    if not isinstance(one, dict):
+        return [("image", _picture(one))]
+    if unknown := set(one) - {"text", "image"}:
+        raise ValueError(f"an input has text and image, got {', '.join(sorted(map(str, unknown)))} too")
+    found: list[tuple[str, Any]] = []
+    for kind, value in one.items():
+        if value is None:
+            continue
+        values = value if kind == "image" and isinstance(value, list | tuple) else [value]
+        found += [(kind, _picture(each) if kind == "image" else each) for each in values]
+    return found
+
+
+def _picture(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, str) and value.startswith(("http://", "https://", "data:")):
+        return fetch_picture(value)
+    return value

@@ -8,7 +8,7 @@ There are two forms. As `rge.model.varlen`, which is what a GPU computes: the pr
 at its prompt, the prompt's last token and itself; no padding, no mask. As rows side by side, which is faster on a CPU:
 the prompts causally, then each row's whole tail under a mask.
 
-Two things are left out because nobody reads them. Prompts attend causally without a mask, so a kernel skips what lies
+Two computations whose results are unused are skipped. Prompts attend causally without a mask, so a kernel skips what lies
 ahead. And the last layer computes queries, outputs and its MLP only for tokens whose state is read; all others are
 needed there for their keys and values alone.
 
@@ -17,6 +17,7 @@ longest tail, U = tokens looked at, C = capacity of a cache, H = heads, K = key 
 """
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 
@@ -458,37 +459,38 @@ def install(text: HubModel, form: str = "auto") -> str:
     if asked in NAMES.values():
         return form
     text.config._attn_implementation = NAMES[asked]
-    last, noted = text.layers[-1], _Noted()
-    last.self_attn.register_forward_pre_hook(noted.note, with_kwargs=True)
+    last = text.layers[-1]
+    last.self_attn.register_forward_pre_hook(_note, with_kwargs=True)
     for module in (last.self_attn.q_proj, last.self_attn.o_proj, last.mlp):
-        module.register_forward_pre_hook(noted.select)
-        module.register_forward_hook(noted.spread)
+        module.register_forward_pre_hook(_select)
+        module.register_forward_hook(_spread)
     return form
 
 
-class _Noted:
-    """Hooks that run modules of the last layer on the tokens that are read, and leave the others zero.
+# The hooks below run modules of the last layer on the tokens that are read, and leave the others zero. Hooks, since they
+# hold for every family, under every wrapper of the modules and in the recomputation of checkpointing, where only the
+# attention module is given the plan. A context variable, since each thread has its own: several may use one model at once.
 
-    Hooks, since they hold for every family, under every wrapper of the modules and in the recomputation of
-    checkpointing, where only the attention module is told the plan.
-    """
+_read: ContextVar[tuple[Tensor, int] | None] = ContextVar("rge_read", default=None)
+"""The last layer's tokens that are read, and the number of all of them; of the forward that runs in this thread."""
 
-    def __init__(self) -> None:
-        self.read_R: Tensor | None = None
-        self.num_tokens = 0
 
-    def note(self, module: nn.Module, args: Sequence, kwargs: dict) -> None:
-        """Before attention: learn which tokens are read."""
-        plan = kwargs.get("attention_mask")
-        self.read_R = plan.read_R if isinstance(plan, Pass) else None
-        self.num_tokens = plan.num_tokens if isinstance(plan, Pass) else 0
+def _note(module: nn.Module, args: Sequence, kwargs: dict) -> None:
+    """Before attention: remember which tokens are read."""
+    plan = kwargs.get("attention_mask")
+    _read.set((plan.read_R, plan.num_tokens) if isinstance(plan, Pass) else None)
 
-    def select(self, module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor] | None:
-        """Before a module: keep the read tokens."""
-        return None if self.read_R is None else (args[0][:, self.read_R],)
 
-    def spread(self, module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor | None:
-        """After a module: put them back in their places."""
-        if self.read_R is None:
-            return None
-        return output.new_zeros(1, self.num_tokens, output.shape[-1]).index_copy(1, self.read_R, output)
+def _select(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor] | None:
+    """Before a module: keep the tokens that are read."""
+    read = _read.get()
+    return None if read is None else (args[0][:, read[0]],)
+
+
+def _spread(module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor | None:
+    """After a module: put them back in their places."""
+    read = _read.get()
+    if read is None:
+        return None
+    read_R, num_tokens = read
+    return output.new_zeros(1, num_tokens, output.shape[-1]).index_copy(1, read_R, output)

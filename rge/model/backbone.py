@@ -21,6 +21,7 @@ from transformers import (
     BitsAndBytesConfig,
     PretrainedConfig,
 )
+from transformers.modeling_utils import set_zero3_state
 from transformers.utils import logging as transformers_logging
 
 from rge.common.errors import UserError
@@ -117,7 +118,9 @@ def load_backbone(
     transformers_logging.disable_progress_bar()  # ours are the bars to watch
     config = read_config(path, revision)
     try:
-        processor = AutoProcessor.from_pretrained(path, revision=revision)
+        processor = load_processor(
+            path, config, revision=revision, min_pixels=min_pixels, max_pixels=max_pixels
+        )
         loaded: Any = AutoModelForImageTextToText.from_pretrained(
             path,
             revision=revision,
@@ -144,7 +147,6 @@ def load_backbone(
     if hasattr(model.get_input_embeddings().weight, "ds_id"):
         _drop_unused_renamings(model)
     vision.speed_up(model, vision_attn_implementation)
-    family_of(model).limit_pixels(processor, min_pixels, max_pixels)
     tokenizer = processor.tokenizer
     if add_emb:
         emb_id = add_emb_token(model, tokenizer)
@@ -158,6 +160,24 @@ def load_backbone(
     special = set(tokenizer.all_special_ids) | set(range(len(tokenizer), num_rows))
     special |= {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return Backbone(model, processor, emb_id, sorted(special - {emb_id}), attn_implementation)
+
+
+def load_processor(
+    path: str | Path,
+    config: PretrainedConfig,
+    *,
+    revision: str | None = None,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+) -> Any:
+    """A model's processor, which scales pictures to these sizes; arguments as of `load_backbone`.
+
+    Raises:
+        OSError: there is none.
+    """
+    processor = AutoProcessor.from_pretrained(path, revision=revision)
+    FAMILIES[config.model_type].limit_pixels(processor, min_pixels, max_pixels)
+    return processor
 
 
 QUANTIZATIONS = ("8bit", "4bit")
@@ -226,8 +246,7 @@ def add_emb_token(model: HubModel, tokenizer) -> int:
     """
     if EMB_TOKEN in tokenizer.get_vocab():
         return tokenizer.convert_tokens_to_ids(EMB_TOKEN)
-    tokenizer.add_tokens([AddedToken(EMB_TOKEN, special=True, normalized=False)], special_tokens=True)
-    emb_id = tokenizer.convert_tokens_to_ids(EMB_TOKEN)
+    emb_id = name_emb_token(tokenizer)
     if emb_id >= model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(emb_id + 1, pad_to_multiple_of=64, mean_resizing=False)
     source = tokenizer.eos_token_id
@@ -236,6 +255,12 @@ def add_emb_token(model: HubModel, tokenizer) -> int:
         for module in modules:
             module.weight[emb_id] = module.weight[source]
     return emb_id
+
+
+def name_emb_token(tokenizer) -> int:
+    """The id of ``<emb>`` in a tokenizer, which gets it where it has none."""
+    tokenizer.add_tokens([AddedToken(EMB_TOKEN, special=True, normalized=False)], special_tokens=True)
+    return tokenizer.convert_tokens_to_ids(EMB_TOKEN)
 
 
 def check_sizes(sizes: Sequence[int], model: HubModel) -> None:
@@ -250,6 +275,17 @@ def check_sizes(sizes: Sequence[int], model: HubModel) -> None:
             f"loss.matryoshka_dims={list(sizes)}: this model's embeddings have {full} components, which always count; "
             "name smaller sizes, each once"
         )
+
+
+def weight_names(model: HubModel) -> set[str]:
+    """Names of the weights that a model of this config is loaded with, whatever has been put around or into this one."""
+    with set_zero3_state(), torch.device("meta"):  # else ZeRO-3 would share even this out
+        return set(AutoModelForImageTextToText.from_config(model.config).state_dict())
+
+
+def tied_names(model: HubModel) -> dict[str, str]:
+    """Names of matrices that are another one's too, to that one's."""
+    return getattr(model, "all_tied_weights_keys", {})
 
 
 def text_model(model: HubModel) -> HubModel:

@@ -32,6 +32,7 @@ class Packed:
         encoded: what an earlier forward made of the prompts.
         owners: the prompts themselves, for `EmbeddingModel.pictures`.
         temperature: at which sampled branches were sampled.
+        by_branch: whether `Readout.nll_P` is read too.
     """
 
     prompts: PromptPart | None
@@ -39,6 +40,7 @@ class Packed:
     encoded: EncodedPrompts | None = None
     owners: Sequence[Prompt] = ()
     temperature: float = 1.0
+    by_branch: bool = False
 
 
 class PictureMemory:
@@ -85,6 +87,7 @@ class Readout:
         encoded: keys and values of the prompts, where there were no tails.
         log_prob_L: of the sampled tokens, branch after branch, see `rge.losses.rationale_log_probs`; None without any.
         entropy_L: of the distributions that they come from, without gradient.
+        nll_P: `nll` by branch with predicted tokens, branch after branch; None unless asked for.
     """
 
     state_ND: Tensor
@@ -93,6 +96,7 @@ class Readout:
     encoded: EncodedPrompts | None = None
     log_prob_L: Tensor | None = None
     entropy_L: Tensor | None = None
+    nll_P: Tensor | None = None
 
 
 class EmbeddingModel(nn.Module):
@@ -208,10 +212,15 @@ class EmbeddingModel(nn.Module):
             encoded = EncodedPrompts(prompts, [keys for keys, _ in layers], [values for _, values in layers])  # type: ignore[arg-type]
             return Readout(hidden_TD[:0], hidden_TD.new_zeros(()), 0, encoded)
         tail_TD, head = hidden_TD[plan.num_prompt_tokens :], self.model.get_output_embeddings()
+        predicting_MD, nll_P = tail_TD[tails.predict_index_M], None
+        if packed.by_branch:
+            nll_M = rationale_nll(predicting_MD, head, tails.label_M, reduction="none")
+            nll_P = torch.stack([part.sum() for part in nll_M.split(tails.label_lengths)])
         found = Readout(
             state_ND=normalise(tail_TD[tails.state_index_N]),
-            nll=rationale_nll(tail_TD[tails.predict_index_M], head, tails.label_M),
+            nll=rationale_nll(predicting_MD, head, tails.label_M) if nll_P is None else nll_P.sum(),
             num_tokens=tails.label_M.shape[0],
+            nll_P=nll_P,
         )
         if tails.sampled_L.shape[0]:
             found.log_prob_L, found.entropy_L = rationale_log_probs(
@@ -282,7 +291,7 @@ def normalise(state: Tensor) -> Tensor:
 
 
 def encode_prompts(model: nn.Module, embedder: EmbeddingModel, prompts: Sequence[Prompt]) -> EncodedPrompts:
-    """Keys and values of prompts, with gradient, for the rollout and then `rge.step.training_step`.
+    """Keys and values of prompts, with gradient, for the rollout and then `rge.step.TrainingStep`.
 
     Args:
         model: the wrapped embedder; its next forward is the training step's, and both belong to one backward.

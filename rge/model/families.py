@@ -364,24 +364,42 @@ def eight_bit_options(image_processor: Any) -> dict[str, Any]:
 def scaled(image: Image.Image, image_processor: Any) -> Image.Image:
     """A picture scaled as for the released Qwen models: by qwen-vl-utils, and no second time by the processor.
 
-    Sides become multiples of a placeholder's, within the processor's limits as far as that can be, by Pillow's bicubic filter.
-    Where qwen-vl-utils rounds a side of a long picture down to nothing and fails, the processor's own rule counts. Pictures of
-    other families are left to their processors.
+    By Pillow's bicubic filter; pictures of other families are left to their processors.
 
     Raises:
         ValueError: a side is more than 200 times as long as the other.
     """
     if not hasattr(image_processor, "merge_size"):
         return image
+    return image.resize(scaled_size(image.size, image_processor))
+
+
+def scaled_size(size: tuple[int, int], image_processor: Any) -> tuple[int, int]:
+    """Width and height of what `scaled` makes of a picture of this size.
+
+    Sides become multiples of a placeholder's, within the processor's limits as far as that can be. Where qwen-vl-utils rounds
+    a side of a long picture down to nothing and fails, the processor's own rule counts.
+
+    Raises:
+        ValueError: a side is more than 200 times as long as the other.
+    """
+    if not hasattr(image_processor, "merge_size"):
+        return size
     from qwen_vl_utils.vision_process import smart_resize  # both bring torchvision
     from transformers.models.qwen2_vl import image_processing_qwen2_vl as stock
 
     side = image_processor.patch_size * image_processor.merge_size
     limits = image_processor.size["shortest_edge"], image_processor.size["longest_edge"]
-    height, width = smart_resize(image.height, image.width, side, *limits)
+    height, width = smart_resize(size[1], size[0], side, *limits)
     if not (height and width):
-        height, width = stock.smart_resize(image.height, image.width, side, *limits)
-    return image.resize((width, height))
+        height, width = stock.smart_resize(size[1], size[0], side, *limits)
+    return width, height
+
+
+def picture_tokens(processor: Any, size: tuple[int, int]) -> int:
+    """How many tokens stand in a prompt for a picture of this width and height, see `scaled_size`."""
+    # What vLLM plans with too; every processor of the families here has it.
+    return int(processor._get_num_multimodal_tokens(image_sizes=[size[::-1]]).num_image_tokens[0])
 
 
 def pictures_of(fields: Mapping[str, Any], image_processor: Any) -> tuple[Tensor | None, Tensor | None]:

@@ -28,7 +28,7 @@ from rge.model.prompts import Prompt
 PROMPT, PADDING = 0, -1
 """Segments of a tail; branches are 1, 2, ..."""
 
-_ON_HOST = ("lengths", "start", "image_grid", "branch_lengths")
+_ON_HOST = ("lengths", "start", "image_grid", "branch_lengths", "label_lengths")
 """What no kernel reads, but what sizes are taken from: reading it back from a device would be a wait."""
 
 _Part = TypeVar("_Part", "PromptPart", "TailPart")
@@ -101,6 +101,7 @@ class TailPart:
         state_index_N: places in T of the states to read, row by row, branch by branch.
         predict_index_M: places in T of the states that predict `label_M`.
         label_M: token ids.
+        label_lengths: how many of them each branch with labels has, branch after branch.
         sampled_index_L: places in T of the states that predict `sampled_L`.
         sampled_L: token ids that were sampled.
         read_index_R: all places in T whose state is read or predicts, in order.
@@ -114,6 +115,7 @@ class TailPart:
     state_index_N: Tensor
     predict_index_M: Tensor
     label_M: Tensor
+    label_lengths: tuple[int, ...]
     sampled_index_L: Tensor
     sampled_L: Tensor
     read_index_R: Tensor
@@ -243,6 +245,7 @@ def pack_tails(
         state_index_N=torch.tensor(states, dtype=torch.long),
         predict_index_M=torch.tensor(predicts, dtype=torch.long),
         label_M=torch.cat(labels) if labels else torch.empty(0, dtype=torch.long),
+        label_lengths=tuple(map(len, labels)),
         sampled_index_L=torch.tensor(samples, dtype=torch.long),
         sampled_L=torch.cat(sampled) if sampled else torch.empty(0, dtype=torch.long),
         read_index_R=torch.tensor(sorted({*states, *predicts, *samples}), dtype=torch.long),

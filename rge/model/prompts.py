@@ -5,8 +5,11 @@ newline inside one user turn). The chat template, the expansion of picture place
 the backbone's own processor.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TypeVar
 
 import torch
 from PIL import Image
@@ -15,7 +18,10 @@ from torch import Tensor
 from rge.common.images import ImageError, load_image
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES, Profile
 from rge.common.schema import Item
-from rge.model.families import eight_bit_options, pictures_of, scaled
+from rge.model.families import eight_bit_options, picture_tokens, pictures_of, scaled, scaled_size
+
+_TEXT = "\ufffc"
+"""Stands for the text in a wording: Unicode's own mark for an object that is elsewhere."""
 
 KNOWN_PROMPTS = 16_384
 """Texts whose token ids a builder remembers; some 10 MB."""
@@ -45,6 +51,28 @@ class Prompt:
     def __len__(self) -> int:
         """Number of tokens."""
         return self.input_ids.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A prompt's size, without the prompt.
+
+    Attributes:
+        num_tokens: of the prompt; its length.
+        num_picture_tokens: those of them that stand for pictures.
+        num_cut_tokens: tokens of the user's text that were cut to fit.
+    """
+
+    num_tokens: int
+    num_picture_tokens: int
+    num_cut_tokens: int = 0
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return self.num_tokens
+
+
+P = TypeVar("P", Prompt, Measured)
 
 
 def user_text(item: Item, side: str, profile: Profile) -> str:
@@ -77,6 +105,7 @@ class PromptBuilder:
         profile: name of a profile in `PROFILES`, or another wording.
         max_tokens: longest prompt; see `build`.
         emb_token: the token whose state is the embedding; None for models that are read at their last token.
+        max_rationale_tokens: longest oracle rationale; None: any.
 
     Raises:
         ValueError: unknown profile, or a tokenizer without ``<emb>``.
@@ -88,13 +117,14 @@ class PromptBuilder:
         profile: str | Profile = "rge",
         max_tokens: int = 2048,
         emb_token: str | None = EMB_TOKEN,
+        max_rationale_tokens: int | None = None,
     ):
         if isinstance(profile, str) and profile not in PROFILES:
             raise ValueError(f"unknown profile {profile!r}; there are: {', '.join(PROFILES)}")
         self.processor = processor
         self.tokenizer = processor.tokenizer
         self.profile = PROFILES[profile] if isinstance(profile, str) else profile
-        self.max_tokens = max_tokens
+        self.max_tokens, self.max_rationale_tokens = max_tokens, max_rationale_tokens
         if emb_token is not None:
             self.emb_id = self.tokenizer.convert_tokens_to_ids(emb_token)
             if self.emb_id is None or self.emb_id == self.tokenizer.unk_token_id:
@@ -107,6 +137,14 @@ class PromptBuilder:
         self._image_id = self.tokenizer.convert_tokens_to_ids(processor.image_token)
         self._options = eight_bit_options(processor.image_processor)
         self._known: dict[tuple, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        # Small sets, and candidates without a text, repeat them.
+        remember = lru_cache(maxsize=KNOWN_PROMPTS)
+        self._tokens_of_picture = remember(
+            lambda size: picture_tokens(processor, scaled_size(size, processor.image_processor))
+        )
+        self._tokens_of_text = remember(
+            lambda text, num_images: len(self.tokenizer(self._render(text, num_images)).input_ids)
+        )
 
     def build(self, item: Item, side: str, images: Sequence[Image.Image] | None = None) -> Prompt:
         """Token ids and pictures of one prompt.
@@ -120,19 +158,49 @@ class PromptBuilder:
             images: decoded pictures to use instead of loading ``item.images``, e.g. augmented ones.
 
         Raises:
-            ValueError: an empty item, or one that stays too long with its text cut entirely.
+            ValueError: an empty item, or one that stays too long with its text cut entirely. Of interleaved text and
+                pictures (`Item.parts`) nothing is cut.
             ImageError: a picture cannot be read.
         """
         if images is None:
             images = [load_image(ref) for ref in item.images]
-        try:
+        with _of_pictures(item.id):
             images = [scaled(image, self.processor.image_processor) for image in images]
-        except ValueError as error:  # a side 200 times as long as the other
-            raise ImageError(f"pictures of item {item.id!r} cannot be processed: {error}") from error
+        if item.parts:
+            return self._interleaved(item, side, images)
+        return self._fitted(
+            item, side, len(images), lambda text, num_cut: self._encode(item.id, text, images, num_cut)
+        )
+
+    def measure(self, item: Item, side: str, sizes: Sequence[tuple[int, int]]) -> Measured:
+        """The size of what `build` makes of an item, not an interleaved one, whose pictures have these widths and heights.
+
+        Raises:
+            ValueError: as `build`.
+            ImageError: a picture's sides do not go together.
+        """
+        with _of_pictures(item.id):
+            for_pictures = sum(map(self._tokens_of_picture, sizes))
+
+        def counted(text: str, num_cut: int) -> Measured:
+            num_tokens = self._tokens_of_text(text, len(sizes)) - len(sizes) + for_pictures
+            return Measured(num_tokens, for_pictures, num_cut)
+
+        return self._fitted(item, side, len(sizes), counted)
+
+    def _fitted(self, item: Item, side: str, num_images: int, encode: Callable[[str, int], P]) -> P:
+        """A prompt within `max_tokens`: encoded again, with less text each time, until it fits.
+
+        Args:
+            item: what is to be embedded.
+            side: ``query`` or ``candidate``.
+            num_images: shown in it.
+            encode: makes a prompt of a text; also given how many tokens of the whole text are missing.
+        """
         text = self._plain(user_text(item, side, self.profile))
-        if not images and not text:
+        if not num_images and not text:
             raise ValueError(f"item {item.id!r} has neither text nor images")
-        prompt = self._encode(item.id, text, images)
+        prompt = encode(text, 0)
         if len(prompt) <= self.max_tokens:
             return prompt
         text_ids = self.tokenizer(text, add_special_tokens=False).input_ids
@@ -147,14 +215,38 @@ class PromptBuilder:
             kept = max(0, kept - excess)
             # A cut inside a character of several tokens decodes to a replacement character.
             shorter = self.tokenizer.decode(text_ids[:kept]).rstrip("\ufffd")
-            prompt = self._encode(item.id, shorter, images, len(text_ids) - kept)
+            prompt = encode(shorter, len(text_ids) - kept)
+        return prompt
+
+    def _interleaved(self, item: Item, side: str, images: Sequence[Image.Image]) -> Prompt:
+        pieces = [None if part is None else self._plain(part.strip()) for part in item.parts]
+        texts = [place for place, piece in enumerate(pieces) if piece is not None]
+        # The wording goes around all of the text: what it puts first before the first piece, what last after the last.
+        before, _, after = self._plain(user_text(replace(item, text=_TEXT), side, self.profile)).rpartition(
+            _TEXT
+        )
+        pieces[texts[0]] = before + str(pieces[texts[0]])
+        pieces[texts[-1]] = str(pieces[texts[-1]]) + after
+        content = []
+        for place, piece in enumerate(pieces):
+            follows_picture = place > 0 and pieces[place - 1] is None
+            newline = "\n" if follows_picture else ""
+            content.append(
+                {"type": "image"} if piece is None else {"type": "text", "text": f"{newline}{piece}\n"}
+            )
+        prompt = self._prompt(item.id, *self._processed(item.id, self._turn(content), images), 0)
+        if len(prompt) > self.max_tokens:
+            raise ValueError(
+                f"item {item.id!r} has {len(prompt)} tokens, more than max_prompt_tokens={self.max_tokens}: shorten it, or "
+                "put its pictures first, then the end of the text is cut"
+            )
         return prompt
 
     def rationale_ids(self, rationale: str, record_id: str) -> list[int]:
         """Token ids of an oracle rationale and its ``<emb>``.
 
         Raises:
-            ValueError: an empty rationale, or one that contains ``<emb>`` itself.
+            ValueError: an empty rationale, one that contains ``<emb>`` itself, or one that is too long.
         """
         text = rationale.strip()
         if not text:
@@ -163,7 +255,13 @@ class PromptBuilder:
             raise ValueError(
                 f"record {record_id!r}: the rationale contains {EMB_TOKEN}, which the trainer appends itself"
             )
-        return [*self.tokenizer(self._plain(text), add_special_tokens=False).input_ids, self.emb_id]
+        ids = self.tokenizer(self._plain(text), add_special_tokens=False).input_ids
+        if self.max_rationale_tokens is not None and len(ids) > self.max_rationale_tokens:
+            raise ValueError(
+                f"record {record_id!r}: the rationale has {len(ids)} tokens, more than "
+                f"data.max_rationale_tokens={self.max_rationale_tokens}; shorten it or raise that"
+            )
+        return [*ids, self.emb_id]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of generated ids, special tokens left out."""
@@ -173,6 +271,9 @@ class PromptBuilder:
         """The prompt as a string with one placeholder a picture; other models' adapters word it otherwise."""
         content = [{"type": "image"} for _ in range(num_images)]
         content.append({"type": "text", "text": f"\n{text}\n" if num_images else f"{text}\n"})
+        return self._turn(content)
+
+    def _turn(self, content: list[dict[str, str]]) -> str:
         return self.processor.apply_chat_template(
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
         )
@@ -186,25 +287,25 @@ class PromptBuilder:
             pictures = self._pictures(name, images) if images else {}
             if not images or (grid is not None and torch.equal(pictures["image_grid_thw"], grid)):
                 return self._prompt(name, input_ids, pictures, num_cut)
-        rendered = self._render(text, len(images))
-        try:
-            fields = self.processor(
-                text=[rendered], images=list(images) or None, return_tensors="pt", **self._options
-            )
-        except ValueError as error:  # what the processor does not take
-            raise ImageError(f"pictures of item {name!r} cannot be processed: {error}") from error
-        input_ids = fields["input_ids"][0]
+        input_ids, fields = self._processed(name, self._render(text, len(images)), images)
         if len(self._known) >= KNOWN_PROMPTS:
             self._known.clear()
         if not images or "image_grid_thw" in fields:
             self._known[key] = (input_ids, fields.get("image_grid_thw"))
         return self._prompt(name, input_ids, fields, num_cut)
 
+    def _processed(
+        self, name: str, rendered: str, images: Sequence[Image.Image]
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        with _of_pictures(name):
+            fields = self.processor(
+                text=[rendered], images=list(images) or None, return_tensors="pt", **self._options
+            )
+        return fields["input_ids"][0], fields
+
     def _pictures(self, name: str, images: Sequence[Image.Image]) -> Mapping[str, Tensor]:
-        try:
+        with _of_pictures(name):
             return self.processor.image_processor(images=list(images), return_tensors="pt", **self._options)
-        except ValueError as error:  # what the processor does not take
-            raise ImageError(f"pictures of item {name!r} cannot be processed: {error}") from error
 
     def _prompt(self, name: str, input_ids: Tensor, fields: Mapping[str, Tensor], num_cut: int) -> Prompt:
         pixels, image_grid = pictures_of(fields, self.processor.image_processor)
@@ -224,3 +325,12 @@ class PromptBuilder:
             if token in text:
                 text = text.replace(token, token[:1] + "\u2060" + token[1:])
         return text
+
+
+@contextmanager
+def _of_pictures(name: str) -> Iterator[None]:
+    """What the processor does not take, such as a side 200 times as long as the other, is an error of the item's pictures."""
+    try:
+        yield
+    except ValueError as error:
+        raise ImageError(f"pictures of item {name!r} cannot be processed: {error}") from error

@@ -49,6 +49,9 @@ SPEEDS = {
 }
 """TFLOP/s in bfloat16 without sparsity, and TB/s, as the maker gives them, by a part of the device's name; the first that fits."""
 
+OPTIMIZER_STATES = {"adamw": 2, "muon": 1}
+"""Numbers kept a parameter; Muon keeps one, except for what it leaves to AdamW."""
+
 UTILISATION = (0.2, 0.5)
 """Shares of a GPU's peak between which training of large models usually runs; a plan's hours are as uncertain as that."""
 

@@ -11,6 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
 from transformers.modeling_utils import set_zero3_state
 
+from rge.common.files import checkpoint_folder
 from rge.config import ModelConfig
 from rge.model.backbone import BackboneError
 from rge.model.families import FAMILIES
@@ -104,8 +105,8 @@ def outline(model: ModelConfig, init: str | None = None) -> tuple[HubModel, str]
 
 
 def _config(model: ModelConfig, init: str | None) -> tuple[Any, str]:
-    if init is not None and (Path(init) / "config.json").is_file():
-        return AutoConfig.from_pretrained(init), init
+    if init is not None and ((folder := checkpoint_folder(Path(init))) / "config.json").is_file():
+        return AutoConfig.from_pretrained(folder), init
     if model.scratch is not None:
         rows = scratch.num_rows(model.scratch.vocab_size + len(scratch.SPECIAL_TOKENS))
         ids = dict.fromkeys(scratch.SPECIAL_TOKENS, 0)

@@ -14,9 +14,11 @@ from typing import Any
 from rge.config import BACK_ENDS, Recipe, RecipeError, StageConfig
 from rge.model.families import family_of
 from rge.model.hub_model import HubModel
+from rge.objective import Objective
 from rge.plan.costs import (
     ACTIVATIONS_OFF_BY,
     GIB,
+    OPTIMIZER_STATES,
     RESERVED_GIB,
     UTILISATION,
     Load,
@@ -32,10 +34,6 @@ from rge.plan.costs import (
 )
 from rge.plan.known_models import outline
 from rge.plan.options import PlanCommand
-from rge.step import Objective
-
-OPTIMIZER_STATES = {"adamw": 2, "muon": 1}
-"""Numbers kept a parameter; Muon keeps one, except for what it leaves to AdamW."""
 
 
 def show(recipe: PlanCommand) -> int:
@@ -133,7 +131,7 @@ def plan(recipe: Recipe, model: HubModel, options: dict[str, Any]) -> dict[str, 
 
 
 def load_of(recipe: Recipe, model: HubModel, options: dict[str, Any]) -> Load:
-    """What one rank works on in a step of the stage.
+    """What one rank works on in a step of the stage: the largest that the recipe allows, or that ``longest`` says there is.
 
     Raises:
         RecipeError: see `plan`.
@@ -155,8 +153,14 @@ def load_of(recipe: Recipe, model: HubModel, options: dict[str, Any]) -> Load:
     placeholders = family.num_placeholders(config, recipe.model.max_pixels)
     around = len(family.picture_ids(config, _NoTokenizer())) - family.num_placeholders(config, 0)
     prompts = {}
+    longest = options.get("longest", {})
+    shown = {}
     for side in ("query", "candidate"):
         pictures = options[f"{side}_pictures"]
+        if longest:
+            prompts[side], shown[side] = longest[side], longest[f"{side}_pictures"]
+            continue
+        shown[side] = pictures * placeholders
         prompts[side] = options["template_tokens"] + pictures * (placeholders + around)
         if prompts[side] > recipe.data.max_prompt_tokens:
             raise RecipeError(
@@ -164,8 +168,8 @@ def load_of(recipe: Recipe, model: HubModel, options: dict[str, Any]) -> Load:
                 f"which data.max_prompt_tokens={recipe.data.max_prompt_tokens} cannot hold; lower the one or raise the other"
             )
         prompts[side] = min(prompts[side] + options["text_tokens"], recipe.data.max_prompt_tokens)
-    patches = placeholders * family.patches_per_placeholder(config)
-    spans = family.vision_spans(config, patches)
+    a_placeholder = family.patches_per_placeholder(config)
+    spans = family.vision_spans(config, placeholders * a_placeholder)
     rationale = options["rationale_tokens"] or recipe.rollout.max_new_tokens
     queries = stage.batch_size // gpus
     each = (1 + recipe.data.max_negatives) if objective.needs_candidates else 0
@@ -176,16 +180,16 @@ def load_of(recipe: Recipe, model: HubModel, options: dict[str, Any]) -> Load:
         prompt=prompts["query"],
         candidate=prompts["candidate"],
         own=rationale if objective.needs_rollout else 0,
-        oracle=rationale if objective.needs_oracle else 0,
+        oracle=longest.get("rationale", rationale) if objective.needs_oracle else 0,
         read_own=objective.needs_rollout or (objective.alpha_con > 0 and objective.anchor == "none"),
         contrastive=objective.compares,
         each=recipe.rollout_of(stage).num_rationales,
         sampled=objective.alpha_rl > 0,
         label_candidates=objective.alpha_lm > 0 and objective.lm_on_candidates,
-        query_patches=patches * options["query_pictures"],
-        query_placeholders=placeholders * options["query_pictures"],
-        candidate_patches=patches * options["candidate_pictures"],
-        candidate_placeholders=placeholders * options["candidate_pictures"],
+        query_patches=shown["query"] * a_placeholder,
+        query_placeholders=shown["query"],
+        candidate_patches=shown["candidate"] * a_placeholder,
+        candidate_placeholders=shown["candidate"],
         query_spans=spans,
         candidate_spans=spans,
     )
@@ -254,7 +258,9 @@ def advice(
 def _reserved(recipe: Recipe, options: dict[str, Any]) -> float:
     """Bytes set aside, with the engine's share where vLLM writes the rationales."""
     engine = recipe.rollout.backend == "vllm" and options["for"] != "cold_start"
-    return (RESERVED_GIB + engine * recipe.rollout.vllm_memory * options["gpu_gib"]) * GIB
+    return (
+        options.get("reserved_gib", RESERVED_GIB) + engine * recipe.rollout.vllm_memory * options["gpu_gib"]
+    ) * GIB
 
 
 class _NoTokenizer:

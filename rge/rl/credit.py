@@ -1,14 +1,13 @@
 """What the rationales of one rollout are worth: rewards once, then a policy loss in every update on them, and the figures.
 
 `Reinforcement` belongs to a stage, a `Credit` to one of its steps. The states that rewards compare, and the log probabilities
-with their gradient, come out of the step's own forward (`rge.step`): nothing is computed here but on what it read.
+with their gradient, come out of the step's own forward (`rge.step`); this module only consumes the step's outputs.
 
 Shape suffixes: B = queries of this rank, K = rationales a query, N = B * K, L = their tokens with ``<emb>``, C = candidates of
 all ranks, D = hidden size.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from rge.data.collate import Batch
 from rge.distributed import collectives as dist
 from rge.losses import hit_at_1
 from rge.model.embedding_model import EmbeddingModel, Readout
+from rge.model.packing import Branch
 from rge.rl.policy import advantages, policy_loss, sampling_weights, standard_deviation
 from rge.rl.pool import Pool
 from rge.rl.reference import Reference, make_reference
@@ -125,7 +125,6 @@ class Credit:
 
     Attributes:
         rationales: what the step is trained on; with a direct member where a reward needs one.
-        num_added: 1 with such a member, last of each group, else 0.
         written_N: bool; rationales without those members, which nobody sampled.
 
     Raises:
@@ -167,19 +166,28 @@ class Credit:
         self.figures: dict[str, float] = {}
         self._restart()
 
-    def judge(self, q_ND: Tensor, c_CD: Tensor, right_BC: Tensor, labelled_BC: Tensor) -> None:
+    def judge(
+        self,
+        q_ND: Tensor,
+        c_CD: Tensor,
+        masks: tuple[Tensor, Tensor, Tensor],
+        read: Callable[[Callable[[int], list[Branch]]], Tensor],
+    ) -> None:
         """Rewards and advantages, once a rollout: what the weights that wrote it deserved holds for all updates.
 
-        Args:
-            q_ND: this rank's states, without gradient.
-            c_CD: candidates of all ranks, without gradient; with `rl.candidates=pool:PATH` the pool's stand in their place.
-            right_BC: everything that answers the query.
-            labelled_BC: the query's own labelled negatives.
+        Where the step is logged, also hits of states without a rationale and after another query's. See
+        `rge.step.RolloutLoss.judge`.
         """
-        if self.advantage_N is not None or not self.rl.terms:
-            return
+        positive_BC, ignored_BC, labelled_BC = masks
+        if self.advantage_N is None and self.rl.terms:
+            self._reward(q_ND, c_CD, positive_BC | ignored_BC, labelled_BC)
+        if self.measure:
+            self._measure_controls(c_CD, positive_BC, ignored_BC, read)
+            self.measure = False
+
+    def _reward(self, q_ND: Tensor, c_CD: Tensor, right_BC: Tensor, labelled_BC: Tensor) -> None:
         settings = self.rl.settings
-        if self.rl.pool is not None:
+        if self.rl.pool is not None:  # stands in the place of the batch's candidates
             assert self.rl.pool.state_PD is not None
             c_CD = self.rl.pool.state_PD.to(c_CD)
             right_BC, labelled_BC = self.rl.pool.masks(self.batch)
@@ -265,19 +273,25 @@ class Credit:
         self.sums["kl"] = self.sums["kl"] + found.kl
         return found.loss
 
-    def compare(
-        self, direct_ND: Tensor, other_ND: Tensor, c_CD: Tensor, masks: tuple[Tensor, Tensor]
+    def _measure_controls(
+        self,
+        c_CD: Tensor,
+        positive_BC: Tensor,
+        ignored_BC: Tensor,
+        read: Callable[[Callable[[int], list[Branch]]], Tensor],
     ) -> None:
-        """Count hits of states without a rationale and after another query's, as `hit_at_1` counts those of the own.
+        """Count hits of direct states and of states after the first rationale of the query before."""
+        count, emb_id = len(self.batch.queries), self.rl.embedder.emb_id
 
-        Args:
-            direct_ND: this rank's direct states.
-            other_ND: states after another query's rationale.
-            c_CD: candidates of all ranks.
-            masks: positive and ignored ones, as of the loss.
-        """
-        count = len(self.batch.queries)
-        hits = [float(hit_at_1(state_ND, c_CD, *masks)) for state_ND in (direct_ND, other_ND)]
+        def controls(row: int) -> list[Branch]:
+            other = self.rationales[(row - 1) * self.num_each]
+            return [Branch([emb_id], read_state=True), Branch([*other.ids, emb_id], read_state=True)]
+
+        state_ND = read(controls)
+        hits = [
+            float(hit_at_1(state_BD, c_CD, positive_BC, ignored_BC))
+            for state_BD in (state_ND[0::2], state_ND[1::2])
+        ]
         # With one query there is no other's rationale.
         direct, other, counted, others = dist.sum_over_ranks(
             [hits[0], hits[1] * (count > 1), count, count * (count > 1)], self.device
@@ -406,13 +420,10 @@ def make_reinforcement(
     return reinforcement
 
 
-def outdated(rationales: Sequence[Rationale]) -> list[Rationale]:
-    """The same rationales after an update: what they say stays, their states do not."""
-    return [replace(one, state_D=None) for one in rationales]
-
-
 def _with_direct(rationales: Sequence[Rationale], num_queries: int) -> list[Rationale]:
     """The rationales with one more a query, last of its group, that wrote nothing."""
     num_each = len(rationales) // num_queries
     groups = [rationales[start : start + num_each] for start in range(0, len(rationales), num_each)]
-    return [one for group in groups for one in (*group, Rationale((), False, None, 0.0, direct=True))]
+    return [
+        one for group in groups for one in (*group, Rationale((), False, None, 0.0, direct=True, given=True))
+    ]

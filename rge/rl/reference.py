@@ -4,7 +4,7 @@ With adapters that is the model without them, which costs nothing to keep. Else 
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -73,9 +73,10 @@ def make_reference(recipe: Recipe, embedder: EmbeddingModel, accelerator: Accele
         accelerator: knows the back end.
 
     Raises:
-        RecipeError: see `check_reference`.
+        RecipeError: see `problems`.
     """
-    check_reference(recipe, dist.is_zero3(accelerator))
+    for problem in problems(recipe, dist.is_zero3(accelerator)):
+        raise RecipeError(problem)
     if has_adapters(embedder.model):
         kept = embedder
     else:
@@ -86,14 +87,16 @@ def make_reference(recipe: Recipe, embedder: EmbeddingModel, accelerator: Accele
     return Reference(kept, recipe.rl.temperature, recipe.train.micro_batch_size)
 
 
-def check_reference(recipe: Recipe, zero3: bool) -> None:
-    """Whether a reference can be kept here.
-
-    Raises:
-        RecipeError: whole weights are to be copied where each process holds a share of them.
-    """
-    if recipe.rl.beta and recipe.rl.alpha_rl and recipe.model.lora is None and zero3:
-        raise RecipeError(
+def problems(recipe: Recipe, zero3: bool) -> Iterator[str]:
+    """Why no reference can be kept here: whole weights are to be copied where each process holds a share of them."""
+    if (
+        "rl" in recipe.stages()
+        and recipe.rl.beta
+        and recipe.rl.alpha_rl
+        and recipe.model.lora is None
+        and zero3
+    ):
+        yield (
             "rl.beta needs the weights that the stage starts from, and under ZeRO-3 no process holds them whole: use "
             "model.lora, whose reference is the model without adapters, another back end, or rl.beta=0"
         )

@@ -12,7 +12,7 @@ import inspect
 import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rge.common.errors import UserError
 from rge.common.registry import Registry, load_plugins
-from rge.config import RewardConfig
+from rge.config import Recipe, RewardConfig
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,15 @@ def reward(
     return add
 
 
+def problems(recipe: Recipe) -> Iterator[str]:
+    """Rewards of a recipe that cannot be had."""
+    for config in recipe.rl.rewards if "rl" in recipe.stages() else ():
+        try:
+            find_reward(config)
+        except UserError as error:
+            yield str(error)
+
+
 def find_reward(config: RewardConfig) -> Reward:
     """The reward that a recipe names, by its registered name or as ``module:function``.
 
@@ -201,7 +210,7 @@ def format_reward(group: Rollouts, script: str | None = None) -> Tensor:
     """1 where the rationale was ended by the model's own ``<emb>`` within the cap, in the script asked for; else 0.
 
     Source: the format rewards of UME-R1 (arXiv:2511.00405) and Embed-RL (arXiv:2602.13823). Differs: their tags are our
-    ``<emb>``. A language is told by its script alone, so English from German it does not tell.
+    ``<emb>``. A language is recognised by its script alone, so English and German cannot be distinguished.
 
     Args:
         group: rationales.

@@ -1,6 +1,6 @@
 """Let the model write its own rationales, in batches, and read the state at the ``<emb>`` that ends each.
 
-Nothing is inherited from the model's generation settings: what is not an argument here does not happen. Rationales
+Nothing is inherited from the model's generation settings: only the arguments here affect generation. Rationales
 are carried as token ids; decoding and tokenising them again may give other ids, and with them another state.
 
 A step of generation costs one call of every layer and, on a CPU, one look at who is done; positions, masks and buffers
@@ -58,8 +58,9 @@ class Rationale:
         age: steps since it was written.
         direct: nothing was written, on purpose: ``<emb>`` stands right after the prompt.
         oracle: nothing was written: the ids are the oracle's rationale.
-        margin: the least that any of its tokens was chosen by: the lead of the best logit over the second, or of a drawn
-            number over the nearest one that would have drawn another token; infinite where nobody asked.
+        given: nothing was written: the ids were given, for a state beside those of the query's own rationales.
+        margin: smallest decision margin over its tokens: the lead of the best logit over the second, or the distance of a
+            drawn number to the nearest one that would have drawn another token; infinite if not asked for.
         log_probs: of its tokens, and of ``<emb>`` where the model wrote it, as another program that sampled them gives
             them; None where the model's own forward does.
     """
@@ -71,6 +72,7 @@ class Rationale:
     age: int = 0
     direct: bool = False
     oracle: bool = False
+    given: bool = False
     margin: float = float("inf")
     log_probs: tuple[float, ...] | None = None
 
@@ -90,6 +92,8 @@ def generate(
     margins: bool = False,
     on_token: Callable[[int, int], object] | None = None,
     min_new_tokens: int = 0,
+    given: Sequence[Sequence[int]] = (),
+    direct_above: float | None = None,
 ) -> list[Rationale]:
     """Write rationales for every prompt.
 
@@ -111,9 +115,13 @@ def generate(
         on_token: called with a rationale's place in what is returned and its newest token, ``<emb>`` included, as it is
             written; what it raises ends the writing.
         min_new_tokens: tokens before which ``<emb>`` is barred; 0 lets the model write nothing.
+        given: ids that the model reads instead of writing, for states beside its own rationales': ``()`` for the
+            direct one. Each prompt gets all of them, from the same encoding.
+        direct_above: probability of ``<emb>`` as the first token from which on nothing is written, and below which
+            something is; None: ``<emb>`` is a token like any other.
 
     Returns:
-        In the order of the prompts, `num_each` rationales of the first, then of the second ...
+        In the order of the prompts, `num_each` rationales and then the given ones of the first, of the second ...
 
     Raises:
         ValueError: a sampling temperature without seeds, a cap below one token, or fewer than are asked for at least.
@@ -128,7 +136,12 @@ def generate(
         raise ValueError(f"temperature must be >= 0, got {temperature}")
     if temperature > 0 and (seeds is None or len(seeds) != len(prompts) * num_each):
         raise ValueError("sampling (temperature > 0) needs one seed a rationale")
+    if direct_above is not None and not 0 <= direct_above <= 1:
+        raise ValueError(f"direct_above is a probability, got {direct_above}")
+    if any(len(ids) >= max_new_tokens for ids in given):
+        raise ValueError(f"given ids and <emb> must fit into max_new_tokens={max_new_tokens}")
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    num_rows = num_each + len(given)
     at_once = max(1, batch_size // num_each)
     results: dict[int, Rationale] = {}
     was_training = embedder.training
@@ -137,11 +150,22 @@ def generate(
     try:
         for start in range(0, len(order), at_once):
             chosen = order[start : start + at_once]
-            rows = [index * num_each + number for index in chosen for number in range(num_each)]
+            members = [(index, number) for index in chosen for number in range(num_rows)]
+            rows = [index * num_rows + number for index, number in members]
             uniform = None
             if temperature > 0:
-                streams = [np.random.Generator(np.random.Philox(key=seeds[row])) for row in rows]  # type: ignore[index]
-                uniform = torch.from_numpy(np.stack([stream.random(max_new_tokens) for stream in streams]))
+                uniform = torch.zeros(len(rows), max_new_tokens, dtype=torch.float64)
+                for row, (index, number) in enumerate(members):
+                    if number < num_each:
+                        stream = np.random.Generator(np.random.Philox(key=seeds[index * num_each + number]))  # type: ignore[index]
+                        uniform[row] = torch.from_numpy(stream.random(max_new_tokens))
+            read = None
+            if given:
+                read = torch.full((len(rows), max_new_tokens), -1)
+                for row, (_, number) in enumerate(members):
+                    if number >= num_each:
+                        tokens = torch.tensor([*given[number - num_each], embedder.emb_id])
+                        read[row, : len(tokens)] = tokens
             began = time.perf_counter()
             if encoded is None:
                 known, known_at = (
@@ -150,16 +174,29 @@ def generate(
                 )
             else:
                 known, known_at = encoded, [index if places is None else places[index] for index in chosen]
-            repeated = [place for place in known_at for _ in range(num_each)]
+            repeated = [place for place in known_at for _ in range(num_rows)]
             told = (
                 None if on_token is None else (lambda place, token, rows=rows: on_token(rows[place], token))
             )
             batch = _generate_batch(
-                embedder, known, repeated, max_new_tokens, temperature, uniform, margins, told, min_new_tokens
+                embedder,
+                known,
+                repeated,
+                max_new_tokens,
+                temperature,
+                uniform,
+                margins,
+                told,
+                min_new_tokens,
+                read,
+                direct_above,
             )
             seconds = (time.perf_counter() - began) / len(rows)
-            for row, (ids, forced, state, least) in zip(rows, batch, strict=True):
-                results[row] = Rationale(tuple(ids), forced, state, seconds, margin=least)
+            for row, (_, number), (ids, forced, state, least) in zip(rows, members, batch, strict=True):
+                added = number >= num_each
+                results[row] = Rationale(
+                    tuple(ids), forced, state, seconds, direct=added and not ids, given=added, margin=least
+                )
             if on_progress is not None:
                 on_progress(len(chosen))
     finally:
@@ -185,6 +222,8 @@ def _generate_batch(
     margins: bool,
     on_token: Callable[[int, int], object] | None,
     min_new_tokens: int,
+    given_RL: Tensor | None,
+    direct_above: float | None,
 ) -> list[tuple[list[int], bool, Tensor, float]]:
     """Continue the prompts at `places` of what was encoded: ids, whether `<emb>` was forced, state at it, margin."""
     writing = _Writing(
@@ -197,6 +236,8 @@ def _generate_batch(
         margins,
         on_token,
         min_new_tokens,
+        given_RL,
+        direct_above,
     )
     writing.run()
     found = []
@@ -221,8 +262,10 @@ class _Writing:
         margins: bool = False,
         on_token: Callable[[int, int], object] | None = None,
         min_new_tokens: int = 0,
+        given_RL: Tensor | None = None,
+        direct_above: float | None = None,
     ):
-        self.on_token, self.min_new_tokens = on_token, min_new_tokens
+        self.on_token, self.min_new_tokens, self.direct_above = on_token, min_new_tokens, direct_above
         self.embedder, self.max_new_tokens, self.temperature = embedder, max_new_tokens, temperature
         model, device = embedder.model, embedder.device
         self.text, self.words, self.head = (
@@ -239,6 +282,7 @@ class _Writing:
             model, part.last_position_3B[:, rows], part.after_B[rows], self.num_steps
         )
         self.uniform_RL = None if uniform_RL is None else uniform_RL.to(device, non_blocking=True)
+        self.given_RL = None if given_RL is None else given_RL.to(device, non_blocking=True)
         self.barred_V: Tensor | None = None
         self.written_RL = torch.full((R, max_new_tokens + 1), embedder.emb_id, device=device)
         self.state_RD = torch.empty(0)
@@ -317,8 +361,15 @@ class _Writing:
             if self.min_new_tokens:
                 early_1 = self.step_1 < self.min_new_tokens
                 logit_BV[:, emb_id] = torch.where(early_1, float("-inf"), logit_BV[:, emb_id])
+            if self.direct_above is not None:
+                is_likely_B = logit_BV.softmax(dim=-1)[:, emb_id] >= self.direct_above
+                decided_B = torch.where(is_likely_B, float("inf"), float("-inf"))
+                logit_BV[:, emb_id] = torch.where(self.step_1 == 0, decided_B, logit_BV[:, emb_id])
             uniform_B = None if self.uniform_RL is None else self.uniform_RL[self.row_B, self.step_1]
             token_B = _choose(logit_BV, self.temperature, uniform_B)
+            if self.given_RL is not None:
+                given_B = self.given_RL[self.row_B, self.step_1]
+                token_B = torch.where(given_B >= 0, given_B, token_B)
             if self.margin_R is not None:
                 margin_B = _margin(logit_BV, self.temperature, uniform_B, token_B)
                 margin_B = torch.where(self.done_B, float("inf"), margin_B).minimum(self.margin_R[self.row_B])

@@ -1,17 +1,19 @@
-"""How a step comes by its rationales: written now, written some steps ago, left out on purpose, or taken from the oracle.
+"""Where a step's rationales come from: written now, reused from earlier steps, left out on purpose, or the oracle's.
 
 Shape suffixes: B = queries of this rank.
 """
 
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
 
+from rge.common.errors import UserError
 from rge.config import LossConfig, Recipe, RecipeError, RolloutConfig, StageConfig
 from rge.data.collate import Batch
 from rge.distributed import collectives as dist
@@ -20,7 +22,7 @@ from rge.model.backbone import vision_parameters
 from rge.model.dropout import drops_out
 from rge.model.embedding_model import EmbeddingModel, PictureMemory, encode_prompts
 from rge.rollout.generate import Rationale, generate
-from rge.rollout.vllm_writer import VllmRollout
+from rge.rollout.vllm_writer import VllmRollout, check_possible
 
 Written = list[tuple[tuple[int, ...], bool]]
 """Ids and forcedness of a query's rationales."""
@@ -62,6 +64,43 @@ def encodes_once(
             f"rollout.prompt_pass=once is not possible: {'; '.join(reasons)}. Set rollout.prompt_pass=auto"
         )
     return asked != "twice" and not reasons
+
+
+class Rollout(NamedTuple):
+    """What a step's losses are computed on, beside its batch.
+
+    Attributes:
+        rationales: equally many a query, query after query; given ones last in each group.
+        encoded: the queries' prompts, encoded with gradient, where one encoding serves the whole step.
+        easy_share: at most so many of the queries may be trained to be answered without a rationale.
+    """
+
+    rationales: Sequence[Rationale]
+    encoded: EncodedPrompts | None = None
+    easy_share: float = 0.0
+
+    def after_update(self) -> "Rollout":
+        """The same for the next update on it: what was written stays, its states and the encoding do not."""
+        return Rollout([replace(one, state_D=None) for one in self.rationales])
+
+
+def problems(recipe: Recipe, stages: Sequence[str], accelerator: Accelerator) -> Iterator[str]:
+    """Why rationales cannot be written as the recipe asks, in stages that write some."""
+    sharded, lora = dist.shards_parameters(accelerator), recipe.model.lora
+    for name in stages:
+        try:
+            if recipe.rollout.backend == "vllm":
+                check_possible(sharded)
+                continue
+            encodes_once(
+                recipe.rollout.prompt_pass,
+                queries_a_rank=-(-getattr(recipe, name).batch_size // accelerator.num_processes),
+                micro_batch_size=recipe.train.micro_batch_size,
+                sharded=sharded,
+                drops_out=lora is not None and lora.dropout > 0,
+            )
+        except UserError as error:
+            yield f"{name}: {error}"
 
 
 class Store:
@@ -125,10 +164,11 @@ class Writer:
     ):
         self.model, self.embedder, self.settings, self.once = model, embedder, settings, once
         self.vllm, self.loss = vllm, loss
+        self.given: list[tuple[int, ...]] = [()] if loss.states.direct else []
         self.store = Store(settings.reuse_steps) if settings.reuse_steps else None
 
-    def __call__(self, step: int, batch: Batch) -> tuple[list[Rationale], EncodedPrompts | None]:
-        """Rationales of a batch, `num_rationales` a query, and the prompts' encoding where one serves the whole step.
+    def __call__(self, step: int, batch: Batch) -> Rollout:
+        """Write `num_rationales` a query.
 
         Args:
             step: number of the step; with the batch it decides everything that is random here.
@@ -169,13 +209,23 @@ class Writer:
                 batch_size=self.settings.batch_size,
                 encoded=encoded,
                 places=rows,
+                given=self.given,
                 **draw,
             )
+        num_new = len(new) // max(len(rows), 1)
         for number, row in enumerate(rows):
-            found[row] = new[number * num_each : (number + 1) * num_each]
+            found[row] = new[number * num_new : (number + 1) * num_new]
+        for group in found.values():  # of what was not written here and now, the step computes the states
+            group += [
+                Rationale(ids, False, None, 0.0, direct=not ids, given=True)
+                for ids in self.given[len(group) - num_each :]
+            ]
         if self.store is not None:
-            self.store.add(step, [(keys[row], [(one.ids, one.forced) for one in found[row]]) for row in rows])
-        return [rationale for row in range(len(keys)) for rationale in found[row]], encoded
+            self.store.add(
+                step, [(keys[row], [(one.ids, one.forced) for one in found[row][:num_each]]) for row in rows]
+            )
+        rationales = [rationale for row in range(len(keys)) for rationale in found[row]]
+        return Rollout(rationales, encoded, easy_share(self.loss, step))
 
 
 def make_writer(
@@ -250,6 +300,17 @@ def oracle_share(loss: LossConfig, step: int) -> float:
     return loss.oracle_share * max(0.0, 1 - step / loss.oracle_decay_steps)
 
 
+def easy_share(loss: LossConfig, step: int) -> float:
+    """Greatest share of a step's queries whose LM target is ``<emb>`` alone; rises linearly during the warm-up.
+
+    Args:
+        loss: with `adaptive`.
+        step: counted from 0.
+    """
+    adaptive = loss.adaptive
+    return adaptive.share * min(1.0, step / adaptive.warmup_steps if adaptive.warmup_steps else 1.0)
+
+
 def sample_seeds(seed: int, count: int) -> list[int]:
     """Seeds of a query's rationales: its own, and further ones drawn from it."""
     if count == 1:
@@ -262,15 +323,14 @@ def _checksum(ids: Any) -> str:
     return f"{zlib.crc32(ids.numpy().tobytes()):08x}"
 
 
-def rollout_report(
-    rationales: Sequence[Rationale] | None, seconds: float, device: torch.device
-) -> dict[str, float]:
+def rollout_report(rollout: Rollout | None, seconds: float, device: torch.device) -> dict[str, float]:
     """Share of forced stops, mean length and speed of a step's rationales over all ranks.
 
     Lengths are of what the step was trained with, reused rationales included; speed is of what was written in it.
     """
-    if rationales is None:
+    if rollout is None:
         return {}
+    rationales = rollout.rationales
     reasoned = [rationale for rationale in rationales if not rationale.direct]
     new = [rationale for rationale in reasoned if not rationale.age and not rationale.oracle]
     local = [

@@ -2,38 +2,182 @@
 
 import json
 import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from accelerate import Accelerator
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from rge.config import Recipe, ScratchConfig
-from rge.data.readers import read_texts
+from rge.checkpoints.export import CheckpointError
+from rge.common.files import checkpoint_folder, find_shipped, read_json, write_json
+from rge.config import Recipe, RecordsConfig, ScratchConfig
+from rge.data.sources import Records
 from rge.distributed.collectives import LaunchError
 from rge.distributed.launch import back_end
+from rge.identity.run_identity import IDENTITY, content_of, differences, in_words, run_identity
 from rge.model import vision_tower as vision
+from rge.model.backbone import load_processor, name_emb_token, read_config
 from rge.model.hub_model import HubModel
 from rge.scratch import build as scratch
 from rge.scratch import pretrain_vision as eyes
 
 
-def starting_point(recipe: Recipe, accelerator: Accelerator) -> str:
-    """Path or hub id that the first stage loads; builds the backbone of a ``model.scratch`` recipe if needed."""
-    if recipe.init is not None:
-        return recipe.init
-    if recipe.model.scratch is None:
+@dataclass(frozen=True)
+class Blueprint:
+    """All that a backbone is built from: `_build` is given nothing else, so its identity cannot lack anything.
+
+    Attributes:
+        scratch: ``model.scratch``.
+        seed: ``train.seed``.
+        min_pixels: smallest picture.
+        max_pixels: largest picture.
+        muon_kernels: see `OptimConfig`.
+        records: sources whose texts the vocabulary is learned from, by their keys; None for one that is gone since it was built.
+    """
+
+    scratch: ScratchConfig
+    seed: int
+    min_pixels: int
+    max_pixels: int
+    muon_kernels: bool
+    records: Mapping[str, Records | None]
+
+    def texts(self) -> list[str]:
+        """What the vocabulary is learned from."""
+        return list(
+            dict.fromkeys(text for records in self.records.values() if records for text in records.texts())
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """What it is built from, for `rge.identity.run_identity`."""
+        given = asdict(self.scratch) | {
+            "seed": self.seed, "min_pixels": self.min_pixels, "max_pixels": self.max_pixels, "muon_kernels": self.muon_kernels,
+        }  # fmt: skip
+        read = {key: records and records.content for key, records in self.records.items()}
+        if self.scratch.naming is not None:
+            file = find_shipped(self.scratch.naming)
+            read[self.scratch.naming] = content_of(file) if file.is_file() else None
+        return {"backbone": json.loads(json.dumps(given)), "records": read}
+
+
+def blueprint(recipe: Recipe, records: Mapping[str, Records]) -> Blueprint | None:
+    """What the recipe's backbone is built from; None where training starts from a checkpoint or model.
+
+    Args:
+        recipe: of the run.
+        records: opened, by `RecordsConfig.key`.
+    """
+    if recipe.init is not None or recipe.model.scratch is None:
+        return None
+    return Blueprint(
+        recipe.model.scratch,
+        recipe.train.seed,
+        recipe.model.min_pixels,
+        recipe.model.max_pixels,
+        recipe.optim.muon_kernels,
+        {source.key: records.get(source.key) for source in tokenizer_sources(recipe) if source.key},
+    )
+
+
+def tokenizer_sources(recipe: Recipe) -> list[RecordsConfig]:
+    """Sources whose texts the vocabulary of a built backbone is learned from."""
+    return [source for stage in (recipe.cold_start, recipe.joint) for source in stage.sources]
+
+
+def check_backbone(recipe: Recipe, records: Mapping[str, Records]) -> str | None:
+    """Whether the backbone in the run's folder, if there is one, is the one that this run would build.
+
+    Returns:
+        A warning, where that is not known: an older version built it, or files have gone since.
+
+    Raises:
+        CheckpointError: it was built from something else; says what.
+    """
+    plan, folder = blueprint(recipe, records), Path(recipe.out) / "backbone"
+    if plan is None or not folder.is_dir():
+        return None
+    found = read_json(folder / IDENTITY)
+    if found is None:
+        return f"{folder} does not record what it was built from (an older version wrote it); it is used as it is"
+    now = plan.identity()
+    gone = [key for key, content in now["records"].items() if content is None]
+    then = {
+        "backbone": found["backbone"],
+        "records": {key: one for key, one in found["records"].items() if key not in gone},
+    }
+    if apart := differences(then, now):
+        raise CheckpointError(
+            f"{folder} was built from something else than this run says (then and now): {'; '.join(in_words(apart))}. Use "
+            f"another out=, or delete {recipe.out}"
+        )
+    if gone:
+        return (
+            f"{folder} was built from files that are gone, so they could not be compared: {', '.join(gone)}"
+        )
+    return None
+
+
+def starting_point(recipe: Recipe, records: Mapping[str, Records], accelerator: Accelerator) -> str:
+    """Path or hub id that the first stage loads; builds the backbone of a ``model.scratch`` recipe if needed.
+
+    Args:
+        recipe: of the run.
+        records: opened, by `RecordsConfig.key`; those of `tokenizer_sources` where a backbone is built.
+        accelerator: of the run.
+
+    Raises:
+        CheckpointError: see `check_backbone`.
+        LaunchError: the back end cannot build a backbone.
+    """
+    plan = blueprint(recipe, records)
+    if plan is None:
+        if recipe.init is not None:
+            return str(checkpoint_folder(Path(recipe.init)))
         assert recipe.model.path is not None
         return recipe.model.path
     folder = Path(recipe.out) / "backbone"
+    if warning := check_backbone(recipe, records):
+        accelerator.print(f"warning: {warning}")
+    accelerator.wait_for_everyone()  # before the main process begins to write it
     if not folder.is_dir():
-        accelerator.wait_for_everyone()
-        _build(recipe, recipe.model.scratch, folder, accelerator)
+        _build(plan, folder, accelerator)
     accelerator.wait_for_everyone()
     return str(folder)
 
 
-def _build(recipe: Recipe, config: ScratchConfig, folder: Path, accelerator: Accelerator) -> None:
+def processor_of(recipe: Recipe, records: Mapping[str, Records]) -> Any:
+    """The processor that training will have, ``<emb>`` included, without any weights.
+
+    Of a ``model.scratch`` whose backbone is not built yet, the tokenizer is learned as it will be.
+
+    Args:
+        recipe: of the run.
+        records: as of `starting_point`.
+
+    Raises:
+        BackboneError: there is no model.
+        OSError: it has no processor.
+    """
+    model, plan = recipe.model, blueprint(recipe, records)
+    pixels = {"min_pixels": model.min_pixels, "max_pixels": model.max_pixels}
+    folder = Path(recipe.out) / "backbone"
+    if plan is not None and not folder.is_dir():
+        tokenizer = scratch.train_tokenizer(plan.texts(), plan.scratch.vocab_size)
+        processor = scratch.make_processor(tokenizer, **pixels, vision=plan.scratch.vision)
+    else:
+        start = recipe.init and str(checkpoint_folder(Path(recipe.init)))
+        path = start or (model.path if plan is None else folder)
+        assert path is not None
+        revision = model.revision if path == model.path else None
+        processor = load_processor(path, read_config(path, revision), revision=revision, **pixels)
+    name_emb_token(processor.tokenizer)
+    return processor
+
+
+def _build(plan: Blueprint, folder: Path, accelerator: Accelerator) -> None:
+    config = plan.scratch
     if back_end(accelerator).name == "ZeRO-3":
         # transformers would share it out while it is made, which takes all processes.
         raise LaunchError(
@@ -48,23 +192,22 @@ def _build(recipe: Recipe, config: ScratchConfig, folder: Path, accelerator: Acc
     temporary = folder.with_name("tmp_backbone")
     if accelerator.is_main_process:
         shutil.rmtree(temporary, ignore_errors=True)
-        sources = [source for stage in (recipe.cold_start, recipe.joint) for source in stage.sources]
         scratch.build(
             temporary,
-            read_texts(sources, recipe.data.on_bad),
-            seed=recipe.train.seed,
+            plan.texts(),
+            seed=plan.seed,
             vocab_size=config.vocab_size,
             text=config.text,
             vision=config.vision,
-            min_pixels=recipe.model.min_pixels,
-            max_pixels=recipe.model.max_pixels,
+            min_pixels=plan.min_pixels,
+            max_pixels=plan.max_pixels,
         )
     accelerator.wait_for_everyone()
     if config.naming is not None:
         model = cast(HubModel, AutoModelForImageTextToText.from_pretrained(temporary))
         vision.speed_up(model)
         processor = AutoProcessor.from_pretrained(temporary)
-        pictures, labels, names = eyes.naming_pictures(config.naming, int(recipe.model.max_pixels**0.5))
+        pictures, labels, names = eyes.naming_pictures(config.naming, int(plan.max_pixels**0.5))
         accuracy = eyes.teach(
             model,
             accelerator,
@@ -75,10 +218,10 @@ def _build(recipe: Recipe, config: ScratchConfig, folder: Path, accelerator: Acc
             steps=config.naming_steps,
             batch_size=config.naming_batch_size,
             lr=config.naming_lr,
-            seed=recipe.train.seed,
+            seed=plan.seed,
             style=config.naming_style,
             say_from=config.naming_say_from,
-            muon_kernels=recipe.optim.muon_kernels,
+            muon_kernels=plan.muon_kernels,
         )
         if accelerator.is_main_process:
             model.cpu().save_pretrained(temporary)
@@ -86,4 +229,5 @@ def _build(recipe: Recipe, config: ScratchConfig, folder: Path, accelerator: Acc
             (temporary / "eyes.json").write_text(json.dumps(found))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
+        write_json(temporary / IDENTITY, run_identity(**plan.identity()))
         temporary.rename(folder)

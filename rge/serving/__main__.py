@@ -12,7 +12,8 @@ from rge.serving.options import ServeOptions
 def main(words: list[str]) -> int:
     """Serve until a signal ends it."""
     options = parse_options(ServeOptions, words, "rge serve")
-    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
+    needed = ("fastapi", "uvicorn", "prometheus_client", "asgi_correlation_id")
+    missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise UserError(f"rge serve needs {', '.join(missing)}: pip install -e '.[serve]'")
     with bound(options) as listener:

@@ -2,9 +2,12 @@
 
 import asyncio
 import base64
-from collections.abc import Sequence
+import time
+import uuid
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,26 +18,19 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 import rge
+from rge.common.errors import UserError
+from rge.common.schema import check_auto
 from rge.embedder import Embedder
 from rge.serving.batches import Batches, Found, Mode, QueueFull, Stopped
 from rge.serving.errors import Refusal, answer_of
-from rge.serving.guard import Guard, Held
-from rge.serving.inputs import (
-    Asked,
-    BadInput,
-    EmbeddingsAsked,
-    Preparer,
-    Raw,
-    SearchAsked,
-    Side,
-    fetched,
-    raw_inputs,
-)
+from rge.serving.guard import Guard, Held, guarded
+from rge.serving.inputs import BadInput, Raw, check_limits, fetch_pictures, make_prompt
 from rge.serving.metrics import Metrics
 from rge.serving.options import ServeOptions
+from rge.serving.protocols import Asked, CohereAsked, EmbeddingsAsked, RerankAsked, SearchAsked, Side, in_type
 
 if TYPE_CHECKING:
-    from rge.index.store import Index
+    from rge.index.store import Hit, Index
 
 THREADS = 4
 """Pictures decoded at once."""
@@ -47,6 +43,18 @@ class _Answered:
     found: list[Found]
     num_prompt_tokens: int
     warnings: list[str]
+
+    @property
+    def embeddings(self) -> np.ndarray:
+        return np.stack([one.embedding_D for one in self.found])
+
+    @property
+    def usage(self) -> dict[str, int]:
+        written = sum(one.num_tokens for one in self.found)
+        return {
+            "prompt_tokens": self.num_prompt_tokens, "completion_tokens": written,
+            "total_tokens": self.num_prompt_tokens + written,
+        }  # fmt: skip
 
 
 class Service:
@@ -72,7 +80,6 @@ class Service:
     ):
         self.embedder, self.options, self.index = embedder, options, index
         self.name = options.name or options.checkpoint
-        self.prompts = Preparer(embedder, options)
         self.held = Held(options.max_waiting_mb << 20)
         self.batches = Batches(
             self._embed,
@@ -81,23 +88,30 @@ class Service:
             max_queue=options.max_queue,
             on_batch=self._count,
         )
-        self.metrics = Metrics(lambda: self.batches.num_waiting, lambda: self.held.now)
+        self.num_preparing = 0
+        self.metrics = Metrics(
+            waiting=lambda: self.batches.num_waiting,
+            preparing=lambda: self.num_preparing,
+            held=lambda: self.held.now,
+        )
+        self._began = int(time.time())
         self._threads = ThreadPoolExecutor(THREADS, "rge-prepare")
         routes = self._routes()
         paths = [str(getattr(route, "path", "")) for route in routes.routes]
-        self.app = Guard(routes, options, key=key, paths=paths, held=self.held, metrics=self.metrics)
+        self._guard = Guard(routes, options, key=key, paths=paths, held=self.held, metrics=self.metrics)
+        self.app = guarded(self._guard, options, key)
 
     def start(self) -> None:
         """Embed something once, so that what cannot work fails here and the first client does not wait; then take requests."""
         raw = Raw("start", "a key")
+        prompt = make_prompt(self.embedder, raw, [], "query", None, self.options.max_picture_mp)
         for mode in ("direct", "reasoning"):
-            prompt = self.prompts.prompt(raw, [], "query", None)
             self.embedder.encode_prompts([prompt], mode=mode)
         self.batches.start()
 
     def drain(self) -> None:
         """Refuse what is new."""
-        self.app.is_draining = True
+        self._guard.is_draining = True
 
     def stop(self) -> None:
         """Give up what still waits."""
@@ -113,41 +127,65 @@ class Service:
         self.metrics.batch_rows.labels(mode).observe(rows)
         self.metrics.batch_seconds.labels(mode).observe(seconds)
 
-    async def _answer(self, asked: Asked, side: Side) -> _Answered:
+    async def _answer(
+        self,
+        asked: Asked,
+        inputs: Sequence[Raw],
+        side: Side,
+        *,
+        may_cut: bool = True,
+        max_tokens: int | None = None,
+    ) -> _Answered:
         """Embed the inputs of a request.
+
+        Args:
+            asked: the request.
+            inputs: of it.
+            side: of the inputs.
+            may_cut: whether a text that is too long is cut, or an error.
+            max_tokens: that the client wants an input cut to; no fewer than the checkpoint's.
 
         Raises:
             Refusal: something about the request, or about the present load.
         """
+        options, longest = self.options, self.embedder.builder.max_tokens
         if asked.model is not None and asked.model != self.name:
             raise Refusal(404, f"there is no model {asked.model!r} here, only {self.name!r}", "model_not_found", param="model")  # fmt: skip
-        if side == "document" and asked.instruction is not None:
-            raise Refusal(400, "a document has no instruction", "invalid_value", param="instruction")
+        if max_tokens is not None and max_tokens < longest:
+            raise Refusal(
+                400, f"inputs are cut to {longest} tokens and no fewer, got {max_tokens}", "invalid_value"
+            )
+        mode: Mode = asked.mode or (self.embedder.query_mode if side == "query" else "direct")
+        if mode == "auto":
+            try:
+                check_auto(self.embedder.settings)
+            except UserError as wrong:
+                raise Refusal(400, str(wrong), "invalid_value", param="mode") from None
         notes: list[str] = []
         instruction = None
-        if side == "query":
-            instruction, note = self.embedder.instruction_for(asked.instruction)
-            notes += [note] if note else []
-        mode: Mode = asked.mode or (self.embedder.query_mode if side == "query" else "direct")
         pixels = 0
         try:
-            raws = raw_inputs(asked, self.options)
-            with self.batches.reserve(len(raws)) as place:
-                pictures = await fetched(raws, self.options)
-                loop = asyncio.get_running_loop()
+            check_limits(inputs, asked.instruction, options)
+            if side == "query":
+                instruction, note = self.embedder.instruction_for(asked.instruction)
+                notes += [note] if note else []
+            with self.batches.reserve(len(inputs)) as place:
                 prompts = []
-                for raw, shown in zip(raws, pictures, strict=True):
-                    prompt = await loop.run_in_executor(
-                        self._threads, self.prompts.prompt, raw, shown, side, instruction
-                    )
+                for raw in inputs:
+                    prompt = await self._prepare(raw, side, instruction)
                     size = 0 if prompt.pixels is None else prompt.pixels.nbytes
                     self.held.take(size)
                     pixels += size
                     prompts.append(prompt)
+                    if prompt.num_cut_tokens and not may_cut:
+                        raise BadInput(
+                            f"{raw.param} has {prompt.num_cut_tokens} tokens more than fit ({longest})",
+                            raw.param,
+                        )
                     if prompt.num_cut_tokens:
                         notes.append(
                             f"{raw.param}: the last {prompt.num_cut_tokens} tokens of the text were cut to fit the "
-                            f"checkpoint's prompts ({self.embedder.builder.max_tokens} tokens)"
+                            f"checkpoint's prompts ({longest} tokens)"
                         )
                 found = await self.batches.answers(place, prompts, mode)
         except BadInput as bad:
@@ -158,54 +196,131 @@ class Service:
             raise Refusal(503, "the server is shutting down", "shutting_down", retry_after_s=5) from None
         finally:
             self.held.now -= pixels
-        if mode == "reasoning":
+        if mode != "direct":
             for one in found:
                 self.metrics.tokens.observe(one.num_tokens)
                 self.metrics.forced.inc(one.stop_reason == "forced")
         return _Answered(found, sum(map(len, prompts)), notes)
 
-    def _usage(self, answered: _Answered) -> dict[str, int]:
-        written = sum(one.num_tokens for one in answered.found)
-        prompt = answered.num_prompt_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+    async def _prepare(self, raw: Raw, side: Side, instruction: str | None) -> Any:
+        """The prompt of one input. A request that is cancelled ends between two of its inputs."""
+        pictures = await fetch_pictures(raw, self.options)
+        self.num_preparing += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                self._threads,
+                make_prompt,
+                self.embedder,
+                raw,
+                pictures,
+                side,
+                instruction,
+                self.options.max_picture_mp,
+            )
+        finally:
+            self.num_preparing -= 1
+
+    def _check_dimensions(self, dimensions: int | None, param: str) -> None:
+        sizes = self.embedder.sizes
+        if dimensions is not None and dimensions not in sizes:
+            raise Refusal(
+                400, f"{param} must be one of {', '.join(map(str, sizes))}, got {dimensions}", "invalid_value", param=param
+            )  # fmt: skip
 
     # ---------------------------------------------------------------------------------------------------------- routes
 
     async def _embeddings(self, body: EmbeddingsAsked) -> JSONResponse:
-        sizes = self.embedder.sizes
-        if body.dimensions is not None and body.dimensions not in sizes:
-            raise Refusal(
-                400, f"dimensions must be one of {', '.join(map(str, sizes))}, got {body.dimensions}", "invalid_value",
-                param="dimensions",
-            )  # fmt: skip
-        answered = await self._answer(body, body.side)
-        vectors = self.embedder.cut(np.stack([one.embedding_D for one in answered.found]), body.dimensions)
+        self._check_dimensions(body.dimensions, "dimensions")
+        if body.side == "document" and body.instruction is not None:
+            raise Refusal(400, "a document has no instruction", "invalid_value", param="instruction")
+        answered = await self._answer(body, body.inputs(), body.side)
+        vectors = in_type(self.embedder.cut(answered.embeddings, body.dimensions), body.encoding_format)
         data = []
         for row, (one, vector) in enumerate(zip(answered.found, vectors, strict=True)):
-            shown = {"object": "embedding", "index": row, "embedding": _written(vector, body.encoding_format)}
+            shown = {"object": "embedding", "index": row, "embedding": vector}
             if body.return_rationale:
                 shown |= {"rationale": one.rationale, "stop_reason": one.stop_reason}
             data.append(shown)
         return _json(
-            {"object": "list", "data": data, "model": self.name, "usage": self._usage(answered)},
-            answered.warnings,
+            {"object": "list", "data": data, "model": self.name, "usage": answered.usage}, answered.warnings
         )
 
+    async def _cohere(self, body: CohereAsked) -> JSONResponse:
+        self._check_dimensions(body.output_dimension, "output_dimension")
+        if body.side == "document" and body.instruction is not None:
+            raise Refusal(
+                400, "only input_type=search_query has an instruction", "invalid_value", param="instruction"
+            )
+        answered = await self._answer(
+            body, body.inputs(), body.side, may_cut=body.truncate == "END", max_tokens=body.max_tokens
+        )
+        vectors = self.embedder.cut(answered.embeddings, body.output_dimension)
+        try:
+            embeddings = {kind: in_type(vectors, kind) for kind in body.embedding_types}
+        except ValueError as error:
+            raise Refusal(400, str(error), "invalid_value", param="embedding_types") from None
+        meta: dict[str, Any] = {
+            "api_version": {"version": "2"},
+            "billed_units": {"input_tokens": answered.num_prompt_tokens},
+        }
+        if answered.warnings:
+            meta["warnings"] = answered.warnings
+        shown = {"id": _id(), "embeddings": embeddings, "meta": meta, "response_type": "embeddings_by_type"}
+        if body.texts is not None:
+            shown["texts"] = body.texts
+        if body.return_rationale:
+            shown["rationales"] = [one.rationale for one in answered.found]
+        return JSONResponse(shown)
+
+    async def _rerank(self, body: RerankAsked) -> JSONResponse:
+        """By the cosine of the query, after its rationale, with each document."""
+        options: dict[str, Any] = {"may_cut": body.truncate, "max_tokens": body.max_tokens_per_doc}
+        query = await self._answer(body, [body.asked()], "query", **options)
+        plain = Asked(model=body.model)  # documents are embedded as in training
+        documents = await self._answer(plain, body.inputs(), "document", **options)
+        ranked = body.ranked(documents.embeddings @ query.embeddings[0])
+        if body.texts is not None:
+            return JSONResponse(ranked)
+        usage = {key: query.usage[key] + documents.usage[key] for key in query.usage}
+        shown = {
+            "id": _id(), "object": "list", "model": self.name, "results": ranked, "usage": usage,
+            "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
+        }  # fmt: skip
+        return _json(shown, query.warnings + documents.warnings)
+
     async def _search(self, body: SearchAsked) -> JSONResponse:
-        if isinstance(body.input, list):
-            raise Refusal(400, "a search has one query: input is a text", "invalid_value", param="input")
-        answered = await self._answer(body, "query")
+        inputs = body.inputs()
+        if len(inputs) != 1 or isinstance(body.input, list):
+            raise Refusal(
+                400, "a search has one query: a text, or one message", "invalid_value", param="input"
+            )
+        answered = await self._answer(body, inputs, "query")
         index = self.index
         assert index is not None
         [one] = answered.found
         query_1D = self.embedder.cut(one.embedding_D[None], index.about["dimensions"])
-        loop = asyncio.get_running_loop()
-        [hits] = await loop.run_in_executor(self._threads, lambda: index.search(query_1D, body.k))
-        # Where a picture lies on this machine is nobody's business; its name in the folder that was indexed is `id`.
+        words = [inputs[0].text or ""] if body.hybrid else None
+
+        def find() -> "list[Hit]":
+            return index.search(query_1D, body.k, where=body.where, words=words, thumbnails=body.thumbnails)[
+                0
+            ]
+
+        try:
+            hits = await asyncio.get_running_loop().run_in_executor(self._threads, find)
+        except UserError as error:
+            if body.where is None:
+                raise
+            raise Refusal(
+                400, str(error).replace(index.uri, "the index"), "invalid_value", param="where"
+            ) from None
+        # Paths of this machine are not shown; a picture's name in the folder that was indexed is `id`.
         data = [
             {
                 "object": "hit", "index": rank, "id": hit.id, "score": hit.score, "text": hit.text, "metadata": hit.metadata,
                 "url": hit.image if (hit.image or "").startswith(("http://", "https://")) else None, "gone": hit.gone,
+                "source": Path(hit.source).name,
+                **({"thumbnail": _data_url(hit.thumbnail)} if body.thumbnails else {}),
             }
             for rank, hit in enumerate(hits)
         ]  # fmt: skip
@@ -213,7 +328,7 @@ class Service:
             "object": "list",
             "data": data,
             "model": self.name,
-            "usage": self._usage(answered),
+            "usage": answered.usage,
         }
         if body.return_rationale:
             shown |= {"rationale": one.rationale, "stop_reason": one.stop_reason}
@@ -232,10 +347,18 @@ class Service:
         }
         return JSONResponse(about, 200 if self.batches.is_alive else 503)
 
+    def _model(self) -> dict[str, Any]:
+        return {"id": self.name, "object": "model", "created": self._began, "owned_by": "rge"}
+
     async def _models(self) -> JSONResponse:
-        return JSONResponse(
-            {"object": "list", "data": [{"id": self.name, "object": "model", "owned_by": "rge"}]}
-        )
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def _one_model(self, name: str) -> JSONResponse:
+        if name != self.name:
+            raise Refusal(
+                404, f"there is no model {name!r} here, only {self.name!r}", "model_not_found", param="model"
+            )
+        return JSONResponse(self._model())
 
     async def _metrics(self) -> Response:
         return Response(self.metrics.text(), media_type=CONTENT_TYPE_LATEST)
@@ -243,14 +366,22 @@ class Service:
     def _routes(self) -> FastAPI:
         # Its pages load scripts from elsewhere; the description alone is at /openapi.json.
         app = FastAPI(title="rge serve", version=rge.__version__, docs_url=None, redoc_url=None)
-        app.add_api_route(
-            "/v1/embeddings", self._embeddings, methods=["POST"], summary="Embed texts and pictures"
-        )
+        asked: list[tuple[str, Callable[..., Any], str]] = [
+            ("/v1/embeddings", self._embeddings, "Embed texts and pictures, as OpenAI and vLLM"),
+            ("/v2/embed", self._cohere, "Embed texts and pictures, as Cohere"),
+            *((path, self._rerank, "Rank documents") for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
+        ]
         if self.index is not None:
-            app.add_api_route("/v1/search", self._search, methods=["POST"], summary="Search the index")
-        app.add_api_route("/v1/models", self._models, methods=["GET"], summary="The model's name")
-        app.add_api_route("/health", self._health, methods=["GET"], summary="Whether the model works")
-        app.add_api_route("/metrics", self._metrics, methods=["GET"], summary="Figures for Prometheus")
+            asked.append(("/v1/search", self._search, "Search the index"))
+        for path, route, summary in asked:
+            app.add_api_route(path, route, methods=["POST"], summary=summary)
+        for path, route, summary in (
+            ("/v1/models", self._models, "The model's name"),
+            ("/v1/models/{name:path}", self._one_model, "The model, by its name"),
+            ("/health", self._health, "Whether the model works"),
+            ("/metrics", self._metrics, "Figures for Prometheus"),
+        ):
+            app.add_api_route(path, route, methods=["GET"], summary=summary)
         app.add_exception_handler(Refusal, _refused)
         app.add_exception_handler(RequestValidationError, _invalid)
         app.add_exception_handler(HTTPException, _http)
@@ -258,10 +389,12 @@ class Service:
         return app
 
 
-def _written(vector_D: np.ndarray, form: str) -> Any:
-    if form == "base64":
-        return base64.b64encode(np.ascontiguousarray(vector_D, dtype="<f4").tobytes()).decode()
-    return vector_D.tolist()
+def _data_url(picture: bytes | None) -> str | None:
+    return None if picture is None else f"data:image/webp;base64,{base64.b64encode(picture).decode()}"
+
+
+def _id() -> str:
+    return uuid.uuid4().hex
 
 
 def _json(content: dict[str, Any], notes: Sequence[str]) -> JSONResponse:

@@ -2,7 +2,7 @@
 
 An input waits in a bounded queue until the model is free. Then the longest-waiting one goes, together with those waiting
 of its mode that are closest to it in length. While a batch runs the next one gathers; a batch that is not full waits a few
-milliseconds for others.
+milliseconds for others, but only where others ask: a lone client does not wait.
 """
 
 import asyncio
@@ -12,16 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
-from rge.common.schema import Encoded
+from rge.common.schema import Encoded, Mode
 from rge.model.prompts import Prompt
 
 _log = logging.getLogger(__name__)
-
-Mode = Literal["reasoning", "direct"]
 
 
 class QueueFull(Exception):
@@ -62,6 +59,7 @@ class _Waiting:
     prompt: Prompt
     mode: Mode
     since: float
+    request: int
     answer: "Future[Found]" = field(default_factory=Future)
 
 
@@ -91,6 +89,8 @@ class Batches:
         self._waiting: list[_Waiting] = []
         self._num_reserved = 0
         self._rows_per_s = 0.0
+        self._num_requests = 0
+        self._has_company = False  # whether more than one request was there at the last batch
         self._stopping = False
         self.is_busy = False
         """Whether a batch runs."""
@@ -102,7 +102,7 @@ class Batches:
 
     @property
     def is_alive(self) -> bool:
-        """Whether there is somebody to work the queue off."""
+        """Whether the thread that works on the queue runs."""
         return self._thread.is_alive()
 
     @property
@@ -138,8 +138,9 @@ class Batches:
             Exception: whatever the model raised for one of these inputs alone.
         """
         now = time.monotonic()
-        rows = [_Waiting(prompt, mode, now) for prompt in prompts]
         with self._changed:
+            self._num_requests += 1
+            rows = [_Waiting(prompt, mode, now, self._num_requests) for prompt in prompts]
             place.release()
             if self._stopping:
                 raise Stopped
@@ -177,8 +178,8 @@ class Batches:
                     self._changed.wait()
                 if self._stopping:
                     return
-                # Who was just answered may ask again at once, and would miss the batch of who came meanwhile.
-                until = max(self._waiting[0].since, ended) + self.wait_s
+                # A client that was just answered may ask again at once, and would miss the batch of those that came meanwhile.
+                until = max(self._waiting[0].since, ended) + self.wait_s * self._expects_more()
                 while len(self._waiting) < self.batch_size and not self._stopping:
                     left = until - time.monotonic()
                     if left <= 0 or not self._changed.wait(left):
@@ -187,8 +188,14 @@ class Batches:
                 self.is_busy = True
             if batch:
                 self._work(batch)
+                with self._changed:
+                    requests = {row.request for row in (*batch, *self._waiting)}
+                    self._has_company = len(requests) > 1
             ended = time.monotonic()
             self.is_busy = False
+
+    def _expects_more(self) -> bool:
+        return self._has_company or self._num_reserved > 0
 
     def _next(self) -> list[_Waiting]:
         """The oldest input and those nearest to it in length, of those whose askers still wait."""

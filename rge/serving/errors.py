@@ -10,7 +10,7 @@ class Refusal(Exception):
 
     Args:
         status: of HTTP.
-        message: what is wrong, and the mend.
+        message: what is wrong, and the fix.
         code: for programs.
         param: key of the request that is meant.
         retry_after_s: when it may be tried again.

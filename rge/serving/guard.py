@@ -1,34 +1,69 @@
-"""What stands before every route: key, body, memory, time, and clients that go away."""
+"""What stands before every route: hosts, key, body, memory, time, and clients that go away."""
 
 import asyncio
-import hashlib
 import hmac
+import ipaddress
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from urllib.parse import urlsplit
+
+from asgi_correlation_id import CorrelationIdMiddleware
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rge.serving.errors import Refusal, answer_of
 from rge.serving.metrics import Metrics
 from rge.serving.options import ServeOptions
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
+OPEN = frozenset(("/health", "/metrics", "/openapi.json"))
+"""Paths that need no key."""
 LINGER_BYTES, LINGER_S = 256 << 20, 5.0
-"""What is still read of a body that is refused: a client that is cut off while it sends never reads why."""
+"""How much is still read of a body that is refused: a client that is cut off while it sends never reads why."""
+
+
+def guarded(guard: "Guard", options: ServeOptions, key: str | None) -> ASGIApp:
+    """The guarded application behind what other libraries check, the outermost last."""
+    app: ASGIApp = guard
+    if options.cors_origins:
+        app = CORSMiddleware(
+            app, allow_origins=options.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"],
+            expose_headers=["X-Request-ID"],
+        )  # fmt: skip
+    hosts = list(options.allowed_hosts)
+    if not hosts:
+        # A page whose name is made to point at this machine (DNS rebinding) has no key.
+        hosts = ["*"] if key is not None else ["localhost", options.host]
+    return CorrelationIdMiddleware(TrustedHosts(app, hosts), validator=is_request_id)
+
+
+def is_request_id(text: str) -> bool:
+    """Whether a client's X-Request-ID may be written into a log."""
+    return len(text) <= 128 and text.isascii() and text.replace("-", "").replace("_", "").isalnum()
+
+
+class TrustedHosts(TrustedHostMiddleware):
+    """Also trusts addresses: a browser sends the name in the page's own address, which is no address in DNS rebinding."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        try:
+            ipaddress.ip_address(urlsplit(f"//{Headers(scope=scope).get('host', '')}").hostname or "")
+        except ValueError:
+            await super().__call__(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
 
 
 class Held:
-    """Bytes held for requests under way, of which there are so many at most."""
+    """Bytes held for requests under way, up to a limit."""
 
     def __init__(self, most: int):
         self.most, self.now = most, 0
 
     def take(self, count: int) -> None:
-        """Hold more; who takes gives back by lowering `now`.
+        """Hold more; whoever takes gives back by lowering `now`.
 
         Raises:
             Refusal: that would be too many.
@@ -36,7 +71,7 @@ class Held:
         if self.now + count > self.most:
             raise Refusal(
                 503,
-                "the server holds as much for other requests as it may; try again",
+                "the server is at its memory limit (max_waiting_mb); try again",
                 "overloaded",
                 retry_after_s=2,
             )
@@ -44,12 +79,12 @@ class Held:
 
 
 class Guard:
-    """An ASGI application around another one, which gets whole bodies and is cancelled where nobody waits any longer.
+    """An ASGI application around another one, which gets whole bodies and is cancelled when its client has gone.
 
     Args:
         app: what answers.
         options: with the limits.
-        key: that requests below /v1 must carry; None: none.
+        key: that requests must carry, except for `OPEN`; None: none.
         paths: those that are counted by name.
         held: bytes held for requests.
         metrics: count requests.
@@ -60,7 +95,7 @@ class Guard:
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         options: ServeOptions,
         *,
         key: str | None,
@@ -69,7 +104,7 @@ class Guard:
         metrics: Metrics,
     ):
         self._app, self._options, self._paths = app, options, frozenset(paths)
-        self._key = None if key is None else _digest(key.encode())
+        self._key = None if key is None else key.encode()
         self._held, self._metrics = held, metrics
         self.is_draining = False
 
@@ -85,133 +120,118 @@ class Guard:
                 code = message["status"]
             await send(message)
 
+        body = _Body(receive)
         try:
-            refusal = await self._pass(scope, receive, watched, lambda: code > 0)
-            if refusal is not None:
-                await answer_of(refusal, close=self.is_draining)(scope, receive, watched)
+            async with asyncio.timeout(self._options.timeout_s):
+                try:
+                    await self._admit(scope, Headers(scope=scope), body)
+                    await self._run(scope, body, receive, watched)
+                finally:
+                    self._held.now -= len(body.data)
+        except _Gone:
+            pass
+        except Refusal as refusal:
+            await answer_of(refusal, close=self.is_draining)(scope, receive, watched)
+        except TimeoutError:
+            if code:
+                raise
+            shown = f"timeout_s={self._options.timeout_s:g}"
+            late = Refusal(408, f"the body did not arrive within {shown}", "timeout")
+            if body.is_over:
+                late = Refusal(504, f"no answer within {shown}", "timeout", retry_after_s=1)
+            await answer_of(late)(scope, receive, watched)
         finally:
             path = scope["path"] if scope["path"] in self._paths else "other"
             self._metrics.requests.labels(path, str(code or 499)).inc()
             self._metrics.seconds.labels(path).observe(time.monotonic() - began)
 
-    async def _pass(
-        self, scope: Scope, receive: Receive, send: Send, has_begun: Callable[[], bool]
-    ) -> Refusal | None:
-        """Let a request through; what is to be answered instead, if anything."""
-        headers = {name.lower(): value for name, value in scope["headers"]}
-        body, parts = bytearray(), _Parts(receive)
+    async def _admit(self, scope: Scope, headers: Mapping[str, str], body: "_Body") -> None:
+        """Read the body.
+
+        Raises:
+            Refusal: it is too large, or the request may not be made at all.
+        """
+        most = self._options.max_body_mb << 20
+        too_large = Refusal(413, f"the body is larger than {most >> 20} MB (max_body_mb)", "body_too_large")
+        said = headers.get("content-length", "")
         try:
-            async with asyncio.timeout(self._options.timeout_s):
-                try:
-                    self._admit(scope, headers)
-                    async for part in parts:
-                        if len(body) + len(part) > self._options.max_body_mb << 20:
-                            raise self._too_large()
-                        self._held.take(len(part))
-                        body += part
-                except Refusal as refusal:
-                    if (
-                        headers.get(b"expect", b"").lower() != b"100-continue"
-                    ):  # else nothing is sent before we ask
-                        await _linger(parts)
-                    return refusal
-                await self._run(scope, bytes(body), receive, send)
-        except _Gone:
-            pass
-        except TimeoutError:
-            if has_begun():
-                raise
-            shown = f"timeout_s={self._options.timeout_s:g}"
-            if parts.is_over:
-                return Refusal(504, f"no answer within {shown}", "timeout", retry_after_s=1)
-            return Refusal(408, f"the body did not arrive within {shown}", "timeout")
-        finally:
-            self._held.now -= len(body)
-        return None
+            if self.is_draining:
+                raise Refusal(503, "the server is shutting down", "shutting_down", retry_after_s=5)
+            if self._key is not None and scope["path"] not in OPEN:
+                kind, _, given = headers.get("authorization", "").partition(" ")
+                if kind.lower() != "bearer" or not hmac.compare_digest(
+                    given.strip().encode("latin-1"), self._key
+                ):
+                    raise Refusal(
+                        401, "no key, or a wrong one: send Authorization: Bearer KEY", "invalid_api_key"
+                    )
+            if said.isdigit() and int(said) > most:
+                raise too_large
+            while not body.is_over:
+                part = await body.part()
+                if len(body.data) + len(part) > most:
+                    raise too_large
+                self._held.take(len(part))
+                body.data += part
+        except Refusal:
+            if headers.get("expect", "").lower() != "100-continue":  # else nothing is sent before we ask
+                await _discard(body)
+            raise
 
-    def _admit(self, scope: Scope, headers: MutableMapping[bytes, bytes]) -> None:
-        if self.is_draining:
-            raise Refusal(503, "the server is shutting down", "shutting_down", retry_after_s=5)
-        if self._key is not None and scope["path"].startswith("/v1"):
-            kind, _, given = headers.get(b"authorization", b"").partition(b" ")
-            # Of equal length and compared to the end, so that the time taken says nothing of the key.
-            if not hmac.compare_digest(_digest(given.strip()), self._key) or kind.lower() != b"bearer":
-                raise Refusal(
-                    401, "no key, or a wrong one: send Authorization: Bearer KEY", "invalid_api_key"
-                )
-        said = headers.get(b"content-length", b"")
-        if said.isdigit() and int(said) > self._options.max_body_mb << 20:
-            raise self._too_large()
-
-    def _too_large(self) -> Refusal:
-        return Refusal(
-            413, f"the body is larger than {self._options.max_body_mb} MB (max_body_mb)", "body_too_large"
-        )
-
-    async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+    async def _run(self, scope: Scope, body: "_Body", receive: Receive, send: Send) -> None:
         is_read = False
 
         async def whole() -> Message:
             nonlocal is_read
-            if is_read:  # whoever asks again wants to know when the client goes
+            if is_read:  # a second call waits for the client to go
                 await asyncio.Future()
             is_read = True
-            return {"type": "http.request", "body": body, "more_body": False}
+            return {"type": "http.request", "body": bytes(body.data), "more_body": False}
 
-        work = asyncio.ensure_future(self._app(scope, whole, send))
-        gone = asyncio.ensure_future(_gone(receive))
+        async def gone() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        tasks = asyncio.ensure_future(self._app(scope, whole, send)), asyncio.ensure_future(gone())
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
-            else:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not tasks[0].done():
                 raise _Gone
+            tasks[0].result()
         finally:
-            gone.cancel()
-            work.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Gone(Exception):
     """The client went away."""
 
 
-class _Parts:
-    """The parts of a body, as they come.
+class _Body:
+    """A body as it comes.
 
     Attributes:
-        is_over: whether the last one is there.
+        data: what was kept of it.
+        is_over: whether all of it has come.
     """
 
     def __init__(self, receive: Receive):
-        self._receive, self.is_over = receive, False
+        self._receive, self.data, self.is_over = receive, bytearray(), False
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        while not self.is_over:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise _Gone
-            self.is_over = not message.get("more_body")
-            yield message.get("body", b"")
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    async def part(self) -> bytes:
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            raise _Gone
+        self.is_over = not message.get("more_body")
+        return message.get("body", b"")
 
 
-async def _linger(parts: _Parts) -> None:
-    """Read on for a while, and throw it away."""
+async def _discard(body: _Body) -> None:
     left = LINGER_BYTES
     try:
         async with asyncio.timeout(LINGER_S):
-            async for part in parts:
-                left -= len(part)
-                if left < 0:
-                    return
+            while not body.is_over and left > 0:
+                left -= len(await body.part())
     except TimeoutError:
         pass
-
-
-def _digest(text: bytes) -> bytes:
-    return hashlib.sha256(text).digest()

@@ -13,11 +13,14 @@ class Metrics:
     """The figures of one server.
 
     Args:
-        waiting: tells how many inputs wait.
-        held: tells how many bytes are held for requests.
+        waiting: number of inputs that wait for the model.
+        preparing: number of inputs that are being decoded and tokenised.
+        held: bytes held for requests.
     """
 
-    def __init__(self, waiting: Callable[[], float], held: Callable[[], float]):
+    def __init__(
+        self, *, waiting: Callable[[], float], preparing: Callable[[], float], held: Callable[[], float]
+    ):
         self.registry = CollectorRegistry()
         all_ = self.registry
         self.requests = Counter("rge_requests", "Requests by path and status; 499: the client went away", ["path", "code"], registry=all_)  # fmt: skip
@@ -31,6 +34,7 @@ class Metrics:
         )
         self.forced = Counter("rge_rationales_forced", "Rationales that reached the cap", registry=all_)
         Gauge("rge_waiting_inputs", "Inputs that wait for the model", registry=all_).set_function(waiting)
+        Gauge("rge_preparing_inputs", "Inputs that are decoded and tokenised, or wait for it", registry=all_).set_function(preparing)  # fmt: skip
         Gauge("rge_held_bytes", "Bodies and pictures of requests under way", registry=all_).set_function(held)
 
     def text(self) -> bytes:

@@ -9,9 +9,9 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import uvicorn
@@ -19,6 +19,7 @@ import uvicorn
 from rge.calls.keys import read_key
 from rge.common.errors import UserError
 from rge.embedder import Embedder
+from rge.explore.local import found_by_commands
 from rge.serving.address import cannot_listen
 from rge.serving.app import Service
 from rge.serving.options import ServeOptions
@@ -49,7 +50,8 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     _more_files()
     service = load(options, key)
-    return asyncio.run(Process(service, options, listener).run())
+    with found_by_commands(service.embedder, service.name):
+        return Server(service, options, listener).run()
 
 
 def load(options: ServeOptions, key: str | None = None) -> Service:
@@ -85,25 +87,23 @@ def _more_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-class _Uvicorn(uvicorn.Server):
-    """Uvicorn that leaves signals alone, and says when it takes requests."""
-
-    def __init__(self, config: uvicorn.Config, on_start: Callable[[], None]):
-        super().__init__(config)
-        self._on_start = on_start
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Not: its own handlers let the signal end the process once all is answered, and only Ctrl-C hurries it."""
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen."""
-        await super().startup(sockets)
-        self._on_start()
+def _log_config() -> dict[str, Any]:
+    """Uvicorn's loggers, on stderr, with the request's id."""
+    line = "%(asctime)s %(levelname)s [%(correlation_id)s] %(message)s"
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "filters": {"id": {"()": "asgi_correlation_id.CorrelationIdFilter", "default_value": "-"}},
+        "formatters": {"line": {"format": line}},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line", "filters": ["id"]}},
+        "loggers": {
+            "uvicorn": {"handlers": ["stderr"], "level": "WARNING", "propagate": False},
+            "uvicorn.access": {"handlers": ["stderr"], "level": "INFO", "propagate": False},
+        },
+    }
 
 
-class Process:
+class Server(uvicorn.Server):
     """Uvicorn in this thread, the model in its own, and what signals do to both.
 
     The first signal refuses what is new, lets what is under way be answered for ``drain_s`` seconds, and gives up the rest
@@ -116,58 +116,62 @@ class Process:
     """
 
     def __init__(self, service: Service, options: ServeOptions, listener: socket.socket):
-        self._service, self._options, self._listener = service, options, listener
         config = uvicorn.Config(
             service.app,
             lifespan="off",
             ws="none",
-            log_level="warning",
-            access_log=False,
+            log_config=_log_config(),
+            access_log=options.access_log,
             server_header=False,
             timeout_keep_alive=75,
-            timeout_graceful_shutdown=int(options.drain_s)
-            + 2,  # the rest is for the answers of what was given up
+            # two seconds more, for the answers of what was given up
+            timeout_graceful_shutdown=int(options.drain_s) + 2,
         )
-        self._uvicorn = _Uvicorn(config, self._announce)
+        super().__init__(config)
+        self._service, self._options, self._listener = service, options, listener
         self._first: int | None = None
         self._gave_up = False
 
-    async def run(self) -> int:
+    def run(self, sockets: list[socket.socket] | None = None) -> int:  # type: ignore[override]
         """Until a signal; the exit code."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._end, number)
         try:
-            await self._uvicorn.serve([self._listener])
+            super().run([self._listener])
         except OSError as error:
             raise cannot_listen(self._options, error) from None
-        gave_up = self._gave_up
         self._service.stop()
         self._service.batches.join(5)
-        code = 1 if gave_up else 130 if self._first == signal.SIGINT else 0
-        if (
-            self._service.batches.is_alive
-        ):  # in the middle of a batch that nobody waits for; it cannot be interrupted
+        code = 1 if self._gave_up else 130 if self._first == signal.SIGINT else 0
+        if self._service.batches.is_alive:  # in the middle of a batch, which cannot be interrupted
             _leave(code)
         return code
 
-    def _announce(self) -> None:
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """In place of uvicorn's handlers, which let the signal end the process once all is answered."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._end, number)
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
         host, port = self._listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         about = f"{self._service.name}, engine {self._options.engine}, {self._service.embedder.model.device}"
         _say(f"rge serve: http://{shown}:{port} ({about})")
         if self._options.key_env is None and not ipaddress.ip_address(host).is_loopback:
-            _say(f"rge serve: whoever reaches {shown}:{port} may use it: key_env= asks for a key, host=127.0.0.1 is this machine alone")  # fmt: skip
+            _say(f"rge serve: anyone who can reach {shown}:{port} can use it; key_env= asks for a key, host=127.0.0.1 listens on this machine only")  # fmt: skip
 
     def _end(self, number: int) -> None:
         if self._first is not None:
             _say("rge serve: ended by a second signal")
             _leave(128 + number)
         self._first = number
-        _say(f"rge serve: {signal.Signals(number).name}: refusing what is new, answering what is under way for up to {self._options.drain_s:g} s")  # fmt: skip
+        _say(f"rge serve: {signal.Signals(number).name}: refusing new requests, answering those under way for up to {self._options.drain_s:g} s")  # fmt: skip
         self._service.drain()
         asyncio.get_running_loop().call_later(self._options.drain_s, self._give_up)
-        self._uvicorn.should_exit = True
+        self.should_exit = True
 
     def _give_up(self) -> None:
         left = self._service.batches.num_waiting

@@ -9,9 +9,11 @@ from PIL import Image
 
 from data_prep.__main__ import main
 from data_prep.mmeb import TRAINED, convert
+from data_prep.rationales.leak import bare_text, text_leak
+from data_prep.rationales.prompts import task_of
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
-from rge.common.mmeb_prompts import RGE_QUERY, SETS, canonical, split_instruction
+from rge.common.mmeb_prompts import RGE_CANDIDATE, RGE_QUERY, SETS, canonical, split_instruction
 from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import Item
 from rge.data.sources import RecordFile
@@ -78,6 +80,7 @@ def test_rows_become_records(release, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "ImageNet-1K: read 3" in said
     assert "train on them with data.profile=plain" in said
+    assert json.loads((out / "report.json").read_text())["wording"] == "included"
     first, second = records(out, "ImageNet-1K")
     assert (first["instruction"], first["query"]) == (
         "Represent the given image for classification",
@@ -140,6 +143,46 @@ def test_the_sets_that_are_trained_on():
     assert len(TRAINED) == 20
     assert canonical("ImageNet_1K") == "ImageNet-1K"
     assert canonical("nothing_known") == "nothing_known"
+
+
+TASKS = {
+    "ImageNet-1K": "classification", "N24News": "classification", "HatefulMemes": "classification",
+    "VOC2007": "classification", "SUN397": "classification", "OK-VQA": "vqa", "A-OKVQA": "vqa", "DocVQA": "vqa",
+    "InfographicsVQA": "vqa", "ChartQA": "vqa", "Visual7W": "vqa", "VisDial": "text_to_image",
+    "CIRR": "composed_retrieval", "VisualNews_t2i": "text_to_image", "VisualNews_i2t": "image_to_text",
+    "MSCOCO_t2i": "text_to_image", "MSCOCO_i2t": "image_to_text", "NIGHTS": "image_to_image",
+    "WebQA": "text_to_image", "MSCOCO": "grounding",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("instructions", ["vlm2vec", "rge"])
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_training_set_has_its_task_and_leaks_by_content(release, tmp_path, name, instructions):
+    """In both wordings; a target that only says "Represent the given image" has no text that could be copied."""
+    shows_picture = TASKS[name] in ("text_to_image", "image_to_image", "composed_retrieval", "grounding")
+    wrapper = RGE_CANDIDATE.get(name, ("",))[0]
+    says = "Yes" if name == "HatefulMemes" else "a striped cat"
+    if shows_picture:
+        says = "a striped cat" if name == "WebQA" else ""
+    target = f"{PLACE}{wrapper}{f': {says}' if says else '.'}" if wrapper else says
+    asked = "" if TASKS[name] in ("classification", "image_to_text", "image_to_image") else " What is it?"
+    has_picture = TASKS[name] != "text_to_image"
+    row_ = row(
+        f"{PLACE if has_picture else ''}{RGE_QUERY[name][0]}{asked}",
+        "images/I/0.png" if has_picture else "",
+        target,
+        "images/I/1.png" if shows_picture else "",
+    )
+    (release / name).mkdir(exist_ok=True)
+    pq.write_table(pa.Table.from_pylist([row_]), release / name / "original-00000-of-00001.parquet")
+    convert(release, tmp_path / "out", sets=[name], instructions=instructions)
+    record = RecordFile(tmp_path / "out" / f"{name}.jsonl")[0]
+    [positive] = record.positives
+    assert record.wording == "included"
+    assert task_of(record, positive) == TASKS[name]
+    bare = bare_text(record, positive)
+    assert bare == (says or None)
+    assert text_leak("It must be a striped cat, yes.", bare) == (1 if says else None)
 
 
 def test_a_missing_picture_stops_or_is_counted(release, tmp_path):

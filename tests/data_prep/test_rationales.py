@@ -14,7 +14,7 @@ from data_prep.rationales import checks, prompts
 from data_prep.rationales.gain import GainJudge, gains
 from data_prep.rationales.leak import text_leak
 from data_prep.rationales.main import Settings, write
-from rge.calls.local_server import Answer, LocalServer, chat
+from rge.calls.local_server import Answer, Batches, LocalServer, chat
 from rge.calls.model_config import ModelConfig
 from rge.common.errors import UserError
 from rge.common.schema import Item, Positive, QueryPart, Record
@@ -81,6 +81,7 @@ def record(name: str, query: dict, positive: dict, instruction: str | None = Non
             "grounding",
         ),
         ({"text": "q"}, {"text": "t"}, None, "text_retrieval"),
+        ({"images": ["i"]}, {"image": "i"}, None, "image_to_image"),
     ],
 )
 def test_tasks(query, positive, instruction, task):
@@ -140,8 +141,8 @@ def test_rationales_are_written_and_checked(records, tmp_path, capsys, leak, max
     assert report["leak_above_limit"] == (leak == "keep")
 
 
-def test_a_call_that_is_never_answered_is_passed_over_after_three_runs(records, tmp_path):
-    """The same rule as in the rmir pipeline: others are answered, so one that never is does not stop them for ever."""
+def test_a_call_that_is_never_answered_stays_open(records, tmp_path):
+    """The same rule as in the rmir pipeline."""
 
     async def chokes(path, body):
         said = json.dumps(body["messages"])
@@ -150,15 +151,86 @@ def test_a_call_that_is_never_answered_is_passed_over_after_three_runs(records, 
     out = tmp_path / "out.jsonl"
     with LocalServer(chokes) as server:
         model = ModelConfig(name="m", base_url=server.url, max_retries=0, reasks=0)
-        for _ in range(2):
-            with pytest.raises(
-                UserError, match="1 of 4 calls got no answer.*passed over, where others are answered"
-            ):
+        for _ in range(4):
+            with pytest.raises(UserError, match="1 of 4 calls are unanswered.*on_unanswered=proceed"):
                 write(records, out, model, Settings())
             assert not out.exists()
-        report = write(records, out, model, Settings())
-    assert report["dropped: lost call"] == 1
+        report = write(records, out, model, Settings(on_unanswered="proceed"))
+    assert report["dropped: unanswered"] == 1
     assert report["records"] == 1
+
+
+def test_one_permanent_rejection_does_not_fail_the_second_run(records, tmp_path):
+    async def too_large(path, body):
+        said = json.dumps(body["messages"])
+        return (
+            Answer({"error": {"message": "no"}}, 413) if "<query>good" in said else await answer(path, body)
+        )
+
+    out = tmp_path / "out.jsonl"
+    with LocalServer(too_large) as server:
+        model = ModelConfig(name="m", base_url=server.url, reasks=0)
+        first = write(records, out, model, Settings())
+        asked = server.num_answered
+        assert first["dropped: rejected request"] == 1
+        assert write(records, out, model, Settings())["dropped: rejected request"] == 1
+        assert server.num_answered == asked
+
+
+def test_windows_are_in_flight_together(records, tmp_path, monkeypatch):
+    """Twenty records in windows of two, by batches: one batch, one wait; and a second process is refused meanwhile."""
+    monkeypatch.setattr("data_prep.rationales.main.WINDOW", 2)
+    (line, *_) = records.read_text().splitlines()
+    rows = [{**json.loads(line), "id": f"r{number}", "group": f"r{number}"} for number in range(20)]
+    for number, row in enumerate(rows):
+        row["query"]["text"] = f"good {number}"
+    records.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    batches = Batches(answer)
+    refused = []
+
+    async def served(method, path, headers, data):
+        if method == "GET" and path.startswith("/v1/batches/"):
+            with pytest.raises(UserError, match="another process works in"):
+                write(records, tmp_path / "out.jsonl", model, Settings())
+            refused.append(path)
+        return await batches(method, path, headers, data)
+
+    with LocalServer(raw=served) as server:
+        model = ModelConfig(name="m", base_url=server.url, mode="batch", batch_poll_s=0.02)
+        report = write(records, tmp_path / "out.jsonl", model, Settings())
+    assert (len(batches.batches), len(refused), batches.num_by_calls) == (1, 1, 0)
+    assert report["kept"] == 20
+    assert report["models"][0]["batch_calls"] == 20
+
+
+def test_a_folder_of_records_has_one_budget_and_one_ledger(records, tmp_path, capsys):
+    for name in ("a", "b"):
+        (records.parent / f"{name}.jsonl").write_text(records.read_text().replace('"id":"', f'"id":"{name}-'))
+    for row, name in ((0, "a"), (1, "b")):
+        path = records.parent / f"{name}.jsonl"
+        path.write_text(path.read_text().replace('"text":"good"', f'"text":"good {row}"'))
+    records.unlink()
+    out = tmp_path / "out"
+    with LocalServer(answer) as server:
+        words = [
+            f"records={records.parent}",
+            f"out={out}",
+            "model.name=m",
+            f"model.base_url={server.url}",
+            "model.reasks=0",
+        ]
+        paid = [*words, "model.input_price=0", "model.output_price=1", "model.budget=0.00029"]
+        with pytest.raises(UserError, match="of the budget 0.00029 is spent"):
+            main(["rationales", *paid])
+        shown = capsys.readouterr().err
+        assert "8 calls" in shown
+        assert "(input alone) to at most 0.00" in shown
+        main(["rationales", *words])
+        reports = json.loads(capsys.readouterr().out)
+    assert reports.keys() == {"a.jsonl", "b.jsonl"}
+    assert [report["kept"] for report in reports.values()] == [2, 2]
+    assert (out / "replies.sqlite").is_file()
+    RecordFile(out / "a.jsonl", need_rationale=True)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +247,7 @@ def test_a_call_that_is_never_answered_is_passed_over_after_three_runs(records, 
         ("select=nowhere", "nowhere"),
         ("dry_run=maybe", "dry_run must be true or false"),
         ("model.concurrency=0", r"^model\.concurrency must be > 0, got 0"),
-        ("model={name: m, api: vllm, mode: batch}", r"^model\.mode means nothing to api=vllm"),
-        ("model.engine={max_model_len: 9}", r"^model\.engine is for api=vllm; got api=openai"),
+        ("model={name: m, api: vllm}", r"^model\.api must be one of openai, anthropic, gemini; got 'vllm'"),
         ("model=m", "model must be a mapping"),
     ],
 )
@@ -408,7 +479,7 @@ def test_the_dry_run_counts_and_asks_nothing(records, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "| vqa | 4 |" in shown
     assert "12 calls," in shown
-    assert "at most 3,072 output tokens, at most 3.07." in shown
+    assert "at most 3,072 output tokens: from 0.00 (input alone) to at most 3.07." in shown
     by_batch = ["model.mode=batch", "model.batch_price=0.25", "model.output_price=1000"]
     main(["rationales", *words, "candidates=3", "dry_run=true", *by_batch])
     assert "at most 0.77." in capsys.readouterr().out

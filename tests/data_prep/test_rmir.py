@@ -8,7 +8,6 @@ import os
 import resource
 import sqlite3
 from collections import Counter
-from collections.abc import Callable
 from contextlib import closing, contextmanager
 from fractions import Fraction
 from pathlib import Path
@@ -21,11 +20,11 @@ import pytest
 import yaml
 from forked import Program
 from PIL import Image
-from small_runs import one_family
+from small_runs import made, one_family
 
 from data_prep.__main__ import main
 from data_prep.rmir import arithmetic as maths
-from data_prep.rmir import frames, oracle, prompts, stages
+from data_prep.rmir import frames, oracle, prompts, seed_set, stages
 from data_prep.rmir.config import (
     CONFIGS,
     ConfigError,
@@ -39,23 +38,22 @@ from data_prep.rmir.config import (
     load_config,
     to_dict,
 )
-from data_prep.rmir.main import estimate, run_stages
+from data_prep.rmir.main import estimate, run_stages, status
 from data_prep.rmir.pictures.encoders import HashingEncoder, PixelEncoder
 from data_prep.rmir.pictures.library import Library, LibraryError, inspect, look
 from data_prep.rmir.results import report
 from data_prep.rmir.results.export import export
-from data_prep.rmir.run import STAGES, Run, RunError
+from data_prep.rmir.run import STAGES, Run, RunError, stages_of
 from eval.sets.retrieval_set import load_set
 from rge.calls.failures import BudgetReached, KeyRejected
 from rge.calls.local_server import Answer, LocalServer
 from rge.calls.model_config import ModelConfig
 from rge.calls.replies import Abstained, BadValue, MissingTag, Refused, Reply, Truncated
+from rge.common.errors import UserError
 from rge.common.files import FileError, write_text
 from rge.common.fingerprint import set_fingerprint
-from rge.common.images import PictureIndex, load_image
+from rge.common.images import load_image
 from rge.common.schema import Record
-from rge.config import RecordsConfig
-from rge.data.readers import open_records
 from rge.data.sources import RecordFile
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -194,17 +192,17 @@ def test_overlap_of_the_sets():
 
 def test_at_most_so_many_of_each_cluster():
     clusters = np.array([0, 1, 0, 0, 2, 0, 1])
-    chosen = stages.sample_clusters(clusters, 2, seed=0)
+    chosen = seed_set.sample_clusters(clusters, 2, seed=0)
     assert Counter(clusters[chosen].tolist()) == {0: 2, 1: 2, 2: 1}
-    assert chosen == sorted(chosen) == stages.sample_clusters(clusters, 2, seed=0)
-    assert len({tuple(stages.sample_clusters(clusters, 2, seed=seed)) for seed in range(20)}) > 1
+    assert chosen == sorted(chosen) == seed_set.sample_clusters(clusters, 2, seed=0)
+    assert len({tuple(seed_set.sample_clusters(clusters, 2, seed=seed)) for seed in range(20)}) > 1
 
 
 def test_rows_are_gathered_from_parts():
     whole = np.random.default_rng(0).random((9, 3), dtype=np.float32)
     parts = [whole[:4], whole[4:5], whole[5:]]
     for rows in (np.arange(9), np.array([0, 3, 4, 8]), np.array([6])):
-        assert np.array_equal(stages.gather(parts, rows), whole[rows])
+        assert np.array_equal(seed_set.gather(parts, rows), whole[rows])
 
 
 def test_kmeans_finds_the_clusters():
@@ -212,11 +210,11 @@ def test_kmeans_finds_the_clusters():
     vectors = np.repeat(centres, 10, axis=0) + np.random.default_rng(0).normal(0, 0.01, (30, 8)).astype(
         np.float32
     )
-    found = stages.cluster(vectors, 3, 10, 0)
+    found = seed_set.cluster(vectors, 3, 10, 0)
     assert [len(set(found[start : start + 10])) for start in (0, 10, 20)] == [1, 1, 1]
     assert len(set(found)) == 3
     with pytest.raises(ConfigError, match="seed.clusters=31 needs as many pictures at least; 30 can be used"):
-        stages.cluster(vectors, 31, 1, 0)
+        seed_set.cluster(vectors, 31, 1, 0)
 
 
 # ------------------------------------------------------------------------------------------------------------- config
@@ -253,7 +251,7 @@ def test_defaults_are_the_papers():
         ("models.writer.budget=lots", "budget"),
         ("generate.model=nobody", "generate.model: no model 'nobody' under models"),
         ("generate.categories=[spatial]", "generate.categories must be one of"),
-        ("keep.min_confidence=0.4", "above 0.5"),
+        ("keep.min_confidence=0.4", "keep.min_confidence must be > 0.5"),
         ("split.disjoint=some", "split.disjoint must be one of none, inputs, all"),
         ("retrieve.by_image=0", "retrieve.by_image must be >= 1, got 0"),
         ("judge.judges=[]", "needs one judge or more"),
@@ -403,72 +401,11 @@ def test_fallback_encoders_match_what_is_alike():
 # ------------------------------------------------------------------------------------------ stages, on a hand-made world
 
 
-def table_of(run: Run, stage: str, name: str, schema: str, rows: list[dict]) -> None:
-    whole = [{key: row.get(key) for key in frames.SCHEMAS[schema].names} for row in rows]
-    frames.write_rows(run.path(stage, name), schema, whole)
-
-
 @pytest.fixture
 def world(tmp_path):
-    """Six images, three queries about `in`; every list is found by the image index in this order.
-
-    q1: a kept, b kept, c rejected.  q2: b doubted (4 of 5), d kept.  q3: c abstained, e rejected: no answer at all.
-    """
     run = made(tmp_path)
     yield run
     run.close()
-
-
-def made(tmp_path: Path, called: Callable[[str], str] = str) -> Run:
-    """The folder of `world`, its images and queries with other names."""
-    config = load_config(
-        ["config=demo", f"out={tmp_path / 'out'}", f"library.path={tmp_path}", "split.tsr_threshold=0.9"]
-    )
-    run = Run(config, progress=False)
-    images = []
-    for number, name in enumerate(["in", "a", "b", "c", "d", "e"]):
-        path = tmp_path / f"{name}.png"
-        path.write_bytes(encoded(Image.new("RGB", (40, 40), (number * 20, 0, 0)), "PNG"))
-        images.append({"id": called(name), "ref": str(path), "sha256": look(str(path), 1)["sha256"]})
-    table_of(run, "seed", "images.parquet", "images", images)
-    queries = [
-        {
-            "query_id": called(name),
-            "image_id": called("in"),
-            "category": "causal",
-            "query": f"{name}?",
-            "target_desc": "t",
-            "reasoning": "r",
-        }
-        for name in ("q1", "q2", "q3")
-    ]
-    table_of(run, "generate", "queries/part-00000.parquet", "generated", queries)
-    votes = {
-        "q1": {"a": [T] * 5, "b": [T] * 5, "c": [F] * 5},
-        "q2": {"b": [T] * 4 + [F], "d": [T] * 5},
-        "q3": {"c": [A] * 5, "e": [F] * 5},
-    }
-    triplets, judgements = [], []
-    for query, candidates in votes.items():
-        query = called(query)
-        for rank, (candidate, verdicts) in enumerate(candidates.items(), start=1):
-            candidate = called(candidate)
-            triplets.append(
-                {
-                    "query_id": query,
-                    "candidate_id": candidate,
-                    "position": rank - 1,
-                    "image_rank": rank,
-                    "found_by": ["image"],
-                }
-            )
-            judgements += [
-                {"query_id": query, "candidate_id": candidate, "sample": sample, "verdict": verdict}
-                for sample, verdict in enumerate(verdicts)
-            ]
-    table_of(run, "retrieve", "triplets.parquet", "triplets", triplets)
-    table_of(run, "judge", "judgements/part-00000.parquet", "judgements", judgements)
-    return run
 
 
 def test_the_doubted_image_leaves_the_whole_set(world):
@@ -500,27 +437,6 @@ def test_the_result_holds_what_was_decided(world):
     for record in records:
         for image in [*record.query.images, *(target.image for target in record.positives)]:
             assert (folder / image).is_file()
-
-
-def test_the_library_datasets_reads_what_is_written(world, tmp_path, monkeypatch):
-    """Every table is a subset, and the training records are a source as the file is."""
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    stages.keep(world)
-    stages.pool(world)
-    folder = world.out / "dataset"
-    stages.split(world)
-    for table in ("corpus", "queries", "qrels", "pictures"):
-        file = folder / ("pictures.parquet" if table == "pictures" else f"test/{table}.parquet")
-        read = datasets.load_dataset(str(folder), table, split="train" if table == "pictures" else "test")
-        assert len(read) == pq.read_metadata(file).num_rows > 0
-        if table == "corpus":
-            assert read[0]["image"].size[0] > 0
-    world.config.split.tsr_threshold = 0.99  # all are for training
-    stages.split(world)
-    records = RecordFile(folder / "train.jsonl")
-    found = open_records(RecordsConfig(dataset=str(folder), name="train"), pictures=PictureIndex())
-    assert [found[index] for index in range(len(found))] == [records[index] for index in range(2)]
 
 
 def test_the_test_set_is_a_retrieval_set(world):
@@ -584,7 +500,11 @@ def test_names_that_are_one_without_blanks_are_refused(tmp_path):
     for number, name in enumerate(("a b.png", "a%20b.png")):
         Image.new("RGB", (40, 40), (number * 40, 0, 0)).save(tmp_path / name)
     with closing(
-        Run(load_config(["config=demo", f"out={tmp_path / 'one'}", f"library.path={tmp_path}"]))
+        Run(
+            load_config(
+                ["config=demo", f"out={tmp_path / 'one'}", f"library.path={tmp_path}", "seed.clusters=2"]
+            )
+        )
     ) as run:
         with pytest.raises(LibraryError, match="the id 'a%20b' occurs twice.*white space"):
             stages.seed(run)
@@ -629,13 +549,13 @@ def test_nothing_half_written_stays_when_the_disk_fills(world):
     stages.keep(world)
     stages.pool(world)
     with no_room(300), pytest.raises(RunError, match="dataset cannot be written: .*File too large"):
-        export(world, {"q1": "test", "q2": "train"}, {"q1": ["a"], "q2": ["d"]}, {"b"})
+        export(world, {"q1": "test", "q2": "train"}, {"q1": ["a"], "q2": ["d"]})
     assert not list(world.out.glob("*dataset*"))
     with no_room(300), pytest.raises(FileError, match="splits.parquet cannot be written"):
         stages.split(world)
     assert not list(world.path("split").glob("*parquet*"))
     with no_room(300), pytest.raises(FileError, match="x.npy cannot be written"):
-        stages._save(world.out / "x.npy", np.zeros(1000))
+        seed_set.save_vectors(world.out / "x.npy", np.zeros(1000))
     assert not list(world.out.glob("*x.npy*"))
     with no_room(300), pytest.raises(FileError, match="x.md cannot be written"):
         write_text(world.out / "x.md", "x" * 1000)
@@ -654,7 +574,7 @@ def test_a_picture_that_has_gone_is_named(world, tmp_path):
 
 
 def test_one_process_a_folder(world):
-    with pytest.raises(RunError, match="another process works in"):
+    with pytest.raises(UserError, match="another process works in"):
         Run(world.config)
 
 
@@ -746,7 +666,7 @@ def test_stopped_by_the_budget_and_resumed_no_call_is_paid_twice(tmp_path, monke
         (
             Answer("<html>gateway</html>", content_type="text/html"),
             RunError,
-            "4 of 4 calls got no answer, such as",
+            "4 of 4 calls are unanswered, such as",
         ),
         (Answer({"error": "sk-very-secret-1 is unknown"}, 401), KeyRejected, "rejects the key"),
     ],
@@ -772,8 +692,10 @@ def test_a_stage_that_gets_no_answers_says_so_and_is_not_done(tmp_path, answer, 
         run.close()
 
 
-def test_a_call_that_is_never_answered_does_not_hold_its_stage_open(tmp_path, capfd):
-    """A server that chokes on one input, every time: after three runs the others go on without it, and it is said."""
+def test_a_call_that_is_never_answered_stays_open_and_the_others_go_on_where_that_is_asked_for(
+    tmp_path, capfd
+):
+    """A server that chokes on one input, every time: neither a verdict nor asked, in the fourth run as in the first."""
     one_family(tmp_path / "library.csv")
     answers = oracle.Oracle(OracleConfig(transient=0, malformed=0))
     poison, asked = [], Counter()
@@ -783,30 +705,57 @@ def test_a_call_that_is_never_answered_does_not_hold_its_stage_open(tmp_path, ca
         if not poison:
             poison.append(said)
         asked[said] += 1
-        return Answer({"error": "boom"}, 500) if said == poison[0] else await answers(path, body)
+        return Answer({"error": "boom"}, 500) if poison == [said] else await answers(path, body)
 
     with LocalServer(chokes) as server:
         config = small(tmp_path / "out", tmp_path / "library.csv", server.url)
         config.seed.clusters = 4
         for settings in config.models.values():
             settings.max_retries = 0
-        for _ in range(2):
-            run = Run(config, progress=False)
-            with pytest.raises(
-                RunError, match="got no answer, such as.*passed over, where others are answered"
-            ):
-                run_stages(run, ("seed", "generate"))
-            assert not run.done("generate")
-            run.close()
+        for _ in range(4):
+            with closing(Run(config, progress=False)) as run:
+                with pytest.raises(
+                    RunError, match="1 of [24] calls are unanswered, such as.*on_unanswered=proceed"
+                ):
+                    run_stages(run, STAGES)
+                assert not run.done("generate")
+        assert asked[poison[0]] == 4
+        assert set(asked.values()) == {1, 4}
+        config.on_unanswered = "proceed"
         capfd.readouterr()
-        run = Run(config, progress=False)
-        run_stages(run, ("seed", "generate"))
-    assert "1 calls had no answer in 3 runs and were passed over" in capfd.readouterr().err
-    assert run.done("generate")["met"]["failed"] == 1
-    assert run.done("generate")["counts"]["queries"] > 0
-    assert asked[poison[0]] == 3
-    assert set(asked.values()) == {1, 3}
-    run.close()
+        with closing(Run(config, progress=False)) as run:
+            run_stages(run, STAGES)
+            assert run.done("generate")["unanswered"] == 1
+            assert run.done("generate")["met"]["unanswered"] == 1
+            partly = len(run.rows("generate", "queries", "generated"))
+            assert run.done("split")
+            assert "generate" in status(run)
+            config.on_unanswered = "wait"
+            assert not run.done("generate"), "a run that waits does not take it for finished"
+        assert "1 of 2 calls are unanswered" in capfd.readouterr().err
+        config.on_unanswered = "proceed"
+        poison.append("healed")
+        with closing(Run(config, progress=False)) as run:
+            run_stages(run, STAGES)
+            assert len(run.rows("generate", "queries", "generated")) > partly
+            assert all(
+                not run.done(stage).get("unanswered") for stage in STAGES if stage in stages_of(config)
+            )
+            healed = tables_of(run.out)
+        config.out = str(tmp_path / "undisturbed")
+        with closing(Run(config, progress=False)) as run:
+            run_stages(run, STAGES)
+            assert tables_of(run.out) == healed
+
+
+def tables_of(out: Path) -> dict[str, list]:
+    """Every table of a run."""
+    found = {}
+    for path in sorted(out.rglob("*.parquet")):
+        name = path.relative_to(out).as_posix()
+        if "inspected" not in name:
+            found[name] = pq.read_table(path).to_pylist()
+    return found
 
 
 ASKING = ("caption", "generate", "filter", "judge")

@@ -1,13 +1,15 @@
 """What training saw of the test, and the warnings that figures carry."""
 
 import json
+from pathlib import Path
 
 import pytest
 from eval_fakes import FakeEncoder, loader, picture, write_set
 
 from eval.__main__ import main
 from eval.benchmarks.suite import write_suite
-from eval.commands.audit import WARN, audit_training, training_files
+from eval.commands import audit as audit_module
+from eval.commands.audit import WARN, AuditOptions, audit_command, audit_training, training_files
 from eval.commands.run import RunOptions, run
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
@@ -129,3 +131,28 @@ def test_a_suite_is_audited_member_by_member(tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"one: {WARN}: 1 of 3 query pictures are in the training files" in out
     assert f"two: {WARN}: 2 of 4 query pictures are in the training files" in out
+
+
+def test_members_of_a_suite_are_looked_for_in_training_pictures_that_are_read_once(tmp_path, monkeypatch):
+    members = {name: {} for name in ("north", "south", "west")}
+    for name in members:
+        write_set(tmp_path / "suite" / name)
+    write_suite(tmp_path / "suite", name="compass", benchmark="generic", column="side", members=members)
+    path = train_file(tmp_path / "train" / "a.jsonl", image=picture(1000), text="x", target=picture(2000))
+    reads = []
+    read = audit_module.picture_bytes
+    monkeypatch.setattr(audit_module, "picture_bytes", lambda ref: reads.append(ref) or read(ref))
+    found = audit_command(AuditOptions(set=tmp_path / "suite", train=(str(path),)))
+    assert {name: one.content["query_images"]["shared"] for name, one in found.items()} == dict.fromkeys(
+        members, 2
+    )
+    assert [Path(ref).name for ref in reads if isinstance(ref, str)] == ["q.png", "t.png"]
+    options = RunOptions(
+        checkpoint="x", set=tmp_path / "suite", out=tmp_path / "out", train=(str(path),), report=False
+    )
+    reads.clear()
+    run(options, loader(FakeEncoder()))
+    assert not [ref for ref in reads if isinstance(ref, str)]  # the same files as before
+    path.write_text(path.read_text() + "\n")
+    audit_command(AuditOptions(set=tmp_path / "suite", train=(str(path),)))
+    assert len([ref for ref in reads if isinstance(ref, str)]) == 2

@@ -107,8 +107,20 @@ def test_rmir_means_the_same_in_both_profiles(made, tmp_path):
     assert "the set measured here is not the published one" in cut
 
 
+def test_all_members_with_a_few_queries_each_take_no_place_among_published_rows(made, tmp_path):
+    wanted = {"name": "MMEB", "num_members": 36, "num_queries": 108}
+    macro = {"macro": {"hit@1": {"value": 0.99, "low": 0.9, "high": 1.0}}}
+    page = page_of(tmp_path, made("a", benchmark="mmeb", profile="official", set=wanted, **macro))
+    assert "not the published one: it has 108 of 36,000 queries" in page
+    assert all(not place.strip() for kind, place, _ in places(page) if kind == "published")
+    wanted["num_queries"] = 36_000
+    page = page_of(tmp_path, made("b", benchmark="mmeb", profile="official", set=wanted, **macro))
+    assert all(place.strip() for _, place, _ in places(page))
+
+
 def test_another_import_takes_no_place_among_published_rows(made, tmp_path):
-    wanted = {"name": "MM-BRIGHT, task 2", "num_members": 29, "made_with": {"image_policy": "all", "task": 2}}
+    wanted = {"name": "MM-BRIGHT, task 2", "num_members": 29, "num_queries": 1218}
+    wanted["made_with"] = {"image_policy": "all", "task": 2}
     macro = {"macro": {"ndcg@10": {"value": 0.2, "low": 0.1, "high": 0.3}}}
     page = page_of(tmp_path, made("a", benchmark="mmbright", profile="official", set=wanted, **macro))
     assert "imported with image_policy=all, published rows are of image_policy=first" in page

@@ -1,4 +1,4 @@
-"""`python -m eval budget` end to end on a fake encoder: every point against its definition, costs, reuse, page."""
+"""`rge eval budget` end to end on a fake encoder: every point against its definition, costs, reuse, page."""
 
 import json
 import shutil
@@ -9,19 +9,9 @@ import pytest
 from eval_fakes import NUM_QUERIES, FakeEncoder, loader, write_set
 
 from eval.__main__ import main, usage
-from eval.commands import budget as module
 from eval.commands.budget import DECIDED, GATED, BudgetOptions, budget
 from eval.commands.compare import CompareOptions, compare
 from rge.common.errors import UserError
-
-
-class Judge:
-    """Prefers high ids."""
-
-    name = {"judge": "fake", "words": ["yes", "no"]}
-
-    def score(self, pairs):
-        return [int(candidate.id[1:]) / 100 for _, candidate in pairs]
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +23,11 @@ def set_dir(tmp_path_factory):
 def done(set_dir, tmp_path_factory):
     out = tmp_path_factory.mktemp("out") / "budget"
     encoder = FakeEncoder()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "load_judge", lambda *_, **__: Judge())
-        options = BudgetOptions(
-            checkpoint="fake", set=set_dir, out=out, k=3, gate=("0.25", "0.5"), margin=("0.05",), both_sides=True,
-            judge="x", top_n=("2", "5"), metric="mrr",
-        )  # fmt: skip
-        assert budget(options, loader(encoder)) == out
+    options = BudgetOptions(
+        checkpoint="fake", set=set_dir, out=out, k=3, gate=("0.25", "0.5"), margin=("0.05",), both_sides=True,
+        metric="mrr",
+    )  # fmt: skip
+    assert budget(options, loader(encoder)) == out
     return encoder, out, json.loads((out / "budget.json").read_text())
 
 
@@ -52,8 +40,7 @@ def test_every_way_of_asking_is_an_evaluation(done):
     names = [row["name"] for row in content["points"]]
     assert names == [
         "direct", "reasoning", "mean-1", "max-1", "mean-2", "max-2", "mean-3", "max-3", "gate-25", "gate-50",
-        "gate-below-0.05", "direct-both", "reasoning-both", "judge-2-of-direct", "judge-5-of-direct",
-        "judge-2-of-reasoning", "judge-5-of-reasoning",
+        "gate-below-0.05", "direct-both", "reasoning-both",
     ]  # fmt: skip
     for row in content["points"]:
         results = json.loads((out / row["name"] / "results.json").read_text())
@@ -163,17 +150,6 @@ def test_a_gate_is_learned_on_another_set(done, set_dir, tmp_path, capsys):
         budget(BudgetOptions(set=other, out=tmp_path / "x", **more), loader(FakeEncoder(skill=0.5)))
 
 
-def test_a_judge_reorders_the_top_and_its_time_counts(done):
-    _, out, content = done
-    before, after = frame(out, "direct"), frame(out, "judge-5-of-direct")
-    for old, new in zip(before["top10"], after["top10"], strict=True):
-        assert list(new[:5]) == sorted(old[:5], reverse=True)
-        assert list(new[5:]) == list(old[5:])
-    of = {row["name"]: row for row in content["points"]}
-    assert of["judge-5-of-direct"]["ms"] > of["judge-2-of-direct"]["ms"] > of["direct"]["ms"]
-    assert of["judge-5-of-direct"]["num_pairs"] == 5 * NUM_QUERIES
-
-
 def test_a_larger_k_draws_only_what_is_new(done, set_dir, tmp_path):
     encoder, _, _ = done
     assert len(encoder.seen) == (2 + 3) * NUM_QUERIES + 2 * 60
@@ -210,8 +186,6 @@ def test_page_and_plot_show_every_point(done):
         ({"temperature": 0.5}, "temperature= makes the one rationale a drawn one"),
         ({"gate": ("1.5",)}, "gate=1.5 must be between 0 and 1"),
         ({"gate": ("half",)}, "gate must list numbers, got 'half'"),
-        ({"top_n": ("2.5",)}, "top_n must list whole numbers, got '2.5'"),
-        ({"top_n": ("2000",)}, "top_n=2000 is deeper than depth=1000"),
         ({"fuse": ("median",)}, "fuse must be one of mean, max, got 'median'"),
         ({"query_mode": ("direct",)}, "leave out query_mode="),
         ({"metric": "recall"}, "metric must be one of recall@1, .*, got 'recall'"),

@@ -1,5 +1,6 @@
 """The shard store: complete or absent shards, resumption after SIGKILL, no stale cache, no unusable embeddings."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from eval.embedding.fill_cache import (
 )
 from eval.embedding.shards import cache_key, encoder_key, open_cache
 from rge.common.errors import UserError
-from rge.common.files import write_bytes
+from rge.common.files import replacing, write_bytes
 from rge.common.schema import Encoded, Item
 
 ITEMS = [Item(f"i{number:03d}", f"text {number}") for number in range(50)]
@@ -136,7 +137,12 @@ def test_a_killed_run_resumes_without_redoing_a_finished_shard(tmp_path):
     assert sorted(path.stem for path in (tmp_path / "cache").glob("*/*.parquet")) == [
         "000000000-000000016", "000000016-000000032",
     ]  # fmt: skip
-    (next((tmp_path / "cache").iterdir()) / "000000048-000000050.parquet.1.tmp").write_bytes(b"half a shard")
+    if (killed := os.fork()) == 0:
+        with replacing(next((tmp_path / "cache").iterdir()) / "000000048-000000050.parquet") as waiting:
+            waiting.write_bytes(b"half a shard")
+            os._exit(9)
+    os.waitpid(killed, 0)
+    assert len(list((tmp_path / "cache").glob("*/*.tmp"))) == 1
 
     encoder = FakeEncoder()
     found = encode(tmp_path / "cache", encoder)

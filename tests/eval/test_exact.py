@@ -82,12 +82,12 @@ def test_a_rationale_that_rounding_might_change_is_written_alone(checkpoint, mon
         asked.append((len(prompts), options["batch_size"]))
         return generate(model, prompts, **options)
 
-    monkeypatch.setattr("rge.embedder.generate", watched)
-    monkeypatch.setattr("rge.embedder.CLOSE", {"greedy": float("inf")})
+    monkeypatch.setattr("rge.inference.generate", watched)
+    monkeypatch.setattr("rge.inference.CLOSE", {"greedy": float("inf")})
     embedder.encode(ITEMS, side="query", mode="reasoning", batch_size=8)
     assert asked == [(14, 8)] + [(1, 1)] * 14
     asked.clear()
-    monkeypatch.setattr("rge.embedder.CLOSE", {"greedy": 0.0})
+    monkeypatch.setattr("rge.inference.CLOSE", {"greedy": 0.0})
     embedder.encode(ITEMS, side="query", mode="reasoning", batch_size=8)
     assert asked == [(14, 8)]
 

@@ -2,6 +2,7 @@
 
 import json
 
+import pandas as pd
 import pytest
 from eval_fakes import FakeEncoder, loader, write_set
 from huggingface_hub import ModelCard
@@ -53,11 +54,33 @@ def test_mteb(done, tmp_path):
         export(ExportOptions("mteb", done, tmp_path / "m.json", main="ndcg@11"))
 
 
+def test_tables_for_papers_and_for_programs(done, tmp_path):
+    for name in ("csv", "latex"):
+        assert main(["export", f"format={name}", f"eval={done}", f"out={tmp_path / name}"]) == 0
+    results = json.loads((done / "results.json").read_text())
+    table = pd.read_csv(tmp_path / "csv").set_index(["slice", "metric"])
+    for label, block in (("all queries", results["micro"]), ("pair seen", results["by_pair"]["seen"])):
+        for metric, figure in block.items():
+            assert table.loc[(label, metric)].to_dict() == pytest.approx(figure, abs=1e-15)
+    text = (tmp_path / "latex").read_text()
+    figure = results["by_pair"]["held_out"]["mrr"]
+    shown = f"{100 * figure['value']:.2f} [{100 * figure['low']:.2f}, {100 * figure['high']:.2f}]"
+    assert "recall@1 & recall@10 & mrr & ndcg@10 \\\\" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("pair held\\_out &")]
+    assert shown in line
+
+
 def test_mmeb_needs_all_sets(done, tmp_path):
     with pytest.raises(UserError, match=r"needs an evaluation of all 36 sets .* lacks 36, first ImageNet-1K"):
         export(ExportOptions("mmeb", done, tmp_path / "x.json"))
-    results = {"benchmark": "mmeb", "profile": "clean", "set": {}}
+    few = {"num_members": 36, "num_queries": 108}
+    results = {"benchmark": "mmeb", "profile": "clean", "set": few}
     results["by_category"] = {name: {"hit@1": {"value": 0.5, "low": 0.4, "high": 0.6}} for name in SETS}
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    with pytest.raises(UserError, match="not the published one: it has 108 of 36,000 queries"):
+        export(ExportOptions("mmeb", tmp_path, tmp_path / "x.json"))
+    assert not (tmp_path / "x.json").exists()
+    results["set"]["num_queries"] = 36_000
     (tmp_path / "results.json").write_text(json.dumps(results))
     export(ExportOptions("mmeb", tmp_path, tmp_path / "x.json", model="me"))
     content = json.loads((tmp_path / "x.json").read_text())

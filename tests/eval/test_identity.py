@@ -149,7 +149,7 @@ def test_a_comparison_says_what_differs(data, tmp_path, capsys):
     compare(CompareOptions(one, two, out=tmp_path / "out"))
     said = capsys.readouterr()
     assert "a and b differ in embedder.hash, asked.query_mode, numbers.dtype" in said.out
-    assert "also differ in what nobody means to compare: numbers.dtype (float32 and bfloat16)" in said.err
+    assert "also differ in settings that are not being compared: numbers.dtype (float32 and bfloat16)" in said.err
     written = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert written["differs"]["asked.query_mode"] == ["direct", "reasoning"]
     assert "numbers.dtype" in written["warnings"][0]

@@ -173,7 +173,6 @@ def releases(tmp_path_factory):
         ("mrmr", {"task": "negation"}, "recall_at_1"),
         ("mmeb2", {"part": "image"}, "hit_rate_at_1"),
         ("mmeb2", {"part": "visdoc"}, "ndcg_at_5"),
-        ("mr2bench", {}, "ndcg_at_10"),
     ],
 )
 def test_a_set_of_a_benchmark_with_several_main_scores_has_its_own(tmp_path, benchmark, about, main_score):

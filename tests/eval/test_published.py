@@ -14,7 +14,6 @@ NUM_ROWS = {
     "mmbright2": 7,
     "mmbright3": 7,
     "mmbright4": 5,
-    "mmbright_rag": 5,
     "mmeb": 16,
     "pinpoint": 18,
     "rmir": 11,
@@ -44,7 +43,6 @@ def test_cells_as_printed():
         ("mmbright4", "SigLIP", "Math", 43.4),
         ("pinpoint", "bge_vl_mllm_s1", "NegRecall@10 ↓", 8.65),
         ("pinpoint", "LinCIR", "mAP@10", 11.0),
-        ("mmbright_rag", "Every right document", "Average mark", 67.17),
     ]
     for key, model, name, value in printed:
         table = published()[key]
@@ -65,8 +63,6 @@ def test_an_evaluation_finds_its_table():
     assert table_of("mmbright", "MM-BRIGHT task 3").key == "mmbright3"
     assert table_of("mmbright", "MM-BRIGHT") is None
     assert table_of("generic", "demo") is None
-    assert table_of("mmbright", "MM-BRIGHT task 2", "rag").key == "mmbright_rag"
-    assert table_of("rmir", "rmir", "rag") is None
 
 
 def test_a_row_of_another_length_is_refused(tmp_path):

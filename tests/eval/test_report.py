@@ -20,10 +20,10 @@ from eval.pages.examples import choose_examples
 from eval.pages.report import write_report
 from eval.pages.training_log import read_training_logs
 from eval.pages.wording import LONG_QUESTION, number
-from eval.scoring.stats import cluster_bootstrap, index_of, interval
 from rge.common.errors import UserError
 from rge.common.fingerprint import set_fingerprint
 from rge.common.options import parse_options
+from rge.stats.intervals import cluster_bootstrap, index_of, interval
 
 METRICS = ("recall@1", "recall@5", "mrr")
 NASTY = 'It ends in <emb>; <script>alert("x")</script> & more.'
@@ -148,7 +148,7 @@ def write_evaluation(
         "checkpoint_hash": "c0ffee" * 6,
         "seed": 0,
         "versions": {"rge": "0.1.0", "torch": "2.9"},
-        "command": "python -m eval run checkpoint=out/joint",
+        "command": "rge eval run checkpoint=out/joint",
     }
     (folder / "results.json").write_text(json.dumps(results))
     return folder
@@ -545,8 +545,8 @@ def test_large_pictures_are_scaled_down_and_small_ones_kept(tmp_path):
     kept, scaled = gallery.pictures
     assert base64.b64decode(kept.data.split(",")[1]) == small
     image = Image.open(io.BytesIO(base64.b64decode(scaled.data.split(",")[1])))
-    assert (image.format, image.size) == ("WEBP", (224, 149))
-    assert (scaled.width, scaled.height) == (224, 149)
+    assert (image.format, image.size) == ("WEBP", (360, 240))
+    assert (scaled.width, scaled.height) == (360, 240)
     rotated = Image.new("RGB", (30, 10))
     exif = Image.Exif()
     exif[0x0112] = 6  # lies on its side
@@ -601,6 +601,17 @@ def test_the_page_opens_with_reasons_that_the_set_gives(world):
     html = written(world)
     assert opening(html) == [found[3], missed[5]]
     assert "whose words the set gives as a reason too" in html
+
+
+def test_results_of_two_protocols_do_not_share_a_page(world):
+    edit(world / "out/direct-both", lambda r: r.update(benchmark="rmir", profile="official"))
+    with pytest.raises(UserError, match="has benchmark .*'rmir'.*page=leaderboard"):
+        written(world, baselines={})
+    for folder in (world / "out").iterdir():
+        edit(folder, lambda r: r.update(benchmark="rmir", profile="clean"))
+    edit(world / "out/direct-both", lambda r: r.update(profile="official"))
+    with pytest.raises(UserError, match="has profile '(official|clean)'.*'(official|clean)'"):
+        written(world, baselines={})
 
 
 def test_warnings_of_results_stand_before_the_figures(world):

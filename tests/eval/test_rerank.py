@@ -15,6 +15,7 @@ from stock import nll_of, stock_forward
 
 from eval.commands.rerank import RerankOptions, reorder, rerank, rerank_command
 from eval.commands.run import RunOptions, run
+from eval.embedding.identity import differences
 from eval.judging import likelihood
 from eval.judging.endpoint import Endpoint
 from eval.judging.judges import LocalJudge, RemoteJudge, as_item, load_judge
@@ -27,6 +28,7 @@ from rge.calls.store import AnswerStore, key_of
 from rge.common.errors import UserError
 from rge.common.schema import Item
 from rge.data.sources import RecordFile
+from rge.identity import run_identity
 from rge.model.families import normalised
 from rge.model.prompts import PromptBuilder
 from rge.rollout.generate import generate
@@ -263,6 +265,72 @@ def test_an_endpoint_is_asked_for_log_probabilities(wanted):
     assert body["messages"][0]["content"][2]["image_url"]["url"].startswith("data:image/")
 
 
+def test_a_model_of_the_same_name_at_another_address_is_another_judge(tmp_path):
+    """`judge_model=default` says nothing: the address and the server's own list of models do."""
+    data = write_tables(tmp_path / "set", tables(3, 8))
+    (done,) = run(
+        RunOptions(checkpoint="fake", set=data, out=tmp_path / "eval", report=False), loader(FakeEncoder())
+    )
+    calls = []
+
+    async def answer(path, body):
+        calls.append(path)
+        return reply((" Yes", 0.3), ("No", 0.2))
+
+    def judged(server, **more):
+        calls.clear()
+        rerank_command(
+            RerankOptions(
+                of=done, out=tmp_path / "judged", judge=server.url, judge_model="default", top_n=2, **more
+            )
+        )
+        return len(calls), json.loads((tmp_path / "judged/results.json").read_text())
+
+    entry = {"id": "default", "root": "org/model-a", "created": 1}
+    with LocalServer(answer, models=[entry]) as a, LocalServer(answer, models=[entry]) as b:
+        num, first = judged(a)
+        assert num == first["rerank"]["num_pairs"] == 6
+        entry["created"] = 2  # of the reply, not of the model
+        num, again = judged(a)
+        assert (num, again["identity"]) == (0, first["identity"])
+        with pytest.raises(UserError, match="already holds an evaluation with rerank.judge"):
+            judged(b)
+        num, second = judged(b, overwrite=True)
+        assert num == 6
+        assert first["identity"]["key"] != second["identity"]["key"]
+        assert differences(first, second) == {"asked.judge.at": (a.url, b.url)}
+        entry["root"] = "org/model-b"
+        num, third = judged(b, overwrite=True)
+        assert num == 6
+        assert differences(second, third) == {"asked.judge.served.root": ("org/model-a", "org/model-b")}
+    with pytest.raises(UserError, match=f"default at {b.url} cannot be asked which model it serves"):
+        judged(b)
+
+
+def test_scores_of_a_local_judge_are_kept_under_its_code_and_versions(wanted, tmp_path, monkeypatch):
+    ranking = Ranking(np.arange(8, dtype=np.int32)[None].repeat(2, axis=0), np.zeros((2, 8), np.float32), 8)
+    known = run_identity._version_now
+    store = AnswerStore(tmp_path / "judge.sqlite")
+
+    def asked() -> int:
+        judge = Fixed({})
+        rerank(wanted, ranking, judge, store, top_n=2, chunk=4)
+        return len(judge.asked)
+
+    assert (asked(), asked()) == (4, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            run_identity, "_version_now", lambda name: "another" if name == "numpy" else known(name)
+        )
+        assert asked() == 4
+    assert asked() == 0  # the first is still there
+    monkeypatch.setattr(
+        run_identity, "_hash_of", lambda path, *_: "edited" if path.name == "judges.py" else path.name
+    )
+    assert asked() == 4
+    store.close()
+
+
 @pytest.mark.parametrize(
     ("top", "expected"),
     [
@@ -305,21 +373,22 @@ def test_what_an_endpoint_refuses_is_asked_once_and_what_came_is_kept(tmp_path):
     answers = AnswerStore(tmp_path / "judge.sqlite")
     with LocalServer(answer) as server, pytest.MonkeyPatch.context() as patch:
         endpoint = Endpoint(server.url, "m", concurrency=1)
-        endpoint._caller.models["m"] = replace(endpoint._caller.models["m"], max_retries=0)
+        sending = endpoint._caller._sending["m"]
+        sending.model = replace(sending.model, max_retries=0)
         judge = RemoteJudge(endpoint, yes="yes", no="no")
         patch.setattr("eval.commands.rerank.MAX_UNANSWERED", 0.1)
         options = {"top_n": 8, "chunk": 24}
         with pytest.raises(
-            UserError, match="8 of 24 calls of m at .* were lost, .* the same command continues"
+            UserError, match="8 of 24 calls of m at .* have no answer, .* the same command continues"
         ):
             rerank(wanted, ranking, judge, answers, **options)
-        assert len(asked) == 24
+        assert len(asked) == 24 + 1, "and a canary for the one that is rejected"
         down[0] = False
         found = rerank(wanted, ranking, judge, answers, **options)
-        assert len(asked) == 32
+        assert len(asked) == 33
         assert (found.num_pairs, found.num_unanswered) == (24, 2)
         rerank(wanted, ranking, judge, answers, **options)
-        assert len(asked) == 32
+        assert len(asked) == 33
     answers.close()
 
 

@@ -54,6 +54,20 @@ def test_a_caption_is_of_the_pictures_alone_and_asked_for_once(content, server, 
     assert "question" not in user["content"][1]["text"]
 
 
+def test_a_model_of_the_same_name_at_another_address_writes_anew(content, server, tmp_path):
+    wanted = load_set(write_tables(tmp_path / "set", content))
+
+    async def answer(path, body):
+        return chat("from elsewhere")
+
+    rewritten(wanted, load_rewriter("caption", server.url, "m", None, tmp_path / "cache"))
+    with LocalServer(answer) as other:
+        found = rewritten(wanted, load_rewriter("caption", other.url, "m", None, tmp_path / "cache"))
+        assert other.num_answered == 3
+    assert found.queries[1].text == "question 1\nfrom elsewhere"
+    assert found.meta["rewriter"]["at"] == other.url
+
+
 def test_a_reformulation_sees_question_and_pictures(content, server, tmp_path):
     wanted = load_set(write_tables(tmp_path / "set", content))
     found = rewritten(wanted, load_rewriter("reformulate", server.url, "m", None, tmp_path / "cache"))

@@ -1,9 +1,10 @@
-"""`python -m eval run` and `score` end to end on a fake encoder: files, conditions, resumption, refusals."""
+"""`rge eval run` and `score` end to end on a fake encoder: files, conditions, resumption, refusals."""
 
 import json
 import math
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -32,11 +33,11 @@ from eval.pages.tables import random_floors
 from eval.scoring import evaluation
 from eval.scoring.metrics import names_of
 from eval.scoring.output_files import means
-from eval.scoring.stats import NUM_RESAMPLES
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
 from rge.common.images import ImageError
 from rge.common.options import parse_options
+from rge.stats.intervals import NUM_RESAMPLES
 
 NAMES, METRICS = names_of(), names_of(negatives=True)
 
@@ -82,6 +83,38 @@ def test_two_modes_in_one_go_encode_candidates_once(done):
     }
     for folder in dirs:
         assert {path.name for path in folder.iterdir()} == {"run.trec", "per_query.parquet", "results.json"}
+
+
+def test_metrics_at_any_cutoff(set_dir, tmp_path):
+    """Below and beyond the usual ones; another request needs overwrite=true."""
+    asked = options(set_dir, tmp_path / "out", metrics=("ndcg@5", "recall@55"))
+    (out,) = run(asked, loader(FakeEncoder()))
+    results, table = results_of(out), per_query_of(out)
+    assert results["micro"]["recall@55"]["value"] == pytest.approx(table["recall@55"].mean())
+    assert 0 < results["micro"]["ndcg@5"]["value"] < results["micro"]["recall@55"]["value"] < 1
+    with pytest.raises(UserError, match="depth must be at least 55, the deepest metric, got 54"):
+        run(replace(asked, depth=54, overwrite=True), loader(FakeEncoder()))
+    with pytest.raises(UserError, match="no metric 'recall@ten'; there are"):
+        run(replace(asked, metrics=("recall@ten",)), loader(FakeEncoder()))
+    with pytest.raises(UserError, match="already holds an evaluation with metrics = .*this one has"):
+        run(replace(asked, metrics=()), loader(FakeEncoder()))
+    again = ScoreOptions(run=out, set=set_dir, out=tmp_path / "scored", metrics=("recall@55",))
+    assert results_of(score(again))["micro"]["recall@55"] == results["micro"]["recall@55"]
+
+
+def test_several_runs_are_scored_as_one(done, set_dir, tmp_path):
+    _, _, (reasoning, direct) = done
+    asked = ScoreOptions(run=reasoning, fuse=(direct,), set=set_dir, out=tmp_path / "fused")
+    both = results_of(score(asked))
+    assert both["fusion"] == {
+        "runs": [f"{one}/run.trec" for one in (reasoning, direct)],
+        "by": "rrf",
+        "weights": [],
+    }
+    alone = results_of(score(replace(asked, weights=(1.0, 0.0), out=tmp_path / "first")))
+    assert alone["micro"]["mrr"] == results_of(reasoning)["micro"]["mrr"] != both["micro"]["mrr"]
+    with pytest.raises(UserError, match="weights must be 2 numbers, one a run, got 1"):
+        score(replace(asked, weights=(1.0,)))
 
 
 def test_results_hold_the_fixed_keys(done):
@@ -418,7 +451,7 @@ def test_nothing_half_written_looks_complete(set_dir, tmp_path, monkeypatch):
     [
         (
             {"query_mode": ("reasonin",)},
-            "query_mode must be one of reasoning, direct, got 'reasonin'; did you mean",
+            "query_mode must be one of reasoning, direct, auto, got 'reasonin'; did you mean",
         ),
         ({"query_modality": ("picture",)}, "query_modality must be one of both, text, image, got 'picture'"),
         (
@@ -570,8 +603,8 @@ def test_a_page_says_the_command_that_makes_its_figures_again(tmp_path, monkeypa
     assert main(["score", f"run={dirs[0] / 'run.trec'}", "set=a set", "out=two", "allow_missing=true"]) == 0
     for place, path in enumerate([*dirs, tmp_path / "two"]):
         (facts,) = [facts for _, facts in provenance_of([read_evaluation(path)])["own"]]
-        python, _, module, command, *words = shlex.split(facts["again with"])
-        assert (python, module, command) == ("python", "eval", "score" if place == 2 else "run")
+        program, part, command, *words = shlex.split(facts["again with"])
+        assert (program, part, command) == ("rge", "eval", "score" if place == 2 else "run")
         assert str(tmp_path) not in facts["again with"]
         if command == "score":
             assert main(["score", *words, f"out=again{place}"]) == 0

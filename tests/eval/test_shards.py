@@ -12,6 +12,7 @@ from eval.embedding.fill_cache import check_collapse, encode_side, mean_cosine
 from eval.embedding.shards import covered, open_cache, read, read_embeddings
 from eval.scoring.search import search
 from rge.common.errors import UserError
+from rge.common.files import replacing
 from rge.common.schema import Item
 
 ABOUT = {"side": "candidate", "mode": "direct", "modality": "both"}
@@ -115,6 +116,22 @@ def test_no_room_for_the_map_is_said(tmp_path, monkeypatch):
         UserError, match=r"4 items take .* more than memory_mb=1e-06, .*No space left on device"
     ):
         read_embeddings(cache, np.arange(4), 1e-6)
+
+
+def test_a_second_run_leaves_the_files_that_the_first_is_writing(tmp_path):
+    cache, _ = filled(tmp_path, "k" * 20, items_of(1, 2), FakeEncoder())
+    with replacing(cache.path / "000000000-000000009.parquet") as waiting:
+        waiting.write_bytes(b"half a shard")
+        open_cache(tmp_path, "k" * 20, 2, ABOUT)
+        assert waiting.exists()
+        elsewhere = waiting.with_name(".x.parquet.another-machine.7.tmp")
+        old = waiting.with_name(".y.parquet.another-machine.7.tmp")
+        for path in (elsewhere, old):
+            path.write_bytes(b"half")
+        os.utime(old, (0, 0))
+        open_cache(tmp_path, "k" * 20, 2, ABOUT)
+    assert (elsewhere.exists(), old.exists()) == (True, False)
+    assert (cache.path / "000000000-000000009.parquet").read_bytes() == b"half a shard"
 
 
 def test_about_says_what_a_cache_is_of(tmp_path):

@@ -8,18 +8,8 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from eval.scoring.stats import (
-    OF_DIFFERENCES,
-    cluster_bootstrap,
-    effect_size,
-    figures,
-    holm,
-    in_words,
-    index_of,
-    interval,
-    minimum_detectable,
-    sign_flip_p,
-)
+from eval.scoring.stats import effect_size, holm, minimum_detectable, sign_flip_p
+from rge.stats.intervals import OF_DIFFERENCES, cluster_bootstrap, figures, in_words, index_of, interval
 
 
 def clusters(rng, num_groups):

@@ -34,7 +34,7 @@ TIMES = ["generate_ms", "embed_ms"]
 def start(*words: str, launch: bool, name: str = "run") -> subprocess.CompletedProcess[str]:
     more = ["report=false"] if name == "run" else []
     launcher = [*LAUNCH, "--main_process_port", str(free_port())] if launch else []
-    command = [sys.executable, *launcher, "-m", "eval", name, *more, *words]
+    command = [sys.executable, *launcher, "-m", "rge", "eval", name, *more, *words]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "ACCELERATE_USE_CPU": "true",

@@ -1,5 +1,7 @@
 """Run files: written so that every tool ranks them alike, read with everything checked."""
 
+import gzip
+
 import ir_measures
 import numpy as np
 import pytest
@@ -114,7 +116,7 @@ def test_ties_are_refused_or_ordered_by_id(wanted, tmp_path):
     path = write(tmp_path / "run", rows)
     with pytest.raises(
         RunError,
-        match="query 'q00', candidate 'c000' is 9 like the line before it; 1 lines tie.*allow_ties=true",
+        match="query 'q00', candidate 'c00[01]' is 9 like that of another; 1 lines tie.*allow_ties=true",
     ):
         read_run(path, wanted)
     read = read_run(path, wanted, allow_ties=True)
@@ -141,8 +143,10 @@ def _short(rows):
         (_set(4, 0, "q99"), r"query 'q99' \(line 5: query 'q99', candidate 'c001'\) is not in the set"),
         (_set(1, 4, "nan"), "score of query 'q00', candidate 'c001' is nan, which cannot be ranked"),
         (_set(1, 4, "inf"), "candidate 'c001' is inf, which cannot be ranked"),
-        (_set(1, 4, "9.5"), "candidate 'c001' is 9.5, above 9 on the line before: .* from best to worst"),
-        (_set(1, 3, "1"), "rank of query 'q00', candidate 'c001' is 1, not above 1 on the line before"),
+        (
+            _set(1, 4, "9.5"),
+            "candidate 'c000' has rank 1 and score 9, .*higher score has rank 2: .* distances",
+        ),
         (_set(1, 4, "high"), "is not a TREC run .*high"),
         (_set(1, 3, "first"), "is not a TREC run .*first"),
         (_short, "is not a TREC run"),
@@ -153,6 +157,33 @@ def test_what_is_wrong_in_a_run_is_named(wanted, tmp_path, change, message):
     change(rows)
     with pytest.raises(RunError, match=message):
         read_run(write(tmp_path / "run", rows), wanted)
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "fractions", "all alike", "gzip"])
+def test_any_legal_run_is_read(wanted, tmp_path, kind):
+    rows = lines(wanted)
+    if kind == "shuffled":
+        rows = [rows[n] for n in np.random.default_rng(0).permutation(len(rows))]
+    if kind == "fractions":
+        rows = [[*row[:3], f"{row[3]}.0", *row[4:]] for row in rows]
+    if kind == "all alike":
+        rows = [[*row[:3], "0", *row[4:]] for row in rows]
+    path = write(tmp_path / "run", rows)
+    if kind == "gzip":
+        path.write_bytes(gzip.compress(path.read_bytes()))
+    assert read_run(path, wanted).ranking.rows_QW.tolist() == [[0, 1, 2]] * len(wanted.queries)
+
+
+def test_scores_beyond_float32_are_written_as_numbers(wanted, tmp_path):
+    rows = lines(wanted)
+    for row, score in zip(rows, ("1e300", "1e300", "-1e300"), strict=False):
+        row[4] = score
+    read = read_run(write(tmp_path / "run", rows), wanted, allow_ties=True)
+    write_run(tmp_path / "out", read.ranking, wanted.query_ids, wanted.corpus_ids, "tag")
+    assert "inf" not in (tmp_path / "out").read_text()
+    again = read_run(tmp_path / "out", wanted)
+    np.testing.assert_array_equal(again.ranking.rows_QW, read.ranking.rows_QW)
+    assert (np.diff(again.ranking.score_QW.astype(np.float32), axis=1) < 0).all()
 
 
 def test_files_that_are_missing_or_empty(wanted, tmp_path):

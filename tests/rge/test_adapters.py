@@ -15,8 +15,10 @@ from rge.model.backbone import load_backbone
 from rge.model.dropout import drops_out
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import PromptBuilder
+from rge.objective import Objective
 from rge.rollout.generate import generate
-from rge.step import Objective, _chunks, _compare, _forward, training_step
+from rge.rollout.writer import Rollout
+from rge.step import Comparison, TrainingStep, _chunks, _Forward
 
 OBJECTIVE = Objective(0.3, 0.7, 0.07)
 
@@ -40,15 +42,7 @@ def trained_names(embedder):
 
 
 def step(embedder, batch, rationales, micro_batch_size=100, objective=OBJECTIVE):
-    report = training_step(
-        embedder,
-        embedder,
-        batch,
-        objective,
-        rationales=rationales,
-        micro_batch_size=micro_batch_size,
-        backward=lambda loss: loss.backward(),
-    )
+    report = TrainingStep(embedder, embedder, objective, micro_batch_size)(batch, Rollout(rationales))
     found = {name: p.grad.clone() for name, p in embedder.named_parameters() if p.grad is not None}
     embedder.zero_grad(set_to_none=True)
     return report, found
@@ -79,9 +73,7 @@ def test_of_the_embedding_matrix_only_the_row_of_emb_moves(lively, untied, make_
     adapt(embedder)
     rationales = roll_out(embedder, batch)
     optimizer = torch.optim.AdamW([p for p in embedder.parameters() if p.requires_grad], lr=0.1)
-    training_step(
-        embedder, embedder, batch, OBJECTIVE, rationales=rationales, micro_batch_size=2, backward=lambda x: x.backward()
-    )  # fmt: skip
+    TrainingStep(embedder, embedder, OBJECTIVE, 2)(batch, Rollout(rationales))  # fmt: skip
     before = {name: p.detach().clone() for name, p in embedder.named_parameters() if p.requires_grad}
     optimizer.step()
     moved = {name: p for name, p in embedder.named_parameters() if p.requires_grad}
@@ -185,17 +177,10 @@ def test_chunks_draw_the_dropout_of_their_first_forward(lively, make_batch, roll
     rationales = roll_out(lively, batch) if anchor == "self" else None
     torch.manual_seed(5)
     chunks = _chunks(batch, [len(batch.queries)], 2)
-    readouts = [_forward(lively, lively, batch, objective, rationales, *chunk) for chunk in chunks]
-    losses, *_ = _compare(
-        lively,
-        torch.cat([q.state_ND for q, _ in readouts]),
-        torch.cat([t.state_ND for _, t in readouts]),
-        batch,
-        objective,
-        chunks,
-        credit=None,
-    )
-    con = losses["contrastive_loss"]
+    forward = _Forward(lively, objective, batch, Rollout(rationales))
+    readouts = [forward(lively, chunk) for chunk in chunks]
+    q_ND, t_ND = (torch.cat([readout.state_ND for readout in side]) for side in zip(*readouts, strict=True))
+    con = Comparison(forward, chunks, q_ND, t_ND).found.loss
     nll = sum(q.nll + t.nll for q, t in readouts)
     tokens = sum(q.num_tokens + t.num_tokens for q, t in readouts)
     total = 0.3 * nll / tokens + 0.7 * con / len(batch.queries)
@@ -226,9 +211,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(lively, lively_path, make_batch, roll
         return embedder, optimizer, States(accelerator, embedder, optimizer, tmp_path, keep_last=1)
 
     def train(embedder, optimizer):
-        training_step(
-            embedder, embedder, batch, OBJECTIVE, rationales=rationales, micro_batch_size=2, backward=lambda x: x.backward()
-        )  # fmt: skip
+        TrainingStep(embedder, embedder, OBJECTIVE, 2)(batch, Rollout(rationales))  # fmt: skip
         optimizer.step()
         optimizer.zero_grad()
 

@@ -17,7 +17,9 @@ from rge.common.schema import Item
 from rge.model.backbone import BackboneError, add_emb_token, load_backbone
 from rge.model.families import normalised
 from rge.model.prompts import PromptBuilder
-from rge.step import Objective, training_step
+from rge.objective import Objective
+from rge.rollout.writer import Rollout
+from rge.step import TrainingStep
 
 
 def test_emb_takes_the_first_free_id_of_a_matrix_that_keeps_its_size(tiny_path):
@@ -79,15 +81,7 @@ def test_the_row_of_emb_is_trained(lively, untied, make_batch, roll_out):
     """As a token that is read (input row) and as one that is predicted (output row)."""
     for embedder in (lively, untied):
         batch = make_batch(PromptBuilder(embedder.processor))
-        training_step(
-            embedder,
-            embedder,
-            batch,
-            Objective(0.5, 0.5),
-            rationales=roll_out(embedder, batch),
-            micro_batch_size=8,
-            backward=lambda loss: loss.backward(),
-        )
+        TrainingStep(embedder, embedder, Objective(0.5, 0.5), 8)(batch, Rollout(roll_out(embedder, batch)))
         for module in (embedder.model.get_input_embeddings(), embedder.model.get_output_embeddings()):
             assert module.weight.grad[embedder.emb_id].norm() > 0
 

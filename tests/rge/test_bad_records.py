@@ -24,7 +24,7 @@ from transformers import AutoProcessor
 from rge.common.images import ImageError
 from rge.config import DataConfig
 from rge.data.bad_records import NAME, BadRecords
-from rge.data.collate import MAX_REPLACEMENTS, StepBatches, stand_ins
+from rge.data.collate import MAX_REPLACEMENTS, StepBatches, replacements
 from rge.data.loader import Loader
 from rge.data.sources import BadRecord, Draw, Mixture, RecordError, RecordFile
 from rge.model.backbone import load_backbone
@@ -112,7 +112,7 @@ BAD_PICTURES = {
     "name too long": ("x" * 300 + ".png", "cannot be read: File name too long"),
     "no library": ("none.parquet#1", "none.parquet does not exist"),
     "aspect ratio": ("strip.png", "absolute aspect ratio must be smaller than 200"),
-    "animation": ("moving.gif", "moving.gif has 2 frames"),
+    "animation": ("moving.gif", "moving.gif has several frames"),
     "32-bit pixels": ("floats.tiff", "32-bit pixels of no known range"),
 }
 if os.geteuid():
@@ -274,13 +274,13 @@ def test_what_takes_a_bad_records_place_does_not_depend_on_the_processes(folder,
 
 def test_stand_ins_are_others_of_the_source_and_random():
     taken = {(0, index) for index in range(4)}
-    first = [list(stand_ins(Draw(0, 2, seed), range(12), taken))[1] for seed in range(60)]
+    first = [list(replacements(Draw(0, 2, seed), range(12), taken))[1] for seed in range(60)]
     assert {draw.index for draw in first} == set(range(4, 12))
-    every = list(stand_ins(Draw(0, 2, 5), range(12), taken))
+    every = list(replacements(Draw(0, 2, 5), range(12), taken))
     assert [draw.seed for draw in every] == [5] * 12
     # Those that the batch holds already come last.
     assert (every[0].index, {draw.index for draw in every[-3:]}) == (2, {0, 1, 3})
-    assert len(list(stand_ins(Draw(0, 2, 5), range(10**7), taken))) == 1 + MAX_REPLACEMENTS
+    assert len(list(replacements(Draw(0, 2, 5), range(10**7), taken))) == 1 + MAX_REPLACEMENTS
 
 
 def test_a_source_that_is_all_bad_ends_the_run(folder, builder):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 from forked import Program
 
-from rge.calls import batch_jobs
+from rge.calls.asking import batch_jobs
 from rge.calls.caller import Caller
 from rge.calls.failures import BudgetReached, EndpointDown, KeyRejected, RequestRejected
 from rge.calls.local_server import Answer, Batches, LocalServer, chat
@@ -331,13 +331,13 @@ def test_what_fails_in_a_batch_is_asked_by_calls(provider, store):
     found = caller.run(ask(*TEXTS), read=read)
     assert [read(found[place].reply) for place in (0, 1, 4, 5)] == [TEXTS[place] for place in (0, 1, 4, 5)]
     assert isinstance(found[2].error, Refused)
-    assert found[3].failed
+    assert found[3].rejected
     assert "image" in str(found[3].error)
-    assert sorted(provider.by_calls) == [TEXTS[1], TEXTS[3]]
+    assert sorted(provider.by_calls) == ["Answer with the word ok.", TEXTS[1], TEXTS[3]]
     (spent,) = store.ledger()
-    assert (spent.calls, spent.batch_calls, spent.lost_calls) == (5, 4, 0)
-    assert spent.cost == pytest.approx(3 * PRICE + 2 * PRICE), (
-        "one by a call, three by the batch, the filtered one for nothing"
+    assert (spent.calls, spent.batch_calls, spent.lost_calls) == (6, 4, 0)
+    assert spent.cost == pytest.approx(3 * PRICE + 4 * PRICE), (
+        "one and a canary by calls, three by the batch, the filtered one for nothing"
     )
 
 
@@ -627,3 +627,55 @@ def test_a_file_of_answers_of_before_batches_is_read(tmp_path):
     old.close()
     (spent,) = AnswerStore(tmp_path / "c").ledger()
     assert (spent.calls, spent.cost, spent.batch_calls) == (3, 1.5, 0)
+
+
+def test_a_cancelled_batch_is_not_bought_again_at_the_whole_price(store, monkeypatch):
+    """Somebody cancelled it at the provider: what it brought is kept, the rest goes into a new batch with the next run."""
+
+    class Cancelled(OpenAI):
+        async def look(self, name):
+            shown = await super().look(name)
+            if name == "batch_0" and shown["status"] == "completed":
+                shown["status"] = "cancelled"
+                rows = self.files[shown["output_file_id"]].splitlines(keepends=True)
+                self.files[shown["output_file_id"]] = b"".join(rows[:2])
+            return shown
+
+    with openai_server(monkeypatch, Cancelled()) as provider:
+        with pytest.raises(
+            EndpointDown, match="was cancelled at the provider; 4 of its calls have no answer"
+        ):
+            Caller(model(provider), store).run(ask(*TEXTS))
+        assert store.num_replies() == 2
+        found = Caller(model(provider), store).run(ask(*TEXTS))
+        assert [read(one.reply) for one in found] == TEXTS
+        assert (provider.created, provider.by_calls) == (2, [])
+    assert store.ledger()[0].cost == pytest.approx(6 * PRICE)
+
+
+def test_a_batch_that_is_gone_is_not_bought_again_at_the_whole_price(provider, store):
+    provider.faults = {"look": [Answer({"error": {"message": "not found"}}, 404)]}
+    with pytest.raises(EndpointDown, match=r"batch \S+ is gone"):
+        Caller(model(provider), store).run(ask(*TEXTS))
+    assert provider.by_calls == []
+
+
+def test_a_budget_for_batches_rests_on_a_bill(store, monkeypatch):
+    """A call costs 17 times the estimate: one is made by itself first, and no batch is larger than the budget."""
+    with openai_server(monkeypatch) as provider:
+
+        async def expensive(path, body):
+            answer = chat("<x>y</x>", input_tokens=1700, output_tokens=1)
+            provider.by_calls += [1]
+            return answer
+
+        provider.chats = expensive
+        prices = {
+            "input_price": 1e3,
+            "output_price": 0,
+        }  # 100 tokens, as estimated, are 0.1; 1,700 are 1.7, in a batch 0.85
+        texts = [f"{number:>300}" for number in range(60)]
+        with pytest.raises(BudgetReached, match=r"of the budget 10 is spent"):
+            Caller(model(provider, budget=10, **prices), store).run(ask(*texts))
+        assert store.ledger()[0].calls == 1 + 9
+        assert store.ledger()[0].cost == pytest.approx(1.7 + 9 * 0.85)

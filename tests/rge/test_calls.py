@@ -15,9 +15,9 @@ import pytest
 from forked import Program
 from PIL import Image
 
-from rge.calls import caller as caller_module
+from rge.calls.asking import grouping, health
 from rge.calls.caller import Caller
-from rge.calls.failures import BudgetReached, EndpointDown, KeyRejected
+from rge.calls.failures import AccountRejected, BudgetReached, EndpointDown, KeyRejected
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig
 from rge.calls.pictures import sendable
@@ -32,7 +32,7 @@ from rge.calls.replies import (
     Truncated,
     check_complete,
     one_of,
-    read_reply,
+    read_replies,
     tag,
 )
 from rge.calls.request import Picture, Request
@@ -107,7 +107,7 @@ def test_concurrency_is_limited(store):
     echo = Echo(delay_s=0.02, together=3)
     with LocalServer(echo) as server:
         caller = Caller(model(server, concurrency=3, timeout_s=60, max_retries=0), store)
-        assert not any(outcome.failed for outcome in caller.run([ask(str(number)) for number in range(12)]))
+        assert not any(outcome.error for outcome in caller.run([ask(str(number)) for number in range(12)]))
     assert echo.most == 3
 
 
@@ -141,7 +141,7 @@ def test_transient_faults_are_retried(store, first):
 def test_a_fault_that_stays_is_named_and_nothing_is_kept(store, answer, said):
     with LocalServer(Echo(answer, answer)) as server:
         outcome = Caller(model(server, max_retries=1), store).run([ask("a")])[0]
-        assert outcome.lost
+        assert outcome.unanswered
         assert re.search(f"{said}.*2 attempts", str(outcome.error))
         assert store.get(outcome.key) is None
         assert Caller(model(server), store).run([ask("a")])[0].reply.text == "you said a"
@@ -159,7 +159,7 @@ def test_no_wait_is_longer_than_max_backoff_s(store, status):
     with LocalServer(Echo(Answer({}, status, headers={"retry-after": "300"}))) as server:
         began = time.perf_counter()
         (found,) = Caller(model(server, max_backoff_s=0.2), store).run([ask("a")])
-    assert not found.failed
+    assert found.error is None
     assert 0.2 <= time.perf_counter() - began < 100
 
 
@@ -175,12 +175,11 @@ def test_a_slow_endpoint_times_out_and_the_run_goes_on(store):
         hasty = ModelConfig(name="slow", base_url=server.url, backoff_s=0.01, timeout_s=0.1, max_retries=1)
         caller = Caller({**model(server), "slow": hasty}, store)
         slow, fast = caller.run([Request("slow", ("slow",)), ask("fast")])
-    assert slow.failed
-    assert slow.lost
+    assert slow.unanswered
     assert "slow: no answer within 0.1 s (2 attempts)" in str(slow.error)
     assert fast.reply.text == "you said fast"
     assert store.get(slow.key) is None
-    assert failures(store) == [("lost call", "slow: no answer within 0.1 s (2 attempts)")]
+    assert failures(store) == [("unanswered", "slow: no answer within 0.1 s (2 attempts)")]
     (spent,) = store.ledger()[1:]
     assert (spent.calls, spent.lost_calls) == (0, 2), "the provider may have answered, and bills that"
 
@@ -210,17 +209,17 @@ def test_addresses_with_secrets_or_without_a_host_are_refused(store, url):
 
 
 def test_an_endpoint_that_is_down(store, monkeypatch):
-    monkeypatch.setattr(caller_module, "MAX_FAILURES_IN_A_ROW", 3)
+    monkeypatch.setattr(health, "MAX_UNANSWERED_IN_A_ROW", 3)
     settings = ModelConfig(
         name="m", base_url="http://127.0.0.1:9/v1", max_retries=1, backoff_s=0.01, concurrency=2
     )
-    with pytest.raises(EndpointDown, match="3 calls in a row failed.*no connection"):
+    with pytest.raises(EndpointDown, match="3 calls in a row have no answer.*no connection"):
         Caller({"m": settings}, store).run([ask(str(number)) for number in range(100)])
 
 
 def test_a_model_that_is_not_there(store):
     with LocalServer(Echo(Answer({"error": {"message": "no model m"}}, 404))) as server:
-        with pytest.raises(EndpointDown, match="no such model or address; HTTP 404.*no model m"):
+        with pytest.raises(AccountRejected, match="no such model or address; HTTP 404.*no model m"):
             Caller(model(server), store).run([ask("a")])
 
 
@@ -467,7 +466,7 @@ def reply(text: str, stop: str = "stop") -> Reply:
 )
 def test_bodies_that_are_no_answers(raw, error):
     with pytest.raises(error):
-        read_reply(raw.encode())
+        raise read_replies(raw.encode())[0]
 
 
 @pytest.mark.parametrize(
@@ -502,7 +501,7 @@ def test_tags():
 
 def test_requests_are_read_as_they_are_needed_and_equal_ones_asked_once(store, monkeypatch):
     """One model is held up; the other goes on, until too much would pile up for the first."""
-    monkeypatch.setattr(caller_module, "AT_A_TIME", 4)
+    monkeypatch.setattr(grouping, "AT_A_TIME", 4)
     read, held_at, seen = [], [], Counter()
 
     async def answer(path, body):

@@ -2,10 +2,12 @@
 
 import json
 import multiprocessing
+import os
 import re
 import resource
 import shutil
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 
 import forked
@@ -13,11 +15,19 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
+from PIL import Image
 
 from rge import check
 from rge.checkpoints.export import RGE_JSON, settings_of
-from rge.checkpoints.training_state import DONE
+from rge.checkpoints.manifest import DONE
+from rge.common.files import DEMO_CHECKPOINT
 from rge.config import Recipe, load_recipe, to_dict
+from rge.data import layout
+from rge.data.collate import Collator, query_item, target_item
+from rge.data.sources import Draw, RecordFile
+from rge.distributed import launch
+from rge.plan import estimate, machine
+from rge.scratch.starting_point import processor_of, starting_point
 
 SIZES = (
     "text: {hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1},"
@@ -81,6 +91,15 @@ def test_a_learning_rate_that_is_never_reached_is_said(home, accelerator):
     assert "\n".join(found.summary).count("never reaches") == 1
 
 
+def test_records_that_include_their_wording_are_refused_where_the_profile_adds_another(home, accelerator):
+    worded = write(home / "worded.jsonl", record("w", wording="included"))
+    here = f"joint.sources=[{{path: {worded}}}]"
+    [problem] = problems_of(home, accelerator, here)
+    assert problem.startswith(f"{worded}: the texts of record 'w' include their wording (wording: included)")
+    assert problem.endswith("data.profile=rge would add another: set data.profile=plain")
+    assert problems_of(home, accelerator, here, "data.profile=plain") == []
+
+
 def test_what_may_start_is_summed_up(home, accelerator):
     held_out = write(home / "held_out.jsonl", record("h"))
     problems, found = check.examine(recipe_of(home, f"validation.path={held_out}"), accelerator)
@@ -97,7 +116,7 @@ def test_what_may_start_is_summed_up(home, accelerator):
     assert "parameters trained" in text
     assert "tokens and" in text
     assert "GiB a process" in text
-    assert "no time, since the speed of cpu in float32 is not known" in text
+    assert "no time estimate: unknown throughput of cpu in float32" in text
     assert not (home / "out").exists()
 
 
@@ -130,7 +149,7 @@ def test_everything_that_is_wrong_is_said_at_once(home, accelerator):
         f"{bad}:3: query.images.0: picture library {home}/gone.parquet does not exist",
         f"{bad}:4: positives.0.image: picture {home}/none.png does not exist (record 'd')",
         f"{bad}:4: positives.0.rationale: missing or blank",
-        f"{bad}:5: group: Field required",
+        f"{bad}:5: query: Field required",
         f"training records {home}/nowhere.jsonl do not exist",
         f"training records {home}/absent.jsonl do not exist",
         "log.trackers=mlflow needs its library, which is not installed: pip install mlflow",
@@ -158,7 +177,7 @@ def test_pictures_are_decoded_when_asked_for(home, accelerator):
     assert f"{bad}: record 'a': picture {home}/cut.png cannot be decoded" in problem
 
 
-def test_texts_for_a_tokenizer_and_pictures_to_name_are_checked_too(home, accelerator):
+def test_texts_for_a_tokenizer_and_pictures_to_name_are_checked_too(home, accelerator, tiny_path):
     scratch = ["model.path=null", f"model.scratch={{naming: gone.jsonl, {SIZES}}}", "stage=joint"]
     cold = f"cold_start.sources=[{{path: {home}/nowhere.jsonl}}]"
     found = "\n".join(problems_of(home, accelerator, *scratch, cold))
@@ -167,7 +186,7 @@ def test_texts_for_a_tokenizer_and_pictures_to_name_are_checked_too(home, accele
         home, accelerator, "model.path=null", "model.scratch={}"
     )
     assert "nowhere.jsonl do not exist" in found
-    (home / "out/backbone").mkdir(parents=True)  # built before: they are not read again
+    shutil.copytree(tiny_path, home / "out/backbone")  # built before: they are not read again
     assert problems_of(home, accelerator, *scratch, cold) == []
 
 
@@ -178,7 +197,7 @@ def test_a_disk_too_small_for_what_will_be_kept(home, accelerator, monkeypatch):
     model = check._outline(recipe)
     count = sum(parameter.numel() for parameter in model.parameters())
     # Two stages: of AdamW's float32 states, two and the one that is being written; and a checkpoint.
-    needed = check.bytes_to_keep(recipe, found, model, accelerator)
+    needed = machine.bytes_to_keep(recipe, {"cold_start": 4, "joint": 4}, model, accelerator)
     assert needed == 2 * (3 * 12 + 4) * count
     for free, wrong in ((needed - 1, True), (needed + 1, False)):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: Usage(0, 0, free))
@@ -191,6 +210,144 @@ def test_a_disk_too_small_for_what_will_be_kept(home, accelerator, monkeypatch):
     (home / "out/joint/state").mkdir(parents=True)
     (home / "out/joint/state/old").write_bytes(b"0" * 100)
     assert problems_of(home, accelerator, "train.save_every=1") == []
+
+
+LONG = {"id": "t", "text": "an egg", "rationale": "this is a key; " * 800}
+PASSED_BY = {
+    "a picture of 30,000 x 1": (["flat.png"], {}, "absolute aspect ratio must be smaller than 200"),
+    "several pictures": (["egg.png"] * 60, {}, "pictures and template alone exceed max_prompt_tokens=64"),
+    "a long rationale": (
+        ["egg.png"],
+        {"positives": [LONG]},
+        "more than data.max_rationale_tokens=512; shorten it",
+    ),
+}
+"""What the pre-flight once had nothing against, and training ended with: pictures of a record, its other fields, the message."""
+
+
+@pytest.mark.parametrize("kind", PASSED_BY)
+def test_records_are_laid_out_as_training_will(home, accelerator, kind):
+    """Refused with data.on_bad=stop, left out with skip, by the pre-flight and by training alike."""
+    pictures, changes, message = PASSED_BY[kind]
+    Image.new("RGB", (30_000, 1)).save(home / "flat.png")
+    bad = record("bad", **changes)
+    bad["query"]["images"] = pictures
+    path = write(home / "bad.jsonl", *map(record, "abc"), bad)
+    options = [f"joint.sources=[{{path: {path}}}]", "data.max_prompt_tokens=64", "stage=joint"]
+    [problem] = problems_of(home, accelerator, *options)
+    assert f"record 'bad' of {path}: " in problem
+    assert message in problem
+    skip = [*options, "data.on_bad=skip", "data.max_bad_share=0.25"]
+    recipe = recipe_of(home, *skip)
+    problems, found = check.examine(recipe, accelerator)
+    assert problems == []
+    assert f"will be left out (data.on_bad=skip): {problem}" in found.summary
+    [too_many] = problems_of(home, accelerator, *skip[:-1], "data.max_bad_share=0.2")
+    assert "1 of 4 records of joint are bad, more than data.max_bad_share=0.2: " in too_many
+
+    builder = layout.prompt_builder(processor_of(recipe, {}), recipe)
+    records = RecordFile(path)
+    collator = Collator([records], builder, recipe.data)
+    collator.collate([Draw(0, 0, 0)])
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        Collator([records], builder, replace(recipe.data, on_bad="stop")).collate([Draw(0, 3, 0)])
+    [left_out] = collator.collate([Draw(0, 3, 0)]).bad
+    assert left_out.id == "bad"
+
+
+def test_a_prompt_too_short_for_anything_is_found(home, accelerator):
+    problems = problems_of(home, accelerator, "data.max_prompt_tokens=24")
+    assert all("pictures and template alone exceed max_prompt_tokens=24" in problem for problem in problems)
+    assert len(problems) == 3
+
+
+def test_lengths_are_summed_up(home, accelerator):
+    """Of what training's own prompts have: the same builder, with pictures decoded."""
+    long = record("long", query={"text": "what is this egg " * 20, "images": ["egg.png"] * 2})
+    path = write(home / "some.jsonl", *map(record, "abc"), long)
+    recipe = recipe_of(home, f"joint.sources=[{{path: {path}}}]", "stage=joint", "data.max_prompt_tokens=90")
+    problems, found = check.examine(recipe, accelerator)
+    assert problems == []
+    builder = layout.prompt_builder(processor_of(recipe, {}), recipe)
+    file = RecordFile(path)
+    queries = [len(builder.build(query_item(file[index]), "query")) for index in range(4)]
+    targets = [len(builder.build(target_item(file[index].positives[0]), "candidate")) for index in range(4)]
+    rationale = len(builder.rationale_ids("it is an egg", "a"))
+    text = "\n".join(found.summary)
+    assert max(queries) == 90
+    assert f"tokens of a query's prompt: {queries[0]} to 90, median {queries[0]}, 95 % at most 90" in text
+    assert f"longest candidate: {min(targets)} to {max(targets)}, " in text
+    assert "pictures of a prompt: 1.2 on average, at most 2" in text
+    assert f"tokens of a rationale: {rationale} to {rationale}, " in text
+    assert "0.0% longer than the model may write (rollout.max_new_tokens=128)" in text
+    assert "12.5% of 8 prompts are cut to data.max_prompt_tokens=90" in text
+    assert f"query, candidate and rationale: long {90 + targets[3] + rationale}, " in text
+
+
+def test_lengths_are_remembered_until_something_changes(home, accelerator, monkeypatch):
+    monkeypatch.setenv("RGE_CACHE", str(home.parent / f"{home.name}_cache"))
+    for path in (*home.iterdir(), home):
+        os.utime(path, (1e9, 1e9))
+    looked = []
+    real = layout.lay_out
+    monkeypatch.setattr(layout, "lay_out", lambda *given, **more: looked.append(1) or real(*given, **more))
+    summaries = [check.examine(recipe_of(home), accelerator)[1].summary for _ in range(2)]
+    assert summaries[0] == summaries[1]
+    assert len(looked) == 1
+    check.examine(recipe_of(home, "model.max_pixels=1568"), accelerator)
+    assert len(looked) == 2
+    write(home / "records.jsonl", *map(record, "abcd"))
+    os.utime(home / "records.jsonl", (1e9 + 1, 1e9))
+    check.examine(recipe_of(home), accelerator)
+    assert len(looked) == 3
+
+
+def test_many_records_are_laid_out_by_several_processes(home, accelerator, monkeypatch):
+    recipe = recipe_of(home)
+    builder = layout.prompt_builder(processor_of(recipe, {}), recipe)
+    file = RecordFile(home / "records.jsonl")
+    here = layout.lay_out(file, builder, need_oracle=True, need_candidates=True)
+    monkeypatch.setattr(layout, "FEW", 2)
+    there = layout.lay_out(file, builder, need_oracle=True, need_candidates=True)
+    assert (here.sizes_NK == there.sizes_NK).all()
+    assert there.numbers_N.tolist() == [0, 1, 2]
+
+
+def test_an_estimate_that_fails_is_a_warning(home, accelerator, monkeypatch):
+    monkeypatch.setattr(estimate, "plan", lambda *_: {}["vision"])
+    monkeypatch.setattr(check, "processor_of", lambda *_: 1 / 0)
+    problems, found = check.examine(recipe_of(home), accelerator)
+    assert problems == []
+    text = "\n".join(found.summary)
+    assert "warning: memory and time are not estimated: KeyError: 'vision'" in text
+    assert "warning: records were not laid out: ZeroDivisionError: division by zero" in text
+
+
+def test_a_cpus_estimate_holds_no_gpus_reserve(home, accelerator):
+    _, found = check.examine(recipe_of(home), accelerator)
+    [total, *_] = [re.search(r"rge.plan: ([\d.]+) GiB", line) for line in found.summary if "rge.plan" in line]
+    assert float(total.group(1)) < 1
+
+
+def test_batches_of_one_query_need_labelled_negatives(home, accelerator):
+    one = ["joint.batch_size=1", "stage=joint"]
+    [problem] = problems_of(home, accelerator, *one)
+    assert "joint.batch_size=1, and no record has a labelled negative" in problem
+    path = write(home / "more.jsonl", record("a", negatives=[{"id": "n", "text": "a key"}]), record("b"))
+    assert problems_of(home, accelerator, *one, f"joint.sources=[{{path: {path}}}]") == []
+
+
+def test_a_loss_that_was_dropped_needs_no_plugin(home, accelerator):
+    assert problems_of(home, accelerator, "loss.terms={info_nce: 1, gone: 0}") == []
+    assert problems_of(home, accelerator, "loss.terms={info_nce: 1, gone: null}") == []
+    assert "must be one of" in problems_of(home, accelerator, "loss.terms={info_nce: 1, gone: 1}")[0]
+
+
+def test_the_shipped_checkpoint_may_be_started_from(home, accelerator):
+    recipe = recipe_of(home, "init=demo")
+    assert check.examine(recipe, accelerator)[0] == []
+    assert starting_point(recipe, {}, accelerator) == str(DEMO_CHECKPOINT)
+    assert recipe.init == "demo"
 
 
 def settings(recipe, stage: str) -> dict:
@@ -238,10 +395,8 @@ def test_a_finished_run_says_so_whatever_has_gone_since(home, accelerator):
 
 def limits(hard: int, results) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-    check.raise_descriptor_limit()
-    problems: list[str] = []
-    check._check_machine(problems, check.Checked([]), Recipe("r"), Accelerator(cpu=True))
-    results.send((resource.getrlimit(resource.RLIMIT_NOFILE)[0], problems))
+    machine.raise_descriptor_limit()
+    results.send((resource.getrlimit(resource.RLIMIT_NOFILE)[0], list(machine.problems(Recipe("r")))))
 
 
 def test_the_limit_of_open_files_is_raised_as_far_as_it_goes_and_else_a_problem():
@@ -268,11 +423,7 @@ def test_shared_memory_too_small_for_nccl_is_said(monkeypatch):
     for free, processes, said in ((2**26, "2", True), (2**30, "2", False), (2**26, "1", False)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: Usage(0, 0, free))
-        problems: list[str] = []
-        found = check.Checked([])
-        check._check_machine(problems, found, Recipe("r"), Gpus())
-        assert problems == []
-        assert [line[:56] for line in found.summary] == (
+        assert [line[:56] for line in machine.warnings(Gpus())] == (
             ["warning: /dev/shm has 64 MiB free, and NCCL's guide asks"] if said else []
         )
 
@@ -284,22 +435,21 @@ Card = namedtuple("Card", "name total_memory")
     ("card", "dtype", "said"),
     [
         ("NVIDIA H100 80GB HBM3", "bfloat16", r"; \d+ min \(\d+ min to \d+ min\) at 35% of what its maker gives for NVIDIA H100"),
-        ("NVIDIA H100 80GB HBM3", "float32", "no time, since the speed of NVIDIA H100 80GB HBM3 in float32 is not known"),
-        ("Other 3000", "bfloat16", "no time, since the speed of Other 3000 in bfloat16 is not known .`rge plan` takes"),
+        ("NVIDIA H100 80GB HBM3", "float32", "no time estimate: unknown throughput of NVIDIA H100 80GB HBM3 in float32"),
+        ("Other 3000", "bfloat16", "no time estimate: unknown throughput of Other 3000 in bfloat16 .`rge plan` takes"),
     ],
 )  # fmt: skip
 def test_the_banner_says_time_and_memory_with_their_uncertainty(home, monkeypatch, card, dtype, said):
     recipe = recipe_of(home, f"model.dtype={dtype}", "joint.steps=200000", "cold_start.steps=200000")
-    found = check.Checked(["joint"])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Card(card, 80 * 2**30))
-    monkeypatch.setattr(check.launch, "back_end", lambda accelerator: check.launch.BackEnd("DDP", 2))
+    monkeypatch.setattr(launch, "back_end", lambda accelerator: launch.BackEnd("DDP", 2))
 
     class File(list):
         bad: list = []
         size = 3
 
-    found.records = {str(home / "records.jsonl"): File([None] * 3)}
-    lines = check._banner(recipe, found, check._outline(recipe), Gpus())
+    records = {str(home / "records.jsonl"): File([None] * 3)}
+    lines = list(estimate.banner(recipe, {"joint": 200_000}, records, {}, check._outline(recipe), Gpus()))
     assert re.search(said, lines[-1])
     total, least, most = map(
         float, re.search(r"([\d.]+) of 80.0 GiB a process \(([\d.]+) to ([\d.]+)\)", lines[-1]).groups()
@@ -329,7 +479,7 @@ def test_kl_without_adapters_is_refused_under_zero3_before_anything_is_loaded(
 def test_the_command_says_all_and_ends_with_one(home):
     done = forked.run("-m", "rge.check", f"recipe={home / 'tiny.yaml'}", "pictures=true")
     assert done.returncode == 0, done.stderr
-    assert "nothing is wrong" in done.stdout
+    assert "all checks passed" in done.stdout
     done = forked.run(
         "-m", "rge.check", f"recipe={home / 'tiny.yaml'}", "log.trackers=[nothing]", "joint.sources=[{path: gone}]"
     )  # fmt: skip

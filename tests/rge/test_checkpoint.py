@@ -248,6 +248,48 @@ def test_a_finished_stage_is_recognised(lively, settings, recipe, tmp_path):
     assert not finished(tmp_path, recipe(), "joint")
 
 
+def test_a_checkpoint_that_was_cut_does_not_count_as_finished(lively, settings, recipe, tmp_path):
+    export(lively, tmp_path / "final", {**settings, "recipe": to_dict(recipe())})
+    (tmp_path / "final/README.md").write_text("a card may be edited")
+    assert finished(tmp_path, recipe(), "joint")
+    [weights] = (tmp_path / "final").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(
+        CheckpointError, match=r"final is damaged: model.safetensors has 1000 bytes, \d+ were"
+    ):
+        finished(tmp_path, recipe(), "joint")
+    (tmp_path / "final/done.json").unlink()  # of an older version
+    assert finished(tmp_path, recipe(), "joint")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda name, all_: f"_orig_mod.{name}", r"_orig_mod\.\S+ is none of its weights \(\d+ unknown names, \d+ missing"),
+        (lambda name, all_: None if "norm.weight" in name else name, r"norm\.weight is missing \(0 unknown"),
+    ],
+)  # fmt: skip
+def test_weights_of_other_names_are_not_written(lively, settings, tmp_path, change, message):
+    found = {change(name, 0): value for name, value in lively.model.state_dict().items()}
+    found.pop(None, None)
+    with pytest.raises(CheckpointError, match=message):
+        export(lively, tmp_path / "final", settings, found)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_reads_back_otherwise_is_no_checkpoint(lively, settings, tmp_path, monkeypatch):
+    def flip(path, **_):
+        if path.suffix == ".safetensors":
+            content = bytearray(path.read_bytes())
+            content[-1] ^= 1
+            path.write_bytes(content)
+
+    monkeypatch.setattr("rge.checkpoints.export.flush", flip)
+    with pytest.raises(CheckpointError, match=r"could not be written: 1 of \d+ weights read back otherwise"):
+        export(lively, tmp_path / "final", settings)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_stage_alone_does_not_pass_by_the_one_before_it(lively, settings, recipe, tmp_path):
     out, cold = f"out={tmp_path}", tmp_path / "cold_start/final"
     check_start(recipe(out, "stage=joint"))

@@ -9,18 +9,19 @@ import torch
 
 from rge import train
 from rge.checkpoints.export import export, settings_of
-from rge.config import DataConfig, Recipe, RecipeError, SourceConfig, StageConfig
+from rge.config import DataConfig, Recipe, SourceConfig, StageConfig
 from rge.data.collate import (
     StepBatches,
+    problems,
     query_item,
     sorted_by_length,
     target_item,
 )
-from rge.data.sources import Mixture, RecordFile, identity
+from rge.data.sources import Mixture, RecordError, RecordFile, identity
 from rge.embedder import Embedder
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
-from rge.step import Objective
+from rge.objective import Objective
 
 
 @pytest.fixture
@@ -169,11 +170,11 @@ def test_augmented_pictures_keep_their_tokens_and_change_with_the_step(batches):
     assert changed > 1
 
 
-def test_a_batch_with_less_than_a_query_a_process_is_an_error(batches):
-    with pytest.raises(
-        RecipeError, match="batch_size=6 leaves some of the 7 processes without a query; raise it"
-    ):
-        batches(world_size=7)
+def test_a_batch_with_less_than_a_query_a_process_is_a_problem():
+    recipe = Recipe("r", joint=StageConfig(batch_size=6))
+    assert list(problems(recipe, ["joint"], 6)) == []
+    [problem] = problems(recipe, ["joint"], 7)
+    assert "joint.batch_size=6 leaves some of the 7 processes without a query; raise it" in problem
 
 
 def test_a_record_that_cannot_be_used_is_named(batches, records):
@@ -182,6 +183,21 @@ def test_a_record_that_cannot_be_used_is_named(batches, records):
         ValueError, match=r"record '[ab]\d' of .*/[ab]\.jsonl: .*images/4\.png cannot be read"
     ):
         [batches()[step] for step in range(10)]
+
+
+@pytest.mark.parametrize("on_bad", ["stop", "skip"])
+def test_one_record_that_includes_its_wording_ends_a_run_whose_profile_adds_another(batches, records, on_bad):
+    """Also the last of a file, which no look at its first could find; it is not a record to skip."""
+    path = records[1].path
+    row = json.loads(path.read_text().splitlines()[0]) | {"id": "w", "wording": "included"}
+    with path.open("a") as out:
+        out.write(json.dumps(row) + "\n")
+    records[1] = RecordFile(path)
+    found = batches(on_bad=on_bad, profile="rge")
+    with pytest.raises(RecordError, match=r"record 'w' include their wording.*set data\.profile=plain"):
+        [found[step] for step in range(20)]
+    found = batches(on_bad=on_bad, profile="plain")
+    assert sum(len(found[step].queries) for step in range(20)) == 120
 
 
 def test_training_and_evaluation_see_the_same_tokens_and_states(lively, records, tmp_path):

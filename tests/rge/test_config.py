@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from rge.config import RECIPES, Recipe, RecipeError, StageConfig, load_recipe, to_dict
+from rge.objective import Objective
 from rge.rl.policy import CORRECTIONS, LOSS_TYPES, SCALES
-from rge.step import Objective
 
 SHIPPED = sorted(RECIPES.glob("*.yaml"))
 
@@ -167,12 +167,12 @@ def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
         ),
         ("rollout.prompt_pass=never", "rollout.prompt_pass must be one of auto, once, twice, got 'never'"),
         ("rollout.backend=vlm", "rollout.backend must be one of own, vllm, got 'vlm'"),
-        ("rollout.vllm_memory=1", "rollout.vllm_memory must be between 0.01 and 0.95, got 1"),
-        ("rollout.num_rationales=0", "rollout.num_rationales must be > 0"),
+        ("rollout.vllm_memory=1", "rollout.vllm_memory must be <= 0.95, got 1"),
+        ("rollout.num_rationales=0", "rollout.num_rationales must be >= 1"),
         ("rollout.num_rationales=2", "rollout.num_rationales=2 would write the same rationale as often"),
         ("rollout.reuse_steps=-1", "rollout.reuse_steps must be >= 0"),
-        ("rollout.direct_share=1.5", "rollout.direct_share must be between 0 and 1"),
-        ("rollout.direct_share=1", "rollout.direct_share=1 leaves no rationale to write"),
+        ("rollout.direct_share=1.5", "rollout.direct_share must be < 1"),
+        ("rollout.direct_share=1", "rollout.direct_share must be < 1"),
         (
             "loss.oracle_share=0.3",
             "loss.oracle_share has no effect with loss.anchor=self: set loss.anchor=mix",
@@ -183,39 +183,42 @@ def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
             "data.profile: prompt profile must be one of plain, rge, got 'rgb'; did you mean 'rge'",
         ),
         ("joint.schedule=step", "joint.schedule must be one of cosine, linear, constant, got 'step'"),
-        ("loss.temperature=0", "loss.temperature must be > 0 and finite, got 0.0"),
-        ("loss.temperature=.nan", "loss.temperature must be > 0 and finite, got nan"),
-        ("joint.lr=.inf", "joint.lr must be > 0 and finite, got inf"),
-        ("joint.steps=0", "joint.steps must be > 0 and finite, got 0"),
-        ("joint.epochs=-1", "joint.epochs must be > 0 and finite, got -1.0"),
-        ("joint.batch_size=0", "joint.batch_size must be > 0 and finite, got 0"),
-        ("joint.warmup_steps=-1", "joint.warmup_steps must be >= 0 and finite, got -1"),
-        ("joint.min_lr_ratio=1.5", "joint.min_lr_ratio must be between 0 and 1, got 1.5"),
+        ("loss.temperature=0", "loss.temperature must be > 0, got 0"),
+        ("loss.temperature=.nan", "loss.temperature must be a finite number, got nan"),
+        ("joint.lr=.inf", "joint.lr must be a finite number, got inf"),
+        ("joint.steps=0", "joint.steps must be >= 1, got 0"),
+        ("joint.epochs=-1", "joint.epochs must be > 0, got -1"),
+        ("joint.batch_size=0", "joint.batch_size must be >= 1, got 0"),
+        ("joint.warmup_steps=-1", "joint.warmup_steps must be >= 0, got -1"),
+        ("joint.min_lr_ratio=1.5", "joint.min_lr_ratio must be <= 1, got 1.5"),
         ("data.positives=some", "data.positives must be one of draw, all, got 'some'"),
         ("data.batches=mixt", "data.batches must be one of mixed, homogeneous, got 'mixt'"),
-        ("loss.matryoshka_dims=[8,0]", "loss.matryoshka_dims must be > 0 and finite, got 0"),
-        ("model.lora={rank: 0}", "model.lora.rank must be > 0 and finite, got 0"),
-        ("model.lora={dropout: 1}", "model.lora.dropout must be between 0 and 0.99, got 1.0"),
+        ("loss.matryoshka_dims=[8,0]", "loss.matryoshka_dims.1. must be >= 1, got 0"),
+        ("model.lora={rank: 0}", "model.lora.rank must be >= 1, got 0"),
+        ("model.lora={dropout: 1}", "model.lora.dropout must be <= 0.99, got 1"),
         ("validation.metric=mrr", "validation.metric must be one of hit_at_1, loss, .*, got 'mrr'"),
         ("validation.path=a.jsonl", "validation.path a.jsonl is also a source of cold_start"),
         ("joint.sources=[]", "joint.sources is empty: name at least one file"),
-        ("joint.sources=[{path: a, weight: 0}]", "joint.sources weight of a must be > 0 and finite, got 0.0"),
-        ("rollout.max_new_tokens=0", "rollout.max_new_tokens must be > 0 and finite, got 0"),
-        ("rollout.batch_size=0", "rollout.batch_size must be > 0 and finite, got 0"),
-        ("rollout.temperature=-1", "rollout.temperature must be >= 0 and finite, got -1.0"),
-        ("train.micro_batch_size=0", "train.micro_batch_size must be > 0 and finite, got 0"),
-        ("train.save_every=0", "train.save_every must be > 0 and finite, got 0"),
-        ("train.keep_last=0", "train.keep_last must be > 0 and finite, got 0"),
-        ("train.log_every=0", "train.log_every must be > 0 and finite, got 0"),
-        ("train.num_processes=0", "train.num_processes must be > 0 and finite, got 0"),
-        ("train.seed=-1", "train.seed must be >= 0 and finite, got -1"),
-        ("data.max_negatives=-1", "data.max_negatives must be >= 0 and finite, got -1"),
-        ("data.num_workers=-1", "data.num_workers must be >= 0 and finite, got -1"),
-        ("data.max_prompt_tokens=0", "data.max_prompt_tokens must be > 0 and finite, got 0"),
-        ("optim.max_grad_norm=-1", "optim.max_grad_norm must be >= 0 and finite, got -1.0"),
-        ("optim.vision_lr_ratio=-1", "optim.vision_lr_ratio must be >= 0 and finite, got -1.0"),
-        ("optim.weight_decay=-1", "optim.weight_decay must be >= 0 and finite, got -1.0"),
-        ("model.min_pixels=0", "model.min_pixels must be > 0 and finite, got 0"),
+        ("joint.sources=[{path: a, weight: 0}]", "joint.sources.0..weight must be > 0, got 0"),
+        ("rollout.max_new_tokens=0", "rollout.max_new_tokens must be >= 1, got 0"),
+        ("rollout.batch_size=0", "rollout.batch_size must be >= 1, got 0"),
+        ("rollout.temperature=-1", "rollout.temperature must be >= 0, got -1"),
+        ("train.micro_batch_size=0", "train.micro_batch_size must be >= 1, got 0"),
+        ("train.save_every=0", "train.save_every must be >= 1, got 0"),
+        ("train.keep_last=0", "train.keep_last must be >= 1, got 0"),
+        ("train.log_every=0", "train.log_every must be >= 1, got 0"),
+        ("train.num_processes=0", "train.num_processes must be >= 1, got 0"),
+        ("train.seed=-1", "train.seed must be >= 0, got -1"),
+        ("train.seed=4294967296", "train.seed must be <= 4294967295, got 4294967296"),
+        ("train.silence_s=0", "train.silence_s must be > 0, got 0"),
+        ("data.max_rationale_tokens=0", "data.max_rationale_tokens must be >= 1, got 0"),
+        ("data.max_negatives=-1", "data.max_negatives must be >= 0, got -1"),
+        ("data.num_workers=-1", "data.num_workers must be >= 0, got -1"),
+        ("data.max_prompt_tokens=0", "data.max_prompt_tokens must be >= 1, got 0"),
+        ("optim.max_grad_norm=-1", "optim.max_grad_norm must be >= 0, got -1"),
+        ("optim.vision_lr_ratio=-1", "optim.vision_lr_ratio must be >= 0, got -1"),
+        ("optim.weight_decay=-1", "optim.weight_decay must be >= 0, got -1"),
+        ("model.min_pixels=0", "model.min_pixels must be >= 1, got 0"),
         (
             "model.min_pixels=900000",
             r"model.min_pixels \(900000\) must not exceed model.max_pixels \(802816\)",
@@ -355,8 +358,8 @@ def test_a_mix_of_anchors_has_to_mix_something(load):
     for words, message in {
         ("loss.oracle_share=1",): "loss.oracle_share=1 mixes nothing: that is loss.anchor=oracle",
         ("loss.oracle_share=0",): "loss.oracle_share must be > 0",
-        ("loss.oracle_share=1.5",): "loss.oracle_share must be between 0 and 1",
-        ("loss.oracle_decay_steps=0",): "loss.oracle_decay_steps must be > 0",
+        ("loss.oracle_share=1.5",): "loss.oracle_share must be <= 1",
+        ("loss.oracle_decay_steps=0",): "loss.oracle_decay_steps must be >= 1",
     }.items():
         with pytest.raises(RecipeError, match=message):
             load("loss.anchor=mix", *words)
@@ -380,6 +383,42 @@ def test_how_to_write_rationales_is_refused_where_none_is_written(load, anchor):
             load(*base, word)
     for path in SHIPPED:
         load_recipe([f"recipe={path}", "stage=joint", *base])
+
+
+def test_a_query_without_anything_to_be_compared_with_is_refused(load):
+    alone = ("joint.batch_size=1", "data.max_negatives=0")
+    with pytest.raises(
+        RecipeError, match="joint.batch_size=1 with data.max_negatives=0 leaves a query nothing"
+    ):
+        load(*alone)
+    load(*alone, "loss.ratio=1:0")  # nothing is compared
+    load("joint.batch_size=1")
+
+
+def test_a_loss_that_is_dropped_is_out_of_the_recipe(load_text):
+    terms = "loss:\n  terms: {info_nce: 1.0, margin: %s}\n"
+    assert load_text(MINIMAL + terms % "null").loss.terms == {"info_nce": 1}
+    assert load_text(MINIMAL + terms % "0").loss.terms == {"info_nce": 1, "margin": 0}
+    with pytest.raises(RecipeError, match="loss.terms leaves no contrastive loss"):
+        load_text(MINIMAL + "loss:\n  terms: {info_nce: null}\n")
+
+
+def test_a_home_folder_is_expanded(load, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    recipe = load("out=~/runs/{recipe}", "init=~/runs/x/joint/final")
+    assert (recipe.out, recipe.init) == ("/home/me/runs/small", "/home/me/runs/x/joint/final")
+
+
+def test_the_longest_rationale_follows_from_what_the_model_may_write(load):
+    assert load().max_rationale_tokens == 512
+    assert load("rollout.max_new_tokens=300").max_rationale_tokens == 1200
+    assert load("data.max_rationale_tokens=7").max_rationale_tokens == 7
+
+
+def test_keys_that_do_not_go_together_are_all_said_at_once(load):
+    with pytest.raises(RecipeError) as caught:
+        load("rollout.num_rationales=2", "joint.sources=[]", "model.path=null")
+    assert len(str(caught.value).splitlines()) == 3
 
 
 def test_a_stage_has_at_least_one_step():
@@ -412,12 +451,12 @@ def test_what_vllm_cannot_do_is_said_before_anything_is_loaded(load):
         (("rl.rewards=[{name: rank, wait: 2}]",), r"unknown key rl.rewards\[0\].wait; did you mean rl.rewards\[0\].weight"),
         (("rl.loss_type=ppo",), "rl.loss_type must be one of grpo, dr_grpo, dapo, gspo, rloo, got 'ppo'"),
         (("rl.scale_rewards=std",), "rl.scale_rewards must be one of group, batch, none"),
-        (("rl.num_iterations=0",), "rl.num_iterations must be > 0"),
+        (("rl.num_iterations=0",), "rl.num_iterations must be >= 1"),
         (("rl.beta=-1",), "rl.beta must be >= 0"),
         (("rl.candidates=gallery",), "rl.candidates must be batch or pool:PATH, got 'gallery'"),
         (("rl.candidates='pool:'",), "rl.candidates must be batch or pool:PATH"),
         (("rl.candidates=pool:x", "rl.alpha_rl=0"), "rl.alpha_rl=0 leaves rewards out: set it to batch"),
-        (("rl.pool_every=0",), "rl.pool_every must be > 0"),
+        (("rl.pool_every=0",), "rl.pool_every must be >= 1"),
         (("rl.alpha_rl=0", "rl.beta=0.1"), "rl.beta=0.1 is a part of the policy gradient, which rl.alpha_rl=0 leaves out"),
         (("rollout.backend=vllm", "rl.temperature=2.5"), "rl.temperature=2.5 is not possible with rollout.backend=vllm"),
         (("rollout.backend=vllm", "rl.temperature=0.001"), "rl.temperature=0.001 is not possible with"),

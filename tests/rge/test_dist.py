@@ -18,13 +18,14 @@ from rge.distributed import launch
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import PromptBuilder
+from rge.objective import Objective
 from rge.optim.muon import orthogonal
 from rge.rl.credit import Reinforcement
 from rge.rl.policy import LOSS_TYPES
 from rge.rl.reference import Reference
 from rge.rollout.generate import Rationale, generate
-from rge.rollout.writer import rollout_report, sample_seeds
-from rge.step import Objective, training_step
+from rge.rollout.writer import Rollout, rollout_report, sample_seeds
+from rge.step import TrainingStep
 
 WORKERS = Path(__file__).parent / "workers"
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
@@ -86,6 +87,7 @@ NAMES = [
 RL_NAMES = [f"rl {loss_type}-{micro}" for loss_type in LOSS_TYPES for micro in (100, 2)]
 RL_NAMES += ["rl dapo with kl-100", "rl dapo with kl-2", "rl dapo with a pool-2"]
 NAMES += RL_NAMES
+NAMES += ["both states-100", "both states-2"]
 NAMES += ["mixed-self-once-100", "one rank without pictures-self-once-100"]  # two forwards, one backward
 
 
@@ -162,6 +164,10 @@ def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_r
             rl = rl_recipe(layout.removeprefix("rl "), paired["folder"])
             objective = Objective.of(rl, "rl")
             rationales = [sampled(embedder, batch) for batch in batches]
+        elif layout == "both states":
+            objective = Objective(1 / 11, 10 / 11, 0.07, direct=0.3, align=0.2, align_temperature=0.2)
+            settings = {"max_new_tokens": 12, "batch_size": 8, "given": [()]}
+            rationales = [generate(embedder, batch.queries, **settings) for batch in batches]
         elif layout.startswith("cold start"):
             objective = Objective(1.0, 0.0, lm_on_candidates=layout == "cold start")
         elif layout == "no lm loss":
@@ -201,16 +207,7 @@ def test_a_step_on_two_processes_equals_one(cases, lively, name, merge):
             reference = Reference(moved, 1.0, micro_batch_size=100)
         stage = Reinforcement(case["rl"], lively, reference, cases["folder"])
         credit = stage.begin(whole, rationales, False)
-    report = training_step(
-        lively,
-        lively,
-        whole,
-        case["objective"],
-        rationales=rationales,
-        micro_batch_size=100,
-        backward=lambda loss: loss.backward(),
-        credit=credit,
-    )
+    report = TrainingStep(lively, lively, case["objective"], 100)(whole, Rollout(rationales), credit)
     assert first["report"] == second["report"]
     # A policy's loss at its writing is the mean of advantages, nearly nothing.
     assert first["report"] == pytest.approx(report, rel=1e-5, abs=1e-6 if credit else None)
@@ -227,7 +224,7 @@ def test_a_step_on_two_processes_equals_one(cases, lively, name, merge):
         assert first["report"].get("kl", 1.0) > 1e-3
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in lively.parameters()])
     assert first["norm"] == pytest.approx(float(norm), rel=1e-5)
-    expected = rollout_report(rationales, 1.0, lively.device)
+    expected = rollout_report(Rollout(rationales), 1.0, lively.device)
     assert first["rollout"] == second["rollout"] == pytest.approx(expected)
 
 

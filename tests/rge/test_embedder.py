@@ -4,9 +4,15 @@ import base64
 import functools
 import http.server
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +24,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from rge.checkpoints.export import CheckpointError, export, settings_of
 from rge.common.images import ImageError
 from rge.common.schema import Item
+from rge.cpu_threads import limit_threads
 from rge.embedder import Embedder
 from rge.model.backbone import BackboneError
 from rge.model.packing import Branch
@@ -145,7 +152,7 @@ def test_bfloat16_embeds_about_the_same(encoder, items):
 
 
 def test_errors(encoder, items, tmp_path):
-    with pytest.raises(ValueError, match="mode must be reasoning or direct, got 'fast'"):
+    with pytest.raises(ValueError, match="mode must be reasoning, direct or auto, got 'fast'"):
         encoder.encode(items, side="query", mode="fast")
     with pytest.raises(ValueError, match="side must be query or candidate, got 'doc'"):
         encoder.encode(items, side="doc", mode="direct")
@@ -316,6 +323,29 @@ def test_a_checkpoint_goes_to_the_hub_and_comes_back(described, monkeypatch, tmp
     assert np.array_equal(again.encode_query("a"), described.encode_query("a"))
 
 
+def test_the_next_window_is_prepared_while_the_device_works(described, picture, monkeypatch):
+    """As every evaluation embeds: a stand-in for a device that works until the next pictures are there, and counts them."""
+    monkeypatch.setattr("rge.embedder.WINDOW_BATCHES", 1)
+    built, hidden, given = [], [], 0
+    inference = described._inference
+    make, embed = inference.prompt, inference.embed
+
+    def device(prompts, *rest):
+        nonlocal given
+        given += len(prompts)
+        end = time.monotonic() + 20
+        while len(built) < min(given + 2, 5) and time.monotonic() < end:
+            time.sleep(0.005)
+        hidden.append(len(built) - given)
+        return embed(prompts, *rest)
+
+    monkeypatch.setattr(inference, "prompt", lambda item, *rest: built.append(item.id) or make(item, *rest))
+    monkeypatch.setattr(inference, "embed", device)
+    found = described.encode_document(images=[picture(40, 40, n) for n in range(5)], batch_size=2)
+    assert found.shape == (5, 32)
+    assert hidden == [2, 1, 0]
+
+
 def test_rge_gives_the_embedder_away():
     import rge
 
@@ -403,18 +433,18 @@ def test_pictures_on_the_web_are_fetched_when_their_turn_comes(described, pictur
         most.append(len(waiting))
         return image
 
-    def window(self, job, on_progress):
+    def window(*rest):
         waiting.clear()
-        return embed(self, job, on_progress)
+        return embed(*rest)
 
-    embed = Embedder._window
+    embed = described._inference.embed
     monkeypatch.setattr("rge.embedder.fetch_picture", fetch)
-    monkeypatch.setattr(Embedder, "_window", window)
+    monkeypatch.setattr(described._inference, "embed", window)
     found = described.encode_document(
         images=[f"https://example.org/{n}.png" for n in range(40)], batch_size=2
     )
     assert found.shape == (40, 32)
-    assert max(most) == 16
+    assert max(most) <= 16
 
 
 def test_quantization_that_cannot_be_is_refused(described, monkeypatch):
@@ -449,3 +479,89 @@ def test_prompts_that_are_cut_are_counted_aloud(encoder, items):
         UserWarning, match="2 of 3 prompts had more than 60 tokens and lost the end of their text"
     ):
         encoder.encode(long, side="query", mode="direct", batch_size=2)
+
+
+def test_threads_get_what_one_thread_gets(described, picture):
+    """Queries with and without rationales and documents, of many lengths, all at once."""
+    texts = [" ".join(["egg", "key", "lock"][: 1 + row % 3] * (1 + row % 7)) for row in range(24)]
+    images = [picture(30 + row, 50, row) if row % 3 == 0 else None for row in range(24)]
+    asked = [
+        partial(described.encode_query, texts[row], images[row], mode=["reasoning", "direct"][row % 2])
+        if row % 4
+        else partial(described.encode_document, texts[row : row + 3], images[row : row + 3])
+        for row in range(24)
+    ]
+    expected = [one() for one in asked]
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(2):
+            found = list(threads.map(lambda one: one(), asked))
+            for ours, theirs in zip(found, expected, strict=True):
+                np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_model_holds_nothing_of_a_call(described):
+    """Two forwards of one model, one in the middle of the other: without `Embedder`, so without its lock."""
+    model, builder = described.model, described.builder
+    prompts = [builder.build(Item(text, text), "query") for text in ("egg", "a much longer text than an egg")]
+
+    def state(prompt):
+        with torch.no_grad():
+            return model(model.pack([prompt], [[Branch([model.emb_id], read_state=True)]]))[0].state_ND
+
+    expected = [state(prompt) for prompt in prompts]
+    inside = []
+
+    def interrupt(module, args):
+        hook.remove()
+        with ThreadPoolExecutor(1) as other:
+            inside.append(other.submit(state, prompts[1]).result())
+
+    hook = model.family.decoder(model.model).layers[-1].mlp.register_forward_pre_hook(interrupt, prepend=True)
+    assert torch.equal(state(prompts[0]), expected[0])
+    assert torch.equal(inside[0], expected[1])
+
+
+def test_importing_the_embedder_imports_no_torch():
+    code = "import sys; from rge import Embedder; print(*{'torch', 'transformers'} & {*sys.modules})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == ""
+
+
+@pytest.mark.parametrize(
+    ("before", "given", "expected"),
+    [("", {}, "PASSIVE"), ("import torch", {}, "None"), ("", {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")],
+)
+def test_threads_sleep_while_they_wait_unless_told_otherwise(before, given, expected):
+    code = f"{before}\nimport os, rge; print(os.environ.get('OMP_WAIT_POLICY'))"
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | given
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "environment", "expected"),
+    [("150000 100000", {}, 2), ("max 100000", {}, 8), ("50000 100000", {}, 1), ("50000 100000", {"OMP_NUM_THREADS": "8"}, 8)],
+)  # fmt: skip
+def test_a_containers_quota_limits_the_threads(content, environment, expected, tmp_path, monkeypatch):
+    (tmp_path / "cpu.max").write_text(content)
+    monkeypatch.setattr("rge.cpu_threads._QUOTA", tmp_path / "cpu.max")
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    threads = [8]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    limit_threads()
+    assert threads[-1] == expected
+
+
+def test_spinning_threads_on_busy_cores_are_warned_of(monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setattr("os.getloadavg", lambda: (1000.0, 0.0, 0.0))
+    with pytest.warns(UserWarning, match="Import rge first, or set OMP_WAIT_POLICY=PASSIVE"):
+        limit_threads()

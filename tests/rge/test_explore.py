@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
@@ -24,7 +25,7 @@ from rge.embedder import Embedder
 from rge.explore import explorer as explorer_module
 from rge.explore.__main__ import bound
 from rge.explore.app import application
-from rge.explore.explorer import Explorer, StoppedError, demo_examples
+from rge.explore.explorer import Explorer, Query, StoppedError, demo_examples, demo_gallery
 from rge.index.__main__ import main as index_main
 from rge.index.store import Index
 
@@ -46,9 +47,9 @@ def explorer(gallery):
     return Explorer(Embedder.from_pretrained("demo"), Index.open(gallery / "index"), demo_examples(5))
 
 
-def told(explorer, question="", picture=None, rationale=None, k=3):
+def told(explorer, question="", picture=None, rationale=None, k=3, **more):
     found = []
-    explorer.ask(question, picture, rationale, k, found.append)
+    explorer.ask(Query(question, picture, rationale, k=k, **more), found.append)
     return found
 
 
@@ -84,7 +85,48 @@ def test_a_given_rationale_moves_the_embedding_and_an_empty_one_is_direct(explor
     other = told(explorer, example.question, example.picture, "This is a fish; it is eaten with bread.")
     assert abs(other[-1]["hits"][0]["score"] - scores[0][0]) > 1e-3
     empty = told(explorer, example.question, example.picture, "  ")
-    assert empty[-1]["hits"] == empty[0]["direct"]
+    assert [{**hit, "was": None} for hit in empty[-1]["hits"]] == [
+        {**hit, "was": None} for hit in empty[0]["direct"]
+    ]
+    assert [hit["was"] for hit in empty[-1]["hits"]] == [1, 2, 3]
+    # Where each hit was without the rationale.
+    direct = [hit["id"] for hit in told(explorer, example.question, example.picture, k=4)[0]["direct"]]
+    assert [hit["was"] for hit in other[-1]["hits"]] == [
+        direct.index(hit["id"]) + 1 for hit in other[-1]["hits"]
+    ]
+
+
+def test_instruction_condition_and_words_reach_the_search(explorer):
+    example = explorer.examples[0]
+    plain = told(explorer, example.question, example.picture)
+    assert told(explorer, example.question, example.picture, instruction="")[0] != plain[0]
+    assert (
+        told(explorer, example.question, example.picture, instruction=explorer.embedder.default_instruction)
+        == plain
+    )
+    narrowed = told(explorer, "x", k=9, where="id LIKE '%.txt'")
+    assert [hit["id"] for hit in narrowed[-1]["hits"]] == ["notes.txt"]
+    assert told(explorer, "marks", k=1, hybrid=True)[-1]["hits"][0]["id"] == "notes.txt"
+    with pytest.raises(UserError, match="is no condition on"):
+        told(explorer, "x", where="nothing = 1")
+
+
+def test_several_users_are_answered_in_turn_each_as_if_alone(explorer, monkeypatch):
+    monkeypatch.setattr(explorer_module, "TELL_S", 0.02)
+    asked = [(one.question, one.picture) for one in explorer.examples[:5]]
+    alone = [told(explorer, *one) for one in asked]
+    with ThreadPoolExecutor(5) as pool:
+        together = list(pool.map(lambda one: told(explorer, *one), asked))
+    assert any("waiting" in news for found in together for news in found)
+    assert [[news for news in found if "waiting" not in news] for found in together] == alone
+
+
+def test_the_first_example_is_answered_right(explorer):
+    """The page begins with it; of the demo's examples about half are."""
+    demo = Explorer(explorer.embedder, demo_gallery(explorer.embedder), demo_examples())
+    first = demo.examples[0]
+    assert told(demo, first.question, first.picture, k=1)[-1]["hits"][0]["id"] in first.right
+    assert len({example.picture for example in demo.examples}) == 24
 
 
 def test_another_querys_words(explorer, monkeypatch):
@@ -121,12 +163,12 @@ def test_who_goes_away_ends_the_writing_and_who_comes_too_early_is_told(explorer
             raise StoppedError("gone")
 
     with pytest.raises(StoppedError):
-        explorer.ask("What is this?", explorer.examples[0].picture, None, 3, leave)
+        explorer.ask(Query("What is this?", explorer.examples[0].picture, k=3), leave)
     assert len(seen) == 2
     monkeypatch.setattr(explorer_module, "WAIT_S", 0.05)
     held, go = threading.Event(), threading.Event()
     first = threading.Thread(
-        target=lambda: explorer.ask("x", None, "", 3, lambda _: (held.set(), go.wait(30)))
+        target=lambda: explorer.ask(Query("x", rationale=""), lambda _: (held.set(), go.wait(30)))
     )
     first.start()
     assert held.wait(30)
@@ -166,7 +208,7 @@ class Endless:
     def __init__(self):
         self.ended = threading.Event()
 
-    def ask(self, question, picture, rationale, k, tell):
+    def ask(self, query, tell):
         try:
             for number in range(600):
                 tell({"rationale": str(number)})
@@ -269,6 +311,16 @@ DONE = "!asking && by('hits').children.length > 0 && by('direct').children.lengt
 def test_a_person_at_the_page(server, browser, tmp_path):
     browser.open(server, 1200, 900)
     browser.until("by('strip').children.length == 24")
+    # It begins with an example whose first hit is right, says what the model knows, and what the rationale changed.
+    browser.until(DONE)
+    assert browser.js("by('question').value")
+    assert "icons only" in browser.js("by('what').innerText")
+    assert browser.js("by('instruction').value") == "Answer with a picture."
+    assert re.match(
+        "What the rationale changed: \\d of 8 hits are new. The top hit ",
+        browser.js("by('changed').textContent"),
+    )
+    assert browser.js("document.querySelectorAll('#hits .was').length") == 8
     # An example: the words appear, hits after them stand next to the direct ones.
     browser.click("#strip button:nth-child(3)")
     browser.until(DONE)
@@ -290,12 +342,31 @@ def test_a_person_at_the_page(server, browser, tmp_path):
     browser.until("!by('whose').hidden && " + DONE)
     assert browser.js("by('rationale').value").startswith(("This is", "These are"))
     assert browser.js("by('whose').textContent").startswith("Written for another query: ")
-    # Going on from a hit: it becomes the picture that is asked about.
+    # A hit enlarges, with what is known of it; going on from it makes it the picture that is asked about.
     before = browser.js("by('picture').src")
     browser.click("#hits li:nth-child(2) button")
+    browser.until("by('large').open && by('large-picture').complete && by('large-picture').naturalWidth > 0")
+    assert "score" in browser.js("by('large-facts').innerText")
+    browser.click("#large-close")
+    assert not browser.js("by('large').open")
+    browser.click("#hits li:nth-child(2) button")
+    browser.click("#large-ask")
     browser.until(f"by('picture').src != {json.dumps(before)} && " + DONE)
     assert "source=" in browser.js("by('picture').src")
     assert browser.js("by('whose').hidden")
+    # A filter, and one that is none.
+    browser.click("#more summary")
+    browser.click("#where")
+    browser.type("text = 'key'")
+    browser.press_enter()
+    browser.until(DONE + " && by('hits').children.length == 1")
+    assert browser.js("by('hits').innerText").startswith("1. key")
+    browser.click("#where")
+    browser.type("nothing = 1")
+    browser.press_enter()
+    browser.until("!by('error').hidden")
+    assert "is no condition on" in browser.js("by('error').textContent")
+    browser.js("by('where').value = ''")
     # A picture of one's own, uploaded; a question, typed, and Enter.
     Image.new("RGB", (60, 40), "red").save(tmp_path / "mine.png")
     browser.upload("#file", tmp_path / "mine.png")

@@ -12,8 +12,10 @@ from rge.model.embedding_model import EmbeddingModel, encode_prompts
 from rge.model.families import FAMILIES
 from rge.model.prompts import PromptBuilder
 from rge.model.varlen import KernelError
+from rge.objective import Objective
 from rge.rollout.generate import generate
-from rge.step import Objective, training_step
+from rge.rollout.writer import Rollout
+from rge.step import TrainingStep
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from fake_gpu import DEVICE, FakeGpu, OnGpu  # noqa: E402
@@ -72,10 +74,7 @@ def run_step(embedder: EmbeddingModel, batch, optimizer, gpu: FakeGpu | None, mi
     phase("rollout")
     rationales = generate(embedder, batch.queries, max_new_tokens=CAP, batch_size=5, encoded=encoded)
     phase("step")
-    report = training_step(
-        embedder, embedder, batch, Objective(0.3, 0.7), rationales=rationales, micro_batch_size=micro_batch_size,
-        backward=lambda loss: loss.backward(), encoded=encoded,
-    )  # fmt: skip
+    report = TrainingStep(embedder, embedder, Objective(0.3, 0.7), micro_batch_size)(batch, Rollout(rationales, encoded))  # fmt: skip
     phase("optimizer")
     optimizer.step()
     optimizer.zero_grad()

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -18,10 +19,12 @@ pytest.importorskip("lancedb", exc_type=ImportError)
 
 from PIL import Image
 
+from rge.common import commands
 from rge.common.errors import UserError
 from rge.common.files import DEMO_CHECKPOINT as DEMO
 from rge.common.options import positional
 from rge.embedder import Embedder
+from rge.index import __main__ as index_command
 from rge.index import search as search_command
 from rge.index.__main__ import main as index
 from rge.index.embed import main as embed
@@ -70,6 +73,15 @@ def names(at="gallery"):
     return sorted(Index.open(at).known(source))
 
 
+def counted(monkeypatch):
+    """How many prompts each call embeds."""
+    embedded, real = [], Embedder.encode_prompts
+    monkeypatch.setattr(
+        Embedder, "encode_prompts", lambda self, prompts, **more: embedded.append(len(prompts)) or real(self, prompts, **more)
+    )  # fmt: skip
+    return embedded
+
+
 EVERYTHING = [
     "blue.png",
     "red.png",
@@ -82,11 +94,7 @@ EVERYTHING = [
 
 
 def test_only_what_changed_is_embedded(photos, capsys, demo, monkeypatch):
-    embedded = []
-    real = Embedder.encode_document
-    monkeypatch.setattr(
-        Embedder, "encode_document", lambda *args, **options: embedded.append(len(args[1])) or real(*args, **options)
-    )  # fmt: skip
+    embedded = counted(monkeypatch)
 
     def run(*words):
         embedded.clear()
@@ -115,7 +123,202 @@ def test_only_what_changed_is_embedded(photos, capsys, demo, monkeypatch):
     assert embedded == [2]
     # Equal to the embedder's own.
     vector = Index.open("gallery").vectors(str(photos), ["blue.png"])["blue.png"]
-    np.testing.assert_allclose(vector, real(demo, images=photos / "blue.png"), atol=1e-5)
+    np.testing.assert_allclose(vector, demo.encode_document(images=photos / "blue.png"), atol=1e-5)
+
+
+def test_what_is_renamed_or_there_twice_is_embedded_once(photos, capsys, monkeypatch, demo):
+    embedded = counted(monkeypatch)
+    shutil.copy(photos / "blue.png", photos / "copy of blue.png")
+    index(["pho tos", "out=gallery", "checkpoint=demo"])
+    assert embedded == [7]  # of eight
+    before = Index.open("gallery").vectors(str(photos), ["blue.png", "copy of blue.png"])
+    np.testing.assert_array_equal(before["blue.png"], before["copy of blue.png"])
+    capsys.readouterr()
+    (photos / "blue.png").rename(photos / "sub" / "azure.png")
+    shutil.copytree(photos, "second")
+    index(["pho tos", "out=gallery"])
+    assert capsys.readouterr().out.startswith(
+        "gallery: 1 added, 0 changed, 1 removed, 7 unchanged, 1 not embedded again: the index knows their content; 8 items"
+    )
+    index(["second", "out=gallery"])
+    assert "8 added, 0 changed, 0 removed, 0 unchanged, 8 not embedded again" in capsys.readouterr().out
+    assert embedded == [7]
+    after = Index.open("gallery").vectors(str(photos), ["sub/azure.png"])
+    np.testing.assert_array_equal(after["sub/azure.png"], before["blue.png"])
+
+
+def test_an_index_of_an_older_version_is_read_again_and_not_embedded_again(photos, capsys, monkeypatch):
+    index(["pho tos", "out=gallery", "checkpoint=demo"])
+    table = Index.open("gallery")._table
+    table.update(values_sql={"stamp": "replace(stamp, '2:', '')"})
+    table.drop_columns(["year", "album", "words"])
+    embedded = counted(monkeypatch)
+    index(["pho tos", "out=gallery"])
+    assert embedded == []
+    assert "7 unchanged" in capsys.readouterr().out
+    query = np.eye(1, 128, dtype=np.float32)
+    assert [
+        hit.id for hit in Index.open("gallery").search(query, 9, where="album = 'sub'", words=["plum"])[0]
+    ][0] == "sub/plum.png"
+
+
+def exif(taken, latitude=None):
+    made = Image.Exif()
+    made[0x8769] = {0x9003: taken}
+    if latitude:
+        made[0x8825] = {1: "S", 2: latitude, 3: "E", 4: (12.0, 30.0, 0.0)}
+    return made
+
+
+def test_a_phones_folder(tmp_path, monkeypatch, capsys, demo):
+    """Eight JPEG, a HEIC, a GIF and an AVIF, with the EXIF that phones write."""
+    pillow_heif = pytest.importorskip("pillow_heif")
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "DCIM"
+    (folder / "Rome").mkdir(parents=True)
+    for place, colour in enumerate([*COLOURS, "black", "white"]):
+        at = folder / ("Rome" if place < 3 else "") / f"IMG_{place}.JPG"
+        Image.new("RGB", (64, 48), colour).save(
+            at, exif=exif(f"202{place}:05:0{place + 1} 10:00:00", (41.0, 54.0, 0.0))
+        )
+    pillow_heif.from_pillow(Image.new("RGB", (64, 48), "orange")).save(
+        folder / "IMG_8.HEIC", exif=exif("2024:12:24 18:00:00")
+    )
+    frames = [Image.new("RGB", (64, 48), colour) for colour in ("pink", "brown")]
+    frames[0].save(folder / "IMG_9.gif", save_all=True, append_images=frames[1:])
+    frames[0].save(folder / "IMG_10.avif", exif=exif("0000:00:00 00:00:00"))
+    assert index(["DCIM", "out=gallery", "checkpoint=demo"]) == 0
+    assert capsys.readouterr().out.startswith(
+        "gallery: 11 added, 0 changed, 0 removed, 0 unchanged; 11 items"
+    )
+    held = Index.open("gallery")
+    first = demo.encode_document(images=frames[0])
+    np.testing.assert_allclose(held.vectors(str(folder), ["IMG_9.gif"])["IMG_9.gif"], first, atol=1e-5)
+    [hits] = held.search(np.eye(1, 128, dtype=np.float32), 11)
+    facts = {hit.id: hit.metadata for hit in hits}
+    assert facts["Rome/IMG_2.JPG"] == {
+        "taken": "2022-05-03T10:00:00", "year": 2022, "month": 5, "latitude": -41.9, "longitude": 12.5, "album": "Rome",
+    }  # fmt: skip
+    assert facts["IMG_8.HEIC"]["year"] == 2024
+    assert facts["IMG_10.avif"] == facts["IMG_9.gif"] == {"album": "DCIM"}
+
+    [narrowed] = held.search(np.eye(1, 128, dtype=np.float32), 20, where="year > 2023 and album = 'DCIM'")
+    assert sorted(hit.id for hit in narrowed) == [f"IMG_{n}.JPG" for n in (4, 5, 6, 7)] + ["IMG_8.HEIC"]
+    search(["gallery", "What is this?", "k=20", "mode=direct", "where=year = 2021"])
+    assert [line.split()[2] for line in capsys.readouterr().out.splitlines()] == ["Rome/IMG_1.JPG"]
+    for wrong, said in (
+        ("yeer > 1", r"where='yeer > 1' is no condition on gallery: .*No field named yeer.*`year`"),
+        ("year > 'a", "is no condition on gallery: .*Unterminated string"),
+        (
+            "image LIKE '/%'",
+            "must be a condition .* on: id, text, taken, year, month, latitude, longitude, album",
+        ),
+        ('"image" IS NOT NULL', "must be a condition"),
+    ):
+        with pytest.raises(UserError, match=said) as caught:
+            search(["gallery", "x", f"where={wrong}"])
+        assert "stamp" not in str(caught.value)
+
+
+def test_words_and_vectors_are_fused_by_rank(photos, capsys, demo):
+    index(["pho tos", "out=gallery", "checkpoint=demo"])
+    held = Index.open("gallery")
+    query_1D = demo.encode_query("Wand")[None]
+    [plain], [fused] = held.search(query_1D, 7), held.search(query_1D, 7, words=["größer wand"])
+    assert sorted(hit.id for hit in fused) == sorted(hit.id for hit in plain) == EVERYTHING
+    assert fused[0].id == "red.png"  # its caption
+    assert {hit.id: hit.score for hit in fused} == {hit.id: hit.score for hit in plain}
+    assert held.search(query_1D, 1, words=["plum"])[0][0].id == "sub/plum.png"  # its name
+    search(["gallery", "teal", "hybrid=true", "k=1", "mode=direct"])
+    assert "teal.png" in capsys.readouterr().out
+    assert held.search(query_1D, 3, words=['"quoted" AND (odd'])[0]
+
+
+def test_the_next_window_is_prepared_while_the_device_works(photos, monkeypatch, demo):
+    """A stand-in for a device that works until the next pictures are there, and counts them."""
+    from rge.index.reading import Reader, Unreadable
+
+    built, hidden = [], []
+    build, encode = demo.builder.build, demo.encode_prompts
+    monkeypatch.setattr(
+        demo.builder, "build", lambda item, *rest: built.append(item.id) or build(item, *rest)
+    )
+    monkeypatch.setattr("rge.index.reading.WINDOW", 1)
+    given = 0
+
+    def device(prompts, **options):
+        nonlocal given
+        given += len(prompts)
+        ready = min(given + 2, 7)
+        end = time.monotonic() + 20
+        while len(built) < ready and time.monotonic() < end:
+            time.sleep(0.005)
+        hidden.append(len(built) - given)
+        return encode(prompts, **options)
+
+    monkeypatch.setattr(demo, "encode_prompts", device)
+    source = read_source(photos)
+    done = [
+        one.entry.id
+        for window in Reader(demo, batch_size=2).embed(source.entries, Unreadable(7, 0.0))
+        for one in window
+    ]
+    assert done == EVERYTHING
+    assert hidden == [2, 2, 1, 0]
+
+
+def test_watching_brings_the_index_up_to_date(photos, capsys, monkeypatch):
+    monkeypatch.setattr(index_command, "WATCH_S", 0.0)
+    steps = iter([
+        lambda: Image.new("RGB", (44, 50), "black").save(photos / "new.png"),
+        lambda: None,  # the same twice: it is finished
+        lambda: photos.rename("away"),
+        lambda: None,
+        lambda: Path("away").rename(photos),
+        lambda: (photos / "new.png").unlink(),
+        lambda: None,
+    ])  # fmt: skip
+
+    def sleep(_):
+        try:
+            next(steps)()
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    monkeypatch.setattr(index_command.time, "sleep", sleep)
+    with pytest.raises(KeyboardInterrupt):
+        index(["pho tos", "out=gallery", "checkpoint=demo", "watch=true"])
+    told = capsys.readouterr()
+    lines = [line for line in told.out.splitlines() if line.startswith("gallery: ")]
+    assert [line.split(" unchanged")[0] for line in lines] == [
+        "gallery: 7 added, 0 changed, 0 removed, 0", "gallery: 1 added, 0 changed, 0 removed, 7",
+        "gallery: 0 added, 0 changed, 1 removed, 7",
+    ]  # fmt: skip
+    assert told.err.count("src=pho tos does not exist") == 1
+    assert names() == EVERYTHING
+    with pytest.raises(UserError, match="give one of them"):
+        index(["pho tos", "out=gallery", "watch=true", "remove=true"])
+
+
+@pytest.mark.parametrize(
+    "words", [["index", "src=pho tos", "out=file/gallery", "checkpoint=demo"], ["embed", "src=pho tos", "out=file/x.parquet", "checkpoint=demo"]]
+)  # fmt: skip
+def test_a_place_without_write_rights_is_one_sentence(photos, words, monkeypatch, capsys):
+    Path("file").write_text("no folder")
+    command = index if words[0] == "index" else embed
+    monkeypatch.setattr(sys, "argv", words)
+    assert commands._code_of(command) == 2
+    assert re.search(
+        r"error: .*file.* (cannot be used: )?.*(Not a directory|is a file)", capsys.readouterr().err
+    )
+
+    def denied(path, *_, **__):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(sys, "argv", [word.replace("file/", "") for word in words])
+    monkeypatch.setattr(Path, "mkdir", denied)
+    assert commands._code_of(command) == 2
+    assert "cannot be used: Permission denied" in capsys.readouterr().err
 
 
 def test_captions_are_embedded_where_that_is_asked(photos, capsys, demo):
@@ -323,7 +526,7 @@ def test_a_library_of_encoded_pictures(photos, tmp_path):
         ("x.csv", "id,name\na,b\n", "neither a column 'text' nor 'image'; it has 'id', 'name'"),
         ("x.csv", "id,text\na\n", "line 2: 2 columns are named"),
         ("x.csv", b"\xff\xfe", "cannot be read"),
-        ("x.csv", "", "neither a column"),
+        ("x.csv", "", "has no rows"),
         ("x.csv", "id,text\n", "has no rows"),
         ("x.jsonl", '{"id": 1, "text": "a"}\n[]', "line 2: an object is needed, got list"),
         ("x.jsonl", "nonsense", "line 1: not valid JSON"),
@@ -434,15 +637,15 @@ def test_embed_writes_what_the_embedder_says(photos, demo, capsys):
 
 def test_embed_goes_on_where_it_was_and_says_when_it_was_begun_otherwise(photos, demo, capsys, monkeypatch):
     calls = []
-    real = Embedder.encode_document
+    real = Embedder.encode_prompts
 
-    def stops(*args, **options):
-        calls.append(len(args[1]))
+    def stops(self, prompts, **options):
+        calls.append(len(prompts))
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return real(*args, **options)
+        return real(self, prompts, **options)
 
-    monkeypatch.setattr(Embedder, "encode_document", stops)
+    monkeypatch.setattr(Embedder, "encode_prompts", stops)
     monkeypatch.setattr("rge.index.reading.WINDOW", 2)
     words = ["checkpoint=demo", "src=pho tos", "out=x.parquet", "batch_size=1"]
     with pytest.raises(KeyboardInterrupt):
@@ -462,7 +665,7 @@ def test_embed_goes_on_where_it_was_and_says_when_it_was_begun_otherwise(photos,
     assert "2 of 6 items were embedded before" in capsys.readouterr().err
     rows = {row["id"]: row["vector"] for row in pq.read_table("x.parquet").to_pylist()}
     assert sorted(rows) == sorted(set(EVERYTHING) - {"red.png"})
-    np.testing.assert_allclose(rows["blue.png"], real(demo, images=photos / "blue.png"), atol=1e-5)
+    np.testing.assert_allclose(rows["blue.png"], demo.encode_document(images=photos / "blue.png"), atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,17 @@
 
 import io
 import struct
+import sys
+import time
 import zlib
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 
-from rge.common.images import ImageError, load_image, picture_bytes
+from rge.common.images import ImageError, load_image, picture_bytes, picture_size
 
 
 def encode(image: Image.Image, kind: str = "PNG", **options) -> bytes:
@@ -91,9 +93,37 @@ def test_an_animation_is_refused(picture, kind, frames):
     data = encode(
         picture(8, 8, 0), kind, save_all=True, append_images=[picture(8, 8, n) for n in range(1, frames)]
     )
-    with pytest.raises(ImageError, match=f"has {frames} frames: extract the one that is meant"):
+    with pytest.raises(ImageError, match="has several frames: extract the one that is meant"):
         load_image(data)
     assert load_image(encode(picture(8, 8, 0), kind)).size == (8, 8)
+    assert load_image(data, first_frame=True).size == (8, 8)
+
+
+def test_a_phones_heic_is_read(picture, monkeypatch):
+    pillow_heif = pytest.importorskip("pillow_heif")
+    held = io.BytesIO()
+    pillow_heif.from_pillow(picture(64, 48)).save(held, quality=95)
+    assert load_image(held.getvalue()).size == (64, 48)
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    monkeypatch.setattr(Image, "ID", [name for name in Image.ID if name != "HEIF"])
+    with pytest.raises(ImageError, match=r"HEIC needs pillow-heif: pip install -e '\.\[search\]'"):
+        load_image(held.getvalue())
+
+
+def test_a_truncated_picture_of_pillows_is_refused(picture):
+    data = encode(picture(40, 40), "PNG")
+    with pytest.raises(ImageError, match="picture <40 x 40 picture> cannot be decoded: "):
+        load_image(Image.open(io.BytesIO(data[: len(data) // 2])))
+
+
+def test_frames_are_not_counted():
+    """A few megabytes hold so many that counting them takes a minute."""
+    head = b"GIF89a\1\0\1\0\x80\0\0\0\0\0\xff\xff\xff"
+    frame = b",\0\0\0\0\1\0\1\0\0\2\2D\1\0"
+    began = time.process_time()
+    with pytest.raises(ImageError, match="has several frames"):
+        load_image(head + frame * 300_000 + b";")
+    assert time.process_time() - began < 2
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
@@ -153,3 +183,30 @@ def test_what_is_missing_is_named(tmp_path, png):
     (tmp_path / "text.parquet").write_text("no")
     with pytest.raises(ImageError, match=r"text\.parquet is not a Parquet file with columns id and image"):
         load_image(f"{tmp_path}/text.parquet#a")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF", "MPO"])
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_a_size_is_that_of_the_decoded_picture(tmp_path, kind, orientation):
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    path = tmp_path / "picture"
+    Image.new("RGB", (30, 20)).save(path, kind, exif=exif)
+    for ref in (str(path), path.read_bytes()):
+        assert picture_size(ref) == load_image(ref).size == ((20, 30) if orientation > 4 else (30, 20))
+
+
+def test_a_size_is_read_without_decoding(tmp_path):
+    Image.effect_noise((300, 200), 50).save(tmp_path / "cut.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "cut.png").read_bytes()[:500])
+    assert picture_size(str(tmp_path / "cut.png")) == (300, 200)
+    (tmp_path / "text.png").write_text("no picture")
+    Image.new("I", (3, 3)).save(tmp_path / "deep.tiff")
+    for name, message in (
+        ("text.png", "no picture that Pillow knows"),
+        ("deep.tiff", "32-bit pixels of no known range"),
+        ("gone.png", "cannot be read: No such file"),
+        ("", "cannot be read: Is a directory"),
+    ):
+        with pytest.raises(ImageError, match=message):
+            picture_size(str(tmp_path / name))

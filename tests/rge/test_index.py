@@ -15,6 +15,7 @@ pytest.importorskip("lancedb", exc_type=ImportError)
 
 from lancedb.index import IvfRq
 
+from rge.index import store
 from rge.index.store import Index, Row, SearchIndexError, writing
 
 MADE = {"checkpoint": "demo", "checkpoint_hash": "a" * 64}
@@ -47,6 +48,61 @@ def test_search_is_exact_and_equal_scores_are_ordered_by_name(index):
         assert [hit.score for hit in hits] == [score_N[hit.id] for hit in hits]
     assert [len(hits) for hits in index.search(query_QD, 7)] == [7] * 4
     assert index.search(query_QD[:0], 7) == []
+
+
+def test_all_queries_share_one_pass_and_the_vectors_stay_in_memory(index, monkeypatch):
+    stored_ND, query_QD = vectors(300), vectors(9, seed=1)
+    index.put(rows(stored_ND))
+    read, real = [], store._Snapshot._read
+    monkeypatch.setattr(store._Snapshot, "_read", lambda self, where: read.append(where) or real(self, where))
+    together = index.search(query_QD, 5)
+    assert read == [None]
+    assert [index.search(query_D[None], 5)[0] for query_D in query_QD] == together
+    assert read == [None]
+    index.put(rows(vectors(1, seed=7), first=999))
+    assert index.search(vectors(1, seed=7), 1)[0][0].id == "it's 999.png"
+    assert read == [None] * 2
+    # What does not fit into memory is read for every search, block by block, with equal hits.
+    monkeypatch.setattr(store, "KEPT_BYTES", 0)
+    monkeypatch.setattr(store, "BLOCK_ROWS", 64)
+    index.remove("/a folder", ["it's 999.png"])
+    assert index.search(query_QD, 5) == together
+    assert len(read) == 3
+
+
+def test_ties_at_the_last_place_are_decided_by_name(index):
+    index.put(rows(np.repeat(vectors(1), 50, axis=0)))
+    [hits] = index.search(vectors(1), 3)
+    assert [hit.id for hit in hits] == [f"it's {place}.png" for place in (0, 1, 10)]
+
+
+def test_columns_of_the_metadata_narrow_a_search(index):
+    metadata = [
+        {"year": 2020 + n, "price": n if n % 2 else n + 0.5, "odd name!": f"n{n}", "id": "x", "tags": ["a"]}
+        for n in range(5)
+    ]
+    index.declare(metadata)
+    assert index.columns["price"] == "double"
+    assert index.columns["odd_name_"] == index.columns["id_"] == "string"
+    assert "tags" not in index.columns
+    stored_ND = vectors(6)
+    unfit = index.put(
+        [
+            Row("s", str(n), "1", "d", stored_ND[n], metadata=one)
+            for n, one in enumerate([*metadata, {"year": "last"}])
+        ]
+    )
+    assert unfit == 1  # "last" is no year
+
+    def found(where):
+        return sorted(hit.id for hit in index.search(stored_ND[:1], 9, where=where)[0])
+
+    assert found("year > 2022") == ["3", "4"]
+    assert found("price = 2.5 or odd_name_ = 'n3'") == ["2", "3"]
+    assert found("odd_name_ = 'image'") == []  # a text may say what a column may not
+    assert found("year IS NULL") == ["5"]
+    [[hit]] = index.search(stored_ND[:1], 1)
+    assert hit.metadata == metadata[0]
 
 
 def test_a_row_comes_back_as_it_was_put(index):

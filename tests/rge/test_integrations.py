@@ -2,15 +2,21 @@
 
 import asyncio
 import io
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from rge.checkpoints.export import export, settings_of
+from rge.common.errors import UserError
+from rge.common.schema import Item
 from rge.embedder import Embedder
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
+
+from rge.integrations.sentence_transformers import ReasoningEmbedder  # noqa: E402
 
 
 @pytest.fixture
@@ -27,11 +33,11 @@ def checkpoint(lively, tmp_path):
 @pytest.fixture
 def queries(picture):
     return [
-        {"text": "What opens this?", "image": picture(60, 40)},
+        {"image": picture(60, 40), "text": "What opens this?"},
         "Only words, and more of them than the others have",
         {"image": picture(90, 90, 1)},
         picture(30, 80, 2),
-        {"text": "two", "image": [picture(30, 80, 2), picture(40, 40, 3)]},
+        {"image": [picture(30, 80, 2), picture(40, 40, 3)], "text": "two"},
     ]
 
 
@@ -99,10 +105,102 @@ def test_a_chat_message_is_its_text_and_pictures(checkpoint, picture):
             "content": [{"type": "image", "image": image}, {"type": "text", "text": "What opens this?"}],
         }
     ]
-    plain = theirs.encode_query([{"text": "What opens this?", "image": image}])
+    plain = theirs.encode_query([{"image": image, "text": "What opens this?"}])
     np.testing.assert_allclose(theirs.encode_query([chat]), plain, atol=1e-6)
     with pytest.raises(ValueError, match="one message of the user"):
         theirs.encode_query([[{"role": "system", "content": "Be brief."}, chat[0]]])
+
+
+def loaded(checkpoint, **options):
+    return sentence_transformers.SentenceTransformer(
+        str(checkpoint), trust_remote_code=True, device="cpu", **options
+    )
+
+
+def test_the_order_of_texts_and_pictures_is_kept(checkpoint, picture):
+    theirs, image = loaded(checkpoint), picture(60, 40)
+    builder = theirs[0].embedder.builder
+    parts = [{"type": "text", "text": "Is"}, {"type": "image", "image": image}, {"type": "text", "text": "in"},
+             {"type": "image", "image": picture(30, 80, 2)}, {"type": "text", "text": "?"}]  # fmt: skip
+    item = Item("x", "Is\nin\n?", (image, picture(30, 80, 2)), "find it", ("Is", None, "in", None, "?"))
+    prompt = builder.build(item, "query")
+    words = builder.tokenizer.decode(prompt.input_ids)
+    image_token = re.escape(builder.processor.image_token)
+    assert re.search(rf"find it Is\n.*{image_token}.*\nin\n.*{image_token}.*\n\?\n", words, re.DOTALL), words
+    with pytest.warns(UserWarning, match="trained with pictures first"):
+        found = theirs.encode_query([[{"role": "user", "content": parts}]])
+    ours = theirs[0].embedder.encode([item], side="query", mode="reasoning").embeddings
+    np.testing.assert_allclose(found, ours, atol=1e-6)
+    # Without a text before a picture nothing changes.
+    usual = Item("x", "Is it?", (image,), "find it")
+    assert torch.equal(
+        builder.build(usual, "query").input_ids,
+        builder.build(replace(usual, parts=(None, "Is it?")), "query").input_ids,
+    )
+    with pytest.warns(UserWarning, match="trained with pictures first"):
+        turned = theirs.encode_query([{"text": "What opens this?", "image": image}])
+    straight = theirs.encode_query([{"image": image, "text": "What opens this?"}])
+    assert not np.allclose(turned, straight, atol=1e-3)
+    with pytest.raises(
+        ValueError, match="more than max_prompt_tokens=512: shorten it, or put its pictures first"
+    ):
+        builder.build(replace(item, parts=("Is " * 600, None, None, "?")), "query")
+
+
+def test_arguments_are_passed_on_or_refused(checkpoint, tmp_path, monkeypatch):
+    for options in ({"dtype": "bfloat16"}, {"torch_dtype": torch.bfloat16}):
+        assert next(loaded(checkpoint, model_kwargs=options).parameters()).dtype == torch.bfloat16
+    for options, said in (
+        (
+            {"model_kwargs": {"device_map": "auto"}},
+            "model_kwargs={'device_map': 'auto'}: a checkpoint of rge takes",
+        ),
+        ({"model_kwargs": {"dtype": "int8"}}, "dtype must be one of float32"),
+        ({"processor_kwargs": {"max_pixels": 9}}, "processor_kwargs"),
+        ({"config_kwargs": {"hidden_size": 9}}, "config_kwargs"),
+        ({"backend": "onnx"}, "runs in torch"),
+    ):
+        with pytest.raises(UserError, match=re.escape(said)):
+            loaded(checkpoint, **options)
+    asked = {}
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download",
+        lambda name, **given: asked.update(given, name=name) or str(checkpoint),
+    )
+    ReasoningEmbedder.load("me/mine", token="t", cache_folder="c", revision="r", local_files_only=True)
+    assert asked == {
+        "name": "me/mine",
+        "token": "t",
+        "cache_dir": "c",
+        "revision": "r",
+        "local_files_only": True,
+    }
+
+
+def test_changed_weights_are_saved_as_they_are(checkpoint, tmp_path):
+    theirs = loaded(checkpoint)
+    before = theirs.encode_document(["a key"])
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.mul_(1.01)
+    changed = theirs.encode_document(["a key"])
+    assert not np.allclose(before, changed, atol=1e-3)
+    theirs.save_pretrained(str(tmp_path / "saved"))
+    assert not [path for path in (tmp_path / "saved").iterdir() if path.is_dir()]
+    assert np.array_equal(loaded(tmp_path / "saved").encode_document(["a key"]), changed)
+    assert np.array_equal(Embedder.from_pretrained(tmp_path / "saved").encode_document(["a key"]), changed)
+    with pytest.raises(UserError, match="written as safetensors"):
+        theirs.save_pretrained(str(tmp_path / "pickled"), safe_serialization=False)
+
+
+def test_truncated_embeddings_have_length_one(checkpoint):
+    theirs = loaded(checkpoint, truncate_dim=16)
+    whole = theirs.encode_query(["a", "b"], truncate_dim=32)
+    expected = whole[:, :16] / np.linalg.norm(whole[:, :16], axis=1, keepdims=True)
+    np.testing.assert_allclose(theirs.encode_query(["a", "b"]), expected, atol=1e-6)
+    found = theirs.encode_document(["a", "b"], convert_to_tensor=True)
+    assert type(found) is torch.Tensor
+    np.testing.assert_allclose(found.norm(dim=1), 1, atol=1e-6)
 
 
 def test_langchain_embeds_as_we_do(checkpoint, picture):
@@ -126,6 +224,19 @@ def test_langchain_embeds_as_we_do(checkpoint, picture):
     scores = ours.similarity(ours.encode_document(documents), ours.encode_query(question))
     assert [one.page_content for one, _ in found] == [documents[row] for row in np.argsort(-scores)]
     np.testing.assert_allclose([score for _, score in found], np.sort(scores)[::-1], atol=1e-6)
+
+
+def test_langchain_embeds_in_threads_as_in_one(checkpoint):
+    """Its asynchronous methods run the others in threads."""
+    from rge.integrations.langchain import ReasoningEmbeddings
+
+    embeddings = ReasoningEmbeddings(str(checkpoint))
+    texts = [" ".join(["egg", "key"] * (1 + row % 5)) for row in range(20)]
+
+    async def all_at_once():
+        return await asyncio.gather(*(embeddings.aembed_query(text) for text in texts))
+
+    assert asyncio.run(all_at_once()) == [embeddings.embed_query(text) for text in texts]
 
 
 def test_llama_index_embeds_as_we_do(checkpoint, picture, tmp_path):

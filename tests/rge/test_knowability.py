@@ -38,7 +38,8 @@ def test_stock_phrases_are_told_from_knowledge():
     oracle = [f"picture shows {thing} fork{number}" for number, thing in enumerate(things)]
     stock = measure_knowability(oracle, ["picture shows"] * 4, [""] * 4, things)
     knows = measure_knowability(oracle, [f"picture shows {thing}" for thing in things], [""] * 4, things)
-    assert stock["knowability"] == (0.5, 0.5, 0.5)
+    assert stock["knowability"][0] == 0.5
+    assert stock["knowability"][1] < 0.5 < stock["knowability"][2]  # four equal values are no certainty
     assert stock["chance"] == 0.5
     assert knows["knowability"][0] == 0.75
     assert knows["chance"] == 0.5

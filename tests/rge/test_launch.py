@@ -10,7 +10,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import DistributedType
 
 from rge.config import TrainConfig, load_recipe
-from rge.distributed import launch
+from rge.distributed import collectives, launch
 from rge.scratch.starting_point import starting_point
 
 CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "accelerate"
@@ -209,6 +209,24 @@ def test_a_launcher_with_another_precision_than_the_recipe(monkeypatch, asked, d
             "bfloat16",
             "settings .*mine.json have gradient_accumulation_steps=8, .* remove it: .* train.micro_batch_size",
         ),
+        (
+            {"optimizer": {"type": "AdamW"}},
+            "bfloat16",
+            'mine.json have "optimizer": remove it, for the recipe.s optim',
+        ),
+        ({"scheduler": {"type": "WarmupLR"}}, "bfloat16", 'have "scheduler": remove it'),
+        ({"amp": {"enabled": True}}, "bfloat16", 'have "amp": remove it, for model.dtype says'),
+        (
+            {"train_batch_size": 64},
+            "bfloat16",
+            'have "train_batch_size": 64; set it to "auto", for a stage.s batch_size',
+        ),
+        (
+            {"zero_optimization": {"stage": 0}},
+            "bfloat16",
+            'have "stage": 0 in zero_optimization, .*set it to 1, 2 or 3',
+        ),
+        ({"zero_optimization": {}}, "bfloat16", 'have "stage": None in zero_optimization'),
         (None, "bfloat16", "DeepSpeed's settings .*gone.json: "),
         ("{", "bfloat16", "DeepSpeed's settings .*mine.json: Expecting property name"),
     ],
@@ -235,6 +253,36 @@ def test_deepspeed_that_accumulates_nothing_of_its_own(monkeypatch, tmp_path, va
     assert launch._deepspeed(str(path), TrainConfig(), "bfloat16").zero_stage == 2
 
 
+def test_sizes_left_to_deepspeeds_integration_are_filled_in(lively):
+    """As Hugging Face's usual file has them; accelerate knows the width of transformers' own models alone."""
+    zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto", "overlap_comm": True,
+            "stage3_param_persistence_threshold": "auto", "sub_group_size": 7}  # fmt: skip
+
+    class Accelerator:
+        state = deepspeed_plugin = None
+        deepspeed_config = {"zero_optimization": zero}
+
+        def prepare(self, *given):
+            return given
+
+    Accelerator.state = Accelerator.deepspeed_plugin = Accelerator
+    collectives.prepare(Accelerator(), lively, None, 1.0)
+    assert zero == {"stage": 3, "reduce_bucket_size": 1024, "stage3_prefetch_bucket_size": 921, "overlap_comm": True,
+                    "stage3_param_persistence_threshold": 320, "sub_group_size": 7,
+                    "stage3_gather_16bit_weights_on_model_save": True}  # fmt: skip
+
+
+def test_a_compiler_is_refused(monkeypatch):
+    """As a launch file's dynamo_config asks for it: the rollout would not go through what is compiled."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    with pytest.raises(
+        launch.LaunchError, match=r"\(dynamo_backend EAGER\).* remove the section dynamo_config"
+    ):
+        launch.make_accelerator(TrainConfig())
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")
+    launch.make_accelerator(TrainConfig())
+
+
 def test_a_launcher_that_divides_gradients(monkeypatch):
     """As `accelerate launch --gradient_accumulation_steps 8` has every back end do."""
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8")
@@ -258,7 +306,7 @@ def test_a_launcher_that_divides_gradients(monkeypatch):
 def test_a_backbone_that_this_launch_cannot_build(tmp_path, running, naming, message):
     recipe = load_recipe(["recipe=demo", f"out={tmp_path}", f"model.scratch.naming={naming}"])
     with pytest.raises(launch.LaunchError, match=message):
-        starting_point(recipe, running)
+        starting_point(recipe, {}, running)
     assert not list(tmp_path.iterdir())
 
 

@@ -6,7 +6,7 @@ import pytest
 from accelerate import Accelerator
 
 from rge.config import LogConfig, Recipe, RecipeError, SourceConfig, StageConfig
-from rge.logs import Logs, _same_run, start_trackers, tracker_problems
+from rge.logs import Logs, _same_run, problems, start_trackers
 
 
 @pytest.fixture(scope="module")
@@ -111,14 +111,14 @@ def test_a_run_that_is_started_again_is_the_same_run_of_wandb(accelerator, tmp_p
 
 
 def test_a_tracker_that_cannot_be_had_is_an_error(accelerator, monkeypatch):
-    assert tracker_problems(LogConfig(["wandb", "tensorboard"])) == []
+    assert list(problems(LogConfig(["wandb", "tensorboard"]))) == []
     monkeypatch.setattr("rge.logs.get_available_trackers", lambda: [])
     with pytest.raises(
         RecipeError, match="log.trackers=wandb needs its library, which is not installed: pip install wandb"
     ):
         start_trackers(accelerator, Recipe(recipe="tiny", log=LogConfig(["wandb"])))
-    assert "comet-ml" in tracker_problems(LogConfig(["comet_ml"]))[0]
-    assert "no tracker 'all'" in tracker_problems(LogConfig(["all"]))[0]
+    assert "comet-ml" in next(problems(LogConfig(["comet_ml"])))
+    assert "no tracker 'all'" in next(problems(LogConfig(["all"])))
 
 
 def test_cut_prompts_are_said_once_and_counted(accelerator, tmp_path, capfd):

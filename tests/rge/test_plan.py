@@ -33,6 +33,7 @@ from rge.model.embedding_model import EmbeddingModel
 from rge.model.families import FAMILIES, VisionSizes, family_of
 from rge.model.packing import Branch, pack_prompts, pack_tails
 from rge.model.prompts import Prompt, PromptBuilder
+from rge.objective import Objective
 from rge.plan import report as plan
 from rge.plan.__main__ import main
 from rge.plan.costs import (
@@ -53,8 +54,9 @@ from rge.plan.known_models import TABLE, outline
 from rge.plan.options import PlanOptions
 from rge.rl.credit import Reinforcement
 from rge.rollout.generate import generate
+from rge.rollout.writer import Rollout
 from rge.scratch import build as scratch
-from rge.step import Objective, training_step
+from rge.step import TrainingStep
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -184,10 +186,7 @@ def test_flops_against_the_counter(deep, batch, count_flops, micro_batch_size):
     rollout = count_flops(lambda: generate(deep, batch.queries, **settings))
 
     def step() -> None:
-        training_step(
-            deep, deep, batch, Objective(0.5, 0.5), rationales=rationales, micro_batch_size=micro_batch_size,
-            backward=lambda loss: loss.backward(),
-        )  # fmt: skip
+        TrainingStep(deep, deep, Objective(0.5, 0.5), micro_batch_size)(batch, Rollout(rationales))  # fmt: skip
 
     counted = count_flops(step)
     load = load_of(deep, batch, 12, chunks)
@@ -217,10 +216,7 @@ def test_flops_of_a_policy_gradient_against_the_counter(deep, batch, count_flops
 
     def step() -> None:
         credit = Reinforcement(recipe, deep, None, tmp_path).begin(batch, rationales, measure=False)
-        training_step(
-            deep, deep, batch, Objective.of(recipe, "rl"), rationales=rationales, micro_batch_size=5,
-            backward=lambda loss: loss.backward(), credit=credit,
-        )  # fmt: skip
+        TrainingStep(deep, deep, Objective.of(recipe, "rl"), 5)(batch, Rollout(rationales), credit)  # fmt: skip
 
     counted = count_flops(step)
     load = dataclasses.replace(load_of(deep, batch, 12, 1), each=4, sampled=True)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from rge.checkpoints.export import settings_of
 from rge.config import load_recipe, to_dict
 from rge.model.prompts import PromptBuilder
-from rge.step import Objective
+from rge.objective import Objective
 
 WORKER = Path(__file__).parent / "workers" / "precision.py"
 BACK_ENDS = {"DDP": "ddp", "ZeRO-1": "zero1", "ZeRO-2": "zero2", "ZeRO-3": "zero3", "FSDP2": "fsdp2"}

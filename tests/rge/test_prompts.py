@@ -1,7 +1,10 @@
 """Prompts token by token: the released format, its borders, and what data must not be able to do to it."""
 
+import re
+
 import pytest
 import torch
+from family_models import every_family
 
 from rge.common.images import ImageError, load_image
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES, Profile
@@ -267,3 +270,23 @@ def test_builder_errors(builder, tiny_path, embedder):
         ValueError, match="the tokenizer has no <emb> token; add it with rge.model.backbone.add_emb_token"
     ):
         PromptBuilder(AutoProcessor.from_pretrained(tiny_path))
+
+
+@every_family
+@pytest.mark.parametrize("sizes", [[], [(40, 90)], [(120, 30), (60, 60)], [(700, 400)], [(84, 84)] * 3])
+@pytest.mark.parametrize("max_tokens", [100_000, 130])
+def test_a_prompt_is_measured_without_its_pictures(lively, picture, sizes, max_tokens):
+    builder = PromptBuilder(lively.processor, max_tokens=max_tokens)
+    item = Item("x", "what is this egg? " * 30)
+    for side in ("query", "candidate"):
+        images = [picture(width, height) for width, height in sizes]
+        try:
+            prompt = builder.build(item, side, images)
+        except ValueError as error:
+            with pytest.raises(type(error), match=re.escape(str(error))):
+                builder.measure(item, side, sizes)
+            continue
+        found = builder.measure(item, side, sizes)
+        expected = (len(prompt), prompt.num_cut_tokens)
+        assert (found.num_tokens, found.num_cut_tokens) == expected
+        assert found.num_picture_tokens >= int(prompt.type_ids.sum())

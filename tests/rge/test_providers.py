@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rge.calls import caller as caller_module
+from rge.calls.asking.pace import Pace
 from rge.calls.caller import Caller
-from rge.calls.failures import BudgetReached, RequestRejected
+from rge.calls.failures import BudgetReached, EndpointDown, RequestRejected
 from rge.calls.keys import Mask
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig, check_model, known_as
-from rge.calls.pace import Pace, remaining, seconds
 from rge.calls.pictures import Pictures
-from rge.calls.replies import EmptyChoices, MissingTag, Refused, read_replies, read_reply, tag
+from rge.calls.providers.headers import remaining, seconds
+from rge.calls.replies import EmptyChoices, MissingTag, Refused, read_replies, tag
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore
 from rge.common.errors import UserError
@@ -71,15 +71,15 @@ FILTERED = [
 
 @pytest.mark.parametrize("body", FILTERED, ids=["openai", "azure", "anthropic"])
 def test_a_filtered_picture_is_an_answer_and_stops_nobody(store, body):
-    """More of them in a row than lost calls would be allowed; kept, counted, and not asked again."""
+    """More of them in a row than calls without an answer would be allowed; kept, counted, and not asked again."""
     server = Server(lambda given: Answer(body, 400) if "bad" in text_of(given) else chat("fine"))
     requests = [ask(f"bad {number}") for number in range(30)] + [ask("good")]
     with LocalServer(server) as at:
         caller = Caller(model(at, concurrency=1, input_price=1, output_price=1), store)
         *bad, good = caller.run(requests)
-        assert all(isinstance(one.error, Refused) and not one.failed for one in bad)
+        assert all(isinstance(one.error, Refused) for one in bad)
         assert good.reply.text == "fine"
-        assert (caller.counts.refused, caller.counts.failed) == (30, 0)
+        assert (caller.counts.refused, caller.counts.unanswered) == (30, 0)
         again = Caller(model(at), store).run(requests)
     assert all(isinstance(one.error, Refused) and one.cached for one in again[:-1])
     assert set(server.seen.values()) == {1}
@@ -114,30 +114,38 @@ def test_a_setting_that_the_endpoint_does_not_know_stops_at_once_with_its_words(
 
 
 def test_one_picture_that_the_endpoint_cannot_read_stops_nobody(store):
-    """Also where it is the very first: else every start would end at it."""
+    """Also where it is the very first, and where nothing else is asked: a canary tells that the settings are right."""
     cannot = Answer({"error": {"message": "Could not process image"}}, 400)
     server = Server(lambda body: cannot if "bad" in text_of(body) else chat("fine"))
     with LocalServer(server) as at:
         caller = Caller(model(at, concurrency=1), store)
         bad, good = caller.run([ask("bad"), ask("good")])
-        assert (bad.failed, bad.lost, bad.error.kind) == (True, False, "rejected request")
+        assert (bad.rejected, bad.error.kind) == (True, "rejected request")
         assert "Could not process image" in str(bad.error)
         assert good.reply.text == "fine"
-        with pytest.raises(RequestRejected, match="Could not process image"):
-            Caller(model(at), store).run([ask("bad 1"), ask("bad 2")])
+        again, other = Caller(model(at), store).run([ask("bad"), ask("bad 2")])
+        assert (again.cached, other.cached) == (True, False), "what was rejected is kept, and not sent again"
+        assert again.rejected
+        assert other.rejected
+        assert server.seen == {"bad": 1, "good": 1, "bad 2": 1, CANARY: 2}
+        Caller(model(at, token_limit="max_completion_tokens"), store).run([ask("bad")])
+    assert server.seen["bad"] == 2, "with another setting it is sent again"
 
 
-def test_many_rejections_in_a_row_stop(store, monkeypatch):
-    monkeypatch.setattr(caller_module, "MAX_FAILURES_IN_A_ROW", 5)
+def test_an_endpoint_that_rejects_a_canary_too_stops(store):
     server = Server(
         lambda body: chat("fine") if "good" in text_of(body) else Answer({"error": {"message": "no"}}, 400)
     )
     with LocalServer(server) as at:
-        with pytest.raises(RequestRejected, match="HTTP 400.*no"):
+        with pytest.raises(RequestRejected, match="HTTP 400.*no.*harmless"):
             Caller(model(at, concurrency=1), store).run(
                 [ask("good"), *(ask(str(number)) for number in range(50))]
             )
-    assert sum(server.seen.values()) == 6
+    assert server.seen == {"good": 1, "0": 1, CANARY: 1}
+    assert store.num_replies() == 1
+
+
+CANARY = "Answer with the word ok."
 
 
 def read_x(reply):
@@ -210,7 +218,7 @@ def test_odd_shapes_are_read_or_passed_on(store):
         parts, odd = Caller(model(at), store).run([ask("parts"), ask("odd")])
     assert parts.reply.text == "in parts"
     assert isinstance(odd.error, EmptyChoices), "counted and passed on, not asked for ever"
-    assert not odd.lost
+    assert not odd.unanswered
     assert server.seen == {"parts": 1, "odd": 3}
 
 
@@ -396,10 +404,10 @@ def test_cached_input_has_a_price_of_its_own(store):
         "content": [],
         "usage": {"input_tokens": 5, "cache_read_input_tokens": 80, "output_tokens": 1},
     }
-    from rge.calls.replies import cached_tokens, usage
+    from rge.calls.replies import Usage, usage
 
     raw = json.dumps(anthropic).encode()
-    assert (usage(raw), cached_tokens(raw)) == ((85, 1), 80)
+    assert usage(raw) == Usage(85, 1, cached=80)
 
 
 def test_what_is_written_to_a_cache_has_a_price_of_its_own(store):
@@ -502,19 +510,16 @@ def test_the_pace_is_learnt_from_429(store):
         began = time.monotonic()
         found = caller.run([ask(str(number)) for number in range(400)])
         took_s = time.monotonic() - began
-    assert not any(one.failed for one in found)
+    assert not any(one.error for one in found)
     assert limited.refused == caller.counts.limited
     assert limited.refused < 200
     assert took_s < 20, "400 calls at 100 a second need 4 s"
 
 
-def test_an_endpoint_that_only_refuses_is_lost_in_the_end(store):
+def test_an_endpoint_that_only_refuses_is_given_up_in_the_end(store):
     with LocalServer(Server(lambda body: Answer({"error": {"message": "slow"}}, 429))) as at:
-        (found,) = Caller(model(at, max_limited_s=0.3), store).run([ask("a")])
-    assert found.lost
-    assert "HTTP 429.*still refused after 0.3 s" in str(found.error) or "still refused after 0.3 s" in str(
-        found.error
-    )
+        with pytest.raises(EndpointDown, match=r"HTTP 429.*still refused after 0.3 s \(max_limited_s\)"):
+            Caller(model(at, max_limited_s=0.3), store).run([ask("a")])
 
 
 def test_the_pace_by_hand():
@@ -643,4 +648,4 @@ def test_replies_of_several_draws():
     first, second = read_replies(raw)
     assert first.text == "a"
     assert isinstance(second, EmptyChoices)
-    assert read_reply(raw).text == "a"
+    assert read_replies(raw)[0].text == "a"

@@ -27,7 +27,7 @@ from rge.data import readers, streams
 from rge.data.bad_records import BadRecords
 from rge.data.collate import StepBatches
 from rge.data.loader import Loader
-from rge.data.readers import DATA_SOURCES, open_records, read_texts, register_data_source
+from rge.data.readers import DATA_SOURCES, open_records, register_data_source
 from rge.data.sources import Mixture, RecordError, RecordFile
 from rge.diagnose.pairs import read_pairs
 from rge.model.backbone import load_backbone
@@ -139,6 +139,34 @@ def test_a_data_set_gives_the_records_of_the_file(home, kind, more):
     sent = pickle.loads(pickle.dumps(found))  # noqa: S301 - made here
     assert len(pickle.dumps(found)) < 5000  # the data set itself does not travel
     assert content(sent[7]) == content(file[7])
+
+
+def test_a_file_may_leave_out_what_a_data_set_may(tmp_path):
+    one = {
+        "query": {"text": "what", "images": "pictures/0.png"},
+        "positives": [{"image": "pictures/1.png", "text": None}],
+        "negatives": [{"text": "not this"}],
+        "category": None,
+    }
+    (tmp_path / "lines").mkdir()
+    file = tmp_path / "lines/train.jsonl"
+    lines = [json.dumps(one) + "\n", json.dumps({**one, "id": "second"}) + "\n"]
+    file.write_text("".join(lines))
+    found = open_records(RecordsConfig(path=str(file)))
+    theirs = open_records(RecordsConfig(dataset=str(tmp_path / "lines")))
+    for index in range(2):
+        mine, other = found[index], theirs[index]
+        assert mine.split == other.split == "train"
+        assert mine.group == mine.id
+        assert mine.source == "train.jsonl"
+        assert [one.id for one in (*mine.positives, *mine.negatives)] == [
+            one.id for one in (*other.positives, *other.negatives)
+        ]
+        assert mine.query.images == other.query.images
+    assert [found[index].id for index in range(2)] == ["train.jsonl:0", "second"]
+    file.write_text(lines[0].replace('"negatives"', '"negativs"'))
+    with pytest.raises(RecordError, match="train.jsonl:1: negativs: Extra inputs are not permitted"):
+        open_records(RecordsConfig(path=str(file)))
 
 
 def test_a_split_is_chosen(home):
@@ -457,7 +485,7 @@ def loaded(recipe: Path, *overrides: str):
         ("joint.sources=[{path: y, columns: {id: x}}]", r"joint.sources\[0\].columns belongs to dataset or type, .* has a path"),
         ("joint.sources=[{path: y, streaming: true}]", "streaming belongs to dataset"),
         ("joint.sources=[{dataset: y, options: {a: 1}}]", "options belongs to type"),
-        ("joint.sources=[{dataset: y, shuffle_buffer: 0}]", "shuffle_buffer of y.train. must be > 0"),
+        ("joint.sources=[{dataset: y, shuffle_buffer: 0}]", "shuffle_buffer must be >= 1"),
         ("validation={path: a, dataset: b}", "validation must name exactly one of path, dataset and type"),
         ("validation.split=test", "validation must name exactly one of path, dataset and type"),
     ],
@@ -650,7 +678,7 @@ def test_a_registered_source_gives_records(registered):
     assert pixels(found[2].query.images[0]) == pixels(drawing(2))
     assert found[1].id == "sheet(count=3):1"
     assert pickle.loads(pickle.dumps(found))[1] == found[1]  # noqa: S301 - made here
-    assert read_texts([RecordsConfig(type="sheet", options={"count": 2})] * 2) == ["q0", "a0", "q1", "a1"]
+    assert found.texts() == ["q0", "a0", "q1", "a1", "q2", "a2"]
 
 
 @pytest.mark.parametrize(

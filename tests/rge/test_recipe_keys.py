@@ -34,6 +34,7 @@ from rge.common.errors import UserError
 from rge.config import DataConfig, ModelConfig, Recipe, RecipeError, TrainConfig, flat, load_recipe, to_dict
 from rge.data import loader
 from rge.data.collate import Batch
+from rge.data.sources import RecordFile
 from rge.distributed import launch
 from rge.losses import CONTRASTIVE_LOSSES
 from rge.model import embedding_model
@@ -45,7 +46,7 @@ from rge.rl.credit import Credit, Reinforcement
 from rge.rollout import vllm_writer
 from rge.rollout.generate import Rationale
 from rge.rollout.writer import make_writer
-from rge.scratch.starting_point import starting_point
+from rge.scratch.starting_point import starting_point, tokenizer_sources
 
 WORDS = ["what", "egg", "key", "opens", "this", "turns", "into", "a", "locked", "chick", "over", "time"]
 TIMES = {"elapsed_s", "wait_s", "rollout_s", "step_s", "val_s", "wait_share", "tokens_per_s"}
@@ -139,6 +140,28 @@ ENTRIES: dict[str, Changes | Refused] = {
     "loss.anchor": Changes("loss.anchor=none", "metrics"),
     "loss.oracle_share": Changes("loss.oracle_share=0.9", "metrics", ("loss.anchor=mix",)),
     "loss.oracle_decay_steps": Changes("loss.oracle_decay_steps=1", "metrics", ("loss.anchor=mix",)),
+    "loss.states.reasoned": Changes("loss.states.reasoned=3", "metrics", ("loss.states.direct=1",)),
+    "loss.states.direct": Changes("loss.states.direct=1", "metrics"),
+    "loss.align": Changes("loss.align=1", "metrics", ("loss.states.direct=1",)),
+    "loss.align_temperature": Changes(
+        "loss.align_temperature=1.0", "metrics", ("loss.states.direct=1", "loss.align=1")
+    ),
+    "loss.adaptive.share": Changes(
+        "loss.adaptive.share=0.5", "metrics", ("loss.states.direct=1", "loss.adaptive.margin=-2")
+    ),
+    "loss.adaptive.margin": Changes(
+        "loss.adaptive.margin=-2", "metrics", ("loss.states.direct=1", "loss.adaptive.share=0.5")
+    ),
+    "loss.adaptive.floor": Changes(
+        "loss.adaptive.floor=0.5",
+        "metrics",
+        ("loss.states.direct=1", "loss.adaptive.share=0.5", "loss.adaptive.margin=2"),
+    ),
+    "loss.adaptive.warmup_steps": Changes(
+        "loss.adaptive.warmup_steps=100",
+        "metrics",
+        ("loss.states.direct=1", "loss.adaptive.share=0.5", "loss.adaptive.margin=-2"),
+    ),
     "loss.matryoshka_dims": Changes("loss.matryoshka_dims=[16]", "metrics"),
     "loss.lm_on_candidates": Changes("loss.lm_on_candidates=false", "metrics"),
     "rollout.max_new_tokens": Changes("rollout.max_new_tokens=2", "metrics"),
@@ -446,9 +469,9 @@ def built(home, tmp_path_factory):
         recipe["model"] |= {"path": None, "max_pixels": 784, "scratch": {**values, **changes}}
         folder = tmp_path_factory.mktemp("scratch")
         (folder / "scratch.yaml").write_text(yaml.safe_dump(recipe))
-        path = starting_point(
-            load_recipe([f"recipe={folder / 'scratch.yaml'}", f"out={folder / 'out'}"]), Accelerator(cpu=True)
-        )
+        recipe = load_recipe([f"recipe={folder / 'scratch.yaml'}", f"out={folder / 'out'}"])
+        opened = {source.key: RecordFile(source.path) for source in tokenizer_sources(recipe)}
+        path = starting_point(recipe, opened, Accelerator(cpu=True))
         files = sorted(it for it in Path(path).iterdir() if it.suffix in (".json", ".safetensors"))
         return hashlib.sha256(b"".join(it.read_bytes() for it in files if it.name != "eyes.json")).hexdigest()
 
@@ -508,6 +531,23 @@ def test_back_end_is_the_least_that_is_shared_out(monkeypatch):
         UserError, match="train.back_end=zero2, but the launch config runs DDP, which shares out less"
     ):
         launch.check_launch(ddp, TrainConfig(back_end="zero2"))
+
+
+def test_max_rationale_tokens_bounds_what_is_trained_on(arguments):
+    recipe = load_recipe(arguments("data.max_rationale_tokens=1"))
+    problems = check.examine(recipe, Accelerator(cpu=True))[0]
+    assert len(problems) == 12
+    assert all("more than data.max_rationale_tokens=1; shorten it" in problem for problem in problems)
+
+
+def test_silence_is_how_long_a_process_may_be_frozen(arguments, monkeypatch):
+    given = []
+    monkeypatch.setattr(train, "load_recipe", load_recipe)  # which `runs` has replaced
+    monkeypatch.setattr(train, "watch_other_ranks", lambda silence_s: given.append(silence_s) or 1 / 0)
+    for words in ((), ("train.silence_s=300",)):
+        with pytest.raises(ZeroDivisionError):
+            train.main(arguments(*words))
+    assert given == [45, 300]
 
 
 def test_plugins_are_imported(home, arguments, monkeypatch):
@@ -679,7 +719,8 @@ def test_a_source_is_what_each_of_its_keys_says(key, arguments, named, monkeypat
             words = [f"stage={stage}", f"{stage}.sources=[{source}]"]
         problems: list[str] = []
         recipe = load_recipe(arguments(*words))
-        found = check._records(problems, recipe, recipe.stages(), check.Verdicts())
+        asked = check.wanted_sources(recipe, recipe.stages())
+        found = check.open_wanted(problems, recipe, asked, check.Verdicts())
         wanted = recipe.validation if stage == "validation" else getattr(recipe, stage).sources[0]
         if problems:
             return problems
@@ -695,6 +736,8 @@ def test_a_source_is_what_each_of_its_keys_says(key, arguments, named, monkeypat
 
 ELSEWHERE = {
     **dict.fromkeys(SOURCE_KEYS, test_a_source_is_what_each_of_its_keys_says),
+    "data.max_rationale_tokens": test_max_rationale_tokens_bounds_what_is_trained_on,
+    "train.silence_s": test_silence_is_how_long_a_process_may_be_frozen,
     "train.back_end": test_back_end_is_the_least_that_is_shared_out,
     "plugins": test_plugins_are_imported,
     "data.prefetch_mb": test_prefetch_mb_bounds_what_waits,

@@ -17,10 +17,12 @@ from rge.data.collate import target_item
 from rge.data.sources import RecordFile, identity
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
+from rge.objective import Objective
 from rge.rl.credit import Reinforcement
 from rge.rl.pool import check_pool, read_pool
 from rge.rollout.generate import Rationale
-from rge.step import Objective, training_step
+from rge.rollout.writer import Rollout
+from rge.step import TrainingStep
 
 TEMPERATURE = 0.1
 
@@ -54,10 +56,7 @@ def two_each(batch) -> list[Rationale]:
 
 def take(embedder, batch, stage, recipe):
     credit = stage.begin(batch, two_each(batch), False)
-    report = training_step(
-        embedder, embedder, batch, Objective.of(recipe, "rl"), rationales=credit.rationales, micro_batch_size=100,
-        backward=lambda loss: loss.backward(), credit=credit,
-    )  # fmt: skip
+    report = TrainingStep(embedder, embedder, Objective.of(recipe, "rl"), 100)(batch, Rollout(credit.rationales), credit)  # fmt: skip
     embedder.zero_grad()
     return report
 

@@ -27,12 +27,13 @@ from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel, encode_prompts
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
-from rge.rl.credit import Credit, Reinforcement, outdated
+from rge.objective import Objective
+from rge.rl.credit import Credit, Reinforcement
 from rge.rl.policy import LOSS_TYPES
 from rge.rl.reference import Reference, make_reference
 from rge.rollout.generate import Rationale, generate
-from rge.rollout.writer import sample_seeds
-from rge.step import Objective, candidate_masks, training_step
+from rge.rollout.writer import Rollout, sample_seeds
+from rge.step import TrainingStep, candidate_masks
 
 K, CAP, SAMPLED_AT = 3, 9, 0.8
 
@@ -89,10 +90,7 @@ def take(tmp_path):
             stage = Reinforcement(recipe, embedder, reference, tmp_path)
             credit = stage.begin(batch, rationales, measure)
             rationales = credit.rationales
-        report = training_step(
-            embedder, embedder, batch, objective, rationales=rationales, micro_batch_size=micro_batch_size,
-            backward=lambda loss: loss.backward(), encoded=encoded, credit=credit,
-        )  # fmt: skip
+        report = TrainingStep(embedder, embedder, objective, micro_batch_size)(batch, Rollout(rationales, encoded), credit)  # fmt: skip
         return report, gradients(embedder), credit
 
     return run
@@ -191,10 +189,7 @@ def test_each_loss_may_be_left_out(lively64, make_batch, sample, take, weights):
     if objective.needs_rollout:
         report, found, _ = take(lively64, batch, rationales, recipe)
     else:
-        report = training_step(
-            lively64, lively64, batch, objective, rationales=None, micro_batch_size=100,
-            backward=lambda loss: loss.backward(),
-        )  # fmt: skip
+        report = TrainingStep(lively64, lively64, objective, 100)(batch)  # fmt: skip
         found = gradients(lively64)
     losses, _ = stock_rl(lively64, batch, rationales, objective)
     losses["loss"].backward()
@@ -228,7 +223,9 @@ def test_a_second_update_is_clipped_by_the_first_ones_probabilities(lively64, ma
     with torch.no_grad():
         for parameter in lively64.parameters():
             parameter.mul_(1.01)
-    second, found, _ = take(lively64, batch, outdated(rationales), recipe, credit=credit)
+    second, found, _ = take(
+        lively64, batch, Rollout(rationales).after_update().rationales, recipe, credit=credit
+    )
     assert 0 < second["clip_share"] < 1
     for name in ("reward", "reward_margin", "groups_that_differ", "rationale_tokens_p95"):
         assert second[name] == first[name]
@@ -256,7 +253,7 @@ def test_a_second_update_in_chunks_equals_the_undivided_one(lively64, make_batch
     with torch.no_grad():
         for parameter in lively64.parameters():
             parameter.mul_(1.01)
-    later = outdated(rationales)
+    later = Rollout(rationales).after_update().rationales
     whole, expected, _ = take(lively64, batch, later, recipe, credit=credits[100])
     report, found, _ = take(lively64, batch, later, recipe, 2, credit=credits[2])
     assert 0 < report["clip_share"] < 1
@@ -306,7 +303,7 @@ def test_rewards_alone_with_dropout_in_chunks(lively, make_batch, sample, take, 
     monkeypatch.setattr(
         Credit,
         "judge",
-        lambda self, q, c, right, labelled: judged.append((q, c)) or judge(self, q, c, right, labelled),
+        lambda self, q, c, masks, read: judged.append((q, c)) or judge(self, q, c, masks, read),
     )
     loss = Credit.loss
     monkeypatch.setattr(
@@ -458,7 +455,7 @@ def test_the_direct_state_joins_the_group_where_a_reward_asks_for_it(lively64, m
                 batch.candidates, [[Branch([lively64.emb_id], read_state=True)]] * len(batch.candidates)
             )
         )[0].state_ND
-    masks = candidate_masks(batch, torch.tensor(batch.candidate_identity), 0)
+    masks = candidate_masks(batch, torch.tensor(batch.candidate_identity), 0)[:2]
     right = masks[0] | masks[1]
     logit = direct @ c.T / TEMPERATURE
     direct_margin = logit.masked_fill(~right, -math.inf).logsumexp(1) - logit.logsumexp(1)
@@ -496,7 +493,7 @@ def test_hits_after_anothers_rationale_are_those_of_a_plain_loop(lively, make_ba
         q = lively(lively.pack(batch.queries, [[Branch(ids, read_state=True)] for ids in others]))[0].state_ND
         branch = Branch([lively.emb_id], read_state=True)
         c = lively(lively.pack(batch.candidates, [[branch]] * len(batch.candidates)))[0].state_ND
-    masks = candidate_masks(batch, torch.tensor(batch.candidate_identity), 0)
+    masks = candidate_masks(batch, torch.tensor(batch.candidate_identity), 0)[:2]
     assert report["hit_at_1_counterfactual"] == pytest.approx(float(hit_at_1(q, c, *masks)) / 5)
     # Being measured changes nothing of training.
     plain, found, _ = take(lively, batch, rationales, recipe_of())
@@ -613,10 +610,10 @@ def test_a_query_without_a_right_answer_is_unscored(lively, make_batch, sample, 
         credit = stage_begin(self, *given)
         judge = credit.judge
 
-        def without_first(q, c, right, labelled):
-            right = right.clone()
-            right[0] = False
-            judge(q, c, right, labelled)
+        def without_first(q, c, masks, read):
+            positive, ignored, labelled = (mask.clone() for mask in masks)
+            positive[0] = ignored[0] = False
+            judge(q, c, (positive, ignored, labelled), read)
 
         credit.judge = without_first
         return credit

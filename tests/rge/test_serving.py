@@ -20,6 +20,7 @@ import zlib
 from pathlib import Path
 from urllib.parse import unquote
 
+import cohere
 import httpx
 import numpy as np
 import openai
@@ -38,6 +39,7 @@ from rge.serving import public_web
 from rge.serving.__main__ import main
 from rge.serving.app import Service
 from rge.serving.batches import Batches, QueueFull
+from rge.serving.inputs import make_prompt
 from rge.serving.options import ServeOptions
 from rge.serving.process import load
 
@@ -238,13 +240,15 @@ def test_an_index_is_searched_with_the_rationale_beside_the_hits(embedder, check
         tmp_path / "gallery", checkpoint="mine", checkpoint_hash=embedder.checkpoint_hash, dimensions=16
     )
     documents = embedder.encode_document(TEXTS, dimensions=16)
+    index.declare([{"colour": 1}])
     with writing(tmp_path / "gallery"):
         index.put([
-            Row("/secret/place", text, "s", "d", vector, text, image, {"colour": row})
+            Row("/secret/place", text, "s", "d", vector, text, image, {"colour": row}, b"RIFF")
             for row, (text, vector, image) in enumerate(
                 zip(TEXTS, documents, ["/secret/place/a.png", "https://example.com/b.png", None, None], strict=True)
             )
         ])  # fmt: skip
+    index.refresh(ann_from=1000)
     options = {"checkpoint": str(checkpoint), "index": str(tmp_path / "gallery"), "port": 0}
     service = load(ServeOptions(**options))
     with running(service) as url:
@@ -267,7 +271,15 @@ def test_an_index_is_searched_with_the_rationale_beside_the_hits(embedder, check
         )
         assert "https://example.com/b.png" in [hit["url"] for hit in answer.json()["data"]]
         assert "rationale" not in answer.json()
+        asked = {"input": TEXTS[3], "where": "colour >= 2", "hybrid": True, "thumbnails": True}
+        hits = httpx.post(f"{url}/v1/search", json=asked, timeout=60).json()["data"]
+        assert sorted(hit["metadata"]["colour"] for hit in hits) == list(range(2, len(TEXTS)))
+        assert hits[0]["id"] == TEXTS[3]
+        assert (hits[0]["thumbnail"], hits[0]["source"]) == ("data:image/webp;base64,UklGRg==", "place")
         for body, said in (
+            ({"input": "a", "where": "nothing > 1"}, "No field named nothing"),
+            ({"input": "a", "where": "image LIKE '/secret%'"}, "must be a condition"),
+            ({"input": "a", "where": "x" * 1001}, "at most 1000 characters"),
             ({"input": ["a"]}, "one query"),
             ({"input": "a", "k": 0}, "k"),
             ({"input": "a", "side": "query"}, "side"),
@@ -275,9 +287,143 @@ def test_an_index_is_searched_with_the_rationale_beside_the_hits(embedder, check
             wrong = httpx.post(f"{url}/v1/search", json=body)
             assert wrong.status_code == 400
             assert said in wrong.json()["error"]["message"]
+            assert str(tmp_path) not in wrong.text
     Index.create(tmp_path / "other", checkpoint="theirs", checkpoint_hash="f" * 64, dimensions=32)
     with pytest.raises(UserError, match="was made by another checkpoint: theirs"):
         load(ServeOptions(**(options | {"index": str(tmp_path / "other")})))
+
+
+def test_a_batch_of_conversations_as_vllm_takes_it(client, embedder, picture):
+    images = [picture(60, 40), picture(30, 80, 1)]
+    found = client.post(
+        "/embeddings", cast_to=openai.types.CreateEmbeddingResponse,
+        body={"messages": [message("What opens this?", shown(images[0])), message("egg"), message(None, shown(images[1]))]},
+    )  # fmt: skip
+    expected = embedder.encode_query(["What opens this?", "egg", None], [images[0], None, images[1]])
+    assert_same(np.array([one.embedding for one in found.data]), expected)
+
+
+def test_the_model_is_found_by_its_name(client, embedder):
+    assert client.models.retrieve("mine").owned_by == "rge"
+    with pytest.raises(openai.NotFoundError, match="there is no model 'yours' here, only 'mine'"):
+        client.models.retrieve("yours")
+    with running(service_of(embedder, name="runs/demo/joint/final")) as url:
+        assert httpx.get(f"{url}/v1/models/runs/demo/joint/final").json()["id"] == "runs/demo/joint/final"
+
+
+@pytest.fixture(scope="module")
+def cohere_client(url):
+    return cohere.ClientV2(api_key="none", base_url=url, timeout=60)
+
+
+def test_the_cohere_client_gets_our_embeddings(cohere_client, embedder, picture):
+    image = picture(60, 40)
+    kinds = ["float", "int8", "uint8", "binary", "ubinary", "base64"]
+    asked = {"model": "mine", "embedding_types": kinds}
+    found = cohere_client.embed(texts=TEXTS, input_type="search_query", **asked)
+    expected = embedder.encode_query(TEXTS)
+    ours = np.array(found.embeddings.float_)
+    assert_same(ours, expected)
+    assert found.texts == TEXTS
+    assert found.meta.billed_units.input_tokens > len(TEXTS)
+    coarse = np.array(found.embeddings.int8, float)
+    assert (np.abs(coarse).max(axis=1) == 127).all()
+    assert ((coarse / np.linalg.norm(coarse, axis=1, keepdims=True) * ours).sum(axis=1) > 0.999).all()
+    assert np.array_equal(np.array(found.embeddings.uint8), coarse + 128)
+    signs = np.unpackbits(np.array(found.embeddings.ubinary, np.uint8), axis=1)
+    assert np.array_equal(signs, ours >= 0)
+    assert np.array_equal(np.array(found.embeddings.binary) + 128, np.array(found.embeddings.ubinary))
+    assert_same(np.frombuffer(base64.b64decode(found.embeddings.base64[0]), "<f4"), expected[0])
+
+    documents = cohere_client.embed(texts=TEXTS, input_type="search_document", output_dimension=8, **asked)
+    assert_same(np.array(documents.embeddings.float_), embedder.encode_document(TEXTS, dimensions=8))
+    shown_ = cohere_client.embed(images=[shown(image)], input_type="image", **asked)
+    assert_same(np.array(shown_.embeddings.float_), embedder.encode_document(images=[image]))
+    both = [
+        {
+            "content": [
+                {"type": "text", "text": "a key"},
+                {"type": "image_url", "image_url": {"url": shown(image)}},
+            ]
+        }
+    ]
+    mixed = cohere_client.embed(inputs=both, input_type="search_document", **asked)
+    assert_same(np.array(mixed.embeddings.float_), embedder.encode_document(["a key"], [image]))
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"texts": ["a"]}, "input_type"),
+        ({"texts": ["a"], "input_type": "song"}, "input_type"),
+        ({"texts": ["a"], "images": ["b"], "input_type": "search_query"}, "give one of texts, images and inputs"),
+        ({"texts": [], "input_type": "search_query"}, "empty"),
+        ({"texts": ["a" * 2001], "input_type": "search_query"}, r"texts\[0\] has 2001 characters"),
+        ({"texts": ["a"], "input_type": "search_query", "output_dimension": 9}, "output_dimension must be one of 8, 16, 32"),
+        ({"texts": ["a"], "input_type": "search_query", "embedding_types": ["int4"]}, "embedding_types"),
+        ({"texts": ["a key " * 300], "input_type": "search_query", "truncate": "NONE"}, "tokens more than fit"),
+        ({"texts": ["a"], "input_type": "search_query", "truncate": "START"}, "truncate"),
+        ({"texts": ["a"], "input_type": "search_query", "max_tokens": 5}, "cut to 256 tokens and no fewer, got 5"),
+        ({"texts": ["a"], "input_type": "search_document", "instruction": "b"}, "instruction"),
+        ({"images": ["/etc/passwd"], "input_type": "image"}, "a picture comes as data:"),
+    ],
+)  # fmt: skip
+def test_wrong_requests_of_cohere_s_form(ask, asked, said):
+    answer = ask("/v2/embed", **asked)
+    assert answer.status_code == 400
+    assert re.search(said, answer.json()["error"]["message"])
+
+
+def test_the_cohere_client_reranks(cohere_client, embedder):
+    scores = embedder.encode_document(TEXTS) @ embedder.encode_query("What opens this?")
+    order = np.argsort(-scores).tolist()
+    found = cohere_client.rerank(model="mine", query="What opens this?", documents=TEXTS, top_n=3)
+    assert [one.index for one in found.results] == order[:3]
+    np.testing.assert_allclose([one.relevance_score for one in found.results], scores[order[:3]], atol=1e-5)
+    older = cohere.Client(api_key="none", base_url=cohere_client._client_wrapper.get_base_url(), timeout=60)
+    found = older.rerank(model="mine", query="What opens this?", documents=[{"text": text} for text in TEXTS])
+    assert [one.index for one in found.results] == order
+
+
+def test_documents_are_ranked_in_every_form(ask, embedder, picture):
+    """Jina's with pictures, vLLM's with parts, TEI's with texts."""
+    images = [picture(60, 40), picture(30, 80, 1)]
+    expected = embedder.encode_document([None, None, "a key"], [*images, None]) @ embedder.encode_query(
+        "a", images[0]
+    )
+    order = np.argsort(-expected).tolist()
+    parts = [{"image": shown(images[0])}, {"content": message(None, shown(images[1]))[0]["content"]}, "a key"]
+    answer = ask(
+        "/v1/rerank", query={"text": "a", "image": shown(images[0])}, documents=parts, top_n=0
+    ).json()
+    assert [one["index"] for one in answer["results"]] == order
+    np.testing.assert_allclose(
+        [one["relevance_score"] for one in answer["results"]], expected[order], atol=1e-5
+    )
+    assert answer["results"][order.index(2)]["document"] == {"text": "a key"}
+    assert answer["usage"]["total_tokens"] > 0
+    bare = ask("/v2/rerank", query="a", documents=["b"], return_documents=False).json()
+    assert set(bare["results"][0]) == {"index", "relevance_score"}
+
+    scores = embedder.encode_document(TEXTS) @ embedder.encode_query("a key")
+    found = ask(
+        "/rerank", query="a key", texts=TEXTS, return_text=True, raw_scores=False, truncate=True
+    ).json()
+    assert [one["text"] for one in found] == [TEXTS[row] for row in np.argsort(-scores)]
+    np.testing.assert_allclose([one["score"] for one in found], np.sort(scores)[::-1], atol=1e-5)
+    for body, said in (
+        ({"query": "a", "documents": ["b"], "texts": ["b"]}, "give documents, or texts"),
+        ({"query": "a" * 2001, "documents": ["b"]}, "query has 2001 characters"),
+        ({"query": "a", "documents": ["b" * 2001]}, r"documents\[0\] has 2001 characters"),
+        ({"query": "", "documents": ["b"]}, "query is empty"),
+        ({"query": "a", "documents": []}, "empty"),
+        ({"query": "a", "documents": [{}]}, r"documents\[0\] is empty"),
+        ({"query": "a", "texts": ["b " * 400], "truncate": False}, "tokens more than fit"),
+        ({"query": "a", "documents": ["b"], "max_tokens_per_doc": 3}, "no fewer, got 3"),
+    ):
+        wrong = ask("/v1/rerank", **body)
+        assert wrong.status_code == 400
+        assert re.search(said, wrong.json()["error"]["message"])
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -340,6 +486,16 @@ WRONG = {
     "a web address": ({"messages": message("a", "https://example.com/a.png")}, "fetches no pictures from the web"),
     "a path": ({"messages": message("a", "/etc/passwd")}, "a picture comes as data:"),
     "a file's address": ({"messages": message("a", "file:///etc/passwd")}, "a picture comes as data:"),
+    "a long instruction": ({"input": "a", "instruction": "b" * 2001}, "instruction has 2001 characters"),
+    "a long message": ({"messages": message("a" * 2001)}, "messages has 2001 characters"),
+    "a long message among others": ({"messages": [message("a"), message("a" * 2001)]}, r"messages\[1\] has 2001 characters"),
+    "a long name": ({"input": "a", "model": "m" * 2000}, "model: String should have at most 1024"),
+    "a long user": ({"input": "a", "user": "m" * 2000}, "user: String should have at most 1024"),
+    "an empty conversation": ({"messages": [[]]}, "messages"),
+    "no conversation": ({"messages": []}, "messages"),
+    "a conversation of two": ({"messages": [[*message("a"), *message("b")]]}, "messages"),
+    "too many conversations": ({"messages": [message("a")] * 41}, "41 inputs, and a request may have 40"),
+    "too many pictures in all": ({"messages": [message("a", "data:image/png;base64,aGVsbG8=")] * 3}, "3 pictures, and a request may have 2"),
     "three pictures": ({"messages": message("a", *["data:image/png;base64,aGVsbG8="] * 3)}, "3 pictures, and a request may have 2"),
 }  # fmt: skip
 
@@ -365,6 +521,7 @@ def test_wrong_requests_are_told_what_is_wrong(ask, name):
         (b'"a"', "body must be a JSON object"),
         (b"\xff\xfe{}", "body"),
         (b'{"input": "\\ud800"}', "input"),
+        (b'{"input": "a", "instruction": "\\ud800"}', "instruction"),
         (b'{"input": "a", "dimensions": NaN}', "dimensions"),
         (b'{"input": NaN}', "input"),
         (b'{"input": "a", "mode": "\\udfff"}', "mode"),
@@ -382,6 +539,19 @@ def test_bodies_that_are_no_request(url, body, said):
     with pytest.raises(AssertionError, match=said):
         raise AssertionError(answer.json()["error"]["message"])
     assert httpx.get(f"{url}/health").json()["status"] == "ok"
+
+
+def test_a_list_of_wrong_entries_costs_no_more_than_its_first(url):
+    """A message for each of 200,000 wrong entries would take seconds and gigabytes."""
+    began = time.process_time()
+    for key, entry in (("input", "0.5"), ("messages", "{}"), ("messages", "[0]")):
+        body = f'{{"{key}": [{",".join([entry] * 200_000)}]}}'.encode()
+        answer = httpx.post(
+            f"{url}/v1/embeddings", content=body, headers={"content-type": "application/json"}
+        )
+        assert answer.status_code == 400
+        assert key in answer.json()["error"]["message"]
+    assert time.process_time() - began < 5
 
 
 def test_a_form_is_told_to_be_json(url):
@@ -436,6 +606,46 @@ def test_a_key_is_asked_for(embedder):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="a secret of some length", max_retries=0)
         assert len(client.embeddings.create(model="mine", input="a").data[0].embedding) == 32
         assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_a_page_of_another_name_is_refused(url, embedder):
+    """DNS rebinding: a page's own name is made to point at this machine, and its scripts may read the answers."""
+    for host, status in (
+        ("evil.example", 400), ("evil.example:8000", 400), ("", 400), ("localhost", 200), ("localhost" + ":9", 200), ("127.0.0.1", 200),
+        ("[::1]:8000", 200), ("10.1.2.3:80", 200), ("127.0.0.1.evil.example", 400),
+    ):  # fmt: skip
+        assert httpx.get(f"{url}/health", headers={"host": host}).status_code == status, host
+    with running(service_of(embedder, allowed_hosts=["*.example.com"])) as other:
+        assert httpx.get(f"{other}/health", headers={"host": "a.example.com"}).status_code == 200
+        assert httpx.get(f"{other}/health", headers={"host": "localhost"}).status_code == 400
+    with running(service_of(embedder, key="a secret of some length")) as other:
+        assert httpx.get(f"{other}/health", headers={"host": "anything.example"}).status_code == 200
+
+
+def test_browsers_are_let_in_by_origin(url, embedder):
+    preflight = {"origin": "https://shop.example", "access-control-request-method": "POST"}
+    assert (
+        "access-control-allow-origin" not in httpx.options(f"{url}/v1/embeddings", headers=preflight).headers
+    )
+    options = {"cors_origins": ["https://shop.example"], "key": "a secret of some length"}
+    with running(service_of(embedder, **options)) as other:
+        allowed = httpx.options(f"{other}/v1/embeddings", headers=preflight)
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == "https://shop.example"
+        refused = httpx.options(
+            f"{other}/v1/embeddings", headers=preflight | {"origin": "https://evil.example"}
+        )
+        assert "access-control-allow-origin" not in refused.headers
+
+
+def test_a_request_has_an_id(url):
+    for given in ("7f-abc_9", "00-4bf92f3577b34da6-01"):
+        assert httpx.get(f"{url}/health", headers={"x-request-id": given}).headers["x-request-id"] == given
+    for given in ({}, {"x-request-id": "a b"}, {"x-request-id": "a" * 200}):
+        made = httpx.get(f"{url}/health", headers=given).headers["x-request-id"]
+        assert re.fullmatch("[0-9a-f]{32}", made)
+    answer = httpx.post(f"{url}/v1/embeddings", json={}, headers={"x-request-id": "mine"})
+    assert (answer.status_code, answer.headers["x-request-id"]) == (400, "mine")
 
 
 # ---------------------------------------------------------------------------------------------------------------- load
@@ -513,7 +723,7 @@ def test_who_went_away_is_not_embedded(embedder):
         assert httpx.post(f"{url}/v1/embeddings", json={"input": "c"}, timeout=60).status_code == 200
         assert gate.batches == [1, 1]
         assert 'rge_requests_total{code="499",path="/v1/embeddings"} 1.0' in httpx.get(f"{url}/metrics").text
-        assert service.held.now == 0
+        until(lambda: service.held.now == 0)
 
 
 def test_time_is_up(embedder):
@@ -546,7 +756,7 @@ def test_what_is_held_is_bounded(embedder):
         assert answer.headers["retry-after"] == "2"
         service.held.now -= 1 << 20
         assert httpx.post(f"{url}/v1/embeddings", json={"input": "a"}).status_code == 200
-        assert service.held.now == 0
+        until(lambda: service.held.now == 0)
 
 
 def test_one_input_that_the_model_fails_on_fails_alone(embedder):
@@ -578,6 +788,51 @@ def test_one_input_that_the_model_fails_on_fails_alone(embedder):
         assert "too long for this kernel" not in failed.text
         assert post(["a"]).status_code == 200
         assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_a_lone_client_does_not_wait_for_others(embedder):
+    service = service_of(embedder, batch_wait_ms=2000)
+    with running(service) as url:
+
+        def post(row=0):
+            began = time.monotonic()
+            assert (
+                httpx.post(f"{url}/v1/embeddings", json={"input": ["a", "b"]}, timeout=60).status_code == 200
+            )
+            return time.monotonic() - began
+
+        assert all(post() < 1.5 for _ in range(3))
+        gate = Gate(service)
+        threads, _ = in_threads(3, post)
+        until(lambda: service.batches.num_waiting + sum(gate.batches) == 6)
+        gate.open.set()
+        for thread in threads:
+            thread.join(30)
+        assert post() > 1.5  # others were there a moment ago
+        assert post() < 1.5
+
+
+def test_a_request_that_is_given_up_ends_between_two_of_its_inputs(embedder, monkeypatch):
+    service = service_of(embedder)
+    prepared = []
+
+    def slowly(*given):
+        prepared.append(given)
+        time.sleep(0.1)
+        return make_prompt(*given)
+
+    monkeypatch.setattr("rge.serving.app.make_prompt", slowly)
+    with running(service) as url:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                f"{url}/v1/embeddings", json={"input": ["b"] * 40}, timeout=httpx.Timeout(10, read=0.3)
+            )
+        until(lambda: service.num_preparing == 0)
+        count = len(prepared)
+        assert "rge_preparing_inputs 0.0" in httpx.get(f"{url}/metrics").text
+        time.sleep(0.3)
+        assert len(prepared) == count < 40
+        assert service.batches.num_waiting == 0
 
 
 def test_a_batch_takes_the_oldest_and_those_nearest_to_it_in_length():
@@ -757,6 +1012,8 @@ def test_the_description_names_the_keys(url):
 def process(checkpoint, *words, before=""):
     """`rge serve` as a stranger starts it; yields the process, its address, and a function that reads on."""
     command = f'{before} exec "$0" -m rge serve "$@"'
+    if not any(word.startswith("access_log") for word in words):
+        words = ("access_log=false", *words)  # its pipe is not read, and a full one would stop the server
     arguments = [sys.executable, f"checkpoint={checkpoint}", "port=0", *words]
     started = subprocess.Popen(
         ["bash", "-c", command, *arguments], cwd=checkpoint.parent, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
@@ -778,7 +1035,7 @@ def process(checkpoint, *words, before=""):
 async def one_request(port, body):
     """Status and body over a connection of its own, with as little work for this side as can be."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST /v1/embeddings HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    head = f"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     writer.write(head.encode() + body)
     answer = await asyncio.wait_for(reader.read(), 120)
     writer.close()
@@ -787,7 +1044,15 @@ async def one_request(port, body):
 
 
 async def many(port, bodies):
-    return await asyncio.gather(*(one_request(port, body) for body in bodies))
+    """All at once, as far as this process may open connections."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
+    at_once = asyncio.Semaphore(min(limit - 50, len(bodies)))
+
+    async def one(body):
+        async with at_once:
+            return await one_request(port, body)
+
+    return await asyncio.gather(*map(one, bodies))
 
 
 @pytest.mark.slow
@@ -836,6 +1101,17 @@ def test_a_thousand_clients_at_once_and_nothing_lost_with_1024_files(checkpoint,
 
 
 @pytest.mark.slow
+def test_the_access_log_has_the_requests_id_and_goes_to_stderr(checkpoint, tmp_path):
+    errors = tmp_path / "errors"
+    with process(checkpoint, "access_log=true", before=f"exec 2>{errors};") as (started, port):
+        httpx.get(f"http://127.0.0.1:{port}/health", headers={"x-request-id": "who-asked"})
+        started.send_signal(signal.SIGTERM)
+        assert started.wait(30) == 0
+        assert "access" not in started.stdout.read()
+    assert re.search(r'INFO \[who-asked\] 127\.0\.0\.1:\d+ - "GET /health HTTP/1\.1" 200', errors.read_text())
+
+
+@pytest.mark.slow
 def test_what_is_not_done_in_time_is_given_up_and_a_second_signal_ends_at_once(checkpoint):
     body = json.dumps({"input": ["a key"] * 200}).encode()
 
@@ -870,7 +1146,7 @@ def test_what_is_not_done_in_time_is_given_up_and_a_second_signal_ends_at_once(c
         (["checkpoint=x", "host=192.0.2.1"], "cannot listen on 192.0.2.1:8000"),
         (["checkpoint=x", "key_env=RGE_NO_SUCH_KEY"], "RGE_NO_SUCH_KEY"),
         (["checkpoint=x", "engine=vllm", "exact=true"], "use engine=own"),
-        (["checkpoint=x", "max_queue=3"], "max_inputs=256 is more than max_queue=3"),
+        (["checkpoint=x", "max_queue=3"], "max_inputs=2048 is more than max_queue=3"),
     ],
 )
 def test_a_server_that_cannot_start_says_why(words, said, monkeypatch):

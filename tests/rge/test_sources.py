@@ -11,9 +11,8 @@ import pytest
 
 from rge.checkpoints.description import training_data
 from rge.common.schema import Record, Target
-from rge.config import RecordsConfig, SourceConfig
+from rge.config import SourceConfig
 from rge.data import sources
-from rge.data.readers import read_texts
 from rge.data.sources import (
     Column,
     Mixture,
@@ -69,7 +68,7 @@ def without(key: str) -> dict:
             record(positives=[{"id": "key", "text": " "}]),
             "positives.0: .*a target needs an image, a text, or both",
         ),
-        (record(positives=[{"image": "key.png"}]), "positives.0.id: Field required"),
+        (record(positives=[{"id": 7, "image": "key.png"}]), "positives.0.id: Input should be a valid string"),
         (record(negatives=[{"id": "n"}]), "negatives.0: .*a target needs an image, a text, or both"),
         (record(query={"images": []}), "query: .*a query needs a text, images, or both"),
         (record(query={"text": " \n"}), "query: .*a query needs a text, images, or both"),
@@ -77,7 +76,7 @@ def without(key: str) -> dict:
         (record(query={"text": "a", "image": "p.png"}), "query.image: Extra inputs are not permitted"),
         (record(name=7), "id: Input should be a valid string"),
         (record(name=""), "id: String should have at least 1 character"),
-        (record(query={"text": "a", "images": "p.png"}), "query.images: Input should be a valid array"),
+        (record(query={"text": "a", "images": [7]}), "query.images.0: Input should be a valid string"),
         (b"{not json", "record: Invalid JSON"),
         (b'{"id": "\xff"}', "record: Invalid JSON"),
         (b"[1, 2]", "record: Input should be an object"),
@@ -179,8 +178,7 @@ def test_written_records_read_back(tmp_path):
 def test_texts_without_repeats(write):
     negatives = [{"id": "n", "text": "What opens this?"}]
     path = write(record("a", instruction="Find it."), record("b", negatives=negatives))
-    source = RecordsConfig(path=path)
-    assert read_texts([source, source]) == ["Find it.", "What opens this?", "A key opens a padlock."]
+    assert RecordFile(path).texts() == ["Find it.", "What opens this?", "A key opens a padlock."]
 
 
 def test_identity_defaults_to_the_id():

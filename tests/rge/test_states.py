@@ -13,7 +13,9 @@ from accelerate import Accelerator
 from rge.checkpoints import checkpoint_manager
 from rge.checkpoints import training_state as module
 from rge.checkpoints.export import CheckpointError
-from rge.checkpoints.training_state import States, damage, trained_tensors
+from rge.checkpoints.manifest import damage
+from rge.checkpoints.training_state import States, trained_tensors
+from rge.common.errors import UserError
 from rge.config import load_recipe, to_dict
 
 
@@ -162,6 +164,21 @@ def test_a_torn_file_is_found_and_the_state_before_is_used(tmp_path, capsys, kin
     assert damage(tmp_path / "step_00000002") is None
 
 
+def test_a_damaged_state_takes_no_sound_ones_place(tmp_path):
+    """Resumed before it with keep_last=1 and stopped before its step is reached again."""
+    trained = Trained(tmp_path, keep_last=1)
+    trained.states.keep_last = 2
+    trained.save(4)
+    trained.save(8)
+    trained.states.keep_last = 1
+    (tmp_path / "step_00000008/optimizer.bin").write_bytes(b"")
+    assert trained.states.latest()[1]["step"] == 4
+    assert {path.name for path in tmp_path.iterdir()} == {"step_00000004", "step_00000008"}
+    trained.save(6)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000006"]
+    assert trained.states.latest()[1]["step"] == 6
+
+
 def test_where_nothing_was_summed_up_the_sizes_are_checked(tmp_path):
     """As a sharded back end's states are: other nodes' files are not read again."""
     state, temporary = tmp_path / "step_00000003", tmp_path / "tmp_step_00000003"
@@ -227,7 +244,7 @@ def test_a_resume_with_a_key_that_changes_rounding_says_so(tmp_path, monkeypatch
 
     def resume(*overrides):
         again = Trained(tmp_path / "unused")
-        parts = None, again.model, again.model, again.optimizer, again.states.accelerator
+        parts = None, again.model, again.model, again.optimizer, again.states.accelerator, {}
         recipe = load_recipe(["recipe=demo", *overrides])
         manager = checkpoint_manager.CheckpointManager(recipe, "joint", tmp_path / "joint", 9, *parts)
         assert manager.resume() == 3
@@ -270,6 +287,7 @@ def test_a_stage_that_is_over_leaves_nothing_of_its_own_to_the_next(tmp_path, mo
             trained.model,
             trained.optimizer,
             accelerator,
+            {},
         )
         return manager, kept
 
@@ -286,6 +304,68 @@ def test_a_stage_that_is_over_leaves_nothing_of_its_own_to_the_next(tmp_path, mo
     assert kept.value == 2
 
 
+def test_an_export_that_fails_costs_no_step(tmp_path, monkeypatch):
+    """The last step's state is there, with what was measured after it; the same command exports and trains nothing."""
+    monkeypatch.setattr(checkpoint_manager, "stop_after_this_step_at_signals", lambda: None)
+    recipe = load_recipe(["recipe=demo"])
+
+    def manager():
+        trained = Trained(tmp_path / "unused")
+        parts = trained.model, trained.model, trained.optimizer, trained.states.accelerator, {}
+        return checkpoint_manager.CheckpointManager(recipe, "joint", tmp_path / "joint", 9, None, *parts)
+
+    exported = []
+    first = manager()
+    first._validated = {"metric": "loss", "val_loss": 2.0}
+    monkeypatch.setattr(checkpoint_manager.CheckpointManager, "_export", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        first.finish()
+    monkeypatch.setattr(
+        checkpoint_manager.CheckpointManager, "_export", lambda self, *given: exported.append(given)
+    )
+    again = manager()
+    assert again.resume() == 9
+    again.finish()
+    assert exported == [(tmp_path / "joint/final", 9, {"metric": "loss", "val_loss": 2.0})]
+
+
+def test_a_disk_with_room_for_the_checkpoint_alone_gets_it(tmp_path, monkeypatch, capsys, files_of_at_most):
+    monkeypatch.setattr(checkpoint_manager, "stop_after_this_step_at_signals", lambda: None)
+    exported = []
+    monkeypatch.setattr(
+        checkpoint_manager.CheckpointManager, "_export", lambda self, *given: exported.append(given)
+    )
+    trained = Trained(tmp_path / "unused")
+    parts = trained.model, trained.model, trained.optimizer, trained.states.accelerator, {}
+    manager = checkpoint_manager.CheckpointManager(
+        load_recipe(["recipe=demo"]), "joint", tmp_path / "joint", 9, None, *parts
+    )
+    with files_of_at_most(20_000):
+        manager.finish()
+    assert len(exported) == 1
+    assert "joint: warning: state after step 9 could not be written" in capsys.readouterr().out
+
+
+def test_a_run_that_diverges_says_which_state_is_left(tmp_path):
+    def message():
+        with (
+            pytest.raises(UserError) as caught,
+            checkpoint_manager.divergence_explained("joint", tmp_path / "joint"),
+        ):
+            raise FloatingPointError("the loss is nan; records of this batch: ['r1']")
+        return str(caught.value)
+
+    assert (
+        "joint has diverged: the loss is nan; records of this batch: ['r1']. No state was saved" in message()
+    )
+    trained = Trained(tmp_path / "joint/state")
+    trained.save(3)
+    trained.save(6)
+    assert f"The last good state is of step 6: {tmp_path}/joint/state/step_00000006. The same" in message()
+    (tmp_path / "joint/state/step_00000006/optimizer.bin").unlink()
+    assert "state is of step 3: " in message()
+
+
 def test_sources_that_are_gone_when_a_stage_ends_do_not_cost_its_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_manager, "stop_after_this_step_at_signals", lambda: None)
     written = []
@@ -297,10 +377,11 @@ def test_sources_that_are_gone_when_a_stage_ends_do_not_cost_its_checkpoint(tmp_
     records.write_text(json.dumps(record) + "\n")
     recipe = load_recipe(["recipe=demo", f"joint.sources=[{{path: {records}}}]"])
     trained = Trained(tmp_path / "unused")
-    trained.model.emb_id, trained.model.model = 7, trained.model
+    trained.model.emb_id = 7
+    object.__setattr__(trained.model, "model", trained.model)  # not as a part of itself
     manager = checkpoint_manager.CheckpointManager(
         recipe, "joint", tmp_path / "joint", 9, None,
-        trained.model, trained.model, trained.optimizer, Accelerator(cpu=True),
+        trained.model, trained.model, trained.optimizer, Accelerator(cpu=True), {},
     )  # fmt: skip
     records.unlink()
     manager.finish()

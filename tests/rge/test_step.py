@@ -23,8 +23,10 @@ from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel, encode_prompts
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
+from rge.objective import Objective
 from rge.rollout.generate import Rationale
-from rge.step import Objective, candidate_masks, training_step
+from rge.rollout.writer import Rollout
+from rge.step import TrainingStep, candidate_masks
 
 
 def three_passes(embedder, batch, self_ids, emb_id, objective, padding_side):
@@ -50,15 +52,8 @@ def three_passes(embedder, batch, self_ids, emb_id, objective, padding_side):
 
 
 def run_step(embedder, batch, objective, rationales, micro_batch_size=100, encoded=None):
-    report = training_step(
-        embedder,
-        embedder,
-        batch,
-        objective,
-        rationales=rationales,
-        micro_batch_size=micro_batch_size,
-        backward=lambda loss: loss.backward(),
-        encoded=encoded,
+    report = TrainingStep(embedder, embedder, objective, micro_batch_size)(
+        batch, Rollout(rationales, encoded)
     )
     return report, gradients(embedder)
 
@@ -253,7 +248,7 @@ def test_cold_start_is_the_token_mean_over_the_global_batch(lively, make_batch, 
 def test_masks_by_identity(lively, make_batch):
     """The batch of `make_batch`, written out. Candidates: a n0 b | b | a2 | c n3 | d e."""
     batch = make_batch(PromptBuilder(lively.processor))
-    positive, ignored = candidate_masks(batch, torch.tensor(batch.candidate_identity), offset=0)
+    positive, ignored, _ = candidate_masks(batch, torch.tensor(batch.candidate_identity), offset=0)
     columns = ["a", "n0", "b-", "b", "a2", "c", "n3", "d", "e"]
 
     def names(mask):
@@ -263,7 +258,7 @@ def test_masks_by_identity(lively, make_batch):
     assert names(ignored) == [["a2"], ["b-"], ["a"], ["d", "e"], []]
     # Candidates of a rank before this one: columns move, and its duplicates are ignored as well.
     shifted = torch.tensor([batch.candidate_identity[0], 12345, *batch.candidate_identity])
-    positive, ignored = candidate_masks(batch, shifted, offset=2)
+    positive, ignored, _ = candidate_masks(batch, shifted, offset=2)
     assert positive.nonzero()[:, 1].tolist() == [2, 5, 6, 7, 9]
     assert ignored[0].nonzero().flatten().tolist() == [0, 6]
 
@@ -331,7 +326,7 @@ def test_labelled_negatives_and_all_positives_reach_the_loss_in_numbers(lively, 
     batch.more_positives.extend([[], [], [], [9], []])
     batch.candidates.append(batch.candidates[7])
     batch.candidate_identity.append(batch.candidate_identity[7])
-    positive, ignored = candidate_masks(batch, torch.tensor(batch.candidate_identity), offset=0)
+    positive, ignored, _ = candidate_masks(batch, torch.tensor(batch.candidate_identity), offset=0)
     assert positive[3].nonzero().flatten().tolist() == [5, 9]
     assert ignored[3].nonzero().flatten().tolist() == [7, 8]
     assert ignored[4].nonzero().flatten().tolist() == [9]

@@ -12,8 +12,8 @@ from rge.data.collate import Collator
 from rge.data.sources import RecordError, RecordFile
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
+from rge.objective import Objective
 from rge.rollout.generate import generate
-from rge.step import Objective
 from rge.validation import Validation
 
 WORDS = ["what", "egg", "key", "open", "this", "turn", "picture", "locked", "chick"]
@@ -137,7 +137,7 @@ def test_queries_are_compared_in_float32_under_autocast(lively, records, monkeyp
     validation.measure(lively)
     with torch.autocast("cpu", torch.bfloat16):
         validation.measure(lively)
-    assert found[0][1] > 0
+    assert found[0]["hit_at_1"] > 0
     assert found[1] == found[0]
 
 

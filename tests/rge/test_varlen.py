@@ -13,8 +13,10 @@ from rge.model.families import family_of
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
 from rge.model.varlen import KernelError, attend_runs, make_runs, one_by_one, verify, wanted
+from rge.objective import Objective
 from rge.rollout.generate import generate
-from rge.step import Objective, training_step
+from rge.rollout.writer import Rollout
+from rge.step import TrainingStep
 
 CPU = torch.device("cpu")
 
@@ -117,15 +119,8 @@ def test_a_step_and_its_gradients_equal_those_of_rows(lively64, make_batch, roll
     results = []
     for form in (embedder, flat(embedder)):
         rationales = roll_out(form, batch)
-        report = training_step(
-            form,
-            form,
-            batch,
-            Objective(0.3, 0.7),
-            rationales=rationales,
-            micro_batch_size=100 if once else 2,
-            backward=lambda loss: loss.backward(),
-            encoded=encode_prompts(form, form, batch.queries) if once else None,
+        report = TrainingStep(form, form, Objective(0.3, 0.7), 100 if once else 2)(
+            batch, Rollout(rationales, encode_prompts(form, form, batch.queries) if once else None)
         )
         results.append(([(r.ids, r.forced) for r in rationales], report, dict(form.named_parameters())))
     (tokens, report, expected), (tokens_too, report_too, found) = results

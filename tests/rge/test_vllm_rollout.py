@@ -26,12 +26,13 @@ from rge.model.backbone import BackboneError, load_backbone, vision_parameters, 
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.packing import Branch
 from rge.model.prompts import Prompt, PromptBuilder
+from rge.objective import Objective
 from rge.rl.reference import Reference
 from rge.rollout import vllm_writer as vllm_rollout
 from rge.rollout.generate import generate
 from rge.rollout.vllm_writer import VllmRollout, request
-from rge.rollout.writer import Writer, make_writer, sample_seeds
-from rge.step import Objective, training_step
+from rge.rollout.writer import Rollout, Writer, make_writer, sample_seeds
+from rge.step import TrainingStep
 
 CAP = 12
 OBJECTIVE = Objective(0.4, 0.6, 0.07)
@@ -200,15 +201,12 @@ def test_a_frozen_tower_runs_once_for_vllm_and_the_step(lively, make_batch, behi
         lively.pictures = None
         recipe = recipe_of(dataclasses.replace(settings, backend=backend))
         writer = make_writer(lively, lively, recipe, recipe.joint, accelerator)
-        rationales, encoded = writer(0, batch)
+        rationales, encoded, _ = writer(0, batch)
         assert encoded is None
         seen = []
         hook = lively.model.model.visual.register_forward_pre_hook(lambda *_, seen=seen: seen.append(1))
         lively.zero_grad(set_to_none=True)
-        report = training_step(
-            lively, lively, batch, OBJECTIVE, rationales=rationales, micro_batch_size=2,
-            backward=lambda loss: loss.backward(),
-        )  # fmt: skip
+        report = TrainingStep(lively, lively, OBJECTIVE, 2)(batch, Rollout(rationales))  # fmt: skip
         hook.remove()
         gradients = [each.grad.flatten() for each in lively.parameters() if each.grad is not None]
         steps.append((written(rationales), report, torch.cat(gradients), len(seen)))
@@ -283,7 +281,7 @@ def test_features_are_those_of_each_prompt(lively, prompts):
             assert one is among is None
             assert asked == {"prompt_token_ids": prompt.input_ids.tolist()}
         else:
-            torch.testing.assert_close(among, one)
+            torch.testing.assert_close(among, one, atol=1e-4, rtol=0)  # rounding, by kind of CPU
             assert len(one) == int(prompt.type_ids.sum()) > len(prompt.image_grid)
             assert not one.requires_grad
 

@@ -15,9 +15,10 @@ from family_models import build
 
 from eval.commands.run import RunOptions, run
 from eval.models.registry import load_model
-from rge import embedder as embedder_module
+from rge import inference
 from rge.checkpoints.export import export, settings_of
 from rge.common.errors import UserError
+from rge.common.schema import Item
 from rge.embedder import Embedder
 from rge.model.backbone import BackboneError, load_backbone
 from rge.model.embedding_model import EmbeddingModel
@@ -41,7 +42,7 @@ def exported(path, backbone_path):
 
 def test_without_vllm_the_engine_is_refused_with_the_mend(lively_path, tmp_path, monkeypatch):
     checkpoint = exported(tmp_path / "final", lively_path)
-    monkeypatch.setattr(embedder_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(inference, "find_spec", lambda name: None)
     with pytest.raises(
         BackboneError, match=r"engine=vllm needs vLLM, which is not installed: pip install -e '\.\[vllm\]'"
     ):
@@ -51,7 +52,7 @@ def test_without_vllm_the_engine_is_refused_with_the_mend(lively_path, tmp_path,
 @pytest.mark.parametrize("lively_path", ["idefics3"], indirect=True)
 def test_a_family_whose_pictures_vllm_lays_out_itself_is_refused(lively_path, tmp_path, monkeypatch):
     checkpoint = exported(tmp_path / "final", lively_path)
-    monkeypatch.setattr(embedder_module, "find_spec", lambda name: name)
+    monkeypatch.setattr(inference, "find_spec", lambda name: name)
     with pytest.raises(
         BackboneError, match="does not know how vLLM takes the pictures of a idefics3.*engine=own"
     ):
@@ -111,8 +112,7 @@ def test_rationales_and_states_are_those_of_our_own_engine(ours, vllm, asked):
     assert len({*written}) > 12
     assert_same(found, expected)
     items = [
-        embedder_module.Item(str(row), text, tuple(images))
-        for row, (text, images) in enumerate(zip(*asked, strict=True))
+        Item(str(row), text, tuple(images)) for row, (text, images) in enumerate(zip(*asked, strict=True))
     ]
     whole, again = (one.encode(items, side="query", mode="reasoning") for one in (ours, vllm))
     assert again.stop_reasons == whole.stop_reasons
@@ -145,9 +145,7 @@ def test_prompts_that_take_several_steps_of_vllm(ours, vllm, make_items):
 @pytest.mark.vllm
 @pytest.mark.parametrize("checkpoint", ["qwen2_5_vl"], indirect=True)
 def test_a_drawn_row_depends_on_its_seed_alone_and_has_the_state_of_what_was_written(ours, vllm, asked):
-    prompts = [
-        vllm.builder.build(embedder_module.Item(str(row), text), "query") for row, text in enumerate(asked[0])
-    ]
+    prompts = [vllm.builder.build(Item(str(row), text), "query") for row, text in enumerate(asked[0])]
     seeds = [sample_seeds(row, 1)[0] for row in range(len(prompts))]
     drawn = {"max_new_tokens": CAP, "temperature": 1.0}
     found = vllm.engine.generate(prompts, seeds=seeds, **drawn)

@@ -10,8 +10,10 @@ from rge.distributed import launch
 from rge.model.dropout import drops_out
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
+from rge.objective import Objective
 from rge.rollout.generate import Rationale, generate
 from rge.rollout.writer import (
+    Rollout,
     Store,
     Writer,
     encodes_once,
@@ -22,7 +24,7 @@ from rge.rollout.writer import (
     rollout_report,
     sample_seeds,
 )
-from rge.step import Objective, training_step
+from rge.step import TrainingStep
 
 OBJECTIVE = Objective(0.4, 0.6, 0.07)
 MIX = dataclasses.replace(OBJECTIVE, anchor="mix")
@@ -43,15 +45,8 @@ def writer_of(embedder, once=False, **changes):
 
 def do_step(embedder, batch, rationales, encoded=None, micro_batch_size=100, objective=OBJECTIVE):
     embedder.zero_grad(set_to_none=True)
-    report = training_step(
-        embedder,
-        embedder,
-        batch,
-        objective,
-        rationales=rationales,
-        micro_batch_size=micro_batch_size,
-        backward=lambda loss: loss.backward(),
-        encoded=encoded,
+    report = TrainingStep(embedder, embedder, objective, micro_batch_size)(
+        batch, Rollout(rationales, encoded)
     )
     gradients = [
         parameter.grad.flatten() for parameter in embedder.parameters() if parameter.grad is not None
@@ -69,8 +64,8 @@ def assert_same_step(found, expected):
 
 
 def test_once_and_twice_give_the_same_step(lively, batch):
-    twice, nothing = writer_of(lively)(0, batch)
-    once, encoded = writer_of(lively, once=True)(0, batch)
+    twice, nothing, _ = writer_of(lively)(0, batch)
+    once, encoded, _ = writer_of(lively, once=True)(0, batch)
     assert nothing is None
     assert ids_of(once) == ids_of(twice)
     assert all(keys.requires_grad for keys in encoded.keys)
@@ -81,11 +76,11 @@ def test_checkpointing_may_encode_once(lively, batch):
     expected = do_step(lively, batch, writer_of(lively)(0, batch)[0])
     lively.train()
     lively.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert_same_step(do_step(lively, batch, *writer_of(lively, once=True)(0, batch)), expected)
+    assert_same_step(do_step(lively, batch, *writer_of(lively, once=True)(0, batch)[:2]), expected)
 
 
 def test_one_encoding_belongs_to_one_chunk(lively, batch):
-    rationales, encoded = writer_of(lively, once=True)(0, batch)
+    rationales, encoded, _ = writer_of(lively, once=True)(0, batch)
     with pytest.raises(ValueError, match=r"micro batches of 2 .* into 3: set rollout.prompt_pass=twice"):
         do_step(lively, batch, rationales, encoded, micro_batch_size=2)
 
@@ -116,7 +111,7 @@ def test_several_rationales_a_query_are_branches_of_one_prompt(lively, batch, mo
     monkeypatch.setattr(
         lively, "pack_prompts", lambda prompts: (calls.append(len(prompts)), pack(prompts))[1]
     )
-    rationales, encoded = writer_of(lively, once=True, batch_size=8, **settings)(0, batch)
+    rationales, encoded, _ = writer_of(lively, once=True, batch_size=8, **settings)(0, batch)
     assert calls == [5]  # every prompt once, for fifteen rationales and the gradient
     assert len(rationales) == 15
     assert len(set(ids_of(rationales))) > 10
@@ -139,7 +134,7 @@ def test_several_rationales_a_query_are_branches_of_one_prompt(lively, batch, mo
 
 def test_a_rationale_is_used_again_until_it_is_too_old(lively, batch, monkeypatch):
     writer = writer_of(lively, reuse_steps=2)
-    first, _ = writer(10, batch)
+    first, _, _ = writer(10, batch)
     with torch.no_grad():
         lively.model.get_input_embeddings().weight.mul_(1.3)  # the model moves on
     now = ids_of(generate(lively, batch.queries, max_new_tokens=9, batch_size=5))
@@ -150,10 +145,10 @@ def test_a_rationale_is_used_again_until_it_is_too_old(lively, batch, monkeypatc
         lambda *args, **kwargs: (counted.append(len(args[1])), generate(*args, **kwargs))[1],
     )
     for step, age in [(11, 1), (12, 2), (13, 0), (14, 1)]:
-        rationales, _ = writer(step, batch)
+        rationales, _, _ = writer(step, batch)
         assert [rationale.age for rationale in rationales] == [age] * 5
         assert ids_of(rationales) == (ids_of(first) if step < 13 else now)
-        report = rollout_report(rationales, 2.0, lively.device)
+        report = rollout_report(Rollout(rationales), 2.0, lively.device)
         assert report["rationale_age_mean"] == age
         tokens = sum(map(len, ids_of(rationales)))
         assert report["tokens_per_s"] == (0 if age else tokens / 2.0)
@@ -168,7 +163,7 @@ def test_states_of_old_rationales_are_computed_with_the_present_weights(lively, 
     writer(0, batch)
     with torch.no_grad():
         lively.model.get_input_embeddings().weight.mul_(1.3)
-    old, _ = writer(1, batch)
+    old, _, _ = writer(1, batch)
     assert all(rationale.state_D is None for rationale in old)
     whole = do_step(lively, batch, old)
     assert_same_step(do_step(lively, batch, old, micro_batch_size=2), whole)
@@ -182,7 +177,7 @@ def test_states_of_old_rationales_are_computed_with_the_present_weights(lively, 
 
 def test_a_resumed_store_goes_on(lively, batch):
     writer = writer_of(lively, reuse_steps=3)
-    first, _ = writer(0, batch)
+    first, _, _ = writer(0, batch)
     resumed = writer_of(lively, reuse_steps=3)
     resumed.store.load_state_dict(writer.store.state_dict())
     assert ids_of(resumed(2, batch)[0]) == ids_of(first)
@@ -207,11 +202,11 @@ def test_direct_queries_are_drawn_and_not_written(lively, batch):
         *[seed for seed in range(50) if not drawn[seed]][:3],
         60 + drawn[60:].index(True),
     ]
-    plain, _ = writer_of(lively)(0, batch)
-    rationales, encoded = writer_of(lively, once=True, direct_share=share)(0, batch)
+    plain, _, _ = writer_of(lively)(0, batch)
+    rationales, encoded, _ = writer_of(lively, once=True, direct_share=share)(0, batch)
     assert [rationale.direct for rationale in rationales] == [True, False, False, False, True]
     assert ids_of(rationales) == [(), *ids_of(plain)[1:4], ()]
-    report = rollout_report(rationales, 1.0, lively.device)
+    report = rollout_report(Rollout(rationales), 1.0, lively.device)
     assert report["direct_rate"] == pytest.approx(0.4)
     assert report["rationale_tokens_mean"] == sum(map(len, ids_of(plain)[1:4])) / 3
     # Their anchor is the direct state.
@@ -227,12 +222,12 @@ def test_a_mix_of_anchors_is_the_step_of_either_where_it_stands(lively, batch):
     assert abs(sum(drawn) / 4000 - 0.5) < 0.03
     assert drawn != [is_direct(seed, 0.5) for seed in range(4000)]
     batch.seeds[:] = [drawn.index(True), *[seed for seed in range(50) if not drawn[seed]][:4]]
-    plain, _ = writer_of(lively)(0, batch)
-    rationales, encoded = Writer(lively, lively, SETTINGS, True, loss=mix)(0, batch)
+    plain, _, _ = writer_of(lively)(0, batch)
+    rationales, encoded, _ = Writer(lively, lively, SETTINGS, True, loss=mix)(0, batch)
     given = tuple(batch.oracle_ids[0][:-1])
     assert batch.oracle_ids[0][-1] == lively.emb_id
     assert ids_of(rationales) == [given, *ids_of(plain)[1:]]
-    report = rollout_report(rationales, 1.0, lively.device)
+    report = rollout_report(Rollout(rationales), 1.0, lively.device)
     assert report["oracle_rate"] == 0.2
     assert report["tokens_per_s"] == sum(map(len, ids_of(plain)[1:]))  # what was given was not written
     whole = do_step(lively, batch, rationales, encoded, objective=MIX)
@@ -275,7 +270,7 @@ def test_a_frozen_tower_sees_each_picture_once_a_step(lively, batch, monkeypatch
     assert lively.pictures is not None
     for _ in range(2):  # a step leaves nothing behind
         patches.clear()
-        rationales, _ = writer(0, batch)
+        rationales, _, _ = writer(0, batch)
         assert_same_step(do_step(lively, batch, rationales, micro_batch_size=2), expected)
         prompts = [*batch.queries, *batch.candidates]
         once = sum(len(prompt.pixels) for prompt in prompts if prompt.pixels is not None)

@@ -13,20 +13,29 @@ import pyarrow as pa
 
 from data_prep.rmir.config import LibraryConfig
 from data_prep.rmir.frames import absolute, daft_frame, from_daft
-from data_prep.rmir.pictures import formats
 from data_prep.rmir.pictures.download import is_address, without_secrets
 from data_prep.rmir.pictures.filters import load_filter, unwanted
-from data_prep.rmir.pictures.formats import LibraryError
 from data_prep.rmir.pictures.near_duplicates import phash
+from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image, picture_bytes
 from rge.common.schema import ImageRef
+from rge.tables import pictures as tables
+from rge.tables.rows import TableError
 
 DUPLICATE, NEAR_DUPLICATE, TOO_SMALL = "same bytes as another picture", "near-duplicate", "too small"
 NOT_UTF8 = "its name is not UTF-8"
 ORIGINS = {"source": "source_column", "author": "author_column", "licence": "licence_column"}
 """What is told of where a picture is from, and the setting that names its column."""
+ENCODED_BY = {
+    "id": "backslashreplace", "ref": "backslashreplace", "caption": "replace", "stamp": "backslashreplace",
+}  # fmt: skip
+"""Texts of a row, and what becomes of what is no UTF-8 in them."""
 FETCHED_AT_ONCE = 32
 """Pictures of an object store that are under way at once."""
+
+
+class LibraryError(UserError):
+    """The library cannot be listed, or has changed; the message names file, row and fix."""
 
 
 class Library:
@@ -36,17 +45,25 @@ class Library:
         config: what and where.
 
     Raises:
-        LibraryError: see `formats.find`.
+        LibraryError: see `rge.tables.pictures.find`.
     """
 
     def __init__(self, config: LibraryConfig):
-        self.config, self.files = config, formats.find(config.path)
+        if not config.path:
+            raise LibraryError(
+                "library.path is not given: a folder, a table, Parquet files, tars, or their address"
+            )
+        try:
+            self.config, self.files = config, tables.find(config.path)
+        except TableError as error:
+            raise LibraryError(f"library.path {error}") from None
 
     def rows(self, first: int = 0, *, pictures: bool = True) -> Iterator[dict[str, Any]]:
-        """Every picture as ``id``, ``ref``, ``data`` and ``caption`` (or None), in a fixed order.
+        """Every picture as ``id``, ``ref``, ``data``, ``caption`` (or None) and ``stamp``, in a fixed order.
 
         Either ``data`` holds its encoded bytes and ``ref`` is None, or ``ref`` is the path of a file, ``library.parquet#id``
-        or an address. A row of which neither is known has no picture.
+        or an address. A row of which neither is known has no picture. Where the stamps of two readings are equal, the
+        picture is the same.
 
         Args:
             first: pictures before this one are passed over.
@@ -59,12 +76,10 @@ class Library:
         # Those that only the export reads as well: what is misspelt is to be found before anything is paid for.
         named = {} if first else self._named("caption_column", *ORIGINS.values())
         columns = [name for name in (config.id_column, config.caption_column, *named.values()) if name]
-        listed = formats.rows(self.files, config.image_column, columns, first=first, pictures=pictures)
-        for row in self._with_columns(listed, named):
+        for row in self._with_columns(self._listed(columns, first=first, pictures=pictures), named):
             is_empty = False
-            name = self._name(row)
             caption = row.cells.get(config.caption_column or "")
-            found: dict[str, Any] = {"id": name, "ref": None, "data": None}
+            found: dict[str, Any] = {"id": self._name(row), "ref": None, "data": None}
             found["caption"] = str(caption).strip() or None if caption else None
             value = row.cells.get(config.image_column)
             if isinstance(value, dict):  # as the library datasets stores pictures
@@ -77,9 +92,17 @@ class Library:
                 raise LibraryError(
                     f"{self.files.address(row.shard)}: row {row.number} has no {config.image_column} (library.image_column)"
                 )
+            found["stamp"] = row.stamp or _stamp(found["ref"] or "")
             yield found
         if is_empty:
             raise LibraryError(f"library.path {config.path} holds no picture")
+
+    def _listed(self, columns: Sequence[str], **how: Any) -> Iterator[tables.Row]:
+        try:
+            yield from tables.picture_rows(self.files, self.config.image_column, columns, **how)
+        except TableError as error:
+            where = "; see library.image_column" if "no column" in str(error) else ""
+            raise LibraryError(f"library.path: {error}{where}") from None
 
     def _named(self, *settings: str) -> dict[str, str]:
         """Setting -> column, of those that the user named; those of the defaults may be missing."""
@@ -87,7 +110,7 @@ class Library:
         given = {setting: getattr(self.config, setting) for setting in settings}
         return {key: name for key, name in given.items() if name not in (None, getattr(usual, key))}
 
-    def _with_columns(self, rows: Iterable[formats.Row], named: dict[str, str]) -> Iterator[formats.Row]:
+    def _with_columns(self, rows: Iterable[tables.Row], named: dict[str, str]) -> Iterator[tables.Row]:
         """The rows.
 
         Raises:
@@ -111,8 +134,8 @@ class Library:
                 f"library.path {self.config.path} has no column {name} (library.{key}); there are: {has}"
             )
 
-    def _name(self, row: formats.Row) -> str:
-        given = row.cells.get("")  # of files the name
+    def _name(self, row: tables.Row) -> str:
+        given = row.cells.get(tables.NAME)  # of files the name
         if self.config.id_column is None:
             place = os.path.relpath(row.shard, self.files.root).replace(os.sep, "/")
             return str(given) if self.files.kind == "folder" else f"{place}/{given or row.number}"
@@ -140,12 +163,22 @@ class Library:
         config = self.config
         column_of = {key: getattr(config, setting) for key, setting in ORIGINS.items()}
         columns = [*column_of.values(), *([config.id_column] if config.id_column else [])]
-        rows = formats.rows(self.files, config.image_column, columns, pictures=False)
         return {
             name: {key: str(row.cells[column]) for key, column in column_of.items() if row.cells.get(column)}
-            for row in self._with_columns(rows, self._named(*ORIGINS.values()))
+            for row in self._with_columns(
+                self._listed(columns, pictures=False), self._named(*ORIGINS.values())
+            )
             if (name := self._name(row)) in wanted
         }
+
+
+def _stamp(ref: str) -> str:
+    if is_address(ref):
+        return without_secrets(ref)  # a signature changes, the picture does not
+    if "://" in ref:
+        return ref
+    path, mark, _ = ref.partition(".parquet#")
+    return f"{ref}:{tables.file_stamp(path + '.parquet' if mark else ref)}"
 
 
 def blocks(rows: Iterable[dict[str, Any]], most: int, most_bytes: int) -> Iterator[list[dict[str, Any]]]:
@@ -229,18 +262,13 @@ def inspect(rows: list[dict[str, Any]], config: LibraryConfig, runner: str = "na
             "reason": DataType.string(),
         }
     )
-    # File names and JSON may hold what no table can; names stay different without it.
-    texts = {"id": "backslashreplace", "ref": "backslashreplace", "caption": "replace"}
-    written = [
-        {name: row[name] and row[name].encode("utf-8", errors).decode() for name, errors in texts.items()}
-        for row in rows
-    ]
+    written = [encodable(row) for row in rows]
     named = [
         all(one[name] == row[name] for name in ("id", "ref")) for row, one in zip(rows, written, strict=True)
     ]
     refs = [row["ref"] if is_named else None for row, is_named in zip(rows, named, strict=True)]
     given = pa.table(
-        {name: pa.array([one[name] for one in written], pa.string()) for name in texts}
+        {name: pa.array([one[name] for one in written], pa.string()) for name in ENCODED_BY}
         | {
             "row": pa.array(range(len(rows)), pa.int64()),
             "file": pa.array([ref and absolute([ref])[0] for ref in refs], pa.string()),
@@ -261,6 +289,13 @@ def inspect(rows: list[dict[str, Any]], config: LibraryConfig, runner: str = "na
     for name in ("sha256", "width", "height", "phash", "reason"):
         frame = frame.with_column(name, col("found")[name])
     return from_daft(frame, "inspected", order="row")
+
+
+def encodable(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of `Library.rows` as a table can hold it: file names and JSON may be no UTF-8; names stay different without it."""
+    return row | {
+        name: row[name] and row[name].encode("utf-8", errors).decode() for name, errors in ENCODED_BY.items()
+    }
 
 
 def look(ref: ImageRef, min_side_px: int, filters: Sequence[str] = ()) -> dict[str, Any]:

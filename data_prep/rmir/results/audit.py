@@ -13,6 +13,7 @@ import numpy as np
 
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames
+from data_prep.rmir.decisions import candidates_by_query
 from data_prep.rmir.pictures.encoders import bridged, text_encoder
 from data_prep.rmir.pictures.near_duplicates import near_duplicates
 from data_prep.rmir.results.agreement import defined, panel_statistics
@@ -79,7 +80,9 @@ def indices(run: Run) -> dict[str, dict[str, float]]:
     found: dict[str, Counter[str]] = {}
     total = 0
     for row in run.rows("retrieve", "triplets"):
-        right = state[row["query_id"], row["candidate_id"]] == maths.KEPT
+        if (decided := state.get((row["query_id"], row["candidate_id"]))) is None:
+            continue  # a judge has not answered yet (on_unanswered=proceed)
+        right = decided == maths.KEPT
         total += right
         for name in row["found_by"]:
             counts = found.setdefault(name, Counter())
@@ -101,13 +104,9 @@ def shortcuts(run: Run) -> list[dict[str, Any]]:
     images = run.images()
     places = {image["id"]: place for place, image in enumerate(images)}
     pool = [row["id"] for row in run.rows("pool", "pool")]
-    in_pool = set(pool)
     splits = {row["query_id"]: row["split"] for row in run.rows("split", "splits")}
     queries = [row for row in run.rows("generate", "queries", "generated") if row["query_id"] in splits]
-    positives: dict[str, set[str]] = {}
-    for row in run.rows("keep", "decided"):
-        if row["state"] == maths.KEPT and row["candidate_id"] in in_pool:
-            positives.setdefault(row["query_id"], set()).add(row["candidate_id"])
+    positives = candidates_by_query(run.out, maths.KEPT)
     if not queries:
         return []
     image_ND = np.load(run.path("seed", "images.npy"), mmap_mode="r")
@@ -122,9 +121,6 @@ def shortcuts(run: Run) -> list[dict[str, Any]]:
         caption_PD = caption_ND[[caption_of[name] for name in with_caption]]
         captioner = text_encoder(run.config.caption_encoder)
         ranked[TEXT_TO_CAPTIONS] = with_caption
-    place_in = {
-        id(names): {name: place for place, name in enumerate(names)} for names in (pool, with_caption)
-    }
 
     def scores(probe: str, block: list[dict[str, Any]]) -> np.ndarray:
         if probe == TEXT:
@@ -138,11 +134,8 @@ def shortcuts(run: Run) -> list[dict[str, Any]]:
     # As many queries at a time as their scores fit: queries times pool would be 37 GB at 100,000 of each.
     size = max(1, int(run.config.audit.memory_mb * 2**20 / (4 * max(len(pool), 1))))
     rows = []
-    for probe in PROBES:
-        names = ranked.get(probe)
-        if names is None:
-            continue
-        place_of = place_in[id(names)]
+    for probe, names in ((probe, ranked[probe]) for probe in PROBES if probe in ranked):
+        place_of = {name: place for place, name in enumerate(names)}
         for start in range(0, len(queries), size):
             block = queries[start : start + size]
             for query, score_P in zip(block, scores(probe, block), strict=True):
@@ -237,20 +230,18 @@ def overlap(run: Run) -> dict[str, int]:
     images = {image["id"]: image for image in run.rows("seed", "images")}
     inputs = {row["query_id"]: row["image_id"] for row in run.rows("generate", "queries", "generated")}
     splits = {row["query_id"]: row["split"] for row in run.rows("split", "splits")}
-    pool = {row["id"] for row in run.rows("pool", "pool")}
     roles: dict[tuple[str, str], set[str]] = {
         (part, role): set() for part in ("train", "test") for role in ("inputs", "answers", "negatives")
     }
     for name, part in splits.items():
         if part in ("train", "test"):
             roles[part, "inputs"].add(inputs[name])
-    for row in run.rows("keep", "decided"):
-        part = splits.get(row["query_id"])
-        if part in ("train", "test"):
-            if row["state"] == maths.KEPT and row["candidate_id"] in pool:
-                roles[part, "answers"].add(row["candidate_id"])
-            elif row["state"] == maths.REJECTED:
-                roles[part, "negatives"].add(row["candidate_id"])
+    for role, state in (("answers", maths.KEPT), ("negatives", maths.REJECTED)):
+        for query, found in candidates_by_query(run.out, state).items():
+            if splits.get(query) in ("train", "test"):
+                roles[splits[query], role].update(found)
+    if run.config.split.disjoint == "all":  # the export left them out of the records
+        roles["train", "negatives"] -= roles["test", "inputs"] | roles["test", "answers"]
     report = {
         f"train {a} that are test {b}": len(roles["train", a] & roles["test", b])
         for a in ("inputs", "answers", "negatives")

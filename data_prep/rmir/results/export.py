@@ -2,16 +2,18 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.demo.pictures import IMAGE
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir.config import LibraryConfig
+from data_prep.rmir.decisions import candidates_by_query
 from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.results import card
 from data_prep.rmir.run import Run, RunError
@@ -20,122 +22,230 @@ from rge.common.images import ImageError, picture_bytes
 from rge.common.picture_metadata import without_metadata
 from rge.common.schema import Positive, QueryPart, Record, Target, safe_id
 
-KINDS = {b"\xff\xd8": "jpg", b"\x89P": "png", b"RI": "webp"}
-PICTURES_A_GROUP = 256
+ENDINGS = {b"\xff\xd8": "jpg", b"\x89P": "png", b"RI": "webp"}
+ROWS_A_GROUP = 256
 """Rows of a row group: a set is written and read without holding all its pictures."""
 
 
-def export(
-    run: Run, splits: Mapping[str, str], positives: Mapping[str, Sequence[str]], doubted: set[str]
-) -> dict[str, Any]:
-    """`_export`, with one clear error where the disk is full or a picture has gone since it was listed.
+@cache
+def features(table: str) -> Any:
+    """Columns of a published table and their types, as a ``datasets.Features``."""
+    from datasets import Features, Image, List, Value  # seconds, which only a run that exports shall wait
 
-    Raises:
-        RunError: the dataset cannot be written.
-    """
-    try:
-        return _export(run, splits, positives, doubted)
-    except ImageError as error:
-        why = f"{error}. Put it back and run the same command again"
-    except OSError as error:
-        why = error.strerror or str(error)
-    shutil.rmtree(run.out / ".dataset", ignore_errors=True)
-    raise RunError(f"{run.out / 'dataset'} cannot be written: {why}")
+    text, image = Value("string"), Image()
+    pair = {"query-id": text, "corpus-id": text}
+    described = dict.fromkeys(("text", "category", "group", "instruction"), text)
+    return Features({
+        "train": {
+            **dict.fromkeys(("id", "group", "source", "split", "category", "instruction"), text),
+            "query": {"text": text, "images": List(image)},
+            "positives": List({"id": text, "image": image, "rationale": text}),
+            "negatives": List({"id": text, "image": image}),
+        },
+        "pictures": dict.fromkeys(("id", "path", "caption", "caption_by", "source", "author", "licence"), text),
+        "corpus": {"id": text, "image": image, "text": text},
+        "queries": {"id": text, "image": List(image), **described},
+        "qrels": {**pair, "score": Value("int64")},
+        "negatives": pair,
+        "excluded": pair,
+    }[table])  # fmt: skip
 
 
-def _export(
-    run: Run, splits: Mapping[str, str], positives: Mapping[str, Sequence[str]], doubted: set[str]
-) -> dict[str, Any]:
+def export(run: Run, splits: Mapping[str, str], positives: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """Write ``dataset/`` anew, whole or not at all.
 
-    ``train.jsonl`` with ``images/`` beside it; ``test/`` as a retrieval set whose pool serves all queries.
+    ``train.jsonl`` with ``images/`` beside it, and the same in ``train.parquet``; ``test/`` as a retrieval set whose pool
+    serves all queries.
 
     Args:
         run: with the stages before.
         splits: ``test``, ``train`` or ``dropped`` of each query.
         positives: right answers of each query.
-        doubted: images that are removed everywhere as targets.
 
     Returns:
         What was written, by number.
 
     Raises:
-        RunError: two ids are one without white space.
+        RunError: the disk is full, a picture has gone since it was listed, or two ids are one without white space.
     """
-    config = run.config
-    images = {image["id"]: image for image in run.images()}
-    queries = {query["query_id"]: query for query in run.rows("generate", "queries", "generated")}
-    pool = [row["id"] for row in run.rows("pool", "pool")]
-    rejected: dict[str, list[str]] = {name: [] for name in splits}
-    abstained: dict[str, list[str]] = {name: [] for name in splits}
-    for row in run.rows("keep", "decided"):
-        if row["query_id"] in splits and row["candidate_id"] not in doubted:
-            if row["state"] == maths.REJECTED:
-                rejected[row["query_id"]].append(row["candidate_id"])
-            elif row["state"] == maths.ABSTAINED:
-                abstained[row["query_id"]].append(row["candidate_id"])
-    image_ids, query_ids = _written(images), _written(splits)
-    final, waiting = run.out / "dataset", run.out / ".dataset"
+    waiting = run.out / ".dataset"
     shutil.rmtree(waiting, ignore_errors=True)
-    (waiting / "images").mkdir(parents=True)
+    try:
+        counts = _Export(run, waiting, splits, positives).write()
+        final = run.out / "dataset"
+        shutil.rmtree(final, ignore_errors=True)
+        waiting.rename(final)
+        return counts
+    except ImageError as error:
+        why = f"{error}. Put it back and run the same command again"
+    except OSError as error:
+        why = error.strerror or str(error)
+    shutil.rmtree(waiting, ignore_errors=True)
+    raise RunError(f"{run.out / 'dataset'} cannot be written: {why}")
 
-    named: dict[str, str] = {}
 
-    def stored(name: str) -> str:
-        # Ids may hold what file names may not; two ids never meet because a picture is named by its content.
-        if name not in named:
-            data = without_metadata(picture_bytes(images[name]["ref"]))
-            path = f"images/{images[name]['sha256'][:16]}.{KINDS[data[:2]]}"
-            (waiting / path).write_bytes(data)
-            named[name] = path
-        return named[name]
+class _Export:
+    """The tables of one data set; arguments as of `export`."""
 
-    train = sorted(name for name, part in splits.items() if part == "train")
-    num_negatives = 0
-    with (waiting / "train.jsonl").open("w", encoding="utf-8", newline="\n") as out:
-        for name in train:
-            query = queries[name]
-            rationale = query["reasoning"] if config.export.rationale == "generator" else None
-            record = Record(
-                id=query_ids[name],
-                group=image_ids[query["image_id"]],
-                source=config.export.name,
-                split="train",
-                category=query["category"],
-                instruction=config.export.instruction,
-                query=QueryPart(text=query["query"], images=[stored(query["image_id"])]),
-                positives=[
-                    Positive(id=image_ids[key], image=stored(key), rationale=rationale)
-                    for key in positives[name]
-                ],
-                negatives=[Target(id=image_ids[key], image=stored(key)) for key in rejected[name]],
+    def __init__(
+        self, run: Run, folder: Path, splits: Mapping[str, str], positives: Mapping[str, Sequence[str]]
+    ):
+        self.run, self.config, self.folder, self.positives = run, run.config, folder, positives
+        self.images = {image["id"]: image for image in run.images()}
+        self.queries = {query["query_id"]: query for query in run.rows("generate", "queries", "generated")}
+        self.train, self.test = (
+            sorted(name for name, part in splits.items() if part == which) for which in ("train", "test")
+        )
+        pool = [row["id"] for row in run.rows("pool", "pool")]
+        self.rejected, self.abstained = (
+            candidates_by_query(run.out, state) for state in (maths.REJECTED, maths.ABSTAINED)
+        )
+        self.corpus, rejected = pool, {name: self.rejected.get(name, []) for name in self.train}
+        if self.config.split.disjoint == "all":
+            self.corpus, rejected = maths.without_shared_pictures(
+                pool, self._shown(self.train), self._shown(self.test), rejected
             )
-            num_negatives += len(record.negatives)
-            row = record.model_dump(exclude_none=True, exclude_defaults=True)
-            out.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n")
-    test = sorted(name for name, part in splits.items() if part == "test")
-    used = {*named, *pool, *(queries[name]["image_id"] for name in test)}
-    _write_origins(waiting / "pictures.parquet", config.library, images, image_ids, sorted(used), named)
-    in_pool = set(pool)
-    qrels = [(query_ids[name], image_ids[key], 1) for name in test for key in positives[name]]
-    negatives, excluded = (
-        [(query_ids[name], image_ids[key]) for name in test for key in found[name] if key in in_pool]
-        for found in (rejected, abstained)
-    )
-    if test:
-        corpus = {image_ids[name]: images[name] for name in pool}
-        asked = {query_ids[name]: queries[name] for name in test}
-        _write_set(run, waiting / "test", corpus, asked, images, image_ids, qrels, negatives, excluded)
-    card.write_into(waiting, {}, {}, config.export.name)
-    shutil.rmtree(final, ignore_errors=True)
-    waiting.rename(final)
-    return {
-        "pool": len(pool),
-        "test_positives": len(qrels),
-        "test_negatives": len(negatives),
-        "test_excluded": len(excluded),
-        "train_negatives": num_negatives,
-    }
+        self.train_negatives = rejected
+        self.left_out = len(pool) - len(self.corpus)
+        self.image_ids, self.query_ids = _written(self.images), _written(splits)
+        self.files: dict[str, str] = {}
+
+    def _shown(self, names: Iterable[str]) -> set[str]:
+        """Input pictures and right answers of some queries."""
+        return {image for name in names for image in (self.queries[name]["image_id"], *self.positives[name])}
+
+    def write(self) -> dict[str, Any]:
+        """All files; returns what they hold, by number."""
+        (self.folder / "images").mkdir(parents=True)
+        records = [self._record(name) for name in self.train]
+        with (self.folder / "train.jsonl").open("w", encoding="utf-8", newline="\n") as out:
+            for record in records:
+                row = record.model_dump(exclude_none=True, exclude_defaults=True)
+                out.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n")
+        if records:
+            _write(
+                self.folder / "train.parquet", "train", (_with_pictures(self.folder, one) for one in records)
+            )
+        in_corpus = set(self.corpus)
+        qrels = [
+            (self.query_ids[name], self.image_ids[key], 1)
+            for name in self.test
+            for key in self.positives[name]
+        ]
+        negatives, excluded = (
+            [
+                (self.query_ids[name], self.image_ids[key])
+                for name in self.test
+                for key in found.get(name, ())
+                if key in in_corpus
+            ]
+            for found in (self.rejected, self.abstained)
+        )
+        if self.test:
+            self._write_test(qrels, negatives, excluded)
+        self._write_origins()
+        card.write_into(self.folder, {}, {}, {}, name=self.config.export.name)
+        return {
+            "pool": len(self.corpus),
+            "left_out_of_the_pool": self.left_out,
+            "test_positives": len(qrels),
+            "test_negatives": len(negatives),
+            "test_excluded": len(excluded),
+            "train_negatives": sum(len(record.negatives) for record in records),
+        }
+
+    def _record(self, name: str) -> Record:
+        query = self.queries[name]
+        rationale = query["reasoning"] if self.config.export.rationale == "generator" else None
+        return Record(
+            id=self.query_ids[name],
+            group=self.image_ids[query["image_id"]],
+            source=self.config.export.name,
+            split="train",
+            category=query["category"],
+            instruction=self.config.export.instruction,
+            query=QueryPart(text=query["query"], images=[self._file(query["image_id"])]),
+            positives=[
+                Positive(id=self.image_ids[key], image=self._file(key), rationale=rationale)
+                for key in self.positives[name]
+            ],
+            negatives=[
+                Target(id=self.image_ids[key], image=self._file(key)) for key in self.train_negatives[name]
+            ],
+        )
+
+    def _picture(self, name: str) -> bytes:
+        return without_metadata(picture_bytes(self.images[name]["ref"]))
+
+    def _file(self, name: str) -> str:
+        # Ids may hold what file names may not; two ids never meet because a picture is named by its content.
+        if name not in self.files:
+            data = self._picture(name)
+            path = f"images/{self.images[name]['sha256'][:16]}.{ENDINGS[data[:2]]}"
+            (self.folder / path).write_bytes(data)
+            self.files[name] = path
+        return self.files[name]
+
+    def _write_test(self, qrels: list[tuple], negatives: list[tuple], excluded: list[tuple]) -> None:
+        folder = self.folder / "test"
+        folder.mkdir()
+        asked = [self.queries[name] for name in self.test]
+        tables: dict[str, Iterable[dict[str, Any]]] = {
+            "corpus": (
+                {"id": self.image_ids[name], "image": _cell(self._picture(name)), "text": None}
+                for name in self.corpus
+            ),
+            "queries": (
+                {
+                    "id": self.query_ids[query["query_id"]],
+                    "image": [_cell(self._picture(query["image_id"]))],
+                    "text": query["query"],
+                    "category": query["category"],
+                    "group": self.image_ids[query["image_id"]],
+                    "instruction": self.config.export.instruction,
+                }
+                for query in asked
+            ),
+        }
+        for table, pairs in (("qrels", qrels), ("negatives", negatives), ("excluded", excluded)):
+            if pairs:
+                tables[table] = (dict(zip(features(table), pair, strict=True)) for pair in pairs)
+        for table, rows in tables.items():
+            _write(folder / f"{table}.parquet", table, rows)
+        ids = [self.query_ids[name] for name in self.test], [self.image_ids[name] for name in self.corpus]
+        meta = {
+            "name": f"{self.config.export.name}-test",
+            "split": "test",
+            "licence": self.config.library.licence,
+            "source": "python -m data_prep rmir",
+            "counts": {
+                "queries": len(ids[0]),
+                "corpus": len(ids[1]),
+                "qrels": len(qrels),
+                "negatives": len(negatives),
+            },
+            "fingerprint": set_fingerprint(*ids, qrels, negatives=negatives, excluded=excluded),
+        }
+        (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+
+    def _write_origins(self) -> None:
+        """Every picture of the data set with its caption, source, author and licence; who wrote the caption, if models did.
+
+        Raises:
+            LibraryError: the library cannot be read any more, without which no author would be credited.
+        """
+        library: LibraryConfig = self.config.library
+        in_test = (
+            {*self.corpus, *(self.queries[name]["image_id"] for name in self.test)} if self.test else set()
+        )
+        used = sorted({*self.files, *in_test})
+        origins = Library(library).origins(set(used))
+
+        def row(name: str) -> dict[str, Any]:
+            known = {"source": None, "author": None, "licence": library.licence, **origins.get(name, {})}
+            return {**self.images[name], **known, "id": self.image_ids[name], "path": self.files.get(name)}
+
+        _write(self.folder / "pictures.parquet", "pictures", map(row, used))
 
 
 def _written(names: Iterable[str]) -> dict[str, str]:
@@ -154,99 +264,27 @@ def _written(names: Iterable[str]) -> dict[str, str]:
     return {name: written for written, name in given.items()}
 
 
-def _write_origins(
-    path: Path,
-    library: LibraryConfig,
-    images: dict,
-    image_ids: dict[str, str],
-    used: list[str],
-    named: dict[str, str],
-) -> None:
-    """Every picture of the data set with its caption, source, author and licence; who wrote the caption, if models did.
-
-    Raises:
-        LibraryError: the library cannot be read any more, without which nobody would be credited.
-    """
-    origins = Library(library).origins(set(used))
-    columns: dict[str, list[str | None]] = {
-        "id": [image_ids[name] for name in used],
-        "path": [named.get(name) for name in used],
-    }
-    columns["caption"] = [images[name]["caption"] for name in used]
-    if any(image["caption_by"] not in ("library", None) for image in images.values()):
-        columns["caption_by"] = [images[name]["caption_by"] for name in used]
-    for key in ("source", "author", "licence"):
-        columns[key] = [origins.get(name, {}).get(key) for name in used]
-    columns["licence"] = [licence or library.licence for licence in columns["licence"]]
-    pq.write_table(pa.table({key: pa.array(found, pa.string()) for key, found in columns.items()}), path)
+def _cell(data: bytes) -> dict[str, Any]:
+    return {"bytes": data, "path": None}
 
 
-def _write_set(run: Run, folder: Path, corpus, asked, images, image_ids, qrels, negatives, excluded) -> None:
-    folder.mkdir()
+def _with_pictures(folder: Path, record: Record) -> dict[str, Any]:
+    """A record as a row of ``train.parquet``, with its pictures instead of their paths."""
+    row = record.model_dump()
 
-    def cell(image: dict[str, Any]) -> dict[str, Any]:
-        return {"bytes": without_metadata(picture_bytes(image["ref"])), "path": None}
+    def shown(path: str) -> dict[str, Any]:
+        return _cell((folder / path).read_bytes())
 
-    features: dict[str, dict[str, Any]] = {"id": _value(), "image": {"_type": "Image"}, "text": _value()}
-    _write_pictures(
-        folder / "corpus.parquet",
-        pa.schema([("id", pa.string()), ("image", IMAGE), ("text", pa.string())]),
-        features,
-        [*corpus],
-        lambda name: {"id": name, "image": cell(corpus[name]), "text": None},
-    )
-    columns = ("text", "category", "group", "instruction")
-    schema = pa.schema(
-        [("id", pa.string()), ("image", pa.list_(IMAGE)), *((column, pa.string()) for column in columns)]
-    )
-    features = {name: _value() for name in schema.names}
-    features["image"] = {"feature": {"_type": "Image"}, "_type": "List"}
-
-    def row(name: str) -> dict[str, Any]:
-        query = asked[name]
-        return {
-            "id": name,
-            "image": [cell(images[query["image_id"]])],
-            "text": query["query"],
-            "category": query["category"],
-            "group": image_ids[query["image_id"]],
-            "instruction": run.config.export.instruction,
-        }
-
-    _write_pictures(folder / "queries.parquet", schema, features, [*asked], row)
-    names = ("query-id", "corpus-id", "score")
-    pq.write_table(_pairs(qrels, names), folder / "qrels.parquet")
-    for table, rows in (("negatives", negatives), ("excluded", excluded)):
-        if rows:
-            pq.write_table(_pairs(rows, names[:2]), folder / f"{table}.parquet")
-    meta = {
-        "name": f"{run.config.export.name}-test",
-        "split": "test",
-        "licence": run.config.library.licence,
-        "source": "python -m data_prep rmir",
-        "counts": {
-            "queries": len(asked),
-            "corpus": len(corpus),
-            "qrels": len(qrels),
-            "negatives": len(negatives),
-        },
-        "fingerprint": set_fingerprint(asked, corpus, qrels, negatives=negatives, excluded=excluded),
-    }
-    (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+    row["query"]["images"] = [shown(path) for path in row["query"]["images"]]
+    for target in (*row["positives"], *row["negatives"]):
+        target["image"] = shown(target["image"])
+    return row
 
 
-def _write_pictures(path: Path, schema: pa.Schema, features: dict, names: Sequence[str], row) -> None:
-    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
-    schema = schema.with_metadata(metadata)
+def _write(path: Path, table: str, rows: Iterable[dict[str, Any]]) -> None:
+    """A table that the library datasets and the hub's viewer read with their `features`."""
+    schema = features(table).arrow_schema
+    left: Iterator[dict[str, Any]] = iter(rows)
     with pq.ParquetWriter(path, schema, compression="zstd") as out:
-        for start in range(0, len(names), PICTURES_A_GROUP):
-            rows = [row(name) for name in names[start : start + PICTURES_A_GROUP]]
-            out.write_table(pa.Table.from_pylist(rows, schema=schema))
-
-
-def _value() -> dict[str, str]:
-    return {"dtype": "string", "_type": "Value"}
-
-
-def _pairs(rows: Sequence[tuple], names: tuple[str, ...]) -> pa.Table:
-    return pa.table({name: [row[place] for row in rows] for place, name in enumerate(names)})
+        while some := list(islice(left, ROWS_A_GROUP)):
+            out.write_table(pa.Table.from_pylist(some, schema=schema))

@@ -27,7 +27,8 @@ MET = {
     "reasked": "asked again, for it could not be read",
     "unreadable": "unreadable to the end",
     "refused": "refused by the provider's policy",
-    "failed": "rejected by the endpoint",
+    "rejected": "rejected by the endpoint",
+    "unanswered": "unanswered, to be asked again",
     "limited": "429",
     "retries": "retries",
 }
@@ -60,7 +61,9 @@ def published(config: RmirConfig) -> dict[str, Any]:
     }
     for found in models.values():
         found.pop("extra_body", None)
-    library = {key: value for key, value in whole["library"].items() if key not in ("path", "shard_size")}
+    library = {
+        key: value for key, value in whole["library"].items() if key not in ("path", "shard_size", "changed")
+    }
     stages = [stage for stage in stages_of(config) if stage not in ("pool", "audit")] + ["export"]
     settings = {"library": library, "models": models, **{stage: whole[stage] for stage in stages}}
     for spec in settings["retrieve"]["more"]:
@@ -113,128 +116,22 @@ def ratios(stages: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report as Markdown tables."""
-    lines = ["| what | number | unit |", "|---|---:|---|"]
-    lines += [f"| {what} | {number:,} | {unit} |" for what, number, unit in report["funnel"]]
-    lines += ["", "| stage | seconds | calls | cost |", "|---|---:|---:|---:|"]
-    lines += [
-        f"| {stage} | {found['seconds']:.1f} | {found['calls']:,} | {found['cost']:.4f} |"
-        for stage, found in report["stages"].items()
-    ]
-    seconds, calls, cost = (
-        sum(found[key] for found in report["stages"].values()) for key in ("seconds", "calls", "cost")
-    )
-    lines.append(f"| all | {seconds:.1f} | {calls:,} | {cost:.4f} |")
-    lines += ["", "| ratio | this run | paper |", "|---|---:|---:|"]
-    lines += [
-        f"| {name} | {value:.3f} | {'not said' if PAPER[name] is None else format(PAPER[name], '.3f')} |"
-        for name, value in report["ratios"].items()
-    ]
-    lines += ["", "| thrown away in | reason | number |", "|---|---|---:|"]
-    for stage, found in report["stages"].items():
-        rejected = found["counts"].get("rejected")
-        if isinstance(rejected, dict):
-            lines += [f"| {stage} | {reason} | {number:,} |" for reason, number in rejected.items()]
-    lines += ["", "| model | calls | input tokens | output tokens | cost |", "|---|---:|---:|---:|---:|"]
+    """The report as a page of Markdown tables."""
     names = Counter(_model_of(figures["endpoint"]) for figures in report["models"])
-    for figures in report["models"]:
+    met = [found["met"] for found in report["stages"].values() if found.get("met")]
+    audit = report["stages"].get("audit", {}).get("counts")
+    return card.template("report.md").render(
+        report=report,
+        paper=PAPER,
         # The address where it tells two apart; a server of one run is at another port in the next.
-        name = _model_of(figures["endpoint"])
-        shown = name if names[name] == 1 else figures["endpoint"]
-        lines.append(
-            f"| {shown} | {figures['calls']:,} | {figures['input_tokens']:,} | {figures['output_tokens']:,} "
-            f"| {figures['cost']:.4f} |"
-        )
-        if figures["lost_calls"]:
-            lines.append(
-                f"| {shown}, lost attempts (at most) | {figures['lost_calls']:,} | | | {figures['lost_cost']:.4f} |"
-            )
-    met = {stage: found["met"] for stage, found in report["stages"].items() if found.get("met")}
-    if met:
-        kinds = [kind for kind in MET if any(found.get(kind) for found in met.values())]
-        lines += [
-            "",
-            f"| stage | {' | '.join(MET[kind] for kind in kinds)} |",
-            f"|---|{'---:|' * len(kinds)}",
-        ]
-        lines += [
-            f"| {stage} | {' | '.join(f'{found.get(kind, 0):,}' for kind in kinds)} |"
-            for stage, found in met.items()
-        ]
-    if "seed" in report["stages"]:
-        encoders = report["stages"]["seed"]["counts"]["encoders"]
-        lines += [
-            "",
-            f"Pictures were embedded by: {encoders['images']}. Captions by: {encoders['captions']}.",
-        ]
-        if "caption" in report["stages"]:
-            lines += ["", captions_of(report)]
-        more = report["stages"].get("retrieve", {}).get("counts", {}).get("more_encoders", {})
-        lines += [f"Index {name}: {encoder}." for name, encoder in more.items()]
-    if "audit" in report["stages"]:
-        lines += ["", *audit_tables(report["stages"]["audit"]["counts"])]
-    return "\n".join(lines) + "\n"
-
-
-def captions_of(report: dict[str, Any]) -> str:
-    """Who wrote the seed set's captions, and why some have none."""
-    settings, counts = report["settings"], report["stages"]["caption"]["counts"]
-    without = counts["missing"] - counts["written"]
-    why = ", ".join(f"{reason} {number:,}" for reason, number in counts["not_written"].items())
-    return (
-        f"Captions of the seed set: {counts['with_caption'] - counts['written']:,} from the library, {counts['written']:,} written "
-        f"by {settings['models'][settings['caption']['model']]['name']}; {without:,} pictures have none{f' ({why})' if why else ''}."
+        models=[
+            (_model_of(one["endpoint"]) if names[_model_of(one["endpoint"])] == 1 else one["endpoint"], one)
+            for one in report["models"]
+        ],
+        met_kinds={kind: about for kind, about in MET.items() if any(found.get(kind) for found in met)},
+        audit=audit,
+        ks=card.cut_offs(audit),
     )
-
-
-def audit_tables(found: dict[str, Any]) -> list[str]:
-    """What `data_prep.rmir.results.audit` found, as Markdown."""
-    panel, indices, shortcuts = found["judges"], found["indices"], found["shortcuts"]
-    lines = [
-        f"Agreement of the panel: Fleiss' kappa {_figure(panel['kappa'])}.",
-        "",
-        "| judge | family | true | false | abstain | unreadable | bias to true | agrees with the others |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for name, judge in panel["judges"].items():
-        shares = " | ".join(_figure(judge[key]) for key in ("true", "false", "abstain", "error"))
-        lines.append(
-            f"| {name} | {judge['family']} | {shares} | {_figure(judge['bias'], '+.3f')} | {_figure(judge['agrees'])} |"
-        )
-    lines += ["", *(f"Within {name}: kappa {_figure(value)}." for name, value in panel["families"].items())]
-    lines += [
-        f"Between {name}: the same majority on {_figure(pair['same'])} of {pair['triplets']:,} triplets, kappa "
-        f"{_figure(pair['kappa'])}."
-        for name, pair in panel["between"].items()
-    ]
-    lines += [
-        "", "| index | candidates | right | precision | share of all right | right and found by no other |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]  # fmt: skip
-    lines += [
-        f"| {name} | {index['candidates']:,} | {index['right']:,} | {_figure(index['precision'])} "
-        f"| {_figure(index['share_of_right'])} | {index['right_alone']:,} |"
-        for name, index in indices.items()
-    ]
-    ks = [key.partition("@")[2] for key in shortcuts["any shortcut"]["all"] if key.startswith("solved@")]
-    head = " | ".join(f"among the first {k} (chance)" for k in ks)
-    lines += ["", f"| searched with | queries | {head} |", f"|---|---:|{'---:|' * len(ks)}"]
-    for probe, figures in shortcuts.items():
-        if probe != "any shortcut":
-            cells = " | ".join(
-                f"{_figure(figures[f'solved@{k}'])} ({_figure(figures[f'chance@{k}'])})" for k in ks
-            )
-            lines.append(f"| {probe} | {figures['queries']:,} | {cells} |")
-    for name, figures in shortcuts["any shortcut"].items():
-        cells = " | ".join(_figure(figures[f"solved@{k}"]) for k in ks)
-        lines.append(f"| any of the first three: {name} | {figures['queries']:,} | {cells} |")
-    lines += ["", "| shared by the sets | pictures |", "|---|---:|"]
-    lines += [f"| {what} | {number:,} |" for what, number in found["overlap"].items()]
-    return lines
-
-
-def _figure(value: float | None, form: str = ".3f") -> str:
-    return "undefined" if value is None else format(value, form)
 
 
 def svg(rows: list[tuple[str, int, str]]) -> str:
@@ -266,7 +163,7 @@ def write(run: Run) -> Path:
     report = collect(run)
     write_text(run.out / "report.json", json.dumps(report, indent=1) + "\n")
     write_text(run.out / "funnel.svg", svg(report["funnel"]))
-    write_text(run.out / "report.md", f"![funnel](funnel.svg)\n\n{markdown(report)}")
+    write_text(run.out / "report.md", markdown(report))
     if (run.out / "dataset").is_dir():
         card.write(run.out)
     return run.out / "report.md"

@@ -1,6 +1,5 @@
 """A person checks a sample of the panel's decisions: a page to look at, and what its verdicts say.
 
-    rge data review run=DIR out=review.html [sample=200] [split=test] [seed=0]
     rge data agreement run=DIR verdicts=FILE.json[,FILE.json] [merged=FILE.json]
 
 As in the RMIR paper (appendix B.1: 200 triplets, 81 % agreement) half of the sample are answers that the panel accepted, half
@@ -20,18 +19,18 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from string import Template
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 from PIL import Image
-from pydantic import Field
 
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames
+from data_prep.rmir.decisions import triplet_name
 from data_prep.rmir.results import card
 from data_prep.rmir.results.agreement import clustered_share, defined, fleiss_kappa
 from rge.common.errors import UserError
-from rge.common.files import write_text
+from rge.common.files import write_json
 from rge.common.images import load_image
 from rge.common.options import parse_options
 
@@ -46,24 +45,6 @@ class ReviewError(UserError):
 
 
 @dataclass
-class ReviewOptions:
-    """Write a page on which a person accepts or rejects a sample of a run's triplets."""
-
-    run: Path
-    """Folder of a finished run."""
-    out: Path
-    """The HTML file to write."""
-    sample: Annotated[int, Field(ge=2)] = 200
-    """Triplets on the page: half accepted by the panel, half rejected, as far as there are."""
-    split: Literal["test", "train", "all"] = "test"
-    """Queries that they are drawn from."""
-    seed: int = 0
-    """Seed of the draw."""
-    side_px: Annotated[int, Field(ge=64)] = 800
-    """Longest side of the pictures on the page, which holds them: 200 triplets of photos are some 40 MB at 800."""
-
-
-@dataclass
 class AgreementOptions:
     """Compare verdicts of people with the panel's decisions."""
 
@@ -74,25 +55,6 @@ class AgreementOptions:
     merged: Path | None = None
     """Write what all of them say into one file that the page imports: verdicts on which they agree, and the others as
     unsure, with who said what; for the one who decides."""
-
-
-def review(words: Sequence[str]) -> None:
-    """Write the page.
-
-    Args:
-        words: see `ReviewOptions`.
-
-    Raises:
-        UserError: a word is wrong, or the run is not finished.
-    """
-    options = parse_options(ReviewOptions, words, "rge data review")
-    out = options.run
-    chosen = draw(out, options.sample, options.split, options.seed)
-    write_text(options.out, page(out, chosen, options.side_px))
-    kept = sum(row["state"] == maths.KEPT for row in chosen)
-    print(
-        f"{options.out}: {len(chosen)} triplets, {kept} accepted and {len(chosen) - kept} rejected by the panel"
-    )
 
 
 def draw(run: Path, size: int, split: str, seed: int) -> list[dict[str, Any]]:
@@ -150,7 +112,7 @@ def page(run: Path, chosen: Sequence[dict[str, Any]], side_px: int = 800) -> str
     names = {name: str(number) for number, name in enumerate(shown)}
     items = [
         {
-            "key": _key(row),
+            "key": triplet_name(row),
             "query": row["query"],
             "given": names[row["image_id"]],
             "answer": names[row["candidate_id"]],
@@ -194,7 +156,20 @@ def agreement(words: Sequence[str]) -> None:
     """
     options = parse_options(AgreementOptions, words, "rge data agreement")
     people = read_verdicts(options.run, options.verdicts)
-    report = compare(options.run, people)
+    print(agreement_of(options.run, people))
+    if options.merged is not None:
+        found = merge(people)
+        write_json(options.merged, {"by": "merged", "verdicts": found})
+        open_ones = sum(row["verdict"] == UNSURE for row in found.values())
+        print(f"{options.merged}: {len(found)} triplets, {open_ones} of them to be decided")
+    if (options.run / "dataset").is_dir():
+        print(f"written into {card.write(options.run)}")
+
+
+def agreement_of(run: Path, people: "Mapping[str, Said]") -> str:
+    """Write ``agreement.json``, for the card, and say it in words; arguments as of `compare`."""
+    report = compare(run, people)
+    write_json(run / "agreement.json", report)
     lines = [
         "| verdicts | agree with the panel | of | queries | share | 95 % interval | unsure |",
         "|---|---:|---:|---:|---:|---|---:|",
@@ -215,15 +190,7 @@ def agreement(words: Sequence[str]) -> None:
         f"{row['by']} on {row['key']} ({row['verdict'] or 'no verdict'}): {row['comment']}"
         for row in report["comments"]
     ]
-    print("\n".join(lines))
-    write_text(options.run / "agreement.json", json.dumps(report, indent=1) + "\n")
-    if options.merged is not None:
-        found = merge(people)
-        write_text(options.merged, json.dumps({"by": "merged", "verdicts": found}, indent=1) + "\n")
-        open_ones = sum(row["verdict"] == UNSURE for row in found.values())
-        print(f"{options.merged}: {len(found)} triplets, {open_ones} of them to be decided")
-    if (options.run / "dataset").is_dir():
-        print(f"written into {card.write(options.run)}")
+    return "\n".join(lines)
 
 
 Said = dict[str, dict[str, str]]
@@ -246,7 +213,7 @@ def compare(run: Path, people: Mapping[str, Said]) -> dict[str, Any]:
         agreement of each two people on what both judged, unsure being a verdict; ``comments``.
     """
     queries = {row["query_id"]: row for row in _rows(run, "generate/queries", "generated")}
-    decided = {_key(row): row for row in _rows(run, "keep/decided.parquet", "decided")}
+    decided = {triplet_name(row): row for row in _rows(run, "keep/decided.parquet", "decided")}
     groups: dict[str, list[tuple[bool | None, str]]] = {"all": []}
     counts = []
     comments = []
@@ -300,6 +267,37 @@ def compare(run: Path, people: Mapping[str, Said]) -> dict[str, Any]:
     return defined({"rows": rows, "kappa": kappa, "between": between, "comments": comments})
 
 
+def settle(run: Path, people: Mapping[str, Said], agree: int) -> dict[str, Any]:
+    """What people decide against the panel, as the file that `data_prep.rmir.decisions` reads.
+
+    Args:
+        run: folder of the run.
+        people: of `read_verdicts`.
+        agree: people who must have the same verdict on a triplet, and none the opposite one.
+
+    Returns:
+        ``states`` of the triplets that are overruled, and how many were checked, settled, removed, added, left open.
+    """
+    panel = {triplet_name(row): row["state"] for row in _rows(run, "keep/decided.parquet", "decided")}
+    states: dict[str, str] = {}
+    checked = settled = 0
+    for name in dict.fromkeys(name for said in people.values() for name in said):
+        sure = [said[name]["verdict"] for said in people.values() if name in said]
+        sure = [verdict for verdict in sure if verdict in (ACCEPT, REJECT)]
+        checked += bool(sure)
+        if len(sure) < agree or len(set(sure)) > 1:
+            continue
+        settled += 1
+        state = maths.KEPT if sure[0] == ACCEPT else maths.REJECTED
+        if panel[name] != state:
+            states[name] = state
+    removed = sum(state == maths.REJECTED for state in states.values())
+    return {
+        "agree": agree, "people": len(people), "checked": checked, "settled": settled, "open": checked - settled,
+        "removed": removed, "added": len(states) - removed, "states": states,
+    }  # fmt: skip
+
+
 def merge(people: Mapping[str, Said]) -> Said:
     """One verdict on each triplet: the one that all who are sure have; else unsure, with who said what as a comment."""
     merged: Said = {}
@@ -323,7 +321,7 @@ def read_verdicts(run: Path, files: Sequence[Path]) -> dict[str, Said]:
         ReviewError: a file is no such file or is empty, two have one name, or a verdict is about a triplet that the run did not
             decide.
     """
-    decided = {_key(row): row for row in _rows(run, "keep/decided.parquet", "decided")}
+    decided = {triplet_name(row): row for row in _rows(run, "keep/decided.parquet", "decided")}
     people: dict[str, Said] = {}
     for file in files:
         by, said = _verdicts(file, decided)
@@ -340,10 +338,7 @@ def _verdicts(file: Path, decided: dict[str, dict[str, Any]]) -> tuple[str, Said
         whole = json.loads(file.read_text(encoding="utf-8"))
         found, by = whole["verdicts"], str(whole.get("by") or file.stem)
         rows = {
-            # A file of an earlier version holds true and false.
-            key: {"verdict": (REJECT, ACCEPT)[row], "comment": ""}
-            if isinstance(row, bool)
-            else {"verdict": row["verdict"] or "", "comment": str(row.get("comment") or "")}
+            key: {"verdict": row["verdict"] or "", "comment": str(row.get("comment") or "")}
             for key, row in found.items()
         }
     except OSError as error:
@@ -362,10 +357,6 @@ def _verdicts(file: Path, decided: dict[str, dict[str, Any]]) -> tuple[str, Said
 
 def _figure(value: float | None) -> str:
     return "undefined" if value is None else f"{value:.3f}"
-
-
-def _key(row: dict[str, Any]) -> str:
-    return f"{row['query_id']} -> {row['candidate_id']}"
 
 
 def _rows(run: Path, name: str, schema: str) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ Layout (``mm-bright/MM-BRIGHT``): a folder a configuration, in it a Parquet file
 ``DOMAIN-00000-of-00001.parquet`` and its further parts):
 
 ``documents``            id, content
-``examples``             id, query, gold_ids, negative_ids, gold_answers (optional; for `eval.commands.rag`): task 1
+``examples``             id, query, gold_ids, negative_ids: task 1
 ``examples_multimodal``  and image_paths, positive_images, negative_images (lists of {image_path}): tasks 2 to 4
 ``document_images``      path, bytes
 ``examples_images``      path, bytes
@@ -48,7 +48,6 @@ POLICIES = ("first", "vconcat", "all")
 KEYS = ("chunked", "legacy")
 GAINS = ("graded", "binary")
 ESSENTIALITY = ("essentiality", "image_essentiality")
-ANSWERS = "gold_answers"
 GRADES = ("essential", "helpful", "redundant")
 NO_IMAGE = "__NO_IMAGE__"
 
@@ -83,7 +82,6 @@ class _Domain:
     queries: list[Query] = field(default_factory=list)
     qrels: list[tuple[str, str, int]] = field(default_factory=list)
     negatives: list[tuple[str, str]] = field(default_factory=list)
-    answers: list[tuple[str, str]] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     unscored: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
@@ -171,12 +169,8 @@ def _import_domain(name: str, options: MmbrightOptions, grades: dict[tuple[str, 
         "examples" if task == "1" else "examples_multimodal",
         name,
         columns,
-        (*ESSENTIALITY, ANSWERS),
+        ESSENTIALITY,
     )
-    if task != "1" and not any(row.get(ANSWERS) for row in asked):
-        told = _answers(options.src, name)
-        for row in asked:
-            row[ANSWERS] = told.get((str(row["id"]), row["query"]))
     for row in asked:
         row["essentiality"] = grades.get((name, str(row["id"]))) or _grade(
             next((row[key] for key in ESSENTIALITY if row.get(key)), None), f"{name}: query {row['id']!r}"
@@ -237,7 +231,6 @@ def _import_domain(name: str, options: MmbrightOptions, grades: dict[tuple[str, 
         corpus=corpus(),
         qrels=domain.qrels,
         negatives=domain.negatives,
-        answers=domain.answers,
         decode=options.decode,
         overwrite=options.overwrite,
     )
@@ -251,54 +244,15 @@ def _add(
     shown: dict[str, bytes],
     options: MmbrightOptions,
 ) -> None:
-    name, task = str(row["id"]), options.task
-    gold = [str(one) for one in dict.fromkeys(as_list(row["gold_ids"]))]
-    golds = set(gold)
-    gains: dict[str, int] = {}
-    wrong: list[str] = []
-    if task in ("1", "2"):
-        gains = dict.fromkeys(gold, 1)
-        wrong = [str(one) for one in as_list(row["negative_ids"])]
-    else:
-        right = [_path(one) for one in _images(row["positive_images"])]
-        wrong_images = [path for path in map(_path, _images(row["negative_images"])) if path not in right]
-        if task == "3":
-            gains, wrong = dict.fromkeys(right, 1), wrong_images
-        else:
-            legacy = options.keys == "legacy"
-            gains = {f"{doc}|||{NO_IMAGE}": 1 for doc in gold}
-            for path in right:
-                key = image_key(path, domain.name)
-                gains |= {
-                    f"{doc}|||{path}": 2 for doc in gold if key and document_key(doc, legacy=legacy) == key
-                }
-            bad = set(wrong_images)
-            wrong = [pair for pair in pairs if pair.partition("|||")[2] in bad and pair not in gains]
-            of_gold = [pair for pair in pairs if pair.partition("|||")[0] in golds]
-            if options.gains == "binary":
-                gains = dict.fromkeys([*(f"{doc}|||{NO_IMAGE}" for doc in gold), *of_gold], 1)
-                wrong = [pair for pair in wrong if pair not in gains]
-            # the rest of a gold document's pairs were judged, and are not right
-            gains |= {pair: 0 for pair in of_gold if pair not in gains}
+    name = str(row["id"])
+    gains, wrong = _judgements(domain, row, pairs, options)
     if not any(gains.values()):
         domain.unscored.append(name)
         return
     absent = [one for one, gain in gains.items() if gain and one not in known]
     domain.lost += [f"{name}: {one}" for one in absent]
-    paths = [] if task == "1" else [_path(one) for one in as_list(row["image_paths"])]
-    pictures = []
-    for path in paths:
-        try:
-            pictures.append(still(shown[path]))
-        except (KeyError, TypeError, ImageError) as error:
-            raise ReleaseError(
-                f"{domain.name}: picture {path!r} of query {name!r} is missing or cannot be opened ({error!r}). The "
-                "released code would put a white picture in its place; remove it from image_paths to leave it out"
-            ) from None
-    if options.image_policy == "first":
-        pictures = pictures[:1]
-    elif options.image_policy == "vconcat" and len(pictures) > 1:
-        pictures = [stack(pictures)]
+    paths = [] if options.task == "1" else [_path(one) for one in as_list(row["image_paths"])]
+    pictures = _shown(domain, name, paths, shown, options.image_policy)
     domain.queries.append(
         Query(
             id=safe_id(name),
@@ -310,20 +264,54 @@ def _add(
             | ({"essentiality": row["essentiality"] or "not said"} if domain.graded else {}),
         )
     )
-    answer = "\n\n".join(str(one).strip() for one in as_list(row.get(ANSWERS)) if str(one).strip())
-    if answer:
-        domain.answers.append((safe_id(name), answer))
     domain.qrels += [(safe_id(name), safe_id(one), gain) for one, gain in gains.items() if one in known]
     domain.negatives += [(safe_id(name), safe_id(one)) for one in dict.fromkeys(wrong) if one in known]
 
 
-def _answers(src: Path, domain: str) -> dict[tuple[str, str], Any]:
-    """(query id, its text) -> reference answers, of the questions of task 1; empty where the release has none there."""
-    try:
-        rows = _rows(src, "examples", domain, ("id", "query", ANSWERS))
-    except ReleaseError:
-        return {}
-    return {(str(row["id"]), row["query"]): row[ANSWERS] for row in rows}
+def _judgements(
+    domain: _Domain, row: dict[str, Any], pairs: Sequence[str], options: MmbrightOptions
+) -> tuple[dict[str, int], list[str]]:
+    """Gains by candidate, 0 for what was judged and is not right; and candidates that are wrong."""
+    gold = [str(one) for one in dict.fromkeys(as_list(row["gold_ids"]))]
+    if options.task in ("1", "2"):
+        return dict.fromkeys(gold, 1), [str(one) for one in as_list(row["negative_ids"])]
+    right = [_path(one) for one in _images(row["positive_images"])]
+    wrong_images = [path for path in map(_path, _images(row["negative_images"])) if path not in right]
+    if options.task == "3":
+        return dict.fromkeys(right, 1), wrong_images
+    golds, bad = set(gold), set(wrong_images)
+    of_gold = [pair for pair in pairs if pair.partition("|||")[0] in golds]
+    gains = {f"{doc}|||{NO_IMAGE}": 1 for doc in gold}
+    if options.gains == "binary":
+        gains |= dict.fromkeys(of_gold, 1)
+    else:
+        of_page: dict[str, list[str]] = {}
+        for doc in gold:
+            of_page.setdefault(document_key(doc, legacy=options.keys == "legacy"), []).append(doc)
+        for path in right:
+            key = image_key(path, domain.name)
+            gains |= {f"{doc}|||{path}": 2 for doc in (of_page.get(key, []) if key else ())}
+    wrong = [pair for pair in pairs if pair.partition("|||")[2] in bad and pair not in gains]
+    # the rest of a gold document's pairs were judged, and are not right
+    return gains | {pair: 0 for pair in of_gold if pair not in gains}, wrong
+
+
+def _shown(
+    domain: _Domain, name: str, paths: Sequence[str], shown: dict[str, bytes], policy: str
+) -> list[bytes]:
+    """A query's pictures, as many as the policy keeps."""
+    pictures = []
+    for path in paths:
+        try:
+            pictures.append(still(shown[path]))
+        except (KeyError, TypeError, ImageError) as error:
+            raise ReleaseError(
+                f"{domain.name}: picture {path!r} of query {name!r} is missing or cannot be opened ({error!r}). The "
+                "released code would put a white picture in its place; remove it from image_paths to leave it out"
+            ) from None
+    if policy == "vconcat" and len(pictures) > 1:
+        return [stack(pictures)]
+    return pictures[:1] if policy == "first" else pictures
 
 
 def _pairs(documents: Sequence[str], images: Sequence[str], domain: str, *, legacy: bool) -> list[str]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from eval.scoring.metrics import names_of
 from eval.scoring.output_files import Scored, means, score_ranking
 from eval.scoring.protocol import Protocol
 from eval.scoring.search import Ranking
@@ -37,7 +36,7 @@ class Mmbright(Protocol):
         if self.profile == "clean":
             return super().score(wanted, ranking, missing)
         extra = [f"{ours}@{k}" for ours in _TREC.values() for k in CUTS]
-        names = tuple(dict.fromkeys((*names_of(), *extra)))
+        names = self.names(wanted, extra, negatives=False)
         if wanted.meta.get("task") == 3 and ranking.score_QW.dtype == np.float32:
             # The released code of this task scales single float32 scores, which makes some of them equal.
             ranking = replace(ranking, score_QW=ranking.score_QW * np.float32(100))

@@ -15,7 +15,7 @@ class Mmeb(Protocol):
 
     def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
         """As `Protocol.score`, with ties resolved one way."""
-        scored = score_ranking(wanted, ranking)
+        scored = score_ranking(wanted, ranking, names=self.names(wanted))
         chosen = scored.best_QM if self.profile == "official" else scored.worst_QM
         return self._skip(wanted, replace(scored, value_QM=chosen), missing)
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from eval.scoring.metrics import names_of
 from eval.scoring.output_files import Scored, means, score_ranking
 from eval.scoring.protocol import Protocol
 from eval.scoring.search import Ranking
@@ -19,7 +18,7 @@ class Mmeb2(Protocol):
 
     def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
         """As `Protocol.score`; in the image part ties are resolved one way, as in MMEB-V1."""
-        scored = score_ranking(wanted, ranking, names=tuple(dict.fromkeys((*names_of(), *MAIN.values()))))
+        scored = score_ranking(wanted, ranking, names=self.names(wanted, tuple(MAIN.values())))
         if wanted.meta.get("part") == "image":
             chosen = scored.best_QM if self.profile == "official" else scored.worst_QM
             scored = replace(scored, value_QM=chosen)
@@ -54,6 +53,8 @@ PROTOCOLS = (
             "image: equal scores count for the model, as numpy's argsort has it, which leaves their order open",
             "gains stay with their documents; the released scorer (6e1e1d4) sends the documents through a set() and the gains not, so "
             "that its figures for graded sets change with Python's hash seed",
+            "released code: TIGER-AI-Lab/VLM2Vec 6e1e1d4 (January 2026); its change of 21 September 2026 (#213) reads states after the "
+            "final norm, as every adapter here does",
         ),
     ),
 )  # fmt: skip

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.benchmarks.mmbright.protocol import trec_ties
-from eval.scoring.output_files import Scored, means, score_ranking
+from eval.scoring.output_files import Scored, means
 from eval.scoring.protocol import Protocol
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import RetrievalSet
@@ -23,7 +23,7 @@ class Mrmr(Protocol):
         """As `Protocol.score`; official with trec_eval's order of ties."""
         if self.profile == "clean":
             return super().score(wanted, ranking, missing)
-        return self._skip(wanted, score_ranking(wanted, trec_ties(ranking)), missing)
+        return super().score(wanted, trec_ties(ranking), missing)
 
     def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
         """The task's main score; official rounded to five digits, as the released code does."""

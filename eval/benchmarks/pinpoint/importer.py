@@ -124,6 +124,7 @@ def import_pinpoint(options: PinpointOptions) -> RetrievalSet:
                 instruction=options.instruction,
                 columns={
                     "images": SINGLE if len(own) == 1 else MULTI,
+                    "picture_ids": "+".join(own),
                     "paraphrase": content_id(*own, *sorted(right)),
                     "num_listed_positives": len(listed_right),
                     "num_listed_negatives": len(listed_wrong),

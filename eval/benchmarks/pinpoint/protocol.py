@@ -16,7 +16,6 @@ from eval.scoring.metrics import (
     cut,
     first_hit_rank,
     judge,
-    names_of,
     parse_name,
     random_floor,
     tied_order,
@@ -24,8 +23,8 @@ from eval.scoring.metrics import (
 from eval.scoring.output_files import Scored, means
 from eval.scoring.protocol import Protocol
 from eval.scoring.search import Ranking
-from eval.scoring.stats import LEVEL, cluster_bootstrap, figures, index_of
-from eval.sets.retrieval_set import RetrievalSet, integer_column, string_column
+from eval.sets.retrieval_set import RetrievalSet, integer_column, picture_ids, string_column
+from rge.stats.intervals import cluster_bootstrap, figures, index_of, ratio_bootstrap
 
 CUTS = (1, 5, 10, 50)
 
@@ -59,7 +58,7 @@ class Pinpoint(Protocol):
             f"{kind}@{k}" for kind in ("precision", "recall", "map_capped", "negative_recall") for k in CUTS
         ]
         more += [f"delta_map_capped@{k}" for k in CUTS]
-        names = tuple(dict.fromkeys((*names_of(), *more)))
+        names = self.names(wanted, more, negatives=False)
         value_QM = pinpoint_values(names, judged)
         pool_Q = wanted.pool_sizes()
         random_QM = np.full(value_QM.shape, np.nan)
@@ -91,8 +90,8 @@ class Pinpoint(Protocol):
         if self.profile == "clean":
             # only rows that share pictures and positives are paraphrases of one question
             same = string_column(wanted, "paraphrase")
-        else:
-            same = group
+        else:  # groups join rows that share one of two pictures; a set imported before that has no picture_ids
+            same = ["+".join(ids) or own for ids, own in zip(picture_ids(wanted), group, strict=True)]
         micro = {
             "linguistic_sensitivity": over_groups(column["precision@10"], same, group, seed=seed),
             "linguistic_sensitivity_map": over_groups(column["map_capped@10"], same, group, seed=seed),
@@ -103,9 +102,8 @@ class Pinpoint(Protocol):
         delta_Q = np.where(
             np.isfinite(column["map_capped@10"]), np.nan_to_num(column["delta_map_capped@10"]), np.nan
         )
-        micro["delta_map_capped_relative@10"] = _ratio(
-            delta_Q, column["map_capped@10"], index_of(group), seed=seed
-        )
+        (relative,) = figures(ratio_bootstrap(delta_Q, column["map_capped@10"], index_of(group), seed=seed))
+        micro["delta_map_capped_relative@10"] = relative if relative["value"] is not None else None
         out: dict[str, Any] = {
             "micro": {name: figure for name, figure in micro.items() if figure},
             "group_mean": {
@@ -199,21 +197,6 @@ def over_groups(
 def _num_groups(same: Sequence[str], kept_Q: np.ndarray) -> int:
     _, count = np.unique(np.asarray(same, dtype=object)[kept_Q].astype(str), return_counts=True)
     return int((count > 1).sum())
-
-
-def _ratio(
-    part_Q: np.ndarray, whole_Q: np.ndarray, group_Q: np.ndarray, *, seed: int
-) -> dict[str, float | None] | None:
-    """Ratio of two means with a percentile interval; None where the second mean is 0. One group has no interval."""
-    found = cluster_bootstrap(np.stack([part_Q, whole_Q], axis=1), group_Q, seed=seed)
-    if not found.estimate_M[1] > 0:
-        return None
-    value = float(found.estimate_M[0] / found.estimate_M[1])
-    if found.num_groups_M.min() < 2:
-        return {"value": value, "low": None, "high": None}
-    draws = found.draws_BM[found.draws_BM[:, 1] > 0]
-    low, high = np.quantile(draws[:, 0] / draws[:, 1], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return {"value": value, "low": float(low), "high": float(high)}
 
 
 PROTOCOLS = (

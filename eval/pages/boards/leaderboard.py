@@ -1,6 +1,6 @@
 """One HTML page for many models: published rows beside measured ones, categories, cost, and examples side by side.
 
-    python -m eval report runs=[LABEL:]DIR[,...] out=FILE page=leaderboard [published=auto|all|none]
+    rge eval report runs=[LABEL:]DIR[,...] out=FILE page=leaderboard [published=auto|all|none]
 
 Evaluations of one retrieval set share a board. A published table stands on the board of its benchmark; where the set at
 hand is not the published one (other counts), its rows are kept apart and the page says that the two cannot be compared.
@@ -17,8 +17,7 @@ from markupsafe import Markup
 
 from eval.benchmarks.published_tables import Column, Published, published, table_of
 from eval.embedding.identity import flat_identity
-from eval.pages.boards.answers import RAG
-from eval.pages.boards.answers import on_page as answers_on_page
+from eval.pages.boards.comparison import against
 from eval.pages.boards.rows import (
     MAX_COLUMNS,
     HeatMap,
@@ -50,6 +49,7 @@ class Board:
     id: str
     title: str
     facts: str
+    protocol: Sequence[str]
     source: Published | None
     apart: list[str]
     columns: list[Column]
@@ -62,8 +62,8 @@ class Board:
     cost: Markup | None
     cost_rows: list[dict[str, Any]]
     examples: dict[str, Any] | None = None
+    against: Sequence[dict[str, Any]] = ()
     budgets: Sequence[tuple[str, dict[str, Any]]] = ()
-    answered: Sequence[tuple[str, dict[str, Any]]] = ()
 
 
 def write_leaderboard(
@@ -95,7 +95,7 @@ def write_leaderboard(
     """
     if which not in ("auto", "all", "none"):
         raise UserError(f"published must be auto, all or none, got {which!r}")
-    groups, budgets, answered = _groups(runs)
+    groups, budgets = _groups(runs)
     if set_dir is not None and len(groups) > 1:
         raise UserError(f"set=DIR is for evaluations of one set, these are of {len(groups)}")
     gallery = Gallery()
@@ -103,7 +103,6 @@ def write_leaderboard(
         replace(
             _board(number, members, which, gallery, num_examples, set_dir, seed),
             budgets=budgets[key],
-            answered=answered[key],
         )
         for number, (key, members) in enumerate(groups.items())
     ]
@@ -120,16 +119,14 @@ def _write(boards: Sequence[Board], gallery: Gallery, out: Path, title: str | No
         boards=boards,
         warnings=[(board.title, warning) for board in boards for warning in board.warnings],
         pictures=gallery.pictures,
-        sizes={picture.name: (picture.width, picture.height) for picture in gallery.pictures},
+        sizes=gallery.sizes,
         max_columns=MAX_COLUMNS,
     )
     return write_page(out, "leaderboard.html.j2", ["report.css", "leaderboard.css"], content)
 
 
 _Key = tuple[str, ...]
-"""Benchmark, profile, setting, limit, fingerprint and content: only evaluations that agree in all of these share a board.
-
-Marks of answers are of the setting ``rag`` and of one judge."""
+"""Benchmark, profile, limit, fingerprint and content: only evaluations that agree in all of these share a board."""
 
 
 def _groups(
@@ -137,15 +134,13 @@ def _groups(
 ) -> tuple[
     dict[_Key, list[tuple[str, str, Evaluation]]],
     dict[_Key, list[tuple[str, dict[str, Any]]]],
-    dict[_Key, list[tuple[str, dict[str, Any]]]],
 ]:
-    """(label, note, evaluation) by retrieval set, in the order given; (label, more) of the output of `budget`, and of `rag`.
+    """(label, note, evaluation) by retrieval set, in the order given; (label, curves) of the output of `budget`.
 
     Of such an output the two ways that all others start from are rows; the rest is in the curves.
     """
     groups: dict[_Key, list[tuple[str, str, Evaluation]]] = defaultdict(list)
     budgets: dict[_Key, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
-    answered: dict[_Key, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
     for word in runs:
         label, colon, directory = word.partition(":")
         if not colon or Path(word).exists():
@@ -155,12 +150,9 @@ def _groups(
         for path in expand(Path(directory)) if curves is None else bases:
             one = read_evaluation(path)
             key = _key(one.results)
-            inner = name_of(one) if one.results.get("rag") else ""  # rows of one run of `rag` share its label
-            groups[key].append((": ".join(filter(None, (label, inner))) or name_of(one), note_of(one), one))
+            groups[key].append((label or name_of(one), note_of(one), one))
         if curves is not None:
             budgets[key].append((label or name_of(one), on_page(curves)))
-        if (found := read_json(Path(directory) / RAG)) is not None:
-            answered[key].append((label or Path(directory).name, answers_on_page(found)))
     _join_old(groups, budgets)
     for members in groups.values():
         seen: set[tuple[str, str]] = set()
@@ -172,14 +164,12 @@ def _groups(
             seen.add((label, note))
     if not groups:
         raise UserError("runs must name at least one evaluation directory")
-    return dict(groups), budgets, answered
+    return dict(groups), budgets
 
 
 def _key(results: Mapping[str, Any]) -> _Key:
     wanted = results["set"]
-    judged = next(iter(((results.get("rag") or {}).get("judges") or {}).values()), None)
-    setting = f"{results.get('setting')} {judged and judged['model']}"
-    words = (results.get("benchmark") or "generic", results.get("profile"), setting, wanted.get("limit"))
+    words = (results.get("benchmark") or "generic", results.get("profile"), wanted.get("limit"))
     return *map(str, words), wanted["fingerprint"], wanted.get("content") or ""
 
 
@@ -202,8 +192,7 @@ def _board(
     seed: int,
 ) -> Board:
     first = members[0][2].results
-    setting = first.get("setting")
-    table = table_of(first.get("benchmark"), str(first["set"]["name"]), setting) if which != "none" else None
+    table = table_of(first.get("benchmark"), str(first["set"]["name"])) if which != "none" else None
     columns, main = (table.columns, table.main) if table else generic_columns(first)
     metric = columns[main].path[-1]
     known = any(one.results["set"].get("content") for _, _, one in members)
@@ -216,13 +205,12 @@ def _board(
     if first["set"].get("num_members"):
         facts += f" in {first['set']['num_members']} sets"
     benchmark = first.get("benchmark") or "generic"
-    if setting == "rag":
-        facts += f", answers marked by {first['set']['made_with']['judge']}"
-    elif benchmark != "generic":
+    if benchmark != "generic":
         facts += f", {first.get('profile')} protocol"
     if first["set"].get("limit"):
         facts += f", only the first {first['set']['limit']:,} queries"
     measured = [row for row in rows if not row.published]
+    runs = {f"{row.label}, {row.note}": row.evaluation for row in measured if row.evaluation is not None}
     costs = [  # numbered as in the heat map, so that a row without costs shifts nobody
         {"number": place, **cost}
         for place, row in enumerate(measured, 1)
@@ -230,8 +218,9 @@ def _board(
     ]
     return Board(
         id=f"board{number}",
-        title=str(first["set"]["name"]) + (", answered" if setting == "rag" else ""),
+        title=str(first["set"]["name"]),
         facts=facts,
+        protocol=first.get("protocol") or [],
         source=table,
         apart=why,
         columns=columns,
@@ -243,7 +232,8 @@ def _board(
         differs=what_differs(members),
         cost=_cost(costs, columns[main].name),
         cost_rows=costs,
-        examples=side_by_side(rows, metric, gallery, num_examples, set_dir, seed) if num_examples else None,
+        examples=side_by_side(runs, gallery, num_examples, set_dir, seed) if num_examples else None,
+        against=against(runs, metric, seed),
     )
 
 
@@ -252,7 +242,7 @@ def _published_only(number: int, table: Published) -> Board:
     foreign = _best_first([row for row in rows if not row.comparable], table.main)
     rows = numbered([row for row in rows if row.comparable], table.main)
     return Board(
-        f"board{number}", table.title, "published figures only", table, [], table.columns, table.main, rows,
+        f"board{number}", table.title, "published figures only", [], table, [], table.columns, table.main, rows,
         foreign, [], heat_map(rows, foreign), [], None, [],
     )  # fmt: skip
 

@@ -19,7 +19,6 @@ MAX_COLUMNS = 8
 ROUNDED = 1e-5
 """Released scorers round: their figure and ours within this are the same figure."""
 TRAINED = "TRAINED ON THE TEST"
-COUNTED = {"num_queries": "queries", "num_candidates": "candidates", "num_members": "sets"}
 GENERIC = ("recall@1", "recall@10", "mrr", "ndcg@10")
 MAX_MODELS = 8
 """Models of the heat map: all measured ones first, then the best published."""
@@ -69,8 +68,6 @@ class HeatMap:
 
 def name_of(one: Evaluation) -> str:
     """What a measured row is called where its run has no label."""
-    if answered := one.results.get("rag"):
-        return str(answered["row"])
     name = str((one.results.get("model") or {}).get("name") or one.results.get("checkpoint") or "")
     if not name:
         return str(one.results.get("tag") or one.directory.name)
@@ -80,9 +77,6 @@ def name_of(one: Evaluation) -> str:
 
 def note_of(one: Evaluation) -> str:
     """How it was asked."""
-    if answered := one.results.get("rag"):
-        shown = {"closed_book": "no documents", "oracle": "every right document"}
-        return shown.get(answered["row"], f"first {answered['top_n']} documents")
     mode, modality = one.results.get("query_mode"), one.results.get("query_modality")
     words = [str(mode) if mode else "a ranking made elsewhere"]
     point = (one.results.get("budget") or {}).get("name")
@@ -132,7 +126,7 @@ def measured_row(
     """
     results, labels = one.results, []
     official = results.get("profile") == "official"
-    if (results.get("benchmark") or "generic") != "generic" and not results.get("setting"):
+    if (results.get("benchmark") or "generic") != "generic":
         labels.append(f"{results.get('profile')} protocol")
     labels += [
         f"{key}={value}" for key, value in (results["set"].get("made_with") or {}).items() if key != "task"
@@ -147,7 +141,8 @@ def measured_row(
         comparable = comparable and not official  # officially the others are left out, which flatters
     labels += [f"plugin {name}" for name in results.get("plugins") or {}]
     if results.get("asked_as_released"):
-        labels.append("as released")
+        code = (results.get("settings") or {}).get("release_code")
+        labels.append(f"as released, {code}" if code else "as released")
     if known and not results["set"].get("content"):
         labels.append("written before sets had a content: no place")
         comparable = False
@@ -168,11 +163,8 @@ def _official(one: Evaluation, column: Column) -> Figure | None:
 
 def why_apart(results: Mapping[str, Any], table: Published) -> list[str]:
     """Why rows of a published table cannot be numbered among measured ones; empty if they can."""
-    found, wanted = [], results["set"]
-    counts = {key: n for key, n in table.counts.items() if wanted.get(key) != n}
-    if counts or wanted.get("limit") is not None:
-        has = ", ".join(f"{n:,} {COUNTED.get(key, key)}" for key, n in table.counts.items())
-        found.append(f"the set measured here is not the published one (it has {has})")
+    wanted = results["set"]
+    found = [why] if (why := table.not_this_set(wanted)) else []
     if results.get("profile") not in table.profiles:
         found.append(
             f"the rows here have the {results.get('profile')} protocol, published ones the {table.profiles[0]} protocol"
@@ -180,8 +172,7 @@ def why_apart(results: Mapping[str, Any], table: Published) -> list[str]:
     for key, value in table.made_with.items():
         made = (wanted.get("made_with") or {}).get(key)
         if made != value:
-            how = "rows here are of" if results.get("setting") else "set was imported with"
-            found.append(f"the {how} {key}={made}, published rows are of {key}={value}")
+            found.append(f"the set was imported with {key}={made}, published rows are of {key}={value}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Examples of a board: what every model found for the same queries, side by side."""
+"""Cards of queries with the rankings and rationales of several evaluations, and who wins each."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -9,83 +9,144 @@ import numpy as np
 import pandas as pd
 
 from eval.benchmarks.suite import is_suite
-from eval.pages.boards.rows import Row
-from eval.pages.cards import NUM_SHOWN
-from eval.pages.evaluations import RANK_COLUMN, TOP_COLUMN
-from eval.pages.examples import Gallery, choose_examples
-from eval.scoring.metrics import ANSWER_SCORE
-from eval.sets.retrieval_set import RetrievalSet, load_set, reference_answers
+from eval.pages.evaluations import RANK_COLUMN, TOP_COLUMN, Evaluation
+from eval.pages.examples import (
+    NUM_SHOWN,
+    Gallery,
+    SetView,
+    as_rank,
+    as_text,
+    choose_examples,
+    facets,
+    outcome_of,
+)
+from eval.pages.wording import tag
+from eval.sets.retrieval_set import RetrievalSet, load_set
 from rge.common.errors import UserError
 
 MAX_MEMBERS = 6
 """Members of a suite that examples are drawn from: each has to be read."""
+ALIKE = "all alike"
+_RANKS = [("first", "1"), ("near", f"2–{NUM_SHOWN}"), ("below", f"below {NUM_SHOWN}"), ("none", "not ranked")]
 
 
 def side_by_side(
-    rows: Sequence[Row], metric: str, gallery: Gallery, num: int, set_dir: Path | None, seed: int
+    runs: Mapping[str, Evaluation],
+    gallery: Gallery,
+    num: int,
+    set_dir: Path | None,
+    seed: int,
+    metric: str | None = None,
 ) -> dict[str, Any]:
-    """Cards of queries with the first candidates of every measured row, and what they can be filtered by."""
-    measured = [row for row in rows if row.evaluation is not None]
-    tables = {f"{row.label}, {row.note}": row.evaluation.per_query for row in measured if row.evaluation}
-    frame = next(iter(tables.values())).copy()
-    shared = frame.index
-    for table in tables.values():
-        shared = shared.intersection(table.index)
-    frame = frame.loc[shared]
-    ranks = pd.DataFrame({name: table.loc[shared, RANK_COLUMN] for name, table in tables.items()})
+    """Cards of queries with the first candidates of every run, and what they can be filtered by.
+
+    Args:
+        runs: evaluations of one set, by name.
+        gallery: where pictures go.
+        num: cards.
+        set_dir: where the set is now, if not where results.json says.
+        seed: draws other queries.
+        metric: whose value decides who wins; None: the rank of the first right candidate.
+
+    Raises:
+        UserError: the set is not there, or is another one.
+    """
+    names, first = list(runs), next(iter(runs.values()))
+    frame = first.per_query
+    for one in runs.values():
+        frame = frame.loc[frame.index.intersection(one.per_query.index)]
+    frame = frame.copy()
+    ranks = pd.DataFrame({name: one.per_query.loc[frame.index, RANK_COLUMN] for name, one in runs.items()})
     ranks = ranks.where(ranks >= 1)
-    names = list(ranks)
-    marked = all(ANSWER_SCORE in table for table in tables.values())
-    places = ranks
-    if marked:  # answers: the best mark wins, whatever was found
-        places = pd.DataFrame({name: 1 - table.loc[shared, ANSWER_SCORE] for name, table in tables.items()})
-    frame["winner"] = [who_wins(row, names) for row in places.to_numpy(np.float64)]
+    lower_wins = ranks
+    if metric is not None:
+        lower_wins = -pd.DataFrame(
+            {name: one.per_query.loc[frame.index, metric] for name, one in runs.items()}
+        )
+    frame["winner"] = [who_wins(row, names) for row in lower_wins.to_numpy(np.float64)]
     frame[RANK_COLUMN] = ranks.min(axis=1)
-    results = measured[0].evaluation.results if measured[0].evaluation else {}
-    folder = Path(set_dir or results["set"].get("path") or "")
-    suite = bool(results.get("suite"))
-    if not folder.is_dir() or suite != is_suite(folder):
-        raise UserError(f"retrieval set {folder} is not there; if it was moved, give set=DIR, or examples=0")
-    if suite:
-        members = sorted({str(name) for name in frame["category"]})
-        wanted = sorted(members, key=lambda name: hashlib.sha256(f"{seed}{name}".encode()).hexdigest())[
-            :MAX_MEMBERS
-        ]
-        frame = frame[frame["category"].astype(str).isin(wanted)]
-    chosen = choose_examples(frame, success_rank=1, num=num, strata=["category", "winner"], seed=seed)
-    cards = []
-    if suite:
-        for member in sorted({name.partition("/")[0] for name in chosen}):
-            inner = [name for name in chosen if name.partition("/")[0] == member]
-            expected = results["set"].get("members", {}).get(member)
-            loaded = _load(folder / member, expected)
-            cards += _cards(loaded, inner, f"{member}/", tables, frame, gallery)
-        cards.sort(key=lambda card: chosen.index(card["id"]))
-    else:
-        cards = _cards(_load(folder, results["set"]["fingerprint"]), chosen, "", tables, frame, gallery)
-    winners = [
+    counts = frame["winner"].value_counts()
+    winners = [name for name in (*names, ALIKE, "several", "none") if name in counts]
+    columns = [
         name
-        for name in dict.fromkeys([*names, "all alike", "several", "none"])
-        if (frame["winner"] == name).any()
+        for name in (key.removeprefix("by_") for key in first.results if key.startswith("by_"))
+        if name != "category" and name in frame and frame[name].nunique() > 1
     ]
+    drawn = frame if not first.results.get("suite") else _of_some_members(frame, seed)
+    chosen = choose_examples(drawn, success_rank=1, num=num, strata=["category", "winner"], seed=seed)
+    cards = _cards(chosen, runs, drawn, columns, gallery, first, set_dir)
+    shown = sorted({card["data"]["category"] for card in cards})
     return {
         "cards": cards,
-        "categories": sorted({card["category"] for card in cards}),
-        "winners": [(name, int((frame["winner"] == name).sum())) for name in winners],
+        "runs": names,
+        "filters": [
+            {"name": "category", "label": "Category", "values": [(one, tag("", one)) for one in shown]},
+            {"name": "winner", "label": "Who wins", "values": [(name, name) for name in winners]},
+            {"name": "rank", "label": "Best rank", "values": _RANKS},
+            *facets(drawn, columns),
+        ],
+        "winners": [(name, int(counts[name])) for name in winners],
         "num_queries": len(frame),
-        "num_runs": len(names),
-        "marked": marked,
     }
 
 
-def who_wins(ranks: np.ndarray, names: Sequence[str]) -> str:
-    """Whose first right candidate stands highest, or whose answer is marked best (1 - mark); NaN is none."""
-    if np.isnan(ranks).all():
+def who_wins(values: np.ndarray, names: Sequence[str]) -> str:
+    """Whose value is lowest, such as the rank of the first right candidate; NaN is none."""
+    if np.isnan(values).all():
         return "none"
-    best = np.flatnonzero(ranks == np.nanmin(ranks))
+    best = np.flatnonzero(values == np.nanmin(values))
     if len(best) == 1 and len(names) > 1:
         return names[int(best[0])]
-    return "all alike" if len(best) == len(names) else "several"
+    return ALIKE if len(best) == len(names) else "several"
+
+
+def _of_some_members(frame: pd.DataFrame, seed: int) -> pd.DataFrame:
+    members = sorted({str(name) for name in frame["category"]})
+    order = sorted(members, key=lambda name: hashlib.sha256(f"{seed}{name}".encode()).hexdigest())
+    return frame[frame["category"].astype(str).isin(order[:MAX_MEMBERS])]
+
+
+def _cards(
+    chosen: Sequence[str],
+    runs: Mapping[str, Evaluation],
+    frame: pd.DataFrame,
+    columns: Sequence[str],
+    gallery: Gallery,
+    first: Evaluation,
+    set_dir: Path | None,
+) -> list[dict[str, Any]]:
+    tops = {
+        query: [
+            [str(one) for one in run.per_query.at[query, TOP_COLUMN]][:NUM_SHOWN] for run in runs.values()
+        ]
+        for query in chosen
+    }
+    cards = {}
+    for loaded, prefix, queries in _sets_of(chosen, first, set_dir):
+        view = SetView(loaded, {query.removeprefix(prefix): tops[query] for query in queries}, gallery)
+        for query in queries:
+            cards[query] = _card(
+                query, query.removeprefix(prefix), runs, tops[query], frame.loc[query], columns, view
+            )
+    return [cards[query] for query in chosen]
+
+
+def _sets_of(
+    chosen: Sequence[str], first: Evaluation, set_dir: Path | None
+) -> list[tuple[RetrievalSet, str, list[str]]]:
+    """The set of the evaluations, or the members of their suite that queries are of, each with its queries."""
+    told = first.results["set"]
+    folder, suite = Path(set_dir or told.get("path") or ""), bool(first.results.get("suite"))
+    if not folder.is_dir() or suite != is_suite(folder):
+        raise UserError(f"retrieval set {folder} is not there; if it was moved, give set=DIR, or examples=0")
+    if not suite:
+        return [(_load(folder, told["fingerprint"]), "", list(chosen))]
+    members = sorted({query.partition("/")[0] for query in chosen})
+    known = told.get("members", {})
+    return [
+        (_load(folder / one, known.get(one)), f"{one}/", [q for q in chosen if q.partition("/")[0] == one])
+        for one in members
+    ]
 
 
 def _load(path: Path, fingerprint: str | None) -> RetrievalSet:
@@ -95,85 +156,41 @@ def _load(path: Path, fingerprint: str | None) -> RetrievalSet:
     return loaded
 
 
-def _cards(
-    loaded: RetrievalSet, chosen: Sequence[str], prefix: str, tables: Mapping[str, pd.DataFrame],
-    frame: pd.DataFrame, gallery: Gallery,
-) -> list[dict[str, Any]]:  # fmt: skip
-    place = {prefix + query: row for row, query in enumerate(loaded.query_ids)}
-    shown = {
-        (query, name): [str(one) for one in table.at[query, TOP_COLUMN]][:NUM_SHOWN]
-        for query in chosen
-        for name, table in tables.items()
-    }
-    right = {
-        query: {loaded.corpus_ids[row] for row in loaded.positives[place[query]][0].tolist()}
-        for query in chosen
-    }
-    wanted = {query: sorted(right[query])[:2] for query in chosen}
-    needed = {one for names in [*shown.values(), *wanted.values()] for one in names}
-    corpus = {item.id: item for item in loaded.corpus_items() if item.id in needed}
-    references = reference_answers(loaded)
-    if lost := sorted(needed - corpus.keys()):
-        raise UserError(f"candidate {lost[0]!r} of the ranking is not in {loaded.path}")
-
-    def candidate(name: str, query: str) -> dict[str, Any]:
-        item = corpus[name]
-        picture = gallery.add(item.images[0], f"candidate {name!r} of {loaded.path}") if item.images else None
-        return {"id": name, "picture": picture, "text": item.text, "hit": name in right[query]}
-
-    cards = []
-    for query in chosen:
-        item = loaded.queries[place[query]]
-        best = frame.at[query, RANK_COLUMN]
-        lists = []
-        for name, table in tables.items():
-            rank = table.at[query, RANK_COLUMN]
-            rationale = table.at[query, "rationale"] if "rationale" in table else None
-            lists.append(
-                {
-                    "label": name,
-                    "rank": None if pd.isna(rank) or rank < 1 else int(rank),
-                    "results": [candidate(one, query) for one in shown[query, name]],
-                    "rationale": rationale if isinstance(rationale, str) and rationale else None,
-                    "wins": frame.at[query, "winner"] == name,
-                    "marks": _marks(table, query),
-                }
-            )
-        cards.append(
+def _card(
+    query: str,
+    name: str,
+    runs: Mapping[str, Evaluation],
+    tops: Sequence[Sequence[str]],
+    about: pd.Series,
+    columns: Sequence[str],
+    view: SetView,
+) -> dict[str, Any]:
+    shown = view.query(name)
+    best, winner, category = as_rank(about[RANK_COLUMN]), str(about["winner"]), str(about["category"])
+    values = [str(about[column]) for column in columns]
+    return shown | {
+        "data": {
+            "query": query,
+            "category": category,
+            "winner": winner,
+            "rank": "none" if best is None else outcome_of(best),
+            **{f"f{place}": value for place, value in enumerate(values)},
+        },
+        "tags": [
+            tag(column, value)
+            for column, value in zip(("category", *columns), (category, *values), strict=True)
+        ],
+        "wanted": view.wanted(name),
+        "lists": [
             {
-                "id": query,
-                "category": str(frame.at[query, "category"]),
-                "winner": frame.at[query, "winner"],
-                "rank": "none"
-                if pd.isna(best)
-                else "first"
-                if best == 1
-                else "near"
-                if best <= NUM_SHOWN
-                else "below",
-                "pictures": [gallery.add(ref, f"query {query!r} of {loaded.path}") for ref in item.images],
-                "text": item.text,
-                "lists": lists,
-                "wanted": [candidate(one, query) for one in wanted[query]],
-                "num_positives": len(right[query]),
-                "reference": references.get(query.removeprefix(prefix)),
+                "label": label,
+                "rank": as_rank(run.per_query.at[query, RANK_COLUMN]),
+                "rationale": as_text(run.per_query.at[query, "rationale"])
+                if "rationale" in run.per_query
+                else None,
+                "results": view.ranked(name, top, shown["pictures"]),
+                "wins": label == winner,
             }
-        )
-    return cards
-
-
-def _marks(table: pd.DataFrame, query: str) -> list[tuple[str, float | None, str | None]]:
-    """(judge, its mark, its words) of an answer; empty for rankings."""
-    judges = [name.removeprefix("said.") for name in map(str, table) if name.startswith("said.")]
-    row: dict[str, Any] = {str(key): value for key, value in table.loc[query].items()}
-    found = []
-    for judge in judges:
-        mark, words = row.get(f"{ANSWER_SCORE}.{judge}", row[ANSWER_SCORE]), row[f"said.{judge}"]
-        found.append(
-            (
-                judge,
-                None if pd.isna(mark) else float(mark),
-                words if isinstance(words, str) and words else None,
-            )
-        )
-    return found
+            for (label, run), top in zip(runs.items(), tops, strict=True)
+        ],
+    }

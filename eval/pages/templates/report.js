@@ -8,9 +8,25 @@
     const more = section.querySelector(".more");
     let limit = PAGE;
     const shown = form.querySelector("output");
+    const text = new Map(cards.map((card) => [card, card.textContent.toLowerCase()]));
+    const runs = [...form.querySelectorAll(".one-run")];
+    // With two runs chosen, a card shows these two, and the better of them wins it.
+    const face = (card, pair) => {
+      const lists = [...card.querySelectorAll(".duel > li")];
+      for (const list of lists) list.hidden = pair.length === 2 && !pair.includes(list.dataset.run);
+      if (pair.length < 2) return card.dataset.winner;
+      const [a, b] = pair.map((run) => Number(lists.find((list) => list.dataset.run === run).dataset.place) || Infinity);
+      return a === b ? (a === Infinity ? "none" : "all alike") : pair[a < b ? 0 : 1];
+    };
     const show = () => {
-      const wanted = [...form.querySelectorAll("select")].filter((s) => s.value);
-      const fits = cards.filter((card) => wanted.every((s) => card.dataset[s.name] === s.value));
+      const wanted = [...form.querySelectorAll("select:not(.one-run)")].filter((s) => s.value);
+      const words = form.elements.words.value.toLowerCase().split(/\s+/).filter(Boolean);
+      const pair = [...new Set(runs.map((run) => run.value).filter(Boolean))];
+      const fits = cards.filter((card) => {
+        const winner = face(card, pair);
+        return wanted.every((s) => (s.name === "winner" ? winner : card.dataset[s.name]) === s.value)
+          && words.every((word) => text.get(card).includes(word));
+      });
       const visible = new Set(fits.slice(0, limit));
       for (const card of cards) card.hidden = !visible.has(card);
       const rest = fits.length - visible.size;
@@ -20,7 +36,7 @@
         ? `${visible.size} of ${fits.length} shown`
         : "No example here fits all of these.";
     };
-    form.addEventListener("change", () => { limit = PAGE; show(); });
+    for (const kind of ["input", "change"]) form.addEventListener(kind, () => { limit = PAGE; show(); });
     form.addEventListener("submit", (event) => event.preventDefault());
     more.addEventListener("click", () => {
       const next = limit;
@@ -31,6 +47,26 @@
     });
     form.hidden = false;
     show();
+  }
+
+  const dialog = document.createElement("dialog");
+  dialog.className = "enlarged";
+  document.body.append(dialog);
+  dialog.addEventListener("click", () => dialog.close());
+  const enlarge = (picture) => {
+    const large = picture.cloneNode(true);
+    large.removeAttribute("tabindex");
+    const words = document.createElement("p");
+    words.textContent = picture.getAttribute("aria-label");
+    dialog.replaceChildren(large, words);
+    dialog.showModal();
+  };
+  for (const picture of document.querySelectorAll(".card .pic")) {
+    picture.setAttribute("tabindex", "0");
+    picture.addEventListener("click", () => enlarge(picture));
+    picture.addEventListener("keydown", (event) => {
+      if (event.key === "Enter") enlarge(picture);
+    });
   }
 
   for (const form of document.querySelectorAll(".rowfilter")) {
@@ -110,7 +146,7 @@
   }
 
   const SVG = "http://www.w3.org/2000/svg";
-  const text = (value) => {
+  const readable = (value) => {
     const size = Math.abs(value);
     return size >= 100 ? value.toLocaleString("en", { maximumFractionDigits: 0 }) : String(+value.toPrecision(3));
   };
@@ -152,9 +188,9 @@
         const i = nearest(one.x, at);
         dots[index].setAttribute("cx", left + ((one.x[i] - x0) / (x1 - x0)) * width);
         dots[index].setAttribute("cy", top + ((y1 - one.y[i]) / (y1 - y0)) * height);
-        return `${one.label ? one.label + " " : ""}${text(one.y[i])}${unit}`;
+        return `${one.label ? one.label + " " : ""}${readable(one.y[i])}${unit}`;
       });
-      reading.textContent = `${xLabel} ${text(Math.round(at))}: ${values.join(", ")}`;
+      reading.textContent = `${xLabel} ${readable(Math.round(at))}: ${values.join(", ")}`;
       group.style.display = "";
     };
     const leave = () => { group.style.display = "none"; reading.textContent = atRest; };

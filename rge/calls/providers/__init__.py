@@ -1,7 +1,8 @@
-"""What differs between providers: what they are sent, how their errors read, their batch modes, and vLLM in this process.
+"""What differs between providers: what they are sent, how their errors read, and their batch modes.
 
 ``bodies``      a request as each of them takes it
-``transport``   connections, and how errors fall into the classes of `rge.calls.failures`
+``errors``      what their errors mean, by their documented codes
+``headers``     what their headers say about limits
+``transport``   connections to them
 ``batches``     the batch modes of OpenAI, Anthropic and Gemini
-``engine``      vLLM in this process
 """

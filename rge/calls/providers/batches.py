@@ -7,9 +7,10 @@ whether one whose answer was lost was accepted: OpenAI by the file it was made o
 batches carry no name, only those of their requests, which are seen when they have ended.
 """
 
+# ruff: noqa: D102 - what the methods of a provider do is said by `Provider`
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -18,10 +19,9 @@ from urllib.parse import quote
 import httpx
 
 from rge.calls.failures import EndpointDown, Lost
-from rge.calls.keys import Mask, read_key
+from rge.calls.keys import Mask
 from rge.calls.model_config import ModelConfig
-from rge.calls.providers.bodies import ADDRESSES, headers
-from rge.calls.providers.transport import encoded, fetch
+from rge.calls.providers.transport import connected, encoded, fetch
 
 MOST_CALLS, MOST_BYTES = 50_000, 100_000_000
 """Of one batch: what all three take (OpenAI 50,000 and 200 MB, Anthropic 100,000 and 256 MB, Gemini 2 GB)."""
@@ -33,59 +33,50 @@ CLOCKS_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """How far a batch is.
+    """How far a batch is."""
 
-    Attributes:
-        word: the provider's own, such as ``in_progress``.
-        ended: nothing more will come.
-        queue_full: it was turned away because too much is waiting already.
-        reason: why it failed as a whole; None: it did not.
-        raw: what the provider said, for `Provider.results`.
-    """
-
-    word: str
-    ended: bool
-    raw: dict[str, Any]
-    queue_full: bool = False
-    reason: str | None = None
+    word: str  # the provider's own, such as ``in_progress``
+    ended: bool  # nothing more will come
+    raw: dict[str, Any]  # what the provider said, for `Provider.results`
+    queue_full: bool = False  # it was turned away because too much is waiting already
+    reason: str | None = None  # why it failed as a whole; None: it did not
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One result.
+    """One result."""
 
-    Attributes:
-        id: of the call, as it was sent.
-        body: the answer, as a call would have brought it; None: there is none.
-        status: of HTTP, where the call failed and the provider says one.
-        error: the body of that failure, or why there is no answer.
-    """
-
-    id: str
-    body: bytes | None
-    status: int | None = None
-    error: bytes = b""
+    id: str  # of the call, as it was sent
+    body: bytes | None  # the answer, as a call would have brought it; None: there is none
+    status: int | None = None  # of HTTP, where the call failed and the provider says one
+    error: bytes = b""  # the body of that failure, or why there is no answer
 
 
 class Provider(ABC):
-    """The batches of one endpoint.
+    """The batches of one endpoint, as an asynchronous context manager that is connected to it."""
 
-    Args:
-        model: the endpoint.
-        client: connected to it.
-        mask: takes keys out of messages.
-    """
+    def __init__(self, model: ModelConfig, mask: Mask):
+        self.model, self.mask = model, mask
 
-    def __init__(self, model: ModelConfig, client: httpx.AsyncClient, mask: Mask):
-        self.model, self.client, self.mask = model, client, mask
+    async def __aenter__(self) -> "Provider":
+        # Files may lie elsewhere. Of all keys httpx keeps only OpenAI's from another host.
+        follow = self.model.api == "openai"
+        self.client = connected(self.model, timeout=self.model.timeout_s, follow_redirects=follow)
+        return self
 
-    @abstractmethod
+    async def __aexit__(self, *_: object) -> None:
+        await self.client.aclose()
+
+    LINE: str
+    """A call as it stands in what is sent up; ids are of letters, digits and hyphens."""
+
     def line(self, id: str, body: bytes) -> bytes:
-        """A call as it stands in what is sent up; `id` of letters, digits and hyphens."""
+        """A call of a batch."""
+        return self.LINE.replace("ID", id).encode() + body + b"}"
 
-    @abstractmethod
     async def send_file(self, label: str, lines: Sequence[bytes]) -> str | None:
         """Send requests up, where that is a step of its own; costs nothing. Returns the provider's name of them."""
+        return None
 
     @abstractmethod
     async def create(self, label: str, file: str | None, lines: Sequence[bytes]) -> str:
@@ -95,15 +86,7 @@ class Provider(ABC):
     async def find(
         self, label: str, file: str | None, num_calls: int, began: float, known: set[str]
     ) -> list[str]:
-        """Batches that may be the one whose creation got no answer.
-
-        Args:
-            label: ours.
-            file: of `send_file`.
-            num_calls: that it has.
-            began: not before, in seconds since 1970.
-            known: batches that are others.
-        """
+        """Batches that may be the one whose creation got no answer."""
 
     @abstractmethod
     async def state(self, id: str) -> State:
@@ -120,12 +103,23 @@ class Provider(ABC):
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            raise Lost(
-                f"no JSON object at {url}: {self.mask(response.text[:100])!r}",
-                billed=True,
-                raw=response.content,
-            )
+            said = f"no JSON object at {url}: {self.mask(response.text[:100])!r}"
+            raise Lost(said, billed=True, raw=response.content)
         return found
+
+    async def _listed(
+        self, url: str, size: str, field: str, more: Callable[[dict[str, Any], Any], dict[str, Any] | None]
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Rows of a list that comes in pages; `more` gives the parameters of the next one."""
+        params: dict[str, Any] = {size: 100}
+        while True:
+            page = await self._json("GET", url, params=params)
+            rows = _rows(page, field)
+            for row in rows:
+                yield row
+            if not rows or (further := more(page, rows[-1].get("id"))) is None:
+                return
+            params |= further
 
     async def _lines(self, url: str) -> AsyncIterator[dict[str, Any]]:
         """Objects of a JSON-lines file; what is cut short or is none is left out."""
@@ -142,69 +136,45 @@ class Provider(ABC):
 class OpenAI(Provider):
     """A file of requests, a batch of it, and files of answers and errors."""
 
+    LINE = '{"custom_id": "ID", "method": "POST", "url": "/v1/chat/completions", "body": '
     _DONE = ("completed", "failed", "expired", "cancelled")
 
-    def line(self, id: str, body: bytes) -> bytes:
-        """See `Provider.line`."""
-        head = f'{{"custom_id": "{id}", "method": "POST", "url": "/v1/chat/completions", "body": '
-        return head.encode() + body + b"}"
-
     async def send_file(self, label: str, lines: Sequence[bytes]) -> str:
-        """See `Provider.send_file`."""
         files = {"file": (f"{label}.jsonl", b"\n".join(lines) + b"\n", "application/jsonl")}
         found = await self._json("POST", "/files", files=files, data={"purpose": "batch"}, timeout=SEND_S)
         return _name(found, "id")
 
     async def create(self, label: str, file: str | None, lines: Sequence[bytes]) -> str:
-        """See `Provider.create`."""
-        body = {
-            "input_file_id": file,
-            "endpoint": "/v1/chat/completions",
-            "completion_window": "24h",
-            "metadata": {"label": label},
-        }
-        return _name(await self._json("POST", "/batches", content=encoded(body)), "id")
+        how = {"endpoint": "/v1/chat/completions", "completion_window": "24h", "metadata": {"label": label}}
+        content = encoded({"input_file_id": file, **how})
+        return _name(await self._json("POST", "/batches", content=content), "id")
 
     async def find(
         self, label: str, file: str | None, num_calls: int, began: float, known: set[str]
     ) -> list[str]:
-        """See `Provider.find`."""
-        if file is None:
-            return []
-        params: dict[str, Any] = {"limit": 100}
-        while True:
-            page = await self._json("GET", "/batches", params=params)
-            rows = _rows(page, "data")
-            if found := [row["id"] for row in rows if row.get("input_file_id") == file and "id" in row]:
-                return found
-            if not (page.get("has_more") and rows) or _before(rows[-1].get("created_at"), began):
-                return []
-            params["after"] = rows[-1].get("id")
+        async for row in self._listed("/batches", "limit", "data", _after("after")):
+            if file is not None and row.get("input_file_id") == file and "id" in row:
+                return [row["id"]]
+            if _before(row.get("created_at"), began):
+                break
+        return []
 
     async def state(self, id: str) -> State:
-        """See `Provider.state`."""
         raw = await self._json("GET", f"/batches/{id}")
         word = str(raw.get("status"))
         listed = raw.get("errors")
         errors = _rows(listed, "data") if isinstance(listed, dict) else []
-        said = "; ".join(str(one.get("message")) for one in errors[:3])
+        said = "; ".join(str(one.get("message")) for one in errors[:3]) or "no reason given"
         full = any(one.get("code") == "token_limit_exceeded" for one in errors)
-        return State(
-            word,
-            word in self._DONE,
-            raw,
-            word == "failed" and full,
-            (said or "no reason given") if word == "failed" else None,
-        )
+        failed = word == "failed"
+        return State(word, word in self._DONE, raw, failed and full, said if failed else None)
 
     async def results(self, id: str, state: State) -> AsyncIterator[Line]:
-        """See `Provider.results`."""
         for file in (state.raw.get("output_file_id"), state.raw.get("error_file_id")):
             if not file:
                 continue
             async for found in self._lines(f"/files/{file}/content"):
-                response = found.get("response")
-                response = response if isinstance(response, dict) else {}
+                response = _dict(found.get("response"))
                 status, body = response.get("status_code"), response.get("body")
                 if status == 200 and isinstance(body, dict):
                     yield Line(str(found.get("custom_id")), encoded(body))
@@ -216,63 +186,40 @@ class OpenAI(Provider):
 class Anthropic(Provider):
     """Requests and batch in one step, and one stream of results."""
 
+    LINE = '{"custom_id": "ID", "params": '
     _MAYBE = {"rate_limit_error": 429, "api_error": 500, "overloaded_error": 529}
 
-    def line(self, id: str, body: bytes) -> bytes:
-        """See `Provider.line`."""
-        return f'{{"custom_id": "{id}", "params": '.encode() + body + b"}"
-
-    async def send_file(self, label: str, lines: Sequence[bytes]) -> None:
-        """There is none."""
-        return
-
     async def create(self, label: str, file: str | None, lines: Sequence[bytes]) -> str:
-        """See `Provider.create`."""
         body = b'{"requests": [' + b",".join(lines) + b"]}"
         return _name(await self._json("POST", "/v1/messages/batches", content=body, timeout=SEND_S), "id")
 
     async def find(
         self, label: str, file: str | None, num_calls: int, began: float, known: set[str]
     ) -> list[str]:
-        """See `Provider.find`."""
-        params: dict[str, Any] = {"limit": 100}
         found: list[str] = []
-        while True:
-            page = await self._json("GET", "/v1/messages/batches", params=params)
-            rows = _rows(page, "data")
-            for row in rows:
-                counts = row.get("request_counts")
-                total = sum(counts.values()) if isinstance(counts, dict) else 0
-                if (
-                    total == num_calls
-                    and row.get("id") not in known
-                    and not _before(row.get("created_at"), began)
-                ):
-                    found.append(str(row.get("id")))
-            if not (page.get("has_more") and rows) or _before(rows[-1].get("created_at"), began):
+        async for row in self._listed("/v1/messages/batches", "limit", "data", _after("after_id")):
+            if _before(row.get("created_at"), began):
                 break
-            params["after_id"] = rows[-1].get("id")
+            total = sum(_dict(row.get("request_counts")).values())
+            if total == num_calls and row.get("id") not in known:
+                found.append(str(row.get("id")))
         return found
 
     async def state(self, id: str) -> State:
-        """See `Provider.state`."""
         raw = await self._json("GET", f"/v1/messages/batches/{id}")
         word = str(raw.get("processing_status"))
         return State(word, word == "ended", raw)
 
     async def results(self, id: str, state: State) -> AsyncIterator[Line]:
-        """See `Provider.results`."""
         # Not at the address that it names: a key goes to nobody but the endpoint that was configured.
         async for found in self._lines(f"/v1/messages/batches/{id}/results"):
-            result = found.get("result")
-            result = result if isinstance(result, dict) else {}
+            result = _dict(found.get("result"))
             name, kind = str(found.get("custom_id")), result.get("type")
             if kind == "succeeded" and isinstance(result.get("message"), dict):
                 yield Line(name, encoded(result["message"]))
             elif kind == "errored":
                 error = result.get("error")
-                inner = error.get("error") if isinstance(error, dict) else None
-                said = inner.get("type") if isinstance(inner, dict) else None
+                said = _dict(_dict(error).get("error")).get("type")
                 yield Line(name, None, self._MAYBE.get(str(said), 400), encoded(error))
             else:
                 yield Line(name, None, None, encoded(kind))
@@ -281,50 +228,36 @@ class Anthropic(Provider):
 class Gemini(Provider):
     """A file of requests by the Files API, a long-running operation, and a file of answers."""
 
+    LINE = '{"key": "ID", "request": '
     _DONE = ("SUCCEEDED", "FAILED", "CANCELLED", "EXPIRED")
-
-    def line(self, id: str, body: bytes) -> bytes:
-        """See `Provider.line`."""
-        return f'{{"key": "{id}", "request": '.encode() + body + b"}"
+    _STATUS = {3: 400, 8: 429, 13: 500, 14: 503}
+    """Of codes of google.rpc: a request that cannot be taken, quota, faults of theirs."""
 
     async def send_file(self, label: str, lines: Sequence[bytes]) -> str:
-        """See `Provider.send_file`."""
         data = b"\n".join(lines) + b"\n"
-        begun = await fetch(
-            self.client,
-            "POST",
-            "/upload/v1beta/files",
-            self.model,
-            self.mask,
-            content=encoded({"file": {"display_name": label}}),
-            headers={
-                "x-goog-upload-protocol": "resumable",
-                "x-goog-upload-command": "start",
-                "x-goog-upload-header-content-length": str(len(data)),
-                "x-goog-upload-header-content-type": "application/jsonl",
-            },
-        )
-        url = begun.headers.get("x-goog-upload-url")
+        about = {
+            "x-goog-upload-protocol": "resumable",
+            "x-goog-upload-command": "start",
+            "x-goog-upload-header-content-length": str(len(data)),
+            "x-goog-upload-header-content-type": "application/jsonl",
+        }
+        content = encoded({"file": {"display_name": label}})
+        url = "/upload/v1beta/files"
+        begun = await fetch(self.client, "POST", url, self.model, self.mask, content=content, headers=about)
+        url = begun.headers.get("x-goog-upload-url", "")
         if not url or httpx.URL(url).host != self.client.base_url.host:
             raise EndpointDown(
-                f"{self.model.name}: requests are to be sent to another host, {self.mask(str(url))}"
+                f"{self.model.name}: requests are to be sent to another host, {self.mask(url)}"
             )
-        found = await self._json(
-            "POST",
-            url,
-            content=data,
-            headers={
-                "content-type": "application/jsonl",
-                "x-goog-upload-offset": "0",
-                "x-goog-upload-command": "upload, finalize",
-            },
-            timeout=SEND_S,
-        )
-        file = found.get("file")
-        return _name(file if isinstance(file, dict) else {}, "name")
+        about = {
+            "content-type": "application/jsonl",
+            "x-goog-upload-offset": "0",
+            "x-goog-upload-command": "upload, finalize",
+        }
+        found = await self._json("POST", url, content=data, headers=about, timeout=SEND_S)
+        return _name(_dict(found.get("file")), "name")
 
     async def create(self, label: str, file: str | None, lines: Sequence[bytes]) -> str:
-        """See `Provider.create`."""
         body = {"batch": {"display_name": label, "input_config": {"file_name": file}}}
         url = f"/v1beta/models/{quote(self.model.name, safe='')}:batchGenerateContent"
         return _name(await self._json("POST", url, content=encoded(body)), "name")
@@ -332,35 +265,25 @@ class Gemini(Provider):
     async def find(
         self, label: str, file: str | None, num_calls: int, began: float, known: set[str]
     ) -> list[str]:
-        """See `Provider.find`."""
-        params: dict[str, Any] = {"pageSize": 100}
-        while True:
-            page = await self._json("GET", "/v1beta/batches", params=params)
-            for row in _rows(page, "operations"):
-                about = row.get("metadata")
-                if isinstance(about, dict) and about.get("displayName") == label and "name" in row:
-                    return [row["name"]]
-            if not page.get("nextPageToken"):
-                return []
-            params["pageToken"] = page["nextPageToken"]
+        def more(page: dict[str, Any], _: Any) -> dict[str, Any] | None:
+            return {"pageToken": page["nextPageToken"]} if page.get("nextPageToken") else None
+
+        async for row in self._listed("/v1beta/batches", "pageSize", "operations", more):
+            if _dict(row.get("metadata")).get("displayName") == label and "name" in row:
+                return [row["name"]]
+        return []
 
     async def state(self, id: str) -> State:
-        """See `Provider.state`."""
         raw = await self._json("GET", f"/v1beta/{id}")
-        about = raw.get("metadata")
         # JOB_STATE_ in the guide, BATCH_STATE_ in the reference.
-        word = str(about.get("state") if isinstance(about, dict) else None).rpartition("STATE_")[2]
-        error = raw.get("error")
+        word = str(_dict(raw.get("metadata")).get("state")).rpartition("STATE_")[2]
         reason = None
         if word == "FAILED":
-            reason = str(error.get("message")) if isinstance(error, dict) else "no reason given"
+            reason = str(_dict(raw.get("error")).get("message") or "no reason given")
         return State(word, word in self._DONE or raw.get("done") is True, raw, reason=reason)
 
     async def results(self, id: str, state: State) -> AsyncIterator[Line]:
-        """See `Provider.results`."""
-        response = state.raw.get("response")
-        response = response if isinstance(response, dict) else {}
-        file = response.get("responsesFile")
+        file = _dict(state.raw.get("response")).get("responsesFile")
         if not file:
             return
         async for found in self._lines(f"/download/v1beta/{file}:download?alt=media"):
@@ -368,46 +291,26 @@ class Gemini(Provider):
             if isinstance(body, dict):
                 yield Line(name, encoded(body))
             else:
-                code = error.get("code") if isinstance(error, dict) else None
-                # Codes of google.rpc: 8 quota, 13 and 14 faults of theirs, 3 a request that cannot be taken.
-                status = {3: 400, 8: 429, 13: 500, 14: 503}.get(code, code) if isinstance(code, int) else None
+                code = _dict(error).get("code")
+                status = self._STATUS.get(code, code) if isinstance(code, int) else None
                 yield Line(name, None, status, encoded({"error": error}))
 
 
 PROVIDERS: dict[str, type[Provider]] = {"openai": OpenAI, "anthropic": Anthropic, "gemini": Gemini}
 
 
-class Connected:
-    """The batches of an endpoint, as an asynchronous context manager.
-
-    Args:
-        model: the endpoint.
-        mask: takes keys out of messages.
-    """
-
-    def __init__(self, model: ModelConfig, mask: Mask):
-        self.model, self.mask = model, mask
-
-    async def __aenter__(self) -> Provider:
-        model = self.model
-        key = read_key(model.name, model.key_env) if model.key_env else None
-        self._client = httpx.AsyncClient(
-            base_url=model.base_url or ADDRESSES[model.api],
-            headers=headers(model.api, key),
-            timeout=model.timeout_s,
-            # Files may lie elsewhere. Of all keys httpx keeps only OpenAI's from another host.
-            follow_redirects=model.api == "openai",
-        )
-        return PROVIDERS[model.api](model, self._client, self.mask)
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._client.aclose()
+def _after(name: str) -> Callable[[dict[str, Any], Any], dict[str, Any] | None]:
+    return lambda page, last: {name: last} if page.get("has_more") else None
 
 
 def _name(found: dict[str, Any], field: str) -> str:
     if not isinstance(found.get(field), str):
         raise Lost(f"an answer without {field}: {str(found)[:200]}", billed=True)
     return found[field]
+
+
+def _dict(found: Any) -> dict[str, Any]:
+    return found if isinstance(found, dict) else {}
 
 
 def _rows(found: dict[str, Any], field: str) -> list[dict[str, Any]]:

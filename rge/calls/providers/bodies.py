@@ -42,13 +42,7 @@ def path(model: ModelConfig) -> str:
 
 
 def body(model: ModelConfig, request: Request, shown: Shown) -> dict[str, Any]:
-    """The JSON of a request.
-
-    Args:
-        model: whom it is for.
-        request: what is asked.
-        shown: its pictures.
-    """
+    """The JSON of a request."""
     made = {"anthropic": _anthropic, "gemini": _gemini}.get(model.api, _openai)(model, request, shown)
     return made | model.extra_body
 
@@ -148,11 +142,7 @@ def _gemini(model: ModelConfig, request: Request, shown: Shown) -> dict[str, Any
 
 
 def json_schema(fields: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    """The JSON schema of an answer.
-
-    Args:
-        fields: see `rge.calls.request.Request`.
-    """
+    """The JSON schema of an answer."""
     properties: dict[str, Any] = {}
     for name, inside in fields:
         if inside is None:

@@ -12,31 +12,21 @@ from typing import Any
 
 import httpx
 
-from rge.calls.failures import BudgetReached, EndpointDown, KeyRejected, Lost, Rejected
+from rge.calls.failures import AccountRejected, EndpointDown, KeyRejected, Lost, NotThere, Rejected
 from rge.calls.keys import Mask, read_key
 from rge.calls.model_config import ModelConfig
-from rge.calls.pace import seconds
 from rge.calls.providers.bodies import ADDRESSES, Shown, body, headers, path
-from rge.calls.replies import ReplyError, parse, policy_refusal
+from rge.calls.providers.errors import KEY_CODES, Meaning, codes, error_of, meaning
+from rge.calls.providers.headers import seconds
+from rge.calls.replies import ReplyError, parse
 from rge.calls.request import Request
 
 POOL = 16
 """Connections that one client keeps: it looks through all of them for every call."""
-TRANSIENT = (408, 409, 425)
 MAYBE_BILLED = (408, 504)
-"""Somebody on the way gave up waiting; the model may have answered."""
+"""A proxy on the way gave up waiting; the model may have answered."""
 SHOWN_CHARACTERS = 300
 """Of a server's words in a message."""
-ABOUT_INPUT = (
-    "image",
-    "picture",
-    "context length",
-    "context_length",
-    "maximum context",
-    "too long",
-    "too large",
-)
-"""Words of an error that is about what is asked in this one call, and not about how all of them are asked."""
 NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
 
 
@@ -49,11 +39,7 @@ class Answer:
 
 
 Send = Callable[[Request, Shown], Awaitable[Answer]]
-"""Sends a request and returns the answer.
-
-Raises:
-    Lost, Rejected, StopCalls: see `rge.calls.failures`.
-"""
+"""Sends a request and returns the answer; raises `Lost`, `Rejected`, `StopCalls` or `PolicyAnswer`."""
 
 
 class Connections:
@@ -70,21 +56,11 @@ class Connections:
         self.clients: list[httpx.AsyncClient] = []
 
     async def __aenter__(self) -> list[Send]:
-        model = self.model
-        key = read_key(model.name, model.key_env) if model.key_env else None
         limits = httpx.Limits(max_connections=POOL, max_keepalive_connections=POOL)
         certificates = httpx.create_ssl_context()
         for _ in range(self.num):
-            self.clients.append(
-                httpx.AsyncClient(
-                    base_url=model.base_url or ADDRESSES[model.api],
-                    headers=headers(model.api, key),
-                    limits=limits,
-                    # An attempt is limited as a whole, by the caller; limits of its parts would end it under another name.
-                    timeout=None,
-                    verify=certificates,
-                )
-            )
+            # An attempt is limited as a whole, by the caller; limits of its parts would end it under another name.
+            self.clients.append(connected(self.model, limits=limits, timeout=None, verify=certificates))
         return [functools.partial(self._send, client) for client in self.clients]
 
     async def __aexit__(self, *_: object) -> None:
@@ -96,7 +72,16 @@ class Connections:
         response = await fetch(
             client, "POST", path(model), model, self.mask, content=encoded(body(model, request, shown))
         )
+        if _is_error(response.content):
+            raise failure(response.status_code, response.content, response.headers, model, self.mask)
         return Answer(response.content, response.headers)
+
+
+def connected(model: ModelConfig, **how: Any) -> httpx.AsyncClient:
+    """A client of an endpoint, with its key."""
+    key = read_key(model.name, model.key_env) if model.key_env else None
+    address = model.base_url or ADDRESSES[model.api]
+    return httpx.AsyncClient(base_url=address, headers=headers(model.api, key), **how)
 
 
 def encoded(value: Any) -> bytes:
@@ -108,14 +93,6 @@ async def fetch(
     client: httpx.AsyncClient, method: str, url: str, model: ModelConfig, mask: Mask, **how: Any
 ) -> httpx.Response:
     """One exchange with a provider.
-
-    Args:
-        client: of the endpoint.
-        method: of HTTP.
-        url: a path after the base address, or an address.
-        model: for messages.
-        mask: takes keys out of them.
-        how: further arguments of `httpx.AsyncClient.request`.
 
     Returns:
         A response without an error's status.
@@ -139,57 +116,69 @@ async def fetch(
 
 
 def failure(status: int, raw: bytes, given: Mapping[str, str], model: ModelConfig, mask: Mask) -> Exception:
-    """What an error's status and body mean.
-
-    Args:
-        status: of HTTP.
-        raw: the body.
-        given: headers.
-        model: for messages.
-        mask: takes keys out of them.
-    """
+    """What an error's status and body mean."""
     shown = mask(" ".join(raw.decode("utf-8", "replace").split()))[:SHOWN_CHARACTERS]
     said, name = f"HTTP {status}: {shown}", model.name
-    try:
-        content = parse(raw)
-    except ReplyError:
-        content = None
-    if 400 <= status < 500 and policy_refusal(content) is not None:
-        return PolicyAnswer(Answer(raw, given))
-    # Gemini says of a wrong key that an argument is invalid.
-    if status in (401, 403) or (status == 400 and "API_KEY_INVALID" in shown):
-        where = model.key_env or "none: key_env is not set"
-        return KeyRejected(f"{name}: the endpoint rejects the key (from {where}); {said}")
-    if status < 400:
+    if 300 <= status < 400:
         # Not followed: the key is for the address that was configured.
         return EndpointDown(
             f"{name}: the address has moved to {mask(str(given.get('location')))}: set base_url"
         )
+    try:
+        content = parse(raw)
+    except ReplyError:
+        content = None
+    what = meaning(status, content)
+    if what is Meaning.POLICY:
+        return PolicyAnswer(Answer(raw, given))
+    if what is Meaning.ACCOUNT:
+        return _account(status, codes(content), said, model)
+    if what is Meaning.OVERLOAD:
+        wait_s = seconds(given.get("retry-after")) or _retry_delay(content)
+        return Lost(said, limited=status == 429, wait_s=wait_s, billed=status in MAYBE_BILLED, raw=raw)
+    return Rejected(said, certain=what is Meaning.REQUEST, raw=raw)
+
+
+def _account(status: int, named: set[str], said: str, model: ModelConfig) -> AccountRejected:
+    name = model.name
+    if named & KEY_CODES or status == 401:
+        where = model.key_env or "none: key_env is not set"
+        return KeyRejected(f"{name}: the endpoint rejects the key (from {where}); {said}")
     if status == 404:
-        return EndpointDown(f"{name}: no such model or address; {said}")
-    if "insufficient_quota" in shown:
-        return BudgetReached(f"{name}: the provider's quota is used up; {said}")
-    wait_s = seconds(given.get("retry-after")) or _retry_delay(content)
-    if status == 429:
-        return Lost(said, limited=True, wait_s=wait_s, raw=raw)
-    if status in TRANSIENT or status >= 500:
-        return Lost(said, wait_s=wait_s, billed=status in MAYBE_BILLED, raw=raw)
-    about_input = any(word in shown.lower() for word in ABOUT_INPUT)
-    return Rejected(said, about_input=about_input, raw=raw)
+        return NotThere(f"{name}: no such model or address; {said}")
+    if status == 403:
+        return KeyRejected(
+            f"{name}: the endpoint rejects the key (from {model.key_env}), or it may not use this model; {said}"
+        )
+    return AccountRejected(
+        f"{name}: the account has no credit or quota left, or may not use this model; {said}. Nothing more is sent; put that "
+        "right with the provider and run the same command again"
+    )
 
 
+def _is_error(raw: bytes) -> bool:
+    """Whether a body with status 200 is an error all the same, as some gateways send it."""
+    try:
+        body = json.loads(raw) if b'"error"' in raw[:200] else None
+    except ValueError:
+        return False
+    return (
+        isinstance(body, dict)
+        and bool(error_of(body))
+        and not {"choices", "content", "candidates"} & body.keys()
+    )
+
+
+@dataclass
 class PolicyAnswer(Exception):
     """A status of failure whose body is an answer: the provider's policy declines."""
 
-    def __init__(self, answer: Answer):
-        super().__init__("declined by the provider's policy")
-        self.answer = answer
+    answer: Answer
 
 
 def _retry_delay(content: Any) -> float | None:
     # Gemini's, which has no header for it.
-    error = content.get("error") if isinstance(content, dict) else None
-    details = error.get("details") if isinstance(error, dict) else None
+    details = error_of(content).get("details")
     for one in details if isinstance(details, list) else ():
         if isinstance(one, dict) and isinstance(one.get("retryDelay"), str):
             return seconds(one["retryDelay"])

@@ -73,16 +73,24 @@ async function ask(rationale) {
   busy(true);
   by("state").textContent = rationale === null ? "is being written" : "as you gave it";
   if (rationale === null) { by("rationale").value = ""; by("whose").hidden = true; }
+  by("changed").hidden = true;
   for (const id of ["hits", "direct"]) by(id).replaceChildren();
   try {
-    const body = {question: by("question").value, picture, rationale};
+    const body = {
+      question: by("question").value, picture, rationale, instruction: by("instruction").value,
+      where: by("where").value || null, hybrid: by("hybrid").checked,
+    };
+    let direct = [];
     for await (const news of lines(await post("api/ask", body, mine.signal))) {
       if (news.error) throw new Error(news.error);
-      if (news.rationale !== undefined) by("rationale").value = news.rationale;
-      if (news.direct) show("direct", news.direct, []);
+      if (news.waiting) by("state").textContent = `waiting: ${news.waiting} ${news.waiting === 1 ? "question" : "questions"} first`;
+      if (news.rationale !== undefined) { by("rationale").value = news.rationale; by("state").textContent = "is being written"; }
+      if (news.direct) show("direct", direct = news.direct, () => null);
       if (news.hits) {
-        if (rationale === null) by("state").textContent = news.forced ? "by the model, cut off at its cap" : "by the model";
-        show("hits", news.hits, [...by("direct").children].map((one) => one.dataset.name));
+        if (rationale === null) by("state").textContent = news.forced ? "by the model, cut off at its limit" : "by the model";
+        else by("state").textContent = "as you gave it";
+        show("hits", news.hits, (hit, place) => moved(hit, place, news.compared));
+        compare(direct, news.hits);
       }
     }
   } catch (error) {
@@ -94,33 +102,75 @@ async function ask(rationale) {
   }
 }
 
-function show(id, hits, others) {
+// Where a hit was without the rationale.
+function moved(hit, place, compared) {
+  if (hit.was === place + 1) return element("span", "same place", "was");
+  if (hit.was && hit.was <= place) return element("span", `\u25bc was #${hit.was}`, "was");
+  return element("span", hit.was ? `\u25b2 was #${hit.was}` : `\u25b2 not in the top ${compared}`, "was up");
+}
+
+// What the rationale changed, in words and on the hits that it lost.
+function compare(direct, hits) {
+  const name = (hit) => hit.source + "\n" + hit.id;
+  const kept = new Set(hits.map(name));
+  [...by("direct").children].forEach((item) => item.classList.toggle("left", !kept.has(item.dataset.name)));
+  if (!hits.length || !direct.length) return;
+  const fresh = hits.filter((hit) => !hit.was || hit.was > direct.length).length;
+  const top = name(hits[0]) === name(direct[0]) ? "The top hit is the same" : `The top hit changed from ${title(direct[0])} to ${title(hits[0])}`;
+  by("changed").textContent = `What the rationale changed: ${fresh} of ${hits.length} hits are new. ${top}.`;
+  by("changed").hidden = false;
+}
+
+function title(hit) {
+  return (hit.text || hit.id).slice(0, 60);
+}
+
+function show(id, hits, note) {
   by(id).replaceChildren(...hits.map((hit, place) => {
     const item = element("li");
     const button = element("button");
     button.type = "button";
+    button.title = "Enlarge";
+    button.onclick = () => enlarge(hit);
     item.dataset.name = hit.source + "\n" + hit.id;
-    if (others.length && !others.includes(item.dataset.name)) button.classList.add("moved");
     if (hit.has_picture) {
       const image = element("img");
       image.src = address({source: hit.source, id: hit.id});
       image.alt = "";
       image.loading = "lazy";
       button.append(image);
-      button.title = "Go on from this picture";
-      button.onclick = () => { choose({source: hit.source, id: hit.id}); scrollTo({top: 0}); ask(null); };
-    } else {
-      button.title = "Ask about this text";
-      button.onclick = () => { by("question").value = hit.text || ""; choose(null); scrollTo({top: 0}); ask(null); };
     }
     const words = element("span", `${place + 1}. ${(hit.text || hit.id).slice(0, 200)} `);
     words.append(element("span", hit.score.toFixed(4), "score"));
     if (hit.gone) words.append(element("span", " no longer where it was indexed", "gone"));
     button.append(words);
+    const where = note(hit, place);
+    if (where) {
+      button.append(where);
+      if (where.classList.contains("up")) button.classList.add("moved");
+    }
     item.append(button);
     return item;
   }));
-  if (!hits.length) by(id).replaceChildren(element("li", "The index is empty."));
+  if (!hits.length) by(id).replaceChildren(element("li", "Nothing found."));
+}
+
+function enlarge(hit) {
+  by("large-picture").hidden = !hit.has_picture;
+  if (hit.has_picture) by("large-picture").src = address({source: hit.source, id: hit.id, large: true});
+  by("large-name").textContent = hit.id;
+  by("large-text").textContent = hit.text || "";
+  const facts = {score: hit.score.toFixed(4), from: hit.folder, ...hit.metadata};
+  by("large-facts").replaceChildren(...Object.entries(facts).filter(([, value]) => value !== null && value !== "")
+    .flatMap(([name, value]) => [element("dt", name), element("dd", typeof value === "object" ? JSON.stringify(value) : String(value))]));
+  by("large-ask").onclick = () => {
+    by("large").close();
+    if (hit.has_picture) choose({source: hit.source, id: hit.id});
+    else { by("question").value = hit.text || ""; choose(null); }
+    scrollTo({top: 0});
+    ask(null);
+  };
+  by("large").showModal();
 }
 
 async function swap() {
@@ -141,7 +191,9 @@ async function swap() {
 async function begin() {
   const about = await (await fetch("api/about")).json();
   by("about").textContent = `${about.checkpoint}, ${about.items} items`;
-  by("instruction").textContent = about.instruction ? `asked as: ${about.instruction}` : "";
+  by("instruction").value = about.instruction || "";
+  by("icons").hidden = !about.knows_icons_only;
+  by("columns").textContent = `a condition on ${about.columns.join(", ")}`;
   const starts = about.examples.length ? about.examples : about.pictures.map((place) => ({picture: place}));
   by("questions").replaceChildren(...[...new Set(about.examples.map((one) => one.question))].map((text) => {
     const option = element("option");
@@ -160,11 +212,14 @@ async function begin() {
     button.onclick = () => { choose(one.picture); if (one.question) by("question").value = one.question; ask(null); };
     return button;
   }));
+  if (about.examples.length) by("strip").firstChild.click();  // one whose first hit is right
 }
 
 by("query").onsubmit = (event) => { event.preventDefault(); ask(null); };
 by("again").onclick = () => ask(by("rationale").value);
 by("swap").onclick = swap;
+by("large-close").onclick = () => by("large").close();
+by("large").onclick = (event) => { if (event.target === by("large")) by("large").close(); };
 by("clear").onclick = () => choose(null);
 by("file").onchange = () => { read(by("file").files[0]); by("file").value = ""; };
 by("drop").ondragover = (event) => { event.preventDefault(); by("drop").classList.add("over"); };

@@ -17,7 +17,7 @@ from eval.benchmarks.registry import protocol_for
 from eval.commands.run import RunOptions, run
 from eval.commands.score import ScoreOptions, score
 from eval.scoring.search import Ranking
-from eval.sets.retrieval_set import load_set, reference_answers
+from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
 
 DOCS = ["biology/aa11_1.txt", "biology/bb22_2_0.txt", "biology/bb22_2_1.txt", "biology/cc33_3.txt"]
@@ -57,7 +57,7 @@ def src(tmp_path_factory):
             },
             {"id": "q2", "query": "how?", "gold_ids": [of(DOCS[0]), of(DOCS[3])], "negative_ids": []},
         ]
-        table(src, "examples", domain, [row | {"gold_answers": ["a"]} for row in asked])
+        table(src, "examples", domain, asked)
         shown = [
             {
                 "image_paths": ["a.png", "b.gif"],
@@ -104,13 +104,6 @@ def test_picture_policies(src, tmp_path, policy, sizes):
     assert [Image.open(io.BytesIO(data)).size for data in wanted.queries[0].images] == sizes
     assert len(wanted.queries[1].images) == 1
     assert wanted.meta["image_policy"] == policy
-
-
-def test_reference_answers_come_along(src, tmp_path):
-    """Where the questions with pictures have none themselves, from the same questions of task 1."""
-    for task in ("1", "2"):
-        wanted = imported(src, tmp_path / task, task=task)
-        assert reference_answers(wanted) == {"q1": "a", "q2": "a"}
 
 
 def test_task_3_drops_what_has_no_answer(src, tmp_path):

@@ -88,6 +88,24 @@ def test_vlm2vec_is_read_at_the_last_token_of_the_bare_text(named, size, mode, t
     np.testing.assert_allclose(embedding, unit(state), atol=2e-6)
 
 
+def test_states_are_read_after_the_final_norm_whatever_hidden_states_hold(named, monkeypatch):
+    """From transformers 4.56 on, the last of ``hidden_states`` is before the norm in some families."""
+    encoder = load_model(named["VLM2Vec-V2.0"], adapter="vlm2vec", as_released=True, device="cpu")
+    item = Item("q", "an egg")
+    found = encoder.encode([item], side="query", mode="direct").embeddings
+    stock = encoder.model.forward
+
+    def before_the_norm(*args, **options):
+        output = stock(*args, **options)
+        if output.hidden_states is not None:
+            output.hidden_states = (*output.hidden_states[:-1], output.hidden_states[-1].flip(-1))
+        return output
+
+    monkeypatch.setattr(encoder.model, "forward", before_the_norm)
+    np.testing.assert_array_equal(encoder.encode([item], side="query", mode="direct").embeddings, found)
+    assert encoder.settings["release_code"] == "TIGER-AI-Lab/VLM2Vec 6e1e1d4"
+
+
 def test_a_text_that_names_a_picture_it_has_not_keeps_the_token(named):
     """Queries of WebQA: the token is embedded like any word."""
     path = named["VLM2Vec-V2.0"]

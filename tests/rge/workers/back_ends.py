@@ -27,7 +27,8 @@ from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel, encode_prompts
 from rge.rl.credit import Reinforcement
 from rge.rollout.generate import generate
-from rge.step import training_step
+from rge.rollout.writer import Rollout
+from rge.step import TrainingStep
 
 LR = 0.2
 STATE_AFTER = 2
@@ -79,22 +80,18 @@ def take_step(accelerator, embedder, model, optimizer, step: dict) -> dict:
             rationales = credit.rationales
 
     def train_on():
-        return training_step(
+        return TrainingStep(
             model,
             embedder,
-            batch,
             step["objective"],
-            rationales=rationales,
-            micro_batch_size=step["micro_batch_size"],
+            step["micro_batch_size"],
             backward=accelerator.backward,
             no_sync=lambda: dist.no_sync(accelerator, model),
-            encoded=encoded,
-            credit=credit,
-        )
+        )(batch, Rollout(rationales, encoded), credit)
 
     report, num_training_messages = messages(train_on)
     norm = dist.optimizer_step(accelerator, model, optimizer, max_grad_norm=step["max_grad_norm"])
-    weights = dist.full_weights(accelerator, model, embedder)
+    weights = dist.full_weights(accelerator, model, embedder) or embedder.model.state_dict()
     return {
         "rationales": [(rationale.ids, rationale.forced, rationale.state_D) for rationale in rationales],
         "messages": (num_messages, num_training_messages),

@@ -25,7 +25,8 @@ from rge.distributed import launch
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel
 from rge.rollout.generate import generate
-from rge.step import training_step
+from rge.rollout.writer import Rollout
+from rge.step import TrainingStep
 
 CLEAR = ("ACCELERATE_", "FSDP_", "PARALLELISM_")
 
@@ -75,14 +76,8 @@ def descend(checkpoint: str, task: dict, back_end: str, dtype: str) -> list[floa
     model, optimizer = dist.prepare(accelerator, embedder, optimizer, max_grad_norm=1.0)
     losses = []
     for step in range(settings["steps"]):
-        report = training_step(
-            model,
-            embedder,
-            settings["batches"][step % len(settings["batches"])],
-            settings["objective"],
-            rationales=None,
-            micro_batch_size=100,
-            backward=accelerator.backward,
+        report = TrainingStep(model, embedder, settings["objective"], 100, backward=accelerator.backward)(
+            settings["batches"][step % len(settings["batches"])]
         )
         dist.optimizer_step(accelerator, model, optimizer, max_grad_norm=1.0)
         losses.append(report["loss"])
@@ -108,16 +103,14 @@ def run(checkpoint: str, task: dict, back_end: str, dtype: str, kind: str, folde
             with dist.whole_model(accelerator, model):
                 written = generate(embedder, task["batches"][rank].queries, max_new_tokens=5, batch_size=3)
             lengths = [len(rationale.ids) for rationale in written]
-        report = training_step(
+        report = TrainingStep(
             model,
             embedder,
-            task["batches"][rank],
             task["objective"],
-            rationales=task["rationales"][rank],
-            micro_batch_size=task["micro_batch_size"],
+            task["micro_batch_size"],
             backward=accelerator.backward,
             no_sync=lambda: dist.no_sync(accelerator, model),
-        )
+        )(task["batches"][rank], Rollout(task["rationales"][rank]))
         dist.optimizer_step(accelerator, model, optimizer, max_grad_norm=0.0)
         losses.append(report["loss"])
     after = trained_weights(accelerator, embedder)

@@ -1,0 +1,42 @@
+"""What stands about each triplet: what the panel decided, unless people who checked it agreed on something else."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from data_prep.rmir import frames
+
+REVIEWED = "reviewed.json"
+"""What ``rge data review apply=`` leaves in a run's folder."""
+
+
+def triplet_name(row: dict[str, Any]) -> str:
+    """Name of a triplet in files of verdicts."""
+    return f"{row['query_id']} -> {row['candidate_id']}"
+
+
+def overruled(out: Path) -> dict[str, str]:
+    """State of each triplet that people gave another one than the panel, by `triplet_name`."""
+    path = out / REVIEWED
+    return json.loads(path.read_text(encoding="utf-8"))["states"] if path.is_file() else {}
+
+
+def decided(out: Path) -> list[dict[str, Any]]:
+    """Rows of the table ``decided``; where people overruled the panel, with the state that they gave.
+
+    Args:
+        out: folder of the run.
+    """
+    states = overruled(out)
+    rows = frames.read_rows(out / "keep" / "decided.parquet", "decided")
+    return [{**row, "state": states.get(triplet_name(row), row["state"])} for row in rows]
+
+
+def candidates_by_query(out: Path, state: str) -> dict[str, list[str]]:
+    """The candidates of each query that are in a state and that no other triplet puts in doubt, in the table's order."""
+    doubted = {row["id"] for row in frames.read_rows(out / "keep" / "doubted.parquet", "pool")}
+    found: dict[str, list[str]] = {}
+    for row in decided(out):
+        if row["state"] == state and row["candidate_id"] not in doubted:
+            found.setdefault(row["query_id"], []).append(row["candidate_id"])
+    return found

@@ -1,0 +1,99 @@
+"""The command line: ``rge data review run=DIR out=PAGE.html``, and ``apply=FILES`` to act on what people said on the page."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from data_prep.rmir.config import load_config
+from data_prep.rmir.decisions import REVIEWED
+from data_prep.rmir.main import SETTINGS, run_stages
+from data_prep.rmir.results import report
+from data_prep.rmir.results.review import ReviewError, agreement_of, draw, page, read_verdicts, settle
+from data_prep.rmir.run import Run
+from rge.common.files import write_json, write_text
+from rge.common.options import parse_options
+
+
+@dataclass
+class ReviewOptions:
+    """Write a page on which a person accepts or rejects a sample of a run's triplets; or act on what people said there."""
+
+    run: Path
+    """Folder of a finished run."""
+    out: Path | None = None
+    """The HTML file to write."""
+    sample: Annotated[int, Field(ge=2)] = 200
+    """Triplets on the page: half accepted by the panel, half rejected, as far as there are."""
+    split: Literal["test", "train", "all"] = "test"
+    """Queries that they are drawn from."""
+    seed: int = 0
+    """Seed of the draw."""
+    side_px: Annotated[int, Field(ge=64)] = 800
+    """Longest side of the pictures on the page, which holds them: 200 triplets of photos are some 40 MB at 800."""
+    apply: tuple[Path, ...] = ()
+    """Files saved by the page, one a person, instead of out=: where these people agree against the panel, an answer is removed
+    from the data set or added to it. What an earlier apply= changed and these files do not say is taken back."""
+    agree: Annotated[int, Field(ge=1)] = 2
+    """People who must have the same verdict on a triplet, and none the opposite one, for apply= to act on it."""
+
+
+def review(words: Sequence[str]) -> None:
+    """Write the page, or act on verdicts.
+
+    Args:
+        words: see `ReviewOptions`.
+
+    Raises:
+        UserError: a word is wrong, or the run is not finished.
+    """
+    options = parse_options(ReviewOptions, words, "rge data review")
+    if (options.out is None) == (not options.apply):
+        raise ReviewError("give out=FILE.html to write a page, or apply=FILES to act on verdicts")
+    if options.out is None:
+        apply(options.run, options.apply, options.agree)
+        return
+    chosen = draw(options.run, options.sample, options.split, options.seed)
+    write_text(options.out, page(options.run, chosen, options.side_px))
+    kept = sum(row["state"] == "kept" for row in chosen)
+    print(
+        f"{options.out}: {len(chosen)} triplets, {kept} accepted and {len(chosen) - kept} rejected by the panel"
+    )
+
+
+def apply(out: Path, files: Sequence[Path], agree: int) -> None:
+    """Write ``reviewed.json``, and pool, sets, audit, report and card anew by it; no model is asked.
+
+    Args:
+        out: folder of a finished run.
+        files: verdicts, one file a person.
+        agree: people who must have the same verdict.
+
+    Raises:
+        UserError: a file cannot be used, too few people, or the run is not finished.
+    """
+    if len(files) < agree:
+        raise ReviewError(
+            f"apply= names {len(files)} people, and agree={agree} of them must have the same verdict"
+        )
+    if not (out / SETTINGS).is_file():
+        raise ReviewError(
+            f"{out / SETTINGS} does not exist: run the command that made {out} once more, which asks nothing"
+        )
+    people = read_verdicts(out, files)
+    found = settle(out, people, agree)
+    run = Run(load_config([f"config={out / SETTINGS}", f"out={out}"]))
+    try:
+        write_json(out / REVIEWED, found)
+        agreement_of(out, people)
+        run_stages(run, ("pool", "split", "audit"))
+        report.write(run)
+    finally:
+        run.close()
+    print(
+        f"{agree} or more of {len(people)} people agreed on {found['settled']} of {found['checked']} triplets: "
+        f"{found['removed']} answers removed, {found['added']} added; {found['open']} stay as the panel decided\n"
+        f"{out / 'dataset'}"
+    )

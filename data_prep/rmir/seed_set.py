@@ -1,0 +1,475 @@
+"""The seed stage: look through the library, cluster it, sample some pictures of each cluster; and extend all that later."""
+
+import hashlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from data_prep.rmir import frames
+from data_prep.rmir.config import ConfigError, EncoderConfig
+from data_prep.rmir.pictures.changes import Changes, LibraryState, compare, files_of, rows_of
+from data_prep.rmir.pictures.cluster import embed_on_ray
+from data_prep.rmir.pictures.download import resolve
+from data_prep.rmir.pictures.encoders import ImageEncoder, TextEncoder, image_encoder, text_encoder
+from data_prep.rmir.pictures.library import (
+    DUPLICATE,
+    NEAR_DUPLICATE,
+    Library,
+    LibraryError,
+    blocks,
+    encodable,
+    fetched,
+    inspect,
+)
+from data_prep.rmir.pictures.near_duplicates import near_duplicates
+from data_prep.rmir.run import Run, reasons
+from rge.common.files import replacing, write_bytes
+from rge.common.schema import ImageRef, safe_id
+
+Rows = list[dict[str, Any]]
+IMAGE_COLUMNS = ("id", "ref", "caption", "sha256", "width", "height", "phash")
+
+
+def seed(run: Run) -> dict[str, Any]:
+    """Inspect and embed the library, cluster it, and sample some pictures of each cluster."""
+    config, folder = run.config, run.path("seed")
+    library = Library(config.library)
+    # Said before everything is embedded; k-means says it of what can be used.
+    listed = sum(1 for _ in islice(library.rows(pictures=False), config.seed.clusters))
+    if listed < config.seed.clusters and not LibraryState.read(folder).extensions:
+        raise ConfigError(
+            f"seed.clusters={config.seed.clusters} needs as many pictures at least; {config.library.path} lists {listed:,}. Give "
+            f"seed.clusters={max(1, listed // 2)}, or more pictures"
+        )
+    encoder = image_encoder(config.image_encoder)
+    tables, parts = look_through(run, library, encoder)
+    table, state = pa.concat_tables(tables), LibraryState.read(folder)
+    del tables
+    unique, bad = usable(table, state, config.library.near_duplicates)
+    listed = len(table) - len(state.gone)
+    if not len(unique):
+        raise ConfigError(
+            f"library.path {config.library.path}: none of {listed} pictures can be used: {reasons(bad)}"
+        )
+    images, kept_ND = _before(run, table, state)
+    new = unique
+    if state.extensions:
+        # What a picture that has gone repeated is one of its own now.
+        freed = _is_in(table["sha256"].take(unique), table["sha256"].take(pa.array(state.gone, pa.int64())))
+        new = unique[(unique >= state.extensions[-1]["start"]) | freed]
+        new = new[~_is_in(table["id"].take(new), pa.array([image["id"] for image in images], pa.string()))]
+    # A picture's vector stands as many rows down as good pictures stand before it.
+    vector_of = np.cumsum(pc.is_null(table["reason"]).to_numpy()) - 1
+    more, vectors_ND = _sampled(run, table, state, new, gather(parts, vector_of[new]), images)
+    images += more
+    for image in images:
+        image["caption"] = state.captions.get(image["id"], image["caption"])
+    keep_pictures(run, library, images)
+    save_vectors(folder / "images.npy", np.concatenate([kept_ND, vectors_ND]) if len(kept_ND) else vectors_ND)
+    captions = [image["caption"] for image in images if image["caption"]]
+    captioner = text_encoder(config.caption_encoder)
+    save_vectors(folder / "captions.npy", embed_captions(captioner, captions))
+    frames.write_rows(folder / "rejected.parquet", "rejected", bad)
+    frames.write_rows(folder / "images.parquet", "images", images)
+    return {
+        "listed": listed,
+        "usable": len(unique),
+        "seed": len(images),
+        "with_caption": len(captions),
+        "rejected": reasons(bad),
+        "encoders": {"images": encoder.name, "captions": captioner.name},
+        **({"extensions": state.extensions} if state.extensions else {}),
+    }
+
+
+def usable(table: pa.Table, state: LibraryState, most_bits: int | None) -> tuple[np.ndarray, Rows]:
+    """Rows of the pictures that are good, in the library, and no repeats; and what was left out, with the reason.
+
+    Args:
+        table: ``inspected``.
+        state: of the library.
+        most_bits: of `library.near_duplicates`.
+    """
+    in_library_N = np.ones(len(table), bool)
+    in_library_N[state.gone] = False
+    good_N = pc.is_null(table["reason"]).to_numpy() & in_library_N
+    bad: Rows = [
+        {"id": row["id"], "reason": row["reason"], "detail": row["ref"]}
+        for row in table.filter(pa.array(in_library_N & ~good_N)).select(["id", "reason", "ref"]).to_pylist()
+    ]
+    good = np.flatnonzero(good_N)
+    repeated = table["sha256"].take(good).to_pandas().duplicated().to_numpy()
+    bad += [
+        {"id": row["id"], "reason": DUPLICATE, "detail": row["ref"]}
+        for row in table.take(good[repeated]).select(["id", "ref"]).to_pylist()
+    ]
+    unique = good[~repeated]
+    if most_bits is not None:
+        some = table.take(unique)
+        repeats = near_duplicates(some["phash"].to_pylist(), most_bits)
+        names = some["id"].to_pylist()
+        bad += [
+            {"id": name, "reason": NEAR_DUPLICATE, "detail": f"repeats {names[of]}"}
+            for name, of in zip(names, repeats, strict=True)
+            if of is not None
+        ]
+        unique = unique[[of is None for of in repeats]]
+    return unique, [{**row, "key": None} for row in bad]
+
+
+def _sampled(
+    run: Run, table: pa.Table, state: LibraryState, new: np.ndarray, vectors_ND: np.ndarray, images: Rows
+) -> tuple[Rows, np.ndarray]:
+    """Some of each cluster of new pictures, and their vectors.
+
+    An extension is sampled as densely as the library was: its clusters are its own, as many in proportion, so that what was
+    sampled before stays as it is.
+
+    Args:
+        run: with the settings.
+        table: ``inspected``.
+        state: of the library.
+        new: rows of the table.
+        vectors_ND: of these pictures.
+        images: seed pictures that stay.
+    """
+    config = run.config.seed
+    if not len(new):
+        return [], vectors_ND
+    num_clusters, first = config.clusters, 0
+    if state.extensions:
+        original = sum(row < state.extensions[0]["start"] for row in usable(table, LibraryState(), None)[0])
+        num_clusters = min(len(new), max(1, round(config.clusters * len(new) / max(1, original))))
+        first = 1 + max((image["cluster"] for image in images), default=-1)
+    cluster_N = first + cluster(vectors_ND, num_clusters, config.iterations, config.seed)
+    chosen = sample_clusters(cluster_N, config.per_cluster, config.seed)
+    rows = table.take(new[chosen]).select(IMAGE_COLUMNS).to_pylist()
+    found = [{**row, "cluster": number} for row, number in zip(rows, cluster_N[chosen].tolist(), strict=True)]
+    if state.extensions:  # in random order, of which `drawn` takes the first
+        order = sorted(range(len(found)), key=lambda place: _hash(found[place]["id"]))
+        return [found[place] for place in order], vectors_ND[chosen][order]
+    return found, vectors_ND[chosen]
+
+
+def _is_in(values: pa.ChunkedArray, others: pa.ChunkedArray | pa.Array) -> np.ndarray:
+    return pc.is_in(values, value_set=others).to_numpy()
+
+
+def _hash(name: str) -> bytes:
+    return hashlib.blake2b(safe_id(name).encode(), digest_size=8).digest()
+
+
+def _before(run: Run, table: pa.Table, state: LibraryState) -> tuple[Rows, np.ndarray]:
+    """Seed pictures of before the last extension that are still in the library, and their vectors."""
+    if not state.extensions:
+        return [], np.empty((0, 0), np.float32)
+    left = table.select(["id", "sha256"]).take(pa.array(state.gone, pa.int64())).to_pylist()
+    gone = {(row["id"], row["sha256"]) for row in left}
+    number = len(state.extensions)
+    images = run.rows("seed", f"images-{number}", "images")
+    stays = [row for row, image in enumerate(images) if (image["id"], image["sha256"]) not in gone]
+    vectors_ND = np.load(run.path("seed", f"images-{number}.npy"), mmap_mode="r")
+    return [images[row] for row in stays], vectors_ND[stays]
+
+
+def drawn(run: Run, most: int | None) -> Rows:
+    """The seed pictures that are asked about: all, or some drawn at random.
+
+    An extended seed set keeps those that were drawn before it was extended, and fills up with new ones.
+
+    Args:
+        run: with the seed set.
+        most: how many; None for all.
+    """
+    images = run.rows("seed", "images")
+    if most is None or most >= len(images):
+        return images
+    extended = run.path("seed", "images-1.parquet").is_file()
+    original = run.rows("seed", "images-1", "images") if extended else images
+    rng = np.random.default_rng(run.config.seed.seed)
+    rows = sorted(rng.choice(len(original), min(most, len(original)), replace=False).tolist())
+    chosen = {(original[row]["id"], original[row]["sha256"]) for row in rows}
+    first, rest = (
+        [image for image in images if ((image["id"], image["sha256"]) in chosen) is is_chosen]
+        for is_chosen in (True, False)
+    )
+    old = {(image["id"], image["sha256"]) for image in original}
+    fresh = [image for image in rest if (image["id"], image["sha256"]) not in old]
+    return [*first, *fresh[: most - len(first)]]
+
+
+def settle_library(run: Run) -> None:
+    """Compare the library with what the seed stage read of it, and settle what changed as ``library.changed`` says.
+
+    Raises:
+        LibraryError: it changed and ``library.changed=stop``; or it cannot be read, and the seed stage is not finished.
+    """
+    folder, config = run.path("seed"), run.config.library
+    parts = _parts(run)
+    if not parts or not run.begun("seed"):
+        return
+    state, done = LibraryState.read(folder), run.done("seed")
+    finished = done is not None and len(done["counts"].get("extensions", ())) == len(state.extensions)
+    if done is not None and not finished:  # killed after an extension was settled
+        run.path("seed", "done.json").unlink()
+    try:
+        library = Library(config)
+    except LibraryError:
+        if not finished:
+            raise
+        return  # the export says so where it needs whom to credit
+    files = files_of(library)
+    if state.files and state.files == files:
+        return
+    table = pa.concat_tables(parts)
+    found = compare(library, table, state)
+    if not finished:  # the rest has yet to be read
+        found.added = []
+    state.files, state.in_order = files, state.in_order and found.in_order
+    state.stamps |= found.stamps
+    if not str(found):
+        state.write(folder)
+        return
+    if config.changed == "stop":
+        raise LibraryError(
+            f"library.path {config.path} has changed since it was read: {found}. library.changed=extend takes new pictures "
+            "in and leaves out those that have gone, and keeps what was made of the others; another out= begins anew"
+        )
+    print(f"library.path {config.path} has changed: {found}", file=sys.stderr, flush=True)
+    _take_over(folder, state, found, table, finished)
+
+
+def _take_over(folder: Path, state: LibraryState, found: Changes, table: pa.Table, finished: bool) -> None:
+    """Keep what changed, and of a finished seed stage what it chose; it is then to be done again."""
+    left = [*found.removed, *found.changed]
+    state.gone = sorted({*state.gone, *rows_of(table, left, state.gone)})
+    state.captions = {
+        name: text for name, text in state.captions.items() if name not in left
+    } | found.captions
+    state.stamps = {name: stamp for name, stamp in state.stamps.items() if name not in left}
+    if finished:
+        number = len(state.extensions) + 1
+        for ending in ("parquet", "npy"):
+            shutil.copyfile(folder / f"images.{ending}", folder / f"images-{number}.{ending}")
+        counts = {"added": len(found.added), "removed": len(found.removed), "changed": len(found.changed)}
+        state.extensions.append({"start": len(table), **counts, "captions": len(found.captions)})
+    state.write(folder)
+    (folder / "done.json").unlink(missing_ok=True)
+
+
+def _parts(run: Run) -> list[pa.Table]:
+    """What was inspected and embedded of the library so far."""
+    found: list[pa.Table] = []
+    while (path := _part(run, len(found))).with_suffix(".npy").is_file() and path.is_file():
+        found.append(frames.read_table(path, "inspected"))
+    return found
+
+
+def _part(run: Run, number: int) -> Path:
+    return run.path("seed", "inspected") / f"part-{number:05d}.parquet"
+
+
+def look_through(
+    run: Run, library: Library, encoder: ImageEncoder
+) -> tuple[list[pa.Table], list[np.ndarray]]:
+    """Inspect and embed the library a block at a time; while one is embedded the next is fetched and decoded.
+
+    Args:
+        run: keeps each block as a part; those that are there are not done again.
+        library: read once.
+        encoder: of pictures.
+
+    Returns:
+        Of each part the table ``inspected``, and the vectors of its good pictures, mapped from the disk: the parts and the
+        whole are not in memory together.
+
+    Raises:
+        LibraryError: the library cannot be read, or an id occurs twice.
+    """
+    config, state = run.config, LibraryState.read(run.path("seed"))
+    gone = set(state.gone)
+    tables: list[pa.Table] = []
+    vectors: list[np.ndarray] = []
+    seen: set[bytes] = set()
+
+    def finish(number: int) -> None:
+        table = frames.read_table(_part(run, number), "inspected")
+        start = sum(map(len, tables))
+        for row, name in enumerate(table["id"].to_pylist(), start):
+            if row not in gone:
+                if _hash(name) in seen:
+                    raise LibraryError(
+                        f"library.path {config.library.path}: the id {name!r} occurs twice (white space counts as %20; "
+                        "library.id_column; null numbers the rows)"
+                    )
+                seen.add(_hash(name))
+        tables.append(table)
+        if table["reason"].null_count:
+            vectors.append(np.load(_part(run, number).with_suffix(".npy"), mmap_mode="r"))
+
+    def prepare(number: int) -> list[ImageRef] | None:
+        """Read a block and write its table; the pictures to embed, or None at the end."""
+        if (rows := next(todo, None)) is None:
+            return None
+        there, failed = resolve(rows, run.out / "downloads", config.download, progress=run.progress)
+        found = inspect(there, config.library, config.runner)
+        reason = [
+            failed.get(row["id"]) or why for row, why in zip(rows, found["reason"].to_pylist(), strict=True)
+        ]
+        place = found.schema.get_field_index("reason")
+        found = found.set_column(place, found.schema.field(place), pa.array(reason, pa.string()))
+        frames.write_table(_part(run, number), found)
+        return [row["data"] or row["ref"] for row, why in zip(there, reason, strict=True) if why is None]
+
+    for number in range(len(_parts(run))):
+        finish(number)
+    if not tables:
+        LibraryState(files=files_of(library)).write(run.path("seed"))
+    # Two blocks at once, each as it was read, as a table and as the engine's copy.
+    most_bytes = max(1, int(config.library.memory_mb * 2**20 / 6))
+    left = _unread(library, state, sum(map(len, tables)), frozenset(seen))
+    todo = blocks(fetched(left), config.library.shard_size, most_bytes)
+    with ThreadPoolExecutor(1) as beside:
+        waiting = beside.submit(prepare, len(tables))
+        while (refs := waiting.result()) is not None:
+            number = len(tables)
+            waiting = beside.submit(prepare, number + 1)
+            save_vectors(
+                _part(run, number).with_suffix(".npy"),
+                embed_pictures(encoder, config.image_encoder, refs, config.runner),
+            )
+            finish(number)
+    return tables, vectors
+
+
+def _unread(library: Library, state: LibraryState, count: int, known: frozenset[bytes]) -> Iterator[dict]:
+    """Rows of a library that were not read yet: those after the first ones, or those of other names where it changed."""
+    if state.in_order and not state.gone and not state.extensions:
+        return library.rows(count)
+    return (row for row in library.rows() if _hash(encodable(row)["id"]) not in known)
+
+
+def keep_pictures(run: Run, library: Library, images: Rows) -> None:
+    """Copy the pictures of the seed set that are no files of their own, so that each can be opened by itself.
+
+    Args:
+        run: has them under ``seed/pictures``, named by their content.
+        library: read once more.
+        images: of the seed set; those whose ``ref`` is None get one.
+
+    Raises:
+        LibraryError: the library has changed in the meantime.
+    """
+    missing = {image["id"]: image for image in images if image["ref"] is None}
+
+    def path(image: dict[str, Any]) -> Path:
+        return run.path("seed", "pictures") / image["sha256"][:2] / image["sha256"]
+
+    wanted = {name for name, image in missing.items() if not path(image).is_file()}
+    if wanted:
+        for row in fetched(row for row in library.rows() if row["id"] in wanted):
+            image = missing[row["id"]]
+            if row["data"] is None or hashlib.sha256(row["data"]).hexdigest() != image["sha256"]:
+                break
+            write_bytes(path(image), row["data"], sync=False)
+            wanted.remove(row["id"])
+        os.sync()
+    if wanted:
+        raise LibraryError(
+            f"library.path {run.config.library.path}: picture {min(wanted)!r} has changed since it was inspected; delete "
+            f"{run.path('seed')} and run the same command again"
+        )
+    for image in missing.values():
+        image["ref"] = str(path(image))
+
+
+def embed_pictures(
+    encoder: ImageEncoder, config: EncoderConfig, refs: list[ImageRef], runner: str
+) -> np.ndarray:
+    """(number of pictures, D) float32; on a Ray cluster every worker loads the encoder itself.
+
+    Args:
+        encoder: loaded here; used by the native runner.
+        config: of the same encoder.
+        refs: of the pictures.
+        runner: of Daft.
+    """
+    if not refs:
+        return np.empty((0, 0), np.float32)
+    if runner == "native":
+        return encoder.pictures(refs)
+    return embed_on_ray(config, refs)
+
+
+def gather(parts: list[np.ndarray], rows: np.ndarray) -> np.ndarray:
+    """Rows of the parts' concatenation, without making it: at the paper's size it is 9.3 GB.
+
+    Args:
+        parts: (N_i, D), may be mapped from files.
+        rows: ascending.
+
+    Returns:
+        (len(rows), D), of the type of the first part.
+    """
+    starts = np.cumsum([0, *map(len, parts)])
+    found = np.empty((len(rows), parts[0].shape[1]), parts[0].dtype)
+    for part, start, end in zip(parts, starts[:-1], starts[1:], strict=True):
+        first, last = np.searchsorted(rows, [start, end])
+        found[first:last] = part[rows[first:last] - start]
+    return found
+
+
+def embed_captions(encoder: TextEncoder, captions: list[str]) -> np.ndarray:
+    """(number of captions, D) float32; no captions give no rows."""
+    return encoder.texts(captions, query=False) if captions else np.empty((0, 1), np.float32)
+
+
+def cluster(vectors_ND: np.ndarray, num_clusters: int, iterations: int, seed: int) -> np.ndarray:
+    """Cluster of each row, by faiss' k-means.
+
+    Raises:
+        ConfigError: more clusters than rows.
+    """
+    import faiss
+
+    num, width = vectors_ND.shape
+    if num_clusters > num:
+        raise ConfigError(f"seed.clusters={num_clusters} needs as many pictures at least; {num} can be used")
+    means = faiss.Kmeans(
+        width,
+        num_clusters,
+        niter=iterations,
+        seed=seed,
+        min_points_per_centroid=1,
+        max_points_per_centroid=256,
+    )
+    means.train(vectors_ND)
+    found = [
+        means.index.search(vectors_ND[start : start + 65536], 1)[1][:, 0] for start in range(0, num, 65536)
+    ]
+    return np.concatenate(found)
+
+
+def sample_clusters(cluster_N: np.ndarray, per_cluster: int, seed: int) -> list[int]:
+    """Rows of at most `per_cluster` members of each cluster, drawn at random; ascending."""
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(cluster_N))
+    order = order[np.argsort(cluster_N[order], kind="stable")]
+    sorted_N = cluster_N[order]
+    starts = np.searchsorted(sorted_N, sorted_N, side="left")
+    return sorted(order[np.arange(len(order)) - starts < per_cluster].tolist())
+
+
+def save_vectors(path: Path, vectors: np.ndarray) -> None:
+    """Write vectors, whole or not at all."""
+    with replacing(path) as waiting, waiting.open("wb") as out:
+        np.save(out, vectors)

@@ -1,0 +1,142 @@
+"""The pictures of a folder, and which of them a name in a table means."""
+
+import difflib
+import hashlib
+import re
+import unicodedata
+from collections import defaultdict
+from pathlib import Path
+
+from eval.benchmarks.release_files import PICTURES, ReleaseError
+from rge.common.commands import progress_bar
+from rge.common.images import ImageError, load_image
+from rge.common.schema import safe_id
+
+OTHERS = (".heic", ".heif", ".avif", ".raw", ".cr2", ".nef", ".arw", ".dng", ".psd", ".svg", ".pdf", ".jp2")
+"""Endings of pictures that may not open here: those that do not are named, unlike other files beside the pictures."""
+SEPARATORS = re.compile(r"([;,|\n])")
+ESCAPE = re.compile(r"%(?=[0-9A-Fa-f]{2})")
+"""A percent sign that would read as an escaped blank: ``a b.png`` and ``a%20b.png`` are two pictures."""
+
+
+class Pool:
+    """The pictures of a folder, each once however many names it has.
+
+    Args:
+        root: the folder.
+        exclude: a folder in it that is passed over.
+
+    Attributes:
+        files: candidate id -> picture, in the order of their paths.
+        unreadable: the same of files that cannot be opened -> why.
+        notes: what was left out or joined, in words.
+
+    Raises:
+        UserError: there is no picture.
+    """
+
+    def __init__(self, root: Path, *, exclude: Path):
+        self.root, self.files, self.unreadable = root, dict[str, Path](), dict[str, str]()
+        self._steps: list[dict[str, set[str]]] = [defaultdict(set) for _ in range(6)]
+        self._copies = 0
+        id_of: dict[bytes, str] = {}
+        paths = [path for path in sorted(root.rglob("*")) if self._is_picture(path, exclude.resolve())]
+        for path in progress_bar(paths, desc="pictures", unit="picture", delay=2):
+            self._add(path, id_of)
+        if not self.files:
+            raise ReleaseError(
+                f"no picture below {root} can be opened; endings that are read: {', '.join(PICTURES)}"
+            )
+
+    def _is_picture(self, path: Path, out: Path) -> bool:
+        hidden = any(part.startswith(".") for part in path.relative_to(self.root).parts)
+        known = path.suffix.lower() in (*PICTURES, *OTHERS)
+        return known and not hidden and path.is_file() and out not in path.resolve().parents
+
+    def _add(self, path: Path, id_of: dict[bytes, str]) -> None:
+        inside = path.relative_to(self.root).as_posix()
+        data = path.read_bytes()
+        content = hashlib.sha256(data).digest()
+        self._copies += content in id_of
+        name = id_of.setdefault(content, safe_id(ESCAPE.sub("%25", inside)))
+        if name not in self.files and name not in self.unreadable:
+            try:
+                load_image(data)
+                self.files[name] = path.resolve()
+            except ImageError as error:  # the message names bytes, not the file
+                self.unreadable[name] = str(error).removeprefix(f"picture <{len(data)} bytes> ")
+        exact = (inside, path.name, path.stem)
+        for step, key in zip(self._steps, (*exact, *map(_normal, exact)), strict=True):
+            step[key].add(name)
+
+    @property
+    def notes(self) -> list[str]:
+        """What was left out or joined, in words."""
+        found = []
+        if self._copies:
+            found.append(
+                f"copies of other pictures, byte for byte, which are in the pool once: {self._copies}"
+            )
+        if self.unreadable:
+            found.append(
+                f"pictures that cannot be opened and are not in the pool: {', '.join(self.unreadable)}"
+            )
+        return found
+
+    def find(self, name: str) -> set[str]:
+        """Ids of the pictures that a path, file name or stem may mean, by the first rule under which there are any.
+
+        As it is written: a path, a file name, a name without ending. Then the same without regard to case, to how
+        accents are composed, and to kinds of blanks.
+        """
+        name = name.replace("\\", "/").removeprefix("./")
+        parts = name.split("/")
+        if self.root.name in parts[:-1]:  # C:\Users\me\photos\key.jpg, or photos/key.jpg
+            name = "/".join(parts[len(parts) - parts[::-1].index(self.root.name) :])
+        for step, key in zip(self._steps, [name] * 3 + [_normal(name)] * 3, strict=True):
+            if key in step:
+                return step[key]
+        return set()
+
+    def names(self, cell: str) -> list[str]:
+        """A cell's names: separated by ; , | or line breaks, each of which may also be part of a file's name.
+
+        Raises:
+            ReleaseError: the cell is one file's name, and the names of several others.
+        """
+        parts = SEPARATORS.split(cell.strip())
+        found, start = [], 0
+        while start < len(parts):
+            stops = range(len(parts), start, -2)
+            stop = next((s for s in stops if self.find("".join(parts[start:s]).strip())), start + 1)
+            name = "".join(parts[start:stop]).strip()
+            if stop > start + 1 and all(self.find(part.strip()) for part in parts[start:stop:2]):
+                raise ReleaseError(
+                    f"{name!r} is the name of a file, and a list of other files: rename one of them"
+                )
+            found.append(name)
+            start = stop + 1
+        return [name for name in found if name]
+
+    def resolve(self, name: str) -> str:
+        """The one picture that a name means.
+
+        Raises:
+            ReleaseError: none, several, or one that cannot be opened.
+        """
+        found = sorted(self.find(name))
+        if len(found) > 1:
+            raise ReleaseError(f"{name!r} could be {' or '.join(map(repr, found[:3]))}: write the path")
+        if found and found[0] in self.unreadable:
+            raise ReleaseError(f"picture {name!r} cannot be opened: {self.unreadable[found[0]]}")
+        if found:
+            return found[0]
+        known = {_normal(shown): shown for shown in (*self._steps[1], *self._steps[0])}
+        near = difflib.get_close_matches(_normal(name), known, n=1)
+        raise ReleaseError(
+            f"picture {name!r} is not in the folder" + (f"; did you mean {known[near[0]]!r}?" if near else "")
+        )
+
+
+def _normal(name: str) -> str:
+    return " ".join(unicodedata.normalize("NFKC", name).casefold().split())

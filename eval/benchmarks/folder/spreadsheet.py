@@ -1,0 +1,198 @@
+"""Read a table of queries: a workbook, CSV or TSV with its cells as a spreadsheet names them, JSON lines, JSON or Parquet.
+
+A spreadsheet leaves traces that mean nothing and are passed over: a byte order mark, UTF-16, semicolons between columns,
+``sep=;`` on the first line, empty rows and columns, blanks around headings, whole numbers written as 7.0. What may mean
+something is never guessed: it becomes a problem with the address of its cell.
+"""
+
+import csv
+import datetime
+import io
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from openpyxl import load_workbook
+from openpyxl.utils import get_column_letter
+from openpyxl.utils.exceptions import InvalidFileException
+
+from eval.benchmarks.release_files import ReleaseError, iter_rows
+
+WORKBOOKS = (".xlsx", ".xlsm")
+SHEETS = (*WORKBOOKS, ".csv", ".tsv")
+"""Endings of tables whose cells have addresses."""
+ENDINGS = (*SHEETS, ".jsonl", ".json", ".parquet")
+SPACES = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff\u200e\u200f"))
+"""Invisible characters that come along when text is pasted."""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A cell without a usable value, and why."""
+
+    why: str
+
+
+@dataclass
+class Table:
+    """Rows under their headings.
+
+    Attributes:
+        path: of the file.
+        names: headings, in order.
+        rows: (row number, heading -> value) without empty rows. A value is text, a list, a date, or `Broken`.
+        letters: heading -> column letter; empty for a file without cells.
+        problems: what is wrong with the table itself.
+        notes: what a reader of its figures has to know.
+    """
+
+    path: Path
+    names: list[str] = field(default_factory=list)
+    rows: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    letters: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def address(self, number: int, name: str) -> str:
+        """What people call a cell: ``C5``, or ``row 5, right``."""
+        return f"{self.letters[name]}{number}" if name in self.letters else f"row {number}, {name}"
+
+
+def read_table(path: Path, sheet: str | None = None) -> Table:
+    """Read a table.
+
+    Args:
+        path: the file.
+        sheet: of a workbook; None: the only one that holds anything.
+
+    Raises:
+        UserError: the file cannot be read as a table, or the sheet is not clear.
+    """
+    ending = path.suffix.lower()
+    if not path.is_file():
+        raise ReleaseError(f"table {path} does not exist")
+    if ending not in ENDINGS:
+        raise ReleaseError(f"table {path} must end in {', '.join(ENDINGS)}: save it as .xlsx")
+    if sheet is not None and ending not in WORKBOOKS:
+        raise ReleaseError(f"sheet={sheet} is for workbooks, and {path} is none")
+    table = Table(path)
+    if ending in WORKBOOKS:
+        _read_grid(table, _workbook(table, sheet), "")
+    elif ending in SHEETS:
+        delimiter, lines = _csv(path)
+        hint = f"; a cell that contains {delimiter!r} needs quotes around it"
+        _read_grid(table, enumerate(lines, 1), hint)
+    else:
+        rows = [row for row in iter_rows(path) if any(value not in (None, "", []) for value in row.values())]
+        table.names = list(dict.fromkeys(name for row in rows for name in row))
+        table.rows = [
+            (n, {key: _plain(value) for key, value in row.items()}) for n, row in enumerate(rows, 1)
+        ]
+    if not table.rows and not table.problems:
+        raise ReleaseError(f"{path} has no rows")
+    return table
+
+
+def _read_grid(table: Table, grid: Iterator[tuple[int, Sequence[Any]]], hint: str) -> None:
+    """Headings from the first row that is not empty, and the rows below it."""
+    lines = [(n, [_plain(value) for value in cells]) for n, cells in grid]
+    lines = [(n, cells) for n, cells in lines if any(cell != "" for cell in cells)]
+    if not lines:
+        return
+    (head, names), *rows = lines
+    column_of: dict[str, int] = {}
+    for column in range(max(len(cells) for _, cells in lines)):
+        name = names[column] if column < len(names) else ""
+        name = " ".join(name.split()) if isinstance(name, str) else str(name)
+        letter = get_column_letter(column + 1)
+        first = next((n for n, cells in rows if column < len(cells) and cells[column] != ""), None)
+        if not name and first is not None:
+            table.problems.append(f"{letter}{first}: column {letter} has no heading in {letter}{head}{hint}")
+        elif name in column_of:
+            other = get_column_letter(column_of[name] + 1)
+            table.problems.append(f"{letter}{head}: {name!r} is already the heading of column {other}")
+        elif name:
+            column_of[name] = column
+            table.letters[name] = letter
+    table.names = list(column_of)
+    for n, cells in rows:
+        table.rows.append((n, {key: cells[i] if i < len(cells) else "" for key, i in column_of.items()}))
+
+
+def _plain(value: Any) -> Any:
+    """Text without invisible characters; whole numbers without a point."""
+    if isinstance(value, str):
+        return value.translate(SPACES).strip()
+    if value is None:
+        return ""
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, datetime.datetime) and value.time() == datetime.time():
+        return value.date()
+    if isinstance(value, Broken | datetime.date | datetime.time):
+        return value
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def _csv(path: Path) -> tuple[str, list[list[str]]]:
+    data = path.read_bytes()
+    try:
+        text = data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ReleaseError(
+            f"{path} is not UTF-8 ({error.reason} at byte {error.start}): save it as .xlsx, or as CSV UTF-8"
+        ) from None
+    head, _, rest = text.partition("\n")
+    if told := head.strip().lower().startswith("sep="):
+        text = rest
+    delimiter = head.strip()[4:5] if told else max("\t,;", key=text.lstrip().partition("\n")[0].count)
+    try:
+        return delimiter, list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter or ","))
+    except csv.Error as error:
+        raise ReleaseError(f"{path} cannot be read as a table: {error}") from None
+
+
+def _workbook(table: Table, wanted: str | None) -> Iterator[tuple[int, Sequence[Any]]]:
+    path = table.path
+    try:
+        values, formulas = (load_workbook(path, data_only=only) for only in (True, False))
+    except (InvalidFileException, zipfile.BadZipFile, KeyError, ValueError, OSError) as error:
+        raise ReleaseError(
+            f"{path} cannot be read as a workbook ({error}): is it protected by a password, or another format under this "
+            "name? Save it as .xlsx"
+        ) from None
+    filled = [
+        sheet.title for sheet in values.worksheets if sheet.max_row > 1 or sheet["A1"].value is not None
+    ]
+    if wanted is not None and wanted not in values.sheetnames:
+        raise ReleaseError(f"{path} has no sheet {wanted!r}; there are {', '.join(values.sheetnames)}")
+    if wanted is None and len(filled) != 1:
+        raise ReleaseError(
+            f"{path} has {len(filled)} sheets with cells ({', '.join(filled)}): give sheet=NAME"
+        )
+    title = wanted or filled[0]
+    shown, typed = values[title], formulas[title]
+    covers = {  # a cell merged with those below it stands for all of them
+        (row, block.min_col): (block.min_row, block.min_col)
+        for block in typed.merged_cells.ranges
+        for row in range(block.min_row + 1, block.max_row + 1)
+    }
+    hidden = sum(dimension.hidden for dimension in typed.row_dimensions.values())
+    if hidden:
+        table.notes.append(f"hidden rows of {path.name}, which are read like the others: {hidden}")
+    for number in range(1, shown.max_row + 1):
+        row = [covers.get((number, column), (number, column)) for column in range(1, shown.max_column + 1)]
+        if any(
+            cell.value is not None for cell in typed[number]
+        ):  # in a merged block a row may still be empty
+            yield number, [_cell(shown.cell(*place), typed.cell(*place)) for place in row]
+
+
+def _cell(shown: Any, typed: Any) -> Any:
+    if shown.data_type == "e":
+        return Broken(f"the formula gives {shown.value}")
+    if typed.data_type == "f" and shown.value is None:
+        return Broken("the formula was never calculated: open the file in a spreadsheet and save it")
+    return shown.value

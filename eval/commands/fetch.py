@@ -1,0 +1,275 @@
+"""Download the release of a benchmark from the Hugging Face hub, and check that it is all there.
+
+    rge eval fetch mmeb|mmeb2|rmir|mmbright|pinpoint out=DIR [revision=COMMIT] [part=visdoc] [repo=OWNER/NAME]
+
+Every file is of one commit a repository, which ``fetch.json`` names. A download that was interrupted goes on with the same
+command, at the same commit. Archives of pictures are unpacked. What was fetched is counted and held against the counts that
+the boards and the leaderboard export demand (`eval.benchmarks.published_tables`): less is an error, or with partial=true a
+mark in ``fetch.json``.
+"""
+
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from eval.benchmarks.mmeb2.importer import DOCUMENTS
+from eval.benchmarks.pinpoint.importer import INDEX, TABLE
+from eval.benchmarks.published_tables import COUNTED, published
+from eval.benchmarks.release_files import files_of_split, iter_rows
+from rge.common.errors import UserError
+from rge.common.files import read_json, write_json
+from rge.common.mmeb_prompts import SETS
+from rge.common.options import one_of
+
+FETCHED = "fetch.json"
+_LONG_DOCUMENTS = {
+    "ViDoSeek-doc": "ViDoSeek",
+    "ViDoSeek-page": "ViDoSeek-page-fixed",
+    "MMLongBench-doc": "MMLongBench-doc",
+    "MMLongBench-page": "MMLongBench-page-fixed",
+}
+
+
+@dataclass
+class FetchOptions:
+    """Download the release of a benchmark from the Hugging Face hub, and check its counts."""
+
+    benchmark: str
+    """mmeb, mmeb2, rmir, mmbright or pinpoint; `rge eval fetch mmeb` says the same."""
+    out: Path
+    """Folder for the release; `rge eval import` takes it as src=."""
+    part: str = "image"
+    """mmeb2: image or visdoc."""
+    repo: str | None = None
+    """Another repository of the same layout; null: the published one."""
+    revision: str | None = None
+    """Commit, tag or branch; null: what an earlier call fetched, else the newest. Of releases in one repository."""
+    partial: bool = False
+    """Accept fewer queries or candidates than were published; fetch.json is marked, and boards give no place."""
+    workers: int = 4
+    """Files that are downloaded at once."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """Where a release is, and how it is counted.
+
+    Attributes:
+        repos: repository on the hub -> folder below ``out``, and patterns of its files (none: all).
+        count: of what was fetched, by key of the published table; None where only the import can count it.
+        unpack: archive -> folder that it is unpacked into, both below ``out``.
+    """
+
+    repos: Mapping[str, tuple[str, Sequence[str]]]
+    count: Callable[[Path], dict[str, dict[str, int]]] | None
+    unpack: Mapping[str, str]
+
+
+def fetch(options: FetchOptions) -> Path:
+    """Download, unpack and count; returns ``out``.
+
+    Raises:
+        UserError: the hub cannot be asked, ``out`` holds another commit, or the release is incomplete.
+    """
+    release = _release(options)
+    options.out.mkdir(parents=True, exist_ok=True)
+    part = f" part={options.part}" if options.benchmark == "mmeb2" else ""
+    about: dict[str, Any] = read_json(options.out / FETCHED) or {"commits": {}, "unpacked": {}}
+    if about.setdefault("benchmark", options.benchmark + part) != options.benchmark + part:
+        raise UserError(f"{options.out} holds {about['benchmark']}: give another out=")
+    for repo, (folder, patterns) in release.repos.items():
+        commit = _commit(repo, options.revision or about["commits"].get(repo) or "main")
+        if (known := about["commits"].setdefault(repo, commit)) != commit:
+            raise UserError(
+                f"{options.out} holds {repo} at {known[:12]}, not at {commit[:12]}: give another out=, or leave out revision="
+            )
+        write_json(options.out / FETCHED, about)
+        _download(repo, commit, options.out / folder, patterns, options.workers)
+    for archive, folder in release.unpack.items():
+        path = options.out / archive
+        if path.is_file() and about["unpacked"].get(archive) != path.stat().st_size:
+            _unpack(path, options.out / folder)
+            about["unpacked"][archive] = path.stat().st_size
+            write_json(options.out / FETCHED, about)
+    found = None if release.count is None else release.count(options.out)
+    lacking = _lacking(found or {})
+    about |= {"counts": found, "partial": lacking}
+    write_json(options.out / FETCHED, about)
+    if lacking and not options.partial:
+        raise UserError(
+            f"{options.out} is not the whole release: {'; '.join(lacking)}. Run the same command again, or give partial=true to "
+            "go on with what there is"
+        )
+    for words in lacking:
+        print(f"WARNING: partial: {words}", file=sys.stderr)
+    said = "the import counts it" if found is None else "; ".join(_said(one) for one in found.values())
+    print(f"{options.out}: {said}\nrge eval import {options.benchmark} src={options.out}{part} out=DIR")
+    return options.out
+
+
+def _release(options: FetchOptions) -> Release:
+    one_of("part", [options.part], ("image", "visdoc"))
+    documents = {_repo_of(name): (name, ()) for name in DOCUMENTS}
+    pictures = {"image-tasks/mmeb_v1.tar.gz": "image-tasks"}
+    releases = {
+        "mmeb": Release({"TIGER-Lab/MMEB-eval": ("", ())}, _count_mmeb, {"images.zip": "images"}),
+        "mmeb2": Release(
+            {"ziyjiang/MMEB_Test_Instruct": ("", ()), "TIGER-Lab/MMEB-V2": ("", tuple(pictures))},
+            _count_mmeb,
+            pictures,
+        )
+        if options.part == "image"
+        else Release(documents, _count_documents, {}),
+        "rmir": Release({"amazon-science/rmir": ("", ())}, None, {}),
+        "mmbright": Release({"mm-bright/MM-BRIGHT": ("", ())}, _count_mmbright, {}),
+        "pinpoint": Release({}, _count_pinpoint, {}),
+    }
+    one_of("benchmark", [options.benchmark], tuple(releases))
+    found = releases[options.benchmark]
+    if options.repo is not None:
+        if len(found.repos) > 1:
+            raise UserError(
+                f"repo= is for a release in one repository; {options.benchmark} is in {len(found.repos)}"
+            )
+        found = Release({options.repo: ("", ())}, found.count, found.unpack)
+    if not found.repos:
+        raise UserError(
+            "PinPoint is published at github.com/pinterest/pinpoint-dataset and not on the hub: clone it there; repo=OWNER/NAME "
+            "fetches a copy on the hub"
+        )
+    if options.revision is not None and len(found.repos) > 1:
+        raise UserError(
+            f"revision= is for a release in one repository; {options.benchmark} is in {len(found.repos)}"
+        )
+    return found
+
+
+def _repo_of(name: str) -> str:
+    """Where a set of visual documents is, as the released evaluation (6e1e1d4) has it."""
+    if name in _LONG_DOCUMENTS:
+        return f"VLM2Vec/{_LONG_DOCUMENTS[name]}"
+    family, _, rest = name.partition("_")
+    if family == "VisRAG":
+        return f"openbmb/VisRAG-Ret-Test-{rest}"
+    if DOCUMENTS[name][0] == "ViDoRe-V2":
+        return f"vidore/{rest.removesuffix('_multilingual')}"
+    sampled = "subsampled_" if rest in ("arxivqa", "docvqa", "infovqa", "tabfquad") else ""
+    return f"vidore/{rest}_test_{sampled}beir"
+
+
+def _commit(repo: str, revision: str) -> str:
+    from huggingface_hub import HfApi
+
+    with _asking(repo):
+        return str(HfApi().dataset_info(repo, revision=revision).sha)
+
+
+def _download(repo: str, commit: str, folder: Path, patterns: Sequence[str], workers: int) -> None:
+    from huggingface_hub import snapshot_download
+
+    with _asking(repo):
+        snapshot_download(
+            repo,
+            repo_type="dataset",
+            revision=commit,
+            local_dir=folder,
+            allow_patterns=list(patterns) or None,
+            max_workers=workers,
+        )
+
+
+@contextmanager
+def _asking(repo: str) -> Iterator[None]:
+    """Turn what goes wrong with the hub into one message."""
+    from httpx import HTTPError
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        yield
+    except (OSError, HTTPError, HFValidationError) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"{repo} could not be fetched from the hub: {said}. Files already here are kept; run the same command again"
+        ) from None
+
+
+def _unpack(archive: Path, folder: Path) -> None:
+    """All files below ``folder``; nothing lands outside of it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        if archive.suffix == ".zip":
+            with zipfile.ZipFile(archive) as file:
+                file.extractall(folder)
+        else:
+            with tarfile.open(archive) as file:
+                file.extractall(folder, filter="data")
+    except (OSError, zipfile.BadZipFile, tarfile.TarError) as error:
+        raise UserError(f"{archive} cannot be unpacked into {folder}: {error}") from None
+
+
+def _count_mmeb(src: Path) -> dict[str, dict[str, int]]:
+    rows = {name: _rows_of(src / name) for name in SETS if (src / name).is_dir()}
+    return {"mmeb": {"num_members": sum(num > 0 for num in rows.values()), "num_queries": sum(rows.values())}}
+
+
+def _rows_of(folder: Path) -> int:
+    return sum(_num_rows(path) for path in files_of_split(folder, "test"))
+
+
+def _count_documents(src: Path) -> dict[str, dict[str, int]]:
+    """The counts of these sets were not published together: every set has to be there."""
+    there = [name for name in DOCUMENTS if any((src / name).rglob("*.parquet"))]
+    return {"visdoc": {"num_members": len(there)}}
+
+
+def _count_mmbright(src: Path) -> dict[str, dict[str, int]]:
+    found = {}
+    for key, config in (("mmbright1", "examples"), ("mmbright2", "examples_multimodal")):
+        files = sorted((src / config).glob("*.parquet"))
+        domains = {path.stem.partition("-0")[0] for path in files}
+        found[key] = {"num_members": len(domains), "num_queries": sum(map(_num_rows, files))}
+    return found
+
+
+def _count_pinpoint(src: Path) -> dict[str, dict[str, int]]:
+    table, index = src / TABLE, src / INDEX
+    ids = (
+        {line.strip() for line in index.read_text("utf-8").splitlines()} - {""} if index.is_file() else set()
+    )
+    return {
+        "pinpoint": {"num_queries": _num_rows(table) if table.is_file() else 0, "num_candidates": len(ids)}
+    }
+
+
+def _num_rows(path: Path) -> int:
+    try:
+        return (
+            pq.ParquetFile(path).metadata.num_rows
+            if path.suffix == ".parquet"
+            else sum(1 for _ in iter_rows(path))
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}; delete it and run the same command again") from None
+
+
+def _lacking(found: Mapping[str, Mapping[str, int]]) -> list[str]:
+    wanted = {key: table.counts for key, table in published().items()} | {
+        "visdoc": {"num_members": len(DOCUMENTS)}
+    }
+    return [
+        f"{counts[key]:,} of {wanted[name][key]:,} {COUNTED[key]}" + (f" of {name}" if len(found) > 1 else "")
+        for name, counts in found.items()
+        for key in counts
+        if counts[key] < wanted[name].get(key, 0)
+    ]
+
+
+def _said(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{number:,} {COUNTED[key]}" for key, number in counts.items())

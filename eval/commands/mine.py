@@ -1,0 +1,62 @@
+"""From a folder of photos and a spreadsheet to a page, in one command.
+
+    rge eval mine PHOTOS TABLE.xlsx [checkpoint=DIR] [out=DIR]
+
+Imports the two (`eval.benchmarks.folder.importer`), looks the set over (`eval.commands.check`) and evaluates
+(`eval.commands.run`). Given again, it imports the table again and embeds only what is new.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from eval.benchmarks.folder.importer import FolderOptions, TableOptions, import_folder
+from eval.commands.check import CheckOptions, check
+from eval.commands.run import RunOptions, run
+from eval.embedding.fill_cache import Embeds
+
+
+@dataclass(kw_only=True)
+class MineOptions(TableOptions):
+    """Make a set of your photos and a table of queries, evaluate a checkpoint on it, and write a page: `mine PHOTOS TABLE`."""
+
+    src: Path
+    """Folder with the pictures, at any depth; the first word."""
+    out: Path | None = None
+    """Folder for the set, the figures and the page; null: the name of src with _eval, beside it."""
+    checkpoint: Path | None = None
+    """Checkpoint directory; null: demo, the small one that comes with the package, which knows drawings only."""
+    model: str | None = None
+    """Any other embedder instead, as in `run`."""
+    query_mode: tuple[str, ...] = ("reasoning", "direct")
+    """reasoning and/or direct: whether a query writes a rationale before it is embedded."""
+    metrics: tuple[str, ...] = ()
+    """Further metrics, such as recall@100 or ndcg@5."""
+    device: str | None = None
+    """Such as cuda:0; null: a GPU if there is one."""
+    overwrite: bool = False
+    """Replace figures of another version of the table, or of another model."""
+
+
+def mine(options: MineOptions, load: Callable[..., Embeds] | None = None) -> Path:
+    """Import, check, evaluate, and return the page.
+
+    Raises:
+        UserError: something in the folder or the table is wrong; all of it is listed before anything is embedded.
+    """
+    source = options.src.resolve()
+    out = options.out or source.with_name(f"{source.name}_eval")
+    table = {
+        item.name: getattr(options, item.name) for item in fields(TableOptions) if item.name != "plugins"
+    }
+    wanted = import_folder(FolderOptions(src=options.src, out=out / "set", overwrite=True, **table))
+    check(CheckOptions(set=wanted.path))
+    checkpoint = Path("demo") if options.model is None and options.checkpoint is None else options.checkpoint
+    asked = RunOptions(
+        set=wanted.path, out=out, checkpoint=checkpoint, model=options.model, query_mode=options.query_mode,
+        metrics=options.metrics, device=options.device, overwrite=options.overwrite,
+    )  # fmt: skip
+    if len(asked.query_mode) == 1:  # `run` writes a single condition to out itself, which holds the set
+        asked = replace(asked, out=out / asked.query_mode[0], cache=out / ".cache")
+    run(asked, load)
+    return asked.out / "report.html"

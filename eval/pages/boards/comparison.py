@@ -1,0 +1,138 @@
+"""One row against another: by how much it leads in each slice, and which queries either wins, as pictures."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from eval.benchmarks.suite import mean_of, member_bootstraps
+from eval.pages.boards.rows import name_of, note_of
+from eval.pages.boards.side_by_side import side_by_side
+from eval.pages.evaluations import Evaluation, read_evaluation
+from eval.pages.examples import Gallery
+from eval.pages.single_file import write_page
+from eval.pages.wording import Scale
+from eval.scoring.metrics import metric_words
+from rge.stats.intervals import NUM_RESAMPLES, OF_DIFFERENCES, cluster_bootstrap, figures, index_of
+
+MAX_OTHERS = 4
+"""Rows of a board that its best one is held against."""
+MAX_SLICES = 12
+"""Values of a column that are slices on a board; of more, `compare` says the differences."""
+
+
+def write_comparison(
+    a: Path,
+    b: Path,
+    out: Path,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    differs: Mapping[str, Sequence[Any]],
+    warnings: Sequence[str],
+    num_examples: int,
+    set_dir: Path | None = None,
+    seed: int = 0,
+) -> Path:
+    """Write the page of a comparison; the same input gives the same bytes.
+
+    Args:
+        a: evaluation directory.
+        b: evaluation directory of the same set.
+        out: the HTML file.
+        rows: tests, see `eval.commands.compare.Row`; the first metric decides who wins a query.
+        differs: what else differs, from a to b.
+        warnings: what a reader has to know first.
+        num_examples: queries shown with pictures; with 0 the set is not needed.
+        set_dir: where the set is now, if not where results.json says.
+        seed: draws other queries.
+
+    Raises:
+        UserError: the set is not there, or a picture is missing.
+    """
+    sides = {"A": read_evaluation(a), "B": read_evaluation(b)}
+    labels = [f"{name_of(one)}, {note_of(one)}" for one in sides.values()]
+    if labels[0] == labels[1]:
+        labels = [
+            f"{label} ({one.directory.parent.name}/{one.directory.name})"
+            for label, one in zip(labels, sides.values(), strict=True)
+        ]
+    gallery, main = Gallery(), rows[0]["metric"]
+    metrics = []
+    for name in dict.fromkeys(row["metric"] for row in rows):
+        own = [row for row in rows if row["metric"] == name]
+        metrics.append({"name": name, "words": metric_words(name), "rows": own, "scale": _scale(own)})
+    content = dict(
+        title="A against B",
+        a=labels[0],
+        b=labels[1],
+        set=sides["A"].results["set"],
+        profile=sides["A"].results.get("profile"),
+        warnings=warnings,
+        metrics=metrics,
+        examples=side_by_side(sides, gallery, num_examples, set_dir, seed, main) if num_examples else None,
+        differs=differs,
+        pictures=gallery.pictures,
+        sizes=gallery.sizes,
+    )
+    return write_page(out, "compare.html.j2", ["report.css", "leaderboard.css"], content)
+
+
+def against(runs: Mapping[str, Evaluation], metric: str, seed: int) -> list[dict[str, Any]]:
+    """The first run against each of the next few: paired differences over all queries and in every slice.
+
+    Args:
+        runs: evaluations of one set by name, the best first.
+        metric: what is compared; none of those that lack it are.
+        seed: of the resampling.
+    """
+    known = [(name, one) for name, one in runs.items() if metric in one.per_query]
+    if len(known) < 2:
+        return []
+    (best, first), *others = known
+    found = []
+    for name, other in others[:MAX_OTHERS]:
+        rows = _paired(first, other, metric, seed)
+        found.append({"a": best, "b": name, "rows": rows, "scale": _scale(rows)})
+    return found
+
+
+def _paired(a: Evaluation, b: Evaluation, metric: str, seed: int) -> list[dict[str, Any]]:
+    frame = a.per_query.loc[a.per_query.index.intersection(b.per_query.index)]
+    frame = frame.assign(a=frame[metric], b=b.per_query.loc[frame.index, metric])
+    frame = frame.assign(difference=frame["a"] - frame["b"]).dropna(subset=["difference"])
+    suite = bool(a.results.get("suite"))
+    slices = [("all members" if suite else "all queries", frame)]
+    for column in (key.removeprefix("by_") for key in a.results if key.startswith("by_")):
+        if column in frame and 1 < frame[column].nunique() <= MAX_SLICES:
+            slices += [(f"{column} {value}", part) for value, part in frame.groupby(column, sort=True)]
+    rows = []
+    for label, part in slices:
+        mean_a, mean_b, difference = (_mean(part, name, suite, seed) for name in ("a", "b", "difference"))
+        rows.append(
+            {
+                "slice": label,
+                "num_queries": len(part),
+                "a": mean_a["value"],
+                "b": mean_b["value"],
+                "difference": difference["value"],
+                "low": difference["low"],
+                "high": difference["high"],
+            }
+        )
+    return rows
+
+
+def _mean(frame: pd.DataFrame, column: str, suite: bool, seed: int) -> dict[str, Any]:
+    """A mean over queries, or over the members of a suite; only a difference has an interval."""
+    num = NUM_RESAMPLES if column == "difference" else 1
+    if suite:
+        found = mean_of(list(member_bootstraps(frame, [column], seed=seed, num_resamples=num).values()))
+    else:
+        group_Q = index_of(frame["group"].tolist())
+        found = cluster_bootstrap(frame[[column]].to_numpy("float64"), group_Q, seed=seed, num_resamples=num)
+    return figures(found, OF_DIFFERENCES)[0]
+
+
+def _scale(rows: Sequence[Mapping[str, Any]]) -> Scale:
+    return Scale.around([row[key] for row in rows for key in ("difference", "low", "high")])

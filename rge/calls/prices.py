@@ -1,0 +1,63 @@
+"""What models cost, by name, and the question before the first paid call."""
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from rge.calls.model_config import ModelConfig
+from rge.common.errors import UserError
+from rge.common.options import build, read_yaml
+
+TABLE = Path(__file__).with_name("prices.yaml")
+
+
+@dataclasses.dataclass(frozen=True)
+class Prices:
+    """A row of the table; see the keys of the same names in `ModelConfig`."""
+
+    input_price: float
+    output_price: float
+    cached_price: float | None = None
+    cache_write_price: float | None = None
+    batch_price: float | None = None
+
+
+def priced(models: Mapping[str, ModelConfig], table: Path | None = None) -> dict[str, ModelConfig]:
+    """The models with prices of the table, where their settings give none.
+
+    Args:
+        models: by any name; the table goes by `ModelConfig.name`.
+        table: None: the shipped one, for the providers' own addresses only: what else serves a model has its own prices.
+
+    Raises:
+        UserError: the table cannot be read.
+    """
+    path = table or TABLE
+    rows = read_yaml(path)
+    found = dict(models)
+    for label, model in models.items():
+        if model.name not in rows or not model.unpriced() or (table is None and model.base_url is not None):
+            continue
+        row = build(Prices, [(f"{path}: {model.name}: ", rows[model.name])])
+        given = {key: value for key, value in dataclasses.asdict(row).items() if value is not None}
+        found[label] = dataclasses.replace(model, **given)
+    return found
+
+
+def confirm(estimate: str, *, yes: bool) -> None:
+    """Say what is about to be paid, beside the output, and ask on a terminal.
+
+    Args:
+        estimate: to say.
+        yes: do not ask.
+
+    Raises:
+        UserError: the answer is no.
+    """
+    sys.stderr.write(f"{estimate}\n")
+    if yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return
+    sys.stderr.write("Go on? [y/N] ")
+    if input().strip().lower() not in ("y", "yes"):
+        raise UserError("stopped before anything was asked; yes=true goes on without the question")

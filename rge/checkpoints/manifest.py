@@ -1,0 +1,104 @@
+"""What a folder on disk must hold: ``done.json`` lists its files with sizes and checksums, and is written last."""
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+DONE = "done.json"
+
+
+def write_manifest(
+    folder: Path, meta: dict[str, Any], *, files: Iterable[Path] | None = None, checksums: bool = True
+) -> None:
+    """Flush a folder to the disk, read it back, and write its ``done.json``.
+
+    Args:
+        folder: complete but for its manifest.
+        meta: further entries of ``done.json``.
+        files: listed in it; None: all there are.
+        checksums: also read the files' contents; without, only sizes are kept.
+    """
+    every = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in every:
+        flush(path)
+    listed = {
+        path.relative_to(folder).as_posix(): {
+            "bytes": path.stat().st_size,
+            "crc32": checksum(path) if checksums else None,
+        }
+        for path in (every if files is None else sorted(files))
+    }
+    (folder / DONE).write_text(json.dumps({**meta, "files": listed}))
+    flush(folder / DONE)
+    flush(folder)
+
+
+def read_done(folder: Path) -> dict[str, Any] | None:
+    """Content of a folder's ``done.json``, or None where it cannot be read."""
+    try:
+        return json.loads((folder / DONE).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def damage(folder: Path, *, contents: bool = True) -> str | None:
+    """What is wrong with a folder that has a ``done.json``, or None: files that are missing, cut short or changed.
+
+    Args:
+        folder: a state or a checkpoint.
+        contents: read the files and compare checksums; without, only sizes.
+    """
+    try:
+        files = json.loads((folder / DONE).read_text())["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{DONE} cannot be read ({type(error).__name__})"
+    for name, expected in files.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if (size := file.stat().st_size) != expected["bytes"]:
+            return f"{name} has {size} bytes, {expected['bytes']} were written"
+        if contents and expected["crc32"] is not None and checksum(file) != expected["crc32"]:
+            return f"{name} has another checksum than was written"
+    return None
+
+
+def discard(folder: Path) -> None:
+    """Delete a state or checkpoint, if it is there.
+
+    It is renamed first: a kill in the middle of deleting must not leave half of it under its name.
+    """
+    if folder.exists():
+        gone = folder.with_name(f"tmp_{folder.name}_old")
+        shutil.rmtree(gone, ignore_errors=True)
+        folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def flush(path: Path, *, evict: bool = False) -> None:
+    """Wait until a file's content, or a folder's list of names, is on the disk.
+
+    Args:
+        path: of the file or folder.
+        evict: also drop it from the page cache, so that it is read from the disk next.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        if evict:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file."""
+    total = 0
+    with path.open("rb") as content:
+        while block := content.read(1 << 22):
+            total = zlib.crc32(block, total)
+    return total

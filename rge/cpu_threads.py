@@ -1,0 +1,51 @@
+"""The CPU thread policy of every command and of `rge.embedder.Embedder`.
+
+Threads that wait for each other sleep instead of spinning. By default GNU OpenMP spins, which is fastest on an idle machine and
+ruinous on a busy one: whoever spins keeps the core from the thread that all are waiting for, and a query took 36 times as long.
+And there are no more threads than the container's CPU quota, which torch does not look at. Neither changes how many threads
+training has, nor any result. Whatever the user has set in the environment is left alone.
+"""
+
+import math
+import os
+import sys
+import warnings
+from pathlib import Path
+
+_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def sleep_while_waiting() -> None:
+    """Set the policy that OpenMP reads when torch is loaded; without effect where it is loaded already."""
+    if "torch" not in sys.modules and not any(name in os.environ for name in _WAITING):
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
+def limit_threads() -> None:
+    """Let torch use no more threads than the container may use CPUs; warn where they spin on busy cores."""
+    import torch
+
+    if not any(name in os.environ for name in _WAITING) and os.getloadavg()[0] > (os.cpu_count() or 1):
+        warnings.warn(
+            "the cores are busy, and torch's threads spin while they wait, since torch was imported before rge: embedding may "
+            "take many times as long. Import rge first, or set OMP_WAIT_POLICY=PASSIVE",
+            stacklevel=2,
+        )
+    quota = cpu_quota()
+    if (
+        quota is not None
+        and quota < torch.get_num_threads()
+        and not any(name in os.environ for name in _COUNTS)
+    ):
+        torch.set_num_threads(quota)
+
+
+def cpu_quota() -> int | None:
+    """CPUs of the container's quota (cgroup v2), rounded up; None where there is none."""
+    try:
+        share, period = _QUOTA.read_text().split()
+        return None if share == "max" else max(1, math.ceil(int(share) / int(period)))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,264 @@
+"""Every record laid out as training will, from the headers of its pictures and the length of its texts alone.
+
+Wording, tokens, what is cut and what is refused come from the code that makes prompts (`rge.model.prompts`); nothing is
+decoded. On all cores where there are many records.
+"""
+
+import inspect
+import json
+import multiprocessing
+import os
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+
+from rge.common.commands import progress_bar
+from rge.common.images import picture_size
+from rge.common.prompt_profiles import EMB_TOKEN
+from rge.common.schema import ImageRef, Item, Record
+from rge.config import Recipe
+from rge.data.collate import query_item, target_item
+from rge.data.sources import Records
+from rge.data.verdicts import Verdicts
+from rge.model import families, prompts
+from rge.model.prompts import Measured, PromptBuilder
+
+FEW = 2000
+"""Records that are laid out sooner than processes would be started."""
+
+LONGEST = 10
+"""Records that are named."""
+
+COLUMNS = (
+    "query",
+    "query_pictures",
+    "candidate",
+    "candidate_pictures",
+    "pictures",
+    "rationale",
+    "cut",
+    "prompts",
+    "negatives",
+)
+"""Of a record: tokens of its query and its longest candidate, and of their pictures; most pictures of a prompt; tokens of its
+longest rationale, `<emb>` included; how many of its prompts are cut, and how many it has; its labelled negatives."""
+
+
+@dataclass
+class Layout:
+    """What a source's records come to.
+
+    Attributes:
+        sizes_NK: int64, a row a record that can be trained on; see `COLUMNS`.
+        numbers_N: theirs within the source.
+        faults: record number -> why it cannot be trained on.
+    """
+
+    sizes_NK: np.ndarray
+    numbers_N: np.ndarray
+    faults: dict[int, str] = field(default_factory=dict)
+
+    def column(self, name: str) -> np.ndarray:
+        """One of `COLUMNS`."""
+        return self.sizes_NK[:, COLUMNS.index(name)]
+
+
+def prompt_builder(processor: Any, recipe: Recipe) -> PromptBuilder:
+    """What makes a recipe's prompts."""
+    data = recipe.data
+    return PromptBuilder(
+        processor,
+        data.profile,
+        data.max_prompt_tokens,
+        EMB_TOKEN,
+        max_rationale_tokens=recipe.max_rationale_tokens,
+    )
+
+
+def lay_out(file: Records, builder: PromptBuilder, *, need_oracle: bool, need_candidates: bool) -> Layout:
+    """Lay out every record of a source whose length is known.
+
+    Args:
+        file: the source.
+        builder: makes the prompts.
+        need_oracle: whether rationales are read.
+        need_candidates: whether targets are.
+    """
+    _Shared.set(file, builder, need_oracle, need_candidates)
+    rows, numbers = array("q"), array("q")
+    faults: dict[int, str] = {}
+    few = len(file) <= FEW
+    with progress_bar(total=len(file), desc="lengths", unit="record", disable=few) as bar:
+        for number, found in enumerate(_mapped(_sizes, range(len(file)), few)):
+            bar.update(1)
+            if isinstance(found, str):
+                faults[number] = found
+            else:
+                rows.extend(found)
+                numbers.append(number)
+    return Layout(_table(np.array(rows, dtype=np.int64)), np.array(numbers, dtype=np.int64), faults)
+
+
+def settings_of(builder: PromptBuilder, *asked: object) -> str:
+    """Everything but records and pictures that a layout depends on, to be remembered by (`rge.data.verdicts`)."""
+    processor, tokenizer = builder.processor, builder.tokenizer
+    return json.dumps(
+        [
+            tokenizer.backend_tokenizer.to_str(),
+            processor.image_processor.to_dict(),
+            processor.chat_template,
+            type(processor).__name__,
+            asdict(builder.profile),
+            builder.max_tokens,
+            builder.max_rationale_tokens,
+            COLUMNS,
+            [inspect.getsource(module) for module in (prompts, families, sys.modules[__name__])],
+            [version(name) for name in ("transformers", "tokenizers", "qwen-vl-utils")],
+            asked,
+        ],
+        default=str,
+    )
+
+
+def _table(numbers: np.ndarray) -> np.ndarray:
+    return numbers.reshape(-1, len(COLUMNS))
+
+
+def lay_out_once(
+    file: Records, builder: PromptBuilder, verdicts: Verdicts, *, need_oracle: bool, need_candidates: bool
+) -> Layout:
+    """`lay_out`, or what it gave for the same records and settings before, if nothing was wrong then."""
+    found: list[Layout] = []
+
+    def numbers() -> np.ndarray | None:
+        found.append(lay_out(file, builder, need_oracle=need_oracle, need_candidates=need_candidates))
+        return None if found[0].faults else found[0].sizes_NK
+
+    known = verdicts.numbers(file, settings_of(builder, need_oracle, need_candidates), numbers)
+    if found:
+        return found[0]
+    assert known is not None
+    sizes = _table(known)
+    return Layout(sizes, np.arange(len(sizes)))
+
+
+class _Shared:
+    """What the processes that lay out get by their fork."""
+
+    file: Records
+    builder: PromptBuilder
+    need_oracle = need_candidates = True
+
+    @classmethod
+    def set(cls, file: Records, builder: PromptBuilder, need_oracle: bool, need_candidates: bool) -> None:
+        cls.file, cls.builder = file, builder
+        cls.need_oracle, cls.need_candidates = need_oracle, need_candidates
+
+
+def _mapped(action: Callable[[int], Any], numbers: Iterable[int], here: bool) -> Iterator[Any]:
+    if here:
+        yield from map(action, numbers)
+        return
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context) as pool:
+        yield from pool.map(action, numbers, chunksize=64)
+
+
+def _sizes(number: int) -> list[int] | str:
+    """A record's `COLUMNS`, or why training could not use it."""
+    file, builder = _Shared.file, _Shared.builder
+    record = None
+    try:
+        record = file[number]
+        return _measured(record, builder, _Shared.need_oracle, _Shared.need_candidates)
+    except ValueError as error:
+        return (
+            f"record {repr(record.id) if record is not None else file.place(number)} of {file.name}: {error}"
+        )
+
+
+def _measured(record: Record, builder: PromptBuilder, need_oracle: bool, need_candidates: bool) -> list[int]:
+    def measure(item: Item, side: str) -> Measured:
+        return builder.measure(item, side, [_size_of(ref) for ref in item.images])
+
+    query = measure(query_item(record), "query")
+    targets = (*record.positives, *record.negatives) if need_candidates else ()
+    candidates = [measure(target_item(target), "candidate") for target in targets]
+    rationales = (
+        [len(builder.rationale_ids(target.rationale or "", record.id)) for target in record.positives]
+        if need_oracle
+        else []
+    )
+    return [
+        query.num_tokens,
+        query.num_picture_tokens,
+        max((one.num_tokens for one in candidates), default=0),
+        max((one.num_picture_tokens for one in candidates), default=0),
+        max(len(record.query.images), *(1 for target in targets if target.image), 0),
+        max(rationales, default=0),
+        sum(one.num_cut_tokens > 0 for one in (query, *candidates)),
+        1 + len(candidates),
+        len(record.negatives),
+    ]
+
+
+def _size_of(ref: ImageRef) -> tuple[int, int]:
+    return picture_size(ref) if isinstance(ref, bytes) else _size_of_file(ref)
+
+
+@lru_cache(maxsize=1 << 16)
+def _size_of_file(ref: str) -> tuple[int, int]:
+    return picture_size(ref)
+
+
+def summary(sources: Sequence[tuple[Records, Layout]], recipe: Recipe) -> list[str]:
+    """How long the prompts and rationales of several sources are, for people."""
+    laid = [(file, layout) for file, layout in sources if len(layout.sizes_NK)]
+    if not laid:
+        return []
+
+    def column(name: str) -> np.ndarray:
+        return np.concatenate([layout.column(name) for _, layout in laid])
+
+    lines = [f"tokens of a query's prompt: {_spread(column('query'))}"]
+    if column("candidate").any():
+        lines[0] += f"; of a record's longest candidate: {_spread(column('candidate'))}"
+    pictures, rationales = column("pictures"), column("rationale")
+    lines[0] += f"; pictures of a prompt: {pictures.mean():.1f} on average, at most {pictures.max()}"
+    if rationales.any():
+        cap = recipe.rollout.max_new_tokens
+        lines.append(
+            f"tokens of a rationale: {_spread(rationales)}; {(rationales > cap).mean():.1%} longer than the model may write "
+            f"(rollout.max_new_tokens={cap})"
+        )
+    cut, count = column("cut").sum(), column("prompts").sum()
+    lines.append(
+        f"{cut / count:.1%} of {count:,} prompts are cut to data.max_prompt_tokens={recipe.data.max_prompt_tokens}"
+    )
+    total = np.concatenate(
+        [
+            layout.column("query") + layout.column("candidate") + layout.column("rationale")
+            for _, layout in laid
+        ]
+    )
+    ends = np.cumsum([len(layout.sizes_NK) for _, layout in laid])
+    named = []
+    for place in np.argsort(-total, kind="stable")[:LONGEST].tolist():
+        source = int(np.searchsorted(ends, place, side="right"))
+        file, layout = laid[source]
+        number = layout.numbers_N[place - (ends[source] - len(layout.sizes_NK))]
+        named.append(f"{file[int(number)].id} {total[place]:,}")
+    lines.append(f"longest records, tokens of query, candidate and rationale: {', '.join(named)}")
+    return lines
+
+
+def _spread(values: np.ndarray) -> str:
+    low, middle, high = (int(np.quantile(values, share, method="nearest")) for share in (0, 0.5, 0.95))
+    return f"{low:,} to {int(values.max()):,}, median {middle:,}, 95 % at most {high:,}"

@@ -1,0 +1,65 @@
+"""What two runs differ in: ``rge compare-runs A B``."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rge.common.commands import start
+from rge.common.errors import UserError
+from rge.common.files import read_json
+from rge.common.options import parse_options, positional
+from rge.config import completed
+from rge.identity.run_identity import IDENTITY, Identity, differences, in_words, unknown
+
+
+@dataclass
+class CompareRunsOptions:
+    """Say what two runs, states, checkpoints or evaluations differ in: which file, which key, which module."""
+
+    a: Path
+    """Folder of a run, one of its stages, a state, a checkpoint, a backbone or an evaluation."""
+    b: Path
+    """Another."""
+
+
+RECORDED_IN = ("rge.json", "done.json", "results.json", IDENTITY)
+
+
+def main(words: list[str]) -> int:
+    """Print the differences; 1 if there are any."""
+    options = parse_options(CompareRunsOptions, positional(words, "a", "b"), "rge compare-runs A B")
+    places = [_recorded_in(path) for path in (options.a, options.b)]
+    a, b = map(read_identity, places)
+    lines = in_words(differences(a, b))
+    for part in unknown(a, b):
+        silent = places[0] if a.get(part) is None else places[1]
+        lines.append(f"unknown: {part}, which {silent} does not record (an older version wrote it)")
+    print("\n".join([f"a = {places[0]}", f"b = {places[1]}", *(lines or ["they differ in nothing"])]))  # noqa: T201
+    return 1 if lines else 0
+
+
+def read_identity(path: Path) -> Identity:
+    """The identity in a file of `RECORDED_IN`, with the recipe of a training."""
+    content = read_json(path) or {}
+    found: Identity = dict(content if path.name == IDENTITY else content.get("identity") or {})
+    found.pop("key", None)  # of an evaluation: the hash of the rest
+    if "recipe" in content and path.name != IDENTITY:
+        found = {"recipe": completed(content["recipe"]), "progress": {"step": content.get("step")}, **found}
+    return found
+
+
+def _recorded_in(path: Path) -> Path:
+    stages = [path / stage for stage in ("rl", "joint", "cold_start")]
+    states = [
+        state for stage in (path, *stages) for state in sorted(stage.glob("state/step_*"), reverse=True)
+    ]
+    for folder in (path, path / "final", *(stage / "final" for stage in stages), *states):
+        for name in RECORDED_IN:
+            if (folder / name).is_file():
+                return folder / name
+    raise UserError(
+        f"{path} is no run, state, checkpoint or evaluation: it holds none of {', '.join(RECORDED_IN)}"
+    )
+
+
+if __name__ == "__main__":
+    start(main)

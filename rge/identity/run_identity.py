@@ -1,0 +1,308 @@
+"""Run identity: everything that a result depends on, gathered by one function and compared by another.
+
+`run_identity` stands in ``backbone/identity.json``, in the ``done.json`` of a training state, in the ``rge.json`` of a checkpoint
+and in the ``results.json`` of an evaluation. `differences` says what two of them differ in: resuming, reusing a backbone, reading
+cached embeddings, comparing evaluations and ``rge compare-runs A B`` all ask it. What an older version did not record is reported as unknown (`unknown`).
+"""
+
+import ast
+import hashlib
+import importlib.metadata
+import json
+import platform
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import rge
+from rge.common.files import HOME
+from rge.common.registry import OURS, plugins_loaded, registered_by
+
+IDENTITY = "identity.json"
+"""The identity of a folder that has no JSON file of its own."""
+EXACT_BYTES = 8 << 30
+"""Up to this size files are hashed whole, in a minute at 140 MB/s; of larger ones `BLOCKS` blocks are, evenly spread."""
+BLOCKS, BLOCK_BYTES = 4096, 1 << 16
+MODULES, PACKAGES = "software.modules.", "software.packages."
+SHOWN = 8
+"""Modules that are listed by name."""
+
+Identity = dict[str, Any]
+
+
+def run_identity(**parts: Any) -> Identity:
+    """The identity of a run.
+
+    Args:
+        parts: what only the caller knows: of a training, ``recipe``, ``records``, ``start`` and ``launch``.
+
+    Returns:
+        The parts, with ``software`` (modules of ours and of the user that are loaded, versions of loaded packages), ``plugins``
+        and ``machine``, which is recorded but never makes anything stale.
+    """
+    return {**parts, "software": software(), "plugins": plugins(), "machine": machine()}
+
+
+def software(packages: Sequence[str] = OURS) -> dict[str, dict[str, str]]:
+    """Hashes of the loaded modules that are ours or the user's, and versions of the loaded packages.
+
+    Comments and docstrings do not count. Modules of plugins are in `plugins`.
+
+    Args:
+        packages: of ours, those whose modules count.
+    """
+    theirs = {_top(name) for name in plugins_loaded()}
+    modules = {
+        name: _code_of(path)
+        for name, path in _loaded()
+        if (_is_in(name, packages) if _top(name) in OURS else _top(name) not in theirs)
+    }
+    tops = {_top(name) for name in tuple(sys.modules)}
+    installed = sorted({one for top in tops for one in _distributions().get(top, ())})
+    versions = {name: _version_now(name) for name in (*installed, "python", "rge")}
+    return {
+        "modules": dict(sorted(modules.items())),
+        "packages": versions,
+    }
+
+
+def plugins(*, figures: bool = True) -> dict[str, dict[str, Any]]:
+    """Modules that registered something: what they registered, and a hash of the loaded modules of their package.
+
+    Args:
+        figures: False leaves out those that registered metrics and benchmarks alone, which decide no embedding.
+    """
+    found = {}
+    for name in sorted(plugins_loaded()):
+        if (gives := registered_by(name, figures=figures)) is not None:
+            own = {module: _code_of(path) for module, path in _loaded() if _top(module) == _top(name)}
+            found[name] = {"gives": gives, "code": digest(own)[:12]}
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """CPU, its vector instructions, and the threads of torch: they move a float32 score by about 1e-7."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        names = [
+            line.partition(":")[2].strip()
+            for line in info.read_text().splitlines()
+            if line.startswith("model name")
+        ]
+        cpu = names[0] if names else cpu
+    torch = sys.modules.get("torch")
+    return {"cpu": cpu} | (
+        {} if torch is None
+        else {"instructions": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
+    )  # fmt: skip
+
+
+def still_valid(made_with: Sequence[Identity], packages: Sequence[str]) -> Identity:
+    """The software that embeddings or scores made now are filed under.
+
+    Which modules are loaded depends on the command as well. So what was made before is valid as long as each module and package
+    that was loaded then is still the same, as a compiler's list of dependencies is.
+
+    Args:
+        made_with: software and plugins of what was made before.
+        packages: of ours, those whose modules count.
+
+    Returns:
+        The first of `made_with` that still holds, else what is loaded now.
+    """
+    now = {"software": software(packages), "plugins": plugins(figures=False)}
+    for then in made_with:
+        same = {
+            "modules": {name: _code_now(name) for name in then["software"]["modules"]},
+            "packages": {name: _version_now(name) for name in then["software"]["packages"]},
+        }
+        if not differences(then, now | {"software": same}):
+            return then
+    return now
+
+
+def content_of(path: Path, but: Sequence[str] = ()) -> dict[str, Any]:
+    """Size and hash of a file, or of all files in a folder, and whether every byte was read.
+
+    Args:
+        path: of the file or folder.
+        but: names of files in the folder that are left out.
+    """
+    if path.is_file():
+        size, exact = path.stat().st_size, path.stat().st_size <= EXACT_BYTES
+        return {"bytes": size, "sha256": _sha256_of(path, exact), "read": _read_of(exact)}
+    files = sorted(one for one in path.rglob("*") if one.is_file() and one.name not in but)
+    size = sum(one.stat().st_size for one in files)
+    hashes = {str(one.relative_to(path)): _sha256_of(one, size <= EXACT_BYTES) for one in files}
+    return {"bytes": size, "sha256": digest(hashes), "read": _read_of(size <= EXACT_BYTES)}
+
+
+def _read_of(exact: bool) -> str:
+    return "all" if exact else f"{BLOCKS} blocks of {BLOCK_BYTES} bytes of each larger file"
+
+
+def _sha256_of(path: Path, exact: bool) -> str:
+    size = path.stat().st_size
+    with path.open("rb") as content:
+        if exact or size <= BLOCKS * BLOCK_BYTES:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+        found = hashlib.sha256(str(size).encode())
+        for number in range(BLOCKS):
+            content.seek((size - BLOCK_BYTES) * number // (BLOCKS - 1))
+            found.update(content.read(BLOCK_BYTES))
+        return found.hexdigest()
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What two identities differ in: ``part.key`` -> (of a, of b).
+
+    Parts that one of them does not record are left out, see `unknown`. Of modules and packages those are compared that both
+    have: what only one of them loaded follows from a key, a plugin or a module that differs as well.
+    """
+    flat_a, flat_b = flattened(a), flattened(b)
+    return {
+        key: (flat_a.get(key), flat_b.get(key))
+        for key in dict.fromkeys([*flat_a, *flat_b])
+        if flat_a.get(key) != flat_b.get(key)
+        and a.get(_top(key)) is not None
+        and b.get(_top(key)) is not None
+        and (not key.startswith("software.") or (key in flat_a and key in flat_b))
+    }
+
+
+def unknown(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Parts that the one identity has and the other, written by an older version, lacks."""
+    return [part for part in dict.fromkeys([*a, *b]) if (a.get(part) is None) != (b.get(part) is None)]
+
+
+def in_words(apart: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    """Differences as lines for people: which file, which key, which module."""
+    lines: dict[str, list[str]] = {}
+    for name, pair in apart.items():
+        part, _, rest = name.partition(".")
+        one, other = (_shown(value) for value in pair)
+        if name.startswith(MODULES):
+            lines.setdefault("code of", []).append(name.removeprefix(MODULES))
+        elif name.startswith(PACKAGES):
+            lines.setdefault("versions:", []).append(f"{name.removeprefix(PACKAGES)} {one} and {other}")
+        elif part == "records":
+            file, _, what = rest.rpartition(".")
+            lines.setdefault(f"records of {file}:", []).append(f"{what} {one} and {other}")
+        elif part == "recipe":
+            lines.setdefault(f"{rest}:", []).append(f"{one} and {other}")
+        else:
+            lines.setdefault(f"{part}:", []).append(f"{rest} {one} and {other}")
+    return [
+        f"{head} {', '.join(told[:SHOWN])}{f' and {len(told) - SHOWN} more' if len(told) > SHOWN else ''}"
+        for head, told in lines.items()
+    ]
+
+
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``, without what is None; lists stay whole."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            found |= flattened(value, f"{prefix}{key}.")
+        elif value is not None:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def digest(value: Any) -> str:
+    """Sha256 of a value as JSON."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _top(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _is_in(name: str, packages: Sequence[str]) -> bool:
+    return any(f"{name}.".startswith(f"{one}.") for one in packages)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    if isinstance(value, str) and len(value) == 64:
+        text = value[:12]
+    return "nothing" if value is None else text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _loaded() -> Iterator[tuple[str, Path]]:
+    """Loaded modules that are ours, or that come neither with Python nor with an installed package; and their files."""
+    theirs = {*OURS, *map(_top, plugins_loaded())}
+    for name, module in tuple(sys.modules.items()):
+        spec, file = getattr(module, "__spec__", None), getattr(module, "__file__", None)
+        if name == "__main__" and file is not None:  # `python -m rge.train`, or a script
+            name = spec.name if spec is not None else _name_of(Path(file))
+        elif spec is None or not spec.has_location:  # made by a program, such as torch.ops
+            continue
+        if file is not None and (_top(name) in theirs or not _is_installed(file)):
+            yield name, Path(file)
+
+
+def _name_of(script: Path) -> str:
+    script = script.resolve()
+    return (
+        ".".join(script.relative_to(HOME).with_suffix("").parts)
+        if script.is_relative_to(HOME)
+        else script.stem
+    )
+
+
+@cache
+def _is_installed(file: str) -> bool:
+    library = Path(sysconfig.get_path("stdlib"))
+    return Path(file).is_relative_to(library) or bool(
+        {"site-packages", "dist-packages"} & set(Path(file).parts)
+    )
+
+
+def _code_of(path: Path) -> str:
+    found = path.stat() if path.is_file() else None
+    return _hash_of(path, found.st_mtime_ns, found.st_size) if found is not None else "gone"
+
+
+@cache
+def _hash_of(path: Path, *_: int) -> str:
+    """A short hash of a module: its syntax tree without docstrings; of a compiled one its bytes."""
+    if path.suffix != ".py":
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    tree = ast.parse(path.read_bytes())
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if (
+            isinstance(body, list)
+            and body
+            and isinstance(body[0], ast.Expr)
+            and isinstance(body[0].value, ast.Constant)
+        ):
+            body[0].value = ast.Constant("")
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:12]
+
+
+def _code_now(name: str) -> str:
+    """The hash of a module that was loaded once, whether it is now or not."""
+    known = dict(_loaded())
+    base = HOME.joinpath(*name.split("."))
+    places = (known.get(name), base.with_suffix(".py"), base / "__init__.py")
+    return next((_code_of(path) for path in places if path is not None and path.is_file()), "gone")
+
+
+def _version_now(name: str) -> str:
+    own = {"python": platform.python_version(), "rge": rge.__version__}
+    try:
+        return own.get(name) or importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+@cache
+def _distributions() -> Mapping[str, Sequence[str]]:
+    return importlib.metadata.packages_distributions()

@@ -1,0 +1,128 @@
+"""Find a running `rge serve` of this user, which has its model loaded, and ask it: over a Unix socket in the user's run folder.
+
+Free of everything heavy: what asks starts in a fraction of a second.
+"""
+
+import http.client
+import json
+import os
+import socket
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rge import __version__
+from rge.common.errors import UserError
+
+WAIT_S = 300
+"""How long an answer may take: a model writes, perhaps for others first."""
+NOT_MINE = 409
+"""Status of a server that has another checkpoint, or is of another version: the next one may do."""
+
+
+class WarmError(UserError):
+    """A running server could not answer; the message says why."""
+
+
+def run_folder() -> Path:
+    """Where servers of this user are found: ``RGE_RUN``, or in the run folder of the system, or else in the one for temporary files."""
+    if chosen := os.environ.get("RGE_RUN"):
+        return Path(chosen)
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    return (
+        Path(runtime) / "rge"
+        if os.path.isdir(runtime)
+        else Path(tempfile.gettempdir()) / f"rge-{os.getuid()}"
+    )
+
+
+def is_private(folder: Path) -> bool:
+    """Whether only this user can put a socket there; in a folder for all, another could answer in a server's place."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+
+def asked(server: str, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """Ask the servers there are, the newest first.
+
+    Args:
+        server: ``auto``, ``none``, or the socket of one.
+        path: what is asked.
+        body: JSON.
+
+    Returns:
+        The socket of the server that answered, and its answer; None where none has the right checkpoint, or none is asked.
+
+    Raises:
+        WarmError: what was asked is wrong, or the server named does not answer.
+    """
+    if server == "none":
+        return None
+    if server != "auto":
+        found = _answer(Path(server), path, body)
+        if found is None:
+            raise WarmError(
+                f"server={server} does not answer, has another checkpoint, or is of another version; server=none asks none"
+            )
+        return server, found
+    folder = run_folder()
+    if not is_private(folder):
+        return None
+    for place in sorted(folder.glob("*.sock"), key=_age, reverse=True):
+        if (found := _answer(place, path, body)) is not None:
+            return str(place), found
+    return None
+
+
+def _age(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _answer(place: Path, path: str, body: dict[str, Any]) -> dict[str, Any] | None:
+    connection = _Connection(place)
+    try:
+        try:
+            connection.connect()
+        except ConnectionRefusedError:
+            place.unlink(missing_ok=True)  # its server was killed
+            return None
+        except OSError:
+            return None
+        connection.request(
+            "POST", path, json.dumps(body | {"version": __version__}), {"Content-Type": "application/json"}
+        )
+        answer = connection.getresponse()
+        found = json.loads(answer.read())
+    except TimeoutError:
+        raise WarmError(
+            f"the server at {place} did not answer within {WAIT_S} s; server=none does without it"
+        ) from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise WarmError(
+            f"the server at {place} ended while it was asked ({error or type(error).__name__}); ask again"
+        ) from None
+    finally:
+        connection.close()
+    if answer.status == NOT_MINE:
+        return None
+    if answer.status != 200:
+        raise WarmError(found.get("error", f"the server at {place} answered {answer.status}"))
+    return dict(found)
+
+
+class _Connection(http.client.HTTPConnection):
+    def __init__(self, place: Path):
+        super().__init__("localhost", timeout=WAIT_S)
+        self._place = place
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._place))

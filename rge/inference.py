@@ -1,0 +1,292 @@
+"""From prompts to embeddings with a finished checkpoint, by this project's code or by vLLM. `rge.embedder` is the API.
+
+Safe for threads: what a call computes is its own, and calls take turns, since two at once would take twice the memory and, on
+a CPU, each other's cores.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from rge.common.errors import UserError
+from rge.common.images import load_image
+from rge.common.schema import DIRECT_ABOVE, Encoded, Item, Mode, check_auto, decides_itself
+from rge.cpu_threads import limit_threads
+from rge.model.backbone import BackboneError, collapsed_ids, load_backbone
+from rge.model.embedding_model import EmbeddingModel
+from rge.model.packing import Branch, by_length
+from rge.model.prompts import Prompt, PromptBuilder
+from rge.rollout.generate import Rationale, generate
+
+if TYPE_CHECKING:
+    from rge.rollout.vllm_states import VllmStates  # imports vLLM
+
+CLOSE = {"greedy": 2e-3, "drawn": 1e-4}
+"""`Rationale.margin` below which float32 in another batch might choose another token; rounding moves it by some 1e-5."""
+
+Side = Literal["query", "candidate"]
+OnProgress = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How prompts are to be embedded.
+
+    Attributes:
+        mode: ``reasoning`` lets the model write a rationale first; ``direct`` prefills ``<emb>``; ``auto`` lets the
+            probability of ``<emb>`` as the first token decide.
+        batch_size: rows a forward.
+        seeds: one a prompt, needed for sampling.
+        exact: see `rge.embedder.Embedder.encode`.
+    """
+
+    mode: Mode
+    batch_size: int = 64
+    seeds: Sequence[int] | None = None
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class VllmOptions:
+    """Share of a GPU's memory for vLLM, and the rows that it works on at once."""
+
+    memory: float
+    rows: int
+
+
+class Inference:
+    """A model with its prompts.
+
+    Args:
+        model: the model; put into evaluation mode.
+        builder: makes prompts.
+        engine: writes rationales and computes states in the model's place; None: the model does.
+    """
+
+    def __init__(self, model: EmbeddingModel, builder: PromptBuilder, engine: "VllmStates | None" = None):
+        self.model, self.builder, self.engine = model.eval(), builder, engine
+        self._computing = threading.RLock()
+        self._tokenizing = threading.Lock()  # a tokenizer serves one thread at a time
+
+    @classmethod
+    def load(
+        cls, folder: Path, settings: dict[str, Any], device: str, vllm: VllmOptions | None = None
+    ) -> "Inference":
+        """Load a checkpoint.
+
+        Args:
+            folder: with weights and processor.
+            settings: content of ``rge.json``, with ``dtype`` and maybe ``quantization``.
+            device: one.
+            vllm: let vLLM compute.
+
+        Raises:
+            BackboneError: weights or processor cannot be loaded, have no ``<emb>``, or vLLM does not start.
+        """
+        if device == "cpu":
+            limit_threads()
+        backbone = load_backbone(
+            folder,
+            dtype=settings["dtype"],
+            min_pixels=settings["pixels"]["min"],
+            max_pixels=settings["pixels"]["max"],
+            quantization=settings.get("quantization"),
+            device=device,
+        )
+        builder = PromptBuilder(backbone.processor, settings["profile"], settings["max_prompt_tokens"])
+        model = EmbeddingModel(backbone)
+        if vllm is None:
+            return cls(model.to(device), builder)
+        return cls(model, builder, _start_vllm(model.eval(), folder, device, settings, vllm))
+
+    @property
+    def size(self) -> int:
+        """Components of an embedding."""
+        return self.model.model.config.get_text_config().hidden_size
+
+    def prompt(self, item: Item, side: Side, images: Sequence[Image.Image] | None = None) -> Prompt:
+        """The prompt of an item, see `rge.model.prompts.PromptBuilder.build`; pictures are decoded beside other threads."""
+        if images is None:
+            images = [load_image(ref) for ref in item.images]
+        with self._tokenizing:
+            return self.builder.build(item, side, images)
+
+    @torch.no_grad()
+    def embed(
+        self,
+        prompts: Sequence[Prompt],
+        asked: Asked,
+        settings: dict[str, Any],
+        on_progress: OnProgress = lambda count: None,
+        prepare_ms: float = 0.0,
+    ) -> Encoded:
+        """Embed prompts.
+
+        Args:
+            prompts: at least one.
+            asked: how.
+            settings: content of ``rge.json``, with ``dtype``.
+            on_progress: called with the number of prompts just finished.
+            prepare_ms: what each prompt took to make, to be counted.
+
+        Raises:
+            ValueError: sampling without seeds, or what vLLM cannot do.
+        """
+        num = len(prompts)
+        with self._computing:
+            if asked.mode == "direct":
+                states, embed_ms = self._direct(prompts, asked, on_progress)
+                return Encoded(
+                    states, [""] * num, np.zeros(num, np.int64), ["prefilled"] * num, np.zeros(num), embed_ms + prepare_ms
+                )  # fmt: skip
+            rationales = self._rationales(prompts, asked, settings, on_progress)
+            embed_ms = np.full(num, prepare_ms)
+            if asked.exact:
+                for row, rationale in enumerate(rationales):
+                    began = time.perf_counter()
+                    state_D = self._states(prompts[row : row + 1], [rationale.ids])[0]
+                    rationales[row] = replace(rationale, state_D=state_D)
+                    embed_ms[row] += (time.perf_counter() - began) * 1000
+        with self._tokenizing:
+            texts = [self.builder.decode(one.ids) for one in rationales]
+        return Encoded(
+            torch.stack([cast(Tensor, one.state_D).float().cpu() for one in rationales]).numpy(),
+            texts,
+            np.array([len(one.ids) for one in rationales], np.int64),
+            ["forced" if one.forced else "emb" for one in rationales],
+            np.array([one.seconds * 1000 for one in rationales]),
+            embed_ms,
+        )
+
+    @torch.no_grad()
+    def embed_after(
+        self, prompts: Sequence[Prompt], rationales: Sequence[Sequence[int]], batch_size: int
+    ) -> np.ndarray:
+        """Embeddings (N, D) of prompts after given rationales; see `rge.embedder.Embedder.encode_after`."""
+        with self._computing:
+            if self.engine is not None:
+                return torch.stack(self.engine.states(prompts, rationales)).numpy()
+            found = np.empty((len(prompts), self.size), np.float32)
+            lengths = [len(prompt) + len(ids) for prompt, ids in zip(prompts, rationales, strict=True)]
+            for rows in by_length(lengths, batch_size):
+                states = self._states([prompts[row] for row in rows], [rationales[row] for row in rows])
+                found[rows] = states.float().cpu().numpy()
+            return found
+
+    def _states(self, prompts: Sequence[Prompt], rationales: Sequence[Sequence[int]]) -> Tensor:
+        """States (N, D) after rationales, in one forward."""
+        branches = [[Branch([*ids, self.model.emb_id], read_state=True)] for ids in rationales]
+        return self.model(self.model.pack(prompts, branches))[0].state_ND
+
+    def _direct(
+        self, prompts: Sequence[Prompt], asked: Asked, on_progress: OnProgress
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Embeddings (N, D) at a prefilled ``<emb>``, and milliseconds (N,)."""
+        found, embed_ms = np.empty((len(prompts), self.size), np.float32), np.empty(len(prompts))
+        for rows in self._batches(prompts, asked):
+            began = time.perf_counter()
+            shown = [prompts[row] for row in rows]
+            if self.engine is None:
+                found[rows] = self._states(shown, [()] * len(rows)).float().cpu().numpy()
+            else:
+                found[rows] = torch.stack(self.engine.states(shown)).numpy()
+            embed_ms[rows] = (time.perf_counter() - began) * 1000 / len(rows)
+            on_progress(len(rows))
+        return found, embed_ms
+
+    def _batches(self, prompts: Sequence[Prompt], asked: Asked) -> Iterator[list[int]]:
+        if self.engine is not None:  # vLLM batches by itself
+            yield list(range(len(prompts)))
+            return
+        order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
+        together = 1 if asked.exact else asked.batch_size
+        for start in range(0, len(order), together):
+            yield order[start : start + together]
+
+    def _rationales(
+        self, prompts: Sequence[Prompt], asked: Asked, settings: dict[str, Any], on_progress: OnProgress
+    ) -> list[Rationale]:
+        generation = settings["generation"]
+        cap, temperature = generation["max_new_tokens"], generation["temperature"]
+        least, above = generation.get("min_new_tokens", 0), None
+        if asked.mode == "auto":
+            check_auto(settings)
+            above = generation.get("direct_above", DIRECT_ABOVE)
+        elif decides_itself(settings):
+            least = max(least, 1)  # mode=reasoning is asked for words
+        if self.engine is not None:
+            if least or above is not None:
+                raise UserError(
+                    "engine=vllm can be kept neither from writing nothing nor to a threshold: use engine=own"
+                )
+            rationales = self.engine.generate(
+                prompts, max_new_tokens=cap, temperature=temperature, seeds=asked.seeds
+            )
+            on_progress(len(prompts))
+            return rationales
+
+        def write(rows: Sequence[int], batch_size: int, **options: Any) -> list[Rationale]:
+            return generate(
+                self.model,
+                [prompts[row] for row in rows],
+                max_new_tokens=cap,
+                temperature=temperature,
+                min_new_tokens=least,
+                direct_above=above,
+                batch_size=batch_size,
+                seeds=None if asked.seeds is None else [asked.seeds[row] for row in rows],
+                **options,
+            )
+
+        together = asked.batch_size if not asked.exact or settings["dtype"] == "float32" else 1
+        rationales = write(
+            range(len(prompts)), together, on_progress=on_progress, margins=asked.exact and together > 1
+        )
+        if asked.exact:
+            close = CLOSE["drawn" if temperature > 0 else "greedy"]
+            for row, rationale in enumerate(rationales):
+                if rationale.margin < close:
+                    rationales[row] = write([row], 1)[0]
+        return rationales
+
+
+def _start_vllm(
+    model: EmbeddingModel, folder: Path, device: str, settings: dict[str, Any], options: VllmOptions
+) -> "VllmStates":
+    """The checkpoint in vLLM; of `model`, what vLLM does not hold moves to the device.
+
+    Raises:
+        BackboneError: vLLM is not installed, does not know the family's pictures, or does not start.
+    """
+    if find_spec("vllm") is None:
+        raise BackboneError(
+            "engine=vllm needs vLLM, which is not installed: pip install -e '.[vllm]', in an environment of its own since it "
+            "pins torch and transformers (without a GPU: see docs/serving.md); or use engine=own"
+        )
+    collapsed_ids(model.model, [])  # an unsupported family is an error before anything is started
+    from rge.rollout.vllm_states import VllmStates
+
+    try:
+        return VllmStates(
+            model,
+            folder,
+            device=device,
+            dtype=settings["dtype"],
+            max_prompt_tokens=settings["max_prompt_tokens"],
+            max_new_tokens=settings["generation"]["max_new_tokens"],
+            batch_size=options.rows,
+            memory=options.memory,
+        )
+    except (ValueError, RuntimeError) as error:
+        raise BackboneError(
+            f"engine=vllm: vLLM does not start with vllm_memory={options.memory:g}: {error}"
+        ) from error

@@ -1,0 +1,105 @@
+"""What a run needs of the machine it starts on, against what is there: open files, shared memory, disk."""
+
+import os
+import resource
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from rge.config import Recipe
+from rge.distributed import collectives as dist
+from rge.model.hub_model import HubModel
+from rge.plan.costs import GIB, NCCL_GIB, OPTIMIZER_STATES, descriptors, shapes_of, trained_parameters
+
+DESCRIPTORS = 1 << 16
+"""Open files and connections that a process asks for, where the machine's hard limit lets it have so many."""
+
+SHARED_MEMORY = "/dev/shm"
+
+
+def raise_descriptor_limit() -> None:
+    """Ask for more open files than the usual 1,024, of which data workers, sockets and trackers want many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def problems(recipe: Recipe) -> Iterator[str]:
+    """Too few open files for this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed, here = descriptors(recipe.data.num_workers), _open_files()
+    if soft != resource.RLIM_INFINITY and soft - here < needed:
+        yield (
+            f"a process may open {soft} files (hard limit {hard}), has {here} open, and may need {needed} more: raise it "
+            "with `ulimit -n`, or in the container's or the service's settings; or lower data.num_workers"
+        )
+
+
+def warnings(accelerator: Accelerator) -> Iterator[str]:
+    """Too little shared memory for NCCL; of what runs here only that puts anything there, batches go through pipes."""
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+    if accelerator.device.type == "cuda" and beside > 1:
+        free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else 0
+        if free < NCCL_GIB * GIB:
+            yield (
+                f"warning: {SHARED_MEMORY} has {free / 2**20:,.0f} MiB free, and NCCL's guide asks for {NCCL_GIB:g} GiB "
+                f"for {beside} processes: where their GPUs cannot reach one another directly they will fail to start. In a "
+                "container, give it more (docker run --shm-size=1g)"
+            )
+
+
+def disk_problems(
+    recipe: Recipe, num_steps: Mapping[str, int], model: HubModel, accelerator: Accelerator
+) -> Iterator[str]:
+    """Too small a disk for what the open stages keep."""
+    out = Path(recipe.out)
+    needed = bytes_to_keep(recipe, num_steps, model, accelerator)
+    folder = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(folder).free
+    there = sum(
+        path.stat().st_size for name in num_steps for path in (out / name).rglob("*") if path.is_file()
+    )
+    if needed > free + there:
+        yield (
+            f"{out} will hold up to {needed / GIB:,.1f} GiB of states and checkpoints, and its disk has "
+            f"{free / GIB:,.1f} GiB free: free some, give an out= on another disk, or lower train.keep_last "
+            f"({recipe.train.keep_last}) or validation.keep_best ({recipe.validation.keep_best})"
+        )
+
+
+def bytes_to_keep(
+    recipe: Recipe, num_steps: Mapping[str, int], model: HubModel, accelerator: Accelerator
+) -> float:
+    """Most that a run's folder will hold at once of what its open stages save.
+
+    A state has the trained weights and the optimizer's numbers in float32, and under ZeRO or FSDP2 all weights beside them.
+    One more than is kept is there while it is written; the last step has one too.
+
+    Args:
+        recipe: of the run.
+        num_steps: of each open stage.
+        model: without its weights.
+        accelerator: of the run.
+    """
+    shapes = shapes_of(model)
+    trained = trained_parameters(shapes, model, recipe.model)
+    state = trained * 4 * (1 + OPTIMIZER_STATES[recipe.optim.name])
+    checkpoint = shapes.parameters * {"float32": 4, "bfloat16": 2}[recipe.model.dtype]
+    if dist.is_sharded(accelerator):
+        state += checkpoint
+    best = recipe.validation.keep_best + 1 if recipe.validation.key and recipe.validation.keep_best else 0
+    total = 0.0
+    for steps in num_steps.values():
+        saves = -(-steps // recipe.train.save_every)
+        total += min(recipe.train.keep_last + 1, saves) * state + (1 + best) * checkpoint
+    return total
+
+
+def _open_files() -> int:
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:  # not Linux
+        return 0

@@ -1,0 +1,269 @@
+"""Requests and answers in the forms of OpenAI, vLLM, Cohere, Jina and TEI.
+
+An option that is not known is an error: a misspelt one would otherwise be ignored. Every text but those that `check_limits` looks
+at is short, and a list ends at its first wrong entry, so that no body costs more than reading it.
+"""
+
+import base64
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from rge.serving.inputs import Raw
+
+T = TypeVar("T")
+Many = Annotated[list[T], Field(fail_fast=True)]
+Name = Annotated[str, Field(max_length=1024)]
+Side = Literal["query", "document"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class _Text(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+class _Address(_Strict):
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+    """OpenAI's clients send it; pictures always have the checkpoint's sizes."""
+
+
+class _Picture(_Strict):
+    type: Literal["image_url"]
+    image_url: _Address
+
+    @field_validator("image_url", mode="before")
+    @classmethod
+    def _plain(cls, value: Any) -> Any:
+        return {"url": value} if isinstance(value, str) else value
+
+
+Parts = Many[Annotated[_Text | _Picture, Field(discriminator="type")]]
+
+
+class _Content(_Strict):
+    content: Parts
+
+
+class Message(_Strict):
+    """A message of the user: a text, or parts that are texts and pictures."""
+
+    role: Literal["user"]
+    content: str | Parts
+
+
+def _raw(param: str, content: str | Sequence[_Text | _Picture]) -> Raw:
+    """Pictures stand before the text, as in training."""
+    if isinstance(content, str):
+        return Raw(param, content)
+    texts = [part.text for part in content if isinstance(part, _Text)]
+    pictures = [part.image_url.url for part in content if isinstance(part, _Picture)]
+    return Raw(param, "\n".join(texts) or None, tuple(pictures))
+
+
+def _numbered(name: str, texts: Iterable[str]) -> list[Raw]:
+    return [Raw(f"{name}[{row}]", text) for row, text in enumerate(texts)]
+
+
+class Asked(_Strict):
+    """What every request has."""
+
+    model: Name | None = None
+    mode: Literal["reasoning", "direct", "auto"] | None = None
+    instruction: str | None = None
+
+
+class _OpenAiAsked(Asked):
+    input: str | Many[str] | None = None
+    messages: (
+        Annotated[
+            list[Message | Annotated[list[Message], Field(min_length=1, max_length=1)]],
+            Field(min_length=1, fail_fast=True),
+        ]
+        | None
+    ) = None
+    user: Name | None = None
+    """OpenAI's clients send it."""
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _texts(cls, value: Any) -> Any:
+        if isinstance(value, list) and value and all(isinstance(one, int | list) for one in value):
+            raise ValueError("must be texts: ids of another model's tokens mean nothing here")
+        return value
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "_OpenAiAsked":
+        if (self.input is None) == (self.messages is None):
+            raise ValueError("give input (texts) or messages (texts and pictures), and not both")
+        if self.messages is not None and len(self.messages) != 1 and isinstance(self.messages[0], Message):
+            raise ValueError("messages: one message of the user, or a list of such conversations")
+        return self
+
+    def inputs(self) -> list[Raw]:
+        """The texts, the one conversation, or a batch of them as vLLM takes it."""
+        if self.messages is None:
+            return (
+                [Raw("input", self.input)]
+                if isinstance(self.input, str)
+                else _numbered("input", self.input or [])
+            )
+        return [
+            _raw("messages", one.content)
+            if isinstance(one, Message)
+            else _raw(f"messages[{row}]", one[0].content)
+            for row, one in enumerate(self.messages)
+        ]
+
+
+class EmbeddingsAsked(_OpenAiAsked):
+    """Body of ``POST /v1/embeddings``."""
+
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    side: Side = "query"
+    return_rationale: bool = False
+
+
+class SearchAsked(_OpenAiAsked):
+    """Body of ``POST /v1/search``."""
+
+    k: Annotated[int, Field(ge=1, le=1000)] = 10
+    return_rationale: bool = True
+    where: Annotated[str, Field(max_length=1000)] | None = None
+    """Condition in SQL on the index's columns."""
+    hybrid: bool = False
+    """Look the text's words up too, and fuse both rankings."""
+    thumbnails: bool = False
+
+
+# --------------------------------------------------------------------------------------------------------------- Cohere
+
+EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
+
+
+class CohereAsked(Asked):
+    """Body of ``POST /v2/embed``."""
+
+    input_type: Literal["search_query", "search_document", "classification", "clustering", "image"]
+    texts: Many[str] | None = None
+    images: Many[str] | None = None
+    inputs_: Many[_Content] | None = Field(None, alias="inputs")
+    embedding_types: Annotated[Many[EmbeddingType], Field(min_length=1, max_length=6)] = ["float"]
+    output_dimension: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    truncate: Literal["NONE", "END"] = "END"
+    priority: int = 0
+    return_rationale: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_three(self) -> "CohereAsked":
+        if sum(one is not None for one in (self.texts, self.images, self.inputs_)) != 1:
+            raise ValueError("give one of texts, images and inputs")
+        return self
+
+    @property
+    def side(self) -> Side:
+        """Queries are asked as in training; everything else is embedded as a document."""
+        return "query" if self.input_type == "search_query" else "document"
+
+    def inputs(self) -> list[Raw]:
+        """Texts, pictures, or both in parts."""
+        if self.texts is not None:
+            return _numbered("texts", self.texts)
+        if self.images is not None:
+            return [Raw(f"images[{row}]", None, (url,)) for row, url in enumerate(self.images)]
+        return [_raw(f"inputs[{row}]", one.content) for row, one in enumerate(self.inputs_ or [])]
+
+
+def in_type(vectors_ND: np.ndarray, kind: EmbeddingType) -> list[Any]:
+    """Embeddings as numbers or texts of a kind.
+
+    int8 is each vector's own scale, its greatest component being 127: cosine does not see it. binary is the signs, packed.
+
+    Raises:
+        ValueError: signs of a dimension that is no multiple of 8.
+    """
+    if kind == "float":
+        return vectors_ND.tolist()
+    if kind == "base64":
+        return [base64.b64encode(row.tobytes()).decode() for row in np.ascontiguousarray(vectors_ND, "<f4")]
+    if kind in ("int8", "uint8"):
+        scaled = np.rint(vectors_ND * (127 / np.abs(vectors_ND).max(axis=1, keepdims=True))).astype(np.int16)
+        return (scaled + (128 if kind == "uint8" else 0)).tolist()
+    if vectors_ND.shape[1] % 8:
+        raise ValueError(f"{kind} needs a dimension that is a multiple of 8, got {vectors_ND.shape[1]}")
+    packed = np.packbits(vectors_ND >= 0, axis=1).astype(np.int16)
+    return (packed - (128 if kind == "binary" else 0)).tolist()
+
+
+# --------------------------------------------------------------------------------------------------------------- rerank
+
+
+class _JinaPart(_Strict):
+    text: str | None = None
+    image: str | None = None
+
+
+Shown = str | _Content | _JinaPart
+
+
+def _shown(param: str, one: Shown) -> Raw:
+    if isinstance(one, _JinaPart):
+        return Raw(param, one.text, () if one.image is None else (one.image,))
+    return _raw(param, one if isinstance(one, str) else one.content)
+
+
+class RerankAsked(Asked):
+    """Body of ``POST /v1/rerank``, of Jina's, Cohere's or vLLM's form (``documents``) or of TEI's (``texts``)."""
+
+    query: Shown
+    documents: Many[Shown] | None = None
+    texts: Many[str] | None = None
+    top_n: Annotated[int, Field(ge=0)] | None = None
+    """0, as vLLM's clients send it: all."""
+    return_documents: bool = True
+    return_text: bool = False
+    raw_scores: bool = False
+    truncate: bool = True
+    truncation_direction: Literal["right", "Right"] = "right"
+    priority: int = 0
+    max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "RerankAsked":
+        if (self.documents is None) == (self.texts is None):
+            raise ValueError("give documents, or texts as TEI's clients do")
+        return self
+
+    def inputs(self) -> list[Raw]:
+        """The documents."""
+        if self.texts is not None:
+            return _numbered("texts", self.texts)
+        return [_shown(f"documents[{row}]", one) for row, one in enumerate(self.documents or [])]
+
+    def asked(self) -> Raw:
+        """The query."""
+        return _shown("query", self.query)
+
+    def ranked(self, scores: np.ndarray) -> list[dict[str, Any]]:
+        """The documents, best first, in the form that was asked in; equal ones in their order."""
+        order = np.argsort(-scores, kind="stable").tolist()
+        if self.texts is not None:
+            return [
+                {"index": row, "score": float(scores[row])}
+                | ({"text": self.texts[row]} if self.return_text else {})
+                for row in order
+            ]
+        texts = [raw.text for raw in self.inputs()]
+        return [
+            {"index": row, "relevance_score": float(scores[row])}
+            | ({"document": {"text": texts[row]}} if self.return_documents else {})
+            for row in order[: self.top_n or None]
+        ]

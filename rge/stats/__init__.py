@@ -1,0 +1,1 @@
+"""Statistics that training, evaluation and sweeps share."""

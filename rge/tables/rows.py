@@ -1,0 +1,155 @@
+"""The rows of one table: .parquet, .jsonl, .csv or .tsv. The one reader of such files; use it instead of another.
+
+    for row in table_rows("photos.csv"):                      # every column; an empty cell is None
+        row["image"]
+    for row in table_rows("photos.parquet", ["id", "caption"], first=1000):
+        ...                                                    # only these columns, from row 1,000 on
+
+Rows come one at a time: of a Parquet file no more than `BATCH_BYTES` are decoded at once, whatever its row groups. Values
+of a text table are strings as they stand in the file (an id "007" stays "007"), which is why this is `csv` and `json` and
+not pyarrow's readers, which guess a type from each column. The cell of a CSV may be separated by a comma, a semicolon or a
+tab; the header says which. For folders and archives see `rge.tables.pictures`.
+"""
+
+import csv
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from io import TextIOWrapper
+from itertools import chain, islice
+from os import PathLike
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rge.common.errors import UserError
+
+TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
+BUFFER_BYTES = 1 << 20
+"""Of a Parquet file are read at once: a row group of 2 GB is never whole in memory."""
+BATCH_BYTES, MAX_BATCH_ROWS = 8 << 20, 1024
+"""Rows of Parquet decoded at once: about so many bytes."""
+
+
+class TableError(UserError):
+    """A table, folder or archive cannot be read; the message names file, row and reason."""
+
+
+def table_rows(
+    path: str | PathLike[str], columns: Sequence[str] | None = None, *, first: int = 0, fs: Any = None
+) -> Iterator[dict[str, Any]]:
+    """The rows of a table, in order.
+
+    Args:
+        path: ends in one of `TABLES`.
+        columns: read only those of these that a Parquet file has; text tables are read whole. None: all.
+        first: skip the rows before this one.
+        fs: fsspec file system that has the file; None: this machine.
+
+    Raises:
+        TableError: the file cannot be read, or a line is no row.
+    """
+    with reading(str(path)):
+        if str(path).lower().endswith(".parquet"):
+            with open_parquet(path, fs) as file:
+                yield from parquet_rows(file, columns, first)
+        else:
+            with (fs or fsspec.filesystem("file")).open(str(path), "rb") as data:
+                lines = TextIOWrapper(data, encoding="utf-8-sig", newline="")
+                yield from islice(_text_rows(str(path), lines), first, None)
+
+
+def num_rows(path: str | PathLike[str]) -> int:
+    """How many rows a Parquet or JSON-lines file on this machine has."""
+    with reading(str(path)):
+        if str(path).lower().endswith(".parquet"):
+            return pq.read_metadata(path).num_rows
+        with open(path, "rb") as lines:
+            return sum(1 for line in lines if line.strip())
+
+
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Turn what readers of files raise into a `TableError` that names the file."""
+    try:
+        yield
+    except (OSError, pa.ArrowException, csv.Error, EOFError, UnicodeDecodeError) as error:
+        raise TableError(
+            f"{getattr(error, 'filename', None) or name} cannot be read: {reason(error)}"
+        ) from error
+
+
+def reason(error: BaseException) -> str:
+    """An error without its number and file name."""
+    return str(getattr(error, "strerror", None) or error or type(error).__name__)
+
+
+@contextmanager
+def open_parquet(path: str | PathLike[str], fs: Any = None) -> Iterator[pq.ParquetFile]:
+    """A Parquet file, read in small pieces."""
+    with (fs or fsspec.filesystem("file")).open(str(path), "rb") as data:
+        yield pq.ParquetFile(data, pre_buffer=False, buffer_size=BUFFER_BYTES)
+
+
+def parquet_rows(
+    file: pq.ParquetFile, columns: Sequence[str] | None = None, first: int = 0
+) -> Iterator[dict[str, Any]]:
+    """See `table_rows`; row groups before the first row are not read."""
+    wanted = None
+    if columns is not None:
+        wanted = [name for name in dict.fromkeys(columns) if name in file.schema_arrow.names]
+    groups = [file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)]
+    left = list(range(len(groups)))
+    while left and first >= groups[left[0]].num_rows:
+        first -= groups[left.pop(0)].num_rows
+    average = sum(group.total_byte_size for group in groups) / max(1, file.metadata.num_rows)
+    at_once = int(max(1, min(MAX_BATCH_ROWS, BATCH_BYTES / max(1.0, average))))
+    for batch in file.iter_batches(at_once, row_groups=left, columns=wanted):
+        skipped = min(first, len(batch))
+        first -= skipped
+        yield from batch.slice(skipped).to_pylist()
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a column holds strings, such as paths of pictures."""
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _text_rows(path: str, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    if path.lower().endswith(".jsonl"):
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield json_object(f"{path}, line {number}", line)
+        return
+    lines = iter(lines)
+    header = next(lines, "")
+    separator = "\t" if path.lower().endswith(".tsv") else max(",;\t", key=header.count)
+    reader = csv.DictReader(chain([header], lines), delimiter=separator, strict=True)
+    for row in reader:
+        if None in row or None in row.values():
+            raise TableError(
+                f"{path}, line {reader.line_num}: {len(reader.fieldnames or [])} columns are named, and this row has "
+                "another number"
+            )
+        yield {key: value or None for key, value in row.items()}
+
+
+def json_object(where: str, text: str | bytes) -> dict[str, Any]:
+    """An object of JSON.
+
+    Args:
+        where: what the message of an error begins with.
+        text: UTF-8, if it is bytes.
+
+    Raises:
+        TableError: it is none.
+    """
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise TableError(f"{where}: not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise TableError(f"{where}: an object is needed, got {type(found).__name__}")
+    return found

@@ -1,0 +1,142 @@
+"""The page of a comparison: who wins which query, in pictures, and by how much in each slice."""
+
+import json
+import re
+import shutil
+
+import pandas as pd
+import pytest
+from chromium import Chromium
+from eval_fakes import FakeEncoder, loader, write_set
+
+from eval.commands.compare import CompareOptions, compare
+from eval.commands.run import RunOptions, run
+from eval.pages.boards.leaderboard import write_leaderboard
+from eval.pages.wording import percent, signed
+from rge.common.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    root = tmp_path_factory.mktemp("comparison")
+    data = write_set(root / "set", num_queries=24)
+    options = {"set": data, "report": False, "query_mode": ("reasoning", "direct")}
+    run(RunOptions(checkpoint="x", out=root / "a", **options), loader(FakeEncoder()))
+    run(
+        RunOptions(model="x/b", out=root / "b", **options | {"query_mode": ("direct",)}),
+        loader(FakeEncoder("x/b", model="x/b")),
+    )
+    compare(CompareOptions(root / "a/reasoning-both", root / "b", metric=("mrr", "recall@1"), out=root / "c"))
+    return root
+
+
+def per_query(path):
+    return pd.read_parquet(path / "per_query.parquet").set_index("query_id")
+
+
+def test_every_query_is_won_by_the_side_with_the_better_metric(world):
+    page = (world / "c/compare.html").read_text()
+    cards = re.findall(r'data-query="([^"]+)"[^>]* data-winner="([^"]+)"', page)
+    assert len(cards) == 24
+    a, b = (per_query(world / path)["mrr"] for path in ("a/reasoning-both", "b"))
+    for query, winner in cards:
+        assert winner == ("A" if a[query] > b[query] else "B" if b[query] > a[query] else "all alike")
+    said = page.split("By mrr, of 24 queries ")[1].split(".")[0]
+    for name, words in (("A", "won by A"), ("B", "won by B"), ("all alike", "alike")):
+        num = [winner for _, winner in cards].count(name)
+        assert not num or re.search(rf"\b{num} are {words}", said)
+    assert page.count("because of q") == 24  # A's rationale of every query; B writes none
+    assert page.count('data-run="A"') == page.count('data-run="B"') == 24
+
+
+def test_slices_have_the_figures_and_intervals_of_the_tests(world):
+    page = (world / "c/compare.html").read_text()
+    table = page.split("By slice")[1].split("</table>")[0]
+    rows = [
+        row for row in json.loads((world / "c/compare.json").read_text())["rows"] if row["metric"] == "mrr"
+    ]
+    assert len(rows) > 5
+    for row in rows:
+        (line,) = re.findall(rf'<th scope="row">{row["slice"].replace("_", " ")}</th>(.*?)</tr>', table, re.S)
+        for words in (
+            percent(row["a"]),
+            percent(row["b"]),
+            signed(row["difference"]),
+            f"{signed(row['low'])} to {signed(row['high'])}",
+        ):
+            assert words in line
+
+
+def test_a_board_holds_its_best_row_against_the_others(world, tmp_path):
+    runs = [str(world / "a"), str(world / "b")]
+    page = write_leaderboard(runs, tmp_path / "p.html").read_text()
+    shown = page.split("against each other row, by slice")[1].split("</details>")[0]
+    assert shown.count("<table") == 2
+    assert page.count('class="one-run"') == 2
+    best = re.search(r"<summary>(.*?) against each other row", page)[1]
+    dirs = {"x, reasoning": "a/reasoning-both", "x, direct": "a/direct-both", "x/b, direct": "b"}
+    for other in re.findall(rf"<figcaption>{best} against (.*?): ", shown):
+        (row, *_) = compare(CompareOptions(world / dirs[best], world / dirs[other], metric=("recall@1",)))
+        figure = shown.split(f'aria-label="{best} against {other}')[1].split("</figure>")[0]
+        assert f"{signed(row.low)} to {signed(row.high)}" in figure
+
+
+def test_a_set_that_was_moved_is_named(world, tmp_path):
+    a, b = (
+        shutil.copytree(world / path, tmp_path / name)
+        for name, path in (("a", "a/reasoning-both"), ("b", "b"))
+    )
+    for folder in (a, b):
+        results = json.loads((folder / "results.json").read_text())
+        results["set"]["path"] = "gone"
+        (folder / "results.json").write_text(json.dumps(results))
+    with pytest.raises(
+        UserError, match="retrieval set gone is not there; if it was moved, give set=DIR, or examples=0"
+    ):
+        compare(CompareOptions(a, b, metric=("mrr",), out=tmp_path / "c"))
+    compare(CompareOptions(a, b, metric=("mrr",), out=tmp_path / "c", set=world / "set"))
+    assert "<article" in (tmp_path / "c/compare.html").read_text()
+    compare(CompareOptions(a, b, metric=("mrr",), out=tmp_path / "c", examples=0))
+    assert "<article" not in (tmp_path / "c/compare.html").read_text()
+
+
+@pytest.mark.slow
+def test_in_a_browser(world, tmp_path):
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        pytest.skip("no Chromium on the path")
+    browser = Chromium(program, tmp_path / "profile")
+    visible = "[...document.querySelectorAll('.cards .card')].filter(c => c.checkVisibility())"
+    fill = "(f => {{ f.value = '{}'; f.dispatchEvent(new Event('input', {{bubbles: true}})) }})(document.querySelector('{}'))"
+    try:
+        for width in (1400, 390):
+            browser.open(world / "c/compare.html", width, 900)
+            assert browser.js("document.documentElement.scrollWidth") <= width
+            assert browser.complaints() == []
+            assert browser.js(f"{visible}.length") == 12
+        browser.js(fill.format("because of q03", ".filters [name=words]"))
+        assert browser.js(f"{visible}.map(c => c.dataset.query)") == ["q03"]
+        browser.js(f"{visible}[0].querySelector('.top .pic').dispatchEvent(new MouseEvent('click'))")
+        assert browser.js("document.querySelector('dialog').open")
+        small, large = (
+            f"{one}.getBoundingClientRect().width"
+            for one in (f"{visible}[0].querySelector('.top .pic')", "document.querySelector('dialog .pic')")
+        )
+        assert browser.js(f"{large} > 3 * {small}")
+        browser.js("document.querySelector('dialog').click()")
+        assert not browser.js("document.querySelector('dialog').open")
+
+        board = write_leaderboard([str(world / "a"), str(world / "b")], tmp_path / "p.html")
+        browser.open(board, 1400, 900)
+        browser.js(fill.format("x, reasoning", ".filters [name=a]"))
+        browser.js(fill.format("x/b, direct", ".filters [name=b]"))
+        runs = f"[...new Set({visible}.flatMap(c => [...c.querySelectorAll('.duel > li')].filter(l => l.checkVisibility()).map(l => l.dataset.run)))].sort()"
+        assert browser.js(runs) == ["x, reasoning", "x/b, direct"]
+        browser.js(fill.format("x, reasoning", ".filters [name=winner]"))
+        ranks = f"{visible}.map(c => ['x, reasoning', 'x/b, direct'].map(r => Number([...c.querySelectorAll('li')].find(l => l.dataset.run === r).dataset.place)))"
+        found = browser.js(ranks)
+        assert found
+        assert all(mine < theirs for mine, theirs in found)
+        assert browser.complaints() == []
+    finally:
+        browser.close()

@@ -1,0 +1,354 @@
+"""An unanswered call is never an answer: outages, accounts without credit, requests that are too large, and budgets that learn."""
+
+import asyncio
+import time
+from collections import Counter
+from email.utils import formatdate
+
+import pytest
+
+from rge.calls.caller import Caller
+from rge.calls.failures import AccountRejected, BudgetReached, EndpointDown, KeyRejected, RequestRejected
+from rge.calls.local_server import Answer, LocalServer, chat
+from rge.calls.model_config import ModelConfig
+from rge.calls.prices import confirm, priced
+from rge.calls.providers.errors import Meaning, meaning
+from rge.calls.providers.headers import seconds
+from rge.calls.replies import Refused, Reply, check_complete, read_replies, tag
+from rge.calls.request import Request
+from rge.calls.store import AnswerStore
+from rge.common.errors import UserError
+
+CANARY = "Answer with the word ok."
+
+
+@pytest.fixture
+def store(tmp_path):
+    made = AnswerStore(tmp_path / "replies.sqlite")
+    yield made
+    made.close()
+
+
+class Server:
+    """Answers what `says` makes of a prompt and the number of the call; None is a chat."""
+
+    def __init__(self, says=lambda text, number: None, delay_s: float = 0.0):
+        self.says, self.delay_s, self.seen, self.num = says, delay_s, Counter(), 0
+
+    async def __call__(self, path, body):
+        text = body["messages"][-1]["content"][0]["text"]
+        self.seen[text] += 1
+        self.num += 1
+        answer = self.says(text, self.num)
+        if answer is None:
+            await asyncio.sleep(self.delay_s)
+        return answer or chat(f"you said {text}")
+
+
+def model(server: LocalServer, **settings) -> dict[str, ModelConfig]:
+    quick = {"backoff_s": 0.01, "max_retries": 1, "concurrency": 4}
+    return {"m": ModelConfig(**{"name": "m", "base_url": server.url, **quick, **settings})}
+
+
+def asks(number: int, **settings) -> list[Request]:
+    return [Request("m", (str(one),), **settings) for one in range(number)]
+
+
+# --------------------------------------------------------------------------------------- what an error of a provider means
+
+DOCUMENTED = [
+    (402, {"error": {"message": "Payment required"}}, Meaning.ACCOUNT),
+    (400, {"type": "error", "error": {"type": "invalid_request_error", "message": "Your credit balance is too low to access"}}, Meaning.ACCOUNT),
+    (429, {"error": {"type": "insufficient_quota", "code": "credit_balance_exhausted", "message": "no"}}, Meaning.ACCOUNT),
+    (429, {"error": {"type": "requests", "code": "rate_limit_exceeded", "message": "slow"}}, Meaning.OVERLOAD),
+    (400, {"error": {"code": 400, "status": "INVALID_ARGUMENT", "details": [{"reason": "API_KEY_INVALID"}], "message": "x"}}, Meaning.ACCOUNT),
+    (404, {"error": {"code": "model_not_found", "message": "no"}}, Meaning.ACCOUNT),
+    (413, {"error": {"type": "request_too_large", "message": "Request exceeds the maximum size"}}, Meaning.REQUEST),
+    (413, None, Meaning.REQUEST),
+    (400, {"error": {"code": "context_length_exceeded", "type": "invalid_request_error", "message": "x"}}, Meaning.REQUEST),
+    (400, {"error": {"code": 400, "status": "INVALID_ARGUMENT", "message": "Request payload size exceeds the limit"}}, Meaning.UNKNOWN),
+    (400, {"error": {"message": "Could not process image"}}, Meaning.UNKNOWN),
+    (400, {"error": {"code": "content_filter", "message": "x"}}, Meaning.POLICY),
+    (400, {"error": {"code": None, "innererror": {"code": "ResponsibleAIPolicyViolation"}, "message": "no"}}, Meaning.POLICY),
+    (400, {"type": "error", "error": {"type": "invalid_request_error", "message": "Output blocked by content filtering policy"}}, Meaning.POLICY),
+    (403, {"error": {"code": 403, "message": "flagged", "metadata": {"flagged_input": "x", "reasons": []}}}, Meaning.POLICY),
+    (400, {"error": {"message": "unknown field 'moderation'"}}, Meaning.UNKNOWN),
+    (403, {"error": {"message": "The moderation endpoint needs another key"}}, Meaning.ACCOUNT),
+    (503, {"error": {"status": "UNAVAILABLE", "message": "busy"}}, Meaning.OVERLOAD),
+    (529, {"type": "error", "error": {"type": "overloaded_error", "message": "busy"}}, Meaning.OVERLOAD),
+    (200, {"error": {"message": "upstream"}}, Meaning.OVERLOAD),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "means"), DOCUMENTED, ids=[f"{row[0]}-{n}" for n, row in enumerate(DOCUMENTED)]
+)
+def test_errors_by_code_then_status_then_words(status, body, means):
+    assert meaning(status, body) is means
+
+
+def test_a_message_that_mentions_moderation_is_no_refusal(store):
+    """It would be kept for ever; an unknown 400 whose canary passes is a rejection of this one request."""
+    no = Answer({"error": {"message": "field 'moderation' must be a string"}}, 400)
+    with LocalServer(Server(lambda text, number: no if text == "0" else None)) as at:
+        first, second = Caller(model(at), store).run(asks(2))
+    assert first.rejected
+    assert not isinstance(first.error, Refused)
+    assert second.reply is not None
+    assert store.num_replies() == 2, "the second, and the canary"
+
+
+# -------------------------------------------------------------------------------------------------------------- accounts
+
+
+@pytest.mark.parametrize(
+    "no",
+    [
+        Answer({"error": {"type": "invalid_request_error", "message": "Your credit balance is too low to access the API"}}, 400),
+        Answer({"error": {"message": "Payment required"}}, 402),
+        Answer({"error": {"type": "insufficient_quota", "message": "You exceeded your current quota"}}, 429),
+        Answer({"error": {"message": "no such key"}}, 401),
+    ],
+    ids=["credit-400", "402", "quota-429", "key-401"],
+)  # fmt: skip
+def test_an_account_without_credit_stops_costs_nothing_and_keeps_what_was_answered(store, no):
+    """From call 6 on; the other three that are under way then are answered, kept and in the ledger."""
+    server = Server(lambda text, number: no if number > 6 else None, delay_s=0.05)
+    with LocalServer(server) as at:
+        models = model(at, input_price=1, output_price=1)
+        with pytest.raises(AccountRejected, match="HTTP 4") as raised:
+            Caller(models, store).run(asks(100))
+        assert isinstance(raised.value, KeyRejected) == (no.status == 401)
+        assert server.num <= 6 + 4
+        assert store.num_replies() == store.ledger()[0].calls == 6
+        assert store.spent(models["m"].endpoint) == pytest.approx(6 * 120e-6), (
+            "nothing is held for the others"
+        )
+        server.says = lambda text, number: None
+        found = Caller(models, store).run(asks(100))
+    assert all(one.reply for one in found)
+    assert sum(one.cached for one in found) == 6
+
+
+# -------------------------------------------------------------------------------------------- one request that is too large
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [(413, "Payload Too Large"), (400, "Request payload size exceeds the limit: 20971520 bytes.")],
+)
+@pytest.mark.parametrize("which", [0, 5])
+def test_one_request_that_is_too_large_is_settled_wherever_it_comes(store, status, words, which):
+    """First of all, or later; the others are answered, and a further run neither sends it nor fails."""
+    no = Answer({"error": {"message": words}}, status)
+    server = Server(lambda text, number: no if text == str(which) else None)
+    with LocalServer(server) as at:
+        found = Caller(model(at, concurrency=1), store).run(asks(20))
+        assert [one.rejected for one in found] == [number == which for number in range(20)]
+        again = Caller(model(at), store).run(asks(20))
+    assert all(one.cached for one in again)
+    assert again[which].rejected
+    assert words in str(again[which].error)
+    assert server.seen[str(which)] == 1
+    assert server.seen[CANARY] == (status == 400)
+
+
+def test_records_of_rejections_do_not_stop_a_restart(store):
+    """Five that are too large come first, and the process is killed after each: the sixth start answers the rest."""
+    no = Answer({"error": {"message": "too large"}}, 413)
+    server = Server(lambda text, number: no if int(text) < 5 else None)
+    with LocalServer(server) as at:
+        for number in range(1, 6):
+            found = Caller(model(at), AnswerStore(store.path)).run(asks(number))
+            assert all(one.rejected for one in found)
+        found = Caller(model(at), store).run(asks(10))
+    assert [one.rejected for one in found] == [True] * 5 + [False] * 5
+    assert set(server.seen.values()) == {1}
+
+
+def test_a_canary_that_gets_no_answer_leaves_the_call_open(store):
+    def says(text, number):
+        return (
+            Answer({}, 503)
+            if text == CANARY
+            else Answer({"error": {"message": "odd"}}, 400)
+            if text == "0"
+            else None
+        )
+
+    server = Server(says)
+    with LocalServer(server) as at:
+        first, second = Caller(model(at, concurrency=1), store).run(asks(2))
+        assert first.unanswered
+        assert second.reply is not None
+        server.says = lambda text, number: None
+        assert Caller(model(at), store).run(asks(2))[0].reply is not None
+
+
+def test_a_canary_shows_as_many_pictures(store, tmp_path):
+    """A model that takes no pictures, or only one, rejects it as well: that is a setting, and no request's fault."""
+    from PIL import Image
+
+    from rge.calls.request import Picture
+
+    Image.new("RGB", (40, 40)).save(tmp_path / "a.png")
+    shown = []
+
+    async def at_most_one(path, body):
+        pictures = sum(part["type"] == "image_url" for part in body["messages"][-1]["content"])
+        shown.append(pictures)
+        return (
+            Answer({"error": {"message": "At most 1 image(s) may be provided"}}, 400)
+            if pictures > 1
+            else chat("fine")
+        )
+
+    pictures = (Picture(str(tmp_path / "a.png"), "1"), Picture(str(tmp_path / "a.png"), "2"))
+    with LocalServer(at_most_one) as at, pytest.raises(RequestRejected, match="At most 1 image"):
+        Caller(model(at), store).run([Request("m", ("a", *pictures))])
+    assert shown == [2, 2]
+
+
+# --------------------------------------------------------------------------------------------------------------- overload
+
+
+def test_times_of_http_are_read():
+    assert seconds(formatdate(time.time() + 90, usegmt=True)) == pytest.approx(90, abs=2)
+    assert seconds(formatdate(time.time() - 90, usegmt=True)) == 0
+    assert seconds("Mon, 99 Foo 2026") is None
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_wait_that_is_too_long_is_an_error_at_once(store, status):
+    with LocalServer(Server(lambda text, number: Answer({}, status, headers={"retry-after": "3600"}))) as at:
+        began = time.monotonic()
+        with pytest.raises(
+            EndpointDown, match=r"asks to wait 3,600 s \(Retry-After\), longer than max_limited_s=600"
+        ):
+            Caller(model(at), store).run(asks(3))
+    assert time.monotonic() - began < 10
+
+
+def test_a_dead_endpoint_leaves_its_calls_open_however_often(store):
+    """Answers of before count for nothing: in the fourth run as in the first they are unanswered, and asked again."""
+    server = Server(lambda text, number: Answer({}, 503) if int(text) >= 10 else None)
+    with LocalServer(server) as at:
+        for _ in range(4):
+            found = Caller(model(at), store).run(asks(18))
+            assert [one.unanswered for one in found] == [number >= 10 for number in range(18)]
+        server.says = lambda text, number: None
+        found = Caller(model(at), store).run(asks(18))
+    assert all(one.reply for one in found)
+
+
+# --------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["I’m sorry, but I can’t help.", "I can’t do that.", "I apologize, but no.", "I'm not able to say.", "I am not able to."],
+)  # fmt: skip
+def test_refusals_are_read_however_they_are_typed(text):
+    with pytest.raises(Refused):
+        check_complete(Reply(text, "stop", 1, 1), "x")
+
+
+# ---------------------------------------------------------------------------------------------------------------- answers
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        '```json\n{"verdict": "yes", "why": "it is"}\n```',
+        'Here it is:\n```\n{"verdict": "yes", "why": "it is"}\n```\nAnything else?',
+        '{"verdict": "yes", "why": "it is",}',
+        '{"verdict": "yes", "why": "it is" and "so" }',
+        "{'verdict': 'yes', 'why': 'it is'}",
+    ],
+)
+def test_fenced_or_slightly_broken_json_is_read(said):
+    body = chat(said).body
+    import json
+
+    reply = read_replies(json.dumps(body).encode())[0]
+    assert tag(reply.text, "verdict") == "yes"
+
+
+def test_half_an_object_is_not_made_whole():
+    import json
+
+    raw = json.dumps(chat('{"verdict": "yes", "why": "it i', stop="length").body).encode()
+    assert read_replies(raw)[0].text.startswith("{")
+
+
+# ---------------------------------------------------------------------------------------------------------------- budgets
+
+
+def test_a_budget_learns_from_bills(store):
+    """Calls cost 17 times the estimate: without learning 32 would be under way at once, and 5 times the budget spent."""
+
+    async def expensive(path, body):
+        await asyncio.sleep(0.01)
+        return chat("fine", input_tokens=1700, output_tokens=1)
+
+    with LocalServer(expensive) as at:
+        models = model(
+            at, input_price=1e3, concurrency=32, budget=20
+        )  # 100 tokens, as estimated: 0.1; 1,700: 1.7
+        with pytest.raises(
+            BudgetReached, match=r"18\.7000 of the budget 20 is spent, and the next call might cost 1\.7000"
+        ):
+            Caller(models, store).run([Request("m", (f"{number:>300}",)) for number in range(60)])
+    (spent,) = store.ledger()
+    assert (spent.calls, spent.cost) == (11, pytest.approx(18.7))
+    learnt = store.learnt(models["m"].endpoint, pictures=False)
+    assert (learnt.calls, learnt.mean_input, learnt.most_input) == (11, pytest.approx(17), pytest.approx(17))
+
+
+def test_a_budget_of_the_command_is_one_for_all_models(store):
+    server = Server()
+    with LocalServer(server) as at:
+        both = {name: ModelConfig(name=name, base_url=at.url, output_price=1e6) for name in ("m", "n")}
+        requests = [Request(name, (str(number),), max_tokens=20) for number in range(20) for name in both]
+        with pytest.raises(BudgetReached, match=r"200\.0000 of the command's budget 200 is spent"):
+            Caller(both, store, budget=200).run(requests)
+    assert store.spent(None) == 200
+    assert server.num == 10
+
+
+def test_prices_come_from_a_table_where_none_are_given(tmp_path, monkeypatch):
+    """The shipped one for providers' own addresses only; one's own for all; a model's own settings come first."""
+    known, mine = "claude-haiku-4-5", tmp_path / "prices.yaml"
+    mine.write_text(
+        f"{known}: {{input_price: 7, output_price: 8}}\nlocal: {{input_price: 1, output_price: 2, batch_price: 0.4}}\n"
+    )
+    models = {
+        "known": ModelConfig(name=known),
+        "served": ModelConfig(name=known, base_url="http://host/v1"),
+        "own": ModelConfig(name=known, input_price=0.5),
+        "local": ModelConfig(name="local", base_url="http://host/v1"),
+    }
+    shipped, given = priced(models), priced(models, mine)
+    assert (shipped["known"].input_price, shipped["known"].output_price) == (1, 5)
+    assert shipped["served"].cost(10**6, 10**6) == shipped["local"].cost(10**6, 10**6) == 0
+    assert shipped["own"].input_price == given["own"].input_price == 0.5
+    assert given["served"].cost(10**6, 10**6) == 15
+    assert given["local"].batch_price == 0.4
+    mine.write_text(f"{known}: {{input: 7}}\n")
+    with pytest.raises(UserError, match=f"{known}.*input"):
+        priced(models, mine)
+
+
+def test_one_is_asked_only_on_a_terminal(monkeypatch, capsys):
+    def never():
+        raise AssertionError("asked")
+
+    monkeypatch.setattr("builtins.input", never)
+    confirm("about 5", yes=False)  # standard input is no terminal here
+    for stream in ("stdin", "stderr"):
+        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
+    confirm("about 6", yes=True)
+    assert capsys.readouterr().err == "about 5\nabout 6\n"
+    monkeypatch.setattr("builtins.input", lambda: "no")
+    with pytest.raises(UserError, match="stopped before anything was asked"):
+        confirm("about 7", yes=False)

@@ -1,0 +1,264 @@
+"""Run identity: what a run depends on is recorded, and a change of any of it is refused or said in words."""
+
+import json
+import shutil
+from pathlib import Path
+
+import forked
+import pytest
+import yaml
+from accelerate import Accelerator
+from PIL import Image
+
+from rge import check
+from rge.checkpoints.export import RGE_JSON, CheckpointError
+from rge.checkpoints.resume import check_same_run, stage_identity
+from rge.config import load_recipe
+from rge.identity import compare_runs, run_identity
+from rge.identity.run_identity import content_of, differences, in_words
+
+TRAIN = str(Path(check.__file__).parent / "train.py")
+TEXT = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+}  # fmt: skip
+VISION = {
+    "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14, "window_size": 56,
+}  # fmt: skip
+
+
+def record(number: int, text: str = "what is this", image: str = "egg.png") -> dict:
+    return {
+        "id": f"r{number}", "group": "g", "source": "s", "split": "train", "query": {"text": text, "images": [image]},
+        "positives": [{"id": f"t{number}", "text": f"an egg {number}", "rationale": "it is an egg"}],
+    }  # fmt: skip
+
+
+def write(path: Path, records: list[dict]) -> None:
+    path.write_text("".join(json.dumps(each) + "\n" for each in records))
+
+
+RATE = 0.001
+RECORDS = [record(number) for number in range(12)]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A cold start of four steps from a backbone of its own, with a state after the third."""
+    home = tmp_path_factory.mktemp("identity")
+    Image.new("RGB", (40, 30), "red").save(home / "egg.png")
+    write(home / "records.jsonl", RECORDS)
+    stage = {"lr": RATE, "steps": 4, "batch_size": 2, "sources": [{"path": str(home / "records.jsonl")}]}
+    recipe = {
+        "stage": "cold_start",
+        "model": {
+            "scratch": {"vocab_size": 300, "text": TEXT, "vision": VISION}, "dtype": "float32", "min_pixels": 784,
+            "max_pixels": 3136, "gradient_checkpointing": False,
+        },
+        "data": {"num_workers": 0, "on_bad": "skip", "max_bad_share": 0.5},
+        "cold_start": stage,
+        "joint": stage,
+        "train": {"save_every": 3},
+    }  # fmt: skip
+    (home / "tiny.yaml").write_text(yaml.safe_dump(recipe))
+    done = run(home)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return home
+
+
+@pytest.fixture
+def stopped(trained, tmp_path):
+    """The same run as it was after the third step, in a folder of its own."""
+    home = shutil.copytree(trained, tmp_path / "home")
+    text = (home / "tiny.yaml").read_text().replace(str(trained), str(home))
+    (home / "tiny.yaml").write_text(text)
+    shutil.rmtree(home / "out/cold_start/final")
+    for path in home.glob("out/**/*.json"):
+        path.write_text(path.read_text().replace(str(trained), str(home)))
+    for state in sorted((home / "out/cold_start/state").iterdir())[1:]:
+        shutil.rmtree(state)
+    return home
+
+
+def words(home: Path, *overrides: str) -> list[str]:
+    return [f"recipe={home / 'tiny.yaml'}", f"out={home / 'out'}", *overrides]
+
+
+def run(home: Path, *overrides: str):
+    return forked.run(TRAIN, *words(home, *overrides))
+
+
+def problems(home: Path, *overrides: str) -> str:
+    return "\n".join(check.examine(load_recipe(words(home, *overrides)), Accelerator(cpu=True))[0])
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.scratch.text.hidden_size=48", "backbone: text.hidden_size 32 and 48"),
+        ("train.seed=5", "backbone: seed 0 and 5"),
+        ("model.max_pixels=6272", "backbone: max_pixels 3136 and 6272"),
+    ],
+)
+def test_a_backbone_of_another_recipe_is_not_trained(stopped, override, said):
+    """Killed after the backbone was written and before there was a state."""
+    shutil.rmtree(stopped / "out/cold_start")
+    assert f"{stopped}/out/backbone was built from something else than this run says" in problems(
+        stopped, override
+    )
+    assert said in problems(stopped, override)
+    assert problems(stopped) == ""
+
+
+def test_a_run_refuses_another_backbone_and_leaves_it_alone(stopped):
+    shutil.rmtree(stopped / "out/cold_start")
+    before = content_of(stopped / "out/backbone")
+    done = run(stopped, "model.scratch.text.hidden_size=48")
+    assert done.returncode == 2
+    assert "text.hidden_size 32 and 48" in done.stderr
+    assert content_of(stopped / "out/backbone") == before
+
+
+def test_a_backbone_of_other_texts_is_refused_and_one_of_an_older_version_is_used_with_a_warning(stopped):
+    shutil.rmtree(stopped / "out/cold_start")
+    write(stopped / "records.jsonl", [record(0, "something else"), *RECORDS[1:]])
+    assert f"records of {stopped}/records.jsonl: bytes" in problems(stopped)
+    (stopped / "out/backbone/identity.json").unlink()
+    found = check.examine(load_recipe(words(stopped)), Accelerator(cpu=True))
+    assert found[0] == []
+    assert any("backbone does not record what it was built from" in line for line in found[1].summary)
+
+
+EDITS = {
+    "texts replaced": ([record(0, "why is that"), *RECORDS[1:]], "sha256"),
+    "lines removed": (RECORDS[:-10], "records 12 and 2"),
+    "a line added": ([*RECORDS, record(12)], "records 12 and 13"),
+    "same size": ([record(0, "what is thit"), *RECORDS[1:]], "sha256"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_run_does_not_go_on_with_other_records(stopped, edit):
+    records, said = EDITS[edit]
+    write(stopped / "records.jsonl", records)
+    found = problems(stopped)
+    assert f"was trained on other records (then and now): records of {stopped}/records.jsonl:" in found
+    assert said in found
+
+
+def test_a_repaired_picture_changes_which_records_there_are(trained, tmp_path):
+    home = shutil.copytree(trained, tmp_path / "home", ignore=shutil.ignore_patterns("out"))
+    (home / "tiny.yaml").write_text((home / "tiny.yaml").read_text().replace(str(trained), str(home)))
+    write(home / "records.jsonl", [record(0, image="broken.png"), *RECORDS[1:]])
+    assert run(home).returncode == 0
+    shutil.rmtree(home / "out/cold_start/final")
+    Image.new("RGB", (40, 30), "red").save(home / "broken.png")
+    assert "records 11 and 12, left_out 1 and 0" in problems(home)
+
+
+def test_the_start_of_a_stopped_run_refuses_other_records_and_a_finished_one_too(stopped, trained, tmp_path):
+    [done] = stopped.glob("out/cold_start/state/*/done.json")
+    content = json.loads(done.read_text())
+    del content["identity"]
+    done.write_text(json.dumps(content))
+    said = run(stopped).stdout
+    assert "resuming after step 3" in said
+    assert "does not record its records, start and code (an older version wrote it)" in said
+    assert "bit for bit" not in said
+    write(stopped / "records.jsonl", RECORDS[1:])
+    done = run(stopped)
+    assert done.returncode == 2
+    assert "cold_start/final was trained on other records" in done.stderr
+    (stopped / "records.jsonl").unlink()  # nothing to compare with
+    assert run(stopped).returncode == 0
+
+
+def test_another_start_is_refused_and_what_an_older_version_did_not_record_is_said(stopped):
+    recipe = load_recipe(words(stopped))
+    [state] = (stopped / "out/cold_start/state").iterdir()
+    done = json.loads((state / "done.json").read_text())
+    accelerator, start = Accelerator(cpu=True), stopped / "out/backbone"
+    records = check.examine(recipe, accelerator)[1].records
+
+    def now():
+        return stage_identity(recipe, "cold_start", records, str(start), None, accelerator)
+
+    same = check_same_run(done, now(), state)
+    assert not [line for line in same if line.startswith(("start", "records", "launch"))]
+    assert check_same_run({"recipe": done["recipe"]}, now(), state) == []
+    older = json.loads(json.dumps(done))
+    older["identity"]["software"]["modules"]["rge.losses"] = "another"
+    older["identity"]["software"]["packages"]["torch"] = "1.0"
+    told = "; ".join(check_same_run(older, now(), state))
+    assert "code of rge.losses" in told
+    assert 'versions: torch "1.0" and' in told
+    (start / "README.md").write_text("what it is")  # nothing that training reads
+    assert check_same_run(done, now(), state) == same
+    with (start / "model.safetensors").open("ab") as weights:
+        weights.write(b"\0")
+    with pytest.raises(CheckpointError, match="started from other weights than there are now"):
+        check_same_run(done, now(), state)
+
+
+def test_compare_runs_says_which_file_key_and_module(stopped, trained, capsys):
+    final = trained / "out/cold_start/final"
+    settings = json.loads((final / RGE_JSON).read_text())
+    assert settings["identity"].keys() >= {"records", "start", "launch", "software", "plugins", "machine"}
+    assert compare_runs.main([str(final), str(trained / "out")]) == 0
+    assert "they differ in nothing" in capsys.readouterr().out
+    other = shutil.copytree(final, stopped / "other")
+    assert settings["recipe"]["cold_start"]["lr"] == RATE
+    settings["recipe"]["cold_start"]["lr"] = 0.5
+    settings["identity"]["machine"]["threads"] = 7
+    settings["identity"]["software"]["modules"]["rge.step"] = "another"
+    records = next(iter(settings["identity"]["records"].values()))
+    records |= {"bytes": 1}
+    (other / RGE_JSON).write_text(json.dumps(settings))
+    assert compare_runs.main([f"a={final}", f"b={other}"]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == [f"a = {final}/rge.json", f"b = {other}/rge.json"]
+    size = (trained / "records.jsonl").stat().st_size
+    assert sorted(said[2:]) == [
+        "code of rge.step", f"cold_start.lr: {RATE} and 0.5", "machine: threads 1 and 7",
+        f"records of {trained}/records.jsonl: bytes {size} and 1",
+    ]  # fmt: skip
+    del settings["identity"]
+    (other / RGE_JSON).write_text(json.dumps(settings))
+    assert compare_runs.main([str(final), str(other)]) == 1
+    assert (
+        f"unknown: records, which {other}/rge.json does not record (an older version wrote it)"
+        in capsys.readouterr().out
+    )
+    # a run, one of its stages and a state may be named too
+    assert compare_runs.main([str(stopped / "out"), str(stopped / "out/cold_start")]) == 0
+    assert compare_runs.main([str(stopped / "out/backbone"), str(trained / "out/backbone")]) == 1
+
+
+def test_content_is_exact_up_to_a_size_and_says_which(tmp_path, monkeypatch):
+    file = tmp_path / "a"
+    file.write_bytes(bytes(range(256)) * 4096)
+    exact = content_of(file)
+    assert exact["read"] == "all"
+    monkeypatch.setattr(run_identity, "EXACT_BYTES", 1000)
+    monkeypatch.setattr(run_identity, "BLOCKS", 4)
+    monkeypatch.setattr(run_identity, "BLOCK_BYTES", 100)
+    some = content_of(file)
+    assert some["read"] == "4 blocks of 100 bytes of each larger file"
+    assert some["bytes"] == exact["bytes"]
+    with file.open("r+b") as content:  # the last byte is in the last block
+        content.seek(-1, 2)
+        content.write(b"\0")
+    assert content_of(file) != some
+    (tmp_path / "README.md").write_text("x")
+    assert content_of(tmp_path, but=("README.md",))["bytes"] == exact["bytes"]
+
+
+def test_differences_leave_out_what_only_one_of_them_loaded():
+    a = {"software": {"modules": {"rge.a": "1", "rge.b": "1"}}, "plugins": {}, "start": None}
+    b = {
+        "software": {"modules": {"rge.a": "2", "rge.c": "1"}},
+        "plugins": {"mine": {"code": "1"}},
+        "start": {"sha256": "1"},
+    }
+    assert differences(a, b) == {"software.modules.rge.a": ("1", "2"), "plugins.mine.code": (None, "1")}
+    assert in_words(differences(a, b)) == ["code of rge.a", 'plugins: mine.code nothing and "1"']
+    assert run_identity.unknown(a, b) == ["start"]

@@ -250,7 +250,7 @@ def check_kernels(machine: Machine) -> tuple[str, dict[str, Any]]:
     """Flash attention against ordinary attention at the 3B's shapes."""
     if not machine.on_gpu:
         raise NotRun(
-            "flash attention has no CPU kernel (its emulation is held against a loop in tests/rge/test_varlen.py)"
+            "flash attention has no CPU kernel (its emulation is held against a loop in tests/rge/model/test_varlen.py)"
         )
     generator, figures = torch.Generator().manual_seed(0), {}
     for name, (heads, key_heads, size, q_lengths, given, causal) in KERNEL_SHAPES.items():
@@ -489,11 +489,19 @@ def check_vllm(machine: Machine) -> tuple[str, dict[str, Any]]:
     if importlib.util.find_spec("vllm") is None:
         raise NotRun("vLLM is not installed: pip install -e '.[vllm]' in an environment of its own")
     failed = _run(
-        [sys.executable, "-m", "pytest", "-q", "-m", "vllm", str(ROOT / "tests/rge/test_vllm_rollout.py")]
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-m",
+            "vllm",
+            str(ROOT / "tests/rge/rollout/test_vllm_writer.py"),
+        ]
     )
     if failed is not None:
         raise AssertionError(failed)
-    return "tests/rge/test_vllm_rollout.py", {}
+    return "tests/rge/rollout/test_vllm_writer.py", {}
 
 
 def _run(command: list[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""Settings of every test process; what tests share is in `shared.py`."""
+"""Settings of every test process; what tests share is in `helpers/`."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ os.environ["RGE_RUN"] = "/dev/null/nowhere"  # a developer's own server answers 
 KINDS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 """With all three set to avx2, a CPU that has more comes close to one that has not."""
 
-sys.path.insert(0, str(Path(__file__).parent))  # shared, forked and family_models, in pytest's importlib mode
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))  # in pytest's importlib mode
 
 
 def pytest_configure(config):

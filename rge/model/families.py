@@ -1,7 +1,7 @@
 """What differs between families of vision-language models, one small class each. The only place that knows.
 
 The rest of rge sees token ids, three-axis positions, one feature row a picture placeholder, and last-layer states. To
-add a family: subclass `Family`, register it (`register_family`), and add a tiny model of it to ``tests/family_models.py``; the tests
+add a family: subclass `Family`, register it (`register_family`), and add a tiny model of it to ``tests/helpers/family_models.py``; the tests
 there check it against stock transformers.
 
 Shape suffixes: B = rows, T = tokens, D = hidden size, P = patches or tiles, F = placeholders, L = layers fed by deepstack.

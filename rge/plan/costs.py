@@ -1,7 +1,7 @@
 """What a training step takes: tokens, FLOPs, memory and communication, from a model's shapes and a recipe's numbers.
 
 Formulas, not measurements. FLOPs count matrix products (a multiplication and an addition are two) and attention densely,
-as `torch.utils.flop_counter` does; ``tests/rge/test_plan.py`` holds them against it. Memory is an estimate: what is kept is
+as `torch.utils.flop_counter` does; ``tests/rge/plan/test_plan.py`` holds them against it. Memory is an estimate: what is kept is
 added up, what an allocator wastes is not.
 
 A step is (rge/step.py): the queries' prompts are encoded, the rollout continues from their keys and values, one forward
@@ -33,7 +33,7 @@ NCCL_GIB = 1.0
 """Shared memory that NCCL's guide asks a container to have for its processes (docker run --shm-size=1g)."""
 
 ACTIVATIONS_OFF_BY = 1 / 3
-"""Share of the activations by which an estimate of them may be wrong: what tests/rge/test_plan.py holds them to."""
+"""Share of the activations by which an estimate of them may be wrong: what tests/rge/plan/test_plan.py holds them to."""
 
 SPEEDS = {
     "B200": (2250.0, 8.0),

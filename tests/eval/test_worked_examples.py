@@ -4,14 +4,13 @@ import json
 import re
 import runpy
 import shlex
-from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 from eval.__main__ import main
 from rge.checkpoints.export import export, settings_of
 
-ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = "runs/demo/joint/final"
 
 

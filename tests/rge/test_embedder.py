@@ -13,13 +13,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hub import hub
 from huggingface_hub.errors import HfHubHTTPError
+from paths import ROOT
 
 from rge.checkpoints.export import CheckpointError, export, settings_of
 from rge.common.images import ImageError
@@ -355,7 +355,7 @@ def test_rge_gives_the_embedder_away():
 
 
 def blocks_of(page):
-    root = Path(__file__).resolve().parents[2]
+    root = ROOT
     return re.findall(r"```python\n(.*?)```", (root / page).read_text(encoding="utf-8"), re.DOTALL)
 
 
@@ -365,7 +365,7 @@ EXAMPLES = [(page, number) for page in ("README.md", "docs/use.md") for number i
 @pytest.mark.parametrize(("page", "number"), EXAMPLES)
 def test_the_examples_run_as_they_are_printed(page, number, described, picture, tmp_path, monkeypatch):
     """From the folder of the clone, where `make demo` has left its checkpoint; libraries that are not installed are skipped."""
-    block, root = blocks_of(page)[number], Path(__file__).resolve().parents[2]
+    block, root = blocks_of(page)[number], ROOT
     for library in ("mteb", "langchain_core", "llama_index", "sentence_transformers"):
         if f"from {library}" in block or f"import {library}" in block or f"integrations.{library}" in block:
             pytest.importorskip(library)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from forked import LIMIT_S, Program
+from paths import ROOT, WORKERS
 from ports import free_port
 from safetensors.torch import load_file
 
@@ -22,11 +23,10 @@ from rge.checkpoints.export import read_settings
 from rge.common.schema import Item
 from rge.embedder import Embedder
 
-ROOT = Path(__file__).resolve().parents[2]
 TRAIN = str(ROOT / "rge" / "train.py")
 WORDS = ["what", "egg", "key", "opens", "this", "turns", "into", "a", "locked", "chick", "over", "time"]
 STEPS = {"cold_start": 8, "joint": 10}
-HELD = str(Path(__file__).parent / "workers" / "held_train.py")
+HELD = str(WORKERS / "held_train.py")
 
 
 @pytest.fixture(scope="module")

@@ -1,16 +1,9 @@
 """Tiny random models of the families that adapters load: the real architecture and processor, made offline."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-import rge  # noqa: F401, I001  # makes torchvision importable before transformers is
 from transformers import (
     AutoConfig,
     CLIPConfig,
@@ -27,6 +20,7 @@ from transformers import (
     SiglipModel,
 )
 
+import rge  # noqa: F401, I001  # makes torchvision importable before transformers is
 from rge.scratch import build as scratch
 
 TEXTS = [

@@ -1,0 +1,129 @@
+"""Two real processes under `accelerate launch` against one: the same files and the same numbers."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+from eval_fakes import FakeEncoder, write_set
+from eval_processes import start
+
+from eval.commands.rerank import RerankOptions, rerank_command
+from eval.embedding.fill_cache import fill
+from eval.embedding.processes import ALONE, Team
+from eval.embedding.shards import covered, open_cache, read
+from rge.checkpoints.export import export, settings_of
+from rge.common.schema import Item
+
+TIMES = ["generate_ms", "embed_ms"]
+
+
+def shards(out: Path) -> dict[str, pd.DataFrame]:
+    found = sorted((out / ".cache").glob("*/*.parquet"))
+    return {f"{p.parent.name}/{p.name}": pq.read_table(p).to_pandas().drop(columns=TIMES) for p in found}
+
+
+@pytest.mark.slow
+def test_two_processes_write_the_files_and_numbers_of_one(lively, tmp_path):
+    settings = settings_of(
+        emb_id=lively.emb_id, profile="rge", max_prompt_tokens=256, min_pixels=28 * 28, max_pixels=84 * 84,
+        max_new_tokens=5, reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=1,
+    )  # fmt: skip
+    export(lively, tmp_path / "checkpoint", settings)
+    data = write_set(tmp_path / "set", num_queries=20, num_candidates=36)
+    words = [
+        f"checkpoint={tmp_path / 'checkpoint'}",
+        f"set={data}",
+        "query_mode=reasoning,direct",
+        "batch_size=1",
+    ]
+    two = start(*words, f"out={tmp_path / 'two'}", launch=True)
+    assert two.returncode == 0, two.stderr[-4000:]
+    one = start(*words, f"out={tmp_path / 'one'}", launch=False)
+    assert one.returncode == 0, one.stderr[-4000:]
+    assert two.stdout.count("reasoning, both ->") == 1  # the second process prints nothing
+    ours, theirs = shards(tmp_path / "two"), shards(tmp_path / "one")
+    assert list(ours) == list(theirs)
+    assert len(ours) == 5 + 3 + 3  # of eight rows each
+    for name, table in ours.items():
+        np.testing.assert_array_equal(np.stack(table["embedding"]), np.stack(theirs[name]["embedding"]))
+        pd.testing.assert_frame_equal(table.drop(columns="embedding"), theirs[name].drop(columns="embedding"))
+    for condition in ("reasoning-both", "direct-both"):
+        a, b = tmp_path / "two" / condition, tmp_path / "one" / condition
+        assert (a / "run.trec").read_bytes() == (b / "run.trec").read_bytes()
+        assert json.loads((a / "results.json").read_text()) == json.loads((b / "results.json").read_text())
+
+    # Two shards are lost: only they are made again.
+    lost = [tmp_path / "two" / ".cache" / name for name in list(ours)[2:4]]
+    for path in lost:
+        path.unlink()
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "two" / ".cache").glob("*/*.parquet")}
+    again = start(*words, f"out={tmp_path / 'two'}", launch=True)
+    assert again.returncode == 0, again.stderr[-4000:]
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    assert all(path.exists() for path in lost)
+
+    # Both judge, each with a model of its own, and write what one process does.
+    of = tmp_path / "two" / "direct-both"
+    judge = {"of": of, "judge": tmp_path / "checkpoint", "top_n": 3, "batch_size": 2, "yes": "a", "no": "e"}
+    judged = start(*(f"{key}={value}" for key, value in judge.items()), f"out={tmp_path / 'judged'}",
+                   launch=True, name="rerank")  # fmt: skip
+    assert judged.returncode == 0, judged.stderr[-4000:]
+    assert judged.stdout.count("top 3 of") == 1
+    rerank_command(RerankOptions(**judge | {"judge": str(judge["judge"])}, out=tmp_path / "by_one"))
+    pair, by_one = (tmp_path / name / "per_query.parquet" for name in ("judged", "by_one"))
+    pd.testing.assert_frame_equal(pd.read_parquet(pair), pd.read_parquet(by_one))
+    results = json.loads((tmp_path / "judged" / "results.json").read_text())
+    assert results["rerank"]["num_pairs"] == 3 * 20
+
+    broken = start(*words, f"out={tmp_path / 'three'}", "limit=0", launch=True)
+    assert broken.returncode != 0
+    assert "limit must be at least 1, got 0" in broken.stderr
+
+
+def test_every_process_makes_its_own_shards_and_the_first_waits_for_all(tmp_path):
+    """The second process's work is done by hand here, while the first one waits for it."""
+    items = [Item(f"i{number:02d}", f"text {number}") for number in range(50)]
+    cache = open_cache(tmp_path, "k", 50, {"side": "query", "mode": "direct", "modality": "both"})
+    options = {"side": "query", "mode": "direct", "batch_size": 1}
+
+    class Pair(Team):
+        def once(self, make):
+            return make()
+
+    second, first, bars = FakeEncoder(), FakeEncoder(), []
+
+    class Bar:
+        def __init__(self, *, total, initial, **_):
+            self.total, self.count = total, initial
+            bars.append(self)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def update(self, num):
+            self.count += num
+
+    class WithSecond(FakeEncoder):
+        def encode(self, batch, **rest):
+            if not second.calls:
+                fill(second, iter(items), cache, team=Pair(1, 2), progress=Bar, **options)
+            return first.encode(batch, **rest)
+
+    fill(WithSecond(), iter(items), cache, team=Pair(0, 2), progress=Bar, **options)
+    assert [size for *_, size in first.calls] == [8, 8, 8, 2]
+    assert [size for *_, size in second.calls] == [8, 8, 8]
+    assert first.seen == [item.id for item in items if int(item.id[1:]) // 8 % 2 == 0]
+    assert covered(cache).all()
+    assert [(bar.count, bar.total) for bar in bars] == [(50, 50)]
+    alone = open_cache(tmp_path / "alone", "k", 50, {"side": "query", "mode": "direct", "modality": "both"})
+    fill(FakeEncoder(), iter(items), alone, team=ALONE, progress=Bar, **options)
+    np.testing.assert_array_equal(read(cache).embeddings, read(alone).embeddings)
+    assert sorted(p.name for p in cache.path.glob("*.parquet")) == sorted(
+        p.name for p in alone.path.glob("*.parquet")
+    )

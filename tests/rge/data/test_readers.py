@@ -1,0 +1,713 @@
+"""Data sets as sources: the same records as from a file, streams that resume exactly, and what is refused."""
+
+import io
+import json
+import pickle
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+
+import forked
+import numpy as np
+import pytest
+import torch
+import yaml
+from paths import ROOT
+from PIL import Image, ImageDraw
+from ports import free_port
+from safetensors.torch import load_file
+from transformers import AutoProcessor
+
+from rge import check
+from rge.checkpoints.description import training_data
+from rge.common.errors import UserError
+from rge.common.images import ImageError, PictureIndex, load_image
+from rge.config import DataConfig, RecipeError, RecordsConfig, SourceConfig, ValidationConfig, load_recipe
+from rge.data import readers, streams
+from rge.data.bad_records import BadRecords
+from rge.data.collate import StepBatches
+from rge.data.loader import Loader
+from rge.data.readers import DATA_SOURCES, open_records, register_data_source
+from rge.data.sources import Mixture, RecordError, RecordFile
+from rge.diagnose.pairs import read_pairs
+from rge.model.backbone import load_backbone
+from rge.model.prompts import PromptBuilder
+
+datasets = pytest.importorskip("datasets")
+
+TRAIN = ROOT / "rge" / "train.py"
+COUNT = 24
+WORDS = ["what", "egg", "key", "opens", "this", "turns", "into", "a", "locked", "chick", "over", "time"]
+
+
+def drawing(number: int) -> bytes:
+    image = Image.new("RGB", (40 + 3 * number, 60), "white")
+    ImageDraw.Draw(image).ellipse((5, 5, 30, 50), fill=(10 * number, 90, 255 - 9 * number))
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()
+
+
+def record(number: int, chance: random.Random) -> dict:
+    """Every shape: with pictures and without, with two of them, with negatives and without, Unicode."""
+    shown = [f"pictures/{number % 8}.png"] * (number % 3)
+    return {
+        "id": f"r{number}", "group": f"g{number // 2}", "source": "shop", "split": "train", "category": "ü" * (number % 2),
+        "instruction": "Find it." if number % 2 else None,
+        "query": {"text": " ".join(chance.choices(WORDS, k=5)), "images": shown},
+        "positives": [{"id": f"t{number % 12}", "image": f"pictures/{number % 7}.png", "text": "thing" if number % 2 else None,
+                       "rationale": " ".join(chance.choices(WORDS, k=chance.randint(2, 6)))}],
+        "negatives": [{"id": f"n{number}", "text": "not this"}][: number % 4 // 2],
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """The same records as a file, saved by the library with pictures inside, as Parquet and as a folder of JSON lines."""
+    folder = tmp_path_factory.mktemp("data sets") / "with ünicode"
+    (folder / "lines" / "pictures").mkdir(parents=True)
+    pngs = [drawing(number) for number in range(8)]
+    for number, png in enumerate(pngs):
+        (folder / "lines" / "pictures" / f"{number}.png").write_bytes(png)
+    chance = random.Random(0)
+    records = [record(number, chance) for number in range(COUNT)]
+    lines = [json.dumps(one) + "\n" for one in records]
+    (folder / "lines" / "train.jsonl").write_text("".join(lines))
+
+    def cell(path: str | None) -> dict | None:
+        return path and {"bytes": pngs[int(Path(path).stem)], "path": None}
+
+    def within(one: dict) -> dict:
+        targets = {
+            side: [{"image": None, "text": None, **target} for target in one[side]]
+            for side in ("positives", "negatives")
+        }
+        for target in (*targets["positives"], *targets["negatives"]):
+            target["image"] = cell(target["image"])
+        query = {**one["query"], "images": [cell(path) for path in one["query"]["images"]]}
+        return {**one, **targets, "query": query}
+
+    text, image = datasets.Value("string"), datasets.Image()
+    target = {"id": text, "image": image, "text": text}
+    features = datasets.Features(
+        {
+            **dict.fromkeys(("id", "group", "source", "split", "category", "instruction"), text),
+            "query": {"text": text, "images": datasets.List(image)},
+            "positives": datasets.List({**target, "rationale": text}),
+            "negatives": datasets.List(target),
+        }
+    )
+    whole = datasets.Dataset.from_list([within(one) for one in records], features=features)
+    whole.save_to_disk(str(folder / "saved"))
+    datasets.DatasetDict({"train": whole, "test": whole.select(range(5))}).save_to_disk(
+        str(folder / "splits")
+    )
+    (folder / "parquet").mkdir()
+    for number in range(4):
+        whole.shard(4, number, contiguous=True).to_parquet(
+            str(folder / "parquet" / f"train-{number}.parquet")
+        )
+    return folder
+
+
+def pixels(ref) -> bytes:
+    return load_image(ref).tobytes()
+
+
+def content(one) -> dict:
+    """A record with its pictures decoded."""
+    found = one.model_dump()
+    for target in (*found["positives"], *found["negatives"]):
+        target["image"] = target["image"] and pixels(target["image"])
+    found["query"]["images"] = [pixels(ref) for ref in found["query"]["images"]]
+    return found
+
+
+KINDS = [("saved", {}), ("splits", {}), ("parquet", {}), ("lines", {})]
+
+
+@pytest.mark.parametrize(("kind", "more"), KINDS, ids=[kind for kind, _ in KINDS])
+def test_a_data_set_gives_the_records_of_the_file(home, kind, more):
+    file = RecordFile(home / "lines" / "train.jsonl")
+    found = open_records(
+        RecordsConfig(dataset=str(home / kind), **more), need_rationale=True, pictures=PictureIndex()
+    )
+    assert [content(found[index]) for index in range(len(found))] == [
+        content(file[index]) for index in range(COUNT)
+    ]
+    assert found.texts() == file.texts()
+    sent = pickle.loads(pickle.dumps(found))  # noqa: S301 - made here
+    assert len(pickle.dumps(found)) < 5000  # the data set itself does not travel
+    assert content(sent[7]) == content(file[7])
+
+
+def test_a_file_may_leave_out_what_a_data_set_may(tmp_path):
+    one = {
+        "query": {"text": "what", "images": "pictures/0.png"},
+        "positives": [{"image": "pictures/1.png", "text": None}],
+        "negatives": [{"text": "not this"}],
+        "category": None,
+    }
+    (tmp_path / "lines").mkdir()
+    file = tmp_path / "lines/train.jsonl"
+    lines = [json.dumps(one) + "\n", json.dumps({**one, "id": "second"}) + "\n"]
+    file.write_text("".join(lines))
+    found = open_records(RecordsConfig(path=str(file)))
+    theirs = open_records(RecordsConfig(dataset=str(tmp_path / "lines")))
+    for index in range(2):
+        mine, other = found[index], theirs[index]
+        assert mine.split == other.split == "train"
+        assert mine.group == mine.id
+        assert mine.source == "train.jsonl"
+        assert [one.id for one in (*mine.positives, *mine.negatives)] == [
+            one.id for one in (*other.positives, *other.negatives)
+        ]
+        assert mine.query.images == other.query.images
+    assert [found[index].id for index in range(2)] == ["train.jsonl:0", "second"]
+    file.write_text(lines[0].replace('"negatives"', '"negativs"'))
+    with pytest.raises(RecordError, match="train.jsonl:1: negativs: Extra inputs are not permitted"):
+        open_records(RecordsConfig(path=str(file)))
+
+
+def test_a_split_is_chosen(home):
+    assert len(open_records(RecordsConfig(dataset=str(home / "splits"), split="test"))) == 5
+    with pytest.raises(RecordError, match=r"has no split 'valid'; it has train, test"):
+        open_records(RecordsConfig(dataset=str(home / "splits"), split="valid"))
+    with pytest.raises(RecordError, match=r"cannot be loaded: Unknown split \"valid\""):
+        open_records(RecordsConfig(dataset=str(home / "parquet"), split="valid"))
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory):
+    """Columns as somebody else names them, in a data set with two subsets."""
+    folder = tmp_path_factory.mktemp("odd")
+    rows = [
+        {"question": f"q{n}", "photo": {"bytes": drawing(n), "path": None}, "answer": f"a{n % 2}", "meta": {"cot": f"because {n}"},
+         "wrong": [f"w{n}", f"v{n}"], "junk": 1.5}
+        for n in range(4)
+    ]  # fmt: skip
+    text = datasets.Value("string")
+    features = datasets.Features(
+        {"question": text, "photo": datasets.Image(), "answer": text, "meta": {"cot": text}, "wrong": datasets.List(text),
+         "junk": datasets.Value("float32")}
+    )  # fmt: skip
+    whole = datasets.Dataset.from_list(rows, features=features)
+    for name, part in (("all", whole), ("one", whole.select([2]))):
+        (folder / name).mkdir()
+        part.to_parquet(str(folder / name / "part.parquet"))
+    configs = [
+        {"config_name": name, "data_files": [{"split": "train", "path": f"{name}/*.parquet"}]}
+        for name in ("all", "one")
+    ]
+    (folder / "README.md").write_text("---\n" + yaml.safe_dump({"configs": configs}) + "---\n")
+    return folder
+
+
+COLUMNS = {
+    "query.text": "question", "query.images": "photo", "positives.text": "answer", "positives.rationale": "meta.cot",
+    "negatives.text": "wrong",
+}  # fmt: skip
+
+
+def test_columns_of_other_names_become_fields(odd):
+    found = open_records(RecordsConfig(dataset=str(odd), name="all", columns=COLUMNS), need_rationale=True)
+    one = found[2]
+    assert (one.query.text, [pixels(ref) for ref in one.query.images]) == ("q2", [pixels(drawing(2))])
+    assert (one.positives[0].text, one.positives[0].rationale) == ("a0", "because 2")
+    assert [target.text for target in one.negatives] == ["w2", "v2"]
+    assert (one.id, one.split) == (f"{odd.name}[all, train]:2", "train")
+    assert one.group == one.id
+    # What is the same answer is not a negative of itself.
+    assert one.positives[0].id == found[0].positives[0].id != found[1].positives[0].id
+    assert len(open_records(RecordsConfig(dataset=str(odd), name="one", columns=COLUMNS))) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"columns": {**COLUMNS, "query.txt": "question"}}, "a record has no field 'query.txt'; did you mean 'query.text'"),
+        ({"columns": {**COLUMNS, "query.text": "qestion"}}, "is none of its columns: .*; did you mean 'question'"),
+        ({"columns": {"query.text": "question"}}, "has no column positives, and `columns` maps none to it: it has question, "),
+        ({"name": "none"}, "cannot be loaded: BuilderConfig 'none' not found"),
+        ({"dataset": "nobody/nothing"}, "neither a folder nor in this machine's cache, and HF_HUB_OFFLINE keeps it"),
+        ({"dataset": "./nowhere"}, r"data set ./nowhere: there is no such folder"),
+        ({"columns": {**COLUMNS, "positives.id": "wrong"}}, r":0: positives: columns of different lengths"),
+        ({"columns": {**COLUMNS, "query.text": "junk"}}, r":0: query.text: Input should be a valid string"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_named(odd, changes, message, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(RecordError, match=message):
+        open_records(RecordsConfig(**{"dataset": str(odd), "name": "all", "columns": COLUMNS, **changes}))
+
+
+def test_an_empty_folder_is_an_error(tmp_path):
+    with pytest.raises(
+        RecordError, match="a folder must hold Parquet or JSON lines, or what save_to_disk wrote"
+    ):
+        open_records(RecordsConfig(dataset=str(tmp_path)))
+
+
+def broken(home: Path, folder: Path) -> None:
+    """The records with four bad ones: no positive, no rationale, an id twice, a picture that is not there."""
+    lines = (home / "lines" / "train.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    rows[3]["positives"] = []
+    rows[5]["positives"][0]["rationale"] = " "
+    rows[9]["id"] = "r2"
+    rows[11]["query"]["images"] = ["pictures/gone.png"]
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "pictures").symlink_to(home / "lines" / "pictures")
+
+
+def test_bad_records_are_named_by_their_rows_or_left_out(home, tmp_path):
+    broken(home, tmp_path / "bad")
+    source = RecordsConfig(dataset=str(tmp_path / "bad"))
+    with pytest.raises(RecordError) as caught:
+        open_records(source, need_rationale=True, pictures=PictureIndex())
+    said = str(caught.value).splitlines()[1:]
+    assert [line.removeprefix(f"{tmp_path / 'bad'}[train]:").split(": ")[:2] for line in said] == [
+        ["3", "positives"],
+        ["5", "positives.0.rationale"],
+        ["9", "id"],
+        ["11", "query.images.0"],
+    ]
+    assert "'r2' stands already in row 2" in said[2]
+    found = open_records(source, need_rationale=True, pictures=PictureIndex(), on_bad="skip")
+    assert (len(found), [bad.place for bad in found.bad]) == (COUNT - 4, [3, 5, 9, 11])
+    assert [found[index].id for index in range(4)] == ["r0", "r1", "r2", "r4"]
+    assert found.place(3) == 4
+
+
+def test_checking_does_not_read_the_pictures(home, monkeypatch):
+    """What is looked at has no bytes in it, so that a set of a terabyte is checked in the time of its texts."""
+    from rge.data import rows
+
+    seen = []
+    real = rows.parsed
+    monkeypatch.setattr(
+        rows, "parsed", lambda columns, row, number: seen.append(row) or real(columns, row, number)
+    )
+    open_records(RecordsConfig(dataset=str(home / "parquet")), pictures=PictureIndex())
+    assert len(seen) == COUNT
+    assert "<bytes>" in repr(seen)
+    assert "PNG" not in repr(seen)
+
+
+# ------------------------------------------------------------------------------------------------------------- streams
+
+
+def stream(home: Path, kind: str = "parquet", buffer: int = 3, **more):
+    source = SourceConfig(dataset=str(home / kind), streaming=True, shuffle_buffer=buffer)
+    return open_records(source, need_rationale=True, pictures=PictureIndex(), **more)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved", "lines"])
+@pytest.mark.parametrize("of", [1, 2, 3, 8])
+def test_readers_share_a_stream_and_together_read_each_row_once_an_epoch(home, kind, of):
+    readers = [stream(home, kind).reader(number, of) for number in range(of)]
+    for epoch in range(3):
+        places = range(epoch * COUNT // of, (epoch + 1) * COUNT // of)
+        assert Counter(reader[place].id for reader in readers for place in places) == Counter(
+            f"r{number}" for number in range(COUNT)
+        )
+    assert content(readers[0][0])["positives"][0]["image"]
+
+
+def test_the_order_is_random_and_follows_from_the_seed(home):
+    def read(**more):
+        reader = stream(home, **more).reader(0, 1)
+        return [reader[place].id for place in range(2 * COUNT)]
+
+    first = read()
+    assert read() == first
+    assert read(seed=1) != first
+    assert read(buffer=7) != first
+    assert first[:COUNT] != first[COUNT:]
+    assert read(buffer=1)[:6] == sorted(
+        read(buffer=1)[:6], key=lambda name: int(name[1:])
+    )  # a shard's own order
+
+
+@pytest.mark.parametrize("of", [1, 3])
+def test_a_reader_goes_on_anywhere_and_passes_over_shards_it_knows(home, of, tmp_path, monkeypatch):
+    monkeypatch.setattr(streams, "BATCH", 4)  # several tables a shard
+    notes = tmp_path / "out" / "streams.jsonl"
+    whole = stream(home, notes=notes).reader(1 % of, of)
+    expected = [whole[place].id for place in range(3 * COUNT // of)]
+    opened: list[int] = []
+    tables = streams.Reader._tables
+    monkeypatch.setattr(
+        streams.Reader, "_tables", lambda it, shard: opened.append(shard) or tables(it, shard)
+    )
+    for known in (notes, None):
+        for place in (0, 1, 4, COUNT // of - 1, COUNT // of, 2 * COUNT // of + 1):
+            again = stream(home, notes=known).reader(1 % of, of)
+            opened.clear()
+            assert again[place].id == expected[place]
+            # Rows of three shards are in a buffer of three readers that share them.
+            assert known is None or len(opened) <= (2 if of == 1 else 3)
+            assert [again[at].id for at in range(place, len(expected))] == expected[place:]
+    with notes.open("a") as out:
+        out.write('{"stream": "cut by a k')
+    assert stream(home, notes=notes).reader(1 % of, of)[COUNT // of].id == expected[COUNT // of]
+
+
+def test_a_stream_that_changed_is_an_error(home, tmp_path):
+    notes = tmp_path / "streams.jsonl"
+    key = stream(home).config.key
+    notes.write_text("".join(json.dumps({"stream": key, "shard": n, "rows": 5}) + "\n" for n in range(4)))
+    reader = stream(home, notes=notes).reader(0, 1)
+    with pytest.raises(
+        RecordError, match=r"has changed since this run began: its shard \d had 5 rows and has 6"
+    ):
+        [reader[place] for place in range(COUNT)]
+
+
+def test_more_readers_than_rows_is_an_error(home, tmp_path):
+    (tmp_path / "few").mkdir()
+    lines = (home / "lines" / "train.jsonl").read_text().splitlines()
+    (tmp_path / "few" / "train.jsonl").write_text(lines[0] + "\n")  # it shows no picture, but its target's
+    source = SourceConfig(dataset=str(tmp_path / "few"), streaming=True)
+    with pytest.raises(RecordError, match="has fewer rows than readers"):
+        open_records(source).reader(1, 2)[0]
+
+
+@pytest.fixture(scope="module")
+def builder(tiny_path, tmp_path_factory):
+    path = tmp_path_factory.mktemp("with_emb")
+    load_backbone(tiny_path, add_emb=True).processor.save_pretrained(path)
+    processor = AutoProcessor.from_pretrained(path)
+    processor.image_processor.size = {"shortest_edge": 784, "longest_edge": 3136}
+    return PromptBuilder(processor, "plain")
+
+
+def step_batches(files, builder, rank=0, world_size=1, batch_size=6, **data):
+    mixture = Mixture([file.size for file in files], [1.0, 2.0][: len(files)], batch_size, 0)
+    settings = DataConfig(**{"num_workers": 2, "sort_by_length": False, **data})
+    return StepBatches(files, mixture, builder, settings, rank=rank, world_size=world_size)
+
+
+def shown(batch) -> list:
+    found = [
+        (name, prompt.input_ids.tolist())
+        for name, prompt in zip(batch.record_ids, batch.queries, strict=True)
+    ]
+    return [
+        *found,
+        *(prompt.pixels.sum().item() if prompt.pixels is not None else 0 for prompt in batch.candidates),
+    ]
+
+
+def test_batches_of_a_stream_are_the_workers_and_go_on_at_any_step(home, builder):
+    files = [RecordFile(home / "lines" / "train.jsonl"), stream(home)]
+    expected = [shown(step_batches(files, builder)[0])]
+    whole = step_batches(files, builder)
+    expected = [shown(whole[step]) for step in range(9)]
+    for first in (0, 1, 5):
+        again = Loader(step_batches(files, builder), range(first, 9), DataConfig(num_workers=2))
+        assert [shown(batch) for batch in again] == expected[first:]
+    assert [shown(step_batches(files, builder)[step]) for step in (7, 2, 7)] == [
+        expected[7],
+        expected[2],
+        expected[7],
+    ]
+
+
+def test_processes_and_their_workers_read_parts_of_their_own(home, builder):
+    found = Counter()
+    ranks = [step_batches([stream(home)], builder, rank, 2, batch_size=4) for rank in range(2)]
+    for step in range(COUNT // 4):
+        for batches in ranks:
+            found.update(batches[step].record_ids)
+    assert found == Counter(f"r{number}" for number in range(COUNT))
+
+
+def test_bad_records_of_a_stream(home, builder, tmp_path):
+    broken(home, tmp_path / "bad")
+    source = SourceConfig(dataset=str(tmp_path / "bad"), streaming=True, shuffle_buffer=4)
+    files = [open_records(source, need_rationale=True)]
+    with pytest.raises(
+        (RecordError, ImageError), match=r"record (0:\d+|'r11') of .*bad\[train\]: (positives|pic)"
+    ):
+        [step_batches(files, builder)[step] for step in range(COUNT // 6)]
+    skipping = step_batches(files, builder, on_bad="skip")
+    ledger = BadRecords(DataConfig(on_bad="skip", max_bad_share=0.01), files, tmp_path, 0, skipping.mixture)
+    for step in range(2 * COUNT // 6):
+        batch = skipping[step]
+        assert len(batch.queries) == 6
+        ledger.after_step(step + 1, batch)
+    listed = [json.loads(line) for line in (tmp_path / "bad_records.jsonl").read_text().splitlines()]
+    assert sorted((line["place"], line["id"]) for line in listed) == [
+        ("0:11", "r11"),
+        ("0:3", None),
+        ("0:5", None),
+    ]
+    strict = BadRecords(
+        DataConfig(on_bad="skip", max_bad_share=0.001), files, tmp_path / "a", 0, skipping.mixture
+    )
+    bad = [step_batches(files, builder, on_bad="skip")[step] for step in range(COUNT // 6)]
+    with pytest.raises(RecordError, match="of 1000 records are bad, more than data.max_bad_share=0.001"):
+        [strict.after_step(step, batch) for step, batch in enumerate(bad, start=1)]
+
+
+# ------------------------------------------------------------------------------------------------- recipes, commands
+
+
+@pytest.fixture(scope="module")
+def recipe(home, tiny_path):
+    """A joint stage on the record file; two data workers."""
+    stage = {
+        "steps": 6,
+        "batch_size": 4,
+        "lr": 3e-3,
+        "sources": [{"path": str(home / "lines" / "train.jsonl")}],
+    }
+    text = {
+        "model": {"path": str(tiny_path), "dtype": "float32", "gradient_checkpointing": False, "min_pixels": 784,
+                  "max_pixels": 3136},
+        "data": {"profile": "plain", "num_workers": 2}, "rollout": {"max_new_tokens": 3}, "stage": "joint", "joint": stage,
+        "cold_start": stage, "train": {"micro_batch_size": 4, "log_every": 1, "save_every": 2},
+    }  # fmt: skip
+    (home / "tiny.yaml").write_text(yaml.safe_dump(text))
+    return home / "tiny.yaml"
+
+
+def loaded(recipe: Path, *overrides: str):
+    return load_recipe([f"recipe={recipe}", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("joint.sources=[{dataset: x, path: y}]", r"joint.sources\[0\] must name exactly one of path, dataset and type, not path"),
+        ("joint.sources=[{path: y, columns: {id: x}}]", r"joint.sources\[0\].columns belongs to dataset or type, .* has a path"),
+        ("joint.sources=[{path: y, streaming: true}]", "streaming belongs to dataset"),
+        ("joint.sources=[{dataset: y, options: {a: 1}}]", "options belongs to type"),
+        ("joint.sources=[{dataset: y, shuffle_buffer: 0}]", "shuffle_buffer must be >= 1"),
+        ("validation={path: a, dataset: b}", "validation must name exactly one of path, dataset and type"),
+        ("validation.split=test", "validation must name exactly one of path, dataset and type"),
+    ],
+)  # fmt: skip
+def test_a_source_is_one_thing(recipe, override, message):
+    with pytest.raises(RecipeError, match=message):
+        loaded(recipe, override)
+
+
+def test_a_stream_refuses_what_needs_its_length(recipe, home):
+    given = f"joint.sources=[{{dataset: '{home / 'parquet'}', streaming: true}}]"
+    assert loaded(recipe, given).joint.sources[0].streaming
+    with pytest.raises(
+        RecipeError, match=r"joint.epochs needs the number of records, which the stream .* set joint.steps"
+    ):
+        loaded(recipe, given, "joint.steps=null")
+    with pytest.raises(
+        RecipeError,
+        match=r"model.scratch learns its vocabulary from the texts of all records, and the stream",
+    ):
+        loaded(recipe, given, "model.path=null", "model.scratch={vocab_size: 300}")
+
+
+def test_keys_tell_sources_apart():
+    same = [
+        RecordsConfig(path="a.jsonl"),
+        SourceConfig(path="a.jsonl", weight=3),
+        ValidationConfig(path="a.jsonl"),
+    ]
+    assert {source.key for source in same} == {"a.jsonl"}
+    others = [
+        SourceConfig(dataset="d"), SourceConfig(dataset="d", split="x"), SourceConfig(dataset="d", name="x"),
+        SourceConfig(dataset="d", revision="x"), SourceConfig(dataset="d", streaming=True),
+        SourceConfig(dataset="d", streaming=True, shuffle_buffer=2), SourceConfig(dataset="d", columns={"id": "x"}),
+        SourceConfig(type="d"), SourceConfig(type="d", options={"a": 1}),
+    ]  # fmt: skip
+    assert len({source.key for source in others}) == len(others)
+    assert ValidationConfig().key is None
+
+
+def test_the_check_looks_at_data_sets_too(recipe, home, tmp_path):
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    good = (
+        f"joint.sources=[{{dataset: '{home / 'parquet'}'}}, {{dataset: '{home / 'saved'}', streaming: true}}]"
+    )
+    held = f"validation={{dataset: '{home / 'splits'}', split: test}}"
+    made = loaded(recipe, good, held, f"out={tmp_path / 'out'}")
+    problems, found = check.examine(made, accelerator, decode=True)
+    assert problems == []
+    assert f"from {COUNT} records in 2 sources, 1 of them a stream" in "\n".join(found.summary)
+    assert len(found.records) == 3
+    held = f"validation={{dataset: '{home / 'parquet'}', streaming: true, max_records: 7}}"
+    _, found = check.examine(loaded(recipe, held), accelerator)
+    assert len(found.records[loaded(recipe, held).validation.key]) == 7
+    broken(home, tmp_path / "bad")
+    bad = f"joint.sources=[{{dataset: '{tmp_path / 'bad'}'}}, {{dataset: nobody/nothing}}]"
+    problems, _ = check.examine(loaded(recipe, bad), accelerator)
+    assert len(problems) == 2
+    assert ":11: query.images.0: picture " in problems[0]
+    assert "nobody/nothing" in problems[1]
+    bad = f"joint.sources=[{{dataset: '{home / 'odd'}', streaming: true}}]"
+    (home / "odd").mkdir()
+    (home / "odd" / "a.jsonl").write_text('{"query": {"text": "x"}, "positives": []}\n')
+    [problem], _ = check.examine(loaded(recipe, bad), accelerator)
+    assert "the first one already" in problem
+
+
+def test_a_checkpoint_says_what_it_was_trained_on(home):
+    for streaming in (False, True):
+        source = SourceConfig(dataset=str(home / "parquet"), streaming=streaming)
+        told = training_data([source])
+        assert told == {
+            **training_data([SourceConfig(path=str(home / "lines" / "train.jsonl"))]),
+            "training_data": ["parquet[train]"],
+        }
+
+
+def test_what_it_was_trained_on_is_told_without_the_pictures_bytes(home, monkeypatch):
+    seen = []
+    real = readers.parsed
+    monkeypatch.setattr(
+        readers, "parsed", lambda columns, row, number: seen.append(row) or real(columns, row, number)
+    )
+    for streaming in (False, True):
+        training_data([SourceConfig(dataset=str(home / "parquet"), streaming=streaming)])
+    assert len(seen) == 2 * COUNT
+    assert seen[:COUNT] == seen[COUNT:]
+    assert "<bytes>" in repr(seen)
+    assert "PNG" not in repr(seen)
+
+
+def test_diagnoses_read_data_sets(home):
+    one, other = (read_pairs(home / name, 10) for name in ("lines/train.jsonl", "parquet"))
+    assert [item.id for item in one.queries] == [item.id for item in other.queries]
+    assert one.oracle == other.oracle
+    assert np.array_equal(one.right_QC, other.right_QC)
+
+
+def run(recipe: Path, out: Path, *overrides: str) -> list[dict]:
+    done = forked.run(TRAIN, f"recipe={recipe}", f"out={out}", *overrides)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return losses(out)
+
+
+def losses(out: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (out / "joint" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {key: line[key] for key in line if "loss" in key or key in ("step", "grad_norm", "hit_at_1")}
+        for line in lines
+    ]
+
+
+def sources(home: Path, *kinds: str, **more) -> str:
+    return f"joint.sources={json.dumps([{'dataset': str(home / kind), **more} for kind in kinds])}"
+
+
+@pytest.mark.slow
+def test_training_on_a_data_set_is_training_on_the_file_bit_for_bit(recipe, home, tmp_path):
+    whole = run(recipe, tmp_path / "file")
+    assert run(recipe, tmp_path / "parquet", sources(home, "parquet")) == whole
+    assert run(recipe, tmp_path / "saved", sources(home, "saved"), "data.num_workers=0") == whole
+
+
+@pytest.mark.slow
+def test_a_stream_is_the_same_killed_or_whole_and_on_two_processes(recipe, home, tmp_path):
+    given = (sources(home, "parquet", streaming=True, shuffle_buffer=4), "joint.steps=14")
+    whole = run(recipe, tmp_path / "whole", *given)
+    words = (TRAIN, f"recipe={recipe}", f"out={tmp_path / 'killed'}", *given)
+    with forked.Program(*words) as program:
+        program.wait_until(lambda: list((tmp_path / "killed" / "joint" / "state").glob("step_*[2468]")))
+        program.send(signal.SIGKILL)
+    wrong = forked.run(*words, "data.num_workers=1")
+    assert wrong.returncode == 2
+    assert "was saved by 1 processes with data.num_workers=2, and now there are 1 with 1" in wrong.stderr
+    assert run(recipe, tmp_path / "killed", *given) == whole
+    mine, theirs = (
+        load_file(tmp_path / name / "joint/final/model.safetensors") for name in ("killed", "whole")
+    )
+    assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+              "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true"}  # fmt: skip
+    words = (TRAIN, f"recipe={recipe}", f"out={tmp_path / 'two'}", *given, "joint.steps=3")
+    ranks = [forked.Program(*words, RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in range(2)]
+    with ranks[0], ranks[1]:
+        done = [rank.finished() for rank in ranks]
+    assert [one.returncode for one in done] == [0, 0], done[0].stderr
+    assert len(losses(tmp_path / "two")) == 3
+
+
+# ---------------------------------------------------------------------------------------------------- registered ones
+
+
+@pytest.fixture
+def registered(odd):
+    """A source of one's own, gone again afterwards."""
+
+    class Sheet:
+        def __init__(self, rows):
+            self.rows = rows
+
+        def __len__(self):
+            return len(self.rows)
+
+        def __getitem__(self, number):
+            return self.rows[number]
+
+    @register_data_source("sheet")
+    def sheet(count: int, **more):
+        if more:
+            raise UserError("a sheet has a count")
+        rows = [
+            {"query": {"text": f"q{n}", "images": [drawing(n)]}, "positives": [{"text": f"a{n}"}]}
+            for n in range(count)
+        ]
+        return Sheet(
+            rows
+            + [{"query": {"text": "x"}, "positives": [{"text": "y"}], "negativs": []}][: count == 5]
+            + [7][: count == 6]
+        )
+
+    yield sheet
+    del DATA_SOURCES._things["sheet"]
+
+
+def test_a_registered_source_gives_records(registered):
+    found = open_records(RecordsConfig(type="sheet", options={"count": 3}), pictures=PictureIndex())
+    assert [found[index].query.text for index in range(3)] == ["q0", "q1", "q2"]
+    assert pixels(found[2].query.images[0]) == pixels(drawing(2))
+    assert found[1].id == "sheet(count=3):1"
+    assert pickle.loads(pickle.dumps(found))[1] == found[1]  # noqa: S301 - made here
+    assert found.texts() == ["q0", "a0", "q1", "a1", "q2", "a2"]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"type": "shet"}, "data source must be one of sheet, got 'shet'; did you mean 'sheet'"),
+        ({"type": "sheet"}, "TypeError: .*missing 1 required positional argument: 'count'"),
+        ({"type": "sheet", "options": {"count": 1, "rows": 2}}, "a sheet has a count"),
+        ({"type": "sheet", "options": {"count": 0}}, "there is none"),
+        (
+            {"type": "sheet", "options": {"count": 5}},
+            ":5: negativs: a record has no such field; did you mean 'negatives'",
+        ),
+        ({"type": "sheet", "options": {"count": 6}}, "row 6: a row is a mapping of names to values, got int"),
+    ],
+)
+def test_what_a_registered_source_does_wrong_is_named(registered, source, message):
+    with pytest.raises(UserError, match=message):
+        open_records(RecordsConfig(**source))
+
+
+def test_the_library_is_not_loaded_for_files(tmp_path):
+    """It takes a second and a hundred megabytes."""
+    import subprocess
+    import sys
+
+    code = "import sys, rge.data.collate, rge.data.readers; assert 'datasets' not in sys.modules"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr

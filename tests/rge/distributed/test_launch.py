@@ -1,0 +1,421 @@
+"""What runs against what was asked for: launches, launch configs, states of other launches."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DistributedType
+from paths import ROOT
+
+from rge.config import TrainConfig, load_recipe
+from rge.distributed import collectives, launch
+from rge.scratch.starting_point import starting_point
+
+CONFIGS = ROOT / "recipes" / "accelerate"
+
+
+class Running:
+    """What `check_launch` looks at."""
+
+    def __init__(self, num_processes: int, kind: str, zero_stage: int = 2, is_fsdp2: bool = True):
+        self.num_processes = num_processes
+        self.distributed_type = DistributedType(kind)
+        self.is_fsdp2 = is_fsdp2
+        self.state = self
+        self.deepspeed_plugin = self
+        self.zero_stage = zero_stage
+
+    def wait_for_everyone(self):
+        """Nobody else is here."""
+
+
+@pytest.fixture(autouse=True)
+def outside_a_launcher(monkeypatch):
+    for name in (
+        "WORLD_SIZE",
+        "ACCELERATE_USE_DEEPSPEED",
+        "ACCELERATE_USE_FSDP",
+        "ACCELERATE_MIXED_PRECISION",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("sys.argv", ["rge/train.py", "recipe=mine", "out=my runs/1"])
+
+
+TWO = {"WORLD_SIZE": "2"}
+ONE_OF_TWO = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+"""What `accelerate launch --cpu --num_processes 2` tells the one process that it starts."""
+
+
+@pytest.mark.parametrize(
+    ("environment", "running", "train", "message"),
+    [
+        (TWO, Running(1, "NO"), {}, "started 2 processes, but each sees 1: the back end was not initialised"),
+        (ONE_OF_TWO, Running(1, "NO"), {}, "asked for several processes and started one, .*--multi_gpu"),
+        (
+            {},
+            Running(1, "NO"),
+            {"num_processes": 2},
+            "train.num_processes=2, but 1 run; pass the number to accelerate launch",
+        ),
+        (TWO, Running(2, "MULTI_CPU"), {"num_processes": 4}, "train.num_processes=4, but 2 run"),
+        (
+            {**TWO, "ACCELERATE_USE_FSDP": "true"},
+            Running(2, "MULTI_CPU"),
+            {},
+            "FSDP was asked for, but accelerate runs MULTI_CPU, .* FSDP needs a GPU .on CPU, use recipes/",
+        ),
+        (
+            {**TWO, "ACCELERATE_USE_DEEPSPEED": "true"},
+            Running(2, "MULTI_CPU"),
+            {},
+            "DEEPSPEED was asked for, but accelerate runs MULTI_CPU, .* ACCELERATE_USE_CPU=true switches DeepSpeed off",
+        ),
+        ({}, Running(1, "FSDP", is_fsdp2=False), {}, "FSDP version 1 cannot .* set fsdp_version: 2"),
+        (
+            TWO,
+            Running(2, "DEEPSPEED"),
+            {"optimizer": "muon"},
+            "muon needs whole gradients, which ZeRO-2 does not have; .* train.back_end=ddp and this launch: accelerate "
+            "launch --config_file recipes/accelerate/cpu_2.yaml --num_processes 2 rge/train.py recipe=mine 'out=my runs/1'",
+        ),
+        (
+            {},
+            Running(1, "FSDP"),
+            {"optimizer": "muon"},
+            "muon needs whole gradients, which FSDP2 does not have; set",
+        ),
+        (
+            TWO,
+            Running(2, "DEEPSPEED", 1),
+            {"back_end": "zero2"},
+            "train.back_end=zero2, but the launch config runs ZeRO-1, which shares out less: .* accelerate launch "
+            "--config_file recipes/accelerate/cpu_zero2.yaml --num_processes 2 rge/train.py .* set train.back_end=zero1",
+        ),
+        (
+            TWO,
+            Running(2, "MULTI_CPU"),
+            {"back_end": "zero1"},
+            "the launch config runs DDP, .* train.back_end=ddp",
+        ),
+        (
+            TWO,
+            Running(2, "DEEPSPEED", 2),
+            {"back_end": "fsdp2"},
+            "the launch config runs ZeRO-2, which shares out",
+        ),
+    ],
+)
+def test_a_launch_that_is_not_what_was_asked_for(monkeypatch, environment, running, train, message):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    optimizer = train.pop("optimizer", "adamw")
+    with pytest.raises(launch.LaunchError, match=message):
+        launch.check_launch(running, TrainConfig(**train), optimizer)
+
+
+@pytest.mark.parametrize(
+    ("environment", "running", "train", "optimizer"),
+    [
+        ({}, Running(1, "NO"), {"back_end": "zero3"}, "muon"),  # one process has nobody to share with
+        (TWO, Running(2, "MULTI_CPU"), {"num_processes": 2}, "muon"),
+        ({**TWO, **ONE_OF_TWO}, Running(2, "MULTI_CPU"), {}, "adamw"),
+        ({**ONE_OF_TWO, "WORLD_SIZE": "1"}, Running(1, "NO"), {}, "adamw"),  # torchrun, one process
+        ({**ONE_OF_TWO, "OMPI_COMM_WORLD_SIZE": "1"}, Running(1, "NO"), {}, "adamw"),
+        (
+            {"MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            Running(1, "NO"),
+            {},
+            "adamw",
+        ),  # of a cluster; no launcher
+        ({**TWO, "ACCELERATE_USE_FSDP": "true"}, Running(2, "FSDP"), {"back_end": "zero2"}, "adamw"),
+        ({**TWO, "ACCELERATE_USE_FSDP": "true"}, Running(2, "FSDP"), {"back_end": "zero3"}, "adamw"),
+        (
+            {**TWO, "ACCELERATE_USE_DEEPSPEED": "true"},
+            Running(2, "DEEPSPEED", 3),
+            {"back_end": "fsdp2"},
+            "adamw",
+        ),
+        (
+            {**TWO, "ACCELERATE_USE_DEEPSPEED": "true"},
+            Running(2, "DEEPSPEED", 1),
+            {"num_processes": 2},
+            "adamw",
+        ),
+    ],
+)
+def test_a_launch_as_asked(monkeypatch, environment, running, train, optimizer):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    launch.check_launch(running, TrainConfig(**train), optimizer)
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype", "message"),
+    [
+        (
+            "bf16",
+            "float32",
+            "mixed_precision bf16, but the recipe computes in float32 .*set model.dtype=bfloat16",
+        ),
+        (
+            "fp16",
+            "bfloat16",
+            "asks for mixed_precision fp16, .* accelerate launch --mixed_precision no rge/train.py",
+        ),
+        ("fp8", "float32", "asks for mixed_precision fp8, but the recipe computes in float32"),
+    ],
+)
+def test_a_launcher_with_another_precision_than_the_recipe(monkeypatch, asked, dtype, message):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", asked)
+    with pytest.raises(launch.LaunchError, match=message):
+        launch.make_accelerator(TrainConfig(), dtype)
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "message"),
+    [
+        (
+            {"bf16": {"enabled": True}},
+            "float32",
+            "have bf16.enabled=true, but the recipe computes in float32",
+        ),
+        (
+            {"bf16": {"enabled": False}},
+            "bfloat16",
+            "have bf16.enabled=false, but the recipe computes in bfloat16",
+        ),
+        (
+            {"fp16": {"enabled": True}},
+            "bfloat16",
+            "have fp16.enabled=true, .* remove fp16 from them, or launch with",
+        ),
+        (
+            {"data_types": {"grad_accum_dtype": "bf16"}},
+            "bfloat16",
+            "sum gradients in bf16, .* lost in rounding",
+        ),
+        (
+            {"bf16": {"bf16_master_weights_and_grads": True}},
+            "bfloat16",
+            "train bfloat16 weights, .* lost in rounding",
+        ),
+        (
+            {"gradient_accumulation_steps": 8},
+            "bfloat16",
+            "settings .*mine.json have gradient_accumulation_steps=8, .* remove it: .* train.micro_batch_size",
+        ),
+        (
+            {"optimizer": {"type": "AdamW"}},
+            "bfloat16",
+            'mine.json have "optimizer": remove it, for the recipe.s optim',
+        ),
+        ({"scheduler": {"type": "WarmupLR"}}, "bfloat16", 'have "scheduler": remove it'),
+        ({"amp": {"enabled": True}}, "bfloat16", 'have "amp": remove it, for model.dtype says'),
+        (
+            {"train_batch_size": 64},
+            "bfloat16",
+            'have "train_batch_size": 64; set it to "auto", for a stage.s batch_size',
+        ),
+        (
+            {"zero_optimization": {"stage": 0}},
+            "bfloat16",
+            'have "stage": 0 in zero_optimization, .*set it to 1, 2 or 3',
+        ),
+        ({"zero_optimization": {}}, "bfloat16", 'have "stage": None in zero_optimization'),
+        (None, "bfloat16", "DeepSpeed's settings .*gone.json: "),
+        ("{", "bfloat16", "DeepSpeed's settings .*mine.json: Expecting property name"),
+    ],
+)
+def test_settings_of_deepspeed_that_do_not_keep_to_the_recipe(
+    monkeypatch, tmp_path, settings, dtype, message
+):
+    path = tmp_path / ("gone.json" if settings is None else "mine.json")
+    if isinstance(settings, dict):
+        path.write_text(json.dumps({"zero_optimization": {"stage": 2}, **settings}))
+    elif settings is not None:
+        path.write_text(settings)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(path))
+    with pytest.raises(launch.LaunchError, match=message):
+        launch.make_accelerator(TrainConfig(back_end="zero2"), dtype)
+
+
+@pytest.mark.parametrize("value", ["1", "auto"])
+def test_deepspeed_that_accumulates_nothing_of_its_own(monkeypatch, tmp_path, value):
+    path = tmp_path / "mine.json"
+    settings = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": value}
+    path.write_text(json.dumps(settings))
+    assert launch._deepspeed(str(path), TrainConfig(), "bfloat16").zero_stage == 2
+
+
+def test_sizes_left_to_deepspeeds_integration_are_filled_in(lively):
+    """As Hugging Face's usual file has them; accelerate knows the width of transformers' own models alone."""
+    zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto", "overlap_comm": True,
+            "stage3_param_persistence_threshold": "auto", "sub_group_size": 7}  # fmt: skip
+
+    class Accelerator:
+        state = deepspeed_plugin = None
+        deepspeed_config = {"zero_optimization": zero}
+
+        def prepare(self, *given):
+            return given
+
+    Accelerator.state = Accelerator.deepspeed_plugin = Accelerator
+    collectives.prepare(Accelerator(), lively, None, 1.0)
+    assert zero == {"stage": 3, "reduce_bucket_size": 1024, "stage3_prefetch_bucket_size": 921, "overlap_comm": True,
+                    "stage3_param_persistence_threshold": 320, "sub_group_size": 7,
+                    "stage3_gather_16bit_weights_on_model_save": True}  # fmt: skip
+
+
+def test_a_compiler_is_refused(monkeypatch):
+    """As a launch file's dynamo_config asks for it: the rollout would not go through what is compiled."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    with pytest.raises(
+        launch.LaunchError, match=r"\(dynamo_backend EAGER\).* remove the section dynamo_config"
+    ):
+        launch.make_accelerator(TrainConfig())
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")
+    launch.make_accelerator(TrainConfig())
+
+
+def test_a_launcher_that_divides_gradients(monkeypatch):
+    """As `accelerate launch --gradient_accumulation_steps 8` has every back end do."""
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8")
+    message = "the launch, .* has gradient_accumulation_steps=8, .* remove it: .* train.micro_batch_size"
+    with pytest.raises(launch.LaunchError, match=message):
+        launch.make_accelerator(TrainConfig())
+
+
+@pytest.mark.parametrize(
+    ("running", "naming", "message"),
+    [
+        (
+            Running(2, "DEEPSPEED", 3),
+            "null",
+            "model.scratch is built by one process, which ZeRO-3 does not let it",
+        ),
+        (Running(2, "DEEPSPEED", 2), "names.jsonl", "vision tower with Muon, which ZeRO-2 cannot run"),
+        (Running(2, "FSDP"), "names.jsonl", "vision tower with Muon, which FSDP2 cannot run"),
+    ],
+)
+def test_a_backbone_that_this_launch_cannot_build(tmp_path, running, naming, message):
+    recipe = load_recipe(["recipe=demo", f"out={tmp_path}", f"model.scratch.naming={naming}"])
+    with pytest.raises(launch.LaunchError, match=message):
+        starting_point(recipe, {}, running)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        (Running(2, "MULTI_CPU"), Running(1, "NO")),
+        (Running(1, "NO"), Running(8, "MULTI_GPU")),
+        (Running(8, "FSDP"), Running(4, "FSDP")),
+        (Running(2, "DEEPSPEED", 3), Running(2, "DEEPSPEED", 3)),
+    ],
+)
+def test_states_that_another_launch_can_load(then, now):
+    launch.check_resume(json.loads(json.dumps(launch.describe(then))), now, "state")
+    launch.check_resume(None, now, "a state from before this was saved")
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "message"),
+    [
+        (
+            Running(2, "DEEPSPEED", 3),
+            Running(4, "DEEPSPEED", 3),
+            "state was saved by ZeRO-3 on 2 processes and cannot be loaded by ZeRO-3 on 4 processes. Launch with ZeRO-3",
+        ),
+        (
+            Running(2, "DEEPSPEED", 1),
+            Running(2, "DEEPSPEED", 2),
+            "by ZeRO-1 on 2 processes .* by ZeRO-2 on 2",
+        ),
+        (Running(2, "MULTI_CPU"), Running(2, "FSDP"), "by DDP on 2 processes .* by FSDP2 on 2"),
+        (Running(2, "DEEPSPEED", 3), Running(1, "NO"), "by ZeRO-3 on 2 processes .* by one process"),
+    ],
+)
+def test_states_that_another_launch_cannot_load(then, now, message):
+    with pytest.raises(launch.LaunchError, match=message):
+        launch.check_resume(launch.describe(then), now, "state")
+
+
+def parsed(config: Path):
+    """What `accelerate launch --config_file` makes of a config."""
+    args, _, _ = _validate_launch_command(
+        launch_command_parser().parse_args(["--config_file", str(config), "rge/train.py"])
+    )
+    return args
+
+
+EXPECTED = {
+    "cpu_2": (2, 1, "ddp"), "cpu_zero1": (2, 1, 1), "cpu_zero2": (2, 1, 2), "cpu_zero3": (2, 1, 3),
+    **{f"{kind}_8": (8, 1, stage) for kind, stage in (("ddp", "ddp"), ("zero1", 1), ("zero2", 2), ("zero3", 3), ("fsdp2", "fsdp2"))},
+    **{f"{kind}_4x8": (32, 4, stage) for kind, stage in (("ddp", "ddp"), ("zero1", 1), ("zero2", 2), ("zero3", 3), ("fsdp2", "fsdp2"))},
+}  # fmt: skip
+
+
+def test_every_config_is_known():
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == EXPECTED.keys()
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_config_launches_what_it_says(name):
+    num_processes, num_machines, kind = EXPECTED[name]
+    args = parsed(CONFIGS / f"{name}.yaml")
+    assert (args.num_processes, args.num_machines) == (num_processes, num_machines)
+    assert args.use_deepspeed == isinstance(kind, int)
+    assert args.use_fsdp == (kind == "fsdp2")
+    assert args.multi_gpu == (kind == "ddp")
+    assert args.use_cpu == name.startswith("cpu")
+    if num_machines > 1:
+        assert args.main_process_port > 0  # the same on every machine
+        assert args.rdzv_backend == "static"
+        if args.use_deepspeed:
+            assert args.deepspeed_multinode_launcher == "standard"
+    if kind == "fsdp2":
+        assert args.fsdp_version == 2
+        if num_machines > 1:
+            replicas, shards = (
+                args.parallelism_config_dp_replicate_size,
+                args.parallelism_config_dp_shard_size,
+            )
+            assert (replicas, shards) == (num_machines, num_processes // num_machines)
+    assert args.mixed_precision == "no", "precision is the recipe's"
+    if kind in (1, 2, 3) and not name.startswith("cpu"):
+        file = Path(args.deepspeed_config_file)
+        assert file.as_posix() == f"recipes/accelerate/zero{kind}.json"
+        settings = json.loads((CONFIGS / file.name).read_text())
+        zero = settings["zero_optimization"]
+        assert zero["stage"] == kind
+        assert settings["data_types"] == {"grad_accum_dtype": "fp32"}
+        assert not {"bf16", "fp16"} & settings.keys(), "precision is the recipe's"
+        sizes = {key: value for key, value in zero.items() if key.endswith(("_size", "_threshold"))}
+        assert sizes
+        assert all(type(value) is int for value in sizes.values()), (
+            "accelerate cannot infer these for this family"
+        )
+        # Given twice, accelerate refuses to start.
+        assert (
+            not {"mixed_precision", "gradient_clipping"}
+            & yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()).keys()
+        )
+    elif kind in (1, 2, 3):
+        assert args.zero_stage == kind
+    if kind == 3:
+        assert str(args.zero3_init_flag).lower() == "true"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_config_says_how_to_start_it(path):
+    header = path.read_text()
+    command = re.search(r"accelerate launch --config_file recipes/accelerate/(\S+)", header)
+    assert command
+    assert command.group(1) == path.name

@@ -1,0 +1,744 @@
+"""`rge embed`, `rge index` and `rge search`, on folders and tables as people have them."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from paths import ROOT
+
+pytest.importorskip("lancedb", exc_type=ImportError)
+
+from PIL import Image
+
+from rge.common import commands
+from rge.common.errors import UserError
+from rge.common.files import DEMO_CHECKPOINT as DEMO
+from rge.common.options import positional
+from rge.embedder import Embedder
+from rge.index import __main__ as index_command
+from rge.index import search as search_command
+from rge.index.__main__ import main as index
+from rge.index.embed import main as embed
+from rge.index.search import main as search
+from rge.index.sources import SourceError, read_source
+from rge.index.store import Index
+
+COLOURS = ("red", "green", "blue", "gold", "teal", "plum")
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return Embedder.from_pretrained("demo")
+
+
+@pytest.fixture(autouse=True)
+def one_model(demo, monkeypatch):
+    """Loading takes half a second, and these commands load one each."""
+    plain = Embedder.from_pretrained.__func__
+
+    def known(cls, checkpoint, **options):
+        return demo if checkpoint == "demo" and not options else plain(cls, checkpoint, **options)
+
+    monkeypatch.setattr(Embedder, "from_pretrained", classmethod(known))
+
+
+@pytest.fixture
+def photos(tmp_path, monkeypatch):
+    """A folder with a space in its name: pictures, a caption, a text of its own, a file of another kind, a hidden one."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "pho tos"
+    (folder / "sub").mkdir(parents=True)
+    for place, colour in enumerate(COLOURS):
+        Image.new("RGB", (40 + place, 50), colour).save(
+            folder / ("sub" if place % 2 else "") / f"{colour}.png"
+        )
+    (folder / "red.txt").write_text("Rote Wand, größer\n", encoding="utf-8")
+    (folder / "sub" / "notes.txt").write_text("a padlock")
+    (folder / "film.mp4").write_bytes(b"film")
+    (folder / ".hidden.png").write_bytes(b"x")
+    return folder
+
+
+def names(at="gallery"):
+    [(source, _)] = Index.open(at).sources().items()
+    return sorted(Index.open(at).known(source))
+
+
+def counted(monkeypatch):
+    """How many prompts each call embeds."""
+    embedded, real = [], Embedder.encode_prompts
+    monkeypatch.setattr(
+        Embedder, "encode_prompts", lambda self, prompts, **more: embedded.append(len(prompts)) or real(self, prompts, **more)
+    )  # fmt: skip
+    return embedded
+
+
+EVERYTHING = [
+    "blue.png",
+    "red.png",
+    "sub/gold.png",
+    "sub/green.png",
+    "sub/notes.txt",
+    "sub/plum.png",
+    "teal.png",
+]
+
+
+def test_only_what_changed_is_embedded(photos, capsys, demo, monkeypatch):
+    embedded = counted(monkeypatch)
+
+    def run(*words):
+        embedded.clear()
+        assert index(["pho tos", "out=gallery", *words]) == 0
+        return capsys.readouterr().out.splitlines()[0]
+
+    assert run("checkpoint=demo") == (
+        "gallery: 7 added, 0 changed, 0 removed, 0 unchanged; 7 items, 1 other files passed over"
+    )
+    assert names() == EVERYTHING
+    assert run().startswith("gallery: 0 added, 0 changed, 0 removed, 7 unchanged")
+    assert embedded == []
+    # Touched, and another caption: nothing of what is embedded changes, but what is shown does.
+    os.utime(photos / "blue.png", (1, 1))
+    (photos / "red.txt").write_text("Another caption")
+    assert run().startswith("gallery: 0 added, 0 changed, 0 removed, 7 unchanged")
+    assert embedded == []
+    found = {hit.id: hit for hit in Index.open("gallery").search(np.eye(1, 128, dtype=np.float32), 9)[0]}
+    assert found["red.png"].text == "Another caption"
+    assert found["sub/notes.txt"].text == "a padlock"
+    # Changed, new and gone.
+    Image.new("RGB", (44, 50), "black").save(photos / "blue.png")
+    Image.new("RGB", (44, 50), "white").save(photos / "new.png")
+    (photos / "sub" / "notes.txt").unlink()
+    assert run().startswith("gallery: 1 added, 1 changed, 1 removed, 5 unchanged; 7 items")
+    assert embedded == [2]
+    # Equal to the embedder's own.
+    vector = Index.open("gallery").vectors(str(photos), ["blue.png"])["blue.png"]
+    np.testing.assert_allclose(vector, demo.encode_document(images=photos / "blue.png"), atol=1e-5)
+
+
+def test_what_is_renamed_or_there_twice_is_embedded_once(photos, capsys, monkeypatch, demo):
+    embedded = counted(monkeypatch)
+    shutil.copy(photos / "blue.png", photos / "copy of blue.png")
+    index(["pho tos", "out=gallery", "checkpoint=demo"])
+    assert embedded == [7]  # of eight
+    before = Index.open("gallery").vectors(str(photos), ["blue.png", "copy of blue.png"])
+    np.testing.assert_array_equal(before["blue.png"], before["copy of blue.png"])
+    capsys.readouterr()
+    (photos / "blue.png").rename(photos / "sub" / "azure.png")
+    shutil.copytree(photos, "second")
+    index(["pho tos", "out=gallery"])
+    assert capsys.readouterr().out.startswith(
+        "gallery: 1 added, 0 changed, 1 removed, 7 unchanged, 1 not embedded again: the index knows their content; 8 items"
+    )
+    index(["second", "out=gallery"])
+    assert "8 added, 0 changed, 0 removed, 0 unchanged, 8 not embedded again" in capsys.readouterr().out
+    assert embedded == [7]
+    after = Index.open("gallery").vectors(str(photos), ["sub/azure.png"])
+    np.testing.assert_array_equal(after["sub/azure.png"], before["blue.png"])
+
+
+def test_an_index_of_an_older_version_is_read_again_and_not_embedded_again(photos, capsys, monkeypatch):
+    index(["pho tos", "out=gallery", "checkpoint=demo"])
+    table = Index.open("gallery")._table
+    table.update(values_sql={"stamp": "replace(stamp, '2:', '')"})
+    table.drop_columns(["year", "album", "words"])
+    embedded = counted(monkeypatch)
+    index(["pho tos", "out=gallery"])
+    assert embedded == []
+    assert "7 unchanged" in capsys.readouterr().out
+    query = np.eye(1, 128, dtype=np.float32)
+    assert [
+        hit.id for hit in Index.open("gallery").search(query, 9, where="album = 'sub'", words=["plum"])[0]
+    ][0] == "sub/plum.png"
+
+
+def exif(taken, latitude=None):
+    made = Image.Exif()
+    made[0x8769] = {0x9003: taken}
+    if latitude:
+        made[0x8825] = {1: "S", 2: latitude, 3: "E", 4: (12.0, 30.0, 0.0)}
+    return made
+
+
+def test_a_phones_folder(tmp_path, monkeypatch, capsys, demo):
+    """Eight JPEG, a HEIC, a GIF and an AVIF, with the EXIF that phones write."""
+    pillow_heif = pytest.importorskip("pillow_heif")
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "DCIM"
+    (folder / "Rome").mkdir(parents=True)
+    for place, colour in enumerate([*COLOURS, "black", "white"]):
+        at = folder / ("Rome" if place < 3 else "") / f"IMG_{place}.JPG"
+        Image.new("RGB", (64, 48), colour).save(
+            at, exif=exif(f"202{place}:05:0{place + 1} 10:00:00", (41.0, 54.0, 0.0))
+        )
+    pillow_heif.from_pillow(Image.new("RGB", (64, 48), "orange")).save(
+        folder / "IMG_8.HEIC", exif=exif("2024:12:24 18:00:00")
+    )
+    frames = [Image.new("RGB", (64, 48), colour) for colour in ("pink", "brown")]
+    frames[0].save(folder / "IMG_9.gif", save_all=True, append_images=frames[1:])
+    frames[0].save(folder / "IMG_10.avif", exif=exif("0000:00:00 00:00:00"))
+    assert index(["DCIM", "out=gallery", "checkpoint=demo"]) == 0
+    assert capsys.readouterr().out.startswith(
+        "gallery: 11 added, 0 changed, 0 removed, 0 unchanged; 11 items"
+    )
+    held = Index.open("gallery")
+    first = demo.encode_document(images=frames[0])
+    np.testing.assert_allclose(held.vectors(str(folder), ["IMG_9.gif"])["IMG_9.gif"], first, atol=1e-5)
+    [hits] = held.search(np.eye(1, 128, dtype=np.float32), 11)
+    facts = {hit.id: hit.metadata for hit in hits}
+    assert facts["Rome/IMG_2.JPG"] == {
+        "taken": "2022-05-03T10:00:00", "year": 2022, "month": 5, "latitude": -41.9, "longitude": 12.5, "album": "Rome",
+    }  # fmt: skip
+    assert facts["IMG_8.HEIC"]["year"] == 2024
+    assert facts["IMG_10.avif"] == facts["IMG_9.gif"] == {"album": "DCIM"}
+
+    [narrowed] = held.search(np.eye(1, 128, dtype=np.float32), 20, where="year > 2023 and album = 'DCIM'")
+    assert sorted(hit.id for hit in narrowed) == [f"IMG_{n}.JPG" for n in (4, 5, 6, 7)] + ["IMG_8.HEIC"]
+    search(["gallery", "What is this?", "k=20", "mode=direct", "where=year = 2021"])
+    assert [line.split()[2] for line in capsys.readouterr().out.splitlines()] == ["Rome/IMG_1.JPG"]
+    for wrong, said in (
+        ("yeer > 1", r"where='yeer > 1' is no condition on gallery: .*No field named yeer.*`year`"),
+        ("year > 'a", "is no condition on gallery: .*Unterminated string"),
+        (
+            "image LIKE '/%'",
+            "must be a condition .* on: id, text, taken, year, month, latitude, longitude, album",
+        ),
+        ('"image" IS NOT NULL', "must be a condition"),
+    ):
+        with pytest.raises(UserError, match=said) as caught:
+            search(["gallery", "x", f"where={wrong}"])
+        assert "stamp" not in str(caught.value)
+
+
+def test_words_and_vectors_are_fused_by_rank(photos, capsys, demo):
+    index(["pho tos", "out=gallery", "checkpoint=demo"])
+    held = Index.open("gallery")
+    query_1D = demo.encode_query("Wand")[None]
+    [plain], [fused] = held.search(query_1D, 7), held.search(query_1D, 7, words=["größer wand"])
+    assert sorted(hit.id for hit in fused) == sorted(hit.id for hit in plain) == EVERYTHING
+    assert fused[0].id == "red.png"  # its caption
+    assert {hit.id: hit.score for hit in fused} == {hit.id: hit.score for hit in plain}
+    assert held.search(query_1D, 1, words=["plum"])[0][0].id == "sub/plum.png"  # its name
+    search(["gallery", "teal", "hybrid=true", "k=1", "mode=direct"])
+    assert "teal.png" in capsys.readouterr().out
+    assert held.search(query_1D, 3, words=['"quoted" AND (odd'])[0]
+
+
+def test_the_next_window_is_prepared_while_the_device_works(photos, monkeypatch, demo):
+    """A stand-in for a device that works until the next pictures are there, and counts them."""
+    from rge.index.reading import Reader, Unreadable
+
+    built, hidden = [], []
+    build, encode = demo.builder.build, demo.encode_prompts
+    monkeypatch.setattr(
+        demo.builder, "build", lambda item, *rest: built.append(item.id) or build(item, *rest)
+    )
+    monkeypatch.setattr("rge.index.reading.WINDOW", 1)
+    given = 0
+
+    def device(prompts, **options):
+        nonlocal given
+        given += len(prompts)
+        ready = min(given + 2, 7)
+        end = time.monotonic() + 20
+        while len(built) < ready and time.monotonic() < end:
+            time.sleep(0.005)
+        hidden.append(len(built) - given)
+        return encode(prompts, **options)
+
+    monkeypatch.setattr(demo, "encode_prompts", device)
+    source = read_source(photos)
+    done = [
+        one.entry.id
+        for window in Reader(demo, batch_size=2).embed(source.entries, Unreadable(7, 0.0))
+        for one in window
+    ]
+    assert done == EVERYTHING
+    assert hidden == [2, 2, 1, 0]
+
+
+def test_watching_brings_the_index_up_to_date(photos, capsys, monkeypatch):
+    monkeypatch.setattr(index_command, "WATCH_S", 0.0)
+    steps = iter([
+        lambda: Image.new("RGB", (44, 50), "black").save(photos / "new.png"),
+        lambda: None,  # the same twice: it is finished
+        lambda: photos.rename("away"),
+        lambda: None,
+        lambda: Path("away").rename(photos),
+        lambda: (photos / "new.png").unlink(),
+        lambda: None,
+    ])  # fmt: skip
+
+    def sleep(_):
+        try:
+            next(steps)()
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    monkeypatch.setattr(index_command.time, "sleep", sleep)
+    with pytest.raises(KeyboardInterrupt):
+        index(["pho tos", "out=gallery", "checkpoint=demo", "watch=true"])
+    told = capsys.readouterr()
+    lines = [line for line in told.out.splitlines() if line.startswith("gallery: ")]
+    assert [line.split(" unchanged")[0] for line in lines] == [
+        "gallery: 7 added, 0 changed, 0 removed, 0", "gallery: 1 added, 0 changed, 0 removed, 7",
+        "gallery: 0 added, 0 changed, 1 removed, 7",
+    ]  # fmt: skip
+    assert told.err.count("src=pho tos does not exist") == 1
+    assert names() == EVERYTHING
+    with pytest.raises(UserError, match="give one of them"):
+        index(["pho tos", "out=gallery", "watch=true", "remove=true"])
+
+
+@pytest.mark.parametrize(
+    "words", [["index", "src=pho tos", "out=file/gallery", "checkpoint=demo"], ["embed", "src=pho tos", "out=file/x.parquet", "checkpoint=demo"]]
+)  # fmt: skip
+def test_a_place_without_write_rights_is_one_sentence(photos, words, monkeypatch, capsys):
+    Path("file").write_text("no folder")
+    command = index if words[0] == "index" else embed
+    monkeypatch.setattr(sys, "argv", words)
+    assert commands._code_of(command) == 2
+    assert re.search(
+        r"error: .*file.* (cannot be used: )?.*(Not a directory|is a file)", capsys.readouterr().err
+    )
+
+    def denied(path, *_, **__):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(sys, "argv", [word.replace("file/", "") for word in words])
+    monkeypatch.setattr(Path, "mkdir", denied)
+    assert commands._code_of(command) == 2
+    assert "cannot be used: Permission denied" in capsys.readouterr().err
+
+
+def test_captions_are_embedded_where_that_is_asked(photos, capsys, demo):
+    index(["pho tos", "out=gallery", "checkpoint=demo", "captions=embed"])
+    vector = Index.open("gallery").vectors(str(photos), ["red.png"])["red.png"]
+    both = demo.encode_document("Rote Wand, größer", photos / "red.png")
+    np.testing.assert_allclose(vector, both, atol=1e-5)
+    (photos / "red.txt").write_text("Another caption")
+    index(["pho tos", "out=gallery"])
+    assert "0 added, 1 changed" in capsys.readouterr().out
+    with pytest.raises(UserError, match="was made with captions=embed, not show"):
+        index(["pho tos", "out=gallery", "captions=show"])
+
+
+def test_unreadable_files_are_counted_listed_and_fatal_beyond_a_share(photos, capsys):
+    (photos / "broken.png").write_bytes((photos / "red.png").read_bytes()[:60])
+    (photos / "tall.png").write_bytes(b"")
+    (photos / "latin.txt").write_bytes(b"\xfftext")
+    Image.new("RGB", (1, 900)).save(photos / "thin.png")
+    with pytest.raises(
+        UserError, match=r"(?s)2 of 11 items are unreadable so far, more than max_unreadable=0\.1:.*broken"
+    ):
+        index(["pho tos", "out=gallery", "checkpoint=demo"])
+    assert (
+        index(["pho tos", "out=gallery", "checkpoint=demo", "max_unreadable=0.5", "unreadable=bad.tsv"]) == 0
+    )
+    listed = capsys.readouterr().err
+    assert "4 of 11 items are unreadable and not in the index" in listed
+    assert [line.split("\t")[0] for line in open("bad.tsv")] == [
+        "broken.png",
+        "latin.txt",
+        "tall.png",
+        "thin.png",
+    ]
+    assert "latin.txt is not UTF-8" in listed
+    assert "bytes>" not in listed
+    assert names() == EVERYTHING
+    # What was readable and no longer is leaves the index: its vector is of something else.
+    (photos / "red.png").write_bytes(b"no picture")
+    index(["pho tos", "out=gallery", "max_unreadable=0.5"])
+    assert "0 added, 0 changed, 1 removed, 6 unchanged" in capsys.readouterr().out
+
+
+def test_what_lies_below_a_folder_that_cannot_be_read_is_kept(photos, capsys, monkeypatch):
+    """A folder's rights or its disk may be back tomorrow, and its vectors would have to be made again."""
+    (photos / "sub" / "deep").mkdir()
+    shutil.copy(photos / "teal.png", photos / "sub" / "deep" / "teal.png")
+    shutil.copy(photos / "teal.png", photos / "subway.png")
+    index(["pho tos", "out=gallery", "checkpoint=demo"])
+    (photos / "subway.png").unlink()
+
+    def indexed_while(call, endings, error):
+        """What is said where a call of the system fails for some paths."""
+        real = getattr(os, call)
+
+        def fails(path=".", *args, **options):
+            if str(path).endswith(endings):
+                raise OSError(*error, str(path))
+            return real(path, *args, **options)
+
+        with monkeypatch.context() as now:
+            now.setattr(os, call, fails)
+            index(["pho tos", "out=gallery", "max_unreadable=0.5"])
+        return capsys.readouterr()
+
+    told = indexed_while("scandir", ("sub",), (13, "Permission denied"))
+    assert "0 added, 0 changed, 1 removed, 3 unchanged, 5 kept that lie where nothing can be read" in told.out
+    assert "sub: Permission denied" in told.err
+    assert names() == sorted([*EVERYTHING, "sub/deep/teal.png"])
+    told = indexed_while("stat", ("deep", "blue.png"), (116, "Stale file handle"))
+    assert "0 removed, 6 unchanged, 2 kept" in told.out
+    assert "sub/deep: Stale file handle" in told.err
+    index(["pho tos", "out=gallery"])
+    assert "0 added, 0 changed, 0 removed, 8 unchanged; 8 items" in capsys.readouterr().out
+
+
+def test_a_source_is_taken_out_by_any_path_to_it(photos, capsys, monkeypatch):
+    index(["pho tos", "out=gallery", "checkpoint=demo"])
+    monkeypatch.chdir(photos)
+    index(["../pho tos/sub/..", "out=../gallery", "remove=true"])
+    assert "7 items of" in capsys.readouterr().out
+
+
+def test_an_empty_or_missing_folder_changes_nothing(photos, capsys):
+    index(["pho tos", "out=gallery", "checkpoint=demo"])
+    photos.rename("elsewhere")
+    with pytest.raises(SourceError, match="src=pho tos does not exist"):
+        index(["pho tos", "out=gallery"])
+    photos.mkdir()  # as where a disk is not mounted
+    (photos / "x.mp4").touch()
+    with pytest.raises(SourceError, match=r"holds no pictures .* and no texts \(\.txt\), only 1 other files"):
+        index(["pho tos", "out=gallery"])
+    assert names() == EVERYTHING
+    search(["gallery", "What is this?", "k=1"])
+    capsys.readouterr()
+    index(["pho tos", "out=gallery", "remove=true"])
+    assert "7 items of" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"holds nothing of .*pho tos; it holds: nothing"):
+        index(["pho tos", "out=gallery", "remove=true"])
+
+
+def test_two_sources_in_one_index_do_not_disturb_each_other(photos, capsys):
+    shutil.copytree(photos, "second")
+    index(["pho tos", "out=gallery", "checkpoint=demo"])
+    index(["second", "out=gallery"])
+    shutil.rmtree(photos / "sub")
+    index(["pho tos", "out=gallery"])
+    assert "0 added, 0 changed, 4 removed, 3 unchanged; 10 items" in capsys.readouterr().out
+    assert sorted(Index.open("gallery").sources().values()) == [3, 7]
+
+
+def test_another_checkpoint_is_named_and_refused(photos, tmp_path):
+    index(["pho tos", "out=gallery", "checkpoint=demo"])
+    other = shutil.copytree(DEMO, tmp_path / "other")
+    settings = json.loads((other / "rge.json").read_text())
+    (other / "rge.json").write_text(json.dumps(settings | {"step": 1}))
+    for command in (index, search):
+        with pytest.raises(
+            UserError, match=r"gallery was made by another checkpoint: demo \(.{12}\), not .*other \("
+        ):
+            command(
+                [
+                    *(["pho tos", "out=gallery"] if command is index else ["gallery", "x"]),
+                    f"checkpoint={other}",
+                ]
+            )
+    with pytest.raises(UserError, match="there is no index at new yet: give checkpoint="):
+        index(["pho tos", "out=new"])
+    with pytest.raises(UserError, match="was made with dimensions=128, not 64"):
+        index(["pho tos", "out=gallery", "dimensions=64"])
+
+
+def test_a_loop_of_links_and_a_name_that_is_no_text(photos):
+    (photos / "loop").symlink_to(photos)
+    (photos / "nowhere.png").symlink_to(photos / "gone.png")
+    os.close(os.open(os.fsencode(photos) + b"/\xff.png", os.O_CREAT))
+    found = read_source(photos)
+    assert [entry.id for entry in found.entries] == EVERYTHING
+    assert found.faults == {"nowhere.png": "No such file or directory", "\ufffd.png": "its name is not UTF-8"}
+
+
+# ------------------------------------------------------------------------------------------------------------- tables
+
+
+def table(path, photos):
+    rows = [
+        {"id": "a", "text": "a red wall", "image": "pho tos/red.png", "price": 3},
+        {"id": "b", "text": None, "image": "pho tos/blue.png", "price": None},
+        {"id": "c", "text": 'said "x, y"', "image": None, "price": 5},
+    ]
+    if path.suffix == ".jsonl":
+        path.write_text("\n\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    elif path.suffix == ".csv":
+        path.write_text(
+            '\ufeffid,text,image,price\na,a red wall,pho tos/red.png,3\nb,,pho tos/blue.png,\nc,"said ""x, y""",,5\n'
+        )
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+def test_a_table_is_followed_row_by_row(photos, tmp_path, capsys, ending):
+    path = table(tmp_path / f"a table.{ending}", photos)
+    index([f"src={path}", "out=gallery", "checkpoint=demo"])
+    found = {hit.id: hit for hit in Index.open("gallery").search(np.eye(1, 128, dtype=np.float32), 9)[0]}
+    assert {name: hit.text for name, hit in found.items()} == {
+        "a": "a red wall",
+        "b": None,
+        "c": 'said "x, y"',
+    }
+    assert str(found["a"].metadata["price"]) == "3"
+    assert found["a"].image == str(photos / "red.png")
+    assert not found["a"].gone
+    if ending == "jsonl":
+        path.write_text(path.read_text().replace('"price": 3', '"price": 4'))
+        index([f"src={path}", "out=gallery"])
+        assert "0 added, 0 changed, 0 removed, 3 unchanged" in capsys.readouterr().out
+        [hits] = Index.open("gallery").search(np.eye(1, 128, dtype=np.float32), 9)
+        assert {hit.id: hit.metadata.get("price") for hit in hits}["a"] == 4
+    Image.new("RGB", (44, 50), "black").save(photos / "red.png")  # a row changes with its picture's file
+    index([f"src={path}", "out=gallery"])
+    assert "0 added, 1 changed, 0 removed, 2 unchanged" in capsys.readouterr().out
+
+
+def test_a_library_of_encoded_pictures(photos, tmp_path):
+    rows = [{"id": f"x/{place}", "image": {"bytes": (photos / f"{name}.png").read_bytes(), "path": None}, "concept": name}
+            for place, name in enumerate(("red", "blue"))]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "library.parquet")
+    index([f"src={tmp_path / 'library.parquet'}", "out=gallery", "checkpoint=demo"])
+    [hits] = Index.open("gallery").search(np.eye(1, 128, dtype=np.float32), 9)
+    assert {hit.id: (hit.metadata["concept"], hit.gone) for hit in hits} == {
+        "x/0": ("red", False),
+        "x/1": ("blue", False),
+    }
+    pq.write_table(pa.Table.from_pylist([{"name": "x", "image": b"x"}]), tmp_path / "other.parquet")
+    with pytest.raises(SourceError, match="its columns must be called id and image"):
+        read_source(tmp_path / "other.parquet", id="name")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.csv", "id,text\na,b\na,c\n", "two rows are named 'a'"),
+        ("x.csv", "id,name\na,b\n", "neither a column 'text' nor 'image'; it has 'id', 'name'"),
+        ("x.csv", "id,text\na\n", "line 2: 2 columns are named"),
+        ("x.csv", b"\xff\xfe", "cannot be read"),
+        ("x.csv", "", "has no rows"),
+        ("x.csv", "id,text\n", "has no rows"),
+        ("x.jsonl", '{"id": 1, "text": "a"}\n[]', "line 2: an object is needed, got list"),
+        ("x.jsonl", "nonsense", "line 1: not valid JSON"),
+        ("x.parquet", "nonsense", "cannot be read"),
+        ("x.xlsx", "nonsense", "is neither a folder nor a table"),
+    ],
+)
+def test_tables_that_cannot_be_read(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(SourceError, match=message):
+        read_source(tmp_path / name)
+
+
+def test_rows_without_an_id_are_named_and_rows_without_content_are_faults(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n{"text": " "}\n{"image": "p.png"}\n{"text": 3}\n')
+    found = read_source(tmp_path / "x.jsonl")
+    assert [entry.id for entry in found.entries] == ["1", "p.png"]
+    assert found.faults == {"2": "it has neither a text nor a picture", "4": "its text is no text but int"}
+
+
+# ------------------------------------------------------------------------------------------------------------- search
+
+
+def test_search_tells_the_rationale_and_the_hits(photos, capsys, demo, monkeypatch):
+    index(["pho tos", "out=gallery", "checkpoint=demo"])
+    (photos / "teal.png").unlink()
+    capsys.readouterr()
+    question = "What tool do you need for this = that?"
+    assert search(["gallery", question, "image=pho tos/red.png", "k=7"]) == 0
+    vector, rationale = demo.encode_query(question, "pho tos/red.png", return_rationales=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == rationale
+    [hits] = Index.open("gallery").search(vector[None], 7)
+    assert len(lines) == 9
+    for line, hit in zip(lines[2:], hits, strict=True):
+        assert f"{hit.score:.4f}  {hit.id}" in line
+        assert ("(gone)" in line) == (hit.id == "teal.png")
+    search(["gallery", "image=pho tos/red.png", "mode=direct", "k=2", "exact=true"])
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    for nothing in ([], [" "]):
+        with pytest.raises(UserError, match="give a question, image="):
+            search(["gallery", *nothing])
+    with pytest.raises(UserError, match="there is no index at nothing"):
+        search(["nothing", "x"])
+
+
+@pytest.mark.parametrize(
+    ("words", "read"),
+    [
+        (["a", "b?", "k=3"], ["index=a", "question=b?", "k=3"]),
+        (["a", "is x = y?"], ["index=a", "question=is x = y?"]),
+        (["a", "k=3", "b"], ["index=a", "k=3", "b"]),
+        (["--index=a", "b"], ["--index=a", "b"]),
+        (["a=b c"], ["a=b c"]),
+        (["a", "--help"], ["index=a", "--help"]),
+        ([], []),
+    ],
+)
+def test_leading_words_are_the_first_keys(words, read):
+    assert positional(words, "index", "question") == read
+
+
+def test_the_page_shows_any_text_as_text_and_needs_nothing_beside_it(photos, capsys, monkeypatch):
+    attack = "</style><script>alert(1)</script>{{ 7 * 7 }}"
+    (photos / "red.txt").write_text(attack)
+    index(["pho tos", "out=gallery", "checkpoint=demo"])
+    shown = []
+    monkeypatch.setattr(search_command.webbrowser, "open", lambda address: bool(shown.append(address)))
+    search(["gallery", attack, "image=pho tos/blue.png", "open=true", "page=sub folder/hits.html", "k=7"])
+    assert shown[0].endswith("/sub%20folder/hits.html")
+    assert "no browser was found" in capsys.readouterr().out
+    text = open("sub folder/hits.html", encoding="utf-8").read()
+    assert "<script>" not in text
+    assert (
+        text.count("&lt;/style&gt;&lt;script&gt;alert(1)&lt;/script&gt;{{ 7 * 7 }}") == 3
+    )  # title, question, caption
+    assert text.count("data:image/webp;base64,") == 7
+    assert "http" not in text.replace("http-equiv", "")
+    search(["gallery", "x", "open=true"])
+    assert shown[1].startswith("file:///")
+
+
+# -------------------------------------------------------------------------------------------------------------- embed
+
+
+def test_embed_writes_what_the_embedder_says(photos, demo, capsys):
+    assert embed(["checkpoint=demo", "src=pho tos", "out=x.parquet"]) == 0
+    found = pq.read_table("x.parquet")
+    assert found.column_names == ["id", "vector"]
+    vectors = dict(zip(found["id"].to_pylist(), found["vector"].to_pylist(), strict=True))
+    assert sorted(vectors) == EVERYTHING
+    np.testing.assert_allclose(
+        vectors["blue.png"], demo.encode_document(images=photos / "blue.png"), atol=1e-5
+    )
+    np.testing.assert_allclose(vectors["sub/notes.txt"], demo.encode_document("a padlock"), atol=1e-5)
+    assert json.loads(found.schema.metadata[b"rge"])["checkpoint_hash"] == demo.checkpoint_hash
+    assert not os.path.exists("x.parquet.parts")
+    with pytest.raises(UserError, match=r"x\.parquet is there already"):
+        embed(["checkpoint=demo", "src=pho tos", "out=x.parquet"])
+    embed(["checkpoint=demo", "src=pho tos", "out=q.parquet", "side=query", "instruction=''"])
+    [row] = [one for one in pq.read_table("q.parquet").to_pylist() if one["id"] == "blue.png"]
+    expected, rationale = demo.encode_query(
+        images=photos / "blue.png", instruction="", return_rationales=True
+    )
+    assert row["rationale"] == rationale
+    np.testing.assert_allclose(row["vector"], expected, atol=1e-5)
+
+
+def test_embed_goes_on_where_it_was_and_says_when_it_was_begun_otherwise(photos, demo, capsys, monkeypatch):
+    calls = []
+    real = Embedder.encode_prompts
+
+    def stops(self, prompts, **options):
+        calls.append(len(prompts))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(self, prompts, **options)
+
+    monkeypatch.setattr(Embedder, "encode_prompts", stops)
+    monkeypatch.setattr("rge.index.reading.WINDOW", 2)
+    words = ["checkpoint=demo", "src=pho tos", "out=x.parquet", "batch_size=1"]
+    with pytest.raises(KeyboardInterrupt):
+        embed(words)
+    assert not os.path.exists("x.parquet")
+    with pytest.raises(
+        UserError, match=r"x\.parquet\.parts was begun otherwise \(side: 'document', now 'query'"
+    ):
+        embed([*words, "side=query"])
+    # One of the finished ones changes meanwhile, one goes.
+    Image.new("RGB", (44, 50), "black").save(photos / "blue.png")
+    (photos / "red.png").unlink()
+    (photos / "red.txt").unlink()
+    calls[:] = [0, 0, 0]
+    assert embed(words) == 0
+    assert sum(calls) == 4  # of six, two were finished and stayed
+    assert "2 of 6 items were embedded before" in capsys.readouterr().err
+    rows = {row["id"]: row["vector"] for row in pq.read_table("x.parquet").to_pylist()}
+    assert sorted(rows) == sorted(set(EVERYTHING) - {"red.png"})
+    np.testing.assert_allclose(rows["blue.png"], demo.encode_document(images=photos / "blue.png"), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["out=x.csv"], r"out=x\.csv must end in \.parquet"),
+        (["out=x.parquet", "instruction=find"], "instruction= goes before queries"),
+        (["out=x.parquet", "dimensions=64"], "dimensions must be one of 128"),
+        (["out=x.parquet", "max_unreadable=2"], "max_unreadable must be <= 1"),
+        (["out=x.parquet", "mode=fast"], "mode must be one of reasoning, direct"),
+    ],
+)
+def test_embed_says_what_is_wrong(photos, words, message):
+    with pytest.raises(ValueError, match=message):
+        embed(["checkpoint=demo", "src=pho tos", *words])
+    assert not os.path.exists("x.parquet")
+
+
+def test_nothing_readable_is_an_error(photos):
+    for path in photos.rglob("*.*"):
+        path.write_bytes(b"")
+    with pytest.raises(UserError, match="more than max_unreadable"):
+        embed(["checkpoint=demo", "src=pho tos", "out=x.parquet"])
+    with pytest.raises(UserError, match="nothing was embedded"):
+        embed(["checkpoint=demo", "src=pho tos", "out=x.parquet", "max_unreadable=1"])
+
+
+@pytest.mark.slow
+def test_the_commands_as_they_are_typed(photos, tmp_path):
+    """Without the checkout's folder, and with few open files."""
+
+    def rge(*words, code=0):
+        command = f'ulimit -n 256; exec "{sys.executable}" -m rge "$@"'
+        done = subprocess.run(
+            ["bash", "-c", command, "rge", *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+        assert "WARN" not in done.stderr
+        return done.stdout + done.stderr
+
+    rge("index", "pho tos", "out=gallery", "checkpoint=demo")
+    assert "red.png" in rge("search", "gallery", "What is this?", "image=pho tos/red.png", "k=7")
+    assert "did you mean image?" in rge("search", "gallery", "x", "imgae=x.png", code=2)
+
+
+def test_the_demos_checkpoint_is_found_by_its_name_from_anywhere(tmp_path, monkeypatch, demo):
+    monkeypatch.undo()
+    assert demo.checkpoint == DEMO
+    assert sum(path.stat().st_size for path in DEMO.iterdir()) <= 6_000_000
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        vector = demo.encode_query("What tool do you need for this?")
+    assert vector.shape == (128,)
+    (tmp_path / "demo").mkdir()  # a folder of that name is meant first
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"demo has no rge\.json"):
+        Embedder.from_pretrained("demo")
+
+
+def test_the_example_of_the_docs_runs_as_it_is_printed(photos, capsys):
+    page = (ROOT / "docs" / "search.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    index(["pho tos", "out=gallery", "checkpoint=demo"])
+    shutil.copy(photos / "red.png", "padlock.png")
+    capsys.readouterr()
+    names: dict = {}
+    exec(block, names)  # noqa: S102 - our own page
+    assert len(names["hits"]) == 5
+    assert capsys.readouterr().out == f"{names['hits'][0].id} {names['hits'][0].score} False\n"

@@ -1,0 +1,626 @@
+"""The plan of a step: FLOPs against torch's counter, memory against what autograd keeps, and what it says where it does not fit."""
+
+import dataclasses
+import importlib.util
+import json
+import re
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import yaml
+from family_models import HAS_TOWER, PHOTOS, TEXT, TEXTS, VISION, every_family
+from paths import ROOT
+from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
+
+from rge.common.schema import Item
+from rge.config import BACK_ENDS, LossConfig, Recipe, RecipeError, load_recipe
+from rge.data.collate import StepBatches, flatten
+from rge.data.loader import Loader
+from rge.data.sources import Mixture, RecordFile
+from rge.model import varlen
+from rge.model import vision_tower as vision
+from rge.model.attention import Pass, install
+from rge.model.backbone import (
+    BackboneError,
+    load_backbone,
+    prompt_positions,
+)
+from rge.model.embedding_model import EmbeddingModel
+from rge.model.families import FAMILIES, VisionSizes, family_of
+from rge.model.packing import Branch, pack_prompts, pack_tails
+from rge.model.prompts import Prompt, PromptBuilder
+from rge.objective import Objective
+from rge.plan import report as plan
+from rge.plan.__main__ import main
+from rge.plan.costs import (
+    GIB,
+    PROCESS_GIB,
+    WORKER_DESCRIPTORS,
+    Load,
+    Shapes,
+    communication,
+    flops,
+    host,
+    memory,
+    pixel_bytes,
+    shapes_of,
+    step_seconds,
+)
+from rge.plan.known_models import TABLE, outline
+from rge.plan.options import PlanOptions
+from rge.rl.credit import Reinforcement
+from rge.rollout.generate import generate
+from rge.rollout.writer import Rollout
+from rge.scratch import build as scratch
+from rge.step import TrainingStep
+
+
+@pytest.fixture(scope="module")
+def count_flops():
+    spec = importlib.util.spec_from_file_location("bench_step", ROOT / "scripts" / "bench_step.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.count_flops
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Qwen/Qwen2.5-VL-3B-Instruct", 3.755),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", 8.292),
+        ("Qwen/Qwen2-VL-2B-Instruct", 2.209),
+        ("Qwen/Qwen3-VL-2B-Instruct", 2.128),
+        ("HuggingFaceTB/SmolVLM-Instruct", 2.246),
+    ],
+)
+def test_the_table_gives_models_of_their_published_size(name, billions):
+    """Sizes as the models' cards state them; the table's shapes add up to these and to no others."""
+    recipe = load_recipe(["recipe=qwen25vl_3b", f"model.path={name}"])
+    model, origin = outline(recipe.model)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(
+        billions, abs=0.001
+    )
+    assert name in origin
+
+
+def test_every_recipe_has_a_plan(capsys):
+    for path in sorted((ROOT / "recipes").glob("*.yaml")):
+        if path.stem == "photos" and not HAS_TOWER:
+            continue
+        code = main([f"recipe={path.stem}", "num_gpus=8", "back_end=zero3"])
+        shown = capsys.readouterr().out
+        assert code == 0, shown
+        found = json.loads(shown.splitlines()[-1])
+        assert found["fits"]
+        assert set(found["bytes_sent"]) == set(BACK_ENDS)
+        assert "It fits." in shown
+
+
+CONFIGS = sorted((ROOT / "recipes" / "accelerate").glob("*8.yaml"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        path.stem
+        for path in sorted((ROOT / "recipes").glob("*.yaml"))
+        if path.stem not in ("demo", "study", "photos")
+    ],
+)
+def test_launch_configs_say_truly_which_recipes_fit(name):
+    recipe = load_recipe([f"recipe={name}"])
+    model, _ = outline(recipe.model)
+    assert len(CONFIGS) == 10
+    for path in CONFIGS:
+        text = path.read_text()
+        (fitting,) = re.findall(r"^# Recipes that fit GPUs of 80 GiB, by rge.plan: (.*)$", text, re.MULTILINE)
+        num_gpus = yaml.safe_load(text)["num_processes"]
+        options = PlanOptions(back_end=path.stem.split("_")[0], num_gpus=num_gpus).values()
+        assert plan.plan(recipe, model, options)["fits"] == (name in fitting.split(", ")), path.stem
+    # So does what a launch without a config sets up.
+    assert plan.plan(recipe, model, PlanOptions(num_gpus=8).values())["fits"]
+
+
+@pytest.fixture
+def deep(tmp_path):
+    """Twelve text layers: as in a real model, no single layer is most of the work."""
+    text = {**TEXT, "num_hidden_layers": 12}
+    scratch.build(
+        tmp_path / "deep",
+        TEXTS,
+        seed=0,
+        vocab_size=320,
+        text=text,
+        vision=VISION,
+        min_pixels=784,
+        max_pixels=7056,
+    )
+    return EmbeddingModel(load_backbone(tmp_path / "deep", add_emb=True)).eval()
+
+
+@pytest.fixture
+def batch(deep, make_batch):
+    """Five queries with a picture of 84 x 84 pixels each, six candidates likewise."""
+    builder = PromptBuilder(deep.processor)
+    found = make_batch(builder)
+    image = Image.new("RGB", (84, 84), "red")
+    found.queries[:] = [builder.build(Item("q", "what is this", ()), "query", [image]) for _ in found.queries]
+    found.candidates[:] = [builder.build(Item("c", None, ()), "candidate", [image]) for _ in found.candidates]
+    found.oracle_ids[:] = [[7] * 11 + [deep.emb_id]] * len(found.queries)
+    return found
+
+
+def load_of(embedder: EmbeddingModel, batch, own: float, chunks: int) -> Load:
+    family, config = family_of(embedder.model), embedder.model.config
+    grid = batch.queries[0].image_grid
+    patches = int(grid[0].prod())
+    placeholders = int((batch.queries[0].input_ids == config.image_token_id).sum())
+    spans = family.vision_spans(config, patches)
+    return Load(
+        queries=len(batch.queries), candidates=len(batch.candidates), chunks=chunks,
+        prompt=len(batch.queries[0]), candidate=len(batch.candidates[0]), own=own, oracle=11,
+        read_own=True, contrastive=True, label_candidates=True,
+        query_patches=patches, query_placeholders=placeholders,
+        candidate_patches=patches, candidate_placeholders=placeholders,
+        query_spans=spans, candidate_spans=spans,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("micro_batch_size", [5, 3])
+def test_flops_against_the_counter(deep, batch, count_flops, micro_batch_size):
+    """Rollout, and forward with backward, each within 10 per cent, and so the whole."""
+    chunks = -(-5 // micro_batch_size)
+    # Rows of equal length: a cap that no rationale reaches by itself.
+    with torch.no_grad():
+        deep.model.get_input_embeddings().weight[deep.emb_id] = 0
+    settings = {"max_new_tokens": 12, "batch_size": 5}
+    rationales = generate(deep, batch.queries, **settings)
+    assert all(len(rationale.ids) == 12 for rationale in rationales)
+    rollout = count_flops(lambda: generate(deep, batch.queries, **settings))
+
+    def step() -> None:
+        TrainingStep(deep, deep, Objective(0.5, 0.5), micro_batch_size)(batch, Rollout(rationales))  # fmt: skip
+
+    counted = count_flops(step)
+    load = load_of(deep, batch, 12, chunks)
+    # Here the rollout encodes the prompts in any case: no pass with gradient stands before it.
+    twice = flops(
+        shapes_of(deep.model),
+        load_of(deep, batch, 12, 2),
+        checkpointing=False,
+        trainable=1.0,
+        train_vision=True,
+    )
+    found = flops(shapes_of(deep.model), load, checkpointing=False, trainable=1.0, train_vision=True)
+    planned = sum(size for name, size in found.items() if name != "rollout")
+    assert twice["rollout"] == pytest.approx(rollout, rel=0.1)
+    assert planned == pytest.approx(counted, rel=0.1)
+
+
+def test_flops_of_a_policy_gradient_against_the_counter(deep, batch, count_flops, tmp_path):
+    """Four rationales a query, their log probabilities and InfoNCE over them: within 10 per cent."""
+    with torch.no_grad():
+        deep.model.get_input_embeddings().weight[deep.emb_id] = 0
+    settings = {"max_new_tokens": 12, "batch_size": 20, "temperature": 1.0, "seeds": range(20), "num_each": 4}
+    rationales = generate(deep, batch.queries, **settings)
+    assert all(len(rationale.ids) == 12 for rationale in rationales)
+    rollout = count_flops(lambda: generate(deep, batch.queries, **settings))
+    recipe = Recipe(recipe="tiny", stage="rl", loss=LossConfig(alpha_lm=0.5, alpha_con=0.5))
+
+    def step() -> None:
+        credit = Reinforcement(recipe, deep, None, tmp_path).begin(batch, rationales, measure=False)
+        TrainingStep(deep, deep, Objective.of(recipe, "rl"), 5)(batch, Rollout(rationales), credit)  # fmt: skip
+
+    counted = count_flops(step)
+    load = dataclasses.replace(load_of(deep, batch, 12, 1), each=4, sampled=True)
+    given = {"checkpointing": False, "trainable": 1.0, "train_vision": True}
+    found = flops(shapes_of(deep.model), load, **given)
+    twice = flops(shapes_of(deep.model), dataclasses.replace(load, chunks=2), **given)
+    assert twice["rollout"] == pytest.approx(rollout, rel=0.1)
+    assert sum(size for name, size in found.items() if name != "rollout") == pytest.approx(counted, rel=0.1)
+    of_a_recipe = load_recipe(["recipe=qwen25vl_3b", "stage=rl", "rl.batch_size=64", "rl.num_rationales=8"])
+    options = {**PlanOptions().values(), "for": "rl"}
+    planned = plan.plan(of_a_recipe, outline(of_a_recipe.model)[0], options)
+    assert planned["tokens"]["own rationales"] == 64 * 8 * 129
+
+
+@pytest.mark.parametrize("how", ["float32", "bfloat16", "autocast"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_against_what_autograd_keeps(deep, batch, how, checkpointing):
+    """Within a third: the estimate counts a layer's tensors, autograd may keep some twice or not at all."""
+    if checkpointing:
+        deep.train()
+        deep.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if how == "bfloat16":
+        deep.to(torch.bfloat16)
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    weights = {parameter.untyped_storage().data_ptr() for parameter in deep.parameters()}
+    branches = [
+        [
+            Branch([7] * 12 + [deep.emb_id], read_state=True),
+            Branch([7] * 11 + [deep.emb_id], predict=True),
+        ]
+    ] * 5
+    direct = [[Branch([deep.emb_id], read_state=True, predict=True)]] * len(batch.candidates)
+    packs = deep.pack(batch.queries, branches), deep.pack(batch.candidates, direct)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast")
+    with autocast, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        readouts = deep(*packs)
+    measured = sum(size for place, size in kept.items() if place not in weights)
+    assert all(readout.state_ND.requires_grad for readout in readouts)
+    shapes = shapes_of(deep.model)
+    found = memory(
+        shapes, load_of(deep, batch, 12, 1), back_end="zero2" if how == "bfloat16" else "ddp", num_gpus=2,
+        dtype_bytes=4 if how == "float32" else 2, checkpointing=checkpointing, trained=shapes.parameters,
+        optimizer_states=2, rollout_rows=1, micro_queries=5,
+    )  # fmt: skip
+    assert found["activations"] == pytest.approx(measured, rel=1 / 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["sdpa", "varlen"])
+def test_the_3b_itself_on_meta(monkeypatch, form):
+    """A micro batch of the real shapes on `meta`: FLOPs of forward and backward, and what a GPU's form keeps.
+
+    FLOPs to 3 per cent, with attention in plain products, which torch's counter knows best; activations to a third, with
+    flash attention, which keeps no scores.
+    """
+    monkeypatch.setattr(varlen, "one_by_one", varlen._flash)
+    recipe = load_recipe(["recipe=qwen25vl_3b"])
+    model = outline(recipe.model)[0].to(torch.bfloat16).train()
+    vision.speed_up(model, form)
+    assert install(family_of(model).decoder(model), form) == form
+    rows, emb, image = 2, 7, model.config.image_token_id
+    grid = torch.tensor([[1, 64, 64]])
+    ids = torch.tensor([1] * 20 + [model.config.vision_start_token_id, *[image] * 1024, 3] + [1] * 60)
+    prompt = Prompt("row", ids, (ids == image).long(), torch.zeros(4096, 3, 14, 14, dtype=torch.uint8), grid)
+    own, oracle = [1] * 128 + [emb], [2] * 128 + [emb]
+    both = [Branch(own, read_state=True), Branch(oracle, predict=True)]
+    direct = [Branch([emb], read_state=True, predict=True)]
+
+    kept: dict[int, int] = {}
+    weights = {id(parameter) for parameter in model.parameters()}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in weights and not isinstance(tensor, torch.nn.Parameter):
+            storage = tensor.untyped_storage()
+            kept[storage._cdata] = storage.nbytes()
+            alive.append(storage)
+        return tensor
+
+    alive: list = []
+
+    def forward(branches):
+        positions = prompt_positions(model, [prompt] * rows)
+        part = pack_prompts(
+            [prompt] * rows, positions, picture_ids=[1, image, 3], empty_picture=(None, None)
+        ).to("meta")
+        tails = pack_tails([prompt] * rows, positions, [branches] * rows).to("meta")
+        plan_ = Pass(part, tails, None, len(family_of(model).decoder(model).layers), form)
+        patches = torch.empty(rows * 4096, 1176, dtype=torch.bfloat16, device="meta")
+        features = family_of(model).features(model, patches, part.image_grid)
+        inputs = {
+            "input_ids": torch.cat([part.input_ids_T, tails.input_ids_T])[None],
+            "position_ids": torch.cat([part.position_ids_3T, tails.position_ids_3T], dim=1)[:, None],
+            "attention_mask": plan_,
+        }
+        hidden = family_of(model).states(model, features, part.picture_index_F, inputs)[0]
+        read = hidden[plan_.read_R]
+        return model.get_output_embeddings()(read[: len(tails.label_M)]).float().sum() + read.float().sum()
+
+    with FlopCounterMode(display=False) as counter:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            total = forward(both) + forward(direct)
+        if form == "sdpa":
+            total.backward()
+    load = Load(
+        queries=rows, candidates=rows, chunks=1, prompt=len(prompt), candidate=len(prompt), own=128, oracle=128,
+        read_own=True, contrastive=True, label_candidates=True,
+        query_patches=4096, query_placeholders=1024, candidate_patches=4096, candidate_placeholders=1024,
+        query_spans=family_of(model).vision_spans(model.config, 4096),
+        candidate_spans=family_of(model).vision_spans(model.config, 4096),
+    )  # fmt: skip
+    shapes = shapes_of(model)
+    if form == "sdpa":
+        found = flops(shapes, load, checkpointing=False, trainable=1.0, train_vision=True)
+        assert found["forward"] + found["backward"] == pytest.approx(counter.get_total_flops(), rel=0.03)
+        return
+    estimate = memory(
+        shapes, load, back_end="zero2", num_gpus=8, dtype_bytes=2, checkpointing=False, trained=1, optimizer_states=2,
+        rollout_rows=1, micro_queries=rows,
+    )  # fmt: skip
+    assert estimate["activations"] == pytest.approx(sum(kept.values()), rel=1 / 3)
+
+
+def test_a_machine_and_hours_by_hand():
+    """Two processes with a batch of 1 GiB each, three workers, 4 GiB that may wait, 1 G parameters of two bytes."""
+    shapes = Shapes(
+        **{**dict.fromkeys(Shapes.__dataclass_fields__, 0), "parameters": 10**9, "layers": 2, "layer": 10**8}
+    )
+    found = host(shapes, batch_bytes=2**30, prefetch_bytes=2**32, num_workers=3, dtype_bytes=2, processes=2)
+    # Four wait, one is in use, and each worker has one and its parts.
+    assert found["of that, batches"] == 2 * (4 + 1 + 3 * 2) * 2**30
+    assert found["memory"] == found["of that, batches"] + 2 * (3 + 3 * 0.5) * 2**30
+    assert found["shared memory"] == 2**30
+    # Pinned memory comes in powers of two.
+    larger = host(shapes, batch_bytes=2**30 + 1, prefetch_bytes=0, num_workers=0, dtype_bytes=2, processes=1)
+    assert larger["of that, batches"] == 2 * 2**31
+    assert larger["shared memory"] == 0
+    assert found["descriptors of a process"] == 128 + 3 * 8
+    # Ten rationales of eight tokens, five at once: two passes of ten steps over 0.4 GB; 1 TFLOP at half of a TFLOP/s.
+    load = Load(10, 0, 1, 1, 1, 8, 0, True, True, False, 0, 0, 0, 0)
+    settings = {"peak": 1e12, "bandwidth": 1e9, "utilisation": 0.5, "dtype_bytes": 2, "rollout_rows": 5}
+    assert step_seconds(shapes, load, {"forward": 1e12}, **settings) == pytest.approx(2 + 2 * 10 * 0.4 / 0.5)
+
+
+def test_hours_follow_steps_gpus_and_utilisation(capsys):
+    def hours(*arguments: str) -> dict:
+        main(["recipe=qwen25vl_3b", *arguments])
+        shown = capsys.readouterr().out
+        assert "hours at a utilisation of" in shown
+        return json.loads(shown.splitlines()[-1])
+
+    base = hours("steps=100")
+    assert base["hours_from"] < base["hours"] < base["hours_to"]
+    assert hours("steps=200")["hours"] == pytest.approx(2 * base["hours"])
+    assert hours("steps=100", "utilisation=0.7")["hours"] == pytest.approx(base["hours"] / 2)
+    assert hours("steps=100", "num_gpus=16")["hours"] == pytest.approx(base["hours"] / 2, rel=0.1)
+    assert hours("data.prefetch_mb=40000")["host"]["memory"] > base["host"]["memory"] + 8 * 30 * 2**30
+    assert (
+        hours("data.num_workers=8")["host"]["descriptors of a process"]
+        > base["host"]["descriptors of a process"]
+    )
+    assert hours("gpus_per_machine=4")["host"]["memory"] == pytest.approx(base["host"]["memory"] / 2)
+
+
+def test_memory_and_communication_by_hand():
+    """A model of 1 G parameters in bfloat16 on four GPUs, AdamW, without anything but its weights."""
+    nothing = dict.fromkeys(Shapes.__dataclass_fields__, 0)
+    shapes = Shapes(**{**nothing, "parameters": 10**9, "vision": VisionSizes(0, 0, 0, 0, 0)})
+    load = Load(0, 0, 4, 1, 1, 0, 0, False, False, False, 0, 0, 0, 0)
+
+    def of(back_end: str) -> tuple[float, float, float]:
+        found = memory(
+            shapes, load, back_end=back_end, num_gpus=4, dtype_bytes=2, checkpointing=True, trained=10**9, optimizer_states=2,
+            rollout_rows=1, micro_queries=0,
+        )  # fmt: skip
+        return found["weights"] / 1e9, found["gradients"] / 1e9, found["optimizer"] / 1e9
+
+    assert of("ddp") == (6.0, 4.0, 8.0)  # float32, and autocast's copies of the weights
+    assert of("zero1") == (2.0, 4.0, 3.0)  # float32 weights and two moments, over four
+    assert of("zero2") == (2.0, 1.0, 3.0)
+    assert of("zero3") == (0.5, 1.0, 3.0)
+    assert of("fsdp2") == (1.0, 1.0, 2.0)  # float32, over four
+
+    def sent(back_end: str) -> float:
+        return communication(shapes, load, back_end=back_end, num_gpus=4, dtype_bytes=2, trained=10**9) / 1e9
+
+    # 4 GB of gradients, or 2 in bfloat16, three quarters of them sent; four micro batches.
+    assert sent("ddp") == 6.0
+    assert sent("zero1") == 3.0 + 1.5
+    assert sent("zero2") == 1.5 * 4 + 1.5
+    assert sent("zero3") == 1.5 * 4 + 1.5 * (2 * 4 + 1)
+
+
+def test_more_queries_cost_memory_only_by_the_micro_batch():
+    """What a step takes grows with the batch; what a GPU holds does not, but for its pictures, one byte a channel."""
+    found = []
+    for size in (512, 4096):
+        recipe = load_recipe(["recipe=qwen25vl_3b", f"joint.batch_size={size}"])
+        found.append(plan.plan(recipe, outline(recipe.model)[0], PlanOptions().values()))
+    small, large = found
+    assert large["flops"] == pytest.approx(8 * small["flops"], rel=0.01)
+    pictures = large["memory"]["pictures"] - small["memory"]["pictures"]
+    assert pictures == large["batch_bytes"] - small["batch_bytes"] > 0
+    assert large["memory_total"] - pictures == pytest.approx(small["memory_total"], rel=0.01)
+    assert large["tokens"]["own rationales"] == 4096 * 129
+
+
+def test_what_a_frozen_tower_makes_stays_on_the_gpu():
+    """Features of a rank's whole batch, where the writer keeps them (`make_writer`); the pixels in any case."""
+
+    def of(name: str, back_end: str, *overrides: str) -> tuple[float, dict]:
+        recipe = load_recipe([f"recipe={name}", *overrides])
+        options = PlanOptions(num_gpus=8, back_end=back_end).values()
+        found = plan.plan(recipe, outline(recipe.model)[0], options)
+        assert found["memory_total"] == sum(found["memory"].values())
+        return found["memory"]["pictures"] - found["batch_bytes"], found["load"]
+
+    for name, size in {"qwen25vl_7b_lora": 3584, "qwen3vl_2b": 2048 * 4, "smolvlm": 2048}.items():
+        kept, load = of(name, "zero2", "model.freeze_vision=true")
+        rows = load["queries"] * load["query_placeholders"]
+        rows += load["candidates"] * load["candidate_placeholders"]
+        assert kept == 2 * rows * size > 0
+    frozen = "model.freeze_vision=true"
+    assert of("qwen3vl_2b", "zero2")[0] == 0
+    assert of("qwen25vl_7b_lora", "ddp", "model.lora.vision=true")[0] == 0
+    assert of("qwen3vl_2b", "zero3", frozen)[0] == of("qwen3vl_2b", "fsdp2", frozen)[0] == 0
+    assert of("qwen3vl_2b", "zero2", frozen, "loss.anchor=oracle")[0] == 0  # no rollout, no memory
+
+
+@every_family
+def test_the_features_of_a_placeholder_are_as_wide_as_planned(lively, picture):
+    prompts = [PromptBuilder(lively.processor).build(Item("1", "what is this"), "query", [picture(60, 60)])]
+    (features,) = lively.picture_features(prompts)
+    assert features.shape[1] == shapes_of(lively.model).vision.feature
+
+
+def test_an_engine_of_vllm_takes_its_share():
+    totals = {}
+    for stage in ("joint", "cold_start"):
+        for backend in ("own", "vllm"):
+            arguments = [f"rollout.backend={backend}", "rollout.vllm_memory=0.25"]
+            recipe = load_recipe(["recipe=qwen25vl_3b", *arguments])
+            options = PlanOptions(gpu_gib=40, for_=stage).values()
+            totals[stage, backend] = plan.plan(recipe, outline(recipe.model)[0], options)["memory_total"]
+    assert totals["joint", "vllm"] == totals["joint", "own"] + 10 * 2**30
+    assert totals["cold_start", "vllm"] == totals["cold_start", "own"]
+
+
+def test_a_plan_that_does_not_fit_says_what_would(capsys):
+    code = main(
+        ["recipe=qwen25vl_3b", "num_gpus=1", "gpu_gib=80", "back_end=zero2", "train.micro_batch_size=64"]
+    )
+    shown = capsys.readouterr().out
+    assert code == 1
+    found = json.loads(shown.splitlines()[-1])
+    assert not found["fits"]
+    assert "It does not fit: " in shown
+    assert found["advice"]
+    for line in found["advice"]:
+        assert f"would do: {line}" in shown
+    # Each is true: with it, the same command fits.
+    sizes = [
+        line.split(":")[0]
+        for line in found["advice"]
+        if line.startswith(("train.", "num_gpus", "model.", "rollout."))
+    ]
+    assert sizes
+    for change in sizes:
+        fixed = [
+            "recipe=qwen25vl_3b",
+            "gpu_gib=80",
+            "back_end=zero2",
+            *(["num_gpus=1"] if "num_gpus" not in change else []),
+        ]
+        fixed += ["train.micro_batch_size=64"] if "micro_batch" not in change else []
+        assert main([*fixed, change]) == 0
+        capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["num_gpus=7"], r"joint.batch_size 512 must be a multiple of the 7 GPUs, e.g. 511"),
+        (["num_gpu=8"], "unknown key num_gpu; did you mean num_gpus"),
+        (["gpu_gib=big"], r"gpu_gib must be a number, got 'big'"),
+        (["num_gpus=0"], "num_gpus must be >= 1, got 0"),
+        (["utilisation=1.5"], "utilisation must be <= 1, got 1.5"),
+        (["peak_tflops=0"], "peak_tflops must be > 0, got 0"),
+        (["back_end=zero4"], "back_end must be one of ddp, zero1, zero2, zero3, fsdp2, got 'zero4'"),
+        (["for=cold_start", "stage=joint"], "the recipe has stage=joint, so there is no cold_start to plan"),
+        (
+            ["query_pictures=3"],
+            r"3 pictures of model.max_pixels=802816 take 3072 tokens, which data.max_prompt_tokens=2048 cannot hold",
+        ),
+        (["model.pth=x"], "did you mean model.path"),
+    ],
+)
+def test_errors(arguments, message):
+    with pytest.raises(RecipeError, match=message):
+        main(["recipe=qwen25vl_3b", *arguments])
+
+
+def test_unknown_shapes_are_never_guessed(tmp_path):
+    with pytest.raises(
+        BackboneError, match=r"the shapes of nobody/nothing are not known: .*without the hub there are: Qwen"
+    ):
+        main(["recipe=qwen25vl_3b", "model.path=nobody/nothing"])
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(BackboneError, match="is a bert; supported families: "):
+        main(["recipe=qwen25vl_3b", f"model.path={tmp_path}"])
+
+
+def test_shapes_are_whole_where_zero3_shares_out_what_is_loaded(lively_path):
+    config = load_recipe(["recipe=demo", "model.scratch=null", f"model.path={lively_path}"]).model
+    expected = {name: it.shape for name, it in outline(config)[0].named_parameters()}
+    # A launch under ZeRO-3: transformers knows as long as somebody keeps this.
+    launched = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
+    assert is_deepspeed_zero3_enabled()
+    # The pre-flight outlines on the main process alone, so anything sent here would wait for ever.
+    assert {name: it.shape for name, it in outline(config)[0].named_parameters()} == expected
+    assert is_deepspeed_zero3_enabled(), "what is loaded later is shared out again"
+    del launched
+
+
+def test_a_local_config_is_used(lively_path, capsys):
+    assert (
+        main(
+            [
+                "recipe=demo",
+                "model.scratch=null",
+                f"model.path={lively_path}",
+                "num_gpus=2",
+                "joint.batch_size=8",
+            ]
+        )
+        == 0
+    )
+    shown = capsys.readouterr().out
+    assert str(lively_path) in shown.splitlines()[0]
+    assert TABLE.keys() >= {"Qwen/Qwen2.5-VL-3B-Instruct"}
+    assert set(FAMILIES) == {PHOTOS, *(known["model_type"] for known in TABLE.values())}
+
+
+def memory_of_all(pids) -> int:
+    """Bytes of a machine's memory that these processes take; what they share counts once."""
+    lines = [line for pid in pids for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()]
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss_Anon"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_workers", "prefetch_mb"), [(1, 1), (2, 60)])
+def test_host_memory_and_descriptors_against_a_real_loader(
+    tmp_path, tiny_path, picture, num_workers, prefetch_mb
+):
+    """Pictures of 700 x 700 pixels, all of one size as a plan has them, and training that stands still."""
+    recipe_of = {
+        "model": {"path": str(tiny_path), "dtype": "float32", "min_pixels": 490_000, "max_pixels": 490_000},
+        "data": {"num_workers": num_workers, "prefetch_mb": prefetch_mb, "max_prompt_tokens": 4096, "max_negatives": 0},
+        "joint": {"batch_size": 8, "sources": [{"path": str(tmp_path / "records.jsonl")}]},
+        "stage": "joint",
+    }  # fmt: skip
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe_of))
+    recipe = load_recipe([f"recipe={tmp_path / 'recipe.yaml'}"])
+    for number in range(4):
+        picture(700, 700, number).save(tmp_path / f"{number}.jpg")
+    lines = [
+        {"id": f"r{n}", "group": "g", "source": "s", "split": "train", "query": {"text": "w", "images": [f"{n % 4}.jpg"]},
+         "positives": [{"id": f"t{n}", "image": f"{(n + 1) % 4}.jpg"}]}
+        for n in range(8)
+    ]  # fmt: skip
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    backbone = load_backbone(tiny_path, add_emb=True, min_pixels=490_000, max_pixels=490_000)
+    options = PlanOptions(num_gpus=1).values()
+    batch_bytes = pixel_bytes(backbone.model, plan.load_of(recipe, backbone.model, options))
+    planned = host(
+        shapes_of(backbone.model), batch_bytes=batch_bytes, prefetch_bytes=prefetch_mb << 20, num_workers=num_workers,
+        dtype_bytes=4, processes=1, on_gpu=False,
+    )  # fmt: skip
+    batches = StepBatches(
+        [RecordFile(tmp_path / "records.jsonl")], Mixture([8], [1.0], 8, seed=0),
+        PromptBuilder(backbone.processor, "plain", 4096), recipe.data, rank=0, world_size=1, need_oracle=False,
+    )  # fmt: skip
+    assert flatten(batches[0])[1].nbytes == batch_bytes
+
+    mine, before = psutil.Process(), {child.pid for child in psutil.Process().children()}
+    memory_before, files_before = memory_of_all([mine.pid]), mine.num_fds()
+    loader = iter(Loader(batches, range(40), recipe.data))
+    in_use = next(loader)
+    workers = {child.pid for child in mine.children()} - before
+    assert len(workers) == num_workers
+    seen: list[int] = []
+    while len(seen) < 20 or len(set(seen[-20:])) > 1:  # until everything that can wait does, for two seconds
+        assert len(seen) < 1200
+        time.sleep(0.1)
+        seen.append(memory_of_all([mine.pid, *workers]) - memory_before >> 20)
+    descriptors = mine.num_fds() - files_before
+    loader.close()
+    del in_use
+    # Beside batches a worker takes what its fork does not share; 0.5 GiB are set aside for that.
+    assert 0.8 * planned["of that, batches"] < seen[-1] << 20
+    assert seen[-1] << 20 < 1.1 * planned["of that, batches"] + num_workers * 80 * 2**20
+    assert seen[-1] << 20 < planned["memory"] - PROCESS_GIB * GIB
+    assert num_workers <= descriptors <= num_workers * WORKER_DESCRIPTORS
+    assert planned["shared memory"] == 0

@@ -1,0 +1,256 @@
+"""Every reward by hand, on one small case; masks by identity; a judge that answers, fails midway and is down."""
+
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from paths import ROOT
+
+from rge.calls.local_server import Answer, LocalServer, chat
+from rge.common.errors import UserError
+from rge.config import RewardConfig
+from rge.rl import judge
+from rge.rl.rewards import REWARDS, Rollouts, evaluate, find_reward, number_above, reward
+
+TAU = 0.1
+WORDS = {1: "a", 2: "key", 3: "opens", 4: "Schlüssel", 5: "鍵", 9: "<emb>"}
+
+
+@pytest.fixture
+def group(tmp_path):
+    """Two queries, three rationales each, five candidates; scores are what the states make them, in float64.
+
+    Query 0: candidates 0 and 1 are right, 3 is its labelled negative. Query 1: 2 is right, nothing is labelled.
+    """
+    generator = torch.Generator().manual_seed(1)
+    state = F.normalize(torch.randn(2, 3, 6, generator=generator, dtype=torch.float64), dim=-1)
+    candidate = F.normalize(torch.randn(5, 6, generator=generator, dtype=torch.float64), dim=-1)
+    right, labelled = torch.zeros(2, 5, dtype=torch.bool), torch.zeros(2, 5, dtype=torch.bool)
+    right[0, [0, 1]] = right[1, 2] = labelled[0, 3] = True
+    return Rollouts(
+        state_BKD=state, candidate_CD=candidate, right_BC=right, labelled_BC=labelled,
+        ids=[[(1, 2), (1, 2, 3, 3), ()], [(4,), (5, 1), (2, 2, 2)]],
+        oracle_ids=[[1, 2, 3, 9], [2, 9]], query_ids=[[3], [1, 3]],
+        forced_BK=torch.tensor([[False, True, False], [False, False, False]]),
+        direct_BK=torch.tensor([[False, False, True], [False, False, True]]),
+        temperature=TAU, cap=6, decode=lambda ids: " ".join(WORDS[one] for one in ids if one != 9), folder=tmp_path,
+    )  # fmt: skip
+
+
+def value(group, name, **options):
+    config = RewardConfig(name, options=options)
+    return evaluate(config, find_reward(config), group)
+
+
+def by_hand(group, function):
+    """(2, 3) of a function of one state's scores, the right columns, the wrong ones, and query and rationale."""
+    rows = []
+    for row in range(2):
+        right = group.right_BC[row].nonzero().flatten().tolist()
+        wrong = [column for column in range(5) if column not in right]
+        rows.append(
+            [
+                function([float(q @ c) for c in group.candidate_CD], right, wrong, row, number)
+                for number, q in enumerate(group.state_BKD[row])
+            ]
+        )
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def rank(scores, right, wrong):
+    best = max(scores[column] for column in right)
+    return 1 + sum(scores[column] >= best for column in wrong)
+
+
+def mean(scores, columns):
+    return sum(scores[column] for column in columns) / len(columns)
+
+
+def test_rank_hit_and_margin(group):
+    torch.testing.assert_close(value(group, "rank"), by_hand(group, lambda s, r, w, *_: 1 / rank(s, r, w)))
+    torch.testing.assert_close(
+        value(group, "hit"), by_hand(group, lambda s, r, w, *_: float(rank(s, r, w) == 1))
+    )
+
+    def margin(scores, right, *_):
+        return math.log(sum(math.exp(scores[c] / TAU) for c in right)) - math.log(
+            sum(math.exp(score / TAU) for score in scores)
+        )
+
+    torch.testing.assert_close(value(group, "margin"), by_hand(group, margin))
+    direct = by_hand(group, margin)[:, 2:]
+    torch.testing.assert_close(value(group, "gain_over_direct"), by_hand(group, margin) - direct)
+    assert REWARDS["gain_over_direct"].needs_direct
+
+
+@pytest.mark.parametrize("among", ["batch", "labelled"])
+def test_ndcg(group, among):
+    def ndcg(scores, right, wrong, row, _):
+        against = wrong if among == "batch" else [c for c in wrong if group.labelled_BC[row, c]]
+        order = sorted([*right, *against], key=lambda c: -scores[c])
+        dcg = sum(1 / math.log2(2 + place) for place, c in enumerate(order) if c in right)
+        return dcg / sum(1 / math.log2(2 + place) for place in range(len(right)))
+
+    torch.testing.assert_close(value(group, "ndcg", among=among), by_hand(group, ndcg))
+    with pytest.raises(UserError, match="among must be batch or labelled, got 'all'"):
+        value(group, "ndcg", among="all")
+
+
+def test_ties_count_against_the_right_answer(group):
+    same = group.__class__(**{**vars_of(group), "candidate_CD": group.candidate_CD[:1].expand(5, -1)})
+    assert value(same, "rank").tolist() == [[1 / 4] * 3, [1 / 5] * 3]
+    assert not value(same, "hit").any()
+    # Both of query 0's right answers stand behind three wrong ones.
+    expected = (1 / math.log2(5) + 1 / math.log2(5)) / (1 + 1 / math.log2(3))
+    assert value(same, "ndcg")[0, 0] == pytest.approx(expected)
+    assert number_above(
+        torch.tensor([[[1.0, 1.0, 2.0]]]), torch.tensor([[[False, True, True]]]), ties=True
+    ).tolist() == [[[2, 2, 1]]]
+
+
+def vars_of(group):
+    return {name: getattr(group, name) for name in group.__dataclass_fields__}
+
+
+def test_format(group):
+    assert value(group, "format").tolist() == [[1, 0, 1], [1, 1, 1]]
+    assert value(group, "format", script="latin").tolist() == [[1, 0, 1], [1, 0, 1]]
+    assert value(group, "format", script="CJK").tolist() == [[0, 0, 1], [0, 0, 0]]
+
+
+def test_length_and_oracle_overlap(group):
+    assert value(group, "length").tolist() == [[-2, -4, 0], [-1, -2, -3]]
+    # Oracle a key opens: two of two and two of three; a key opens opens: three of four and of three; nothing.
+    expected = [[2 * 2 / 5, 2 * 3 / 7, 0], [0, 0, 2 * 1 / 4]]
+    torch.testing.assert_close(value(group, "oracle_overlap"), torch.tensor(expected, dtype=torch.float64))
+    assert REWARDS["oracle_overlap"].needs_oracle
+
+
+def test_published_rewards(group):
+    def ume(scores, right, wrong, *_):
+        top = sorted(range(5), key=lambda c: -scores[c])[: len(right)]
+        return len(set(top) & set(right)) / len(right) * (mean(scores, right) - mean(scores, wrong))
+
+    torch.testing.assert_close(value(group, "ume_r1"), by_hand(group, ume))
+
+    def embed_rl(scores, right, wrong, *_):
+        weights = [math.exp(scores[c] / 0.05) for c in wrong]
+        hard = sum(weight * scores[c] for weight, c in zip(weights, wrong, strict=True)) / sum(weights)
+        return (rank(scores, right, wrong) == 1) * (mean(scores, right) - hard)
+
+    torch.testing.assert_close(value(group, "embed_rl"), by_hand(group, embed_rl))
+
+    def grace(scores, right, wrong, row, number):
+        labelled = [c for c in wrong if group.labelled_BC[row, c]]
+        negative = mean(scores, labelled) if labelled else max(scores[c] for c in wrong)
+        own = group.state_BKD[row]
+        alike = sum(float(own[number] @ own[other]) for other in range(3) if other != number) / 2
+        others = mean(scores, [c for c in wrong if c not in labelled])
+        return (mean(scores, right) - negative + 0.2 * alike - 0.2 * others) / 0.1
+
+    torch.testing.assert_close(value(group, "grace"), by_hand(group, grace))
+
+
+def test_without_a_wrong_candidate_a_gap_has_no_number(group):
+    alone = group.__class__(**{**vars_of(group), "right_BC": torch.ones(2, 5, dtype=torch.bool)})
+    assert value(alone, "margin").tolist() == [[0, 0, 0], [0, 0, 0]]
+    assert value(alone, "rank").tolist() == [[1, 1, 1], [1, 1, 1]]
+    assert value(alone, "ume_r1").isnan().all()
+
+
+def test_the_example_in_the_docs(group, monkeypatch):
+    """docs/rl.md, as it is printed."""
+    page = (ROOT / "docs" / "rl.md").read_text(encoding="utf-8")
+    (example,) = [
+        block for block in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "@reward" in block
+    ]
+    monkeypatch.setattr(REWARDS, "_things", {name: REWARDS[name] for name in REWARDS})
+    exec(compile(example, "docs/rl.md", "exec"), {"__name__": "my_rewards"})
+    # "a key" / "a key opens opens" / nothing; "Schlüssel" / "鍵 a" / "key key key"
+    torch.testing.assert_close(value(group, "short_words"), torch.tensor([[1, 1, 0], [0, 1, 1]]).double())
+    torch.testing.assert_close(value(group, "short_words", most=3)[0], torch.tensor([1, 0.5, 0]).double())
+
+
+def test_ones_own_reward(group):
+    @reward("second_word")
+    def second_word(group, word: int = 2):
+        """Whether the second token is the word."""
+        return torch.tensor([[float(ids[1:2] == (word,)) for ids in row] for row in group.ids])
+
+    try:
+        assert value(group, "second_word").tolist() == [[1, 1, 0], [0, 0, 1]]
+        assert value(group, "second_word", word=1).tolist() == [[0, 0, 0], [0, 1, 0]]
+    finally:
+        del REWARDS._things["second_word"]
+
+
+# ---------------------------------------------------------------------------------------------------------------- judge
+
+
+def endpoint_of(server, **more):
+    return {
+        "name": "judge-1",
+        "base_url": server.url,
+        "max_retries": 0,
+        "backoff_s": 0.01,
+        "reasks": 0,
+        **more,
+    }
+
+
+@pytest.fixture(autouse=True)
+def forget_callers():
+    judge._callers.clear()
+
+
+def test_a_judge_is_asked_once_for_each_rationale(group):
+    asked = []
+
+    async def answer(path, body):
+        asked.append(body["messages"][-1]["content"])
+        return chat("8/10" if "key" in str(asked[-1]).split("Reasoning:")[-1] else "2")
+
+    with LocalServer(answer) as server:
+        found = value(group, "judge", endpoint=endpoint_of(server))
+        assert found.tolist() == [[0.8, 0.8, 0.0], [0.2, 0.2, 0.8]]
+        assert len(asked) == 5  # an empty rationale needs no judge
+        assert "Query:\nopens" in str(asked).replace("\\n", "\n")
+        assert "Reference reasoning:\na key opens" in str(asked).replace("\\n", "\n")
+    # Kept: the server is gone, and another process asks again.
+    judge._callers.clear()
+    assert value(group, "judge", endpoint=endpoint_of(server)).tolist() == found.tolist()
+
+
+def test_a_judge_that_fails_midway_has_no_number_for_those(group):
+    async def answer(path, body):
+        if "Schl" in str(body):
+            return Answer({"error": {"message": "overloaded"}}, status=500)
+        return chat("none of these" if "鍵" in str(body) else "10")
+
+    with LocalServer(answer) as server:
+        found = value(group, "judge", endpoint=endpoint_of(server))
+    assert found[0].tolist() == [1.0, 1.0, 0.0]
+    assert found[1].isnan().tolist() == [True, True, False]
+
+
+def test_a_judge_whose_budget_is_spent_ends_the_run(group):
+    async def answer(path, body):
+        return chat("5", input_tokens=1000)
+
+    with LocalServer(answer) as server, pytest.raises(UserError, match="budget"):
+        value(group, "judge", endpoint=endpoint_of(server, input_price=1000.0, budget=0.001, concurrency=1))
+
+
+def test_a_wrong_endpoint_is_found_before_anything_runs():
+    for endpoint, message in [
+        ({"name": "m", "mode": "batch"}, "mode=batch takes up to a day"),
+        ({"name": "m", "base_url": "ftp://x"}, "judge.base_url must be http"),
+        ({"base_url": "http://x"}, "missing name"),
+        ({"name": "m", "temprature": 1}, "unknown key temprature"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            find_reward(RewardConfig("judge", options={"endpoint": endpoint}))
+    with pytest.raises(UserError, match="missing a required argument: 'endpoint'"):
+        find_reward(RewardConfig("judge"))

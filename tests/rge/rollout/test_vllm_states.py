@@ -1,0 +1,236 @@
+"""`engine=vllm`: one vLLM instance that writes rationales and gives states, against our own engine."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from family_models import build
+from paths import ROOT
+
+from eval.commands.run import RunOptions, run
+from eval.models.registry import load_model
+from rge import inference
+from rge.checkpoints.export import export, settings_of
+from rge.common.errors import UserError
+from rge.common.schema import Item
+from rge.embedder import Embedder
+from rge.model.backbone import BackboneError, load_backbone
+from rge.model.embedding_model import EmbeddingModel
+from rge.rollout.writer import sample_seeds
+
+with_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+CAP = 12
+
+
+def exported(path, backbone_path):
+    model = EmbeddingModel(load_backbone(backbone_path)).eval()
+    settings = settings_of(
+        emb_id=model.emb_id, profile="rge", max_prompt_tokens=512, min_pixels=784, max_pixels=7056, max_new_tokens=CAP,
+        reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=7,
+    )  # fmt: skip
+    settings["instructions"] = {"default": "find it", "known": ["find it"], "by_task": {}}
+    export(model, path, settings)
+    return path
+
+
+def test_without_vllm_the_engine_is_refused_with_the_mend(lively_path, tmp_path, monkeypatch):
+    checkpoint = exported(tmp_path / "final", lively_path)
+    monkeypatch.setattr(inference, "find_spec", lambda name: None)
+    with pytest.raises(
+        BackboneError, match=r"engine=vllm needs vLLM, which is not installed: pip install -e '\.\[vllm\]'"
+    ):
+        Embedder.from_pretrained(checkpoint, engine="vllm")
+
+
+@pytest.mark.parametrize("lively_path", ["idefics3"], indirect=True)
+def test_a_family_whose_pictures_vllm_lays_out_itself_is_refused(lively_path, tmp_path, monkeypatch):
+    checkpoint = exported(tmp_path / "final", lively_path)
+    monkeypatch.setattr(inference, "find_spec", lambda name: name)
+    with pytest.raises(
+        BackboneError, match="does not know how vLLM takes the pictures of a idefics3.*engine=own"
+    ):
+        Embedder.from_pretrained(checkpoint, engine="vllm")
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def checkpoint(request, tmp_path_factory, enliven):
+    """Of a model that vLLM's CPU kernels can run, whose states and tokens vary."""
+    path = tmp_path_factory.mktemp("vllm states") / request.param
+    build(request.param, path, head_size=32)
+    backbone = load_backbone(path, add_emb=True)
+    enliven(backbone.model, 1)
+    with torch.no_grad():
+        backbone.model.get_input_embeddings().weight[backbone.emb_id] *= 2.0
+    backbone.model.save_pretrained(path)
+    backbone.processor.save_pretrained(path)
+    return exported(path.with_name("final"), path)
+
+
+@pytest.fixture(scope="module")
+def ours(checkpoint):
+    return Embedder.from_pretrained(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def vllm(checkpoint):
+    embedder = Embedder.from_pretrained(checkpoint, engine="vllm", vllm_rows=16)
+    with pytest.raises(BackboneError, match="there is an engine in this process already"):
+        Embedder.from_pretrained(checkpoint, engine="vllm")
+    yield embedder
+    embedder.engine.close()
+
+
+@pytest.fixture
+def asked(make_items, picture):
+    """Texts and pictures of 18 queries: none, one, two of different sizes."""
+    texts = [item.text for item in make_items(18)]
+    images = [
+        [picture(40 + 9 * row, 90 - 3 * row, row + 50 * place) for place in range(row % 3)]
+        for row in range(18)
+    ]
+    return texts, images
+
+
+def assert_same(ours, theirs):
+    np.testing.assert_allclose((ours * theirs).sum(axis=1), 1, atol=1e-6)
+    np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+@with_vllm
+@pytest.mark.vllm
+def test_rationales_and_states_are_those_of_our_own_engine(ours, vllm, asked):
+    expected, rationales = ours.encode_query(*asked, return_rationales=True)
+    found, written = vllm.encode_query(*asked, return_rationales=True)
+    assert written == rationales
+    assert len({*written}) > 12
+    assert_same(found, expected)
+    items = [
+        Item(str(row), text, tuple(images)) for row, (text, images) in enumerate(zip(*asked, strict=True))
+    ]
+    whole, again = (one.encode(items, side="query", mode="reasoning") for one in (ours, vllm))
+    assert again.stop_reasons == whole.stop_reasons
+    assert {*again.stop_reasons} == {"emb", "forced"}
+    assert again.num_rationale_tokens.tolist() == whole.num_rationale_tokens.tolist()
+    # The second request of a row finds most of itself in the cache.
+    assert vllm.engine.num_cached > 0.3 * vllm.engine.num_asked
+    assert_same(vllm.encode_query(*asked, mode="direct"), ours.encode_query(*asked, mode="direct"))
+    assert_same(vllm.encode_document(*asked), ours.encode_document(*asked))
+    assert vllm.settings["engine"].startswith("vllm 0.")
+    assert "engine" not in ours.settings
+    prompts = [vllm.builder.build(item, "query") for item in items]
+    given = [[5, 6, 7][: row % 4] for row in range(18)]
+    assert_same(vllm.encode_after(prompts, given), ours.encode_after(prompts, given))
+
+
+@with_vllm
+@pytest.mark.vllm
+def test_prompts_that_take_several_steps_of_vllm(ours, vllm, make_items):
+    """More tokens than fit into one of its steps: prompts are computed in pieces, and some wait."""
+    texts = [" ".join(item.text for item in make_items(24, seed)) for seed in range(40)]
+    assert_same(vllm.encode_query(texts, mode="direct"), ours.encode_query(texts, mode="direct"))
+    expected, rationales = ours.encode_query(texts, return_rationales=True)
+    found, written = vllm.encode_query(texts, return_rationales=True)
+    assert written == rationales
+    assert_same(found, expected)
+
+
+@with_vllm
+@pytest.mark.vllm
+@pytest.mark.parametrize("checkpoint", ["qwen2_5_vl"], indirect=True)
+def test_a_drawn_row_depends_on_its_seed_alone_and_has_the_state_of_what_was_written(ours, vllm, asked):
+    prompts = [vllm.builder.build(Item(str(row), text), "query") for row, text in enumerate(asked[0])]
+    seeds = [sample_seeds(row, 1)[0] for row in range(len(prompts))]
+    drawn = {"max_new_tokens": CAP, "temperature": 1.0}
+    found = vllm.engine.generate(prompts, seeds=seeds, **drawn)
+    again = vllm.engine.generate(prompts[::-1], seeds=seeds[::-1], **drawn)[::-1]
+    assert [one.ids for one in found] == [one.ids for one in again]
+    assert len({one.ids for one in found}) > 12
+    barred = {*ours.model.suppressed_ids, ours.model.emb_id}
+    for prompt, one in zip(prompts, found, strict=True):
+        assert not {*one.ids} & barred
+        state, _ = ours._state(prompt, one.ids)
+        torch.testing.assert_close(one.state_D, state, atol=2e-5, rtol=0)
+    with pytest.raises(ValueError, match="one seed a rationale"):
+        vllm.engine.generate(prompts, **drawn)
+    vllm.exact = True
+    with pytest.raises(ValueError, match="use engine=own"):
+        vllm.encode_query("a")
+    vllm.exact = False
+
+
+@with_vllm
+@pytest.mark.vllm
+@pytest.mark.parametrize("checkpoint", ["qwen2_vl"], indirect=True)
+def test_a_model_whose_states_vllm_does_not_give_is_refused(checkpoint):
+    with pytest.raises(BackboneError, match="vLLM gives no states of a qwen2_vl"):
+        Embedder.from_pretrained(checkpoint, engine="vllm")
+
+
+@with_vllm
+@pytest.mark.vllm
+@pytest.mark.parametrize("checkpoint", ["qwen2_5_vl"], indirect=True)
+def test_a_wider_checkpoint_than_the_engine_holds_is_said(checkpoint, tmp_path):
+    settings = json.loads((checkpoint / "rge.json").read_text())
+    assert settings["max_prompt_tokens"] == 512
+    with pytest.raises(BackboneError, match="engine=vllm: vLLM does not start with vllm_memory=0.8"):
+        Embedder.from_pretrained(checkpoint, engine="vllm", max_new_tokens=10**7)
+
+
+@with_vllm
+@pytest.mark.vllm
+@pytest.mark.parametrize("checkpoint", ["qwen2_5_vl"], indirect=True)
+def test_evaluations_with_vllm_rank_as_with_our_own_engine(checkpoint, tmp_path):
+    ran = {}
+    for engine in ("own", "vllm"):
+        for command, words in (("run", ["query_mode=reasoning,direct"]), ("budget", ["k=2", "gate=0.5"])):
+            out = tmp_path / engine / command
+            words = [
+                *words,
+                f"checkpoint={checkpoint}",
+                f"set={ROOT}/data_prep/demo/data/test",
+                f"out={out}",
+                "limit=10",
+            ]
+            done = subprocess.run(
+                [sys.executable, "-m", "rge", "eval", command, *words, f"engine={engine}", "report=false"],
+                env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        ran[engine] = {
+            name: pd.read_parquet(tmp_path / engine / name / "per_query.parquet")
+            for name in (
+                "run/reasoning-both",
+                "run/direct-both",
+                "budget/reasoning",
+                "budget/direct",
+                "budget/mean-2",
+            )
+        }
+        ran[engine]["settings"] = json.loads(
+            (tmp_path / engine / "run/direct-both/results.json").read_text()
+        )["settings"]
+    for name in ("run/reasoning-both", "run/direct-both", "budget/reasoning", "budget/direct"):
+        pd.testing.assert_frame_equal(
+            ran["own"][name][["query_id", "rationale", "first_hit_rank"]], ran["vllm"][name][["query_id", "rationale", "first_hit_rank"]]
+        )  # fmt: skip
+    assert len(ran["vllm"]["budget/mean-2"]) == 10
+    assert ran["vllm"]["settings"]["engine"].startswith("vllm ")
+    assert "engine" not in ran["own"]["settings"]
+
+
+def test_engine_vllm_is_for_our_checkpoints_and_computes_no_row_alone(lively_path, tmp_path):
+    checkpoint = exported(tmp_path / "final", lively_path)
+    with pytest.raises(UserError, match="engine=vllm is for checkpoints of rge, and .* is asked as qwen-vl"):
+        load_model(checkpoint, adapter="qwen-vl", engine="vllm")
+    set_dir = ROOT / "data_prep/demo/data/test"
+    options = RunOptions(
+        checkpoint=checkpoint, set=set_dir, out=tmp_path / "out", engine="vllm", exact=True, limit=2
+    )
+    with pytest.raises(UserError, match="exact=true embeds every item alone"):
+        run(options, load=lambda name, **asked: Embedder.from_pretrained(name))

@@ -1,0 +1,1153 @@
+"""`rge serve`: what clients get, what they are refused, and that the server outlives all of it."""
+
+import asyncio
+import base64
+import contextlib
+import http.server
+import io
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from urllib.parse import unquote
+
+import cohere
+import httpx
+import numpy as np
+import openai
+import pytest
+import uvicorn
+from paths import ROOT
+from PIL import Image
+
+from rge.checkpoints.export import export, settings_of
+from rge.common.errors import UserError
+from rge.common.images import ImageError
+from rge.embedder import Embedder
+from rge.index.store import Index, Row, writing
+from rge.model.backbone import load_backbone
+from rge.model.embedding_model import EmbeddingModel
+from rge.serving import public_web
+from rge.serving.__main__ import main
+from rge.serving.app import Service
+from rge.serving.batches import Batches, QueueFull
+from rge.serving.inputs import make_prompt
+from rge.serving.options import ServeOptions
+from rge.serving.process import load
+
+LIMITS = {
+    "max_body_mb": 1,
+    "max_inputs": 40,
+    "max_queue": 200,
+    "max_chars": 2000,
+    "max_pictures": 2,
+    "max_picture_mp": 1.0,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(lively_path, tmp_path_factory):
+    model = EmbeddingModel(load_backbone(lively_path)).eval()
+    settings = settings_of(
+        emb_id=model.emb_id, profile="rge", max_prompt_tokens=256, min_pixels=784, max_pixels=7056, max_new_tokens=12,
+        reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=7,
+    )  # fmt: skip
+    settings["instructions"] = {"default": "find it", "known": ["find it", "name it"], "by_task": {}}
+    settings["dimensions"] = [8, 16]
+    folder = tmp_path_factory.mktemp("serving") / "a model"
+    export(model, folder, settings)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def embedder(checkpoint):
+    return Embedder.from_pretrained(checkpoint)
+
+
+@contextlib.contextmanager
+def running(service):
+    """The service behind a real socket, in a thread of this process; yields its address."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            service.app, lifespan="off", ws="none", log_level="critical", timeout_graceful_shutdown=2
+        )
+    )
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        service.stop()
+        assert not thread.is_alive()
+
+
+def service_of(embedder, key=None, index=None, **options):
+    service = Service(embedder, ServeOptions(checkpoint="mine", **(LIMITS | options)), key=key, index=index)
+    service.start()
+    return service
+
+
+@pytest.fixture(scope="module")
+def service(checkpoint):
+    return service_of(Embedder.from_pretrained(checkpoint))
+
+
+@pytest.fixture(scope="module")
+def url(service):
+    with running(service) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+@pytest.fixture
+def ask(url):
+    def post(path="/v1/embeddings", **body):
+        return httpx.post(url + path, json=body, timeout=60)
+
+    return post
+
+
+def shown(image, form="PNG"):
+    data = io.BytesIO()
+    image.save(data, form)
+    return f"data:image/{form.lower()};base64,{base64.b64encode(data.getvalue()).decode()}"
+
+
+def message(text, *pictures):
+    parts = [{"type": "image_url", "image_url": {"url": one}} for one in pictures]
+    return [{"role": "user", "content": [*parts, *([{"type": "text", "text": text}] if text else [])]}]
+
+
+def vectors(answer):
+    assert answer.status_code == 200, answer.text
+    return np.array([one["embedding"] for one in answer.json()["data"]], dtype=np.float32)
+
+
+def assert_same(ours, theirs):
+    assert ours.shape == theirs.shape
+    np.testing.assert_allclose((ours * theirs).sum(-1), 1, atol=1e-6)
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+TEXTS = ["What opens this?", "a key", "Only words, and more of them than the others have", "egg"]
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+
+
+def test_the_openai_client_gets_our_embeddings(client, embedder):
+    expected, rationales = embedder.encode_query(TEXTS, return_rationales=True)
+    found = client.embeddings.create(model="mine", input=TEXTS, extra_body={"return_rationale": True})
+    assert_same(np.array([one.embedding for one in found.data]), expected)
+    assert [one.rationale for one in found.data] == rationales
+    assert len({*rationales}) > 1
+    assert [one.index for one in found.data] == [0, 1, 2, 3]
+    assert found.model == "mine"
+    assert found.usage.prompt_tokens > len(TEXTS)
+    plain = client.embeddings.create(model="mine", input=TEXTS[0], encoding_format="float")
+    assert_same(np.array(plain.data[0].embedding), expected[0])
+    assert not hasattr(plain.data[0], "rationale")
+    assert [one.id for one in client.models.list()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        ({"mode": "direct"}, lambda embedder: embedder.encode_query(TEXTS, mode="direct")),
+        ({"side": "document"}, lambda embedder: embedder.encode_document(TEXTS)),
+        ({"side": "document", "mode": "reasoning"}, lambda embedder: embedder.encode_document(TEXTS, mode="reasoning")),
+        ({"instruction": "name it"}, lambda embedder: embedder.encode_query(TEXTS, instruction="name it")),
+        ({"instruction": ""}, lambda embedder: embedder.encode_query(TEXTS, instruction="")),
+        ({"dimensions": 8}, lambda embedder: embedder.encode_query(TEXTS, dimensions=8)),
+    ],
+)  # fmt: skip
+def test_every_way_of_asking_is_that_of_the_embedder(ask, embedder, extra, expected):
+    answer = ask(input=TEXTS, **extra)
+    assert answer.status_code == 200
+    assert "warnings" not in answer.json()
+    assert_same(vectors(answer), expected(embedder))
+    if "dimensions" not in extra:
+        assert not np.allclose(vectors(answer), embedder.encode_query(TEXTS), atol=1e-3)
+
+
+def test_pictures_come_in_messages(ask, embedder, picture):
+    images = [picture(60, 40), picture(30, 80, 1)]
+    for text in ("What opens this?", None):
+        answer = ask(messages=message(text, *map(shown, images)), return_rationale=True)
+        expected, rationale = embedder.encode_query([text], [images], return_rationales=True)
+        assert_same(vectors(answer), expected)
+        assert answer.json()["data"][0]["rationale"] == rationale[0]
+        assert answer.json()["data"][0]["stop_reason"] in ("emb", "forced")
+    for text, pictures in (("a key", ()), (None, images[:1]), ("two keys", images)):
+        answer = ask(messages=message(text, *map(shown, pictures)), side="document")
+        assert_same(vectors(answer), embedder.encode_document([text], [list(pictures)]))
+    plain = ask(messages=[{"role": "user", "content": "a key"}])
+    assert_same(vectors(plain), embedder.encode_query(["a key"]))
+
+
+def test_an_embedding_does_not_depend_on_what_comes_in_beside_it(url, service, embedder, picture):
+    """64 clients at once, of both modes and many lengths: micro-batches of whatever is there."""
+    bodies = []
+    for number in range(64):
+        text = " ".join(["egg", "key", "lock", "padlock"][: 1 + number % 4] * (1 + number % 7))
+        pictures = [shown(picture(30 + number, 90 - number, number))] if number % 3 == 0 else []
+        bodies.append({"messages": message(text, *pictures), "mode": ["reasoning", "direct"][number % 2]})
+    sizes = []
+    service.batches.on_batch = lambda mode, rows, seconds: sizes.append(rows)
+
+    async def all_at_once():
+        async with httpx.AsyncClient(timeout=60) as http:
+            return await asyncio.gather(*(http.post(f"{url}/v1/embeddings", json=body) for body in bodies))
+
+    for answer, body in zip(asyncio.run(all_at_once()), bodies, strict=True):
+        content = body["messages"][0]["content"]
+        image = Image.open(io.BytesIO(base64.b64decode(content[0]["image_url"]["url"].split(",")[1]))) if len(content) > 1 else None  # fmt: skip
+        expected = embedder.encode_query(content[-1]["text"], image, mode=body["mode"])
+        assert answer.status_code == 200
+        assert_same(vectors(answer)[0], expected)
+    assert sum(sizes) == 64
+    assert max(sizes) > 4
+
+
+def test_what_is_not_as_in_training_is_said(ask, embedder):
+    answer = ask(input="a key", instruction="Sing about it.")
+    assert "not trained with the instruction 'Sing about it.'" in answer.json()["warnings"][0]
+    with pytest.warns(UserWarning, match="Sing about it"):
+        assert_same(vectors(answer)[0], embedder.encode_query("a key", instruction="Sing about it."))
+    answer = ask(input="a key " * 300)
+    assert "tokens of the text were cut" in answer.json()["warnings"][0]
+
+
+def test_an_index_is_searched_with_the_rationale_beside_the_hits(embedder, checkpoint, tmp_path, picture):
+    pytest.importorskip("lancedb")
+    index = Index.create(
+        tmp_path / "gallery", checkpoint="mine", checkpoint_hash=embedder.checkpoint_hash, dimensions=16
+    )
+    documents = embedder.encode_document(TEXTS, dimensions=16)
+    index.declare([{"colour": 1}])
+    with writing(tmp_path / "gallery"):
+        index.put([
+            Row("/secret/place", text, "s", "d", vector, text, image, {"colour": row}, b"RIFF")
+            for row, (text, vector, image) in enumerate(
+                zip(TEXTS, documents, ["/secret/place/a.png", "https://example.com/b.png", None, None], strict=True)
+            )
+        ])  # fmt: skip
+    index.refresh(ann_from=1000)
+    options = {"checkpoint": str(checkpoint), "index": str(tmp_path / "gallery"), "port": 0}
+    service = load(ServeOptions(**options))
+    with running(service) as url:
+        answer = httpx.post(f"{url}/v1/search", json={"input": "What opens this?", "k": 3}, timeout=60)
+        query, rationale = embedder.encode_query("What opens this?", dimensions=16, return_rationales=True)
+        scores = documents @ query
+        best = np.argsort(-scores)[:3]
+        hits = answer.json()["data"]
+        assert [hit["id"] for hit in hits] == [TEXTS[row] for row in best]
+        np.testing.assert_allclose([hit["score"] for hit in hits], scores[best], atol=1e-5)
+        assert answer.json()["rationale"] == rationale
+        assert [hit["metadata"]["colour"] for hit in hits] == best.tolist()
+        assert "/secret" not in answer.text
+        image = picture(60, 40)
+        asked = {"messages": message("a", shown(image)), "mode": "direct", "k": 9, "return_rationale": False}
+        answer = httpx.post(f"{url}/v1/search", json=asked, timeout=60)
+        scores = documents @ embedder.encode_query("a", image, mode="direct", dimensions=16)
+        np.testing.assert_allclose(
+            [hit["score"] for hit in answer.json()["data"]], np.sort(scores)[::-1], atol=1e-5
+        )
+        assert "https://example.com/b.png" in [hit["url"] for hit in answer.json()["data"]]
+        assert "rationale" not in answer.json()
+        asked = {"input": TEXTS[3], "where": "colour >= 2", "hybrid": True, "thumbnails": True}
+        hits = httpx.post(f"{url}/v1/search", json=asked, timeout=60).json()["data"]
+        assert sorted(hit["metadata"]["colour"] for hit in hits) == list(range(2, len(TEXTS)))
+        assert hits[0]["id"] == TEXTS[3]
+        assert (hits[0]["thumbnail"], hits[0]["source"]) == ("data:image/webp;base64,UklGRg==", "place")
+        for body, said in (
+            ({"input": "a", "where": "nothing > 1"}, "No field named nothing"),
+            ({"input": "a", "where": "image LIKE '/secret%'"}, "must be a condition"),
+            ({"input": "a", "where": "x" * 1001}, "at most 1000 characters"),
+            ({"input": ["a"]}, "one query"),
+            ({"input": "a", "k": 0}, "k"),
+            ({"input": "a", "side": "query"}, "side"),
+        ):
+            wrong = httpx.post(f"{url}/v1/search", json=body)
+            assert wrong.status_code == 400
+            assert said in wrong.json()["error"]["message"]
+            assert str(tmp_path) not in wrong.text
+    Index.create(tmp_path / "other", checkpoint="theirs", checkpoint_hash="f" * 64, dimensions=32)
+    with pytest.raises(UserError, match="was made by another checkpoint: theirs"):
+        load(ServeOptions(**(options | {"index": str(tmp_path / "other")})))
+
+
+def test_a_batch_of_conversations_as_vllm_takes_it(client, embedder, picture):
+    images = [picture(60, 40), picture(30, 80, 1)]
+    found = client.post(
+        "/embeddings", cast_to=openai.types.CreateEmbeddingResponse,
+        body={"messages": [message("What opens this?", shown(images[0])), message("egg"), message(None, shown(images[1]))]},
+    )  # fmt: skip
+    expected = embedder.encode_query(["What opens this?", "egg", None], [images[0], None, images[1]])
+    assert_same(np.array([one.embedding for one in found.data]), expected)
+
+
+def test_the_model_is_found_by_its_name(client, embedder):
+    assert client.models.retrieve("mine").owned_by == "rge"
+    with pytest.raises(openai.NotFoundError, match="there is no model 'yours' here, only 'mine'"):
+        client.models.retrieve("yours")
+    with running(service_of(embedder, name="runs/demo/joint/final")) as url:
+        assert httpx.get(f"{url}/v1/models/runs/demo/joint/final").json()["id"] == "runs/demo/joint/final"
+
+
+@pytest.fixture(scope="module")
+def cohere_client(url):
+    return cohere.ClientV2(api_key="none", base_url=url, timeout=60)
+
+
+def test_the_cohere_client_gets_our_embeddings(cohere_client, embedder, picture):
+    image = picture(60, 40)
+    kinds = ["float", "int8", "uint8", "binary", "ubinary", "base64"]
+    asked = {"model": "mine", "embedding_types": kinds}
+    found = cohere_client.embed(texts=TEXTS, input_type="search_query", **asked)
+    expected = embedder.encode_query(TEXTS)
+    ours = np.array(found.embeddings.float_)
+    assert_same(ours, expected)
+    assert found.texts == TEXTS
+    assert found.meta.billed_units.input_tokens > len(TEXTS)
+    coarse = np.array(found.embeddings.int8, float)
+    assert (np.abs(coarse).max(axis=1) == 127).all()
+    assert ((coarse / np.linalg.norm(coarse, axis=1, keepdims=True) * ours).sum(axis=1) > 0.999).all()
+    assert np.array_equal(np.array(found.embeddings.uint8), coarse + 128)
+    signs = np.unpackbits(np.array(found.embeddings.ubinary, np.uint8), axis=1)
+    assert np.array_equal(signs, ours >= 0)
+    assert np.array_equal(np.array(found.embeddings.binary) + 128, np.array(found.embeddings.ubinary))
+    assert_same(np.frombuffer(base64.b64decode(found.embeddings.base64[0]), "<f4"), expected[0])
+
+    documents = cohere_client.embed(texts=TEXTS, input_type="search_document", output_dimension=8, **asked)
+    assert_same(np.array(documents.embeddings.float_), embedder.encode_document(TEXTS, dimensions=8))
+    shown_ = cohere_client.embed(images=[shown(image)], input_type="image", **asked)
+    assert_same(np.array(shown_.embeddings.float_), embedder.encode_document(images=[image]))
+    both = [
+        {
+            "content": [
+                {"type": "text", "text": "a key"},
+                {"type": "image_url", "image_url": {"url": shown(image)}},
+            ]
+        }
+    ]
+    mixed = cohere_client.embed(inputs=both, input_type="search_document", **asked)
+    assert_same(np.array(mixed.embeddings.float_), embedder.encode_document(["a key"], [image]))
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"texts": ["a"]}, "input_type"),
+        ({"texts": ["a"], "input_type": "song"}, "input_type"),
+        ({"texts": ["a"], "images": ["b"], "input_type": "search_query"}, "give one of texts, images and inputs"),
+        ({"texts": [], "input_type": "search_query"}, "empty"),
+        ({"texts": ["a" * 2001], "input_type": "search_query"}, r"texts\[0\] has 2001 characters"),
+        ({"texts": ["a"], "input_type": "search_query", "output_dimension": 9}, "output_dimension must be one of 8, 16, 32"),
+        ({"texts": ["a"], "input_type": "search_query", "embedding_types": ["int4"]}, "embedding_types"),
+        ({"texts": ["a key " * 300], "input_type": "search_query", "truncate": "NONE"}, "tokens more than fit"),
+        ({"texts": ["a"], "input_type": "search_query", "truncate": "START"}, "truncate"),
+        ({"texts": ["a"], "input_type": "search_query", "max_tokens": 5}, "cut to 256 tokens and no fewer, got 5"),
+        ({"texts": ["a"], "input_type": "search_document", "instruction": "b"}, "instruction"),
+        ({"images": ["/etc/passwd"], "input_type": "image"}, "a picture comes as data:"),
+    ],
+)  # fmt: skip
+def test_wrong_requests_of_cohere_s_form(ask, asked, said):
+    answer = ask("/v2/embed", **asked)
+    assert answer.status_code == 400
+    assert re.search(said, answer.json()["error"]["message"])
+
+
+def test_the_cohere_client_reranks(cohere_client, embedder):
+    scores = embedder.encode_document(TEXTS) @ embedder.encode_query("What opens this?")
+    order = np.argsort(-scores).tolist()
+    found = cohere_client.rerank(model="mine", query="What opens this?", documents=TEXTS, top_n=3)
+    assert [one.index for one in found.results] == order[:3]
+    np.testing.assert_allclose([one.relevance_score for one in found.results], scores[order[:3]], atol=1e-5)
+    older = cohere.Client(api_key="none", base_url=cohere_client._client_wrapper.get_base_url(), timeout=60)
+    found = older.rerank(model="mine", query="What opens this?", documents=[{"text": text} for text in TEXTS])
+    assert [one.index for one in found.results] == order
+
+
+def test_documents_are_ranked_in_every_form(ask, embedder, picture):
+    """Jina's with pictures, vLLM's with parts, TEI's with texts."""
+    images = [picture(60, 40), picture(30, 80, 1)]
+    expected = embedder.encode_document([None, None, "a key"], [*images, None]) @ embedder.encode_query(
+        "a", images[0]
+    )
+    order = np.argsort(-expected).tolist()
+    parts = [{"image": shown(images[0])}, {"content": message(None, shown(images[1]))[0]["content"]}, "a key"]
+    answer = ask(
+        "/v1/rerank", query={"text": "a", "image": shown(images[0])}, documents=parts, top_n=0
+    ).json()
+    assert [one["index"] for one in answer["results"]] == order
+    np.testing.assert_allclose(
+        [one["relevance_score"] for one in answer["results"]], expected[order], atol=1e-5
+    )
+    assert answer["results"][order.index(2)]["document"] == {"text": "a key"}
+    assert answer["usage"]["total_tokens"] > 0
+    bare = ask("/v2/rerank", query="a", documents=["b"], return_documents=False).json()
+    assert set(bare["results"][0]) == {"index", "relevance_score"}
+
+    scores = embedder.encode_document(TEXTS) @ embedder.encode_query("a key")
+    found = ask(
+        "/rerank", query="a key", texts=TEXTS, return_text=True, raw_scores=False, truncate=True
+    ).json()
+    assert [one["text"] for one in found] == [TEXTS[row] for row in np.argsort(-scores)]
+    np.testing.assert_allclose([one["score"] for one in found], np.sort(scores)[::-1], atol=1e-5)
+    for body, said in (
+        ({"query": "a", "documents": ["b"], "texts": ["b"]}, "give documents, or texts"),
+        ({"query": "a" * 2001, "documents": ["b"]}, "query has 2001 characters"),
+        ({"query": "a", "documents": ["b" * 2001]}, r"documents\[0\] has 2001 characters"),
+        ({"query": "", "documents": ["b"]}, "query is empty"),
+        ({"query": "a", "documents": []}, "empty"),
+        ({"query": "a", "documents": [{}]}, r"documents\[0\] is empty"),
+        ({"query": "a", "texts": ["b " * 400], "truncate": False}, "tokens more than fit"),
+        ({"query": "a", "documents": ["b"], "max_tokens_per_doc": 3}, "no fewer, got 3"),
+    ):
+        wrong = ask("/v1/rerank", **body)
+        assert wrong.status_code == 400
+        assert re.search(said, wrong.json()["error"]["message"])
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def bomb(width=20_000, height=20_000):
+    """A PNG of a few hundred bytes whose head promises 400 million pixels."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
+    data = b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def truncated():
+    whole = base64.b64decode(shown(Image.effect_noise((64, 64), 50)).split(",")[1])
+    return f"data:image/png;base64,{base64.b64encode(whole[: len(whole) // 2]).decode()}"
+
+
+def postscript():
+    return (
+        "data:image/png;base64,"
+        + base64.b64encode(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n").decode()
+    )
+
+
+WRONG = {
+    "nothing": ({}, "give input"),
+    "both": ({"input": "a", "messages": [{"role": "user", "content": "a"}]}, "not both"),
+    "empty": ({"input": ""}, "input is empty"),
+    "blank among others": ({"input": ["a", " \n"]}, r"input\[1\] is empty"),
+    "empty list": ({"input": []}, "empty list"),
+    "tokens": ({"input": [1, 2]}, "must be texts"),
+    "lists of tokens": ({"input": [[1, 2]]}, "must be texts"),
+    "number": ({"input": 7}, "input"),
+    "null among texts": ({"input": ["a", None]}, "input"),
+    "too many": ({"input": ["a"] * 41}, "41 inputs, and a request may have 40"),
+    "too long": ({"input": "a" * 2001}, "2001 characters"),
+    "mode": ({"input": "a", "mode": "deep"}, "mode"),
+    "side": ({"input": "a", "side": "left"}, "side"),
+    "misspelt": ({"input": "a", "dimension": 8}, "dimension: Extra inputs are not permitted"),
+    "dimensions": ({"input": "a", "dimensions": 9}, "dimensions must be one of 8, 16, 32, got 9"),
+    "no dimensions": ({"input": "a", "dimensions": 0}, "dimensions"),
+    "text for a number": ({"input": "a", "dimensions": "8"}, "dimensions"),
+    "encoding": ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+    "a document's instruction": ({"input": "a", "side": "document", "instruction": "b"}, "a document has no instruction"),
+    "conversation": ({"messages": [{"role": "user", "content": "a"}] * 2}, "messages"),
+    "system": ({"messages": [{"role": "system", "content": "a"}]}, "messages"),
+    "no content": ({"messages": message(None)}, "messages is empty"),
+    "unknown part": ({"messages": [{"role": "user", "content": [{"type": "audio", "audio": "x"}]}]}, "messages"),
+    "bomb": ({"messages": message("a", bomb())}, "could be decompression bomb|20000 x 20000 pixels"),
+    "large": ({"messages": message("a", bomb(1001, 1000))}, "1001 x 1000 pixels, and one may have 1 million"),
+    "truncated": ({"messages": message("a", truncated())}, "cannot be decoded"),
+    "no picture": ({"messages": message("a", "data:image/png;base64,aGVsbG8=")}, "none of JPEG"),
+    "a rare format": ({"messages": message("a", postscript())}, "none of JPEG"),
+    "bad base64": ({"messages": message("a", "data:image/png;base64,@@@")}, "data URL"),
+    "not base64": ({"messages": message("a", "data:image/png,abc")}, "base64"),
+    "a web address": ({"messages": message("a", "https://example.com/a.png")}, "fetches no pictures from the web"),
+    "a path": ({"messages": message("a", "/etc/passwd")}, "a picture comes as data:"),
+    "a file's address": ({"messages": message("a", "file:///etc/passwd")}, "a picture comes as data:"),
+    "a long instruction": ({"input": "a", "instruction": "b" * 2001}, "instruction has 2001 characters"),
+    "a long message": ({"messages": message("a" * 2001)}, "messages has 2001 characters"),
+    "a long message among others": ({"messages": [message("a"), message("a" * 2001)]}, r"messages\[1\] has 2001 characters"),
+    "a long name": ({"input": "a", "model": "m" * 2000}, "model: String should have at most 1024"),
+    "a long user": ({"input": "a", "user": "m" * 2000}, "user: String should have at most 1024"),
+    "an empty conversation": ({"messages": [[]]}, "messages"),
+    "no conversation": ({"messages": []}, "messages"),
+    "a conversation of two": ({"messages": [[*message("a"), *message("b")]]}, "messages"),
+    "too many conversations": ({"messages": [message("a")] * 41}, "41 inputs, and a request may have 40"),
+    "too many pictures in all": ({"messages": [message("a", "data:image/png;base64,aGVsbG8=")] * 3}, "3 pictures, and a request may have 2"),
+    "three pictures": ({"messages": message("a", *["data:image/png;base64,aGVsbG8="] * 3)}, "3 pictures, and a request may have 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_requests_are_told_what_is_wrong(ask, name):
+    body, said = WRONG[name]
+    answer = ask(**body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    with pytest.raises(AssertionError, match=said):  # match= searches
+        raise AssertionError(error["message"])
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"input": ', "no JSON"),
+        (b"", "body"),
+        (b"[1]", "body must be a JSON object"),
+        (b'"a"', "body must be a JSON object"),
+        (b"\xff\xfe{}", "body"),
+        (b'{"input": "\\ud800"}', "input"),
+        (b'{"input": "a", "instruction": "\\ud800"}', "instruction"),
+        (b'{"input": "a", "dimensions": NaN}', "dimensions"),
+        (b'{"input": NaN}', "input"),
+        (b'{"input": "a", "mode": "\\udfff"}', "mode"),
+        (b'{"input": "a", "\\udfff": 1}', "unicode"),
+        (b"[" * 100_000, "body"),
+        (b'{"input": ' + b"[" * 100_000, "body"),
+        (b'{"input": "a", "dimensions": ' + b"9" * 5000 + b"}", "body|dimensions"),
+    ],
+)
+def test_bodies_that_are_no_request(url, body, said):
+    answer = httpx.post(
+        f"{url}/v1/embeddings", content=body, headers={"content-type": "application/json"}, timeout=60
+    )
+    assert answer.status_code == 400
+    with pytest.raises(AssertionError, match=said):
+        raise AssertionError(answer.json()["error"]["message"])
+    assert httpx.get(f"{url}/health").json()["status"] == "ok"
+
+
+def test_a_list_of_wrong_entries_costs_no_more_than_its_first(url):
+    """A message for each of 200,000 wrong entries would take seconds and gigabytes."""
+    began = time.process_time()
+    for key, entry in (("input", "0.5"), ("messages", "{}"), ("messages", "[0]")):
+        body = f'{{"{key}": [{",".join([entry] * 200_000)}]}}'.encode()
+        answer = httpx.post(
+            f"{url}/v1/embeddings", content=body, headers={"content-type": "application/json"}
+        )
+        assert answer.status_code == 400
+        assert key in answer.json()["error"]["message"]
+    assert time.process_time() - began < 5
+
+
+def test_a_form_is_told_to_be_json(url):
+    """A browser sends forms from any page to any address without asking; JSON it does not."""
+    answer = httpx.post(f"{url}/v1/embeddings", data={"input": "a"})
+    assert answer.status_code == 400
+    assert "Content-Type: application/json" in answer.json()["error"]["message"]
+
+
+def test_unknown_models_and_paths_have_openai_s_errors(client, url):
+    with pytest.raises(openai.NotFoundError, match="there is no model 'other' here, only 'mine'") as told:
+        client.embeddings.create(model="other", input="a")
+    assert told.value.code == "model_not_found"
+    assert httpx.get(f"{url}/v2").json()["error"]["message"] == "GET /v2: Not Found"
+    assert httpx.get(f"{url}/v1/embeddings").status_code == 405
+    assert httpx.post(f"{url}/v1/search", json={"input": "a"}).status_code == 404  # no index
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_body_of_100_mb_is_refused_and_not_kept(url, service, announced):
+    """With its length in the head, and in chunks without one. The client reads the answer: it is not just cut off."""
+    sent = 0
+
+    def body():
+        nonlocal sent
+        yield b'{"input": "'
+        for _ in range(100):
+            sent += 1
+            yield b"a" * (1 << 20)
+        yield b'"}'
+
+    headers = {"content-type": "application/json"} | (
+        {"content-length": str((100 << 20) + 13)} if announced else {}
+    )
+    answer = httpx.post(f"{url}/v1/embeddings", content=body(), headers=headers, timeout=60)
+    assert answer.status_code == 413
+    assert answer.json()["error"]["message"] == "the body is larger than 1 MB (max_body_mb)"
+    assert sent == 100
+    assert service.held.now == 0
+
+
+def test_a_key_is_asked_for(embedder):
+    with running(service_of(embedder, key="a secret of some length")) as url:
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": "Basic a secret of some length"},
+        ):
+            answer = httpx.post(f"{url}/v1/embeddings", json={"input": "a"}, headers=headers)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="a secret of some length", max_retries=0)
+        assert len(client.embeddings.create(model="mine", input="a").data[0].embedding) == 32
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_a_page_of_another_name_is_refused(url, embedder):
+    """DNS rebinding: a page's own name is made to point at this machine, and its scripts may read the answers."""
+    for host, status in (
+        ("evil.example", 400), ("evil.example:8000", 400), ("", 400), ("localhost", 200), ("localhost" + ":9", 200), ("127.0.0.1", 200),
+        ("[::1]:8000", 200), ("10.1.2.3:80", 200), ("127.0.0.1.evil.example", 400),
+    ):  # fmt: skip
+        assert httpx.get(f"{url}/health", headers={"host": host}).status_code == status, host
+    with running(service_of(embedder, allowed_hosts=["*.example.com"])) as other:
+        assert httpx.get(f"{other}/health", headers={"host": "a.example.com"}).status_code == 200
+        assert httpx.get(f"{other}/health", headers={"host": "localhost"}).status_code == 400
+    with running(service_of(embedder, key="a secret of some length")) as other:
+        assert httpx.get(f"{other}/health", headers={"host": "anything.example"}).status_code == 200
+
+
+def test_browsers_are_let_in_by_origin(url, embedder):
+    preflight = {"origin": "https://shop.example", "access-control-request-method": "POST"}
+    assert (
+        "access-control-allow-origin" not in httpx.options(f"{url}/v1/embeddings", headers=preflight).headers
+    )
+    options = {"cors_origins": ["https://shop.example"], "key": "a secret of some length"}
+    with running(service_of(embedder, **options)) as other:
+        allowed = httpx.options(f"{other}/v1/embeddings", headers=preflight)
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == "https://shop.example"
+        refused = httpx.options(
+            f"{other}/v1/embeddings", headers=preflight | {"origin": "https://evil.example"}
+        )
+        assert "access-control-allow-origin" not in refused.headers
+
+
+def test_a_request_has_an_id(url):
+    for given in ("7f-abc_9", "00-4bf92f3577b34da6-01"):
+        assert httpx.get(f"{url}/health", headers={"x-request-id": given}).headers["x-request-id"] == given
+    for given in ({}, {"x-request-id": "a b"}, {"x-request-id": "a" * 200}):
+        made = httpx.get(f"{url}/health", headers=given).headers["x-request-id"]
+        assert re.fullmatch("[0-9a-f]{32}", made)
+    answer = httpx.post(f"{url}/v1/embeddings", json={}, headers={"x-request-id": "mine"})
+    assert (answer.status_code, answer.headers["x-request-id"]) == (400, "mine")
+
+
+# ---------------------------------------------------------------------------------------------------------------- load
+
+
+class Gate:
+    """Lets the model begin when the test says so."""
+
+    def __init__(self, service):
+        self.inner, self.open, self.batches = service.batches.embed, threading.Event(), []
+        service.batches.embed = self
+
+    def __call__(self, prompts, mode):
+        self.batches.append(len(prompts))
+        assert self.open.wait(30)
+        return self.inner(prompts, mode)
+
+
+def until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+def in_threads(count, work):
+    found = []
+    threads = [
+        threading.Thread(target=lambda row=row: found.append(work(row)), daemon=True) for row in range(count)
+    ]
+    for thread in threads:
+        thread.start()
+    return threads, found
+
+
+def test_a_full_queue_is_said_with_when_to_come_back(embedder):
+    service = service_of(embedder, max_queue=4, max_inputs=4, batch_size=1)
+    gate = Gate(service)
+    with running(service) as url:
+        threads, found = in_threads(
+            5, lambda row: httpx.post(f"{url}/v1/embeddings", json={"input": "a"}, timeout=60)
+        )
+        until(lambda: service.batches.num_waiting == 4)
+        answer = httpx.post(f"{url}/v1/embeddings", json={"input": "a"})
+        assert answer.status_code == 429
+        assert int(answer.headers["retry-after"]) >= 1
+        assert answer.json()["error"]["type"] == "rate_limit_error"
+        assert "rge_waiting_inputs 4.0" in httpx.get(f"{url}/metrics").text
+        gate.open.set()
+        for thread in threads:
+            thread.join(30)
+        assert [one.status_code for one in found] == [200] * 5
+        counted = httpx.get(f"{url}/metrics").text
+        assert 'rge_requests_total{code="200",path="/v1/embeddings"} 5.0' in counted
+        assert 'rge_requests_total{code="429",path="/v1/embeddings"} 1.0' in counted
+        assert 'rge_batch_inputs_count{mode="reasoning"} 5.0' in counted
+        assert "rge_rationale_tokens_count 5.0" in counted
+
+
+def test_who_went_away_is_not_embedded(embedder):
+    service = service_of(embedder, batch_size=1)
+    gate = Gate(service)
+    with running(service) as url:
+        threads, _ = in_threads(
+            1, lambda row: httpx.post(f"{url}/v1/embeddings", json={"input": "a"}, timeout=60)
+        )
+        until(lambda: gate.batches)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                f"{url}/v1/embeddings", json={"input": ["b"] * 10}, timeout=httpx.Timeout(10, read=0.3)
+            )
+        until(lambda: service.batches.num_waiting == 0)
+        gate.open.set()
+        threads[0].join(30)
+        assert httpx.post(f"{url}/v1/embeddings", json={"input": "c"}, timeout=60).status_code == 200
+        assert gate.batches == [1, 1]
+        assert 'rge_requests_total{code="499",path="/v1/embeddings"} 1.0' in httpx.get(f"{url}/metrics").text
+        until(lambda: service.held.now == 0)
+
+
+def test_time_is_up(embedder):
+    service = service_of(embedder, timeout_s=0.5)
+    gate = Gate(service)
+    with running(service) as url:
+        answer = httpx.post(f"{url}/v1/embeddings", json={"input": "a"}, timeout=60)
+        assert answer.status_code == 504
+        assert "timeout_s=0.5" in answer.json()["error"]["message"]
+        gate.open.set()
+
+        def slowly():
+            yield b'{"input":'
+            time.sleep(1.5)
+            yield b'"a"}'
+
+        late = httpx.post(
+            f"{url}/v1/embeddings", content=slowly(), headers={"content-type": "application/json"}
+        )
+        assert late.status_code == 408
+        assert httpx.post(f"{url}/v1/embeddings", json={"input": "a"}, timeout=60).status_code == 200
+
+
+def test_what_is_held_is_bounded(embedder):
+    service = service_of(embedder, max_waiting_mb=1)
+    with running(service) as url:
+        service.held.take(1 << 20)
+        answer = httpx.post(f"{url}/v1/embeddings", json={"input": "a"})
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "2"
+        service.held.now -= 1 << 20
+        assert httpx.post(f"{url}/v1/embeddings", json={"input": "a"}).status_code == 200
+        until(lambda: service.held.now == 0)
+
+
+def test_one_input_that_the_model_fails_on_fails_alone(embedder):
+    """Out of memory, a bug, a state that is not finite: the batch is tried row by row, and the thread lives."""
+    service = service_of(embedder)
+    inner = service.batches.embed
+
+    def fails(prompts, mode):
+        if any(prompt.id == "input[1]" for prompt in prompts):
+            raise RuntimeError("too long for this kernel")
+        found = inner(prompts, mode)
+        for row, prompt in enumerate(prompts):
+            if prompt.id == "input[2]":
+                found.embeddings[row] = np.nan
+        return found
+
+    service.batches.embed = fails
+    with running(service) as url:
+
+        def post(texts):
+            return httpx.post(f"{url}/v1/embeddings", json={"input": texts}, timeout=60)
+
+        threads, found = in_threads(6, lambda row: post(["a"] * (1 + row % 3)))
+        for thread in threads:
+            thread.join(30)
+        assert sorted(one.status_code for one in found) == [200, 200, 500, 500, 500, 500]
+        failed = next(one for one in found if one.status_code == 500)
+        assert failed.json()["error"]["type"] == "server_error"
+        assert "too long for this kernel" not in failed.text
+        assert post(["a"]).status_code == 200
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_a_lone_client_does_not_wait_for_others(embedder):
+    service = service_of(embedder, batch_wait_ms=2000)
+    with running(service) as url:
+
+        def post(row=0):
+            began = time.monotonic()
+            assert (
+                httpx.post(f"{url}/v1/embeddings", json={"input": ["a", "b"]}, timeout=60).status_code == 200
+            )
+            return time.monotonic() - began
+
+        assert all(post() < 1.5 for _ in range(3))
+        gate = Gate(service)
+        threads, _ = in_threads(3, post)
+        until(lambda: service.batches.num_waiting + sum(gate.batches) == 6)
+        gate.open.set()
+        for thread in threads:
+            thread.join(30)
+        assert post() > 1.5  # others were there a moment ago
+        assert post() < 1.5
+
+
+def test_a_request_that_is_given_up_ends_between_two_of_its_inputs(embedder, monkeypatch):
+    service = service_of(embedder)
+    prepared = []
+
+    def slowly(*given):
+        prepared.append(given)
+        time.sleep(0.1)
+        return make_prompt(*given)
+
+    monkeypatch.setattr("rge.serving.app.make_prompt", slowly)
+    with running(service) as url:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                f"{url}/v1/embeddings", json={"input": ["b"] * 40}, timeout=httpx.Timeout(10, read=0.3)
+            )
+        until(lambda: service.num_preparing == 0)
+        count = len(prepared)
+        assert "rge_preparing_inputs 0.0" in httpx.get(f"{url}/metrics").text
+        time.sleep(0.3)
+        assert len(prepared) == count < 40
+        assert service.batches.num_waiting == 0
+
+
+def test_a_batch_takes_the_oldest_and_those_nearest_to_it_in_length():
+    class Sized:
+        pixels = None
+
+        def __init__(self, size):
+            self.size = size
+
+        def __len__(self):
+            return self.size
+
+    batches = Batches(lambda prompts, mode: None, batch_size=3, wait_s=0, max_queue=9)
+
+    async def fill():
+        places = [batches.reserve(4), batches.reserve(5)]
+        with pytest.raises(QueueFull):
+            batches.reserve(1)
+        waits = [
+            asyncio.ensure_future(
+                batches.answers(places[0], [Sized(size) for size in (50, 9, 500, 48)], "reasoning")
+            ),
+            asyncio.ensure_future(
+                batches.answers(places[1], [Sized(size) for size in (51, 50, 8, 7, 6)], "direct")
+            ),
+        ]
+        await asyncio.sleep(0)
+        return waits, [batches._next() for _ in range(5)]
+
+    waits, found = asyncio.run(fill())
+    assert [[len(row.prompt) for row in batch] for batch in found] == [
+        [50, 9, 48],
+        [500],
+        [51, 50, 8],
+        [7, 6],
+        [],
+    ]
+    assert [{row.mode for row in batch} for batch in found[:4]] == [
+        {"reasoning"},
+        {"reasoning"},
+        {"direct"},
+        {"direct"},
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------------------- web
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("8.8.8.8", True), ("2606:4700:4700::1111", True), ("127.0.0.1", False), ("10.1.2.3", False), ("192.168.0.1", False),
+        ("172.16.0.1", False), ("169.254.169.254", False), ("100.64.0.1", False), ("0.0.0.0", False), ("224.0.0.1", False),
+        ("255.255.255.255", False), ("::1", False), ("::", False), ("fe80::1%eth0", False), ("fc00::1", False),
+        ("::ffff:127.0.0.1", False), ("::ffff:10.0.0.1", False), ("64:ff9b::7f00:1", False), ("2002:7f00:1::", False),
+        ("::127.0.0.1", False), ("ff02::1", False),
+    ],
+)  # fmt: skip
+def test_which_addresses_are_public(address, public):
+    assert public_web.is_public(address) is public
+
+
+@pytest.fixture
+def web(picture):
+    """A server of pictures, that redirects and lies."""
+    data = base64.b64decode(shown(picture(60, 40)).split(",")[1])
+    asked = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append((self.headers["host"], self.path))
+            if self.path.startswith("/to?"):
+                self.send_response(302)
+                self.send_header("Location", unquote(self.path[4:], "latin-1"))  # raw, as many send it
+                self.end_headers()
+                return
+            self.send_response(200 if self.path != "/missing.png" else 404)
+            self.end_headers()
+            self.wfile.write(data if self.path == "/a.png" else b"x" * (3 << 20))
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", asked, data
+    server.shutdown()
+    server.server_close()
+
+
+def test_private_addresses_are_never_reached(web):
+    address, asked, _ = web
+    port = address.rsplit(":", 1)[1]
+    for host in (
+        "127.0.0.1",
+        "localhost",
+        "127.1",
+        "2130706433",
+        "0x7f000001",
+        "[::1]",
+        "[::ffff:127.0.0.1]",
+    ):
+        with pytest.raises(ImageError, match="not on the public internet|not known"):
+            asyncio.run(public_web.fetch_public(f"http://{host}:{port}/a.png", 1 << 20))
+    assert asked == []
+
+
+def test_redirects_and_names_are_checked_for_each_connection(web, monkeypatch):
+    """127.0.0.1 counts as public here, and any other address of this machine does not."""
+    address, asked, data = web
+    port = address.rsplit(":", 1)[1]
+    monkeypatch.setattr(public_web, "is_public", lambda one: one == "127.0.0.1")
+
+    def fetch(where, most=1 << 20):
+        return asyncio.run(public_web.fetch_public(where, most))
+
+    assert fetch(f"{address}/a.png") == data
+    assert fetch(f"{address}/to?/a.png") == data
+    assert fetch(f"{address}/to?{address}/to?/a.png") == data
+    asked.clear()
+    for spelled in ("/schlüssel a.png", "/to?/schlüssel a.png"):
+        with pytest.raises(ImageError, match="larger than 1 MB"):
+            fetch(f"{address}{spelled}")
+    assert asked[0][1] == asked[-1][1] == "/schl%C3%BCssel%20a.png"
+    for refused, why in (
+        (f"{address}/to?http://127.0.0.2:{port}/a.png", "127.0.0.2 is not on the public internet"),
+        (f"{address}/to?file:///etc/passwd", "only http and https"),
+        (f"{address}/to?/to?/to?/to?/to?/to?/a.png", "redirects"),
+        (f"{address}/missing.png", "says 404"),
+        (f"{address}/large.png", "larger than 1 MB"),
+        ("http://", "cannot be fetched"),
+        ("http://nowhere.invalid/a.png", "not known"),
+        ("http://schlüssel.invalid/a.png", "not known"),
+        ("http://127.0.0.1:99999/a.png", "cannot be fetched"),
+    ):
+        with pytest.raises(ImageError, match=why):
+            fetch(refused)
+    # The name's address is looked up once, checked, and that one is connected to.
+    lookups = []
+
+    async def lookup(self, host, wanted, **_):
+        lookups.append(host)
+        first = "127.0.0.1" if len(lookups) == 1 else "127.0.0.2"
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (first, wanted))]
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", lookup)
+    asked.clear()
+    assert fetch(f"http://rebinding.example:{port}/a.png") == data
+    assert lookups == ["rebinding.example"]
+    assert asked == [(f"rebinding.example:{port}", "/a.png")]
+
+
+def test_a_picture_is_fetched_where_that_is_allowed(embedder, web, picture, monkeypatch):
+    address, _, _ = web
+    with running(service_of(embedder, allow_urls=True)) as url:
+
+        def post(where):
+            return httpx.post(f"{url}/v1/embeddings", json={"messages": message("a", where)}, timeout=60)
+
+        answer = post(f"{address}/a.png")
+        assert answer.status_code == 400
+        assert "127.0.0.1 is not on the public internet" in answer.json()["error"]["message"]
+        monkeypatch.setattr(public_web, "is_public", lambda one: True)
+        assert_same(vectors(post(f"{address}/a.png"))[0], embedder.encode_query("a", picture(60, 40)))
+
+
+def test_the_description_names_the_keys(url):
+    about = httpx.get(f"{url}/openapi.json").json()
+    keys = json.dumps(about["components"]["schemas"]["EmbeddingsAsked"])
+    assert all(name in keys for name in ("return_rationale", "instruction", "dimensions", "side", "mode"))
+
+
+# ------------------------------------------------------------------------------------------------------------- process
+
+
+@contextlib.contextmanager
+def process(checkpoint, *words, before=""):
+    """`rge serve` as a stranger starts it; yields the process, its address, and a function that reads on."""
+    command = f'{before} exec "$0" -m rge serve "$@"'
+    if not any(word.startswith("access_log") for word in words):
+        words = ("access_log=false", *words)  # its pipe is not read, and a full one would stop the server
+    arguments = [sys.executable, f"checkpoint={checkpoint}", "port=0", *words]
+    started = subprocess.Popen(
+        ["bash", "-c", command, *arguments], cwd=checkpoint.parent, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        end = threading.Timer(180, started.kill)
+        end.start()
+        line = started.stdout.readline()
+        end.cancel()
+        found = re.search(r"http://127\.0\.0\.1:(\d+) ", line)
+        assert found, line + started.stderr.read()
+        yield started, int(found[1])
+    finally:
+        started.kill()
+        started.communicate(timeout=20)
+
+
+async def one_request(port, body):
+    """Status and body over a connection of its own, with as little work for this side as can be."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    writer.write(head.encode() + body)
+    answer = await asyncio.wait_for(reader.read(), 120)
+    writer.close()
+    head, _, content = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(content)
+
+
+async def many(port, bodies):
+    """All at once, as far as this process may open connections."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
+    at_once = asyncio.Semaphore(min(limit - 50, len(bodies)))
+
+    async def one(body):
+        async with at_once:
+            return await one_request(port, body)
+
+    return await asyncio.gather(*map(one, bodies))
+
+
+@pytest.mark.slow
+def test_a_thousand_clients_at_once_and_nothing_lost_with_1024_files(checkpoint, embedder):
+    """Then a second server on its port, and SIGTERM while it works: what is under way is answered, what is new refused."""
+    texts = [f"What opens number {number % 25}?" for number in range(1000)]
+    bodies = [
+        json.dumps({"input": text, "mode": ["direct", "reasoning"][row % 2]}).encode()
+        for row, text in enumerate(texts)
+    ]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    with process(checkpoint, before="ulimit -n 1024;") as (started, port):
+        answers = asyncio.run(many(port, bodies))
+        assert [status for status, _ in answers] == [200] * 1000
+        for row in range(0, 1000, 37):
+            mode = ["direct", "reasoning"][row % 2]
+            expected = embedder.encode_query(texts[row], mode=mode)
+            assert_same(np.array(answers[row][1]["data"][0]["embedding"], np.float32), expected)
+
+        second = subprocess.run(
+            [sys.executable, "-m", "rge", "serve", f"checkpoint={checkpoint}", f"port={port}"], capture_output=True,
+            text=True, timeout=120, check=False, cwd=checkpoint.parent, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert second.returncode == 2
+        assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in second.stderr
+        assert "Traceback" not in second.stderr
+
+        async def end():
+            waiting = [asyncio.ensure_future(one_request(port, body)) for body in bodies[:200]]
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            started.send_signal(signal.SIGTERM)
+            refused = 0
+            while not refused:
+                try:
+                    status, _ = await one_request(port, bodies[0])
+                    refused = status == 503
+                except OSError:
+                    refused = 1
+            return await asyncio.gather(*waiting)
+
+        assert [status for status, _ in asyncio.run(end())] == [200] * 200
+        assert started.wait(30) == 0
+        assert "Traceback" not in started.stderr.read()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.slow
+def test_the_access_log_has_the_requests_id_and_goes_to_stderr(checkpoint, tmp_path):
+    errors = tmp_path / "errors"
+    with process(checkpoint, "access_log=true", before=f"exec 2>{errors};") as (started, port):
+        httpx.get(f"http://127.0.0.1:{port}/health", headers={"x-request-id": "who-asked"})
+        started.send_signal(signal.SIGTERM)
+        assert started.wait(30) == 0
+        assert "access" not in started.stdout.read()
+    assert re.search(r'INFO \[who-asked\] 127\.0\.0\.1:\d+ - "GET /health HTTP/1\.1" 200', errors.read_text())
+
+
+@pytest.mark.slow
+def test_what_is_not_done_in_time_is_given_up_and_a_second_signal_ends_at_once(checkpoint):
+    body = json.dumps({"input": ["a key"] * 200}).encode()
+
+    async def end(port, started, *signals):
+        waiting = [asyncio.ensure_future(one_request(port, body)) for _ in range(8)]
+        await asyncio.sleep(1)
+        for number in signals:
+            started.send_signal(number)
+            await asyncio.sleep(0.3)
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    slow = ("batch_size=1", "max_new_tokens=12", "batch_wait_ms=0")
+    with process(checkpoint, *slow, "drain_s=0.5") as (started, port):
+        found = asyncio.run(end(port, started, signal.SIGTERM))
+        assert {status for status, _ in found} <= {200, 503}
+        refused = [content for status, content in found if status == 503]
+        assert refused[0]["error"]["code"] == "shutting_down"
+        assert started.wait(20) == 1
+        assert "inputs given up after drain_s=0.5" in started.stdout.read()
+    with process(checkpoint, *slow, "drain_s=100") as (started, port):
+        began = time.monotonic()
+        asyncio.run(end(port, started, signal.SIGINT, signal.SIGINT))
+        assert started.wait(20) == 130
+        assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["checkpoint=nowhere"], "checkpoint nowhere does not exist"),
+        (["checkpoint=x", "host=nowhere.invalid"], "host=nowhere.invalid is no address"),
+        (["checkpoint=x", "host=192.0.2.1"], "cannot listen on 192.0.2.1:8000"),
+        (["checkpoint=x", "key_env=RGE_NO_SUCH_KEY"], "RGE_NO_SUCH_KEY"),
+        (["checkpoint=x", "engine=vllm", "exact=true"], "use engine=own"),
+        (["checkpoint=x", "max_queue=3"], "max_inputs=2048 is more than max_queue=3"),
+    ],
+)
+def test_a_server_that_cannot_start_says_why(words, said, monkeypatch):
+    with pytest.raises(UserError, match=said):
+        main([*words, *([] if any("host" in word for word in words) else ["port=0"])])

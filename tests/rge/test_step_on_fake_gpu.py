@@ -1,0 +1,195 @@
+"""The whole step on tensors that say they are on a GPU: no mixing of devices, few waits, kernels counted."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from family_models import PHOTOS  # its network has no kernel of ours, and hundreds of others
+from paths import ROOT
+
+from rge.model.embedding_model import EmbeddingModel, encode_prompts
+from rge.model.families import FAMILIES
+from rge.model.prompts import PromptBuilder
+from rge.model.varlen import KernelError
+from rge.objective import Objective
+from rge.rollout.generate import generate
+from rge.rollout.writer import Rollout
+from rge.step import TrainingStep
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from fake_gpu import DEVICE, FakeGpu, OnGpu  # noqa: E402
+
+CAP = 24
+KERNELS_A_LAYER, KERNELS_A_TOKEN = 45, 40
+
+
+def test_it_is_as_strict_as_a_gpu():
+    with FakeGpu() as gpu:
+        x = torch.ones(3, device=DEVICE)
+        assert isinstance(x, OnGpu)
+        assert x.device.type == "cuda"
+        with pytest.raises(RuntimeError, match="same device"):
+            x + torch.ones(3)
+        assert not gpu.waits
+        y = torch.arange(3).to(DEVICE, non_blocking=True)
+        assert (gpu.of(gpu.copies, "-"), gpu.of(gpu.waits, "-")) == (1, 0)
+        assert float((x * y).sum()) == 3
+        assert y[y > 0].tolist() == [1, 2]
+        assert torch.tensor([1, 2], device=DEVICE).cpu().tolist() == [1, 2]
+        kinds = [kind for _, kind, _ in gpu.waits]
+        assert kinds == ["_local_scalar_dense", "index by mask", "tolist", "copy from host", "copy to host"]
+        assert {place.split(":")[0] for _, _, place in gpu.waits} == {"tests/rge/test_step_on_fake_gpu.py"}, (
+            gpu.waits
+        )
+        with pytest.raises(TypeError, match="can't convert cuda"):
+            x.numpy()
+
+
+def test_a_captured_step_runs_when_replayed_and_only_then():
+    with FakeGpu() as gpu:
+        total, n = torch.zeros(2, device=DEVICE), torch.zeros(1, dtype=torch.long, device=DEVICE)
+
+        def work():
+            total.add_(n * 2 + 1)
+            n.add_(1)
+
+        replay = gpu.capture(work)
+        assert (total.tolist(), n.tolist()) == ([0, 0], [0])
+        for _ in range(3):
+            replay()
+        assert (total.tolist(), n.tolist()) == ([9, 9], [3])
+        with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+            gpu.capture(lambda: int(n))
+
+
+def run_step(embedder: EmbeddingModel, batch, optimizer, gpu: FakeGpu | None, micro_batch_size: int):
+    """Rollout, both losses, backward, optimizer; tokens and report."""
+    once = micro_batch_size >= len(batch.queries)
+
+    def phase(name: str) -> None:
+        if gpu is not None:
+            gpu.phase = name
+
+    phase("prompts")
+    encoded = encode_prompts(embedder, embedder, batch.queries) if once else None
+    phase("rollout")
+    rationales = generate(embedder, batch.queries, max_new_tokens=CAP, batch_size=5, encoded=encoded)
+    phase("step")
+    report = TrainingStep(embedder, embedder, Objective(0.3, 0.7), micro_batch_size)(batch, Rollout(rationales, encoded))  # fmt: skip
+    phase("optimizer")
+    optimizer.step()
+    optimizer.zero_grad()
+    return [(r.ids, r.forced) for r in rationales], report
+
+
+def trainer(embedder: EmbeddingModel, checkpointing: bool):
+    if checkpointing:
+        embedder.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return torch.optim.SGD(embedder.train().parameters(), lr=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lively_path", "options"),
+    [
+        ("qwen2_5_vl", "one chunk"),
+        *((family, "checkpointing") for family in sorted(set(FAMILIES) - {PHOTOS})),
+    ],
+    indirect=["lively_path"],
+)
+def test_two_steps_on_a_gpu(lively_path, backbone_of, make_batch, options, caplog):
+    """The tokens, losses and weights of the CPU, and within the second step a budget of waits."""
+    here = EmbeddingModel(backbone_of(lively_path))
+    there = copy.deepcopy(here)
+    batch = make_batch(PromptBuilder(here.processor))
+    checkpointing = options == "checkpointing"
+    size = 2 if checkpointing else 100
+    optimizer = trainer(here, checkpointing)
+    expected = [run_step(here, batch, optimizer, None, size) for _ in range(2)]
+    with FakeGpu(flash_in_float32=True) as gpu:
+        gpu.move(there)
+        optimizer = trainer(there, checkpointing)
+        found = [run_step(there, batch, optimizer, gpu, size)]
+        # The first step has compared the kernels and the captured step of the rollout with the plain ones, and said so.
+        said = [record.message for record in caplog.records]
+        assert sum("flash attention checked against" in line for line in said) >= 3
+        assert (
+            sum("a captured step checked against the plain one: tokens equal" in line for line in said) == 1
+        )
+        counts = (gpu.waits, gpu.kernels, gpu.graphs, gpu.attention)
+        for count in counts:
+            count.clear()
+        found.append(run_step(there, batch, optimizer, gpu, size))
+        gpu.phase = "-"
+        weights = {name: parameter.detach().cpu() for name, parameter in there.named_parameters()}
+    for (tokens, report), (tokens_there, report_there) in zip(expected, found, strict=True):
+        assert tokens_there == tokens
+        assert report_there == pytest.approx(report, rel=1e-4, abs=1e-5)
+    for name, parameter in here.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-4, atol=1e-5)
+    # Of the rollout: who is done, every eighth step, and what was written. Of all the rest: the losses, once.
+    waits = {phase: gpu.of(gpu.waits, phase) for phase in ("prompts", "rollout", "step", "optimizer")}
+    assert waits["prompts"] == waits["optimizer"] == 0, gpu.waits
+    assert waits["step"] == 1, gpu.waits
+    assert waits["rollout"] <= 2 + -(-CAP // 8), gpu.waits
+    # Attention is flash attention and nothing else, but for Idefics3's vision tower, which is transformers' own.
+    kinds = {kind for _, kind in gpu.attention}
+    own = {"_varlen_attn", "_varlen_attn_backward"}
+    assert own <= kinds
+    assert kinds == own or (kinds - own and here.model.config.model_type == "idefics3"), gpu.attention
+    # All steps of writing but one a number of rows are launched as one graph.
+    replays = gpu.kernels["rollout", "graph"]
+    assert replays >= CAP - 1 - 2 * gpu.graphs["rollout"]
+
+
+def test_kernels_a_layer_and_a_token(lively_path, backbone_of, make_batch):
+    """Launched one by one: what a decoder layer takes to write a token. A layer more is as many kernels more."""
+    embedder = EmbeddingModel(backbone_of(lively_path, dtype="bfloat16"), cuda_graphs=False)
+    batch = make_batch(PromptBuilder(embedder.processor))
+    with torch.no_grad():
+        embedder.model.get_input_embeddings().weight[embedder.emb_id] = (
+            0  # nothing ends: every step is a whole one
+        )
+    counts = []
+    with FakeGpu() as gpu:
+        gpu.move(embedder)
+        for cap in (9, 8, 9, 8):
+            gpu.kernels.clear()
+            generate(embedder, batch.queries, max_new_tokens=cap, batch_size=5)
+            counts.append(gpu.of(gpu.kernels, "-"))
+    one_token = counts[2] - counts[3]
+    assert one_token <= 2 * KERNELS_A_LAYER + KERNELS_A_TOKEN
+
+
+def test_flash_attention_does_not_compute_in_float32(lively_path, backbone_of, make_batch):
+    """So float32 takes rows, and asking for varlen is an error that says what to do."""
+    embedder = EmbeddingModel(backbone_of(lively_path))
+    batch = make_batch(PromptBuilder(embedder.processor))
+    with FakeGpu() as gpu:
+        gpu.move(embedder)
+        encode_prompts(embedder, embedder, batch.queries)
+        assert "_varlen_attn" not in {kind for _, kind in gpu.attention}
+        embedder.attention = "varlen"
+        with pytest.raises(KernelError, match="set model.attn_implementation=sdpa"):
+            encode_prompts(embedder, embedder, batch.queries)
+
+
+def test_under_mixed_precision(lively_path, backbone_of, make_batch):
+    """Float32 weights under autocast, as DDP trains: flash attention in bfloat16, and keys kept in it, not cast anew."""
+    embedder = EmbeddingModel(backbone_of(lively_path))
+    batch = make_batch(PromptBuilder(embedder.processor))
+    # To torch's C++ the tensors are on the CPU, so that is the autocast that they see.
+    with FakeGpu() as gpu, torch.autocast("cpu", dtype=torch.bfloat16):
+        gpu.move(embedder)
+        optimizer = trainer(embedder, checkpointing=False)
+        encoded = encode_prompts(embedder, embedder, batch.queries)
+        assert {states.dtype for states in (*encoded.keys, *encoded.values)} == {torch.bfloat16}
+        losses = []
+        for _ in range(2):
+            gpu.attention.clear()  # of the first step, with what checks the kernels
+            losses.append(run_step(embedder, batch, optimizer, gpu, 100)[1]["loss"])
+        gpu.phase = "-"
+        assert losses[1] < losses[0]
+        assert {kind for _, kind in gpu.attention} == {"_varlen_attn", "_varlen_attn_backward"}
+        assert all(parameter.dtype == torch.float32 for parameter in embedder.parameters())

@@ -1,0 +1,413 @@
+"""scripts/ablate.py: what is run, what is not run again, what is refused before anything runs, table and plot."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from paths import ROOT
+
+from eval.benchmarks.suite import write_suite
+from eval.pages.charts import STYLES, Mark, interval_chart, palette
+from rge.common.errors import UserError
+from rge.config import Recipe, load_recipe
+
+LOADED: dict[tuple[str, ...], Recipe] = {}
+SWEEP = "sweep=loss.anchor=[self,oracle,none]"
+
+
+@pytest.fixture
+def ablate(monkeypatch, tmp_path):
+    """The script; training and evaluation are noted, and leave what the real ones leave.
+
+    Query 2g + i of seed s hits with the arm's own rates: self .75, oracle .5, none .25 over four groups of two.
+    """
+    spec = importlib.util.spec_from_file_location("ablate", ROOT / "scripts" / "ablate.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "ablate", module)
+    spec.loader.exec_module(module)
+    module.commands = []
+
+    def run(command: list[str]) -> None:
+        module.commands.append(command)
+        given = dict(part.split("=", 1) for part in command if "=" in part)
+        folder = Path(given["out"])
+        if "rge/train.py" in command:
+            final = folder / "joint" / "final"
+            final.mkdir(parents=True, exist_ok=True)
+            reasons = "none" if given["loss.anchor"] == "none" else "query"
+            (final / "rge.json").write_text(json.dumps({"reasons": reasons}))
+            return
+        folder.mkdir(parents=True)
+        arm, seed = folder.parts[-3], int(folder.parts[-2].removeprefix("seed_"))
+        hits = np.zeros(8)
+        hits[: {"self": 6, "oracle": 4, "none": 2}[arm]] = 1
+        hits[7] = seed  # one query more with seed 1
+        frame = pd.DataFrame(
+            {
+                "query_id": [f"q{number}" for number in range(8)],
+                "group": [f"g{number // 2}" for number in range(8)],
+                "pair": ["seen", "held-out"] * 4,
+                "hit@1": hits,
+                "mrr": hits / 2,
+            }
+        )
+        frame.sample(frac=1, random_state=seed).to_parquet(folder / "per_query.parquet")
+        (folder / "results.json").write_text("{}")
+
+    def load_once(arguments) -> Recipe:
+        # The real one takes 50 ms, and thirty tests ask for the same few recipes in different folders.
+        key = tuple(argument for argument in arguments if not argument.startswith(("out=", "init=")))
+        if key not in LOADED:
+            LOADED[key] = load_recipe(arguments)
+        return LOADED[key]
+
+    monkeypatch.setattr(module, "run", run)
+    monkeypatch.setattr(module, "load_recipe", load_once)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    (tmp_path / "cold").mkdir()
+    module.given = [
+        "recipe=demo",
+        SWEEP,
+        "seeds=2",
+        f"init={tmp_path / 'cold'}",
+        f"out={tmp_path / 'out'}",
+        "metrics=hit@1,mrr",
+        "launcher=accelerate launch --num_processes 4",
+    ]
+    return module
+
+
+def trained(module) -> list[tuple[str, str]]:
+    """Arm and seed of every training command."""
+    found = []
+    for command in module.commands:
+        if "rge/train.py" in command:
+            given = dict(part.split("=", 1) for part in command if "=" in part)
+            found.append((given["loss.anchor"], given["train.seed"]))
+    return found
+
+
+def test_every_arm_and_seed_is_trained_and_evaluated_once(ablate, tmp_path):
+    ablate.main([*ablate.given, "joint.lr=5e-4", "with.none=loss.ratio=none joint.lr=1e-3"])
+    arms = ["self", "oracle", "none"]
+    assert trained(ablate) == [(arm, seed) for seed in "01" for arm in arms]
+    train, evaluation = ablate.commands[:2]
+    assert train[:4] == ["accelerate", "launch", "--num_processes", "4"]
+    assert "stage=joint" in train
+    assert f"init={tmp_path / 'cold'}" in train
+    assert "joint.lr=5e-4" in train
+    assert "query_mode=reasoning" in evaluation
+    none = ablate.commands[4]
+    assert none.index("joint.lr=1e-3") > none.index(
+        "joint.lr=5e-4"
+    )  # the arm's own override is the later one
+    assert "loss.ratio=none" in none
+    assert "query_mode=direct" in ablate.commands[5]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        *arms,
+        "table.md",
+        "table.csv",
+        "table.tex",
+        "table.json",
+        "plot.svg",
+    }
+
+
+def test_what_is_finished_is_not_run_again(ablate, tmp_path):
+    ablate.main(ablate.given)
+    ablate.commands.clear()
+    ablate.main(ablate.given)
+    assert ablate.commands == []
+    # Training that ended without its evaluation: training is asked again (it knows that it is finished), then evaluated.
+    (tmp_path / "out" / "oracle" / "seed_1" / "eval" / "results.json").unlink()
+    (tmp_path / "out" / "oracle" / "seed_1" / "eval" / "per_query.parquet").unlink()
+    (tmp_path / "out" / "oracle" / "seed_1" / "eval").rmdir()
+    ablate.main(ablate.given)
+    assert trained(ablate) == [("oracle", "1")]
+    assert len(ablate.commands) == 2
+
+
+def test_other_settings_are_left_to_the_trainer_to_refuse_and_another_set_is_refused(ablate, tmp_path):
+    ablate.main([*ablate.given, "index=0"])
+    ablate.commands.clear()
+    ablate.main([*ablate.given, "index=0", "joint.lr=1e-4"])
+    assert len(trained(ablate)) == 1
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "queries.parquet").touch()
+    with pytest.raises(
+        ablate.SweepError, match=r"is an evaluation on data_prep/demo/data/test, now set=.*other"
+    ):
+        ablate.main([*ablate.given, "index=0", f"set={other}"])
+
+
+def test_a_job_array_runs_one_run_each_and_a_last_call_makes_the_table(ablate, tmp_path, capsys):
+    for index in range(6):
+        ablate.commands.clear()
+        ablate.main([*ablate.given, f"index={index}"])
+        assert trained(ablate) == [(["self", "oracle", "none"][index % 3], str(index // 3))]
+        assert not (tmp_path / "out" / "table.md").exists()
+    ablate.commands.clear()
+    ablate.main([*ablate.given, "collect=true"])
+    assert ablate.commands == []
+    shown = capsys.readouterr().out.splitlines()[-1]
+    assert json.loads(shown) == json.loads((tmp_path / "out" / "table.json").read_text())
+
+
+def test_parts_share_the_runs_out(ablate, capsys):
+    ablate.main([*ablate.given, "only=1/4"])
+    assert trained(ablate) == [("oracle", "0"), ("none", "1")]
+    assert "4 of 6 runs are not finished here, e.g. index=0" in capsys.readouterr().out
+    with pytest.raises(
+        ablate.SweepError, match=r"4 of 6 runs are not finished here, e\.g\. index=0 .*run them first"
+    ):
+        ablate.main([*ablate.given, "collect=true"])
+
+
+def test_the_list_says_what_each_index_is(ablate, capsys):
+    ablate.main([*ablate.given, "index=3"])
+    capsys.readouterr()
+    ablate.main([*ablate.given, "list=true"])
+    lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines] == list("012345")
+    assert [line[3] for line in lines] == ["open"] * 3 + ["finished"] + ["open"] * 2
+    assert lines[4][1:3] == ["loss.anchor=oracle", "seed 1"]
+
+
+def test_the_tables_figures(ablate, tmp_path):
+    ablate.main(ablate.given)
+    rows = json.loads((tmp_path / "out" / "table.json").read_text())
+    found = {(row["arm"], row["slice"]): row for row in rows}
+    assert len(rows) == 9
+    # Of eight queries, self hits the first 6 and with seed 1 also the last: (6/8 + 7/8) / 2.
+    assert found["self", "all"]["hit@1"]["seeds"] == [0.75, 0.875]
+    assert found["self", "all"]["hit@1"]["mean"] == pytest.approx(13 / 16)
+    assert found["none", "all"]["mrr"]["mean"] == pytest.approx((2 / 8 + 3 / 8) / 4)
+    # Odd numbers are held out: self hits 1, 3, 5 and, with seed 1, 7.
+    assert found["self", "held-out"]["queries"] == 4
+    assert found["self", "held-out"]["hit@1"]["mean"] == pytest.approx(3.5 / 4)
+    difference = found["oracle", "all"]["hit@1"]["difference"]
+    assert difference["mean"] == pytest.approx(-2 / 8)
+    # Per group of two the difference is 0, 0, -1, 0: paired, so the interval is far narrower than the arms' own.
+    assert -1 <= difference["low"] < difference["mean"] < difference["high"] <= 0
+    assert "difference" not in found["self", "all"]["hit@1"]
+    text = (tmp_path / "out" / "table.md").read_text()
+    assert "| self | all | 8 | 81.2 [" in text
+    assert "(75.0 to 87.5)" in text
+    assert "| oracle | all | -25.0 [" in text
+
+
+def test_a_suite_is_swept_by_means_over_its_members(ablate, tmp_path):
+    """North has two queries and south six: a mean over queries would be south's."""
+    suite = tmp_path / "suite"
+    for name in ("north", "south"):
+        (suite / name).mkdir(parents=True)
+        (suite / name / "meta.json").write_text("{}")
+    members = {"north": {"half": "N"}, "south": {"half": "S"}}
+    write_suite(suite, name="compass", benchmark="generic", column="side", members=members)
+    make = ablate.run
+
+    def run(command):
+        make(command)
+        if "rge/train.py" in command:
+            assert ablate.commands[-1] == command
+            return
+        assert {"benchmark=generic", "metrics=recall@100"} <= set(command)
+        path = Path(dict(part.split("=", 1) for part in command if "=" in part)["out"]) / "per_query.parquet"
+        frame = pd.read_parquet(path).sort_values("query_id")
+        frame["category"] = ["north"] * 2 + ["south"] * 6
+        frame["half"] = ["N"] * 2 + ["S"] * 6
+        frame["recall@100"] = frame["mrr"]
+        frame.to_parquet(path)
+
+    ablate.run = run
+    given = [word for word in ablate.given if not word.startswith(("set=", "metrics="))]
+    ablate.main([*given, f"set={suite}", "metrics=hit@1,recall@100"])
+    rows = json.loads((tmp_path / "out" / "table.json").read_text())
+    found = {(row["arm"], row["slice"]): row["hit@1"] for row in rows}
+    # none hits the first two queries, which are north's, and with seed 1 the last of south's six
+    assert found["none", "all"]["mean"] == pytest.approx((1 + 0.5 / 6) / 2)
+    assert found["none", "all"]["seeds"] == [0.5, pytest.approx((1 + 1 / 6) / 2, abs=1e-4)]
+    assert (found["none", "N"]["mean"], found["none", "south"]["mean"]) == (1.0, pytest.approx(0.5 / 6))
+    assert found["none", "all"]["difference"]["mean"] == pytest.approx(-4 / 6 / 2)
+    text = (tmp_path / "out" / "table.md").read_text()
+    assert (
+        "hit@1, means over members:\n\n| loss.anchor | N | S | all |\n|---|---|---|---|\n| self | 100.0 – |"
+        in text
+    )
+    table = pd.read_csv(tmp_path / "out" / "table.csv").set_index(["arm", "slice", "metric"])
+    assert table.loc[("none", "all", "hit@1"), "mean"] == pytest.approx(found["none", "all"]["mean"])
+    assert "\\toprule" in (tmp_path / "out" / "table.tex").read_text()
+
+
+def test_runs_of_different_queries_make_no_table(ablate, tmp_path):
+    ablate.main(ablate.given)
+    path = tmp_path / "out" / "none" / "seed_0" / "eval" / "per_query.parquet"
+    pd.read_parquet(path).iloc[:-1].to_parquet(path)
+    with pytest.raises(ablate.SweepError, match="were evaluated on different queries"):
+        ablate.main([*ablate.given, "collect=true"])
+    given = [word for word in ablate.given if not word.startswith("metrics=")]
+    with pytest.raises(ablate.SweepError, match=r"was not evaluated for ndcg@7; there are: .*hit@1"):
+        ablate.main([*given, "collect=true", "metrics=ndcg@7"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["sweep=loss.anchor"], r"sweep must be KEY=\[VALUE,VALUE,...\], got 'loss.anchor'"),
+        (["sweep=loss.anchor=[self,,none]"], "without empty values"),
+        (["sweep=loss.anchor=[]"], "without empty values"),
+        (["sweep=loss.ratio=[1:10,1_10]"], "1:10 and 1_10 of the sweep are the same run"),
+        (["sweep=loss.ankor=[self]"], "unknown key loss.ankor; did you mean loss.anchor"),
+        (
+            ["sweep=loss.anchor=[self,oracel]"],
+            "loss.anchor must be one of self, oracle, none, mix, got 'oracel'",
+        ),
+        (["with.nothing=loss.ratio=none"], "with.nothing names no value of the sweep: self, oracle, none"),
+        (["with.none=loss.ratoi=none"], "did you mean loss.ratio"),
+        (["seeds=0"], "seeds must be at least 1, got 0"),
+        (
+            ["index=6"],
+            r"index must be 0 to 5, since the sweep has 6 runs \(a Slurm array: --array=0-5\); got 6",
+        ),
+        (["index=1", "only=0/2"], "give index= or only=, not both"),
+        (["only=4/4"], "only must be PART/PARTS such as 0/4 to 3/4, got '4/4'"),
+        (["collect=perhaps"], "collect must be true or false, got 'perhaps'"),
+        (["init=runs/nowhere/final"], "init=runs/nowhere/final does not exist; train it with"),
+        (["set=recipes"], "set=recipes is no retrieval set"),
+        (["recipe=qwen25vl_3b"], "set= must be given"),
+        (["recipe=nothing"], "unknown recipe 'nothing'"),
+        (["nonsense"], "arguments are key=value, got 'nonsense'"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_runs(ablate, wrong, message):
+    names = {argument.split("=")[0] for argument in wrong}
+    given = [argument for argument in ablate.given if argument.split("=")[0] not in names]
+    with pytest.raises(UserError, match=message):
+        ablate.main([*given, *wrong])
+    assert ablate.commands == []
+
+
+def test_it_is_not_itself_launched(ablate, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ablate.SweepError, match="with python, not with a launcher"):
+        ablate.main(ablate.given)
+
+
+def test_commas_inside_a_value():
+    spec = importlib.util.spec_from_file_location("ablate_plain", ROOT / "scripts" / "ablate.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["ablate_plain"] = module
+    spec.loader.exec_module(module)
+    assert module.parse_sweep("optim.betas=[[0.9,0.98], [0.9,0.999]]") == (
+        "optim.betas",
+        ["[0.9,0.98]", "[0.9,0.999]"],
+    )
+
+
+def test_plot_places_means_intervals_and_seeds():
+    marks = [
+        Mark("1:1", "seen", "hit@1", 0.2, 0.1, 0.4, (0.15, 0.25)),
+        Mark("1:10 <b>", "seen", "hit@1", 0.3, 0.2, 0.4),
+    ]
+    text = interval_chart(marks, title="a & b")
+    svg = ElementTree.fromstring(text)
+    assert svg.get("aria-label") == "a & b"
+
+    def drawn(kind: str, pattern: str) -> list[list[float]]:
+        return [
+            [float(x) for x in re.search(pattern, mark).groups()]
+            for mark in re.findall(rf"<(?:line|path) [^>]*{kind}[^>]*>", text)
+        ]
+
+    whiskers = drawn(
+        'stroke="#[0-9a-f]{6}" stroke-width="2"/', r"translate\(([\d.]+),([\d.]+)\)\" x2=\"([\d.]+)"
+    )
+    means = drawn('roledescription="circle"', r"translate\(([\d.]+),([\d.]+)")
+    seeds = drawn('opacity="0.6"', r"translate\(([\d.]+),([\d.]+)")
+    (first, y, length), (_, below, second_length) = whiskers
+    # Ten per cent points are equally long everywhere, and the dot stands where its value is.
+    unit = length / 0.3
+    assert means[0][0] == pytest.approx(first + 0.1 * unit, abs=0.2)
+    assert second_length / 0.2 == pytest.approx(unit, rel=0.01)
+    assert sum(x for x, _ in seeds) / 2 == pytest.approx(means[0][0], abs=0.2)
+    assert y == means[0][1] < below == means[1][1]
+    titles = [title.text for title in svg.iter("{http://www.w3.org/2000/svg}title")]
+    assert "1:10 <b>, seen, hit@1: 30.0% [20.0, 40.0]" in titles
+
+
+def test_a_chart_that_stands_alone_has_both_schemes_and_no_variables():
+    text = interval_chart([Mark("a", "s", "m", 0.2, 0.1, 0.4)], title="t")
+    assert "var(" not in text
+    light, dark = palette()
+    assert f'stroke="{light["series-0"]}"' in text
+    assert f'[stroke="{light["series-0"]}"]{{stroke:{dark["series-0"]}}}' in text
+    assert not re.search(r"(?:href|src|url\()", text)
+
+
+def test_plot_refuses_nothing_and_too_much():
+    with pytest.raises(ValueError, match="has nothing to show"):
+        interval_chart([], title="empty")
+    marks = [Mark("a", f"slice {number}", "m", 0.1, 0, 1) for number in range(STYLES + 1)]
+    with pytest.raises(ValueError, match="has 7 slices, there are 6 colours"):
+        interval_chart(marks, title="many")
+
+
+@pytest.mark.slow
+def test_a_real_sweep_with_two_processes_a_run(tmp_path, tiny_path):
+    """Two runs of one step, trained under accelerate and evaluated; then the table."""
+    command = [
+        sys.executable,
+        "scripts/ablate.py",
+        "recipe=demo",
+        "sweep=loss.anchor=[self,none]",
+        "seeds=1",
+        f"init={tiny_path}",
+        f"out={tmp_path / 'sweep'}",
+        "set=data_prep/demo/data/valid",
+        "joint.steps=1",
+        "joint.batch_size=4",
+        "rollout.max_new_tokens=3",
+        "data.num_workers=0",
+        "train.num_processes=2",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])
+    assert {row["arm"] for row in rows} == {"self", "none"}
+    assert all(0 <= row["hit@1"]["low"] <= row["hit@1"]["high"] <= 1 for row in rows)
+    ElementTree.parse(tmp_path / "sweep" / "plot.svg")
+    settings = [
+        json.loads((tmp_path / "sweep" / arm / "seed_0" / "joint" / "final" / "rge.json").read_text())
+        for arm in ("self", "none")
+    ]
+    assert [found["reasons"] for found in settings] == ["query", "none"]
+
+
+def test_the_stage_rl_goes_on_from_the_joint_stage(ablate, tmp_path, monkeypatch):
+    words = ["recipe=demo", "stage=rl", "sweep=rl.alpha_rl=[0,1]"]
+    options = ablate.parse_options(ablate.Options, words)
+    assert ablate.complete(options, "rl.alpha_rl", "runs/demo").init == "runs/demo/joint/final"
+    started = []
+
+    def run(command: list[str]) -> None:
+        started.append(command)
+        sys.exit(3)
+
+    monkeypatch.setattr(ablate, "run", run)
+    words += [
+        "rl.alpha_con=0",
+        f"init={tmp_path / 'cold'}",
+        f"out={tmp_path / 'rl'}",
+        f"set={ROOT / ablate.DEMO_SET}",
+    ]
+    with pytest.raises(SystemExit):
+        ablate.main(words)
+    assert {"stage=rl", "rl.alpha_rl=0", "rl.alpha_con=0", f"init={tmp_path / 'cold'}"} <= set(started[0])

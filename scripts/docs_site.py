@@ -67,7 +67,7 @@ def tree() -> str:
             lines += ["", f"## `{folder.relative_to(ROOT).as_posix()}/`", ""]
             if package.exists() and (says := _first_sentence(package)):
                 lines += [says, ""]
-            lines += ["| | |", "|---|---|"]
+            lines += ["| File | What it is for |", "|---|---|"]
             lines += [f"| `{path.name}` | {_first_sentence(path)} |" for path in files]
     return "\n".join(lines) + "\n"
 

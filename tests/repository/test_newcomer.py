@@ -384,6 +384,7 @@ def test_what_stands_below_a_fence_is_shown(page):
                 re.match(r"(\s|\* |- |\d+\. |\||#)", before),
             )
             assert not is_item or goes_on, f"line {number}: blank line missing above a list"
+            assert not re.fullmatch(r"\|( *\|)+ *", line), f"line {number}: a table without column names"
         inside ^= line.lstrip().startswith("```")
         before = line
 

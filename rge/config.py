@@ -390,14 +390,13 @@ class RLConfig(StageConfig):
     retrieval set's corpus.parquet, or a file of training records, whose positives and negatives are the pool."""
     pool_every: AtLeastOne = 50
     """Steps after which the pool is embedded anew; without a pool it has no effect."""
-    loss_type: Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo"] = "dapo"
-    """Ratio and normalisation of the policy gradient, see docs/rl.md."""
+    loss_type: Literal["grpo", "dr_grpo", "dapo"] = "dapo"
+    """Normalisation of the policy gradient, see docs/rl.md."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
-    """Advantages are divided by the standard deviation of the group, of the batch, or by none; null: none with
-    loss_type=rloo, else group, as in TRL."""
+    """Advantages are divided by the standard deviation of the group, of the batch, or by none; null: group, as in TRL."""
     std_floor: NotNegative = 1e-4
     """Added to that standard deviation: equal rationales differ in reward by rounding."""
-    epsilon: NotNegative = 0.2
+    epsilon: Share = 0.2
     """Ratios of a token's probability to that at its writing are clipped at 1 - epsilon, from a rollout's second update on:
     in the first, ratios are 1 (`num_iterations`)."""
     epsilon_high: NotNegative | None = None
@@ -413,21 +412,14 @@ class RLConfig(StageConfig):
     """Optimizer updates a rollout; after the first, ratios are not 1 and clipping begins."""
     vllm_importance_sampling_correction: bool = True
     """Weigh what vLLM sampled by our probability over its own."""
-    vllm_importance_sampling_mode: Literal[
-        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
-    ] = "sequence_mask"
-    """Ratios of tokens or of rationales, cut to the bounds or left out beyond them."""
+    vllm_importance_sampling_mode: Literal["sequence_truncate", "sequence_mask"] = "sequence_mask"
+    """A rationale's ratio is clamped to the bounds, or the rationale is left out beyond them."""
     vllm_importance_sampling_clip_max: NotNegative | None = 3.0
     """Upper bound of the ratio; null: none."""
     vllm_importance_sampling_clip_min: NotNegative | None = None
     """Lower bound of the ratio; null: none."""
     patience: Count = 50
     """The stage ends with a message after so many steps in a row in which no group's rewards differed; 0: never."""
-
-    @property
-    def scale(self) -> str:
-        """`scale_rewards`, with null decided."""
-        return self.scale_rewards or ("none" if self.loss_type == "rloo" else "group")
 
 
 @dataclass
@@ -761,10 +753,11 @@ def _check_rl(recipe: Recipe) -> Iterator[str]:
             "stage=rl goes on from a model that writes rationales, and model.scratch is untrained: give "
             f"init=runs/{recipe.recipe}/joint/final or another checkpoint"
         )
-    names = [reward.name for reward in rl.rewards]
-    if twice := {name for name in names if names.count(name) > 1}:
+    terms = [(reward.name, reward.options) for reward in rl.rewards]
+    if twice := {name for name, options in terms if terms.count((name, options)) > 1}:
         yield (
-            f"rl.rewards names {', '.join(sorted(twice))} twice; one entry with the sum of the weights will do"
+            f"rl.rewards names {', '.join(sorted(twice))} twice with the same options; one entry with the sum of the weights "
+            "will do"
         )
     if rl.alpha_rl:
         if not any(reward.weight for reward in rl.rewards):
@@ -779,15 +772,6 @@ def _check_rl(recipe: Recipe) -> Iterator[str]:
     if rl.num_rationales > 1 and rl.temperature == 0:
         yield (
             "rl.temperature=0 writes the same rationale each time, so no group would differ: set it above 0, e.g. 1.0"
-        )
-    if (
-        rl.loss_type == "rloo"
-        and recipe.rollout.backend == "vllm"
-        and rl.vllm_importance_sampling_mode.startswith("token")
-    ):
-        yield (
-            f"rl.loss_type=rloo has one ratio a rationale, and rl.vllm_importance_sampling_mode="
-            f"{rl.vllm_importance_sampling_mode} one a token: take sequence_truncate or sequence_mask"
         )
 
 

@@ -515,7 +515,7 @@ def plain_rl_step(
         logit = state_ND.view(-1, K, state_ND.shape[1]) @ candidates().state_ND.T / recipe.loss.temperature
         right = (positive_BC | ignored_BC)[:, None].expand_as(logit)
         reward_BK = logit.masked_fill(~right, float("-inf")).logsumexp(2) - logit.logsumexp(2)
-        advantage_BK = advantages(reward_BK, leave_one_out=False, scale="group", std_floor=rl.std_floor)
+        advantage_BK = advantages(reward_BK, scale="group", std_floor=rl.std_floor)
     written = hidden(repeated, suffixes)
     labels = torch.tensor([token for ids in suffixes for token in ids])
     log_prob_L, _ = rationale_log_probs(

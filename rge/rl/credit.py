@@ -1,12 +1,12 @@
 """What the rationales of one rollout are worth: rewards once, then a policy loss in every update on them, and the figures.
 
-`Reinforcement` belongs to a stage, a `Credit` to one of its steps. The states that rewards compare, and the log probabilities
-with their gradient, come out of the step's own forward (`rge.step`); this module only consumes the step's outputs.
+`Reinforcement` belongs to a stage, a `Credit` to one of its rollouts. States and log probabilities are `rge.step`'s.
 
 Shape suffixes: B = queries of this rank, K = rationales a query, N = B * K, L = their tokens with ``<emb>``, C = candidates of
 all ranks, D = hidden size.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from rge.common.errors import UserError
-from rge.config import Recipe
+from rge.config import Recipe, RewardConfig
 from rge.data.collate import Batch
 from rge.distributed import collectives as dist
 from rge.losses import hit_at_1
@@ -53,8 +53,9 @@ class Reinforcement:
         self.embedder, self.reference = embedder, reference
         # Without a policy gradient a reward would be computed, and a judge paid, for nothing.
         chosen = [config for config in recipe.rl.rewards if config.weight and recipe.rl.alpha_rl]
-        self.terms = [(config, find_reward(config)) for config in chosen]
-        self.with_direct = any(found.needs_direct for _, found in self.terms)
+        names = _names(chosen)
+        self.terms = {name: (config, find_reward(config)) for name, config in zip(names, chosen, strict=True)}
+        self.with_direct = any(found.needs_direct for _, found in self.terms.values())
         self.pool = Pool(recipe, embedder) if self.terms and recipe.rl.candidates != "batch" else None
         self.idle_steps = 0
 
@@ -87,24 +88,28 @@ class Reinforcement:
         if not self.settings.patience or self.idle_steps < self.settings.patience:
             return
         terms = ", ".join(
-            f"{name.removeprefix('reward_')} {value:.4g}"
-            for name, value in report.items()
-            if name.startswith("reward_")
+            f"{name} {report[f'reward_{name}']:.4g}" if f"reward_{name}" in report else f"{name} not a number"
+            for name in self.terms
         )
+        if report["unscored_groups"] == 1:
+            raise UserError(
+                f"rl: for {self.idle_steps} steps no query could be scored, so nothing was learned. Mean reward of the last "
+                f"step: {terms}. A query is scored where every reward gives a finite number for each of its rationales and a "
+                "right answer is among the candidates: check rl.rewards and rl.candidates"
+            )
         raise UserError(
-            f"rl: for {self.idle_steps} steps no query had two rationales of different reward, so nothing was learned from "
-            f"them. Mean reward of the last: {terms}; entropy {report['entropy']:.3g} nats a token, cut off "
-            f"{report['forced_rate']:.0%}, unscored {report['unscored_groups']:.0%}. Where the entropy is near 0 the model "
-            "writes one rationale a query: start from an earlier checkpoint, or raise rl.temperature; where a reward is at its "
-            "end, take another (rl.rewards); where all are cut off, raise rollout.max_new_tokens; rl.patience=0 goes on "
-            "nevertheless"
+            f"rl: for {self.idle_steps} steps no query had two rationales of different reward, so nothing was learned. Mean "
+            f"reward of the last step: {terms}; entropy {report['entropy']:.3g} nats a token, cut off "
+            f"{report['forced_rate']:.0%}, unscored {report['unscored_groups']:.0%}. If the entropy is near 0, the model "
+            "writes one rationale a query: start from an earlier checkpoint, or raise rl.temperature; if a reward is at its "
+            "maximum, choose another (rl.rewards); if all are cut off, raise rollout.max_new_tokens. rl.patience=0 disables "
+            "this check"
         )
 
     def state_dict(self) -> dict[str, Any]:
         """For a resumable checkpoint."""
-        return {"idle_steps": self.idle_steps} | (
-            {"pool": self.pool.state_dict()} if self.pool is not None else {}
-        )
+        pool = {} if self.pool is None else {"pool": self.pool.state_dict()}
+        return {"idle_steps": self.idle_steps, **pool}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """From a resumable checkpoint."""
@@ -153,7 +158,7 @@ class Credit:
             start, end = self.starts[number], self.starts[number + 1]
             group = rationales[number - number % self.num_each :][: self.num_each]
             if one.forced:
-                # Nobody chose the `<emb>` at the cap.
+                # The `<emb>` at the cap was appended, not sampled.
                 credit_L[start if rl.settings.mask_truncated_completions else end - 1 : end] = False
             elif all(other.direct for other in group):
                 credit_L[start:end] = False  # a query without rationales, by rollout.direct_share
@@ -187,22 +192,20 @@ class Credit:
 
     def _reward(self, q_ND: Tensor, c_CD: Tensor, right_BC: Tensor, labelled_BC: Tensor) -> None:
         settings = self.rl.settings
-        if self.rl.pool is not None:  # stands in the place of the batch's candidates
+        if self.rl.pool is not None:  # replaces the batch's candidates
             assert self.rl.pool.state_PD is not None
             c_CD = self.rl.pool.state_PD.to(c_CD)
             right_BC, labelled_BC = self.rl.pool.masks(self.batch)
         group = self._rollouts(q_ND, c_CD, right_BC.to(self.device), labelled_BC.to(self.device))
-        values = {config.name: evaluate(config, found, group) for config, found in self.rl.terms}
-        total_BK = torch.stack([config.weight * values[config.name] for config, _ in self.rl.terms]).sum(
-            dim=0
-        )
+        values = {name: evaluate(config, found, group) for name, (config, found) in self.rl.terms.items()}
+        weighted = [config.weight * values[name] for name, (config, _) in self.rl.terms.items()]
+        total_BK = torch.stack(weighted).sum(dim=0)
         total_BK = torch.where(group.right_BC.any(dim=1)[:, None], total_BK, torch.nan)
         sizes = dist.gather_sizes(len(total_BK), self.device)
         all_BK = dist.gather_rows(total_BK, sizes)
         self.advantage_N = advantages(
             total_BK,
-            leave_one_out=settings.loss_type == "rloo",
-            scale=settings.scale,
+            scale=settings.scale_rewards or "group",
             std_floor=settings.std_floor,
             std_batch=standard_deviation(all_BK),
         ).flatten()
@@ -245,10 +248,8 @@ class Credit:
                 low=settings.vllm_importance_sampling_clip_min,
                 high=settings.vllm_importance_sampling_clip_max,
             )
-            self.sums["sampling_ratio_mean"] = self.sums["sampling_ratio_mean"] + (ratio_L * credit_L).sum()
-            self.sums["sampling_corrected"] = (
-                self.sums["sampling_corrected"] + ((ratio_L != weight_L) & credit_L).sum()
-            )
+            self._count("sampling_ratio_mean", (ratio_L * credit_L).sum())
+            self._count("sampling_corrected", ((ratio_L != weight_L) & credit_L).sum())
         found = policy_loss(
             log_prob_L,
             old_L,
@@ -266,12 +267,15 @@ class Credit:
             weight_L=weight_L,
             correct_kl=settings.use_bias_correction_kl,
         )
-        self.sums["loss_rl"] = self.sums["loss_rl"] + found.loss.detach()
         sampled_L = credit_L & self.written_N[rows][owner_L]
-        self.sums["entropy"] = self.sums["entropy"] + (readout.entropy_L * sampled_L).sum()
-        self.sums["clip_share"] = self.sums["clip_share"] + found.clipped
-        self.sums["kl"] = self.sums["kl"] + found.kl
+        self._count("loss_rl", found.loss.detach())
+        self._count("entropy", (readout.entropy_L * sampled_L).sum())
+        self._count("clip_share", found.clipped)
+        self._count("kl", found.kl)
         return found.loss
+
+    def _count(self, name: str, value: Tensor) -> None:
+        self.sums[name] = self.sums[name] + value
 
     def _measure_controls(
         self,
@@ -304,11 +308,8 @@ class Credit:
         """Figures of the update that was just computed, equal on all ranks; then the next one's are counted."""
         if not self.rl.terms:
             return dict(self.figures)
-        names = list(self.sums)
-        sums = dist.sum_over_ranks(
-            torch.stack([self.sums[name].double() for name in names]).tolist(), self.device
-        )
-        found = dict(zip(names, sums, strict=True))
+        sums = torch.stack([value.double() for value in self.sums.values()]).tolist()
+        found = dict(zip(self.sums, dist.sum_over_ranks(sums, self.device), strict=True))
         loss = found.pop("loss_rl")
         if self.reference_L is None:
             del found["kl"]
@@ -334,7 +335,7 @@ class Credit:
             if len(given) < chosen:
                 raise UserError(
                     f"rollout.backend=vllm: vLLM gave log probabilities of {len(given)} of the {chosen} tokens of a "
-                    "rationale, and what it sampled is to be weighed by them: use a vLLM that gives them, or set "
+                    "rationale, and all of them are needed to weigh what it sampled: use a vLLM that gives them, or set "
                     "rl.vllm_importance_sampling_correction=false"
                 )
             parts += [*given, *[float("nan")] * (len(one.ids) + 1 - len(given))]
@@ -386,11 +387,10 @@ class Credit:
         found = dist.sum_over_ranks(torch.stack([one.double() for one in sums]).tolist(), self.device)
         differ, unscored, right, wrong, for_right, for_wrong, *rest = found
         queries = self.total_rationales / self.num_each
-        report = {
-            f"reward_{name}": rest[2 * place] / max(rest[2 * place + 1], 1)
-            for place, name in enumerate(values)
-        }
-        report["reward"] = rest[-2] / max(rest[-1], 1)
+        # A mean over no finite value is left out: 0 would look like a measured reward.
+        names = [*(f"reward_{name}" for name in values), "reward"]
+        means = zip(names, rest[::2], rest[1::2], strict=True)
+        report = {name: total / count for name, total, count in means if count}
         report["groups_that_differ"] = differ / queries
         report["unscored_groups"] = unscored / queries
         if right:
@@ -402,6 +402,16 @@ class Credit:
         report["rationale_tokens_p95"] = float(np.percentile(written, 95)) if written else 0.0
         report["empty_rate"] = written.count(0) / max(len(written), 1)
         return report
+
+
+def _names(rewards: Sequence[RewardConfig]) -> list[str]:
+    """What rewards are logged as: a second ``ndcg``, with other options, is ``ndcg_2``."""
+    seen: Counter[str] = Counter()
+    names = []
+    for config in rewards:
+        seen[config.name] += 1
+        names.append(config.name if seen[config.name] == 1 else f"{config.name}_{seen[config.name]}")
+    return names
 
 
 def make_reinforcement(

@@ -10,25 +10,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "gspo", "rloo")
+LOSS_TYPES = ("grpo", "dr_grpo", "dapo")
 SCALES = ("group", "batch", "none")
-MOST_LOG_RATIO = 20.0
-"""Log ratios to another sampler are cut to this on both sides: e^20 is off whatever the bound, and still a number."""
-CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+CORRECTIONS = ("sequence_truncate", "sequence_mask")
+MAX_LOG_RATIO = 20.0
+"""Log ratios to another sampler are clamped to this on both sides: e^20 is off whatever the bound, and still a number."""
 
 
-def advantages(
-    reward_BK: Tensor, *, leave_one_out: bool, scale: str, std_floor: float, std_batch: float = 1.0
-) -> Tensor:
+def advantages(reward_BK: Tensor, *, scale: str, std_floor: float, std_batch: float = 1.0) -> Tensor:
     """How much better than its group each rationale is.
 
-    Source: GRPO (arXiv:2402.03300) section 4.1.2, r - mean over std; RLOO (arXiv:2402.14740) eq. 9, r - mean of the
-    others. Scales as TRL's ``scale_rewards``. Differs: `std_floor`, which is 1e-4 in TRL, is a setting, since states
-    of equal rationales differ by rounding, and a group of them would be told apart by it.
+    Source: GRPO (arXiv:2402.03300) section 4.1.2, r - mean over std. Scales as TRL's ``scale_rewards``. Differs: `std_floor`,
+    which is 1e-4 in TRL, is a setting, since states of equal rationales differ by rounding, and a group of them would be told
+    apart by it.
 
     Args:
         reward_BK: a group a row. A group with a value that is not finite gets no advantage at all: its mean is unknown.
-        leave_one_out: the mean is of the other rationales.
         scale: ``group``: divide by the group's standard deviation; ``batch``: by `std_batch`; ``none``.
         std_floor: added to the standard deviation; where both are 0 there is no advantage.
         std_batch: standard deviation of all rewards of all ranks, see `standard_deviation`.
@@ -38,16 +35,13 @@ def advantages(
     """
     if scale not in SCALES:
         raise ValueError(f"scale must be one of {', '.join(SCALES)}; got {scale!r}")
-    K = reward_BK.shape[1]
-    if K < 2:
+    if reward_BK.shape[1] < 2:
         raise ValueError(
             "an advantage compares rationales of one query, and a group of one has nothing to compare"
         )
     known_B = reward_BK.isfinite().all(dim=1)
     reward_BK = torch.where(known_B[:, None], reward_BK, 0.0)
     found_BK = reward_BK - reward_BK.mean(dim=1, keepdim=True)
-    if leave_one_out:
-        found_BK = found_BK * (K / (K - 1))
     if scale == "none":
         return found_BK
     if scale == "group":
@@ -66,12 +60,12 @@ def standard_deviation(reward_BK: Tensor) -> float:
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """What a policy loss is made of, summed over these rationales; the caller divides by global numbers.
+    """What a policy loss is made of, over these rationales.
 
     Attributes:
-        loss: with gradient.
+        loss: their share of the loss, with gradient; shares of all chunks and ranks add up.
         kl: summed k3 estimates over credited tokens; 0 without a reference.
-        clipped: credited tokens (rationales for sequence-level ratios: their tokens) whose gradient the clip took.
+        clipped: credited tokens whose gradient the clip took.
         tokens: credited tokens.
     """
 
@@ -99,24 +93,20 @@ def policy_loss(
     weight_L: Tensor | None = None,
     correct_kl: bool = True,
 ) -> PolicyTerms:
-    """The clipped surrogate of sampled tokens, by one of five normalisations.
+    """The clipped surrogate of sampled tokens, by one of three normalisations.
 
     With ratio r = pi / pi_old and advantage A a token's loss is -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A), times
     `weight_L`, plus beta * k3, k3 = e^(ref - log pi) - (ref - log pi) - 1 (http://joschu.net/blog/kl-approx.html).
 
-    ===========  =============================  ========================================  =====================
-    loss_type    ratio                          divided by                                source
-    ===========  =============================  ========================================  =====================
-    ``grpo``     of the token                   the rationale's tokens, then rationales   arXiv:2402.03300 eq. 3
-    ``dr_grpo``  of the token                   rationales * cap                          arXiv:2503.20783
-    ``dapo``     of the token                   all tokens                                arXiv:2503.14476 eq. 8
-    ``gspo``     geometric mean over the        the rationale's tokens, then rationales   arXiv:2507.18071 eq. 5
-                 rationale's tokens
-    ``rloo``     of the whole rationale         rationales                                arXiv:2402.14740 eq. 9
-    ===========  =============================  ========================================  =====================
+    ===========  ========================================  =====================
+    loss_type    divided by                                source
+    ===========  ========================================  =====================
+    ``grpo``     the rationale's tokens, then rationales   arXiv:2402.03300 eq. 3
+    ``dr_grpo``  rationales * cap                          arXiv:2503.20783
+    ``dapo``     all tokens                                arXiv:2503.14476 eq. 8
+    ===========  ========================================  =====================
 
-    The formulas are TRL's (`GRPOTrainer._compute_loss`, `RLOOTrainer._compute_loss`), to which tests hold them. Differs from
-    TRL: RLOO's KL stands in the loss as for the others and not in the reward.
+    The formulas are TRL's (`GRPOTrainer._compute_loss`), to which tests hold them.
 
     Args:
         log_prob_L: of sampled tokens under the present weights, with gradient.
@@ -142,22 +132,9 @@ def policy_loss(
         raise ValueError(f"loss_type must be one of {', '.join(LOSS_TYPES)}; got {loss_type!r}")
     if beta and reference_L is None:
         raise ValueError("beta needs log probabilities of a reference")
-    N = advantage_N.shape[0]
     mask_L = credit_L.to(log_prob_L.dtype)
-
-    def sums(value_L: Tensor) -> Tensor:
-        return value_L.new_zeros(N).index_add(0, owner_L, value_L)
-
-    count_N = sums(mask_L).clamp(min=1.0)
     # Where a token does not count, its ratio must not either: minus infinity less itself is no number.
-    log_ratio_L = torch.where(credit_L, log_prob_L - old_L, 0.0)
-    if loss_type in ("gspo", "rloo"):
-        log_ratio_N = sums(log_ratio_L)
-        if loss_type == "gspo":
-            log_ratio_N = log_ratio_N / count_N
-        ratio_L = log_ratio_N.exp()[owner_L]
-    else:
-        ratio_L = log_ratio_L.exp()
+    ratio_L = torch.where(credit_L, log_prob_L - old_L, 0.0).exp()
     advantage_L = advantage_N[owner_L]
     clipped_L = ratio_L.clamp(1 - epsilon, 1 + epsilon_high)
     loss_L = -torch.minimum(ratio_L * advantage_L, clipped_L * advantage_L)
@@ -167,15 +144,15 @@ def policy_loss(
     if reference_L is not None:
         gap_L = torch.where(credit_L, reference_L - log_prob_L, 0.0)
         kl_L = gap_L.exp() - gap_L - 1
-    # RLOO's surrogate is one value a rationale, here spread evenly over its tokens; its KL is their sum.
-    share_L = (1 / count_N)[owner_L] if loss_type in ("grpo", "gspo", "rloo") else torch.ones_like(mask_L)
-    kl_share_L = torch.ones_like(mask_L) if loss_type == "rloo" else share_L
     penalty_L = beta * (kl_L * ratio_L if correct_kl else kl_L)
-    total = ((loss_L * share_L + penalty_L * kl_share_L) * mask_L).sum()
-    divisor = {"dr_grpo": rationales * cap, "dapo": max(tokens, 1.0)}.get(loss_type, rationales)
+    share_L = torch.ones_like(mask_L)
+    if loss_type == "grpo":
+        count_N = mask_L.new_zeros(len(advantage_N)).index_add(0, owner_L, mask_L).clamp(min=1.0)
+        share_L = (1 / count_N)[owner_L]
+    divisor = {"grpo": rationales, "dr_grpo": rationales * cap, "dapo": max(tokens, 1.0)}[loss_type]
     cut_L = ((ratio_L < 1 - epsilon) & (advantage_L < 0)) | ((ratio_L > 1 + epsilon_high) & (advantage_L > 0))
     return PolicyTerms(
-        total / divisor,
+        ((loss_L * share_L + penalty_L * share_L) * mask_L).sum() / divisor,
         (kl_L * mask_L).sum().detach(),
         (cut_L & credit_L).sum(),
         credit_L.sum(),
@@ -195,36 +172,33 @@ def sampling_weights(
 ) -> tuple[Tensor, Tensor]:
     """What makes up for a sampler that is not quite the model: truncated importance sampling.
 
-    Source: TRL's ``vllm_importance_sampling_mode`` (https://fengyao.notion.site/off-policy-rl). The ratio is pi / pi_sampler,
-    of each token or of the whole rationale. Truncated, it is cut to [low, high]; masked, it counts nothing outside. Differs:
-    its logarithm is first cut to +-`MOST_LOG_RATIO`, since a token that the sampler holds for impossible makes it infinite.
+    Source: TRL's ``vllm_importance_sampling_mode`` (https://fengyao.notion.site/off-policy-rl). The ratio is pi / pi_sampler of
+    the whole rationale. Truncated, it is clamped to [low, high]; masked, it counts nothing outside. Differs: its logarithm is
+    first clamped to +-`MAX_LOG_RATIO`, since a token that the sampler holds for impossible makes it infinite.
 
     Args:
         old_L: log probabilities under the model that was to be sampled from.
-        sampler_L: as the sampler said; NaN where it said nothing, which counts as equal.
+        sampler_L: as the sampler gave them; NaN where it gave none, which counts as equal.
         owner_L: number of each token's rationale.
         credit_L: tokens that count.
         num_rationales: N.
-        mode: ``token_truncate``, ``token_mask``, ``sequence_truncate`` or ``sequence_mask``.
+        mode: ``sequence_truncate`` or ``sequence_mask``.
         low: least ratio; None: no such bound.
         high: greatest; None: no such bound.
 
     Returns:
-        (L,) weights without gradient; (L,) the ratios before they were cut.
+        (L,) weights without gradient; (L,) the ratios before they were clamped.
 
     Raises:
         ValueError: another mode.
     """
     if mode not in CORRECTIONS:
         raise ValueError(f"mode must be one of {', '.join(CORRECTIONS)}; got {mode!r}")
-    most = MOST_LOG_RATIO
+    most = MAX_LOG_RATIO
     gap_L = torch.where(credit_L, (old_L - sampler_L).nan_to_num(0.0, most, -most), 0.0).detach()
-    if mode.startswith("sequence"):
-        gap_L = gap_L.new_zeros(num_rationales).index_add(0, owner_L, gap_L)[owner_L]
-    ratio_L = gap_L.clamp(-most, most).exp()
-    if mode.endswith("truncate"):
-        weight_L = ratio_L if low is None and high is None else ratio_L.clamp(low, high)
-    else:
-        least, greatest = (-torch.inf if low is None else low), (torch.inf if high is None else high)
-        weight_L = ratio_L.masked_fill((ratio_L < least) | (ratio_L > greatest), 0.0)
-    return weight_L, ratio_L
+    gap_N = gap_L.new_zeros(num_rationales).index_add(0, owner_L, gap_L)
+    ratio_L = gap_N[owner_L].clamp(-most, most).exp()
+    least, greatest = (-torch.inf if low is None else low), (torch.inf if high is None else high)
+    if mode == "sequence_truncate":
+        return ratio_L.clamp(least, greatest), ratio_L
+    return ratio_L.masked_fill((ratio_L < least) | (ratio_L > greatest), 0.0), ratio_L

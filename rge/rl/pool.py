@@ -1,8 +1,7 @@
 """A fixed pool of candidates for rewards to rank against: a batch's negatives are easier than those of a real gallery.
 
-Its embeddings are those of the model in training, made anew every `rl.pool_every` steps, each process a share of them; all
-processes keep all of them. Between two of these steps they lag behind the queries' states, as in MoCo (arXiv:1911.05722), and they
-have no gradient. They are part of a resumable state: what a run that was killed would have compared with, it compares with.
+Every `rl.pool_every` steps the model in training embeds it anew, each process a share; all keep all of it. In between the
+embeddings lag behind, as in MoCo (arXiv:1911.05722). They have no gradient, and are part of a resumable state.
 
 Shape suffixes: B = queries of this rank, P = pool, D = hidden size.
 """
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rge.common.errors import UserError
-from rge.common.schema import Target
+from rge.common.schema import Record, Target
 from rge.config import Recipe
 from rge.data.collate import Batch, target_item
 from rge.data.sources import RecordFile, Records, identity, located
@@ -24,6 +23,8 @@ from rge.distributed import collectives as dist
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
+from rge.rl.reference import apart_from_training
+from rge.tables.rows import table_rows
 
 CORPUS = "corpus.parquet"
 LOOKED_AT = 1000
@@ -79,10 +80,7 @@ class Pool:
         bounds = [count * number // world_size for number in range(world_size + 1)]
         sizes = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
         embedder, direct, parts = self.embedder, [Branch([self.embedder.emb_id], read_state=True)], []
-        pictures, was_training = embedder.pictures, embedder.training
-        embedder.pictures = None  # of the batch, and of no concern here
-        embedder.eval()
-        try:
+        with apart_from_training(embedder):
             # Where parameters are sharded, a forward of one process is a forward of all: equally many on each.
             for start in range(bounds[rank], bounds[rank] + max(sizes), self.micro_batch_size):
                 chosen = self.targets[start : min(start + self.micro_batch_size, bounds[rank + 1])]
@@ -92,9 +90,6 @@ class Pool:
                 ]
                 state_ND = embedder(embedder.pack(prompts, [direct] * len(prompts)))[0].state_ND
                 parts.append(state_ND[: len(chosen)])
-        finally:
-            embedder.train(was_training)
-            embedder.pictures = pictures
         return dist.gather_rows(torch.cat(parts), sizes)
 
     def state_dict(self) -> dict[str, Any]:
@@ -154,13 +149,12 @@ def _of_corpus(folder: Path) -> Iterator[Target]:
         raise UserError(
             f"rl.candidates: {folder} has no {CORPUS}: a pool is such a folder, or a file of training records"
         )
-    table = pq.read_table(file)
-    columns = [name for name in ("id", "text", "image", "identity") if name in table.column_names]
-    if "id" not in columns or len({"text", "image"} & set(columns)) == 0:
+    names = pq.read_schema(file).names
+    if "id" not in names or not {"text", "image"} & set(names):
         raise UserError(
-            f"rl.candidates: {file} needs the columns id and text or image, and has {', '.join(table.column_names)}"
+            f"rl.candidates: {file} needs the columns id and text or image, and has {', '.join(names)}"
         )
-    for row in table.select(columns).to_pylist():
+    for row in table_rows(file, ["id", "text", "image", "identity"]):
         image = row.get("image")
         if image is not None:
             inside = image["bytes"] is not None
@@ -183,35 +177,32 @@ def check_pool(recipe: Recipe, sources: Mapping[str, Records]) -> str | None:
     """
     if recipe.rl.candidates == "batch":
         return None
-    pool = {identity(target) for target in read_pool(pool_path(recipe))}
-    looked = found = 0
-    example = ""
-    for source in recipe.rl.sources:
-        records = sources.get(source.key or "")
-        if records is None or records.size is None:
-            continue  # a stream's records come as they come
-        count = len(records)
-        for index in sorted(
-            {count * place // LOOKED_AT for place in range(min(count, LOOKED_AT))}
-            if count > LOOKED_AT
-            else range(count)
-        ):
-            record = records[index]
-            looked += 1
-            if any(identity(target) in pool for target in record.positives):
-                found += 1
-            else:
-                example = (
-                    example or f"{record.id} wants {record.positives[0].identity or record.positives[0].id}"
-                )
-    if looked and not found:
+    path = pool_path(recipe)
+    pool = {identity(target) for target in read_pool(path)}
+    asked = [
+        record
+        for source in recipe.rl.sources
+        if (records := sources.get(source.key or "")) is not None
+        and records.size is not None  # a stream's records come as they come
+        for record in _spread(records)
+    ]
+    missing = [record for record in asked if not any(identity(one) in pool for one in record.positives)]
+    if not missing:
+        return None
+    first = missing[0]
+    example = f"{first.id} wants {first.positives[0].identity or first.positives[0].id}"
+    if len(missing) == len(asked):
         raise UserError(
-            f"rl.candidates: nothing among the {len(pool)} candidates of {pool_path(recipe)} answers any of {looked} queries "
+            f"rl.candidates: nothing among the {len(pool)} candidates of {path} answers any of {len(asked)} queries "
             f"({example}): ids, or identities, must be those of the records' positives"
         )
-    if found < looked:
-        return (
-            f"warning: {looked - found} of {looked} queries have no right answer in the pool {pool_path(recipe)} ({example}); "
-            "they get no reward and count as unscored_groups"
-        )
-    return None
+    return (
+        f"warning: {len(missing)} of {len(asked)} queries have no right answer in the pool {path} ({example}); "
+        "they get no reward and count as unscored_groups"
+    )
+
+
+def _spread(records: Records) -> Iterator[Record]:
+    """At most `LOOKED_AT` records, evenly spaced."""
+    count, looked_at = len(records), min(len(records), LOOKED_AT)
+    return (records[count * place // looked_at] for place in range(looked_at))

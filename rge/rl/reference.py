@@ -1,11 +1,11 @@
-"""The model that the KL divergence is measured from: what the stage started from.
+"""The model that the KL divergence is measured from: the one that the stage starts from.
 
-With adapters that is the model without them, which costs nothing to keep. Else it is a frozen copy, made before training.
+With adapters that is the model without them, which costs nothing to keep; otherwise it is a frozen copy.
 """
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from accelerate import Accelerator
@@ -41,27 +41,28 @@ class Reference:
             rationales: equally many each.
         """
         embedder, num_each, parts = self.embedder, len(rationales) // len(prompts), []
-        pictures, was_training = embedder.pictures, embedder.training
-        # Pictures that a tower in training has seen are no concern of another model's.
-        embedder.pictures = None
-        embedder.eval()
-        try:
-            with without_adapters(embedder.model) if has_adapters(embedder.model) else nullcontext():
-                for start in range(0, len(prompts), self.micro_batch_size):
-                    chosen = range(start, min(start + self.micro_batch_size, len(prompts)))
-                    branches = [
-                        [
-                            Branch([*one.ids, embedder.emb_id], sampled=True)
-                            for one in rationales[row * num_each : (row + 1) * num_each]
-                        ]
-                        for row in chosen
-                    ]
-                    packed = embedder.pack([prompts[row] for row in chosen], branches, self.temperature)
-                    parts.append(embedder(packed)[0].log_prob_L)
-        finally:
-            embedder.train(was_training)
-            embedder.pictures = pictures
+        branches = [Branch([*one.ids, embedder.emb_id], sampled=True) for one in rationales]
+        rows = [branches[start : start + num_each] for start in range(0, len(branches), num_each)]
+        plain = without_adapters(embedder.model) if has_adapters(embedder.model) else nullcontext()
+        with apart_from_training(embedder), plain:
+            for start in range(0, len(prompts), self.micro_batch_size):
+                chosen = slice(start, start + self.micro_batch_size)
+                packed = embedder.pack(prompts[chosen], rows[chosen], self.temperature)
+                parts.append(embedder(packed)[0].log_prob_L)
         return torch.cat(parts)
+
+
+@contextmanager
+def apart_from_training(embedder: EmbeddingModel) -> Iterator[None]:
+    """Without dropout, and without the pictures that the tower has encoded for the step under way."""
+    pictures, was_training = embedder.pictures, embedder.training
+    embedder.pictures = None
+    embedder.eval()
+    try:
+        yield
+    finally:
+        embedder.train(was_training)
+        embedder.pictures = pictures
 
 
 def make_reference(recipe: Recipe, embedder: EmbeddingModel, accelerator: Accelerator) -> Reference:
@@ -81,21 +82,16 @@ def make_reference(recipe: Recipe, embedder: EmbeddingModel, accelerator: Accele
         kept = embedder
     else:
         kept = copy.deepcopy(embedder)
-        if not dist.is_sharded(accelerator):  # else training, too, computes with weights in model.dtype
+        if not dist.is_sharded(accelerator):  # sharded training computes with weights in model.dtype too
             _as_under_autocast(kept)
         kept = kept.eval().requires_grad_(False).to(accelerator.device)
     return Reference(kept, recipe.rl.temperature, recipe.train.micro_batch_size)
 
 
 def problems(recipe: Recipe, zero3: bool) -> Iterator[str]:
-    """Why no reference can be kept here: whole weights are to be copied where each process holds a share of them."""
-    if (
-        "rl" in recipe.stages()
-        and recipe.rl.beta
-        and recipe.rl.alpha_rl
-        and recipe.model.lora is None
-        and zero3
-    ):
+    """Why no reference can be kept: ZeRO-3 has no process that holds the whole weights."""
+    needed = "rl" in recipe.stages() and recipe.rl.beta and recipe.rl.alpha_rl
+    if needed and recipe.model.lora is None and zero3:
         yield (
             "rl.beta needs the weights that the stage starts from, and under ZeRO-3 no process holds them whole: use "
             "model.lora, whose reference is the model without adapters, another back end, or rl.beta=0"

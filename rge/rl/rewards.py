@@ -1,15 +1,15 @@
 """Rewards of rationales: pure functions of what was written and of how well its state retrieves.
 
-A recipe names them, ``rl.rewards: [{name: margin, weight: 1.0, options: {...}}]``; one's own is a function of a `Rollouts`,
-registered with `reward` in a module of ``plugins=``, or named ``module:function``. Whatever a reward gives for a rationale is
-a number the greater the better; a group of rationales with one that is not finite is left out of the policy gradient and
-counted.
+A recipe names them, ``rl.rewards: [{name: margin, weight: 1.0, options: {...}}]``; your own is a function of a `Rollouts`,
+registered with `reward` in a module of ``plugins=``, or named ``module:function``. Greater is better; a group of rationales
+with a value that is not finite is left out of the policy gradient and counted.
 
 Shape suffixes: B = queries of this rank, K = rationales a query, C = candidates of all ranks, D = hidden size.
 """
 
 import inspect
 import sys
+import traceback
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -140,7 +140,7 @@ def reward(
 
 
 def problems(recipe: Recipe) -> Iterator[str]:
-    """Rewards of a recipe that cannot be had."""
+    """What is wrong with the rewards of a recipe."""
     for config in recipe.rl.rewards if "rl" in recipe.stages() else ():
         try:
             find_reward(config)
@@ -160,7 +160,7 @@ def find_reward(config: RewardConfig) -> Reward:
             load_plugins([module])  # the current folder counts as installed
             found = Reward(getattr(sys.modules[module], name))
         except (ImportError, AttributeError, UserError) as error:
-            raise UserError(f"rl.rewards: {config.name} cannot be had: {error}") from error
+            raise UserError(f"rl.rewards: {config.name} cannot be loaded: {error}") from error
     else:
         found = REWARDS[config.name]
     try:
@@ -179,9 +179,18 @@ def evaluate(config: RewardConfig, found: Reward, group: Rollouts) -> Tensor:
     """A reward's values, (B, K), in the dtype of the states.
 
     Raises:
-        UserError: it gave something of another shape.
+        UserError: it failed, or gave something of another shape.
     """
-    value = found.function(group, **config.options)
+    try:
+        value = found.function(group, **config.options)
+    except UserError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        at = frames[min(1, len(frames) - 1)]  # the first is this call
+        raise UserError(
+            f"rl.rewards: {config.name} failed: {type(error).__name__}: {error} ({at.filename}, line {at.lineno})"
+        ) from error
     shape = tuple(group.forced_BK.shape)
     if not isinstance(value, Tensor) or tuple(value.shape) != shape:
         got = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value).__name__)

@@ -447,12 +447,13 @@ def test_what_vllm_cannot_do_is_said_before_anything_is_loaded(load):
         (("loss.anchor=none",), "loss.anchor=none embeds queries without the model's own rationale"),
         (("rl.rewards=[]",), "rl.rewards leaves no reward"),
         (("rl.rewards=[{name: rank, weight: 0}]",), "rl.rewards leaves no reward"),
-        (("rl.rewards=[{name: rank}, {name: rank}]",), "rl.rewards names rank twice"),
+        (("rl.rewards=[{name: rank}, {name: rank}]",), "rl.rewards names rank twice with the same options"),
         (("rl.rewards=[{name: rank, wait: 2}]",), r"unknown key rl.rewards\[0\].wait; did you mean rl.rewards\[0\].weight"),
-        (("rl.loss_type=ppo",), "rl.loss_type must be one of grpo, dr_grpo, dapo, gspo, rloo, got 'ppo'"),
+        (("rl.loss_type=ppo",), "rl.loss_type must be one of grpo, dr_grpo, dapo, got 'ppo'"),
         (("rl.scale_rewards=std",), "rl.scale_rewards must be one of group, batch, none"),
         (("rl.num_iterations=0",), "rl.num_iterations must be >= 1"),
         (("rl.beta=-1",), "rl.beta must be >= 0"),
+        (("rl.epsilon=2",), "rl.epsilon must be <= 1"),
         (("rl.candidates=gallery",), "rl.candidates must be batch or pool:PATH, got 'gallery'"),
         (("rl.candidates='pool:'",), "rl.candidates must be batch or pool:PATH"),
         (("rl.candidates=pool:x", "rl.alpha_rl=0"), "rl.alpha_rl=0 leaves rewards out: set it to batch"),
@@ -469,10 +470,6 @@ def test_what_vllm_cannot_do_is_said_before_anything_is_loaded(load):
             "validation.metric=loss is always 0 in the stage rl, whose policy gradient is not validated",
         ),
         (("init=null",), "stage=rl goes on from a model that writes rationales, and model.scratch is untrained"),
-        (
-            ("rl.loss_type=rloo", "rollout.backend=vllm", "rl.vllm_importance_sampling_mode=token_mask"),
-            "rl.loss_type=rloo has one ratio a rationale, and rl.vllm_importance_sampling_mode=token_mask one a token",
-        ),
     ],
 )  # fmt: skip
 def test_rl_settings_that_cannot_be(overrides, message):
@@ -494,17 +491,9 @@ def test_the_metric_of_validation_is_one_that_the_stage_has(load):
     load_recipe([*rl, "validation.metric=loss", "rl.alpha_rl=0", "rl.alpha_con=0"])
 
 
-@pytest.mark.parametrize(
-    ("overrides", "scale"),
-    [
-        ((), "group"),
-        (("rl.loss_type=rloo",), "none"),
-        (("rl.loss_type=rloo", "rl.scale_rewards=group"), "group"),
-        (("rl.scale_rewards=none",), "none"),
-    ],
-)
-def test_leave_one_out_is_not_scaled_unless_asked(overrides, scale):
-    assert load_recipe(["recipe=demo", "stage=rl", "init=x", *overrides]).rl.scale == scale
+def test_a_reward_may_be_there_twice_with_other_options():
+    twice = "rl.rewards=[{name: ndcg}, {name: ndcg, options: {among: labelled}}]"
+    assert len(load_recipe(["recipe=demo", "stage=rl", "init=x", twice]).rl.rewards) == 2
 
 
 def test_rl_is_a_part_of_all_where_the_recipe_has_sources_for_it():
@@ -592,9 +581,9 @@ def test_published_settings_of_reinforcement_learning():
         rl = recipe.rl
         assert (rl.alpha_con, rl.alpha_lm, rl.temperature) == (0, 0, 1)
         names = [reward.name for reward in rl.rewards]
-        found[name] = (rl.num_rationales, rl.beta, rl.epsilon_high, rl.lr, rl.scale, names)
+        found[name] = (rl.num_rationales, rl.beta, rl.epsilon_high, rl.lr, rl.scale_rewards, names)
     assert found == {
-        "ume_r1": (8, 0.04, 0.28, 1e-6, "group", ["format", "ume_r1"]),
-        "embed_rl": (4, 0.01, None, 3e-6, "group", ["format", "embed_rl"]),
+        "ume_r1": (8, 0.04, 0.28, 1e-6, None, ["format", "ume_r1"]),
+        "embed_rl": (4, 0.01, None, 3e-6, None, ["format", "embed_rl"]),
         "grace": (8, 0.0, None, 1e-6, "none", ["grace"]),
     }

@@ -186,7 +186,7 @@ ENTRIES: dict[str, Changes | Refused] = {
     ),
     "rl.candidates": Changes("rl.candidates=pool:HOME/records.jsonl", "metrics", RL),
     "rl.pool_every": Changes("rl.pool_every=1", "metrics", (*RL, "rl.candidates=pool:HOME/records.jsonl")),
-    "rl.loss_type": Changes("rl.loss_type=rloo", "weights", RL),
+    "rl.loss_type": Changes("rl.loss_type=dr_grpo", "weights", RL),
     "rl.scale_rewards": Changes("rl.scale_rewards=none", "weights", RL),
     "rl.std_floor": Changes("rl.std_floor=1.0", "weights", RL),
     "rl.epsilon": Changes("rl.epsilon=1e-5", "metrics", TWO_UPDATES),
@@ -619,14 +619,14 @@ def test_vllm_importance_sampling_weighs_what_was_sampled(arguments, lively, hom
     for changes in (
         (),
         ("rl.vllm_importance_sampling_correction=false",),
-        ("rl.vllm_importance_sampling_mode=token_truncate",),
+        ("rl.vllm_importance_sampling_mode=sequence_truncate",),
         ("rl.vllm_importance_sampling_clip_max=9",),
         ("rl.vllm_importance_sampling_clip_min=2",),
     ):
         recipe = load_recipe(arguments(*RL, "rollout.backend=vllm", *changes))
         losses.append(float(credit_of(recipe, lively, home).loss(read, slice(0, 2))))
-    # Of the whole rationale e^1.5 > 3: left out; whole; by token e^-.5 and 3; e^1.5 twice; e^1.5 and 1 are both out.
-    liked = [0.0, 2.0, math.exp(-0.5) + 3.0, 2 * math.exp(1.5), 0.0]
+    # Of the whole rationale e^1.5 > 3: left out; whole; 3 twice; e^1.5 twice; e^1.5 and 1 are both out.
+    liked = [0.0, 2.0, 2 * 3.0, 2 * math.exp(1.5), 0.0]
     disliked = [2.0, 2.0, 2.0, 2.0, 0.0]
     expected = [(right - left) / 4 for left, right in zip(liked, disliked, strict=True)]
     assert losses == pytest.approx(expected, abs=1e-6)

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from trl.trainer.grpo_trainer import GRPOTrainer, nanstd
-from trl.trainer.rloo_trainer import RLOOTrainer
 
 from rge.losses import rationale_log_probs
 from rge.rl.policy import (
@@ -64,7 +63,7 @@ class NoProcesses:
         return value
 
 
-def trl_loss(case, trainer, mask, **settings):
+def trl_loss(case, mask, **settings):
     """Loss and gradient of TRL's own function, called on what it reads of a trainer and nothing else."""
     now = case.now.clone().requires_grad_()
     values = padded(now)
@@ -96,15 +95,13 @@ def trl_loss(case, trainer, mask, **settings):
     if given["use_vllm"]:
         # `_generate_and_score_completions`, of which this is the part that makes the ratio.
         gap = (padded(case.old) - padded(case.sampler)) * mask
-        if given["mode"].startswith("sequence"):
-            gap = gap.sum(-1, keepdim=True)
-        ratio, (low, high) = gap.exp(), given["bounds"]
+        ratio, (low, high) = gap.sum(-1, keepdim=True).exp(), given["bounds"]
         if given["mode"].endswith("truncate"):
             ratio = ratio.clamp(min=low, max=high)
         else:
             ratio = ratio.masked_fill((ratio < (low or -math.inf)) | (ratio > high), 0.0)
         inputs["importance_sampling_ratio"] = ratio
-    loss = trainer._compute_loss(self, None, inputs)
+    loss = GRPOTrainer._compute_loss(self, None, inputs)
     loss.backward()
     return float(loss.detach()), now.grad
 
@@ -120,34 +117,17 @@ def our_loss(case, credit, loss_type, **more):
     return float(found.loss.detach()), now.grad, found
 
 
-TRL = {
-    "grpo": (GRPOTrainer, {"loss_type": "grpo"}),
-    "dr_grpo": (GRPOTrainer, {"loss_type": "dr_grpo"}),
-    "dapo": (GRPOTrainer, {"loss_type": "dapo"}),
-    "gspo": (GRPOTrainer, {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
-    "rloo": (RLOOTrainer, {}),
-}
-
-
 @pytest.mark.parametrize("cut_off", [False, True])
 @pytest.mark.parametrize(("beta", "correct"), [(0.0, True), (0.3, True), (0.3, False)])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_losses_and_gradients_are_trls(case, loss_type, beta, correct, cut_off):
-    if loss_type == "rloo" and beta:
-        pytest.skip("TRL puts RLOO's KL into the reward, here it is in the loss: see below")
-    trainer, settings = TRL[loss_type]
     credit = torch.ones(len(case.owner), dtype=torch.bool)
     if cut_off:  # the third rationale was cut off and is left out
         credit[case.owner == 2] = False
     mask = padded(credit.double())
-    # A mean over tokens moves less than each of them.
-    low, high = (0.02, 0.03) if loss_type == "gspo" else (0.2, 0.28)
-    clip = {"epsilon_low": low, "epsilon_high": high}
-    loss, gradient = trl_loss(case, trainer, mask, beta=beta, correct=correct, **settings, **clip)
+    loss, gradient = trl_loss(case, mask, beta=beta, correct=correct, loss_type=loss_type)
     more = {"beta": beta, "reference_L": case.reference, "correct_kl": correct}
-    ours, found, terms = our_loss(case, credit, loss_type, epsilon=low, epsilon_high=high, **more)
-    if cut_off and loss_type == "rloo":
-        loss += float(case.advantage[2]) / len(LENGTHS)  # TRL adds -A for it, a number without gradient
+    ours, found, terms = our_loss(case, credit, loss_type, **more)
     assert ours == pytest.approx(loss, rel=1e-9, abs=1e-12)
     assert float((found - gradient).norm()) < 1e-9 * float(gradient.norm())
     # The clip takes some gradients and leaves others, else this would prove little.
@@ -159,7 +139,7 @@ def test_losses_and_gradients_are_trls(case, loss_type, beta, correct, cut_off):
 def test_the_correction_for_another_sampler_is_trls(case, mode, bounds):
     credit = torch.ones(len(case.owner), dtype=torch.bool)
     loss, gradient = trl_loss(
-        case, GRPOTrainer, padded(credit.double()), use_vllm=True, mode=mode, bounds=bounds, loss_type="dapo"
+        case, padded(credit.double()), use_vllm=True, mode=mode, bounds=bounds, loss_type="dapo"
     )
     low, high = bounds
     weight, ratio = sampling_weights(
@@ -171,15 +151,17 @@ def test_the_correction_for_another_sampler_is_trls(case, mode, bounds):
     assert (weight != ratio).any() or bounds == (None, 3.0)
 
 
-def test_a_sampler_that_says_nothing_of_a_token_is_believed(case):
-    sampler = case.sampler.clone()
-    sampler[3] = math.nan
+def test_a_token_without_a_probability_of_the_sampler_counts_as_equal(case):
+    sampler, equal = case.sampler.clone(), case.sampler.clone()
+    sampler[3], equal[3] = math.nan, case.old[3]
     credit = torch.ones(len(case.owner), dtype=torch.bool)
-    weight, _ = sampling_weights(
-        case.old, sampler, case.owner, credit, len(LENGTHS), mode="token_truncate", low=None, high=3.0
+    bounds = {"mode": "sequence_truncate", "low": None, "high": 3.0}
+    weight, expected = (
+        sampling_weights(case.old, one, case.owner, credit, len(LENGTHS), **bounds)[0]
+        for one in (sampler, equal)
     )
-    assert weight[3] == 1
     assert weight.isfinite().all()
+    torch.testing.assert_close(weight, expected)
 
 
 @pytest.mark.parametrize("mode", CORRECTIONS)
@@ -202,16 +184,6 @@ def test_a_sampler_that_is_far_off_leaves_numbers(case, mode, said):
     )
     expected = 0.0 if mode.endswith("mask") else (3.0 if said < 0 else 0.1)
     assert float(bounded[3]) == pytest.approx(expected)
-
-
-def test_kl_of_rloo_is_the_sum_over_its_tokens(case):
-    credit = torch.ones(len(case.owner), dtype=torch.bool)
-    plain, _, _ = our_loss(case, credit, "rloo")
-    loss, _, found = our_loss(case, credit, "rloo", beta=0.3, reference_L=case.reference, correct_kl=False)
-    gap = case.reference - case.now
-    k3 = float((gap.exp() - gap - 1).sum())
-    assert loss == pytest.approx(plain + 0.3 * k3 / len(LENGTHS), rel=1e-12)
-    assert float(found.kl) == pytest.approx(k3)
 
 
 def test_clipped_tokens_are_counted(case):
@@ -268,48 +240,36 @@ def test_advantages_are_trls(scale):
         "none": torch.ones_like(flat) - 1e-4,
     }[scale]
     expected = (flat - reward.mean(1).repeat_interleave(5)) / (std + 1e-4)
-    found = advantages(
-        reward, leave_one_out=False, scale=scale, std_floor=1e-4, std_batch=standard_deviation(reward)
-    )
+    found = advantages(reward, scale=scale, std_floor=1e-4, std_batch=standard_deviation(reward))
     torch.testing.assert_close(found.flatten(), expected)
-
-
-def test_leave_one_out_by_hand():
-    found = advantages(torch.tensor([[1.0, 2.0, 6.0]]), leave_one_out=True, scale="none", std_floor=0.0)
-    assert found.tolist() == [[1 - 4, 2 - 3.5, 6 - 1.5]]
 
 
 def test_the_floor_keeps_rounding_from_becoming_a_preference():
     equal = torch.tensor([[0.5, 0.5 + 1e-7, 0.5 - 1e-7]], dtype=torch.float64)
-    large = advantages(equal, leave_one_out=False, scale="group", std_floor=0.0)
-    small = advantages(equal, leave_one_out=False, scale="group", std_floor=0.1)
+    large = advantages(equal, scale="group", std_floor=0.0)
+    small = advantages(equal, scale="group", std_floor=0.1)
     assert large.abs().max() > 0.9
     assert small.abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("leave_one_out", [False, True])
-def test_equal_rewards_without_a_floor_have_no_advantage(scale, leave_one_out):
+def test_equal_rewards_without_a_floor_have_no_advantage(scale):
     equal = torch.ones(2, 3, dtype=torch.float64)
-    found = advantages(
-        equal, leave_one_out=leave_one_out, scale=scale, std_floor=0.0, std_batch=standard_deviation(equal)
-    )
+    found = advantages(equal, scale=scale, std_floor=0.0, std_batch=standard_deviation(equal))
     assert found.tolist() == [[0.0] * 3] * 2
 
 
 def test_a_group_with_a_value_that_is_no_number_gets_no_advantage():
     reward = torch.tensor([[1.0, math.nan, 3.0], [1.0, 2.0, 3.0], [math.inf, 0.0, 0.0]])
-    found = advantages(
-        reward, leave_one_out=False, scale="batch", std_floor=0.0, std_batch=standard_deviation(reward)
-    )
+    found = advantages(reward, scale="batch", std_floor=0.0, std_batch=standard_deviation(reward))
     assert found.tolist() == [[0, 0, 0], [-1, 0, 1], [0, 0, 0]]
 
 
 def test_groups_of_one_are_an_error():
     with pytest.raises(ValueError, match="a group of one has nothing to compare"):
-        advantages(torch.ones(3, 1), leave_one_out=False, scale="group", std_floor=0.0)
+        advantages(torch.ones(3, 1), scale="group", std_floor=0.0)
     with pytest.raises(ValueError, match="scale must be one of group, batch, none; got 'std'"):
-        advantages(torch.ones(3, 2), leave_one_out=False, scale="std", std_floor=0.0)
+        advantages(torch.ones(3, 2), scale="std", std_floor=0.0)
 
 
 def test_wrong_names_are_errors(case):
@@ -318,7 +278,7 @@ def test_wrong_names_are_errors(case):
         our_loss(case, credit, "ppo")
     with pytest.raises(ValueError, match="beta needs log probabilities of a reference"):
         our_loss(case, credit, "grpo", beta=0.1)
-    with pytest.raises(ValueError, match="mode must be one of token_truncate"):
+    with pytest.raises(ValueError, match="mode must be one of sequence_truncate"):
         sampling_weights(case.old, case.old, case.owner, credit, 6, mode="clip", low=None, high=None)
 
 

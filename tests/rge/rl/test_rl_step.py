@@ -262,31 +262,6 @@ def test_a_second_update_in_chunks_equals_the_undivided_one(lively64, make_batch
     assert error < 1e-6, name
 
 
-def test_rloo_is_leave_one_out_by_hand(lively64, make_batch, sample, take):
-    """Unset, its advantages are not divided by anything; the loss is a sum over whole rationales."""
-    batch = make_batch(PromptBuilder(lively64.processor))
-    recipe = recipe_of(loss_type="rloo", alpha_con=0.0, alpha_lm=0.0, alpha_rl=1.0)
-    rationales = sample(lively64, batch)
-    report, found, credit = take(lively64, batch, rationales, recipe)
-    _, rewards = stock_rl(lively64, batch, rationales, Objective.of(recipe, "rl"))
-    expected = [
-        value - sum(other for place, other in enumerate(group) if place != number) / (K - 1)
-        for group in rewards
-        for number, value in enumerate(group)
-    ]
-    assert credit.advantage_N.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-9)
-    lively64.zero_grad(set_to_none=True)
-    branches = [
-        [Branch([*one.ids, lively64.emb_id], sampled=True) for one in rationales[row * K : row * K + K]]
-        for row in range(len(batch.queries))
-    ]
-    now = lively64(lively64.pack(batch.queries, branches, SAMPLED_AT))[0].log_prob_L
-    weight = torch.tensor(expected, dtype=torch.float64)[credit.owner_L] * credit.credit_L
-    (-(now * weight).sum() / len(rationales)).backward()
-    assert worst_gradient_error(found, gradients(lively64))[0] < 1e-6
-    assert report["loss_rl"] == pytest.approx(-sum(expected) / len(expected), abs=1e-9)
-
-
 def test_rewards_alone_with_dropout_in_chunks(lively, make_batch, sample, take, monkeypatch):
     """The states that are rewarded are those that the forward with gradient computes, masks included."""
     batch = make_batch(PromptBuilder(lively.processor))
@@ -574,6 +549,55 @@ def test_a_reward_that_is_no_number_leaves_its_group_out(lively, make_batch, sam
     assert math.isfinite(report[f"reward_{name}"])
 
 
+def test_a_reward_that_is_never_a_number_is_not_logged_as_0(lively, make_batch, sample, take, tmp_path):
+    """Nor taken for the end of learning: the message names it."""
+    batch = make_batch(PromptBuilder(lively.processor))
+    name = f"{__name__}:never"
+    recipe = recipe_of(rewards=[RewardConfig(name), RewardConfig("format")], patience=1)
+    report, _, credit = take(lively, batch, sample(lively, batch), recipe)
+    assert report["unscored_groups"] == 1
+    assert not credit.advantage_N.any()
+    assert not {"reward", f"reward_{name}"} & report.keys()
+    assert math.isfinite(report["reward_format"])
+    report["forced_rate"] = 0.0
+    with pytest.raises(
+        UserError,
+        match=rf"for 1 steps no query could be scored.*{name} not a number, format \d.*check rl.rewards",
+    ):
+        Reinforcement(recipe, lively, None, tmp_path).after_step(report)
+
+
+def never(group):
+    """A stranger's reward that always fails to compute."""
+    return torch.full(group.forced_BK.shape, math.nan)
+
+
+def raises(group):
+    """A stranger's reward with a bug."""
+    return group.no_such_attribute
+
+
+def test_a_reward_that_raises_is_named_with_its_line(lively, make_batch, sample, take):
+    batch = make_batch(PromptBuilder(lively.processor))
+    recipe = recipe_of(rewards=[RewardConfig(f"{__name__}:raises")])
+    line = raises.__code__.co_firstlineno + 2
+    with pytest.raises(
+        UserError,
+        match=rf"rl.rewards: .*:raises failed: AttributeError: .*no_such_attribute.*\.py, line {line}\)",
+    ):
+        take(lively, batch, sample(lively, batch), recipe)
+
+
+def test_a_reward_may_be_there_twice_with_other_options(lively, make_batch, sample, take):
+    batch = make_batch(PromptBuilder(lively.processor))
+    rationales = sample(lively, batch)
+    twice = [RewardConfig("embed_rl", 0.3), RewardConfig("embed_rl", 2.0, {"temperature": 0.5})]
+    report, _, _ = take(lively, batch, rationales, recipe_of(rewards=twice))
+    alone = [take(lively, batch, rationales, recipe_of(rewards=[one]))[0]["reward_embed_rl"] for one in twice]
+    assert [report["reward_embed_rl"], report["reward_embed_rl_2"]] == pytest.approx(alone)
+    assert report["reward"] == pytest.approx(0.3 * alone[0] + 2.0 * alone[1])
+
+
 @pytest.mark.parametrize(("value", "got"), [("flat", r"of shape \(15,\)"), ("list", "'list'")])
 def test_a_reward_of_the_wrong_length_is_an_error(lively, make_batch, sample, take, value, got):
     batch = make_batch(PromptBuilder(lively.processor))
@@ -588,8 +612,8 @@ def test_a_reward_of_the_wrong_length_is_an_error(lively, make_batch, sample, ta
     ("config", "message"),
     [
         (RewardConfig("margn"), "reward must be one of .*did you mean 'margin'"),
-        (RewardConfig("no_such_module:f"), "no_such_module:f cannot be had"),
-        (RewardConfig("math:no_such_function"), "math:no_such_function cannot be had"),
+        (RewardConfig("no_such_module:f"), "no_such_module:f cannot be loaded"),
+        (RewardConfig("math:no_such_function"), "math:no_such_function cannot be loaded"),
         (
             RewardConfig("format", options={"langage": "LATIN"}),
             "options of format: .*langage.*there are: script",

@@ -10,6 +10,8 @@ A table is printed, and ``out/NAME.json`` written (leakage: also ``leakage.svg``
 import json
 import sys
 from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 from rge.common.commands import pick, start
 from rge.common.errors import UserError
@@ -34,36 +36,11 @@ def main(arguments: list[str]) -> int:
     asked = parse_options(DIAGNOSES[name], words, f"rge diagnose {name}")
     import torch  # after --help, which needs none of these
 
-    from rge.diagnose import invariance, leakage, sensitivity
-    from rge.diagnose.pairs import read_pairs
-    from rge.embedder import Embedder
-
     torch.set_float32_matmul_precision("highest")
     asked = replace(asked, checkpoint=checkpoint_folder(asked.checkpoint))
     if asked.out is None and asked.checkpoint == DEMO_CHECKPOINT:
         raise UserError("checkpoint=demo comes with the package: give out=, a folder of your own")
     out = asked.out or asked.checkpoint.parent / "diagnose"
-    if isinstance(asked, LeakageOptions):
-        found = leakage.leakage(
-            asked.checkpoint,
-            asked.data,
-            steps=asked.steps,
-            batch_size=asked.batch_size,
-            lr=asked.lr,
-            seed=asked.seed,
-            on_step=_progress,
-        )
-        shown = leakage.table(found)
-    else:
-        assert isinstance(asked, (SensitivityOptions, InvarianceOptions))
-        encoder = Embedder.from_pretrained(asked.checkpoint, dtype="float32")
-        pairs = read_pairs(asked.data, asked.limit, asked.seed)
-        if isinstance(asked, SensitivityOptions):
-            found = sensitivity.sensitivity(encoder, pairs, batch_size=asked.batch_size, seed=asked.seed)
-            shown = sensitivity.table(found)
-        else:
-            found = invariance.invariance(encoder, pairs, backend=asked.backend)
-            shown = invariance.table(found)
     options = {key: value for key, value in asdict(asked).items() if key not in ("checkpoint", "data", "out")}
     about = {
         "diagnosis": name,
@@ -71,13 +48,35 @@ def main(arguments: list[str]) -> int:
         "data": str(asked.data),
         "options": options,
     }
-    found = about | found
-    write_text(out / f"{name}.json", json.dumps(found, indent=1))
-    if name == "leakage":
-        write_text(out / "leakage.svg", leakage.plot(found))
-    print(shown)  # noqa: T201 - this is a command
+    result, table = _leakage(asked, out) if isinstance(asked, LeakageOptions) else _with_pairs(asked)
+    write_text(out / f"{name}.json", json.dumps(about | result, indent=1))
+    print(table)  # noqa: T201 - this is a command
     print(f"written: {out / name}.json")  # noqa: T201
-    return 0 if found.get("agrees", True) else 1
+    return 0 if result.get("agrees", True) else 1
+
+
+def _leakage(asked: LeakageOptions, out: Path) -> tuple[dict[str, Any], str]:
+    from rge.diagnose import leakage
+
+    training = {key: getattr(asked, key) for key in ("steps", "batch_size", "lr", "seed")}
+    found = leakage.leakage(asked.checkpoint, asked.data, on_step=_progress, **training)
+    write_text(out / "leakage.svg", leakage.plot(found))
+    return found, leakage.table(found)
+
+
+def _with_pairs(asked: Diagnosis) -> tuple[dict[str, Any], str]:
+    from rge.diagnose import invariance, sensitivity
+    from rge.diagnose.pairs import read_pairs
+    from rge.embedder import Embedder
+
+    assert isinstance(asked, (SensitivityOptions, InvarianceOptions))
+    encoder = Embedder.from_pretrained(asked.checkpoint, dtype="float32")
+    pairs = read_pairs(asked.data, asked.limit, asked.seed)
+    if isinstance(asked, SensitivityOptions):
+        found = sensitivity.sensitivity(encoder, pairs, batch_size=asked.batch_size, seed=asked.seed)
+        return found, sensitivity.table(found)
+    found = invariance.invariance(encoder, pairs, backend=asked.backend)
+    return found, invariance.table(found)
 
 
 def _progress(kind: str, step: int, report: dict[str, float]) -> None:

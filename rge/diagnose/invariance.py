@@ -1,16 +1,17 @@
-"""Is an embedding one and the same, whatever it is computed with? Batch size, order, precision, attention, padding.
+"""Does an embedding depend on batch size, order, precision, attention kernel or padding?
 
-The reference is each row alone, float32, with the attention that training uses. Variants that only change the company or the
-kernel must agree to rounding; precision may not.
+The reference is each row alone, float32, with the attention that training uses. Variants that only change the batch or the
+kernel must agree to rounding; precision need not.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rge.common.schema import Encoded, Item
 from rge.config import RolloutConfig
@@ -23,6 +24,7 @@ from rge.rollout.vllm_writer import VllmRollout
 
 TOLERANCE = 1e-4
 """Greatest difference of an embedding's component that rounding explains, float32."""
+MODES: tuple[Literal["direct", "reasoning"], ...] = ("direct", "reasoning")
 
 
 def invariance(
@@ -39,51 +41,23 @@ def invariance(
     Returns:
         ``variants`` by name, each with ``difference`` (greatest of any component), ``cosine`` (least), ``rationales`` (share
         that is the same) where there are any, ``exact`` (whether it must agree) and ``agrees``; and a ``verdict``. Where
-        rationales differ, embeddings of equal ones are compared.
+        rationales differ, only embeddings of equal ones are compared.
     """
     items = pairs.queries
-    reference = {
-        mode: encoder.encode(items, side="query", mode=mode, batch_size=1) for mode in ("direct", "reasoning")
-    }
+    reference = {mode: encoder.encode(items, side="query", mode=mode, batch_size=1) for mode in MODES}
     variants: dict[str, Any] = {}
-
-    def add(name: str, mode: str, found: Any, exact: bool) -> None:
-        ours, theirs = reference[mode].embeddings, found.embeddings
-        same = np.array([a == b for a, b in zip(reference[mode].rationales, found.rationales, strict=True)])
-        row = {"exact": exact, "rationales": float(same.mean()) if mode == "reasoning" else None}
-        row |= compare(ours[same], theirs[same])
-        row["agrees"] = not exact or bool(
-            same.all() and row["difference"] is not None and row["difference"] < TOLERANCE
-        )
-        variants[f"{mode}, {name}"] = row
-
-    for mode in ("direct", "reasoning"):
-        for size in batch_sizes:
-            found = encoder.encode(items, side="query", mode=mode, batch_size=size)
-            add(f"batches of {size}", mode, found, True)
-        found = encoder.encode(items[::-1], side="query", mode=mode, batch_size=batch_sizes[-1])
-        found.embeddings[:] = found.embeddings[::-1].copy()
-        found.rationales.reverse()
-        add("in the opposite order", mode, found, True)
-    if backend == "vllm":
-        add("vLLM's rationale", "reasoning", _by_vllm(encoder, items, batch_sizes[-1]), True)
-    coarse = Embedder.from_pretrained(encoder.checkpoint, device=str(encoder.model.device), dtype="bfloat16")
-    for mode in ("direct", "reasoning"):
-        found = coarse.encode(items, side="query", mode=mode, batch_size=batch_sizes[-1])  # type: ignore[arg-type]
-        add("bfloat16", mode, found, False)
-    plain = load_plain(encoder.checkpoint).to(encoder.model.device)
-    prompts = [encoder.builder.build(item, "query") for item in items]
-    for attention in ("sdpa", "eager"):
-        plain.set_attn_implementation(attention)
-        for side in ("right", "left"):
-            states = _plain_states(plain, encoder, prompts, side)
-            row = compare(reference["direct"].embeddings, states)
-            row |= {
-                "exact": True,
-                "rationales": None,
-                "agrees": row["difference"] is not None and row["difference"] < TOLERANCE,
-            }
-            variants[f"direct, plain transformers, {attention}, padded {side}"] = row
+    for mode, name, found in _variants(encoder, items, batch_sizes, backend):
+        ours = reference[mode]
+        same = np.array([a == b for a, b in zip(ours.rationales, found.rationales, strict=True)])
+        row = compare(ours.embeddings[same], found.embeddings[same])
+        exact = name != "bfloat16"
+        agrees = same.all() and row["difference"] is not None and row["difference"] < TOLERANCE
+        variants[f"{mode}, {name}"] = {
+            **row,
+            "exact": exact,
+            "rationales": float(same.mean()) if mode == "reasoning" else None,
+            "agrees": not exact or bool(agrees),
+        }
     wrong = [name for name, row in variants.items() if not row["agrees"]]
     return {
         "queries": len(items),
@@ -91,6 +65,32 @@ def invariance(
         "agrees": not wrong,
         "verdict": f"differs: {'; '.join(wrong)}" if wrong else "all that must agree does, to rounding",
     }
+
+
+def _variants(
+    encoder: Embedder, items: Sequence[Item], batch_sizes: Sequence[int], backend: str
+) -> Iterator[tuple[str, str, Encoded]]:
+    """Mode, name and embeddings of every variant, one at a time."""
+    most = batch_sizes[-1]
+    for mode in MODES:
+        for size in batch_sizes:
+            yield mode, f"batches of {size}", encoder.encode(items, side="query", mode=mode, batch_size=size)
+        found = encoder.encode(items[::-1], side="query", mode=mode, batch_size=most)
+        found.embeddings[:] = found.embeddings[::-1].copy()
+        found.rationales.reverse()
+        yield mode, "in the opposite order", found
+    if backend == "vllm":
+        yield "reasoning", "vLLM's rationale", _by_vllm(encoder, items, most)
+    coarse = Embedder.from_pretrained(encoder.checkpoint, device=str(encoder.model.device), dtype="bfloat16")
+    for mode in MODES:
+        yield mode, "bfloat16", coarse.encode(items, side="query", mode=mode, batch_size=most)
+    plain = load_plain(encoder.checkpoint).to(encoder.model.device)
+    prompts = [encoder.builder.build(item, "query") for item in items]
+    for attention in ("sdpa", "eager"):
+        plain.set_attn_implementation(attention)
+        for side in ("right", "left"):
+            found = _encoded(_plain_states(plain, encoder, prompts, side), [""] * len(items))
+            yield "direct", f"plain transformers, {attention}, padded {side}", found
 
 
 def compare(ours: np.ndarray, theirs: np.ndarray) -> dict[str, float | None]:
@@ -116,51 +116,43 @@ def _by_vllm(encoder: Embedder, items: Sequence[Item], batch_size: int) -> Encod
         memory=RolloutConfig().vllm_memory,
     )
     prompts = [encoder.builder.build(item, "query") for item in items]
-    written = vllm.generate(prompts)
-    ids = [list(rationale.ids) for rationale in written]
-    return Encoded(
-        embeddings=encoder.encode_after(prompts, ids, batch_size=batch_size),
-        rationales=[encoder.builder.decode(row) for row in ids],
-        num_rationale_tokens=np.array([len(row) for row in ids]),
-        stop_reasons=["forced" if rationale.forced else "emb" for rationale in written],
-        generate_ms=np.array([1000 * rationale.seconds for rationale in written]),
-        embed_ms=np.zeros(len(ids)),
-    )
+    ids = [list(rationale.ids) for rationale in vllm.generate(prompts)]
+    states = encoder.encode_after(prompts, ids, batch_size=batch_size)
+    return _encoded(states, [encoder.builder.decode(row) for row in ids])
+
+
+def _encoded(embeddings: np.ndarray, rationales: list[str]) -> Encoded:
+    none = np.zeros(len(rationales))
+    return Encoded(embeddings, rationales, none, ["emb"] * len(rationales), none, none)
 
 
 @torch.no_grad()
 def _plain_states(model: Any, encoder: Embedder, prompts: list[Prompt], side: str) -> np.ndarray:
     """Direct embeddings by the model's own forward over padded rows, as a user of transformers would get them."""
     embedder = encoder.model
-    rows = [torch.cat([prompt.input_ids, torch.tensor([embedder.emb_id])]) for prompt in prompts]
     found = []
-    for start in range(0, len(rows), 8):
-        part = rows[start : start + 8]
-        longest = max(len(row) for row in part)
-        input_ids = torch.full((len(part), longest), embedder.pad_id)
-        attention_mask = torch.zeros_like(input_ids)
-        last = []
-        for number, row in enumerate(part):
-            begin = 0 if side == "right" else longest - len(row)
-            input_ids[number, begin : begin + len(row)] = row
-            attention_mask[number, begin : begin + len(row)] = 1
-            last.append(begin + len(row) - 1)
+    for start in range(0, len(prompts), 8):
+        part = prompts[start : start + 8]
+        rows = [torch.cat([prompt.input_ids, torch.tensor([embedder.emb_id])]) for prompt in part]
+        input_ids = pad_sequence(rows, True, embedder.pad_id, padding_side=side)
+        attention_mask = pad_sequence([torch.ones_like(row) for row in rows], True, padding_side=side)
+        last = torch.tensor([len(row) - 1 if side == "right" else -1 for row in rows])
         pictures = [
             None
             if prompt.pixels is None or prompt.image_grid is None
             else (normalised(embedder.processor.image_processor, prompt.pixels), prompt.image_grid)
-            for prompt in prompts[start : start + 8]
+            for prompt in part
         ]
         inputs = family_of(model).plain_inputs(model.config, pictures, input_ids, attention_mask)
         inputs = {name: value.to(model.device) for name, value in inputs.items()}
         hidden_BTD: Tensor = model.model(**inputs, use_cache=False).last_hidden_state
-        state_BD = hidden_BTD[torch.arange(len(part)), torch.tensor(last)]
+        state_BD = hidden_BTD[torch.arange(len(part)), last]
         found.append(torch.nn.functional.normalize(state_BD.float(), dim=-1).cpu().numpy())
     return np.concatenate(found)
 
 
 def table(found: dict[str, Any]) -> str:
-    """For people."""
+    """The printed table."""
     lines = [f"{found['queries']} queries; reference: each alone, float32", ""]
     lines.append(f"{'variant':<52}{'difference':>12}{'cosine':>10}{'rationales':>12}")
     for name, row in found["variants"].items():

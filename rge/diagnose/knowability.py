@@ -1,13 +1,9 @@
-"""How much of an oracle's rationale can the model know? What it writes by itself, of what the oracle says.
+"""How much of an oracle's rationale can the model know? The share of the oracle's words that it also writes on its own.
 
-An oracle sees the target, the model does not. Words of the oracle's that the model also writes follow from the query; of
-the others, some the model has yet to learn and some only the target shows. A contrastive loss on the state after the oracle's
-text learns to rely on all of them (`loss.anchor`), the model at test has only its own.
-
-Free of torch, for all but `own_rationales`.
+An oracle sees the target, the model does not. Words that the model also writes follow from the query; of the others, some
+have yet to be learned and some only the target shows. Free of torch, except for `own_rationales`.
 """
 
-import math
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -48,7 +44,7 @@ def knowability(oracle: str, own: str, known: str = "") -> float | None:
 
 
 def own_rationales(encoder: "Embedder", queries: Sequence[Item], *, batch_size: int = 64) -> list[str]:
-    """What a checkpoint writes for queries by itself.
+    """What a checkpoint writes for queries.
 
     Args:
         encoder: the checkpoint, with its settings of generation.
@@ -85,23 +81,15 @@ def measure_knowability(
     """
     from rge.diagnose.pairs import elsewhere, interval
 
-    if not len(oracle):
+    other = elsewhere(groups, seed) if groups else []
+    own_shares = [knowability(*row) for row in zip(oracle, own, known, strict=True)]
+    counts = [row for row, share in enumerate(own_shares) if share is not None]
+    if not counts:
         return {"queries": 0, "knowability": None, "chance": None}
-    other = elsewhere(groups, seed)
-    found = [
-        (
-            knowability(oracle[row], own[row], known[row]),
-            knowability(oracle[row], own[other[row]], known[row]),
-        )
-        for row in range(len(oracle))
-    ]
-    pairs = np.array([[math.nan if value is None else value for value in pair] for pair in found])
-    counts = ~np.isnan(pairs[:, 0])
-    if not counts.any():
-        return {"queries": 0, "knowability": None, "chance": None}
-    kept = [group for group, counted in zip(groups, counts, strict=True) if counted]
+    shares = np.array([own_shares[row] for row in counts])
+    by_chance = [knowability(oracle[row], own[other[row]], known[row]) or 0.0 for row in counts]
     return {
-        "queries": int(counts.sum()),
-        "knowability": interval(pairs[counts, 0], kept, seed),
-        "chance": float(pairs[counts, 1].mean()),
+        "queries": len(counts),
+        "knowability": interval(shares, [groups[row] for row in counts], seed),
+        "chance": float(np.mean(by_chance)),
     }

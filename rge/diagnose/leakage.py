@@ -7,9 +7,8 @@ The contrastive loss sees the state after the oracle rationale, together with th
 * wrong query:   (q_w, r_o, t): the rationale and the target belong to another query
 * own rationale: (q_w, own, t): as wrong query, but the contrastive loss sees the state after what the model wrote itself
 
-Wrong partners are drawn anew in every step, so nothing can be learned by heart. After a wrong query nothing but the oracle
-can say what the target is: whatever the contrastive loss falls below chance there has leaked. Chance is the loss of a
-model that knows nothing, the logarithm of the number of candidates.
+Wrong partners are drawn anew in every step, so they cannot be memorised. After a wrong query only the oracle points to the
+target, so any fall below chance (the logarithm of the number of candidates) is a leak.
 """
 
 import math
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import vl_convert
 
 from rge.checkpoints.export import read_settings
 from rge.config import DataConfig
@@ -33,6 +33,8 @@ from rge.rollout.writer import Rollout
 from rge.step import TrainingStep, candidate_masks
 
 TRIPLETS = ("right", "wrong target", "wrong query", "own rationale")
+COLOURS = dict(zip(TRIPLETS, ("#0a7a5a", "#3556c4", "#c2571a", "#9a3f96"), strict=True))
+LOSSES = {"loss_lm": "LM loss, nats a token", "loss_contrastive": "contrastive loss, nats"}
 LEAKS, CLEAN = 0.5, 0.1
 """Shares of what right triplets learn above which a fall after wrong queries is a leak, and below which it is none."""
 
@@ -110,7 +112,7 @@ def leakage(
 
 
 def rearrange(batch: Batch, kind: str, rng: np.random.Generator) -> Batch:
-    """The batch with wrong partners: everybody gets those of another, by a random cycle through the batch.
+    """The batch with wrong partners: every query gets another's, by a random cycle through the batch.
 
     Args:
         batch: right triplets, one candidate a query.
@@ -173,7 +175,7 @@ def judge(curves: dict[str, dict[str, list[float]]], level: float) -> dict[str, 
 
 
 def table(found: dict[str, Any]) -> str:
-    """For people: losses at the beginning and at the end."""
+    """The printed table: losses at the beginning and at the end."""
     lines = [
         f"contrastive loss of a model that knows nothing: {found['chance']:.3f} nats",
         "",
@@ -190,53 +192,35 @@ def table(found: dict[str, Any]) -> str:
 
 def plot(found: dict[str, Any]) -> str:
     """The curves as one SVG file: LM loss left, contrastive loss right."""
-    colours = {
-        "right": "#0a7a5a",
-        "wrong target": "#3556c4",
-        "wrong query": "#c2571a",
-        "own rationale": "#9a3f96",
-    }
-    width, height, left, top = 400, 260, 48, 52
-    parts = []
-    for place, kind in enumerate(found["curves"]):
-        x = left + 130 * place
-        parts.append(f'<rect x="{x}" y="10" width="14" height="4" fill="{colours[kind]}"/>')
-        parts.append(f'<text x="{x + 20}" y="16">{kind}</text>')
-    for panel, (name, title) in enumerate(
-        (("loss_lm", "LM loss, nats a token"), ("loss_contrastive", "contrastive loss, nats"))
-    ):
-        curves = {kind: smooth(curve[name]) for kind, curve in found["curves"].items()}
-        high = 1.05 * max(max(values) for values in curves.values())
-        x0, y0 = left + panel * (width + 30), top + height - 40
-        parts.append(f'<text x="{x0}" y="{top - 10}" font-weight="600">{title}</text>')
-        for part in range(5):
-            y = y0 - (height - 40) * part / 4
-            parts.append(
-                f'<line x1="{x0}" x2="{x0 + width - 30}" y1="{y:.1f}" y2="{y:.1f}" stroke="#dfdcd5"/>'
-            )
-            parts.append(f'<text x="{x0 - 6}" y="{y + 4:.1f}" text-anchor="end">{high * part / 4:.2g}</text>')
+    lines = [
+        {"kind": kind, "loss": name, "step": step, "value": value}
+        for kind, curve in found["curves"].items()
+        for name in LOSSES
+        for step, value in enumerate(smooth(curve[name]), start=1)
+    ]
+    panels = []
+    for name, title in LOSSES.items():
+        layer: list[dict[str, Any]] = [
+            {
+                "transform": [{"filter": {"field": "loss", "equal": name}}],
+                "mark": "line",
+                "encoding": {
+                    "x": {"field": "step", "type": "quantitative"},
+                    "y": {"field": "value", "type": "quantitative", "title": None},
+                    "color": {"field": "kind", "sort": list(COLOURS), "title": None,
+                              "scale": {"domain": list(COLOURS), "range": list(COLOURS.values())}},
+                },
+            }
+        ]  # fmt: skip
         if name == "loss_contrastive":
-            y = y0 - (height - 40) * found["chance"] / high
-            parts.append(
-                f'<line x1="{x0}" x2="{x0 + width - 30}" y1="{y:.1f}" y2="{y:.1f}" stroke="#595f6a" stroke-dasharray="4 3"/>'
-                f'<text x="{x0 + width - 30}" y="{y - 5:.1f}" text-anchor="end">chance</text>'
-            )
-        for kind, values in curves.items():
-            step = (width - 30) / max(len(values) - 1, 1)
-            points = " ".join(
-                f"{x0 + step * number:.1f},{y0 - (height - 40) * value / high:.1f}"
-                for number, value in enumerate(values)
-            )
-            parts.append(
-                f'<polyline points="{points}" fill="none" stroke="{colours[kind]}" stroke-width="2"/>'
-            )
-    full = 2 * width + 60
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {full} {top + height}" width="{full}" height="{top + height}" '
-        'font-family="system-ui, sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
-        + "\n".join(parts)
-        + "</svg>\n"
-    )
+            level = {"y": {"datum": found["chance"]}}
+            layer.append({"mark": {"type": "rule", "strokeDash": [4, 3]}, "encoding": level})
+            text = {"type": "text", "text": "chance", "align": "left", "dx": 4, "dy": -6, "x": 0}
+            layer.append({"mark": text, "encoding": level})
+        panels.append({"title": title, "width": 370, "height": 220, "layer": layer})
+    config = {"font": "system-ui, sans-serif", "legend": {"orient": "top"}, "axisX": {"grid": False}}
+    spec = {"data": {"values": lines}, "hconcat": panels, "background": "white", "config": config}
+    return vl_convert.vegalite_to_svg(spec)
 
 
 def smooth(values: list[float]) -> list[float]:

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 
-from rge.common.schema import ImageRef, Item
+from rge.common.schema import Item
 from rge.config import RecordsConfig
 from rge.data.collate import query_item, target_item
 from rge.data.readers import open_records
 from rge.data.sources import RecordError, Records, identity
 from rge.stats.intervals import cluster_bootstrap, figures, index_of
+from rge.tables.rows import table_rows
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def read_pairs(path: str | Path, limit: int, seed: int = 0) -> Pairs:
         seed: of the draw.
 
     Raises:
-        RecordError: neither of both, or a damaged one.
+        RecordError: it is neither, or damaged.
     """
     path = Path(path)
     if (path / "queries.parquet").is_file():
@@ -59,7 +59,7 @@ def open_data(path: str | Path, *, need_rationale: bool = False) -> Records:
     """Training records: a file of them, or the split ``train`` of a folder that the library `datasets` reads.
 
     Raises:
-        RecordError: neither of both, or a damaged one.
+        RecordError: it is neither, or damaged.
     """
     path = Path(path)
     if path.suffix != ".jsonl" and not path.is_dir():
@@ -79,53 +79,44 @@ def _draw(count: int, limit: int, seed: int) -> list[int]:
 def _from_records(file: Records, limit: int, seed: int) -> Pairs:
     records = [file[index] for index in _draw(len(file), limit, seed)]
     targets = {target.id: target for record in records for target in (*record.positives, *record.negatives)}
-    known = np.array([identity(target) for target in targets.values()])
-    right = [np.isin(known, [identity(target) for target in record.positives]) for record in records]
+    identities = np.array([identity(target) for target in targets.values()])
+    right = [np.isin(identities, list(map(identity, record.positives))) for record in records]
     return Pairs(
-        [query_item(record) for record in records],
-        [record.group for record in records],
-        [record.positives[0].rationale for record in records],
-        [target_item(target) for target in targets.values()],
-        np.stack(right),
+        queries=[query_item(record) for record in records],
+        groups=[record.group for record in records],
+        oracle=[record.positives[0].rationale for record in records],
+        candidates=[target_item(target) for target in targets.values()],
+        right_QC=np.stack(right),
     )
 
 
 def _from_set(folder: Path, limit: int, seed: int) -> Pairs:
-    rows = pq.read_table(folder / "queries.parquet").to_pylist()
+    rows = list(table_rows(folder / "queries.parquet"))
     rows = [rows[index] for index in _draw(len(rows), limit, seed)]
-    corpus = pq.read_table(folder / "corpus.parquet").to_pylist()
-    column = {row["id"]: number for number, row in enumerate(corpus)}
+    corpus = list(table_rows(folder / "corpus.parquet"))
+    column_of = {row["id"]: number for number, row in enumerate(corpus)}
     row_of = {row["id"]: number for number, row in enumerate(rows)}
     right = np.zeros((len(rows), len(corpus)), dtype=bool)
-    for judged in pq.read_table(folder / "qrels.parquet").to_pylist():
-        if judged["query-id"] in row_of and judged["score"] > 0:
-            if judged["corpus-id"] not in column:
-                raise RecordError(
-                    f"{folder}: {judged['corpus-id']!r} is judged and stands in no row of corpus.parquet"
-                )
-            right[row_of[judged["query-id"]], column[judged["corpus-id"]]] = True
+    for judged in table_rows(folder / "qrels.parquet"):
+        query, candidate = judged["query-id"], judged["corpus-id"]
+        if query not in row_of or judged["score"] <= 0:
+            continue
+        if candidate not in column_of:
+            raise RecordError(f"{folder}: {candidate!r} is judged, but corpus.parquet has no such row")
+        right[row_of[query], column_of[candidate]] = True
     return Pairs(
-        [
-            Item(
-                row["id"], row.get("text"), _pictures(row.get("image") or [], folder), row.get("instruction")
-            )
-            for row in rows
-        ],
-        [row.get("group") or row["id"] for row in rows],
-        [None] * len(rows),
-        [Item(row["id"], row.get("text"), _pictures([row.get("image")], folder)) for row in corpus],
-        right,
+        queries=[_item(row, row.get("image") or [], folder) for row in rows],
+        groups=[row.get("group") or row["id"] for row in rows],
+        oracle=[None] * len(rows),
+        candidates=[_item(row, [row.get("image")], folder) for row in corpus],
+        right_QC=right,
     )
 
 
-def _pictures(images: Sequence[Any], folder: Path) -> tuple[ImageRef, ...]:
-    found: list[ImageRef] = []
-    for image in images:
-        if isinstance(image, dict):
-            image = image["bytes"] or image["path"]
-        if image is not None:
-            found.append(image if isinstance(image, bytes) else str(folder / image))
-    return tuple(found)
+def _item(row: dict[str, Any], images: Sequence[Any], folder: Path) -> Item:
+    cells = [image["bytes"] or image["path"] if isinstance(image, dict) else image for image in images]
+    pictures = [cell if isinstance(cell, bytes) else str(folder / cell) for cell in cells if cell is not None]
+    return Item(row["id"], row.get("text"), tuple(pictures), row.get("instruction"))
 
 
 def hits(query_QD: np.ndarray, candidate_CD: np.ndarray, right_QC: np.ndarray) -> np.ndarray:

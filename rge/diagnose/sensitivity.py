@@ -2,7 +2,6 @@
 
 The same query is embedded after its own rationale, another query's, as many full stops, nothing at all, the oracle's, and
 another query's oracle's.
-If the query alone made the embedding, nothing would change; if the rationale alone did, another's would be as good as lost.
 """
 
 from typing import Any
@@ -60,11 +59,10 @@ def sensitivity(encoder: Embedder, pairs: Pairs, *, batch_size: int, seed: int =
     found: dict[str, Any] = {}
     for name, state_QD in states.items():
         hit_Q = hits(state_QD, candidate_CD, pairs.right_QC)
+        difference = interval(hit_Q - own_hits, pairs.groups, seed, bounds=OF_DIFFERENCES)
         found[name] = {
             "hit@1": interval(hit_Q, pairs.groups, seed),
-            "difference": (0.0, 0.0, 0.0)
-            if name == "own"
-            else interval(hit_Q - own_hits, pairs.groups, seed, bounds=OF_DIFFERENCES),
+            "difference": (0.0, 0.0, 0.0) if name == "own" else difference,
             "cosine": float((state_QD * own_QD).sum(axis=1).mean()),
             "moved": float(((state_QD @ candidate_CD.T).argmax(axis=1) != best_Q).mean()),
         }
@@ -93,7 +91,7 @@ def verdict(conditions: dict[str, Any]) -> str:
 
 
 def table(found: dict[str, Any]) -> str:
-    """For people, per cent."""
+    """The printed table, in per cent."""
     width = max(10, *(len(name) + 2 for name in found["conditions"]))
     lines = [
         f"{found['queries']} queries, {found['candidates']} candidates; {found['distinct_rationales']} different rationales "

@@ -213,10 +213,9 @@ def plot(found: dict[str, Any]) -> str:
             }
         ]  # fmt: skip
         if name == "loss_contrastive":
-            level = {"y": {"datum": found["chance"]}}
-            layer.append({"mark": {"type": "rule", "strokeDash": [4, 3]}, "encoding": level})
+            level = {"data": {"values": [{}]}, "encoding": {"y": {"datum": found["chance"]}}}
             text = {"type": "text", "text": "chance", "align": "left", "dx": 4, "dy": -6, "x": 0}
-            layer.append({"mark": text, "encoding": level})
+            layer += [level | {"mark": {"type": "rule", "strokeDash": [4, 3]}}, level | {"mark": text}]
         panels.append({"title": title, "width": 370, "height": 220, "layer": layer})
     config = {"font": "system-ui, sans-serif", "legend": {"orient": "top"}, "axisX": {"grid": False}}
     spec = {"data": {"values": lines}, "hconcat": panels, "background": "white", "config": config}

@@ -150,7 +150,7 @@ class Embeddings:
         contents: Sequence[str],
         seed: int | None,
     ) -> Cache:
-        seed = seed if mode == "reasoning" else None
+        seed = None if mode == "direct" else seed
         done = self._filled.get((side, mode, modality, seed))
         if done is not None:
             return done

@@ -367,11 +367,13 @@ def test_ties_are_reported_as_a_range(set_dir, tmp_path):
     assert (np.diff(fell.astype(np.float32)) < 0).all()
 
 
-def test_sampled_rationales_take_their_seed_from_the_options(set_dir, tmp_path):
+@pytest.mark.parametrize("mode", ["reasoning", "auto"])
+def test_sampled_rationales_take_their_seed_from_the_options(set_dir, tmp_path, mode):
     values = []
     for seed in (0, 0, 1):
         out = tmp_path / str(len(values))
-        run(options(set_dir, out, temperature=0.7, seed=seed), loader(FakeEncoder()))
+        encoder = FakeEncoder(recipe={"loss": {"adaptive": {"share": 0.5}}})
+        run(options(set_dir, out, temperature=0.7, seed=seed, query_mode=(mode,)), loader(encoder))
         values.append(results_of(out)["micro"]["mrr"]["value"])
     assert values[0] == values[1] != values[2]
     assert results_of(tmp_path / "0")["decoding"]["temperature"] == 0.7

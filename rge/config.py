@@ -122,6 +122,8 @@ class ModelConfig:
     """Leave the vision tower as it is."""
     lora: LoraConfig | None = None
     """Train adapters only; null trains all weights."""
+    think_tokens: Count = 0
+    """Tokens of the latent state's branch, each with a row of its own beside `<emb>`'s; 0: none. docs/modes.md."""
     min_pixels: AtLeastOne = 200_704
     """Smallest picture, in pixels: 256 patches of 28x28, as released with RGE."""
     max_pixels: AtLeastOne = 802_816
@@ -237,6 +239,8 @@ class StatesConfig:
     """The state after a rationale: the anchor that `loss.anchor` names."""
     direct: NotNegative = 0.0
     """The state directly after the prompt, from the same pass, so that one checkpoint answers both ways."""
+    latent: NotNegative = 0.0
+    """The state after the prompt and `model.think_tokens` tokens, which are read and not written."""
 
 
 @dataclass
@@ -269,21 +273,24 @@ class LossConfig:
     """Weight of the contrastive loss; overrides `ratio`."""
     temperature: Positive = 0.03
     """InfoNCE tau; cosine similarities are divided by it. No unit, > 0."""
-    anchor: Literal["self", "oracle", "none", "mix"] = "self"
+    anchor: Literal["self", "oracle", "none", "mix", "latent"] = "self"
     """Query state that the contrastive loss sees, the paper's Table 4: `self` after the model's own rationale,
     `oracle` after the oracle's (leaks the target), `none` directly after the prompt; `mix` after the oracle's for
-    a share of the queries, after their own for the others."""
+    a share of the queries, after their own for the others. `latent`: after `model.think_tokens`, without a rollout."""
     oracle_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """With `anchor=mix`: share of the queries, drawn anew in each step, that are embedded after the oracle's rationale."""
     oracle_decay_steps: AtLeastOne | None = None
     """With `anchor=mix`: the share falls linearly from `oracle_share` to 0 over so many steps; null: it stays."""
     states: StatesConfig = field(default_factory=StatesConfig)
     align: NotNegative = 0.0
-    """Weight, within the contrastive part, of the KL divergence from the reasoned state's ranking of the candidates to
-    the direct state's. The reasoned side gets no gradient from it."""
+    """Weight, within the contrastive part, of the KL divergence from the anchor's ranking of the candidates to that of
+    each further state (`states`). The anchor's side gets no gradient from it."""
     align_temperature: Positive | None = None
     """Temperature of both rankings in `align`; null: `temperature`."""
     adaptive: AdaptiveConfig = field(default_factory=AdaptiveConfig)
+    think_lm: Share = 0.0
+    """Share of the LM loss on oracle rationales that is computed after the think tokens instead of directly after the
+    prompt, so that they hold what the words would say (after TTE-Flash, arXiv:2605.16638); 1: all of it."""
     terms: dict[str, NotNegative | None] = field(default_factory=lambda: {"info_nce": 1.0})
     """Contrastive losses and their weights within the contrastive part: registered ones by name (docs/extending.md). null
     takes one out that a recipe below (`base`) names."""
@@ -788,29 +795,41 @@ def _check_mix(loss: LossConfig) -> Iterator[str]:
 
 
 def _check_states(recipe: Recipe) -> Iterator[str]:
-    """Settings of the direct state that have no effect or contradict one another."""
-    loss = recipe.loss
-    if not loss.states.direct:
-        for key, value in (("align", loss.align), ("adaptive.share", loss.adaptive.share)):
-            if value:
-                yield f"loss.{key}={value} needs the direct state: set loss.states.direct, e.g. 1"
-        return
-    if loss.anchor == "none":
-        yield "loss.anchor=none trains the direct state alone: set loss.states.direct=0, or another loss.anchor"
-    if recipe.rollout.direct_share:
-        yield (
-            "rollout.direct_share takes the reasoned state from some queries, loss.states.direct adds the direct one "
-            "to all: set one of them to 0"
-        )
-    if "rl" in recipe.stages():
-        yield "the stage rl trains the reasoned state alone: set loss.states.direct=0"
+    """Settings of the direct and the latent state that have no effect or contradict one another."""
+    loss, think = recipe.loss, recipe.model.think_tokens
+    states = [name for name in ("direct", "latent") if getattr(loss.states, name)]
+    if loss.adaptive.share and "direct" not in states:
+        yield f"loss.adaptive.share={loss.adaptive.share} needs the direct state: set loss.states.direct, e.g. 1"
     if loss.adaptive.floor > loss.adaptive.share:
         yield f"loss.adaptive.floor={loss.adaptive.floor} is above loss.adaptive.share={loss.adaptive.share}"
+    if loss.adaptive.share and loss.think_lm == 1:
+        yield "loss.think_lm=1 leaves loss.adaptive no LM loss after the prompt: set it below 1"
+    if loss.align and not states:
+        yield f"loss.align={loss.align} needs a second state: set loss.states.direct or loss.states.latent, e.g. 1"
+    if loss.anchor == "none" and states:
+        yield "loss.anchor=none trains the direct state alone: set loss.states.direct=0, or another loss.anchor"
+    if loss.anchor == "latent" and loss.states.latent:
+        yield "loss.anchor=latent is the latent state: set loss.states.latent=0"
+    if loss.anchor == "latent" or loss.states.latent:
+        if not think:
+            yield "the latent state needs think tokens: set model.think_tokens, e.g. 4"
+        if think >= recipe.rollout.max_new_tokens:
+            yield f"model.think_tokens={think} must be below rollout.max_new_tokens={recipe.rollout.max_new_tokens}"
+    elif think or loss.think_lm:
+        key = f"model.think_tokens={think}" if think else f"loss.think_lm={loss.think_lm}"
+        yield f"{key} needs the latent state: set loss.states.latent, e.g. 1, or loss.anchor=latent"
+    if recipe.rollout.direct_share and states:
+        yield (
+            f"rollout.direct_share takes the reasoned state from some queries, loss.states.{states[0]} adds a state to all: "
+            "set one of them to 0"
+        )
+    if states and "rl" in recipe.stages():
+        yield f"the stage rl trains the reasoned state alone: set loss.states.{states[0]}=0"
 
 
 def _check_rollout_is_used(recipe: Recipe) -> Iterator[str]:
     """Without own rationales, refuse what says which are written; how fast (`backend`, `prompt_pass`) may stand in a sweep's base."""
-    if recipe.loss.anchor not in ("none", "oracle"):
+    if recipe.loss.anchor in ("self", "mix"):
         return
     for key in ("temperature", "num_rationales", "reuse_steps", "direct_share"):
         value, default = getattr(recipe.rollout, key), getattr(RolloutConfig, key)

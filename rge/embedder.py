@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from PIL import Image
@@ -29,11 +29,11 @@ from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.files import checkpoint_folder
 from rge.common.images import fetch_picture
-from rge.common.schema import Encoded, ImageRef, Item
+from rge.common.schema import Encoded, ImageRef, Item, Mode, check_mode
 from rge.distributed.workers import Work, Workers
 
 if TYPE_CHECKING:
-    from rge.inference import Asked, Inference, Mode, OnProgress, Side
+    from rge.inference import Asked, Inference, OnProgress, Side
     from rge.model.embedding_model import EmbeddingModel
     from rge.model.prompts import Prompt, PromptBuilder
     from rge.rollout.vllm_states import VllmStates
@@ -199,9 +199,11 @@ class Embedder:
         return sorted({self.size, *self.settings.get("dimensions", ())})
 
     @property
-    def query_mode(self) -> Literal["reasoning", "direct"]:
-        """How queries were trained: with a rationale or without."""
-        return "direct" if self.settings["reasons"] == "none" else "reasoning"
+    def query_mode(self) -> Mode:
+        """How queries were trained: with a rationale, after think tokens alone, or directly."""
+        if self.settings["reasons"] != "none":
+            return "reasoning"
+        return "latent" if self.settings.get("think_tokens") else "direct"
 
     @property
     def default_instruction(self) -> str | None:
@@ -213,7 +215,7 @@ class Embedder:
         texts: str | Sequence[str | None] | None = None,
         images: Picture | Sequence[Any] | None = None,
         *,
-        mode: Literal["reasoning", "direct", "auto"] | None = None,
+        mode: Mode | None = None,
         instruction: str | None = None,
         task: str | None = None,
         dimensions: int | None = None,
@@ -229,8 +231,8 @@ class Embedder:
             texts: a question, or N of them; None for pictures alone.
             images: with one question, its picture or pictures; with N, N entries, each None, a picture or several. A
                 picture is a path, a web address, a data URL, bytes or a PIL image.
-            mode: ``reasoning``, ``direct`` (no rationale) or ``auto`` (the model decides query by query; needs a
-                checkpoint trained for it, docs/modes.md); None as the checkpoint was trained.
+            mode: ``reasoning``, ``direct`` (no rationale), ``latent`` (think tokens in place of one) or ``auto`` (the model
+                decides query by query); the last two need a checkpoint trained for it, docs/modes.md. None as it was trained.
             instruction: put before every question; None takes the one of `task`, or the most frequent one of training.
                 An empty string puts nothing. One that training did not have is used, with a warning.
             task: name of a task of training (``rge.json`` lists them) whose instruction is to be used.
@@ -390,7 +392,7 @@ class Embedder:
         items: Sequence[Item],
         *,
         side: "Side",
-        mode: "Mode",
+        mode: Mode,
         batch_size: int = 64,
         seeds: Sequence[int] | None = None,
         on_progress: Callable[[int], object] | None = None,
@@ -405,8 +407,8 @@ class Embedder:
         Args:
             items: what to embed.
             side: decides the wording of the prompt.
-            mode: ``reasoning`` lets the model write a rationale first; ``direct`` prefills ``<emb>``; ``auto`` lets the
-                model decide, and a rationale is empty where it answered directly.
+            mode: ``reasoning`` lets the model write a rationale first; ``direct`` prefills ``<emb>``, ``latent`` think
+                tokens and ``<emb>``; ``auto`` lets the model decide, and a rationale is empty where it answered directly.
             batch_size: rows a forward.
             seeds: one an item, needed where the settings ask for sampling.
             on_progress: called with the number of items just finished.
@@ -416,13 +418,15 @@ class Embedder:
             Embeddings and what was written, in the order of the items.
 
         Raises:
+            UserError: the checkpoint was not trained for the mode.
             ValueError: an unknown mode, an item that cannot be embedded.
             ImageError: a picture cannot be read.
         """
         from rge.inference import Asked
 
-        if mode not in ("reasoning", "direct", "auto"):
-            raise ValueError(f"mode must be reasoning, direct or auto, got {mode!r}")
+        if mode not in get_args(Mode):
+            raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
+        check_mode(mode, self.settings)
         if self.exact and self.engine is not None:
             raise ValueError(
                 "exact embeddings are computed row by row, which vLLM does not do: use engine=own"
@@ -505,7 +509,7 @@ class Embedder:
         """
         return self._inference.prompt(item, side, images)
 
-    def encode_prompts(self, prompts: Sequence["Prompt"], *, mode: "Mode", batch_size: int = 64) -> Encoded:
+    def encode_prompts(self, prompts: Sequence["Prompt"], *, mode: Mode, batch_size: int = 64) -> Encoded:
         """Embed prompts that `prompt` has made before, as a server does, which makes them where they come in.
 
         Args:

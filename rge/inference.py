@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rge.common.errors import UserError
 from rge.common.images import load_image
-from rge.common.schema import DIRECT_ABOVE, Encoded, Item, Mode, check_auto, decides_itself
+from rge.common.schema import DIRECT_ABOVE, SILENT, Encoded, Item, Mode, check_mode, decides_itself
 from rge.cpu_threads import limit_threads
 from rge.model.backbone import BackboneError, collapsed_ids, load_backbone
 from rge.model.embedding_model import EmbeddingModel
@@ -43,7 +43,7 @@ class Asked:
 
     Attributes:
         mode: ``reasoning`` lets the model write a rationale first; ``direct`` prefills ``<emb>``; ``auto`` lets the
-            probability of ``<emb>`` as the first token decide.
+            probability of ``<emb>`` as the first token decide; ``latent`` prefills think tokens and ``<emb>``.
         batch_size: rows a forward.
         seeds: one a prompt, needed for sampling.
         exact: see `rge.embedder.Embedder.encode`.
@@ -101,6 +101,7 @@ class Inference:
             max_pixels=settings["pixels"]["max"],
             quantization=settings.get("quantization"),
             device=device,
+            think_tokens=settings.get("think_tokens", 0),
         )
         builder = PromptBuilder(backbone.processor, settings["profile"], settings["max_prompt_tokens"])
         model = EmbeddingModel(backbone)
@@ -139,12 +140,14 @@ class Inference:
             prepare_ms: what each prompt took to make, to be counted.
 
         Raises:
+            UserError: the checkpoint was not trained for the mode.
             ValueError: sampling without seeds, or what vLLM cannot do.
         """
         num = len(prompts)
+        check_mode(asked.mode, settings)
         with self._computing:
-            if asked.mode == "direct":
-                states, embed_ms = self._direct(prompts, asked, on_progress)
+            if asked.mode in SILENT:
+                states, embed_ms = self._prefilled(prompts, asked, on_progress)
                 return Encoded(
                     states, [""] * num, np.zeros(num, np.int64), ["prefilled"] * num, np.zeros(num), embed_ms + prepare_ms
                 )  # fmt: skip
@@ -187,18 +190,19 @@ class Inference:
         branches = [[Branch([*ids, self.model.emb_id], read_state=True)] for ids in rationales]
         return self.model(self.model.pack(prompts, branches))[0].state_ND
 
-    def _direct(
+    def _prefilled(
         self, prompts: Sequence[Prompt], asked: Asked, on_progress: OnProgress
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Embeddings (N, D) at a prefilled ``<emb>``, and milliseconds (N,)."""
+        """Embeddings (N, D) at an ``<emb>`` before which nothing is written, and milliseconds (N,)."""
+        given = self.model.given[asked.mode]
         found, embed_ms = np.empty((len(prompts), self.size), np.float32), np.empty(len(prompts))
         for rows in self._batches(prompts, asked):
             began = time.perf_counter()
             shown = [prompts[row] for row in rows]
             if self.engine is None:
-                found[rows] = self._states(shown, [()] * len(rows)).float().cpu().numpy()
+                found[rows] = self._states(shown, [given] * len(rows)).float().cpu().numpy()
             else:
-                found[rows] = torch.stack(self.engine.states(shown)).numpy()
+                found[rows] = torch.stack(self.engine.states(shown, [given] * len(rows))).numpy()
             embed_ms[rows] = (time.perf_counter() - began) * 1000 / len(rows)
             on_progress(len(rows))
         return found, embed_ms
@@ -219,7 +223,6 @@ class Inference:
         cap, temperature = generation["max_new_tokens"], generation["temperature"]
         least, above = generation.get("min_new_tokens", 0), None
         if asked.mode == "auto":
-            check_auto(settings)
             above = generation.get("direct_above", DIRECT_ABOVE)
         elif decides_itself(settings):
             least = max(least, 1)  # mode=reasoning is asked for words

@@ -5,6 +5,7 @@ Shape suffixes: B = queries of this rank, C = candidates of all ranks, D = hidde
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from rge.config import AdaptiveConfig, Recipe
 from rge.data.collate import Batch
 from rge.losses import alignment, contrastive_losses, hit_at_1, right_by
+from rge.model.embedding_model import EmbeddingModel, Readout
 from rge.model.packing import Branch
 from rge.rl.rewards import find_reward
 from rge.rollout.generate import Rationale
@@ -41,13 +43,14 @@ class Objective:
         alpha_lm: weight of the LM loss; 1 in the cold start.
         alpha_con: weight of the contrastive loss; 0 in the cold start.
         temperature: of InfoNCE.
-        anchor: ``self``, ``oracle``, ``none`` or ``mix``: which query state InfoNCE sees. With ``mix`` some of the
-            rationales given to a step are the oracle's (`rge.rollout.writer`); the step is that of ``self``.
-        direct: share of L_con that is computed on the direct state of the same queries, the other share being on the
-            anchor's; 0 leaves the direct state out.
-        align: weight within L_con of the KL divergence from the anchor's ranking to the direct state's.
+        anchor: ``self``, ``oracle``, ``none``, ``mix`` or ``latent``: which query state InfoNCE sees. With ``mix`` some of
+            the rationales given to a step are the oracle's (`rge.rollout.writer`); the step is that of ``self``.
+        states: shares of L_con that are computed on further states of the same queries, ``direct`` or ``latent``; what is
+            left is the anchor's.
+        align: weight within L_con of the KL divergence from the anchor's ranking to that of each further state.
         align_temperature: of both sides of that divergence.
         adaptive: which queries' LM target becomes ``<emb>`` alone; None: none.
+        think_lm: share of the LM loss on oracle rationales that is computed after the think tokens.
         lm_on_candidates: whether ``<emb>`` after a candidate's prompt is an LM label too.
         matryoshka_dims: further sizes of the embedding that the contrastive losses are averaged over.
         terms: contrastive losses by their registered names, with their weights within L_con.
@@ -68,10 +71,11 @@ class Objective:
     sampled_at: float = 1.0
     num_updates: int = 1
     rewards_oracle: bool = False
-    direct: float = 0.0
+    states: Mapping[str, float] = field(default_factory=dict)
     align: float = 0.0
     align_temperature: float = 0.03
     adaptive: AdaptiveConfig | None = None
+    think_lm: float = 0.0
 
     @classmethod
     def of(cls, recipe: Recipe, stage: str) -> "Objective":
@@ -82,7 +86,8 @@ class Objective:
         """
         loss, rl = recipe.loss, recipe.rl
         if stage == "cold_start":
-            return cls(alpha_lm=1.0, alpha_con=0.0, lm_on_candidates=loss.lm_on_candidates)
+            return cls(1.0, 0.0, lm_on_candidates=loss.lm_on_candidates, think_lm=loss.think_lm)
+        weights = vars(loss.states)
         joint = cls(
             loss.alpha_lm,  # type: ignore[arg-type]  # `load_recipe` has filled both in
             loss.alpha_con,  # type: ignore[arg-type]
@@ -91,10 +96,15 @@ class Objective:
             loss.lm_on_candidates,
             tuple(loss.matryoshka_dims),
             {name: weight for name, weight in loss.terms.items() if weight},
-            direct=loss.states.direct / (loss.states.direct + loss.states.reasoned),
+            states={
+                name: weight / sum(weights.values())
+                for name, weight in weights.items()
+                if weight and name != "reasoned"
+            },
             align=loss.align,
             align_temperature=loss.align_temperature or loss.temperature,
             adaptive=loss.adaptive if loss.adaptive.share else None,
+            think_lm=loss.think_lm,
         )
         if stage != "rl":
             return joint
@@ -142,44 +152,86 @@ class Objective:
         """States a query that are compared with the candidates."""
         if self.needs_rollout:
             return len(rationales) // len(batch.queries)  # type: ignore[arg-type]
-        return 1 + (self.direct > 0)
+        return 1 + len(self.states)
 
-    def num_lm_tokens(self, batch: Batch) -> int:
-        """Labels of the LM loss in a batch."""
+    def num_lm_tokens(self, batch: Batch, easy_B: Sequence[bool] | None = None) -> float:
+        """Labels of the LM loss in a batch, each counted by its weight.
+
+        Args:
+            batch: of this rank.
+            easy_B: queries whose target after the prompt is ``<emb>`` alone.
+        """
         if self.alpha_lm == 0:
             return 0
-        return sum(map(len, batch.oracle_ids)) + (len(batch.candidates) if self.lm_on_candidates else 0)
+        count = sum(map(len, batch.oracle_ids)) + (len(batch.candidates) if self.lm_on_candidates else 0)
+        spared = sum(len(ids) - 1 for ids, easy in zip(batch.oracle_ids, easy_B or (), strict=False) if easy)
+        return count - (1 - self.think_lm) * spared
+
+    @property
+    def lm_targets(self) -> list[str]:
+        """What the LM loss wants of a query, in the order of `query_branches`.
+
+        ``words`` is the oracle rationale, ``direct`` is ``<emb>`` alone, ``think`` the oracle rationale after think tokens.
+        """
+        wanted = {"words": self.think_lm < 1, "direct": self.adaptive is not None, "think": self.think_lm > 0}
+        return [name for name, is_wanted in wanted.items() if is_wanted and self.alpha_lm > 0]
+
+    def query_nll(self, q: Readout, easy_B: Tensor | None = None) -> Tensor:
+        """Summed LM loss of queries, each of its targets by its weight.
+
+        Args:
+            q: of their branches.
+            easy_B: which of them have ``<emb>`` alone as their target after the prompt.
+        """
+        targets = self.lm_targets
+        if len(targets) < 2:
+            return q.nll
+        assert q.nll_P is not None
+        nll_BP = q.nll_P.unflatten(0, (-1, len(targets)))
+        easy_B = nll_BP.new_zeros(len(nll_BP)) if easy_B is None else easy_B.to(nll_BP.dtype)
+        after_prompt = 1 - self.think_lm
+        weight_B = {
+            "words": after_prompt * (1 - easy_B),
+            "direct": after_prompt * easy_B,
+            "think": torch.full_like(easy_B, self.think_lm),
+        }
+        return (nll_BP * torch.stack([weight_B[name] for name in targets], dim=1)).sum()
 
     def query_branches(
         self,
         batch: Batch,
         rationales: Sequence[Rationale] | None,
-        emb_id: int,
+        embedder: EmbeddingModel,
         row: int,
         *,
         sampled: bool = False,
     ) -> list[Branch]:
-        """The continuations of one query's prompt: own rationales, the direct state, the oracle rationale, as needed.
+        """The continuations of one query's prompt: those whose state is read, the anchor's first, then those to be learned.
 
         Args:
             batch: of this rank.
-            rationales: own ones, equally many a query.
-            emb_id: id of ``<emb>``.
+            rationales: own ones, equally many a query, followed by those of further states.
+            embedder: says what stands before ``<emb>`` in which state.
             row: of the query.
             sampled: whether log probabilities of the own ones are read, for the policy gradient.
         """
+        given, emb_id, targets = embedder.given, embedder.emb_id, self.lm_targets
         branches = []
         if self.needs_rollout:
             num_each = self.num_states(batch, rationales)
             own = rationales[row * num_each : (row + 1) * num_each]  # type: ignore[index]
-            branches += [Branch([*one.ids, emb_id], read_state=True, sampled=sampled) for one in own]
-        elif self.alpha_con > 0 and (self.anchor == "none" or self.direct):
-            branches.append(Branch([emb_id], read_state=True))
-        if self.adaptive is not None:
-            branches.append(Branch([emb_id], predict=True))
-        if self.needs_oracle:
-            read = self.alpha_con > 0 and self.anchor == "oracle"
-            branches.append(Branch(batch.oracle_ids[row], read_state=read, predict=self.alpha_lm > 0))
+            branches = [Branch([*one.ids, emb_id], read_state=True, sampled=sampled) for one in own]
+        elif self.alpha_con > 0:
+            anchor = {"none": "direct"}.get(self.anchor, self.anchor)
+            names = [name for name in (anchor, *self.states) if name != "oracle"]
+            branches = [Branch([*given[name], emb_id], read_state=True) for name in names]
+            if anchor == "oracle":  # its words may be read and learned at once
+                branches.insert(0, Branch(batch.oracle_ids[row], read_state=True, predict="words" in targets))
+                targets = [name for name in targets if name != "words"]
+        for name in targets:
+            before = given["latent"] if name == "think" else ()
+            ids = [emb_id] if name == "direct" else batch.oracle_ids[row]
+            branches.append(Branch([*before, *ids], predict=True, unlabelled=len(before)))
         return branches
 
     def candidate_branch(self, emb_id: int) -> Branch:
@@ -200,12 +252,10 @@ class Objective:
             num_added: states at the end of each query's that `Contrast.hits` leaves out.
         """
         num_each = q_ND.shape[0] // positive_BC.shape[0]
-        parts = [("", slice(0, num_each), 1.0)]
-        if self.direct:
-            # Own rationales stand before the given direct one; the direct branch stands before the oracle's.
-            first = slice(0, num_each - 1) if self.needs_rollout else slice(1, 2)
-            last = slice(num_each - 1, num_each) if self.needs_rollout else slice(0, 1)
-            parts = [("", first, 1 - self.direct), ("_direct", last, self.direct)]
+        first = num_each - len(self.states)
+        parts = [("", slice(0, first), 1 - sum(self.states.values()))]
+        for place, (name, share) in enumerate(self.states.items(), start=first):
+            parts.append((f"_{name}", slice(place, place + 1), share))
         q_BSD = q_ND.unflatten(0, (-1, num_each))
         total: dict[str, Tensor] = {}
         figures: dict[str, tuple[Tensor, int]] = {}
@@ -226,16 +276,15 @@ class Objective:
             figures[f"hit_at_1{suffix}"] = hits, counted
             if suffix:
                 figures[f"loss_contrastive{suffix}"] = losses["contrastive_loss"].detach(), size
+        state_BD = {name: q_BSD[:, first + place] for place, name in enumerate(self.states)}
         lead_B = None
-        if self.direct:
-            _, columns, _ = parts[1]
-            direct_BD = q_BSD[:, columns.start]
-            lead_B = right_by(direct_BD.detach(), c_CD.detach(), positive_BC, ignored_BC)
-            if self.align:
-                teacher_BD = q_BSD[:, parts[0][1].start]
-                pull = alignment(direct_BD, teacher_BD, c_CD, ignored_BC, temperature=self.align_temperature)
-                total["contrastive_loss"] = total["contrastive_loss"] + pull * (self.align * num_each)
-                figures["loss_align"] = pull.detach(), 1
+        if "direct" in state_BD:
+            lead_B = right_by(state_BD["direct"].detach(), c_CD.detach(), positive_BC, ignored_BC)
+        if self.align and state_BD:
+            pull = partial(alignment, temperature=self.align_temperature)
+            pulled = sum(pull(state, q_BSD[:, 0], c_CD, ignored_BC) for state in state_BD.values())
+            total["contrastive_loss"] = total["contrastive_loss"] + pulled * (self.align * num_each)
+            figures["loss_align"] = pulled.detach(), 1
         if len(self.terms) > 1:
             figures |= {f"loss_{name}": (total[name].detach(), num_each) for name in self.terms}
         figures["loss_contrastive"] = total["contrastive_loss"].detach(), num_each

@@ -19,17 +19,18 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from rge.config import AdaptiveConfig
 from rge.data.collate import Batch
 from rge.distributed import collectives as dist
 from rge.model.dropout import RandomState, drops_out
 from rge.model.embedding_model import EmbeddingModel, Packed, Readout
 from rge.model.packing import Branch
-from rge.objective import Contrast, Objective
+from rge.objective import Objective
 from rge.rollout.generate import Rationale
 from rge.rollout.writer import Rollout
 
@@ -101,7 +102,8 @@ class TrainingStep:
 
         Returns:
             Report, equal on all ranks: loss, loss_lm, loss_contrastive, its terms where there are several
-            (``loss_info_nce``) and hit_at_1 where they exist, the direct state's under ``..._direct``; with them how many negatives a query had in the loss's
+            (``loss_info_nce``) and hit_at_1 where they exist, those of further states under ``..._direct`` and
+            ``..._latent``; with them how many negatives a query had in the loss's
             denominator, on average, and how many of those are labelled ones; cut_prompts, how many prompts were too
             long and lost the end of their text.
 
@@ -130,10 +132,11 @@ class TrainingStep:
                 if cache is None and objective.compares:
                     t_ND = t.state_ND if objective.trains_candidates else forward.candidate_states()
                     compared = Comparison(forward, share.chunks, q.state_ND, t_ND, extra)
-                q_nll = q.nll
-                if compared is not None and compared.targets is not None:
-                    q_nll = compared.targets.nll(q, chunk[0])
-                    share = share.with_lm_tokens(compared.targets.lm_tokens, objective)
+                easy_B = None
+                if compared is not None and compared.easy_B is not None:
+                    easy_B = compared.easy_B[chunk[0]]
+                    share = share.with_lm_tokens(compared.lm_tokens, objective)
+                q_nll = objective.query_nll(q, easy_B)
                 total = (q_nll + t.nll) * share.lm_scale
                 if cache is not None:
                     total = total + cache.surrogate(q, t, rows, chunk[1])
@@ -214,20 +217,20 @@ class _Forward:
         self.rationales: Sequence[Rationale] | None = None if rollout is None else rollout.rationales
         self.encoded = None if rollout is None else rollout.encoded
         given = sum(one.given for one in self.rationales or ())
-        self.num_given = 0 if objective.direct else given // len(batch.queries)
+        self.num_given = 0 if objective.states else given // len(batch.queries)
         self.easy_share = 0.0 if rollout is None else rollout.easy_share
 
     def __call__(self, model: nn.Module, chunk: Chunk) -> tuple[Readout, Readout]:
         """Queries with all their branches and candidates, through `model`."""
-        objective, emb_id = self.objective, self.embedder.emb_id
+        objective = self.objective
         sampled = objective.alpha_rl > 0
         branches = [
-            objective.query_branches(self.batch, self.rationales, emb_id, row, sampled=sampled)
+            objective.query_branches(self.batch, self.rationales, self.embedder, row, sampled=sampled)
             for row in self._rows(chunk[0])
         ]
         packs = [self._pack(chunk[0], branches)]
         if self.batch.candidates and objective.trains_candidates:
-            packs.append(self._candidates(chunk[1], objective.candidate_branch(emb_id)))
+            packs.append(self._candidates(chunk[1], objective.candidate_branch(self.embedder.emb_id)))
         readouts = model(*packs)
         if len(readouts) == 1:
             q = readouts[0]
@@ -246,7 +249,7 @@ class _Forward:
                 read = [
                     [
                         branch
-                        for branch in objective.query_branches(batch, None, embedder.emb_id, row)
+                        for branch in objective.query_branches(batch, None, embedder, row)
                         if branch.read_state
                     ]
                     for row in self._rows(queries)
@@ -308,7 +311,7 @@ class _Forward:
             packed = self.embedder.pack(prompts, branches, temperature)
         else:
             packed = self.embedder.pack_branches(prompts, branches, self.encoded, temperature)
-        return replace(packed, by_branch=True) if self.objective.adaptive is not None else packed
+        return replace(packed, by_branch=len(self.objective.lm_targets) > 1)
 
     def _candidates(self, rows: slice, branch: Branch) -> Packed:
         prompts = self.batch.candidates[rows]
@@ -371,6 +374,9 @@ class Comparison:
         found: losses and hits, see `Objective.contrastive`.
         num_negatives: in the losses' denominators.
         num_labelled: of these, labelled ones.
+        easy_B: which of this rank's queries are to be answered directly: their LM target is ``<emb>`` alone, the others'
+            the oracle rationale. None without `Objective.adaptive`.
+        lm_tokens: labels of all ranks then.
     """
 
     def __init__(
@@ -397,51 +403,29 @@ class Comparison:
         if objective.alpha_con == 0:
             q_ND, c_CD = q_ND.detach(), c_CD.detach()
         self.found = objective.contrastive(q_ND, c_CD, positive_BC, ignored_BC, forward.num_given)
-        self.targets = None
+        self.easy_B, self.lm_tokens = None, 0.0
         if objective.adaptive is not None:
-            self.targets = Targets.of(batch, objective, self.found, forward.easy_share)
+            assert self.found.lead_B is not None
+            self.easy_B = easy_queries(self.found.lead_B, objective.adaptive, forward.easy_share)
+            labels = objective.num_lm_tokens(batch, self.easy_B.tolist())
+            (self.lm_tokens,) = dist.sum_over_ranks([labels], device)
+            self.found.figures["easy_rate"] = self.easy_B.sum(), 1
 
 
-class Targets(NamedTuple):
-    """Which queries are to be answered directly: their LM target is ``<emb>`` alone, the others' the oracle rationale.
+def easy_queries(lead_B: Tensor, adaptive: AdaptiveConfig, most: float) -> Tensor:
+    """(B,) bool: the queries whose direct state leads by the margin, those that lead most first, within the shares.
 
-    Attributes:
-        easy_B: bool, of this rank's queries.
-        lm_tokens: labels of all ranks.
+    Args:
+        lead_B: see `rge.losses.right_by`.
+        adaptive: margin and least share.
+        most: greatest share.
     """
-
-    easy_B: Tensor
-    lm_tokens: float
-
-    @classmethod
-    def of(cls, batch: Batch, objective: Objective, found: Contrast, most: float) -> "Targets":
-        """The queries whose direct state leads by the margin, those that lead most first, within the shares.
-
-        Args:
-            batch: this rank's share of the step.
-            objective: with `adaptive`.
-            found: with the leads.
-            most: greatest share of this rank's queries.
-        """
-        assert objective.adaptive is not None
-        assert found.lead_B is not None
-        count, lead_B = len(batch.queries), found.lead_B
-        wanted = int((lead_B > objective.adaptive.margin).sum())
-        wanted = min(max(wanted, math.ceil(min(objective.adaptive.floor, most) * count)), int(most * count))
-        easy_B = torch.zeros_like(lead_B, dtype=torch.bool)
-        easy_B[lead_B.topk(wanted).indices] = True
-        lengths = zip(batch.oracle_ids, easy_B.tolist(), strict=True)
-        labels = sum(1 if easy else len(ids) for ids, easy in lengths)
-        labels += len(batch.candidates) if objective.lm_on_candidates else 0
-        (lm_tokens,) = dist.sum_over_ranks([labels], lead_B.device)
-        found.figures["easy_rate"] = easy_B.sum(), 1
-        return cls(easy_B, lm_tokens)
-
-    def nll(self, q: Readout, queries: slice) -> Tensor:
-        """Summed over a chunk's queries: each has a branch of ``<emb>`` alone and one of the oracle rationale."""
-        assert q.nll_P is not None
-        direct_B, oracle_B = q.nll_P.unflatten(0, (-1, 2)).unbind(dim=1)
-        return torch.where(self.easy_B[queries], direct_B, oracle_B).sum()
+    count = len(lead_B)
+    wanted = int((lead_B > adaptive.margin).sum())
+    wanted = min(max(wanted, math.ceil(min(adaptive.floor, most) * count)), int(most * count))
+    easy_B = torch.zeros_like(lead_B, dtype=torch.bool)
+    easy_B[lead_B.topk(wanted).indices] = True
+    return easy_B
 
 
 class _Sums:

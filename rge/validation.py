@@ -99,25 +99,26 @@ class Validation:
                     batch.queries,
                     max_new_tokens=self.max_new_tokens,
                     batch_size=self.micro_batch_size,
-                    given=[()] if objective.direct else (),
+                    given=[embedder.given[name] for name in objective.states],
                 )
             q_branches = [
-                objective.query_branches(batch, rationales, embedder.emb_id, row)
+                objective.query_branches(batch, rationales, embedder, row)
                 for row in range(len(batch.queries))
             ]
             packs = [embedder.pack(batch.queries, q_branches)]
+            packs[0] = replace(packs[0], by_branch=len(objective.lm_targets) > 1)
             if batch.candidates:
                 branch = objective.candidate_branch(embedder.emb_id)
                 packs.append(embedder.pack(batch.candidates, [[branch]] * len(batch.candidates)))
-            readouts = embedder(*packs)
+            q, *t = embedder(*packs)
             if not rows:
                 continue
             chunks.append(batch)
-            nll += sum(float(readout.nll) for readout in readouts)
-            num_tokens += sum(readout.num_tokens for readout in readouts)
+            nll += sum(map(float, (objective.query_nll(q), *(readout.nll for readout in t))))
+            num_tokens += objective.num_lm_tokens(batch)
             if objective.compares:
-                q_parts.append(readouts[0].state_ND)
-                t_parts.append(readouts[1].state_ND)
+                q_parts.append(q.state_ND)
+                t_parts.append(t[0].state_ND)
                 forced += sum(rationale.forced for rationale in rationales or [])
         figures: dict[str, float] = {}
         if objective.compares:

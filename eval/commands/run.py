@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -38,9 +38,9 @@ from rge.common.files import checkpoint_folder
 from rge.common.options import one_of
 from rge.common.prompt_profiles import PROFILES
 from rge.common.registry import PluginOptions
-from rge.common.schema import Encoded, check_auto
+from rge.common.schema import Encoded, check_mode
 
-MODES: tuple[Mode, ...] = ("reasoning", "direct", "auto")
+MODES: tuple[Mode, ...] = get_args(Mode)
 MAX_INSTRUCTIONS = 20
 """Instructions listed in results.json; a set may have one a query."""
 
@@ -411,8 +411,8 @@ def _load(options: RunOptions, load: Callable[..., Embeds] | None, of_set: str |
     )
     if "reasoning" in options.query_mode and "reasoning" not in encoder.settings.get("modes", MODES):
         raise UserError(f"{name} writes no rationale: give query_mode=direct")
-    if "auto" in options.query_mode:
-        check_auto(encoder.settings)
+    for mode in options.query_mode:
+        check_mode(mode, encoder.settings)
     exact = options.exact
     if exact is None:
         exact = (

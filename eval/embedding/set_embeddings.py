@@ -26,7 +26,7 @@ from eval.embedding.shards import (
 from eval.sets.retrieval_set import Modality, RetrievalSet, content_digest
 from rge.common.commands import progress_bar
 from rge.common.prompt_profiles import PROFILES
-from rge.common.schema import Encoded, Item
+from rge.common.schema import SILENT, Encoded, Item
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Embeddings:
         contents: Sequence[str],
         seed: int | None,
     ) -> Cache:
-        seed = None if mode == "direct" else seed
+        seed = None if mode in SILENT else seed
         done = self._filled.get((side, mode, modality, seed))
         if done is not None:
             return done
@@ -195,7 +195,7 @@ def keyed_settings(encoder: Embeds, mode: Mode) -> dict[str, Any]:
     profile = str(settings.get("profile"))
     if profile in PROFILES:
         settings["templates"] = asdict(PROFILES[profile])
-    if mode == "direct":  # nothing is generated, so another cap on rationales changes nothing
+    if mode in SILENT:  # nothing is generated, so another cap on rationales changes nothing
         settings.pop("generation", None)
     return settings
 

@@ -23,6 +23,13 @@ _NAMES = {  # (query_mode, query_modality) -> order in the table, label, what it
     ("direct", "both"): (5, "Direct", "no rationale, same checkpoint"),
     ("auto", "text"): (3, "Question only, auto", "picture withheld, a rationale where the model wants one"),
     ("auto", "image"): (4, "Image only, auto", "question withheld, a rationale where the model wants one"),
+    ("latent", "text"): (
+        3,
+        "Question only, latent",
+        "picture withheld, think tokens in place of a rationale",
+    ),
+    ("latent", "image"): (4, "Image only, latent", "question withheld, think tokens in place of a rationale"),
+    ("latent", "both"): (8, "Latent", "think tokens in place of a rationale, same checkpoint"),
     ("auto", "both"): (8, "Auto", "a rationale where the model wants one, same checkpoint"),
     ("reasoning", "both"): (9, "Reasoning", "writes a rationale first"),
 }

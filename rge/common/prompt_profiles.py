@@ -7,6 +7,11 @@ from rge.common.registry import Registry
 EMB_TOKEN = "<emb>"
 
 
+def think_tokens(count: int) -> list[str]:
+    """Names of the tokens of a latent state's branch, in order."""
+    return [f"<think_{number}>" for number in range(1, count + 1)]
+
+
 @dataclass(frozen=True, slots=True)
 class Profile:
     """How the text part of a prompt is worded. ``{text}`` and ``{instruction}`` are filled in.

@@ -154,8 +154,11 @@ class Encoded:
     embed_ms: np.ndarray
 
 
-Mode = Literal["reasoning", "direct", "auto"]
-"""How an embedding is asked for: after a rationale, at once, or as the model decides. docs/modes.md."""
+Mode = Literal["reasoning", "direct", "auto", "latent"]
+"""How an embedding is asked for: after a rationale, at once, as the model decides, after think tokens. docs/modes.md."""
+
+SILENT = ("direct", "latent")
+"""Modes in which nothing is written, whatever the settings of generation are."""
 
 DIRECT_ABOVE = 0.5
 """Probability of ``<emb>`` as the first token from which on ``mode=auto`` writes nothing, unless the settings say another."""
@@ -167,14 +170,23 @@ def decides_itself(settings: dict[str, Any]) -> bool:
     return bool((loss.get("adaptive") or {}).get("share"))
 
 
-def check_auto(settings: dict[str, Any]) -> None:
-    """Refuse ``mode=auto`` where nothing was trained for it.
+def check_mode(mode: str, settings: dict[str, Any]) -> None:
+    """Refuse a mode that a checkpoint cannot be asked in, or was not trained for.
+
+    Args:
+        mode: a `Mode`.
+        settings: content of ``rge.json``.
 
     Raises:
         UserError: says which mode to take, or what to train with.
     """
-    if not decides_itself(settings):
+    if mode == "auto" and not decides_itself(settings):
         raise UserError(
             "mode=auto needs a checkpoint that was trained to decide (loss.states.direct and loss.adaptive.share above 0); "
             "ask this one with mode=reasoning or mode=direct"
+        )
+    if mode == "latent" and not settings.get("think_tokens"):
+        raise UserError(
+            "mode=latent needs a checkpoint with think tokens (model.think_tokens, and loss.states.latent or "
+            "loss.anchor=latent); ask this one with mode=reasoning or mode=direct"
         )

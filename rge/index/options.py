@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rge.common.registry import PluginOptions
+from rge.common.schema import Mode
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -48,7 +49,7 @@ class EmbedOptions(Reading):
     """The Parquet file."""
     side: Literal["document", "query"] = "document"
     """What the items are; decides the wording of the prompt."""
-    mode: Literal["reasoning", "direct", "auto"] | None = None
+    mode: Mode | None = None
     """Whether a rationale is written first; null: queries as the checkpoint was trained, documents without."""
     instruction: str | None = None
     """Put before every query; null: the one that most training queries had; '' (quoted) for none."""
@@ -94,7 +95,7 @@ class SearchOptions(PluginOptions):
     """Picture that the question is about: a path, ``library.parquet#row`` or a web address."""
     k: AtLeastOne = 10
     """Hits shown."""
-    mode: Literal["reasoning", "direct", "auto"] | None = None
+    mode: Mode | None = None
     """Whether a rationale is written first; null: as the checkpoint was trained."""
     instruction: str | None = None
     """Put before the question; null: the one that most training queries had; '' (quoted) for none."""

@@ -14,7 +14,7 @@ import numpy as np
 from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.common.images import load_image
-from rge.common.schema import Item
+from rge.common.schema import Item, Mode
 from rge.embedder import Embedder
 from rge.index.sources import Content, Entry, load
 from rge.model.prompts import Prompt
@@ -124,7 +124,7 @@ class Reader:
         embedder: Embedder,
         *,
         side: Literal["query", "document"] = "document",
-        mode: Literal["reasoning", "direct", "auto"] | None = None,
+        mode: Mode | None = None,
         instruction: str | None = None,
         dimensions: int | None = None,
         batch_size: int = 64,

@@ -33,7 +33,7 @@ class ReasoningEmbedder(InputModule):
 
     ``encode_query`` reasons where the checkpoint was trained to; ``encode_document`` and plain ``encode`` embed
     candidates. ``prompt=`` is the instruction of queries; without it the checkpoint's own is used. ``mode="direct"`` or
-    ``"reasoning"`` asks for the other way.
+    ``"reasoning"`` asks for the other way; ``"auto"`` and ``"latent"`` are for checkpoints trained for it.
     """
 
     forward_kwargs = {"task", "mode"}  # noqa: RUF012 - the library's own convention

@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA, DoRA) from PEFT, the ``<emb>`` row beside them, and both merged into plain weights.
+"""Low-rank adapters (LoRA, DoRA) from PEFT, the rows of ``<emb>`` and think tokens beside them, and all merged into plain weights.
 
 Adapters are injected into the model, which stays the model it was: rollout, packing and step do not know about them.
-The embedding matrix is frozen, but ``<emb>`` is a new token: its row must learn. PEFT can train single rows, at the
-price of a copy of the whole matrix in every forward, twice a generated token where the matrices are tied; here the
+The embedding matrix is frozen, but these are new tokens: their rows must learn. PEFT can train single rows, at the
+price of a copy of the whole matrix in every forward, twice a generated token where the matrices are tied; here a
 row is a vector that takes the place of one row of the lookup and of one column of the logits.
 """
 
@@ -58,6 +58,7 @@ def add_adapters(
     model: HubModel,
     emb_id: int,
     *,
+    think_ids: Sequence[int] = (),
     rank: int,
     alpha: float,
     dropout: float,
@@ -66,11 +67,12 @@ def add_adapters(
     rslora: bool,
     vision: bool,
 ) -> None:
-    """Freeze a model and put adapters and trainable ``<emb>`` rows into it.
+    """Freeze a model and put adapters and trainable rows of its new tokens into it.
 
     Args:
         model: the Hugging Face model; changed in place.
         emb_id: id of ``<emb>``.
+        think_ids: ids of the think tokens.
         rank: inner size of the adapters.
         alpha: adapters are scaled by alpha / rank (by alpha / sqrt(rank) with `rslora`).
         dropout: share of an adapter's inputs that is dropped while training.
@@ -110,21 +112,25 @@ def add_adapters(
     model.requires_grad_(False)
     inject_adapter_in_model(config, model, ADAPTER)
     cast_adapter_dtype(model, ADAPTER)
-    with dist.whole([model.get_input_embeddings().weight, head.weight]):
-        lookup = EmbRow(model.get_input_embeddings().weight[emb_id], emb_id)
-        column = lookup if tied else EmbRow(head.weight[emb_id], emb_id)
-    model.emb_row = lookup
-    model.get_input_embeddings().register_forward_hook(
-        lambda _, inputs, outputs: lookup(inputs[0], outputs, lookup=True)
-    )
+    for number, token_id in enumerate([emb_id, *think_ids]):
+        _train_row(model, f"think_{number}" if number else "emb", token_id, tied)
+
+
+def _train_row(model: HubModel, name: str, token_id: int, tied: bool) -> None:
+    words, head = model.get_input_embeddings(), model.get_output_embeddings()
+    with dist.whole([words.weight, head.weight]):
+        lookup = EmbRow(words.weight[token_id], token_id)
+        column = lookup if tied else EmbRow(head.weight[token_id], token_id)
+    setattr(model, f"{name}_row", lookup)
+    words.register_forward_hook(lambda _, inputs, outputs: lookup(inputs[0], outputs, lookup=True))
     if not tied:
-        model.emb_column = column
+        setattr(model, f"{name}_column", column)
     head.register_forward_hook(lambda _, inputs, outputs: column(inputs[0], outputs, lookup=False))
 
 
 @contextmanager
 def without_adapters(model: HubModel) -> Iterator[None]:
-    """Inside, the model computes what it did before `add_adapters`, the row of ``<emb>`` included."""
+    """Inside, the model computes what it did before `add_adapters`, the rows included."""
     from peft.tuners.lora import LoraLayer
 
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
@@ -188,12 +194,13 @@ def merge(model: HubModel, weights: dict[str, Tensor] | None = None) -> Iterator
     names = {id(module): name for name, module in model.named_modules()}
     embedding = f"{names[id(model.get_input_embeddings())]}.weight"
     head = f"{names[id(model.get_output_embeddings())]}.weight"
-    row = found.pop("emb_row.weight")
-    column = found.pop("emb_column.weight", None)
-    for name, vector in ((embedding, row), (head, column)):
-        if vector is not None:
-            found[name] = found[name].clone()
-            found[name][model.emb_row.token_id] = vector.to(found[name].dtype)
-    if column is None and head in found:
+    tied = not hasattr(model, "emb_column")
+    for name in [embedding] if tied else [embedding, head]:
+        found[name] = found[name].clone()
+    for name, row in model.named_children():
+        if isinstance(row, EmbRow):
+            matrix = found[head if name.endswith("_column") else embedding]
+            matrix[row.token_id] = found.pop(f"{name}.weight").to(matrix.dtype)
+    if tied and head in found:
         found[head] = found[embedding]
     yield from found.items()

@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from rge.common.errors import UserError
 from rge.common.prompt_profiles import EMB_TOKEN
+from rge.common.prompt_profiles import think_tokens as think_names
 from rge.distributed import collectives as dist
 from rge.model import vision_tower as vision
 from rge.model.families import FAMILIES, Family, family_of
@@ -51,6 +52,7 @@ class Backbone:
         suppressed_ids: ids that a rationale never contains: every special token but ``<emb>``, and the padding rows
             of the embedding matrix, which no token has.
         attention: form of the text model's attention, see `rge.model.varlen.wanted`.
+        think_ids: ids of the think tokens, in order.
     """
 
     model: HubModel
@@ -58,6 +60,7 @@ class Backbone:
     emb_id: int
     suppressed_ids: list[int]
     attention: str = "auto"
+    think_ids: tuple[int, ...] = ()
 
     @property
     def family(self) -> Family:
@@ -96,6 +99,7 @@ def load_backbone(
     emb_token: str = EMB_TOKEN,
     quantization: str | None = None,
     device: str = "cpu",
+    think_tokens: int = 0,
 ) -> Backbone:
     """Load a model and its processor from a hub id or a directory.
 
@@ -111,9 +115,10 @@ def load_backbone(
         emb_token: its name in another project's checkpoint.
         quantization: see `quantized`; None: none.
         device: where quantized weights go, which are made there.
+        think_tokens: how many there are; with `add_emb`, those that are missing are added.
 
     Raises:
-        BackboneError: nothing to load there, an unsupported family, or no ``<emb>``.
+        BackboneError: nothing to load there, an unsupported family, no ``<emb>``, or too few think tokens.
     """
     transformers_logging.disable_progress_bar()  # ours are the bars to watch
     config = read_config(path, revision)
@@ -156,10 +161,19 @@ def load_backbone(
         raise BackboneError(
             f"{path} has no {emb_token} token, so it is not a reasoning-guided embedder; train one from it with rge/train.py"
         )
+    thinks = think_names(think_tokens)
+    if add_emb and thinks:
+        # A line break: models have read many in a row, and none of them means anything.
+        add_tokens(model, tokenizer, thinks, tokenizer("\n", add_special_tokens=False).input_ids[-1])
+    if lacking := [name for name in thinks if name not in tokenizer.get_vocab()]:
+        raise BackboneError(
+            f"{path} has no {lacking[0]} token, so it was not trained with {think_tokens} think tokens"
+        )
     num_rows = model.get_input_embeddings().num_embeddings  # a weight that ZeRO-3 has shared out has no shape
     special = set(tokenizer.all_special_ids) | set(range(len(tokenizer), num_rows))
     special |= {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return Backbone(model, processor, emb_id, sorted(special - {emb_id}), attn_implementation)
+    think_ids = tuple(tokenizer.convert_tokens_to_ids(thinks))
+    return Backbone(model, processor, emb_id, sorted(special - {emb_id}), attn_implementation, think_ids)
 
 
 def load_processor(
@@ -236,31 +250,49 @@ def load_plain(path: str | Path) -> HubModel:
 def add_emb_token(model: HubModel, tokenizer) -> int:
     """Give ``<emb>`` an id and a row to start from; a model that has it already is left alone.
 
-    The token takes the first free id (151665 on Qwen2.5-VL). Its row starts as a copy of the end of turn's
-    (``<|im_end|>`` on Qwen), a token that the model already writes where an answer is complete, in the input and, if
-    untied, in the output matrix. The
-    matrix is never shrunk to the tokenizer's length: Qwen's has padding rows, and it grows only when they are used up.
+    Its row starts as a copy of the end of turn's (``<|im_end|>`` on Qwen), a token that the model already writes where an
+    answer is complete. On Qwen2.5-VL it takes the id 151665.
 
     Returns:
         The id of ``<emb>``.
     """
-    if EMB_TOKEN in tokenizer.get_vocab():
-        return tokenizer.convert_tokens_to_ids(EMB_TOKEN)
-    emb_id = name_emb_token(tokenizer)
-    if emb_id >= model.get_input_embeddings().num_embeddings:
-        model.resize_token_embeddings(emb_id + 1, pad_to_multiple_of=64, mean_resizing=False)
-    source = tokenizer.eos_token_id
+    return add_tokens(model, tokenizer, [EMB_TOKEN], tokenizer.eos_token_id)[0]
+
+
+def add_tokens(model: HubModel, tokenizer, names: Sequence[str], source: int) -> list[int]:
+    """Give tokens ids and rows to start from; those that the tokenizer has already are left alone.
+
+    They take the first free ids, and their rows start as copies of another token's, in the input and, if untied, in the
+    output matrix. The matrix is never shrunk to the tokenizer's length: Qwen's has padding rows, and it grows only when
+    they are used up.
+
+    Args:
+        model: changed in place.
+        tokenizer: changed in place.
+        names: of the tokens.
+        source: id of the token whose row is copied.
+
+    Returns:
+        The ids of the names.
+    """
+    new = [name for name in names if name not in tokenizer.get_vocab()]
+    name_tokens(tokenizer, new)
+    new_ids = tokenizer.convert_tokens_to_ids(new)
+    if max(new_ids, default=0) >= model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(max(new_ids) + 1, pad_to_multiple_of=64, mean_resizing=False)
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
-    with torch.no_grad(), dist.whole([module.weight for module in modules]):
-        for module in modules:
-            module.weight[emb_id] = module.weight[source]
-    return emb_id
+    if new:
+        with torch.no_grad(), dist.whole([module.weight for module in modules]):
+            for module in modules:
+                module.weight[new_ids] = module.weight[source].clone()
+    return tokenizer.convert_tokens_to_ids(list(names))
 
 
-def name_emb_token(tokenizer) -> int:
-    """The id of ``<emb>`` in a tokenizer, which gets it where it has none."""
-    tokenizer.add_tokens([AddedToken(EMB_TOKEN, special=True, normalized=False)], special_tokens=True)
-    return tokenizer.convert_tokens_to_ids(EMB_TOKEN)
+def name_tokens(tokenizer, names: Sequence[str]) -> None:
+    """Put tokens into a tokenizer, where they are not in it."""
+    tokenizer.add_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in names], special_tokens=True
+    )
 
 
 def check_sizes(sizes: Sequence[int], model: HubModel) -> None:

@@ -107,6 +107,7 @@ class EmbeddingModel(nn.Module):
         cuda_graphs: whether a GPU's steps of generation are captured, see `rge.rollout.generate`.
 
     Attributes:
+        given: ids between prompt and ``<emb>`` in the modes in which nothing is written.
         pictures: set where a frozen vision tower's features may serve a whole step; None computes them in every pass.
     """
 
@@ -118,6 +119,7 @@ class EmbeddingModel(nn.Module):
         self.model = backbone.model
         self.processor = backbone.processor
         self.emb_id = backbone.emb_id
+        self.given: dict[str, tuple[int, ...]] = {"direct": (), "latent": backbone.think_ids}
         self.suppressed_ids = backbone.suppressed_ids
         tokenizer = backbone.processor.tokenizer
         self.pad_id = tokenizer.pad_token_id
@@ -255,7 +257,7 @@ class EmbeddingModel(nn.Module):
 
 
 def embedder_to_train(start: str, config: ModelConfig) -> EmbeddingModel:
-    """Backbone, processor and ``<emb>`` as a recipe holds them in memory, with what it trains and what it does not.
+    """Backbone, processor, ``<emb>`` and think tokens as a recipe holds them in memory, with what it trains and what it does not.
 
     Args:
         start: hub id or directory; `ModelConfig.path`, or a checkpoint that stands in for it.
@@ -274,11 +276,12 @@ def embedder_to_train(start: str, config: ModelConfig) -> EmbeddingModel:
         min_pixels=config.min_pixels,
         max_pixels=config.max_pixels,
         add_emb=True,
+        think_tokens=config.think_tokens,
     )
     if config.gradient_checkpointing:
         backbone.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.lora is not None:
-        add_adapters(backbone.model, backbone.emb_id, **vars(config.lora))
+        add_adapters(backbone.model, backbone.emb_id, think_ids=backbone.think_ids, **vars(config.lora))
     elif config.freeze_vision:
         for parameter in vision_parameters(backbone.model):
             parameter.requires_grad_(False)

@@ -42,6 +42,7 @@ class Branch:
         ids: token ids, ending with ``<emb>``.
         read_state: whether the state at the last token, ``<emb>``, is read out as an embedding.
         predict: whether the ids are labels of the LM loss (the prompt's last state predicts the first).
+        unlabelled: how many of the first ids are not labels all the same.
         sampled: whether the ids were sampled and their log probabilities are read.
     """
 
@@ -49,6 +50,7 @@ class Branch:
     read_state: bool = False
     predict: bool = False
     sampled: bool = False
+    unlabelled: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,11 +226,12 @@ def pack_tails(
             places.append((after_prompt + torch.arange(length)).expand(3, -1))
             if branch.read_state:
                 states.append(offset + length - 1)
+            before = [first, *range(offset, offset + length - 1)]
             if branch.predict:
-                predicts += [first, *range(offset, offset + length - 1)]
-                labels.append(branch_ids)
+                predicts += before[branch.unlabelled :]
+                labels.append(branch_ids[branch.unlabelled :])
             if branch.sampled:
-                samples += [first, *range(offset, offset + length - 1)]
+                samples += before
                 sampled.append(branch_ids)
             offset += length
         lengths.append(offset - first)

@@ -133,6 +133,8 @@ class Load:
         query_patches: of a query's pictures, and placeholders; `candidate_patches` likewise.
         each: rationales that the model writes for a query.
         sampled: whether their tokens' log probabilities are read, for a policy gradient.
+        oracles: branches with the oracle rationale: after the prompt, after think tokens.
+        beside: tokens of branches of further states, and think tokens before an oracle rationale.
     """
 
     queries: int
@@ -153,17 +155,21 @@ class Load:
     candidate_spans: list[int] = field(default_factory=list)
     each: int = 1
     sampled: bool = False
+    oracles: int = 1
+    beside: int = 0
 
     @property
     def tail(self) -> int:
         """Tokens of a query's row after the part that is attended to causally: its last prompt token and branches."""
         own = self.each * (self.own + 1) if self.read_own else 0
-        return 1 + own + (self.oracle + 1 if self.oracle else 0)
+        return 1 + own + self.beside + (self.oracles * (self.oracle + 1) if self.oracle else 0)
 
     @property
     def labels(self) -> int:
         """Tokens of a query's row that are predicted."""
-        return (self.oracle + 1 if self.oracle else 0) + (self.each * (self.own + 1) if self.sampled else 0)
+        return (self.oracles * (self.oracle + 1) if self.oracle else 0) + (
+            self.each * (self.own + 1) if self.sampled else 0
+        )
 
 
 def flops(

@@ -173,6 +173,9 @@ def load_of(recipe: Recipe, model: HubModel, options: dict[str, Any]) -> Load:
     rationale = options["rationale_tokens"] or recipe.rollout.max_new_tokens
     queries = stage.batch_size // gpus
     each = (1 + recipe.data.max_negatives) if objective.needs_candidates else 0
+    targets, states = objective.lm_targets, [*objective.states]
+    latents = sum(name in ("latent", "think") for name in (objective.anchor, *states, *targets))
+    beside = len(states) + ("direct" in targets) + latents * recipe.model.think_tokens
     return Load(
         queries=queries,
         candidates=queries * each,
@@ -181,9 +184,12 @@ def load_of(recipe: Recipe, model: HubModel, options: dict[str, Any]) -> Load:
         candidate=prompts["candidate"],
         own=rationale if objective.needs_rollout else 0,
         oracle=longest.get("rationale", rationale) if objective.needs_oracle else 0,
-        read_own=objective.needs_rollout or (objective.alpha_con > 0 and objective.anchor == "none"),
+        read_own=objective.needs_rollout
+        or (objective.alpha_con > 0 and objective.anchor in ("none", "latent")),
         contrastive=objective.compares,
         each=recipe.rollout_of(stage).num_rationales,
+        oracles=sum(name != "direct" for name in targets) or 1,
+        beside=beside,
         sampled=objective.alpha_rl > 0,
         label_candidates=objective.alpha_lm > 0 and objective.lm_on_candidates,
         query_patches=shown["query"] * a_placeholder,

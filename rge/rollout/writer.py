@@ -164,7 +164,7 @@ class Writer:
     ):
         self.model, self.embedder, self.settings, self.once = model, embedder, settings, once
         self.vllm, self.loss = vllm, loss
-        self.given: list[tuple[int, ...]] = [()] if loss.states.direct else []
+        self.given = [ids for name, ids in embedder.given.items() if getattr(loss.states, name)]
         self.store = Store(settings.reuse_steps) if settings.reuse_steps else None
 
     def __call__(self, step: int, batch: Batch) -> Rollout:
@@ -331,7 +331,7 @@ def rollout_report(rollout: Rollout | None, seconds: float, device: torch.device
     if rollout is None:
         return {}
     rationales = rollout.rationales
-    reasoned = [rationale for rationale in rationales if not rationale.direct]
+    reasoned = [rationale for rationale in rationales if not rationale.direct and not rationale.given]
     new = [rationale for rationale in reasoned if not rationale.age and not rationale.oracle]
     local = [
         len(rationales),
@@ -341,13 +341,14 @@ def rollout_report(rollout: Rollout | None, seconds: float, device: torch.device
         sum(rationale.age for rationale in reasoned),
         sum(len(rationale.ids) for rationale in new),
         sum(rationale.oracle for rationale in rationales),
+        sum(rationale.direct for rationale in rationales),
     ]
-    count, num_reasoned, tokens, forced, age, new_tokens, oracle = dist.sum_over_ranks(local, device)
+    count, num_reasoned, tokens, forced, age, new_tokens, oracle, direct = dist.sum_over_ranks(local, device)
     return {
         "forced_rate": forced / max(num_reasoned, 1),
         "rationale_tokens_mean": tokens / max(num_reasoned, 1),
         "rationale_age_mean": age / max(num_reasoned, 1),
-        "direct_rate": 1 - num_reasoned / count,
+        "direct_rate": direct / count,
         "oracle_rate": oracle / count,
         "tokens_per_s": new_tokens / max(seconds, 1e-9),
     }

@@ -12,13 +12,14 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rge.checkpoints.export import CheckpointError
 from rge.common.files import checkpoint_folder, find_shipped, read_json, write_json
+from rge.common.prompt_profiles import EMB_TOKEN, think_tokens
 from rge.config import Recipe, RecordsConfig, ScratchConfig
 from rge.data.sources import Records
 from rge.distributed.collectives import LaunchError
 from rge.distributed.launch import back_end
 from rge.identity.run_identity import IDENTITY, content_of, differences, in_words, run_identity
 from rge.model import vision_tower as vision
-from rge.model.backbone import load_processor, name_emb_token, read_config
+from rge.model.backbone import load_processor, name_tokens, read_config
 from rge.model.hub_model import HubModel
 from rge.scratch import build as scratch
 from rge.scratch import pretrain_vision as eyes
@@ -172,7 +173,7 @@ def processor_of(recipe: Recipe, records: Mapping[str, Records]) -> Any:
         assert path is not None
         revision = model.revision if path == model.path else None
         processor = load_processor(path, read_config(path, revision), revision=revision, **pixels)
-    name_emb_token(processor.tokenizer)
+    name_tokens(processor.tokenizer, [EMB_TOKEN, *think_tokens(model.think_tokens)])
     return processor
 
 

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 
 import rge
 from rge.common.errors import UserError
-from rge.common.schema import check_auto
+from rge.common.schema import SILENT, check_mode
 from rge.embedder import Embedder
 from rge.serving.batches import Batches, Found, Mode, QueueFull, Stopped
 from rge.serving.errors import Refusal, answer_of
@@ -156,11 +156,10 @@ class Service:
                 400, f"inputs are cut to {longest} tokens and no fewer, got {max_tokens}", "invalid_value"
             )
         mode: Mode = asked.mode or (self.embedder.query_mode if side == "query" else "direct")
-        if mode == "auto":
-            try:
-                check_auto(self.embedder.settings)
-            except UserError as wrong:
-                raise Refusal(400, str(wrong), "invalid_value", param="mode") from None
+        try:
+            check_mode(mode, self.embedder.settings)
+        except UserError as wrong:
+            raise Refusal(400, str(wrong), "invalid_value", param="mode") from None
         notes: list[str] = []
         instruction = None
         pixels = 0
@@ -196,7 +195,7 @@ class Service:
             raise Refusal(503, "the server is shutting down", "shutting_down", retry_after_s=5) from None
         finally:
             self.held.now -= pixels
-        if mode != "direct":
+        if mode not in SILENT:
             for one in found:
                 self.metrics.tokens.observe(one.num_tokens)
                 self.metrics.forced.inc(one.stop_reason == "forced")

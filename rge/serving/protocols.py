@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from rge.common.schema import Mode
 from rge.serving.inputs import Raw
 
 T = TypeVar("T")
@@ -75,7 +76,7 @@ class Asked(_Strict):
     """What every request has."""
 
     model: Name | None = None
-    mode: Literal["reasoning", "direct", "auto"] | None = None
+    mode: Mode | None = None
     instruction: str | None = None
 
 

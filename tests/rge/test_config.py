@@ -159,7 +159,7 @@ def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
     ("override", "message"),
     [
         ("stage=warm", "stage must be one of all, cold_start, joint, rl, got 'warm'"),
-        ("loss.anchor=teacher", "loss.anchor must be one of self, oracle, none, mix, got 'teacher'"),
+        ("loss.anchor=teacher", "loss.anchor must be one of self, oracle, none, mix, latent, got 'teacher'"),
         ("model.dtype=float16", "model.dtype must be one of float32, bfloat16, got 'float16'"),
         (
             "model.attn_implementation=flash_attention_2",

@@ -152,7 +152,7 @@ def test_bfloat16_embeds_about_the_same(encoder, items):
 
 
 def test_errors(encoder, items, tmp_path):
-    with pytest.raises(ValueError, match="mode must be reasoning, direct or auto, got 'fast'"):
+    with pytest.raises(ValueError, match="mode must be one of reasoning, direct, auto, latent, got 'fast'"):
         encoder.encode(items, side="query", mode="fast")
     with pytest.raises(ValueError, match="side must be query or candidate, got 'doc'"):
         encoder.encode(items, side="doc", mode="direct")

@@ -1,5 +1,6 @@
 """One step that trains both states of a query, and which queries it teaches to answer directly."""
 
+import copy
 import math
 from types import SimpleNamespace
 
@@ -16,87 +17,127 @@ from stock import (
 )
 
 from rge import Embedder
+from rge.checkpoints.export import export, settings_of
 from rge.common.errors import UserError
+from rge.common.prompt_profiles import think_tokens
 from rge.config import AdaptiveConfig, LossConfig, RecipeError, RolloutConfig, StatesConfig, load_recipe
 from rge.losses import alignment, right_by
-from rge.model.embedding_model import encode_prompts
+from rge.model.adapters import add_adapters, merged_weights, without_adapters
+from rge.model.backbone import BackboneError, add_tokens, load_backbone
+from rge.model.embedding_model import EmbeddingModel, encode_prompts
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
 from rge.rollout.generate import generate
 from rge.rollout.writer import Rollout, Writer, easy_share
 from rge.step import TrainingStep, candidate_masks
 
-DIRECT, ALIGN = 0.25, 0.3
+ALIGN, THINKS = 0.3, 3
+DIRECT = {"direct": 0.25}
+BOTH = {"direct": 0.25, "latent": 0.15}
 
 
-def objective_of(anchor="self", **more):
-    return Objective(0.4, 0.6, TEMPERATURE, anchor, direct=DIRECT, align=ALIGN, align_temperature=0.2, **more)
+def thinking(backbone_of, path, dtype="float32"):
+    """The lively model with think tokens whose rows differ."""
+    embedder = EmbeddingModel(backbone_of(path, dtype=dtype, add_emb=True, think_tokens=THINKS)).eval()
+    with torch.no_grad():
+        rows = embedder.model.get_input_embeddings().weight
+        rows[list(embedder.given["latent"])] = rows[10 : 10 + THINKS].clone()
+    return embedder
 
 
-def both_states(embedder, batch, encoded=None):
-    """Own rationales, each followed by the direct state, from one rollout."""
-    written = generate(embedder, batch.queries, max_new_tokens=12, batch_size=4, encoded=encoded, given=[()])
+@pytest.fixture
+def thinking64(lively_path, backbone_of):
+    return thinking(backbone_of, lively_path, "float64")
+
+
+def objective_of(anchor="self", states=DIRECT, **more):
+    return Objective(0.4, 0.6, TEMPERATURE, anchor, states=states, align=ALIGN, align_temperature=0.2, **more)
+
+
+def rolled_out(embedder, batch, states=DIRECT, encoded=None):
+    """Own rationales, each followed by the further states, from one rollout."""
+    given = [embedder.given[name] for name in states]
+    written = generate(embedder, batch.queries, max_new_tokens=12, batch_size=4, encoded=encoded, given=given)
     return Rollout(written, encoded)
 
 
 def by_separate_passes(embedder, batch, rollout, objective, easy=None):
-    """The loss from one stock pass a state and one for the LM loss; `easy` says whose LM target is <emb> alone."""
-    emb_id = embedder.emb_id
-    own = [[*one.ids, emb_id] for one in rollout.rationales if not one.given] if rollout else batch.oracle_ids
-    direct = [[emb_id]] * len(batch.queries)
+    """The loss from one stock pass a state and one a target of the LM loss; `easy` says whose target is <emb> alone."""
+    count, emb = len(batch.queries), [embedder.emb_id]
+    latent = [*embedder.given["latent"], *emb]
+    tails = {"direct": [emb] * count, "latent": [latent] * count, "oracle": batch.oracle_ids}
+    tails["self"] = [[*one.ids, *emb] for one in rollout.rationales if not one.given] if rollout else []
     states = []
-    for tails in (own, direct):
-        hidden, _, starts = stock_forward(embedder, batch.queries, tails, "right")
-        states.append(torch.stack(list(state_at_end(hidden, starts, batch.queries, tails))))
-    hidden, logits, starts = stock_forward(
-        embedder, batch.candidates, [[emb_id]] * len(batch.candidates), "right"
-    )
-    c = torch.stack(list(state_at_end(hidden, starts, batch.candidates, [[emb_id]] * len(batch.candidates))))
-    nll, count = nll_of(logits, starts, batch.candidates, [[emb_id]] * len(batch.candidates))
-    easy = easy or [False] * len(batch.queries)
-    targets = [direct[row] if now else batch.oracle_ids[row] for row, now in enumerate(easy)]
+    for name in (objective.anchor, *objective.states):
+        hidden, _, starts = stock_forward(embedder, batch.queries, tails[name], "right")
+        states.append(torch.stack(list(state_at_end(hidden, starts, batch.queries, tails[name]))))
+    alone = [emb] * len(batch.candidates)
+    hidden, logits, starts = stock_forward(embedder, batch.candidates, alone, "right")
+    c = torch.stack(list(state_at_end(hidden, starts, batch.candidates, alone)))
+    nll, labels = nll_of(logits, starts, batch.candidates, alone)
+    easy = easy or [False] * count
+    targets = [emb if now else ids for ids, now in zip(batch.oracle_ids, easy, strict=True)]
     _, logits, starts = stock_forward(embedder, batch.queries, targets, "right")
-    more, more_count = nll_of(logits, starts, batch.queries, targets)
-    reasoned, plain = states
+    more, more_labels = nll_of(logits, starts, batch.queries, targets)
+    nll, labels = nll + (1 - objective.think_lm) * more, labels + (1 - objective.think_lm) * more_labels
+    if objective.think_lm:
+        thought = [[*embedder.given["latent"], *ids] for ids in batch.oracle_ids]
+        _, logits, starts = stock_forward(embedder, batch.queries, thought, "right")
+        both, _ = nll_of(logits, starts, batch.queries, thought)
+        think, _ = nll_of(logits, starts, batch.queries, [embedder.given["latent"]] * count)
+        nll = nll + objective.think_lm * (both - think)
+        labels = labels + objective.think_lm * sum(map(len, batch.oracle_ids))
+    shares = [1 - sum(objective.states.values()), *objective.states.values()]
+    con = sum(share * naive_info_nce(q, c, batch) for share, q in zip(shares, states, strict=True))
     ignored = candidate_masks(batch, torch.tensor(batch.candidate_identity), 0)[1]
-    kl = 0.0
-    for row in range(len(batch.queries)):
-        kept = ~ignored[row]
-        wanted = (reasoned[row] @ c.T / 0.2)[kept].log_softmax(0).detach()
-        found = (plain[row] @ c.T / 0.2)[kept].log_softmax(0)
-        kl = kl + (wanted.exp() * (wanted - found)).sum() / len(batch.queries)
-    con = (
-        (1 - DIRECT) * naive_info_nce(reasoned, c, batch)
-        + DIRECT * naive_info_nce(plain, c, batch)
-        + ALIGN * kl
-    )
-    return 0.4 * (nll + more) / (count + more_count) + 0.6 * con
+    for state in states[1:]:
+        for row in range(count):
+            kept = ~ignored[row]
+            wanted = (states[0][row] @ c.T / 0.2)[kept].log_softmax(0).detach()
+            found = (state[row] @ c.T / 0.2)[kept].log_softmax(0)
+            con = con + ALIGN * (wanted.exp() * (wanted - found)).sum() / count
+    return 0.4 * nll / labels + 0.6 * con
 
 
-@pytest.mark.parametrize("form", ["once", "whole", "chunks"])
-@pytest.mark.parametrize("anchor", ["self", "oracle"])
-def test_both_states_from_one_pass_equal_separate_passes(lively64, make_batch, anchor, form):
-    batch = make_batch(PromptBuilder(lively64.processor))
-    if form == "once" and anchor == "oracle":
+CASES = {
+    "direct beside self": ("self", DIRECT, 0.0),
+    "direct beside oracle": ("oracle", DIRECT, 0.0),
+    "both beside self": ("self", BOTH, 0.0),
+    "both beside self, text after them": ("self", BOTH, 0.3),
+    "both beside oracle, text after them": ("oracle", BOTH, 0.3),
+    "latent alone": ("latent", {}, 0.0),
+    "latent alone, all text after it": ("latent", {}, 1.0),
+    "direct beside latent": ("latent", DIRECT, 0.3),
+}
+
+
+@pytest.mark.parametrize("form", ["once", "whole", "chunks", "varlen"])
+@pytest.mark.parametrize("case", CASES)
+def test_states_from_one_pass_equal_separate_passes(thinking64, make_batch, case, form):
+    embedder, (anchor, states, think_lm) = thinking64, CASES[case]
+    batch = make_batch(PromptBuilder(embedder.processor))
+    if form == "once" and anchor != "self":
         pytest.skip("without a rollout, prompts are encoded in the step")
-    encoded = encode_prompts(lively64, lively64, batch.queries) if form == "once" else None
-    rollout = both_states(lively64, batch, encoded) if anchor == "self" else None
-    step = TrainingStep(lively64, lively64, objective_of(anchor), 2 if form == "chunks" else 100)
-    report = step(batch, rollout)
-    found = gradients(lively64)
-    total = by_separate_passes(lively64, batch, rollout, objective_of(anchor))
+    objective = objective_of(anchor, states, think_lm=think_lm)
+    encoded = encode_prompts(embedder, embedder, batch.queries) if form == "once" else None
+    rollout = rolled_out(embedder, batch, states, encoded) if anchor == "self" else None
+    if form == "varlen":
+        embedder.attention = "varlen"
+    report = TrainingStep(embedder, embedder, objective, 2 if form == "chunks" else 100)(batch, rollout)
+    found = gradients(embedder)
+    total = by_separate_passes(embedder, batch, rollout, objective)
     total.backward()
-    error, name = worst_gradient_error(found, gradients(lively64))
+    error, name = worst_gradient_error(found, gradients(embedder))
     assert report["loss"] == pytest.approx(float(total.detach()), rel=1e-9)
     assert error < 1e-6, name
-    assert 0 <= report["hit_at_1_direct"] <= 1
+    assert {f"hit_at_1_{name}" for name in states} <= report.keys()
 
 
 def test_a_rollouts_direct_state_is_that_of_a_prompt_alone(lively, make_batch):
     """It is read in the same batch as the rationales are written in, whose ids and states stay what they were."""
     batch = make_batch(PromptBuilder(lively.processor))
     plain = generate(lively, batch.queries, max_new_tokens=12, batch_size=4)
-    written = both_states(lively, batch).rationales
+    written = rolled_out(lively, batch).rationales
     assert [one.ids for one in written if not one.given] == [one.ids for one in plain]
     given = [one for one in written if one.given]
     assert [(one.ids, one.direct, one.forced) for one in given] == [((), True, False)] * len(batch.queries)
@@ -116,11 +157,12 @@ def test_sampled_rationales_keep_their_draws_beside_the_direct_state(lively, mak
     assert [one.ids for one in both if not one.given] == [one.ids for one in plain]
 
 
+@pytest.mark.parametrize("think_lm", [0.0, 0.3])
 @pytest.mark.parametrize("micro_batch_size", [100, 2])
-def test_easy_queries_get_emb_alone_as_their_target(lively64, make_batch, micro_batch_size):
-    batch = make_batch(PromptBuilder(lively64.processor))
-    rollout = both_states(lively64, batch)._replace(easy_share=0.4)
-    objective = objective_of(adaptive=AdaptiveConfig(share=0.9, margin=-2.0))
+def test_easy_queries_get_emb_alone_as_their_target(thinking64, make_batch, micro_batch_size, think_lm):
+    lively64, batch = thinking64, make_batch(PromptBuilder(thinking64.processor))
+    rollout = rolled_out(lively64, batch)._replace(easy_share=0.4)
+    objective = objective_of(adaptive=AdaptiveConfig(share=0.9, margin=-2.0), think_lm=think_lm)
     report = TrainingStep(lively64, lively64, objective, micro_batch_size)(batch, rollout)
     found = gradients(lively64)
     # By hand: two of five queries at most, those whose direct state leads most.
@@ -151,7 +193,7 @@ def test_easy_queries_get_emb_alone_as_their_target(lively64, make_batch, micro_
 )
 def test_shares_of_easy_queries(lively, make_batch, adaptive, most, rate):
     batch = make_batch(PromptBuilder(lively.processor))
-    rollout = both_states(lively, batch)._replace(easy_share=most)
+    rollout = rolled_out(lively, batch)._replace(easy_share=most)
     report = TrainingStep(lively, lively, objective_of(adaptive=adaptive), 100)(batch, rollout)
     assert report["easy_rate"] == pytest.approx(rate)
 
@@ -202,7 +244,7 @@ RECIPE = ["recipe=demo", "stage=joint", "init=x"]
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["loss.align=1"], "loss.align=1.0 needs the direct state"),
+        (["loss.align=1"], "loss.align=1.0 needs a second state"),
         (["loss.adaptive.share=0.5"], "loss.adaptive.share=0.5 needs the direct state"),
         (["loss.states.direct=1", "loss.anchor=none", "loss.ratio=none"], "trains the direct state alone"),
         (["loss.states.direct=1", "rollout.direct_share=0.5"], "set one of them to 0"),
@@ -211,6 +253,21 @@ RECIPE = ["recipe=demo", "stage=joint", "init=x"]
             "floor=0.2 is above loss.adaptive.share=0.1",
         ),
         (["loss.states.direct=1", "stage=rl"], "the stage rl trains the reasoned state alone"),
+        (["loss.states.latent=1"], "the latent state needs think tokens: set model.think_tokens"),
+        (["loss.anchor=latent"], "the latent state needs think tokens"),
+        (["model.think_tokens=4"], "model.think_tokens=4 needs the latent state"),
+        (["loss.think_lm=0.5"], "loss.think_lm=0.5 needs the latent state"),
+        (["loss.anchor=latent", "loss.states.latent=1", "model.think_tokens=4"], "set loss.states.latent=0"),
+        (["loss.states.latent=1", "model.think_tokens=40"], "must be below rollout.max_new_tokens=40"),
+        (
+            [
+                "loss.states={direct: 1, latent: 1}",
+                "model.think_tokens=2",
+                "loss.think_lm=1",
+                "loss.adaptive.share=0.5",
+            ],
+            "loss.think_lm=1 leaves loss.adaptive no LM loss",
+        ),
     ],
 )
 def test_settings_that_contradict_one_another(words, message):
@@ -221,12 +278,15 @@ def test_settings_that_contradict_one_another(words, message):
 def test_weights_of_states_are_shares():
     recipe = load_recipe([*RECIPE, "loss.states={reasoned: 3, direct: 1}", "loss.align=2"])
     objective = Objective.of(recipe, "joint")
-    assert (objective.direct, objective.align, objective.align_temperature) == (
-        0.25,
-        2.0,
-        recipe.loss.temperature,
-    )
-    assert Objective.of(load_recipe(RECIPE), "joint").direct == 0
+    assert (objective.states, objective.align) == ({"direct": 0.25}, 2.0)
+    assert objective.align_temperature == recipe.loss.temperature
+    words = ["loss.states={reasoned: 2, direct: 1, latent: 1}", "model.think_tokens=4", "loss.think_lm=0.5"]
+    recipe = load_recipe([*RECIPE, *words])
+    assert Objective.of(recipe, "joint").states == {"direct": 0.25, "latent": 0.25}
+    cold = Objective.of(recipe, "cold_start")
+    assert (cold.states, cold.think_lm, cold.lm_targets) == ({}, 0.5, ["words", "think"])
+    plain = Objective.of(load_recipe(RECIPE), "joint")
+    assert (plain.states, plain.lm_targets) == ({}, ["words"])
     assert SimpleNamespace(**vars(Objective.of(load_recipe(RECIPE), "cold_start"))).adaptive is None
 
 
@@ -247,7 +307,7 @@ def test_the_first_tokens_probability_decides(lively, make_batch):
     assert all(one.ids for one in generate(lively, batch.queries, direct_above=1.0, **asked))
     direct = generate(lively, batch.queries, direct_above=0.0, **asked)
     assert not any(one.ids for one in direct)
-    given = [one for one in both_states(lively, batch).rationales if one.given]
+    given = [one for one in rolled_out(lively, batch).rationales if one.given]
     for one, other in zip(direct, given, strict=True):
         torch.testing.assert_close(one.state_D, other.state_D, atol=2e-6, rtol=0)
 
@@ -264,3 +324,94 @@ def test_a_checkpoint_that_was_not_trained_to_decide_is_not_asked_to():
     auto, words = embedder.encode_query("What opens a lock?", mode="auto", return_rationales=True)
     assert words == ""
     assert abs(float(auto @ embedder.encode_query("What opens a lock?", mode="direct")) - 1) < 1e-5
+
+
+# ---------------------------------------------------------------------------------------------------------- mode=latent
+
+
+@pytest.fixture
+def silent(lively_path, backbone_of, tmp_path):
+    """A checkpoint with think tokens, trained for the latent state alone."""
+    model = thinking(backbone_of, lively_path)
+    settings = settings_of(
+        emb_id=model.emb_id, profile="rge", max_prompt_tokens=2048, min_pixels=784, max_pixels=7056, max_new_tokens=12,
+        reasons="none", recipe={"model": {"dtype": "float32"}}, stage="joint", step=7,
+    )  # fmt: skip
+    export(model, tmp_path / "final", settings | {"think_tokens": THINKS})
+    return Embedder.from_pretrained(tmp_path / "final")
+
+
+def test_latent_mode_is_the_state_after_think_tokens(silent, make_items):
+    items = make_items(5)
+    prompts = [silent.prompt(item, "query") for item in items]
+    after = [[*silent.model.given["latent"], silent.model.emb_id]] * len(prompts)
+    hidden, _, starts = stock_forward(silent.model, prompts, after, "right")
+    expected = torch.stack(list(state_at_end(hidden, starts, prompts, after))).detach().numpy()
+    for batch_size in (1, 64):
+        found = silent.encode(items, side="query", mode="latent", batch_size=batch_size)
+        assert abs(found.embeddings - expected).max() < 2e-6
+    assert found.stop_reasons == ["prefilled"] * 5
+    assert not found.num_rationale_tokens.any()
+    assert silent.query_mode == "latent"
+    one = silent.encode_query(items[0].text)
+    direct = silent.encode_query(items[0].text, mode="direct")
+    assert abs(float(one @ direct)) < 0.999
+
+
+def test_a_rationale_never_contains_think_tokens(silent):
+    assert set(silent.model.given["latent"]) <= set(silent.model.suppressed_ids)
+
+
+def test_think_tokens_that_a_checkpoint_lacks_are_named(silent):
+    with pytest.raises(UserError, match="mode=latent needs a checkpoint with think tokens"):
+        Embedder.from_pretrained("demo").encode_query("What opens this?", mode="latent")
+    with pytest.raises(
+        BackboneError, match="has no <think_4> token, so it was not trained with 4 think tokens"
+    ):
+        load_backbone(silent.checkpoint, think_tokens=4)
+    assert load_backbone(silent.checkpoint, think_tokens=2).think_ids == silent.model.given["latent"][:2]
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_rows_of_think_tokens_start_as_a_line_breaks(tiny_path, untied, kind):
+    """In both matrices; and further tokens leave those that are known as they are."""
+    backbone = load_backbone(tiny_path, add_emb=True, think_tokens=2)
+    model, tokenizer = backbone.model, backbone.processor.tokenizer
+    if kind == "untied":
+        model, tokenizer = untied.model, copy.deepcopy(untied.processor.tokenizer)
+        add_tokens(model, tokenizer, think_tokens(2), tokenizer("\n").input_ids[-1])
+    ids = tokenizer.convert_tokens_to_ids(think_tokens(2))
+    matrices = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+    source = tokenizer("\n").input_ids[-1]
+    assert all(torch.equal(matrix[row], matrix[source]) for matrix in matrices for row in ids)
+    with torch.no_grad():
+        matrices[0][ids[0]] += 1.0
+    moved = matrices[0][ids[0]].clone()
+    again = add_tokens(model, tokenizer, think_tokens(3), source)
+    assert again[:2] == ids
+    rows = model.get_input_embeddings().weight
+    assert torch.equal(rows[again[0]], moved)
+    assert torch.equal(rows[again[2]], rows[source])
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_adapters_train_the_rows_of_think_tokens(lively, untied, make_batch, kind):
+    embedder = lively if kind == "tied" else untied
+    tokenizer = copy.deepcopy(embedder.processor.tokenizer)
+    embedder.given["latent"] = tuple(add_tokens(embedder.model, tokenizer, think_tokens(2), 7))
+    plain = {name: value.clone() for name, value in embedder.model.state_dict().items()}
+    add_adapters(
+        embedder.model, embedder.emb_id, think_ids=embedder.given["latent"], rank=2, alpha=4, dropout=0,
+        targets=["q_proj"], dora=False, rslora=False, vision=False,
+    )  # fmt: skip
+    batch = make_batch(PromptBuilder(embedder.processor))
+    TrainingStep(embedder, embedder, objective_of("latent", {}), 100)(batch)
+    torch.optim.SGD([p for p in embedder.parameters() if p.requires_grad], lr=0.5).step()
+    merged = merged_weights(embedder.model)
+    assert merged.keys() == plain.keys()
+    for name in ("model.language_model.embed_tokens.weight", "lm_head.weight"):
+        changed = (plain[name] != merged[name]).any(dim=1).nonzero().flatten().tolist()
+        assert changed == sorted([embedder.emb_id, *embedder.given["latent"]])
+    with without_adapters(embedder.model), torch.no_grad():
+        (before,) = embedder.model.get_input_embeddings()(torch.tensor([embedder.given["latent"][0]]))
+    assert torch.equal(before, plain["model.language_model.embed_tokens.weight"][embedder.given["latent"][0]])

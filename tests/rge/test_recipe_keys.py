@@ -76,6 +76,7 @@ class Refused:
     given: tuple[str, ...] = ()
 
 
+THINKS = ("loss.anchor=latent", "model.think_tokens=2")
 LORA = ("model.lora={rank: 2, alpha: 4}",)
 TWO_SOURCES = ("joint.sources=[{path: HOME/records.jsonl}, {path: HOME/others.jsonl}]",)
 TWO_COLD = ("cold_start.sources=[{path: HOME/records.jsonl}, {path: HOME/others.jsonl}]", "stage=cold_start")
@@ -142,6 +143,11 @@ ENTRIES: dict[str, Changes | Refused] = {
     "loss.oracle_decay_steps": Changes("loss.oracle_decay_steps=1", "metrics", ("loss.anchor=mix",)),
     "loss.states.reasoned": Changes("loss.states.reasoned=3", "metrics", ("loss.states.direct=1",)),
     "loss.states.direct": Changes("loss.states.direct=1", "metrics"),
+    "loss.states.latent": Changes(
+        "loss.states.latent=3", "metrics", ("loss.states.latent=1", "model.think_tokens=2")
+    ),
+    "loss.think_lm": Changes("loss.think_lm=0.5", "metrics", THINKS),
+    "model.think_tokens": Changes("model.think_tokens=3", "metrics", THINKS),
     "loss.align": Changes("loss.align=1", "metrics", ("loss.states.direct=1",)),
     "loss.align_temperature": Changes(
         "loss.align_temperature=1.0", "metrics", ("loss.states.direct=1", "loss.align=1")

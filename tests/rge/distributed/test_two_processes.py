@@ -87,8 +87,12 @@ NAMES = [
 RL_NAMES = [f"rl {loss_type}-{micro}" for loss_type in LOSS_TYPES for micro in (100, 2)]
 RL_NAMES += ["rl dapo with kl-100", "rl dapo with kl-2", "rl dapo with a pool-2"]
 NAMES += RL_NAMES
-NAMES += ["both states-100", "both states-2"]
+NAMES += ["both states-100", "both states-2", "three states-100", "three states-2"]
 NAMES += ["mixed-self-once-100", "one rank without pictures-self-once-100"]  # two forwards, one backward
+
+
+THREE = {"direct": 0.2, "latent": 0.3}
+"""Shares of the states beside the anchor's."""
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +151,7 @@ def sampled(embedder, batch) -> list[Rationale]:
 def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_rationales):
     if "cases" in paired:
         return paired
-    embedder = EmbeddingModel(load_backbone(lively_path)).eval()
+    embedder = EmbeddingModel(load_backbone(lively_path, add_emb=True, think_tokens=2)).eval()
     builder = PromptBuilder(embedder.processor)
     cases = {}
     for name in NAMES:
@@ -164,9 +168,13 @@ def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_r
             rl = rl_recipe(layout.removeprefix("rl "), paired["folder"])
             objective = Objective.of(rl, "rl")
             rationales = [sampled(embedder, batch) for batch in batches]
-        elif layout == "both states":
-            objective = Objective(1 / 11, 10 / 11, 0.07, direct=0.3, align=0.2, align_temperature=0.2)
-            settings = {"max_new_tokens": 12, "batch_size": 8, "given": [()]}
+        elif layout.endswith(" states"):
+            states, think_lm = ({"direct": 0.3}, 0.0) if layout == "both states" else (THREE, 0.4)
+            objective = Objective(
+                1 / 11, 10 / 11, 0.07, states=states, align=0.2, align_temperature=0.2, think_lm=think_lm
+            )
+            given = [embedder.given[name] for name in states]
+            settings = {"max_new_tokens": 12, "batch_size": 8, "given": given}
             rationales = [generate(embedder, batch.queries, **settings) for batch in batches]
         elif layout.startswith("cold start"):
             objective = Objective(1.0, 0.0, lm_on_candidates=layout == "cold start")
@@ -193,7 +201,8 @@ def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_r
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_step_on_two_processes_equals_one(cases, lively, name, merge):
+def test_a_step_on_two_processes_equals_one(cases, lively_path, backbone_of, name, merge):
+    lively = EmbeddingModel(backbone_of(lively_path, add_emb=True, think_tokens=2)).eval()
     case, (first, second) = cases["cases"][name], (found[name] for found in cases["found"])
     whole = merge(case["batches"])
     rationales = case["rationales"][0] + case["rationales"][1]

@@ -155,7 +155,7 @@ def flops_per_step(study: Study, arm: Arm, *, ended: bool = False) -> float:
     words = study.words(arm, 0)
     if ended:
         words = [*words, f"init={study.checkpoint(arm, 0)}"]
-    command = [sys.executable, "scripts/count_flops.py", f"steps={study.count_steps}", *words]
+    command = [sys.executable, "scripts/bench.py", "flops", f"steps={study.count_steps}", *words]
     found = json.loads(place.read_text()) if place.is_file() else {}
     if found.get("command") != command[1:]:
         done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)

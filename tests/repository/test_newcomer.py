@@ -165,7 +165,7 @@ def test_scripts_read_their_words_by_the_one_parser():
     """And end as every command does: `rge.common.commands.start` shows what is the user's to mend."""
     scripts = {path: path.read_text(encoding="utf-8") for path in (ROOT / "scripts").glob("*.py")}
     taking = {path.stem for path, text in scripts.items() if re.search(r"^def main\(\w", text, flags=re.M)}
-    assert {"ablate", "demo", "kill_training", "small_releases", "bench_memory", "bench_save"} <= taking
+    assert {"ablate", "demo", "kill_training", "study"} <= taking
     for path, text in scripts.items():
         assert not re.search(r"argparse|sys\.argv\[1:\]\)|OmegaConf", text), path
         if path.stem in taking:
@@ -485,43 +485,3 @@ def test_the_real_steps_read_files_that_exist_or_are_made_before(monkeypatch, ba
             )
             assert (ROOT / needed).is_file() or made_in, f"{step.name} reads {needed}"
         made.add(step.output)
-
-
-# -------------------------------------------------------------------------------------------- scripts/bench_step.py
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_peak_growth_sees_what_was_freed_again(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import bench_step
-
-    assert 60e6 < bench_step.peak_growth(lambda: bytearray(b"x" * 64_000_000)[0]) < 200e6
-    assert bench_step.peak_growth(lambda: None) < 20e6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rationales", [1, 3])
-def test_bench_step_prints_one_json_object_last(rationales):
-    sizes = [
-        f"rationales={rationales}",
-        "prompt_tokens=170",
-        "rationale_tokens=12",
-        "batch=3",
-        "hidden=64",
-        "layers=2",
-        "candidate_side_px=56",
-    ]
-    done = subprocess.run(
-        [sys.executable, "scripts/bench_step.py", "settings=long", "repeats=1", "memory=false", *sizes],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    joint = ("step_flops", "step_time", "full_step_flops", "full_step_time", "rollout_tokens_per_s")
-    for kind in joint if rationales == 1 else ("rl_step_flops", "rl_step_time", "rl_step_cpu_time"):
-        assert found[f"{kind}_ratio"] > 0
-    assert found["step_flops_ratio" if rationales == 1 else "rl_step_flops_ratio"] > 1.2
-    assert found["settings"].keys() == {"long"}

@@ -62,7 +62,7 @@ from rge.step import TrainingStep
 
 @pytest.fixture(scope="module")
 def count_flops():
-    spec = importlib.util.spec_from_file_location("bench_step", ROOT / "scripts" / "bench_step.py")
+    spec = importlib.util.spec_from_file_location("harness", ROOT / "scripts" / "benches" / "harness.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.count_flops

@@ -1,6 +1,4 @@
-"""What a training step asks of a GPU, counted without one: kernels, launches, waits; ours beside three passes.
-
-    python scripts/count_kernels.py [layers=4] [batch=4] [prompt_tokens=160] [rationale_tokens=24] [places=true]
+"""Kernels, launches and waits of a training step, counted without a GPU; ours beside three passes. `bench.py kernels places=true`.
 
 Runs a step (rollout, both losses, backward) in bfloat16 on `scripts/fake_gpu.py`, and the same step in stock transformers:
 `generate`, a pass for the LM loss, one for the contrastive state, one for the candidates. Both have taken a step before, so
@@ -8,19 +6,16 @@ that what happens once in a process is not counted. A kernel is an operation tha
 higher for some, lower where libraries fuse. A launch is a kernel by itself, or a captured step of any number of them. A wait
 is the host standing still until the device has done all it was given.
 
-``places=true`` lists the lines that wait. The last line is one JSON object.
+``places=true`` lists the lines that wait.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import bench_step
 import torch
 from fake_gpu import FakeGpu
 
-from rge.common.commands import start
-from rge.common.options import parse_options
+from benches import forms
 from rge.model.embedding_model import encode_prompts
 from rge.rollout.generate import generate
 
@@ -42,10 +37,8 @@ def count(options: Options) -> dict[str, dict[str, dict[str, int]]]:
     sizes = {"layers": options.layers, "batch": options.batch, "prompt_tokens": options.prompt_tokens}
     found: dict[str, dict[str, dict[str, int]]] = {}
     for form in ("ours", "ours, graphs off", "three passes"):
-        setting = bench_step.long_setting(
-            bench_step.Options(
-                **sizes, rationale_tokens=options.rationale_tokens, hidden=64, candidate_side_px=56
-            )
+        setting = forms.long_setting(
+            forms.Sizes(**sizes, rationale_tokens=options.rationale_tokens, hidden=64, candidate_side_px=56)
         )
         embedder = setting.embedder.bfloat16().train()
         embedder.cuda_graphs = form == "ours"
@@ -98,7 +91,7 @@ def _kernels_of_graphs(gpu: FakeGpu) -> dict[str, int]:
     return inside
 
 
-def _ours(setting: bench_step.Setting, gpu: FakeGpu) -> None:
+def _ours(setting: forms.Setting, gpu: FakeGpu) -> None:
     embedder, batch = setting.embedder, setting.batch
     gpu.phase = "prompts"
     encoded = encode_prompts(embedder, embedder, batch.queries)
@@ -111,15 +104,13 @@ def _ours(setting: bench_step.Setting, gpu: FakeGpu) -> None:
         encoded=encoded,
     )
     gpu.phase = "losses and backward"
-    bench_step.our_step(setting, rationales, encoded)
+    forms.our_step(setting, rationales, encoded)
 
 
-def _three_passes(setting: bench_step.Setting, gpu: FakeGpu) -> None:
+def _three_passes(setting: forms.Setting, gpu: FakeGpu) -> None:
     embedder = setting.embedder
     gpu.phase = "rollout"
-    inputs = bench_step.stock_inputs(
-        embedder, setting.batch.queries, [[] for _ in setting.batch.queries], "left"
-    )
+    inputs = forms.stock_inputs(embedder, setting.batch.queries, [[] for _ in setting.batch.queries], "left")
     with torch.no_grad():
         written = embedder.model.generate(
             **inputs, max_new_tokens=setting.max_new_tokens, do_sample=False, eos_token_id=embedder.emb_id,
@@ -127,12 +118,11 @@ def _three_passes(setting: bench_step.Setting, gpu: FakeGpu) -> None:
         )  # fmt: skip
     own = written[:, inputs["input_ids"].shape[1] :].tolist()
     gpu.phase = "losses and backward"
-    bench_step.three_pass_step(setting, [row[:-1] for row in own])
+    forms.three_pass_step(setting, [row[:-1] for row in own])
 
 
-def main(argv: list[str]) -> None:
-    """Print the tables and the JSON line."""
-    options = parse_options(Options, argv)
+def measure(options: Options) -> dict:
+    """Count and print the tables."""
     found = count(options)
     print(f"{'':22}{'':22}{'kernels':>9}{'launches':>10}{'waits':>7}")
     totals = {}
@@ -153,12 +143,4 @@ def main(argv: list[str]) -> None:
             print(f"\n{form} waits")
             for place, number in phases["places"].items():
                 print(f"{number:6} {place}")
-    print(
-        json.dumps(
-            {"counts": found, "all": totals, "kernels a layer and token": a_layer, "options": vars(options)}
-        )
-    )
-
-
-if __name__ == "__main__":
-    start(main)
+    return {"counts": found, "all": totals, "kernels a layer and token": a_layer, "options": vars(options)}

@@ -1,7 +1,7 @@
-"""Throughput and latency of `rge serve` on this machine, against a loop over `Embedder.encode_query`.
+"""Throughput and latency of `rge serve` against a loop over `encode_query`. `python scripts/bench.py serving checkpoint=demo`.
 
-    python scripts/bench_serving.py checkpoint=runs/demo/joint/final [engines=own,vllm] [clients=1,16,1000]
-    python scripts/bench_serving.py checkpoint=demo types=true       # what int8 and binary embeddings cost in accuracy
+    python scripts/bench.py serving checkpoint=runs/demo/joint/final [engines=own,vllm] [clients=1,16,1000]
+    python scripts/bench.py serving checkpoint=demo types=true       # what int8 and binary embeddings cost in accuracy
 
 Every query is one of the shipped test set: a question and a picture, with a rationale. For each engine a server is started on
 the loopback and asked by so many clients at once, each of which asks again as soon as it is answered; its embeddings are
@@ -29,11 +29,10 @@ import numpy as np
 from pydantic import Field
 
 from eval.sets.retrieval_set import load_set
-from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
 from rge.common.images import picture_bytes
-from rge.common.options import one_of, parse_options
+from rge.common.options import one_of
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 SET = "data_prep/demo/data/test"
@@ -57,9 +56,8 @@ class Options:
     """Instead: recall of the embedding types of /v2/embed."""
 
 
-def main(words: list[str]) -> int:
+def measure(options: Options) -> dict:
     """Measure and print."""
-    options = parse_options(Options, words, "python scripts/bench_serving.py")
     one_of("engines", options.engines, ("own", "vllm"))
     counts = [int(one) for one in options.clients]
     if not all(1 <= one <= 4000 for one in counts):
@@ -108,7 +106,7 @@ def main(words: list[str]) -> int:
                     len(answers) - len(good),
                     worst,
                 )
-    return 1 if lost else 0
+    return {"lost": lost}
 
 
 def _print(name: str, count: int, seconds: float, times: list[float], lost: int, worst: float | None) -> None:
@@ -215,7 +213,7 @@ async def _load(
     return found
 
 
-def _types(embedder: Any) -> int:
+def _types(embedder: Any) -> dict:
     """Recall of coarser embeddings: of the right documents, and of the ten nearest by float32."""
     from rge.serving.protocols import in_type
 
@@ -225,36 +223,26 @@ def _types(embedder: Any) -> int:
     pool = embedder.encode(list(wanted.corpus_items()), side="candidate", mode="direct").embeddings
     pool = pool[wanted.file_rows_C]  # judgements count candidates in the order of their ids
     right = [{*rows.tolist()} for rows, _ in wanted.positives]
+
+    def as_float(part: np.ndarray, kind: str) -> np.ndarray:
+        if kind == "binary":
+            packed = np.array(in_type(part, "ubinary"), dtype=np.uint8)
+            return np.unpackbits(packed, axis=1).astype(np.float32) * 2 - 1
+        coarse = np.array(in_type(part, kind))  # type: ignore[arg-type]
+        return coarse / np.linalg.norm(coarse, axis=1, keepdims=True)
+
     nearest = np.argsort(-queries @ pool.T, axis=1, kind="stable")[:, :10]
-    ten = "of float32's ten"
+    ten, found = "of float32's ten", {}
     print(f"{len(items)} queries, {len(pool)} documents, {pool.shape[1]} components")
     print(f"{'type':8} {'bytes':>6} {'recall@1':>9} {'recall@10':>10} {ten:>17}")
     for kind, size in (("float", 4.0), ("int8", 1.0), ("binary", 0.125)):
-        coarse = [
-            np.array(in_type(part, "ubinary" if kind == "binary" else kind)) for part in (queries, pool)
-        ]  # type: ignore[arg-type]
-        if kind == "binary":
-            bits = [
-                np.unpackbits(part.astype(np.uint8), axis=1).astype(np.float32) * 2 - 1 for part in coarse
-            ]
-            scores = bits[0] @ bits[1].T
-        else:
-            coarse = [part / np.linalg.norm(part, axis=1, keepdims=True) for part in coarse]
-            scores = coarse[0] @ coarse[1].T
+        scores = as_float(queries, kind) @ as_float(pool, kind).T
         ranked = np.argsort(-scores, axis=1, kind="stable")[:, :10]
         recalls = [
             np.mean([len(own & {*row[:k]}) / min(len(own), k) for own, row in zip(right, ranked.tolist(), strict=True) if own])
             for k in (1, 10)
         ]  # fmt: skip
-        kept = np.mean(
-            [
-                len({*ours} & {*theirs}) / 10
-                for ours, theirs in zip(ranked.tolist(), nearest.tolist(), strict=True)
-            ]
-        )
+        kept = np.mean([len({*a} & {*b}) / 10 for a, b in zip(ranked, nearest, strict=True)])
         print(f"{kind:8} {size * pool.shape[1]:>6.0f} {recalls[0]:>9.3f} {recalls[1]:>10.3f} {kept:>17.3f}")
-    return 0
-
-
-if __name__ == "__main__":
-    start(main)
+        found[kind] = {"recall@1": float(recalls[0]), "recall@10": float(recalls[1]), "kept": float(kept)}
+    return found

@@ -1,13 +1,9 @@
-"""An index of 100,000 pictures' vectors: how long adding, searching and changing take, and what approximate search finds.
-
-python scripts/bench_index.py                       # 100,000 rows of 1,024 components
-python scripts/bench_index.py rows=20000 dimensions=256
+"""An index's speed: adding, searching, changing, and what approximate search finds. `python scripts/bench.py index rows=20000`.
 
 The vectors are drawn: around 2,000 centres, as embeddings of pictures are around things, and once evenly over the sphere, where
 nothing is near anything and every approximate index is at its worst. Rows go in as `rge index` writes them, 256 a commit.
 """
 
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -17,12 +13,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from rge.common.commands import start  # noqa: E402
-from rge.common.options import parse_options  # noqa: E402
-from rge.index.store import Index, Row, writing  # noqa: E402
+from rge.index.store import Index, Row, writing
 
 A_COMMIT = 256
 QUERIES, K = 50, 10
@@ -38,11 +29,6 @@ class Options:
     """Components of one."""
 
 
-def unit(vector_ND: np.ndarray) -> np.ndarray:
-    """The same with length one."""
-    return (vector_ND / np.linalg.norm(vector_ND, axis=1, keepdims=True)).astype(np.float32)
-
-
 def drawn(count: int, size: int, clustered: bool, seed: int) -> np.ndarray:
     """(count, size) unit vectors."""
     rng = np.random.default_rng(seed)
@@ -50,7 +36,7 @@ def drawn(count: int, size: int, clustered: bool, seed: int) -> np.ndarray:
     if clustered:
         centre_CD = np.random.default_rng(0).standard_normal((2000, size), dtype=np.float32)
         vector_ND = centre_CD[rng.integers(0, len(centre_CD), count)] + 0.7 * vector_ND
-    return unit(vector_ND)
+    return (vector_ND / np.linalg.norm(vector_ND, axis=1, keepdims=True)).astype(np.float32)
 
 
 def put(index: Index, vector_ND: np.ndarray, first: int = 0) -> None:
@@ -71,7 +57,7 @@ def searched(index: Index, query_QD: np.ndarray, exact: bool) -> tuple[float, li
     return float(np.median(times)), found
 
 
-def measure(folder: Path, asked: Options, clustered: bool) -> None:
+def _column(folder: Path, asked: Options, clustered: bool) -> dict[str, float]:
     """Print one column of the table."""
     print(
         f"\n{asked.rows:,} vectors of {asked.dimensions}, {'around 2,000 centres' if clustered else 'evenly spread'}"
@@ -79,7 +65,7 @@ def measure(folder: Path, asked: Options, clustered: bool) -> None:
     vector_ND = drawn(asked.rows, asked.dimensions, clustered, seed=1)
     query_QD = drawn(QUERIES, asked.dimensions, clustered, seed=2)
 
-    def timed(what: str, work) -> None:
+    def timed(what: str, work):
         began = time.perf_counter()
         answer = work()
         print(f"  {what:<58}{time.perf_counter() - began:>9.1f} s", flush=True)
@@ -119,18 +105,20 @@ def measure(folder: Path, asked: Options, clustered: bool) -> None:
             lambda: index.remove("/photos", [f"{n:07d}.jpg" for n in range(tenth, 2 * tenth)]),
         )
         timed("which rows there are, with their stamps", lambda: index.known("/photos"))
-        recall = timed("refresh, and measure again", lambda: index.refresh(ann_from=1))
-        print(f"  {'recall@10 afterwards':<58}{recall.recall:>9.3f}")
+        again = timed("refresh, and measure again", lambda: index.refresh(ann_from=1))
+        print(f"  {'recall@10 afterwards':<58}{again.recall:>9.3f}")
+    recalls = {
+        "recall": recall.recall,
+        "recall_of_new_queries": float(share),
+        "recall_afterwards": again.recall,
+    }
+    return {"exact_ms": exact_ms, "approximate_ms": ann_ms} | recalls
 
 
-def main(words: list[str]) -> int:
-    """Measure both kinds of vectors."""
-    asked = parse_options(Options, words, "python scripts/bench_index.py")
-    for clustered in (True, False):
+def measure(options: Options) -> dict:
+    """Both kinds of vectors."""
+    found = {}
+    for name, clustered in (("clustered", True), ("even", False)):
         with tempfile.TemporaryDirectory() as folder:
-            measure(Path(folder) / "index", asked, clustered)
-    return 0
-
-
-if __name__ == "__main__":
-    start(main)
+            found[name] = _column(Path(folder) / "index", options, clustered)
+    return found

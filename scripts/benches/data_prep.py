@@ -1,7 +1,7 @@
 """Time and memory of `data_prep rmir`, stage by stage, on made-up pictures and a made-up model; and what more would need.
 
-    python scripts/bench_data_prep.py pictures=10000 out=runs/bench_data_prep/10000
-    python scripts/bench_data_prep.py table=runs/bench_data_prep paper=1000000
+    python scripts/bench.py data_prep pictures=10000 out=runs/bench_data_prep/10000
+    python scripts/bench.py data_prep table=runs/bench_data_prep paper=1000000
 
 The library is Parquet files of small pictures with captions. The model is a server on this machine, in a process of its own,
 that reads off each picture what it shows and answers in a millisecond: what is measured is the pipeline. A run that was
@@ -14,11 +14,12 @@ import binascii
 import io
 import json
 import math
-import subprocess
-import sys
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
+from benches.harness import reset_peak, resident
 from data_prep.rmir import prompts
 from data_prep.rmir.config import CATEGORIES, EncoderConfig, GenerateConfig, LibraryConfig, RmirConfig
 from data_prep.rmir.run import Run, stages_of
@@ -33,10 +35,8 @@ from data_prep.rmir.stages import WORK
 from data_prep.rmir.wording import wording
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig
-from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.files import replacing, write_json
-from rge.common.options import parse_options
 
 PICTURES_A_FILE, A_CONCEPT, SIDE_PX = 10_000, 10, 48
 A_CLUSTER, DRAWN, A_QUESTION = 100, 10, 400
@@ -166,24 +166,33 @@ def _last(text: str, name: str) -> str:
     return text.rpartition(f"<{name}>")[2].partition(f"</{name}>")[0]
 
 
+def _serve(num_concepts: int, ready: Connection) -> None:
+    with LocalServer(World(num_concepts)) as server:
+        ready.send(server.url)
+        ready.poll(None)
+
+
 @contextmanager
-def served(num_concepts: int):
+def served(num_concepts: int) -> Iterator[str]:
     """Address of the model, in a process that ends with ours."""
-    command = [sys.executable, __file__, "serve", str(num_concepts)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            yield process.stdout.readline().strip()
-        finally:
-            process.stdin.close()
+    ours, theirs = get_context("spawn").Pipe()
+    process = get_context("spawn").Process(target=_serve, args=(num_concepts, theirs), daemon=True)
+    process.start()
+    try:
+        yield ours.recv()
+    finally:
+        process.terminate()
+        process.join()
 
 
 # ------------------------------------------------------------------------------------------------------------- measurement
 
 
-def measure(asked: Options) -> None:
-    """Run all stages in this process, and note the time and the peak memory of each."""
+def measure(asked: Options) -> dict:
+    """Run all stages in this process, and note the time and the peak memory of each; or show what such runs took."""
+    if asked.table is not None:
+        print("\n".join(lines := tables(Path(asked.table), asked.paper)))
+        return {"table": lines}
     out = Path(asked.out)
     write_library(out / "library", asked.pictures)
     with served(max(1, asked.pictures // A_CONCEPT)) as url:
@@ -209,26 +218,21 @@ def measure(asked: Options) -> None:
             if run.done(stage) is not None and stage in found["stages"]:
                 continue
             resumed = any(run.path(stage).rglob("part-*"))
-            Path("/proc/self/clear_refs").write_text("5")
+            reset_peak()
             before = time.process_time()
             report = run.run(stage, WORK[stage])
             found["stages"][stage] = {
                 "seconds": report["seconds"],
                 "cpu_s": time.process_time() - before,
                 "calls": report["calls"],
-                "peak_mb": peak_bytes() / 2**20,
+                "peak_mb": resident("VmHWM") / 2**20,
                 "resumed": resumed,
                 "counts": {key: value for key, value in report["counts"].items() if isinstance(value, int)},
             }
             write_json(noted, found)
             print(stage, json.dumps(found["stages"][stage]), flush=True)
         run.close()
-
-
-def peak_bytes() -> int:
-    """Peak of this process' memory since it was set back."""
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    return found
 
 
 def tables(folder: Path, paper: int) -> list[str]:
@@ -289,21 +293,3 @@ def tables(folder: Path, paper: int) -> list[str]:
 def _grown(found: list[dict], key: str) -> float:
     # What takes less than a hundredth of a second has no growth to speak of.
     return max(found[-1][key], 0.01) / max(found[-2][key], 0.01)
-
-
-def main(words: list[str]) -> None:
-    """Measure, show, or serve."""
-    if words[:1] == ["serve"]:
-        with LocalServer(World(int(words[1]))) as server:
-            print(server.url, flush=True)
-            sys.stdin.read()
-        return
-    asked = parse_options(Options, words)
-    if asked.table is not None:
-        print("\n".join(tables(Path(asked.table), asked.paper)))
-    else:
-        measure(asked)
-
-
-if __name__ == "__main__":
-    start(main)

@@ -1,0 +1,34 @@
+"""Counted FLOPs of one training step: `python scripts/bench.py flops steps=4 recipe=demo stage=rl init=CHECKPOINT`.
+
+The other words are those of ``rge/train.py``; a few steps are really taken by one process, in a folder that is thrown away.
+Everything that multiplies is counted: rollouts, forwards, backwards and the optimizer's own products.
+"""
+
+import runpy
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from benches.harness import count_flops
+from rge.config import load_recipe
+
+TRAIN = Path(__file__).resolve().parents[2] / "rge" / "train.py"
+TAKES_A_RECIPE = True
+
+
+@dataclass
+class Options:
+    """How many steps; any other word is the recipe's."""
+
+    steps: int = 4
+    """Steps over which the mean is taken."""
+
+
+def measure(options: Options, words: list[str]) -> dict:
+    """Take the steps and count."""
+    stage = load_recipe(words).stage
+    train = runpy.run_path(str(TRAIN), run_name="counted")["main"]
+    with tempfile.TemporaryDirectory() as folder:
+        given = [f"{stage}.steps={options.steps}", f"{stage}.warmup_steps=0", "data.num_workers=0"]
+        flops = count_flops(lambda: train([*words, f"out={folder}", *given]))
+    return {"flops_per_step": flops / options.steps, "steps": options.steps}

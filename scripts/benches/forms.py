@@ -1,0 +1,405 @@
+"""A training step in our form and as passes of stock transformers, on the same weights, prompts, rationales and candidates.
+
+    three passes  transformers' `generate`; LM forward on [prompt][oracle]; contrastive forward on [prompt][own, <emb>]
+    ours          `rge.model.embedding_model.encode_prompts` runs the prompts, with gradient; `rge.rollout.generate` goes on from
+                  their keys and values; so do [own, <emb>] and [oracle, <emb>] in `rge.step.TrainingStep`
+
+Candidates are encoded by the same call in both. The three-pass form gets what costs nothing to write: logits at labelled
+positions only, and rows padded to the longest of their own pass.
+
+Random weights never write ``<emb>``. `StoppingHead` raises its logit at a length drawn for each row and lowers it before that, by
+the same code in both forms, so both write the same tokens; transformers keeps finished rows until the last one ends.
+"""
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig
+
+from benches.harness import count_flops
+from rge.common.errors import UserError
+from rge.common.schema import Item
+from rge.config import load_recipe
+from rge.data.collate import Batch, StepBatches
+from rge.data.readers import open_records
+from rge.data.sources import Mixture
+from rge.losses import info_nce, rationale_nll
+from rge.model.attention import EncodedPrompts
+from rge.model.backbone import load_backbone, text_model
+from rge.model.embedding_model import EmbeddingModel, encode_prompts, normalise
+from rge.model.families import normalised
+from rge.model.packing import Branch
+from rge.model.prompts import Prompt, PromptBuilder
+from rge.objective import Objective
+from rge.rollout.generate import Rationale, generate
+from rge.rollout.writer import Rollout
+from rge.scratch import build as scratch
+from rge.step import TrainingStep, candidate_masks
+
+TOLERANCE = 1e-6
+"""Largest relative difference of losses and gradients with float64 weights; transformers' norms round to float32."""
+
+
+@dataclass
+class Sizes:
+    """Sizes of the setting ``long``."""
+
+    prompt_tokens: int = 1024
+    rationale_tokens: int = 128
+    batch: int = 4
+    hidden: int = 256
+    layers: int = 8
+    candidate_side_px: int = 448
+
+
+@dataclass
+class Setting:
+    """Everything a form needs.
+
+    Attributes:
+        name: of the setting.
+        embedder: random weights, float32.
+        batch: prompts of queries and candidates, oracle rationales.
+        objective: losses and weights.
+        stop_B: tokens each query's own rationale has, ``<emb>`` not counted.
+        max_new_tokens: cap, ``<emb>`` counted.
+        note: one line that says what it is.
+    """
+
+    name: str
+    embedder: EmbeddingModel
+    batch: Batch
+    objective: Objective
+    stop_B: list[int]
+    max_new_tokens: int
+    note: str
+
+
+def demo_setting(_: Sizes | None = None) -> Setting:
+    """The demo recipe: its architecture, objective and the batch of its first joint step."""
+    recipe = load_recipe(["recipe=demo"])
+    config, stage = recipe.model.scratch, recipe.joint
+    assert config is not None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "backbone"
+        texts = list(dict.fromkeys(text for one in stage.sources for text in open_records(one).texts()))
+        pixels = {"min_pixels": recipe.model.min_pixels, "max_pixels": recipe.model.max_pixels}
+        sizes = {"vocab_size": config.vocab_size, "text": config.text, "vision": config.vision}
+        scratch.build(path, texts, seed=0, **sizes, **pixels)
+        embedder = EmbeddingModel(load_backbone(path, add_emb=True, **pixels)).eval()
+    files = [open_records(source, need_rationale=True) for source in stage.sources]
+    weights = [source.weight for source in stage.sources]
+    loss = recipe.loss
+    objective = Objective(
+        loss.alpha_lm, loss.alpha_con, loss.temperature, lm_on_candidates=loss.lm_on_candidates
+    )
+    builder = PromptBuilder(embedder.processor, recipe.data.profile, recipe.data.max_prompt_tokens)
+    mixture = Mixture([len(file) for file in files], weights, stage.batch_size, seed=0)
+    batch = StepBatches(files, mixture, builder, recipe.data, rank=0, world_size=1)[0]
+    cap = recipe.rollout.max_new_tokens
+    # Own rationales as long as other records' oracles: the lengths that a trained model writes.
+    lengths = [min(len(ids) - 1, cap - 1) for ids in batch.oracle_ids]
+    stop_B = lengths[1:] + lengths[:1]
+    return Setting("demo", embedder, batch, objective, stop_B, cap, _note(embedder, batch, stop_B))
+
+
+def long_setting(options: Sizes, sizes: dict | None = None) -> Setting:
+    """A picture and text of `prompt_tokens`, long rationales, a language model large enough to dominate.
+
+    Args:
+        options: sizes of the step, and of the model.
+        sizes: of another model: vocab_size, text and vision, as `rge.scratch.build.build` takes them.
+    """
+    vision = {
+        **{"depth": 4, "hidden_size": options.hidden // 2, "intermediate_size": options.hidden * 3 // 2},
+        **{"num_heads": 4, "patch_size": 14, "window_size": 112, "fullatt_block_indexes": [3]},
+    }
+    text = {
+        **{"hidden_size": options.hidden, "intermediate_size": options.hidden * 4},
+        **{"num_hidden_layers": options.layers, "num_attention_heads": 8, "num_key_value_heads": 2},
+    }
+    rng = np.random.default_rng(0)
+    words = ["key", "lock", "door", "open", "close"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "backbone"
+        pixels = {"min_pixels": 28 * 28, "max_pixels": 4096 * 4096}
+        texts = [" ".join(rng.choice(words, 20)) for _ in range(50)]
+        sizes = sizes or {"vocab_size": 2048, "text": text, "vision": vision}
+        scratch.build(path, texts, seed=0, **sizes, **pixels)
+        embedder = EmbeddingModel(load_backbone(path, add_emb=True, **pixels)).eval()
+    builder = PromptBuilder(embedder.processor, "plain", max_tokens=10**6)
+
+    def picture(side_px: int) -> Image.Image:
+        return Image.fromarray(rng.integers(0, 255, (side_px, side_px, 3), dtype=np.uint8))
+
+    side_px = 28 * math.isqrt(max(1, int(0.94 * (options.prompt_tokens - 64))))  # the template takes about 60
+    queries, candidates = [], []
+    for row in range(options.batch):
+        image = picture(side_px)
+        base = len(builder.build(Item(f"q{row}", " key", ()), "query", [image]))
+        # Ragged, as real prompts are: the longest has `prompt_tokens`, the others up to 4 % less.
+        wanted = options.prompt_tokens - (row % 4) * options.prompt_tokens // 100
+        if wanted < base:
+            raise UserError(
+                f"prompt_tokens={options.prompt_tokens} is too few: picture and template take {base}"
+            )
+        text_ = " key" * (wanted - base + 1)
+        queries.append(builder.build(Item(f"q{row}", text_, ()), "query", [image]))
+        candidates.append(
+            builder.build(Item(f"c{row}", None, ()), "candidate", [picture(options.candidate_side_px)])
+        )
+
+    def lengths() -> list[int]:
+        drawn = np.exp(rng.normal(np.log(0.6 * options.rationale_tokens), 0.35, options.batch))
+        low = min(40, options.rationale_tokens // 2)
+        return np.clip(drawn.astype(int), low, options.rationale_tokens - 1).tolist()
+
+    high = min(embedder.suppressed_ids)
+    batch = Batch(
+        record_ids=[prompt.id for prompt in queries],
+        queries=queries,
+        oracle_ids=[[*rng.integers(0, high, length).tolist(), embedder.emb_id] for length in lengths()],
+        candidates=candidates,
+        candidate_identity=list(range(options.batch)),
+        positive=list(range(options.batch)),
+        negatives=[[] for _ in queries],
+        right_answers=[[row] for row in range(options.batch)],
+        seeds=[0] * options.batch,
+    )
+    stop_B = lengths()
+    objective = Objective(1 / 11, 10 / 11)
+    return Setting(
+        "long", embedder, batch, objective, stop_B, options.rationale_tokens, _note(embedder, batch, stop_B)
+    )
+
+
+SETTINGS: dict[str, Callable[[Sizes], Setting]] = {"demo": demo_setting, "long": long_setting}
+
+
+def _note(embedder: EmbeddingModel, batch: Batch, stop_B: Sequence[int]) -> str:
+    size = sum(parameter.numel() for parameter in embedder.parameters()) / 1e6
+
+    def span(values: Sequence[int]) -> str:
+        return f"{min(values)} to {max(values)}"
+
+    return (
+        f"{size:.1f} M parameters, {len(batch.queries)} queries with prompts of {span([len(p) for p in batch.queries])} "
+        f"tokens, own rationales {span(stop_B)}, oracles {span([len(ids) - 1 for ids in batch.oracle_ids])}; "
+        f"{len(batch.candidates)} candidates of {span([len(p) for p in batch.candidates])} tokens"
+    )
+
+
+class StoppingHead(nn.Module):
+    """An output head that ends row r's rationale after ``stop_B[r]`` tokens, and not before.
+
+    Called once a generated token, with (rows, D) by our rollout and (rows, 1, D) by transformers. Where the batch
+    shrinks, finished rows have been dropped; the others keep their order.
+    """
+
+    def __init__(self, head: nn.Module, emb_id: int, stop_B: Sequence[int]):
+        super().__init__()
+        self.head, self.emb_id = head, emb_id
+        self.stop_R, self.step = list(stop_B), 0
+
+    @property
+    def weight(self) -> Tensor:
+        """The wrapped head's."""
+        return self.head.weight  # type: ignore[return-value]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Logits of the wrapped head, those of ``<emb>`` overwritten."""
+        logits = self.head(hidden)
+        if logits.shape[0] != len(self.stop_R):
+            self.stop_R = [stop for stop in self.stop_R if stop >= self.step]
+        if logits.shape[0] != len(self.stop_R):
+            raise RuntimeError(f"{logits.shape[0]} rows are being written, {len(self.stop_R)} are unfinished")
+        last = logits if logits.ndim == 2 else logits[:, -1]
+        ends = torch.tensor([stop == self.step for stop in self.stop_R])
+        last[:, self.emb_id] = torch.where(ends, 1e4, -1e4).to(last.dtype)
+        self.step += 1
+        return logits
+
+
+@contextmanager
+def stopping(embedder: EmbeddingModel, stop_B: Sequence[int]) -> Iterator[None]:
+    """Let the model's rows stop after so many tokens."""
+    head = embedder.model.lm_head
+    embedder.model.lm_head = StoppingHead(head, embedder.emb_id, stop_B)
+    try:
+        yield
+    finally:
+        embedder.model.lm_head = head
+
+
+def our_rollout(setting: Setting, encoded: EncodedPrompts | None = None) -> list[Rationale]:
+    """Own rationales, by rge."""
+    prompts = setting.batch.queries
+    order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))  # the order rows are written in
+    with stopping(setting.embedder, [setting.stop_B[row] for row in order]):
+        return generate(
+            setting.embedder,
+            prompts,
+            max_new_tokens=setting.max_new_tokens,
+            batch_size=len(prompts),
+            encoded=encoded,
+        )
+
+
+@torch.no_grad()
+def their_rollout(setting: Setting) -> list[list[int]]:
+    """Own rationales, by transformers' `generate`; ids without ``<emb>``."""
+    embedder, prompts = setting.embedder, setting.batch.queries
+    inputs = stock_inputs(embedder, prompts, [[] for _ in prompts], padding_side="left")
+    config = GenerationConfig(
+        max_new_tokens=setting.max_new_tokens,
+        do_sample=False,
+        eos_token_id=embedder.emb_id,
+        pad_token_id=embedder.pad_id,
+        suppress_tokens=embedder.suppressed_ids,
+    )
+    with stopping(embedder, setting.stop_B):
+        written = embedder.model.generate(**inputs, generation_config=config)
+    written = written[:, inputs["input_ids"].shape[1] :].tolist()
+    return [row[: row.index(embedder.emb_id)] for row in written]
+
+
+def stock_inputs(
+    embedder: EmbeddingModel, prompts: Sequence[Prompt], suffixes: Sequence[Sequence[int]], padding_side: str
+) -> dict[str, Tensor]:
+    """A padded batch as transformers takes it; positions and masks are made inside the model."""
+    ids, types = [], []
+    for prompt, suffix in zip(prompts, suffixes, strict=True):
+        tail = torch.tensor(list(suffix), dtype=torch.long)
+        ids.append(torch.cat([prompt.input_ids, tail]))
+        types.append(torch.cat([prompt.type_ids, torch.zeros_like(tail)]))
+
+    def padded(rows: list[Tensor], value: int) -> Tensor:
+        return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=padding_side)
+
+    inputs = {
+        "input_ids": padded(ids, embedder.pad_id),
+        "attention_mask": padded([torch.ones_like(row) for row in ids], 0),
+        "mm_token_type_ids": padded(types, 0),
+    }
+    pictures = [prompt for prompt in prompts if prompt.pixels is not None]
+    if pictures:
+        pixels = torch.cat([prompt.pixels for prompt in pictures])  # type: ignore[misc]
+        inputs["pixel_values"] = normalised(embedder.processor.image_processor, pixels)
+        inputs["image_grid_thw"] = torch.cat([prompt.image_grid for prompt in pictures])  # type: ignore[misc]
+    return {name: value.to(embedder.device) for name, value in inputs.items()}
+
+
+def our_full_step(setting: Setting) -> dict[str, float]:
+    """Own rationales and gradients of one step, prompts encoded once, by rge."""
+    encoded = encode_prompts(setting.embedder, setting.embedder, setting.batch.queries)
+    return our_step(setting, our_rollout(setting, encoded), encoded)
+
+
+def their_full_step(setting: Setting) -> dict[str, float]:
+    """Own rationales and gradients of one step, in three passes and a rollout."""
+    return three_pass_step(setting, their_rollout(setting))
+
+
+def our_step(
+    setting: Setting, rationales: Sequence[Rationale], encoded: EncodedPrompts | None = None
+) -> dict[str, float]:
+    """Gradients of one step, by rge."""
+    return TrainingStep(setting.embedder, setting.embedder, setting.objective, len(setting.batch.queries))(
+        setting.batch, Rollout(rationales, encoded)
+    )
+
+
+def three_pass_step(setting: Setting, own_ids: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Gradients of one step, in three passes: LM, contrastive, candidates."""
+    embedder, batch, objective = setting.embedder, setting.batch, setting.objective
+    model, emb_id = embedder.model, embedder.emb_id
+
+    def states(suffixes: Sequence[Sequence[int]]) -> Tensor:
+        inputs = stock_inputs(embedder, batch.queries, suffixes, padding_side="right")
+        return text_model(model)(**inputs, use_cache=False).last_hidden_state
+
+    labelled = objective.lm_on_candidates and objective.alpha_lm > 0
+    num_tokens = sum(map(len, batch.oracle_ids)) + (len(batch.candidates) if labelled else 0)
+    hidden_BTD = states(batch.oracle_ids)
+    rows, columns, labels = [], [], []
+    for row, (prompt, ids) in enumerate(zip(batch.queries, batch.oracle_ids, strict=True)):
+        rows += [row] * len(ids)
+        columns += range(len(prompt) - 1, len(prompt) - 1 + len(ids))
+        labels += ids
+    label_N = torch.tensor(labels).to(embedder.device)
+    nll = rationale_nll(hidden_BTD[rows, columns], model.get_output_embeddings(), label_N)
+    lm = float(nll.detach())
+    total = objective.alpha_lm * nll / num_tokens
+    hidden_BTD = states([[*ids, emb_id] for ids in own_ids])
+    ends = [len(prompt) + len(ids) for prompt, ids in zip(batch.queries, own_ids, strict=True)]
+    q_BD = normalise(hidden_BTD[range(len(ends)), ends])
+    branch = Branch([emb_id], read_state=True, predict=labelled)
+    candidates = embedder(embedder.pack(batch.candidates, [[branch]] * len(batch.candidates)))[0]
+    positive_BC, ignored_BC, _ = candidate_masks(batch, torch.tensor(batch.candidate_identity), 0)
+    con = info_nce(q_BD, candidates.state_ND, positive_BC, ignored_BC, temperature=objective.temperature)
+    con = con / len(batch.queries)
+    total = total + objective.alpha_lm * candidates.nll / num_tokens + objective.alpha_con * con
+    total.backward()  # type: ignore[union-attr]
+    lm = (lm + float(candidates.nll.detach())) / num_tokens
+    con_value = float(con.detach())
+    return {
+        "loss_lm": lm,
+        "loss_contrastive": con_value,
+        "loss": objective.alpha_lm * lm + objective.alpha_con * con_value,
+    }
+
+
+def candidates_alone(setting: Setting) -> None:
+    """Forward and backward of the candidates, which both forms share."""
+    embedder, prompts = setting.embedder, setting.batch.candidates
+    branch = Branch([embedder.emb_id], read_state=True, predict=setting.objective.lm_on_candidates)
+    readout = embedder(embedder.pack(prompts, [[branch]] * len(prompts)))[0]
+    (readout.state_ND.sum() + readout.nll).backward()
+
+
+def check_equal(embedder: EmbeddingModel, steps: Sequence[Callable[[], dict[str, float]]]) -> float:
+    """Compare the losses and all gradients of several forms of one step with those of the first.
+
+    Returns:
+        The largest relative difference.
+
+    Raises:
+        RuntimeError: it exceeds `TOLERANCE`, or two forms reach different parameters.
+    """
+    reports, gradients = [], []
+    for step in steps:
+        embedder.zero_grad(set_to_none=True)
+        reports.append(step())
+        gradients.append({name: p.grad for name, p in embedder.named_parameters() if p.grad is not None})
+    embedder.zero_grad(set_to_none=True)
+    worst = 0.0
+    for report, gradient in zip(reports[1:], gradients[1:], strict=True):
+        if gradient.keys() != gradients[0].keys():
+            raise RuntimeError("two forms reach different parameters")
+        whole = torch.cat([value.flatten() for value in gradient.values()])
+        first = torch.cat([value.flatten() for value in gradients[0].values()])
+        worst = max(worst, float((whole - first).norm() / whole.norm()))
+        for name in report.keys() & {"loss", "loss_lm", "loss_contrastive", "loss_rl"}:
+            worst = max(worst, abs(report[name] - reports[0][name]) / max(abs(report[name]), 1e-3))
+    if not worst <= TOLERANCE:
+        raise RuntimeError(f"losses or gradients differ by {worst:.1e} (relative), > {TOLERANCE}")
+    return worst
+
+
+def flops_of(embedder: EmbeddingModel, work: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """FLOPs of each piece of work."""
+    flops = {}
+    for name, call in work.items():
+        embedder.zero_grad(set_to_none=True)
+        flops[name] = count_flops(call)
+    embedder.zero_grad(set_to_none=True)
+    return flops

@@ -1,0 +1,93 @@
+"""What the benches share: turns of timing, peaks of memory, counted FLOPs, parts in processes of their own."""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+"""glibc gives freed tensors back at once; otherwise what is resident is whatever was needed before."""
+
+
+def in_turns(
+    work: Mapping[str, Callable[[], object]], repeats: int, before: Callable[[], object] = lambda: None
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds of each piece of work, by the clock and by the processor; repetitions go through them back and forth.
+
+    Args:
+        work: by name.
+        repeats: of each.
+        before: called before each, outside the measurement.
+    """
+    wall: dict[str, list[float]] = {name: [] for name in work}
+    cpu: dict[str, list[float]] = {name: [] for name in work}
+    for repeat in range(repeats):
+        for name in list(work) if repeat % 2 == 0 else reversed(list(work)):
+            before()
+            began, cpu_began = time.perf_counter(), time.process_time()
+            work[name]()
+            wall[name].append(time.perf_counter() - began)
+            cpu[name].append(time.process_time() - cpu_began)
+    return wall, cpu
+
+
+def medians(found: Mapping[str, list[float]]) -> dict[str, float]:
+    """The median of each list."""
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def resident(field: str) -> int:
+    """``VmRSS`` (now) or ``VmHWM`` (peak) of this process in bytes (Linux)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def reset_peak() -> None:
+    """Let the peak start again from what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_growth(work: Callable[[], object]) -> int:
+    """Bytes by which the resident set grows at most while `work` runs."""
+    reset_peak()
+    before = resident("VmRSS")
+    work()
+    return resident("VmHWM") - before
+
+
+def in_new_process(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a module's function in a fresh process whose allocator gives memory back."""
+    kept = {name: os.environ.get(name) for name in GIVES_BACK}
+    os.environ.update(GIVES_BACK)
+    try:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            return pool.submit(work, *arguments).result()
+    finally:
+        for name, value in kept.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def count_flops(work: Callable[[], object]) -> float:
+    """FLOPs of a call; torch's counter does not know the CPU's fused attention, so it is told."""
+    import torch  # here, so that benches of other things do not carry its memory
+    from torch.utils import flop_counter
+
+    aten = torch.ops.aten
+    counts = {
+        aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: (
+            flop_counter.sdpa_flop_count(query, key, value)
+        ),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, query, key, value, *_, **__: (
+            flop_counter.sdpa_backward_flop_count(grad, query, key, value)
+        ),
+    }
+    with flop_counter.FlopCounterMode(display=False, custom_mapping=counts) as counter:
+        work()
+    return counter.get_total_flops()

@@ -1,0 +1,140 @@
+"""Peak memory of a training step against its contrastive batch. `python scripts/bench.py memory batches=64,256 micro_batch=16`.
+
+One process, a small Qwen2.5-VL in float32, queries with a picture each, own rationales of the rollout, both losses. Every point is
+a process of its own. Measured is how far the resident memory rises while the step runs, after a first step at the micro batch's
+size; the batch itself (its pictures' pixels) is made before and given beside it.
+"""
+
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from benches.harness import in_new_process, peak_growth
+from rge.common.schema import Item
+from rge.data.collate import Batch
+from rge.model.backbone import load_backbone
+from rge.model.embedding_model import EmbeddingModel
+from rge.model.prompts import PromptBuilder
+from rge.objective import Objective
+from rge.rollout.generate import generate
+from rge.rollout.writer import Rollout
+from rge.scratch import build as scratch
+from rge.step import TrainingStep
+
+TEXT = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+VISION = {"depth": 2, "hidden_size": 64, "intermediate_size": 256, "num_heads": 4, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}  # fmt: skip
+SIDE_PX = 56
+
+
+@dataclass
+class Options:
+    """Sizes that are measured."""
+
+    batches: tuple[int, ...] = (64, 128, 256, 512, 1024)
+    """Contrastive batches, taken in micro batches."""
+    micro_batch: int = 16
+    """Queries of a micro batch."""
+    repeats: int = 3
+    """Processes a point; the median counts."""
+    whole: tuple[int, ...] = (64, 128, 256)
+    """Those of the batches that are also run undivided; [] for none."""
+
+
+RATIONALE_TOKENS = 24
+
+
+def make_batch(builder: PromptBuilder, size: int) -> tuple[Batch, int]:
+    """A batch of random pictures and words, and its bytes of pixels."""
+    chance = np.random.default_rng(0)
+    batch = Batch([], [], [], [], [], [], [], [], [])
+
+    def prompt(side: str, number: int):
+        image = Image.fromarray(chance.integers(0, 255, (SIDE_PX, SIDE_PX, 3), dtype=np.uint8))
+        return builder.build(Item(str(number), "what opens this " * 4), side, [image])
+
+    for number in range(size):
+        batch.record_ids.append(str(number))
+        batch.queries.append(prompt("query", number))
+        batch.oracle_ids.append(builder.rationale_ids("a key opens it " * 6, ""))
+        batch.candidates.append(prompt("candidate", number))
+        batch.candidate_identity.append(number)
+        batch.positive.append(number)
+        batch.negatives.append([])
+        batch.right_answers.append([number])
+        batch.seeds.append(number)
+    pixels = sum(one.pixels.nbytes for one in (*batch.queries, *batch.candidates))
+    return batch, pixels
+
+
+def point(folder: str, size: int, micro_batch: int, first: int) -> dict[str, float]:
+    """Run one step of `size` queries, after one of `first` so that what is made once is not counted, and measure it."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    embedder = EmbeddingModel(load_backbone(folder, add_emb=True)).train()
+    builder = PromptBuilder(embedder.processor)
+    objective = Objective(1 / 11, 10 / 11, 0.03)
+
+    def step(batch: Batch) -> None:
+        rationales = generate(
+            embedder, batch.queries, max_new_tokens=RATIONALE_TOKENS, batch_size=micro_batch
+        )
+        TrainingStep(embedder, embedder, objective, micro_batch)(batch, Rollout(rationales))
+        embedder.zero_grad(set_to_none=True)
+
+    step(make_batch(builder, first)[0])
+    batch, pixels = make_batch(builder, size)
+    began = time.perf_counter()
+    growth = peak_growth(lambda: step(batch))
+    return {"growth": growth, "inputs": pixels, "seconds": time.perf_counter() - began}
+
+
+def measure(options: Options) -> dict:
+    """All points."""
+    micro, repeats = options.micro_batch, options.repeats
+    print(
+        f"micro batch {micro}; growth of resident memory in one step, MB: median [lowest, highest] of {repeats}"
+    )
+    print(f"{'batch':>6}{'in micro batches':>28}{'undivided':>28}{'its inputs':>12}{'s':>8}", flush=True)
+    rows, whole = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(Path(folder) / "model")
+        texts = ["what opens this", "a key opens it", "Find the picture that answers the question."]
+        sizes = {"vocab_size": 400, "text": TEXT, "vision": VISION}
+        scratch.build(Path(model), texts, seed=0, min_pixels=SIDE_PX**2, max_pixels=SIDE_PX**2, **sizes)
+        for size in options.batches:
+            rows[size] = row = _repeated(repeats, model, size, micro, micro)
+            if size in options.whole:
+                whole[size] = _repeated(repeats, model, size, size, micro)
+            print(
+                f"{size:>6}{row['shown']:>28}{whole.get(size, {}).get('shown', ''):>28}"
+                f"{row['inputs_mb']:>12.1f}{row['seconds']:>8.1f}",
+                flush=True,
+            )
+    growth = {size: round(row["growth_mb"], 1) for size, row in rows.items()}
+    return {
+        "micro_batch": micro,
+        "growth_mb": growth,
+        "whole_mb": {size: round(row["growth_mb"], 1) for size, row in whole.items()},
+        "largest_over_smallest_batch": round([*growth.values()][-1] / [*growth.values()][0], 3),
+        "noise_mb": round(max(row["spread_mb"] for row in rows.values()), 1),
+    }
+
+
+def _repeated(repeats: int, *point_of: Any) -> dict[str, Any]:
+    found = [in_new_process(point, *point_of) for _ in range(repeats)]
+    growth = [one["growth"] / 1e6 for one in found]
+    median, low, high = statistics.median(growth), min(growth), max(growth)
+    return {
+        "growth_mb": median,
+        "spread_mb": high - low,
+        "shown": f"{median:.1f} [{low:.1f}, {high:.1f}]",
+        "inputs_mb": found[0]["inputs"] / 1e6,
+        "seconds": statistics.median(one["seconds"] for one in found),
+    }

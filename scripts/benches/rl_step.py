@@ -1,0 +1,341 @@
+"""A step of the stage rl against its plain form: FLOPs and time. `python scripts/bench.py rl_step settings=demo rationales=4`.
+
+    plain         `generate` from k copies of each prompt; a forward over each [prompt][rationale, <emb>] without gradient
+                  for the rewards; one with gradient for the log probabilities; one for the states of InfoNCE; the LM forward
+    leaner        the same, but prompts encoded once for generating, and log probabilities and states read from one forward
+    ours          prompts encoded once; k branches and the oracle's in `rge.step.TrainingStep`, which is all there is
+
+``settings=3b`` counts the step at the shape of Qwen2.5-VL-3B, one query with a prompt of `prompt_tokens`. Of the layers, which
+are all alike, a few are built; a further one of each kind (text, windowed and global vision) says what one costs, and the rest
+is added. Products are counted and not computed: a matrix product or an attention gives zeros of the right shape. That the
+forms compute the same step is compared by the other settings, in float64.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benches.forms import (
+    SETTINGS,
+    Setting,
+    Sizes,
+    check_equal,
+    flops_of,
+    long_setting,
+    stock_inputs,
+    stopping,
+    their_rollout,
+)
+from benches.harness import in_turns, medians
+from rge.common.options import one_of
+from rge.config import LossConfig, Recipe, RLConfig, RolloutConfig
+from rge.losses import info_nce, rationale_log_probs, rationale_nll
+from rge.model.attention import EncodedPrompts
+from rge.model.backbone import text_model
+from rge.model.embedding_model import Readout, encode_prompts, normalise
+from rge.model.packing import Branch
+from rge.model.prompts import Prompt
+from rge.objective import Objective
+from rge.plan.known_models import TABLE
+from rge.rl.credit import Reinforcement
+from rge.rl.policy import advantages
+from rge.rollout.generate import Rationale, generate
+from rge.rollout.writer import Rollout
+from rge.step import TrainingStep, candidate_masks
+
+
+@dataclass
+class Options(Sizes):
+    """What is measured; the sizes are those of ``long`` and ``3b``."""
+
+    settings: tuple[str, ...] = ("demo",)
+    """demo, long and/or 3b."""
+    rationales: Annotated[int, Field(ge=2)] = 4
+    """Rationales a query."""
+    repeats: Annotated[int, Field(ge=1)] = 3
+    """Turns of timing."""
+
+
+def measure(options: Options) -> dict:
+    """Measure every setting; the last one's figures stand beside the dictionary of all."""
+    one_of("settings", options.settings, [*SETTINGS, "3b"])
+    torch.manual_seed(0)
+    results = {}
+    for name in options.settings:
+        if name == "3b":
+            results[name] = _count_3b(options)
+        else:
+            results[name] = _time(SETTINGS[name](options), options)
+    return results[options.settings[-1]] | {"settings": results, "options": asdict(options)}
+
+
+def _time(setting: Setting, options: Options) -> dict[str, float]:
+    count = options.rationales
+    print(f"\n{setting.name}: {setting.note}", flush=True)
+    setting, recipe = groups_of(setting, count), rl_recipe(setting, options)
+    embedder = setting.embedder.double()
+    own_ids = [rationale.ids for rationale in our_groups(setting, count)]
+    worst = check_equal(
+        embedder,
+        (
+            lambda: our_full_rl_step(setting, recipe),
+            lambda: plain_rl_step(setting, recipe, own_ids),
+            lambda: plain_rl_step(setting, recipe, own_ids, lean=True),
+        ),
+    )
+    print(f"{count} rationales: losses and gradients equal to {worst:.0e} (float64, relative)", flush=True)
+    embedder.float()
+    work = rl_work(setting, recipe, own_ids)
+    wall, cpu = in_turns(work, options.repeats, lambda: embedder.zero_grad(set_to_none=True))
+    return (
+        rl_ratios(flops_of(embedder, work), "flops", "GFLOP", 1e9)
+        | rl_ratios(medians(wall), "time", "s")
+        | rl_ratios(medians(cpu), "cpu_time", "CPU s")
+        | {"rationale_tokens": sum(len(ids) + 1 for ids in own_ids)}
+    )
+
+
+def rl_recipe(setting: Setting, options: Options) -> Recipe:
+    """The stage rl as recipes have it by default."""
+    objective = setting.objective
+    return Recipe(
+        recipe="bench",
+        stage="rl",
+        loss=LossConfig(
+            alpha_lm=0.5,
+            alpha_con=0.5,
+            temperature=objective.temperature,
+            lm_on_candidates=objective.lm_on_candidates,
+        ),
+        rollout=RolloutConfig(max_new_tokens=setting.max_new_tokens),
+        rl=RLConfig(num_rationales=options.rationales, std_floor=0.1),
+    )
+
+
+def groups_of(setting: Setting, count: int) -> Setting:
+    """The setting with `count` rationales a query, of lengths that the setting's rationales have."""
+    drawn = np.random.default_rng(1).choice(setting.stop_B, (len(setting.stop_B), count))
+    return replace(setting, stop_B=drawn.flatten().tolist())
+
+
+def our_groups(setting: Setting, count: int, encoded: EncodedPrompts | None = None) -> list[Rationale]:
+    """`count` rationales a query, by rge; greedy ones that end at different places, for the plain form to write them too."""
+    prompts = setting.batch.queries
+    order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
+    stops = [setting.stop_B[row * count + number] for row in order for number in range(count)]
+    with stopping(setting.embedder, stops):
+        return generate(
+            setting.embedder,
+            prompts,
+            max_new_tokens=setting.max_new_tokens,
+            batch_size=len(stops),
+            num_each=count,
+            encoded=encoded,
+        )
+
+
+def our_rl_step(
+    setting: Setting, recipe: Recipe, rationales: Sequence[Rationale], encoded: EncodedPrompts | None = None
+) -> dict[str, float]:
+    """Gradients of one step of the stage rl, by rge."""
+    credit = Reinforcement(recipe, setting.embedder, None, Path()).begin(setting.batch, rationales, False)
+    return TrainingStep(
+        setting.embedder, setting.embedder, Objective.of(recipe, "rl"), len(setting.batch.queries)
+    )(setting.batch, Rollout(rationales, encoded), credit)
+
+
+def our_full_rl_step(setting: Setting, recipe: Recipe) -> dict[str, float]:
+    """Rationales and gradients, prompts encoded once, by rge."""
+    encoded = encode_prompts(setting.embedder, setting.embedder, setting.batch.queries)
+    return our_rl_step(setting, recipe, our_groups(setting, recipe.rl.num_rationales, encoded), encoded)
+
+
+def plain_rl_step(
+    setting: Setting, recipe: Recipe, own_ids: Sequence[Sequence[int]], lean: bool = False
+) -> dict[str, float]:
+    """Gradients of one step of the stage rl, in passes: rewards, log probabilities, states, LM, candidates.
+
+    Args:
+        setting: model and batch.
+        recipe: of the stage.
+        own_ids: rationales, equally many a query.
+        lean: log probabilities and states are read from one forward.
+    """
+    embedder, batch, rl = setting.embedder, setting.batch, recipe.rl
+    model, emb_id, K = embedder.model, embedder.emb_id, rl.num_rationales
+    head = model.get_output_embeddings()
+    repeated = [prompt for prompt in batch.queries for _ in range(K)]
+    suffixes = [[*ids, emb_id] for ids in own_ids]
+    ends = [len(prompt) + len(ids) - 1 for prompt, ids in zip(repeated, suffixes, strict=True)]
+
+    def hidden(prompts: Sequence[Prompt], continuations: Sequence[Sequence[int]]) -> Tensor:
+        inputs = stock_inputs(embedder, prompts, continuations, padding_side="right")
+        return text_model(model)(**inputs, use_cache=False).last_hidden_state
+
+    def predicting(
+        prompts: Sequence[Prompt], continuations: Sequence[Sequence[int]]
+    ) -> tuple[list[int], list[int]]:
+        rows = [row for row, ids in enumerate(continuations) for _ in ids]
+        columns = [
+            len(prompts[row]) - 1 + place
+            for row, ids in enumerate(continuations)
+            for place in range(len(ids))
+        ]
+        return rows, columns
+
+    def candidates() -> Readout:
+        labelled = recipe.loss.lm_on_candidates
+        branch = Branch([emb_id], read_state=True, predict=labelled)
+        return embedder(embedder.pack(batch.candidates, [[branch]] * len(batch.candidates)))[0]
+
+    positive_BC, ignored_BC, _ = candidate_masks(batch, torch.tensor(batch.candidate_identity), 0)
+    with torch.no_grad():
+        state_ND = normalise(hidden(repeated, suffixes)[range(len(ends)), ends])
+        logit = state_ND.view(-1, K, state_ND.shape[1]) @ candidates().state_ND.T / recipe.loss.temperature
+        right = (positive_BC | ignored_BC)[:, None].expand_as(logit)
+        reward_BK = logit.masked_fill(~right, float("-inf")).logsumexp(2) - logit.logsumexp(2)
+        advantage_BK = advantages(reward_BK, scale="group", std_floor=rl.std_floor)
+    written = hidden(repeated, suffixes)
+    labels = torch.tensor([token for ids in suffixes for token in ids])
+    log_prob_L, _ = rationale_log_probs(
+        written[predicting(repeated, suffixes)],
+        head,
+        labels,
+        barred_ids=embedder.suppressed_ids,
+        temperature=1.0,
+    )
+    owner_L = torch.arange(len(suffixes)).repeat_interleave(torch.tensor([len(ids) for ids in suffixes]))
+    policy = -(advantage_BK.flatten()[owner_L] * (log_prob_L - log_prob_L.detach()).exp()).mean()
+    total = rl.alpha_rl * policy
+    if not lean:
+        total.backward()
+        total, written = 0.0, hidden(repeated, suffixes)
+    q_ND, found = normalise(written[range(len(ends)), ends]), candidates()
+    masks = (mask.repeat_interleave(K, dim=0) for mask in (positive_BC, ignored_BC))
+    con = info_nce(q_ND, found.state_ND, *masks, temperature=recipe.loss.temperature) / len(suffixes)
+    oracle = hidden(batch.queries, batch.oracle_ids)[predicting(batch.queries, batch.oracle_ids)]
+    label_N = torch.tensor([token for ids in batch.oracle_ids for token in ids])
+    lm = (rationale_nll(oracle, head, label_N) + found.nll) / (len(label_N) + found.num_tokens)
+    total = total + rl.alpha_con * con + rl.alpha_lm * lm
+    total.backward()  # type: ignore[union-attr]
+    parts = {"loss_rl": policy, "loss_contrastive": con, "loss_lm": lm}
+    return {name: float(value.detach()) for name, value in parts.items()}
+
+
+def rl_work(
+    setting: Setting, recipe: Recipe, own_ids: Sequence[Sequence[int]]
+) -> dict[str, Callable[[], object]]:
+    """A step of the stage rl: ours, and the parts of its plain forms."""
+    count = recipe.rl.num_rationales
+    return {
+        "ours": lambda: our_full_rl_step(setting, recipe),
+        "generate, k copies": lambda: their_rollout(repeated_prompts(setting, count)),
+        "generate, prompts once": lambda: our_groups(setting, count),
+        "score, log probabilities, embed, LM": lambda: plain_rl_step(setting, recipe, own_ids),
+        "score, one forward for both, LM": lambda: plain_rl_step(setting, recipe, own_ids, lean=True),
+    }
+
+
+def rl_ratios(found: dict[str, float], what: str, unit: str, scale: float = 1.0) -> dict[str, float]:
+    """Print a figure of `rl_work` as a table, and give its ratios.
+
+    Args:
+        found: the figure of each part.
+        what: name of the figure in the ratios.
+        unit: for the table.
+        scale: what a unit is worth in `found`.
+    """
+    plain = found["generate, k copies"] + found["score, log probabilities, embed, LM"]
+    lean = found["generate, prompts once"] + found["score, one forward for both, LM"]
+    for name, value in [*found.items(), ("plain, all", plain), ("leaner, all", lean)]:
+        print(f"{f'{name}, {unit}':48s}{value / scale:12.2f}{value / found['ours']:8.2f}", flush=True)
+    return {
+        f"rl_step_{what}_ratio": plain / found["ours"],
+        f"rl_step_{what}_ratio_lean": lean / found["ours"],
+        f"ours_rl_step_{unit.lower().replace(' ', '_')}": found["ours"] / scale,
+    }
+
+
+class Uncomputed(TorchDispatchMode):
+    """Products give zeros of the right shape; everything else is computed, so that lengths are what they are."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Stands in for one operation."""
+        aten = torch.ops.aten
+        if func in (aten.mm.default, aten.bmm.default):
+            left, right = args
+            return left.new_zeros(*left.shape[:-1], right.shape[-1])
+        if func in (aten.addmm.default, aten.baddbmm.default):
+            _, left, right = args
+            return left.new_zeros(*left.shape[:-1], right.shape[-1])
+        if func is aten._scaled_dot_product_flash_attention_for_cpu.default:
+            query, _, value = args[:3]
+            batch, heads, length, _ = query.shape
+            out = query.new_zeros(batch, length, heads, value.shape[-1]).transpose(1, 2)
+            return out, query.new_zeros(batch, length, heads).transpose(1, 2)
+        if func is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+            return tuple(torch.zeros_like(tensor) for tensor in args[1:4])
+        return func(*args, **(kwargs or {}))
+
+
+def _count_3b(options: Options) -> dict[str, float]:
+    """FLOPs of a step of the stage rl at the shape of Qwen2.5-VL-3B, from models of a few layers."""
+    shape = TABLE["Qwen/Qwen2.5-VL-3B-Instruct"]
+    text, vision = shape["text_config"], shape["vision_config"]
+    num_global = len(vision["fullatt_block_indexes"])
+    # Text layers, windowed and global vision layers: one of each, then one more of each.
+    wanted = (text["num_hidden_layers"], vision["depth"] - num_global, num_global)
+    found = []
+    for layers in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)):
+        sizes = {
+            "vocab_size": 2048,
+            "text": {
+                **{key: value for key, value in text.items() if key != "vocab_size"},
+                "num_hidden_layers": layers[0],
+            },
+            "vision": {
+                **{key: value for key, value in vision.items() if key != "out_hidden_size"},
+                "depth": layers[1] + layers[2],
+                "fullatt_block_indexes": list(range(layers[1], layers[1] + layers[2])),
+            },
+        }
+        setting = groups_of(long_setting(replace(options, batch=1), sizes), options.rationales)
+        # A tokenizer of that size cannot be learned here; the head's and the embeddings' rows decide what they cost.
+        setting.embedder.model.resize_token_embeddings(text["vocab_size"], mean_resizing=False)
+        setting.embedder.to(torch.bfloat16)  # half the memory; the counts do not depend on it
+        recipe = rl_recipe(setting, options)
+        with Uncomputed():
+            own_ids = [rationale.ids for rationale in our_groups(setting, options.rationales)]
+            found.append(flops_of(setting.embedder, rl_work(setting, recipe, own_ids)))
+        print(
+            f"{layers[0]} text, {layers[1]} windowed and {layers[2]} global vision layers: counted",
+            flush=True,
+        )
+    whole = {
+        name: found[0][name]
+        + sum(
+            (number - 1) * (more[name] - found[0][name])
+            for number, more in zip(wanted, found[1:], strict=True)
+        )
+        for name in found[0]
+    }
+    tokens = sum(len(ids) + 1 for ids in own_ids)
+    prompt = len(setting.batch.queries[0])
+    print(
+        f"3b: one query of {prompt} tokens, {options.rationales} rationales of {tokens} tokens in all",
+        flush=True,
+    )
+    return rl_ratios(whole, "flops", "GFLOP", 1e9) | {"rationale_tokens": tokens, "prompt_tokens": prompt}
+
+
+def repeated_prompts(setting: Setting, count: int) -> Setting:
+    """The setting with `count` copies of each query, as a rollout without shared prompts has them."""
+    queries = [prompt for prompt in setting.batch.queries for _ in range(count)]
+    return replace(setting, batch=replace(setting.batch, queries=queries))

@@ -1,0 +1,88 @@
+"""Exact search against the bare faiss call it is built on, numpy and torch; scoring. `python scripts/bench.py search others=true`.
+
+Random unit vectors; ``spread`` < 1 crowds them around a common direction, as trained embeddings are, which makes near ties more
+frequent. The best of the repeats counts. ``others=true`` adds a product with a partial sort in numpy and `torch.topk`, in blocks of
+queries, which break ties as it happens. ``score`` is every metric of every query from the ranking, with both tie orders.
+"""
+
+from dataclasses import dataclass
+
+import faiss
+import numpy as np
+import torch
+
+from benches.harness import in_turns
+from eval.scoring.metrics import compute, cut, judge, names_of, tied_order
+from eval.scoring.search import Ranking, rows_within, search
+
+BLOCK_QUERIES = 64
+"""Queries whose scores against the whole pool numpy and torch hold at a time."""
+
+
+@dataclass
+class Options:
+    """Sizes; the defaults are those of RMIR."""
+
+    candidates: int = 35_803
+    queries: int = 1_634
+    dim: int = 2_048
+    depth: int = 1_000
+    spread: float = 1.0
+    repeats: int = 3
+    others: bool = False
+    memory_mb: float = 2048.0
+
+
+def measure(options: Options) -> dict:
+    """Time all in turns."""
+    rng = np.random.default_rng(0)
+
+    def unit(rows: int) -> np.ndarray:
+        x = rng.standard_normal((rows, options.dim), dtype=np.float32)
+        x *= options.spread / np.sqrt(options.dim, dtype=np.float32)
+        x[:, 0] += 1.0 - options.spread
+        return x / np.linalg.norm(x, axis=1, keepdims=True)
+
+    candidate_CD, query_QD, depth = unit(options.candidates), unit(options.queries), options.depth
+    blocks = [query_QD[first : first + BLOCK_QUERIES] for first in range(0, len(query_QD), BLOCK_QUERIES)]
+    rows = rows_within(options.memory_mb, options.dim)
+    work = {
+        "faiss": lambda: faiss.knn(query_QD, candidate_CD, depth, metric=faiss.METRIC_INNER_PRODUCT),
+        "search": lambda: search(query_QD, candidate_CD, depth=depth, block_rows=rows),
+    }
+    if options.others:
+        work["numpy"] = lambda: [_with_numpy(block_BD, candidate_CD, depth) for block_BD in blocks]
+        work["torch"] = lambda: [_with_torch(block_BD, candidate_CD, depth) for block_BD in blocks]
+    ranking = work["search"]()
+    positives = [
+        (np.sort(rng.choice(options.candidates, 12, replace=False)).astype(np.int32), np.ones(12))
+        for _ in range(options.queries)
+    ]
+    work["score"] = lambda: _score(ranking, positives, options.candidates)
+    wall, cpu = ({name: min(x) for name, x in found.items()} for found in in_turns(work, options.repeats))
+    print(f"{'':8}{'wall s':>10}{'CPU s':>10}")
+    for name in work:
+        print(f"{name:8}{wall[name]:10.2f}{cpu[name]:10.2f}")
+    ratios = {"ratio": wall["search"] / wall["faiss"], "cpu_ratio": cpu["search"] / cpu["faiss"]}
+    print(f"{'ratio':8}{ratios['ratio']:10.3f}{ratios['cpu_ratio']:10.3f}")
+    times = {f"{name}_s": wall[name] for name in work} | {f"{name}_cpu_s": cpu[name] for name in work}
+    return vars(options) | times | ratios | {"threads": faiss.omp_get_max_threads()}
+
+
+def _with_numpy(query_BD: np.ndarray, candidate_CD: np.ndarray, depth: int) -> np.ndarray:
+    score_BC = query_BD @ candidate_CD.T
+    top_BK = np.argpartition(-score_BC, depth - 1, axis=1)[:, :depth]
+    order_BK = np.argsort(-np.take_along_axis(score_BC, top_BK, axis=1), axis=1)
+    return np.take_along_axis(top_BK, order_BK, axis=1)
+
+
+def _with_torch(query_BD: np.ndarray, candidate_CD: np.ndarray, depth: int) -> torch.Tensor:
+    return torch.topk(torch.from_numpy(query_BD) @ torch.from_numpy(candidate_CD).T, depth, dim=1).indices
+
+
+def _score(ranking: Ranking, positives: list[tuple[np.ndarray, np.ndarray]], candidates: int) -> None:
+    """As `eval.scoring.output_files.score_ranking`."""
+    wide = judge(ranking.rows_QW, positives, None, num_candidates=candidates)
+    for order in (wide, *(tied_order(wide, ranking.score_QW, best=best) for best in (True, False))):
+        for name in names_of():
+            compute(name, cut(order, ranking.depth))

@@ -1,0 +1,138 @@
+"""Our training step against the three-pass form: FLOPs and time. `python scripts/bench.py step settings=demo,long repeats=3`.
+
+``demo`` is the demo recipe's model and one of its real batches; ``long`` is a random Qwen2.5-VL with a picture and text of
+`prompt_tokens`, rationales of 40 tokens to `rationale_tokens` (lognormal), and a picture of 256 placeholders as each query's
+candidate. ``rollout`` is generation alone, prompts included, and ``in a step`` generation as our step runs it, from prompts that
+are encoded already; ``forward and backward`` is the step after it, prompts included; ``both`` the whole step, in which ours encodes
+the prompts once. A query's picture runs through the vision tower three times a step in the three-pass form, and once in ours.
+
+Before anything is timed, tokens, losses and all gradients of the two forms are compared in float64; a difference is an error.
+FLOPs: `torch.utils.flop_counter`, attention counted dense, as it does for CUDA kernels. Ratios are three-pass over ours, except
+the ratios of tokens per second, which are ours over three-pass. The JSON's top level repeats the figures of the last setting.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from benches.forms import (
+    SETTINGS,
+    Setting,
+    Sizes,
+    candidates_alone,
+    check_equal,
+    flops_of,
+    our_full_step,
+    our_rollout,
+    our_step,
+    their_full_step,
+    their_rollout,
+    three_pass_step,
+)
+from benches.harness import in_turns, medians
+from rge.common.options import one_of
+from rge.model.embedding_model import encode_prompts
+
+PARTS = {"rollout": "rollout", "step": "forward and backward", "full": "both"}
+
+
+@dataclass
+class Options(Sizes):
+    """What is measured; the sizes are those of ``long``."""
+
+    settings: tuple[str, ...] = ("demo", "long")
+    """demo and/or long."""
+    repeats: Annotated[int, Field(ge=1)] = 3
+    """Turns of timing."""
+
+
+def measure(options: Options) -> dict:
+    """Measure every setting."""
+    one_of("settings", options.settings, list(SETTINGS))
+    torch.manual_seed(0)
+    results = {}
+    for name in options.settings:
+        setting = SETTINGS[name](options)
+        print(f"\n{name}: {setting.note}", flush=True)
+        _compare(setting)
+        results[name] = _time(setting, options.repeats)
+    more = {"settings": results, "options": asdict(options)}
+    return (
+        results[options.settings[-1]]
+        | more
+        | {"threads": torch.get_num_threads(), "torch": torch.__version__}
+    )
+
+
+def _compare(setting: Setting) -> None:
+    """Tokens, losses and gradients of the two forms, in float64.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    embedder = setting.embedder.double()
+    rationales = our_rollout(setting)
+    own_ids = [list(rationale.ids) for rationale in rationales]
+    if own_ids != their_rollout(setting):
+        raise RuntimeError(f"{setting.name}: the two rollouts wrote different tokens")
+    worst = check_equal(
+        embedder,
+        (
+            lambda: our_step(setting, rationales),
+            lambda: our_full_step(setting),
+            lambda: three_pass_step(setting, own_ids),
+        ),
+    )
+    print(f"same tokens; losses and gradients equal to {worst:.0e} (float64, relative)", flush=True)
+    embedder.float()
+
+
+def _time(setting: Setting, repeats: int) -> dict[str, float]:
+    embedder = setting.embedder
+    rationales = our_rollout(setting)
+    own_ids = [rationale.ids for rationale in rationales]
+    with torch.no_grad():
+        encoded = encode_prompts(embedder, embedder, setting.batch.queries)
+    work: dict[str, Callable[[], object]] = {
+        "ours writing": lambda: our_rollout(setting, encoded),
+        "ours rollout": lambda: our_rollout(setting),
+        "theirs rollout": lambda: their_rollout(setting),
+        "ours step": lambda: our_step(setting, rationales),
+        "theirs step": lambda: three_pass_step(setting, own_ids),
+        "ours full": lambda: our_full_step(setting),
+        "theirs full": lambda: their_full_step(setting),
+    }
+    flops = flops_of(embedder, work | {"candidates": lambda: candidates_alone(setting)})
+    wall, cpu = map(medians, in_turns(work, repeats, lambda: embedder.zero_grad(set_to_none=True)))
+    tokens = sum(len(ids) + 1 for ids in own_ids)
+    ratio: dict[str, dict[str, float]] = {}
+    print(f"{'':28s}{'three-pass':>12s}{'ours':>12s}{'ratio':>8s}")
+    for kind, unit, values in (("GFLOP", 1e9, flops), ("s", 1.0, wall), ("CPU s", 1.0, cpu)):
+        ratio[kind] = {part: values[f"theirs {part}"] / values[f"ours {part}"] for part in PARTS}
+        for part, label in PARTS.items():
+            theirs, ours = values[f"theirs {part}"] / unit, values[f"ours {part}"] / unit
+            print(f"{label + ', ' + kind:28s}{theirs:12.2f}{ours:12.2f}{ratio[kind][part]:8.2f}")
+    theirs = tokens / wall["theirs rollout"]
+    for part, label in (("rollout", "rollout, tokens/s"), ("writing", "  in a step, tokens/s")):
+        ours = tokens / wall[f"ours {part}"]
+        print(f"{label:28s}{theirs:12.1f}{ours:12.1f}{ours / theirs:8.2f}", flush=True)
+    return {
+        "step_flops_ratio": ratio["GFLOP"]["step"],
+        "full_step_flops_ratio": ratio["GFLOP"]["full"],
+        "query_side_step_flops_ratio": (flops["theirs step"] - flops["candidates"])
+        / (flops["ours step"] - flops["candidates"]),
+        "step_time_ratio": ratio["s"]["step"],
+        "full_step_time_ratio": ratio["s"]["full"],
+        "rollout_tokens_per_s_ratio": ratio["s"]["rollout"],
+        "rollout_in_step_tokens_per_s_ratio": wall["theirs rollout"] / wall["ours writing"],
+        "step_cpu_time_ratio": ratio["CPU s"]["step"],
+        "rollout_cpu_time_ratio": ratio["CPU s"]["rollout"],
+        "full_step_cpu_time_ratio": ratio["CPU s"]["full"],
+        "rollout_in_step_cpu_time_ratio": cpu["theirs rollout"] / cpu["ours writing"],
+        "ours_step_gflop": flops["ours step"] / 1e9,
+        "ours_full_step_gflop": flops["ours full"] / 1e9,
+        "ours_full_step_s": wall["ours full"],
+    }

@@ -1,0 +1,99 @@
+"""scripts/bench.py: every bench has options and says what it is; the step's figures; memory that was freed again is seen."""
+
+import importlib
+import json
+import subprocess
+import sys
+
+import pytest
+from paths import ROOT
+
+from rge.common.errors import UserError
+from rge.common.options import parse_options
+
+STEP = [
+    "prompt_tokens=170",
+    "rationale_tokens=12",
+    "batch=3",
+    "hidden=64",
+    "layers=2",
+    "candidate_side_px=56",
+]
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return importlib.import_module("bench")
+
+
+def test_every_bench_has_options_and_measures(bench):
+    given = {"serving": ["checkpoint=demo"]}
+    for name in bench.NAMES:
+        module = importlib.import_module(f"benches.{name}")
+        assert callable(module.measure)
+        parse_options(module.Options, given.get(name, []))
+    with pytest.raises(UserError, match=r"name a bench:\n  data_prep +Time and memory"):
+        bench.main([])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_peak_growth_sees_what_was_freed_again(bench):
+    from benches import harness
+
+    assert 60e6 < harness.peak_growth(lambda: bytearray(b"x" * 64_000_000)[0]) < 200e6
+    assert harness.peak_growth(lambda: None) < 20e6
+
+
+def test_turns_go_back_and_forth(bench):
+    from benches import harness
+
+    said = []
+    wall, cpu = harness.in_turns({"a": lambda: said.append("a"), "b": lambda: said.append("b")}, 3)
+    assert "".join(said) == "abbaab"
+    assert {len(times) for times in (*wall.values(), *cpu.values())} == {3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "figures"),
+    [
+        (
+            ["step", "settings=long", "repeats=1", *STEP],
+            ["step_flops", "step_time", "full_step_flops", "full_step_time", "rollout_tokens_per_s"],
+        ),
+        (
+            ["rl_step", "settings=long", "rationales=3", "repeats=1", *STEP],
+            ["rl_step_flops", "rl_step_time", "rl_step_cpu_time"],
+        ),
+    ],
+)
+def test_a_step_is_measured_and_its_json_comes_last(words, figures):
+    command = [sys.executable, "scripts/bench.py", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert all(found[f"{name}_ratio"] > 0 for name in figures)
+    assert found[f"{figures[0]}_ratio"] > 1.2
+    assert found["settings"].keys() == {"long"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["memory", "batches=4,8", "micro_batch=4", "repeats=1", "whole=8"],
+        ["save", "millions=2", "repeats=1", "folder={folder}"],
+        ["index", "rows=1000", "dimensions=16"],
+        ["search", "candidates=2000", "queries=50", "dim=32", "depth=100", "others=true", "repeats=1"],
+        ["kernels", "layers=1", "batch=2"],
+        ["data_prep", "pictures=400", "out={folder}/400"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_it_runs_at_a_small_size(words, tmp_path):
+    words = [word.format(folder=tmp_path) for word in words]
+    command = [sys.executable, "scripts/bench.py", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])

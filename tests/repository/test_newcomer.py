@@ -108,7 +108,7 @@ def test_commands_in_the_docs_exist(page):
     text = page.read_text(encoding="utf-8")
     assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, flags=re.MULTILINE)) <= set(TARGETS)
     assert set(re.findall(r"rge eval ([a-z0-9]+)", text)) <= {*COMMANDS, "import", "report"}
-    for script in re.findall(r"(?:python|sh|launch) ((?:scripts|rge)/[\w./]+)", text):
+    for script in re.findall(r"(?:python|sh|launch) ((?:scripts|rge|tests)/[\w./]+)", text):
         assert (ROOT / script).is_file(), script
     for recipe in re.findall(r"\brecipe=([a-z]\w*)(?!\w*\.yaml)\b", text):
         assert (ROOT / "recipes" / f"{recipe}.yaml").is_file(), recipe

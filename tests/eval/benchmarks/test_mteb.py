@@ -158,7 +158,9 @@ def test_a_model_of_mteb_reasons_for_queries_alone(checkpoint, tmp_path):
 @pytest.fixture(scope="module")
 def releases(tmp_path_factory):
     """The four benchmarks' file layouts, written from the shipped pictures."""
-    spec = importlib.util.spec_from_file_location("small_releases", ROOT / "scripts" / "small_releases.py")
+    spec = importlib.util.spec_from_file_location(
+        "small_releases", ROOT / "tests" / "helpers" / "small_releases.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     root = tmp_path_factory.mktemp("releases")

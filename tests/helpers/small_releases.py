@@ -1,6 +1,6 @@
 """Write four small data sets in the file layouts of the benchmarks' releases, from the shipped pictures.
 
-    python scripts/small_releases.py [out=runs/small] [num=24]
+    python tests/helpers/small_releases.py [out=runs/small] [num=24]
 
 ``rmir``, ``pinpoint``, ``mmeb`` and ``mmbright`` below ``out`` are what `rge eval import` reads; docs/evaluation.md
 goes on from there. The questions are the demo's test questions, so figures on these sets say nothing about a benchmark:
@@ -22,7 +22,7 @@ from rge.common.commands import start
 from rge.common.images import picture_bytes
 from rge.common.options import parse_options
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "data_prep" / "demo" / "data" / "test"
 CATEGORIES = ("functional", "temporal", "causal")
 NAMES = ("concept", "name", "label", "title")
@@ -51,11 +51,11 @@ class Demo:
 
 def main(words: list[str]) -> None:
     """Write the four releases and say where."""
-    options = parse_options(Options, words, "python scripts/small_releases.py")
+    options = parse_options(Options, words, "python tests/helpers/small_releases.py")
     demo = read(options.num)
     for write in (rmir, pinpoint, mmeb, mmbright):
         write(demo, options.out / write.__name__)
-        print(options.out / write.__name__)
+        print(options.out / write.__name__)  # noqa: T201
 
 
 def read(num: int) -> Demo:

@@ -197,7 +197,7 @@ def examine(
     if not problems:
         found.summary += banner(recipe, num_steps, found.records, layouts, model, accelerator)
         sources = [(found.records[key], laid) for key, laid in layouts.items() if not wanted[key].held_out]
-        found.summary += layout.summary(sources, recipe)
+        found.summary += layout.summary(sources, recipe) + layout.clashes(sources)
     return problems, found
 
 

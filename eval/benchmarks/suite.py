@@ -19,7 +19,7 @@ import pandas as pd
 import pyarrow as pa
 
 from eval.benchmarks.registry import protocol_for
-from eval.embedding.identity import differences, versions, with_key
+from eval.embedding.identity import differences, old_results, versions, with_key
 from eval.embedding.processes import join
 from eval.scoring.output_files import (
     FORMAT,
@@ -39,11 +39,11 @@ SUITE = "suite.json"
 SHARED = (
     "benchmark", "profile", "protocol", "query_mode", "query_modality", "candidate_mode", "model", "checkpoint",
     "checkpoint_hash", "prompts", "rewrite", "settings", "decoding", "dtype", "batch_size", "embedding_dims", "depth",
-    "seed", "tag", "code", "exact", "asked_as_released", "plugins", "metrics",
+    "seed", "tag", "exact", "asked_as_released", "plugins", "metrics",
 )  # fmt: skip
 """Keys of a member's results that hold for all members."""
-PER_MEMBER = ("set.", "embedder.run")
-"""Parts of an identity that are each member's own."""
+PER_MEMBER = ("set.", "embedder.run", "machine.")
+"""Parts of an identity that may be each member's own."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def aggregate(
         "versions": versions(),
     }
     content |= protocol.suite_figures(results) | dict(more or {})
-    content["identity"] = with_key(content)
+    content["identity"] = with_key(content, made=None if old_results(first) else first["identity"])
     content["headline"] = [
         {"metric": metric, "average": "macro", **content["macro"][metric]}
         for metric in headline or protocol.headline

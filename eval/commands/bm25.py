@@ -14,7 +14,6 @@ import numpy as np
 
 from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import each_member, is_suite, join_members, load_suite
-from eval.embedding.identity import versions
 from eval.embedding.rewrite import load_rewriter, rewritten
 from eval.scoring.evaluation import write_evaluation
 from eval.scoring.output_files import again, check_out
@@ -110,7 +109,6 @@ def bm25(options: Bm25Options) -> Path:
         "tag": tag,
         "again": again("bm25", options),
         "warnings": [*wanted.meta.get("notes", []), *unread],
-        "versions": versions() | {"bm25s": _library().__version__},
     }
     results = write_evaluation(options.out, wanted, ranking, protocol, about, tag=tag, seed=options.seed)
     print(f"{wanted.name}: {tag} -> {options.out}\n{summary(results, protocol.headline)}")

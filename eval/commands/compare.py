@@ -30,6 +30,7 @@ from eval.scoring.tables import write_tables
 from rge.common.errors import UserError
 from rge.common.files import write_bytes
 from rge.common.registry import PluginOptions
+from rge.identity.run_identity import in_words as what_differs
 from rge.stats.intervals import (
     NUM_RESAMPLES,
     OF_DIFFERENCES,
@@ -41,8 +42,8 @@ from rge.stats.intervals import (
 )
 
 COMPARE, PLOT, PAGE, TABLE = "compare.json", "compare.svg", "compare.html", "compare"
-BY_THE_WAY = ("software.", "numbers.")
-"""Parts of an identity that differ by accident as a rule: another version, another dtype."""
+BY_THE_WAY = ("software.", "machine.", "settings.dtype", "settings.exact")
+"""Parts of an identity that differ by accident as a rule: another version, another machine, another dtype."""
 DEFAULT_METRICS = ("recall@1", "recall@5", "recall@10", "mrr", "ndcg@10")
 
 
@@ -294,16 +295,14 @@ def _notes(options: CompareOptions, results_a: dict[str, Any], results_b: dict[s
         if old_results(results):
             found.append(f"{path} {OLD}")
         found += [f"{path}: {warning}" for warning in results.get("warnings") or []]
-    apart = differences(results_a, results_b)
-    if not any(map(old_results, (results_a, results_b))):
-        by_the_way = [
-            key
-            for key, pair in apart.items()
-            if key.startswith(BY_THE_WAY) or (key.startswith("plugins.") and None not in pair)
-        ]
-        if by_the_way:
-            said = ", ".join(f"{key} ({apart[key][0]!s:.24} and {apart[key][1]!s:.24})" for key in by_the_way)
-            found.append(f"a and b also differ in settings that are not being compared: {said}")
+    by_the_way = {
+        key: pair
+        for key, pair in differences(results_a, results_b).items()
+        if key.startswith(BY_THE_WAY) or (key.startswith("plugins.") and None not in pair)
+    }
+    if by_the_way:
+        said = "; ".join(what_differs(by_the_way))
+        found.append(f"a and b also differ in settings that are not being compared: {said}")
     return found
 
 
@@ -342,9 +341,9 @@ def _table(
             (results.get("checkpoint_hash") or "")[:12],
         ]
         head.append(f"{letter} = {path} ({', '.join(filter(None, words)) or results.get('tag')})")
-    apart = differences(results_a, results_b)
+    apart = what_differs(differences(results_a, results_b))
     head.append(
-        f"a and b differ in {', '.join(apart) or 'nothing: they are two measurements of the same thing'}"
+        f"a and b differ in {'; '.join(apart) or 'nothing: they are two measurements of the same thing'}"
     )
     return "\n".join([*head, _shown(rows).to_string(index=False)])
 

@@ -21,8 +21,8 @@ import pandas as pd
 
 from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import each_member, is_suite, join_members, load_suite, member_dirs
-from eval.embedding.fill_cache import Silent
-from eval.embedding.identity import set_mismatch
+from eval.embedding.fill_cache import SILENT
+from eval.embedding.identity import ranked_with, set_mismatch
 from eval.embedding.processes import ALONE, Team, join
 from eval.judging.endpoint import is_address
 from eval.judging.judges import QUESTION, Judge, RemoteJudge, load_judge, local_software
@@ -267,7 +267,6 @@ def _one(
         "settings",
         "decoding",
         "dtype",
-        "code",
         "exact",
         "embedding_dims",
         "asked_as_released",
@@ -275,6 +274,7 @@ def _one(
     )
     tag = f"{read.tag}-judged"
     made = {key: old[key] for key in (*kept, "warnings", "coverage") if key in old}
+    made["ranked_with"] = ranked_with(old)
     made |= {"rerank": about, "tag": tag, "warnings": [*old.get("warnings", []), *unread]}
     made["again"] = again("rerank", options)
     results = write_evaluation(
@@ -353,7 +353,7 @@ def rerank(
     parts = [order[start : start + chunk] for start in range(0, len(order), chunk)]
     mine = parts[team.rank :: team.size]
     shown = _candidates(wanted, [[todo[key][1] for key in part] for part in mine])
-    with (progress if team.is_first else Silent)(
+    with (progress if team.is_first else SILENT)(
         total=len(unique), initial=len(known), desc="reranking", unit="pair"
     ) as bar:
         for number in range(-(-len(parts) // team.size)):  # every process takes part in every round

@@ -22,7 +22,6 @@ from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import is_suite, run_members
 from eval.commands.audit import Audit, audit_training, training_files
 from eval.embedding.fill_cache import Embeds, Mode, mean_cosine
-from eval.embedding.identity import code_hash, identity_of
 from eval.embedding.processes import Team, join
 from eval.embedding.rewrite import PROMPTS, load_rewriter, rewritten
 from eval.embedding.set_embeddings import Embeddings, contents_of, is_sampled
@@ -272,6 +271,7 @@ class Session:
             seed=self.options.seed,
             encoded=encoded,
             limit=self.options.limit,
+            made_with=self.embeddings.made_with,
         )
 
 
@@ -311,8 +311,9 @@ def start(
     for warning in warnings if team.is_first else ():
         print(f"WARNING: {warning}", file=sys.stderr, flush=True)
     for one in conditions:
-        identity = _identity(options, wanted, protocol, encoder, one)
-        check_out(one.out, identity, overwrite=options.overwrite)
+        measured = _measured_with(options, wanted, encoder, one)
+        decides = _decides(options, wanted, protocol, measured)
+        check_out(one.out, decides, overwrite=options.overwrite, measured=measured)
     embeddings = Embeddings(
         encoder, wanted, contents, root, options.batch_size, options.memory_mb, team, options.embedding_dims
     )
@@ -464,34 +465,25 @@ def _model(options: RunOptions) -> str:
     return given[0]
 
 
-def _identity(
-    options: RunOptions, wanted: RetrievalSet, protocol: Protocol, encoder: Embeds, condition: Condition
+def _decides(
+    options: RunOptions, wanted: RetrievalSet, protocol: Protocol, measured: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What decides the figures, but for versions, the device and the batch size; see `check_out`."""
-    measured = _measured_with(options, wanted, encoder, condition)
-    parts = identity_of(measured)
+    """What decides the figures beside how the embedder is asked, but for software, machine and batch size; see `check_out`."""
+    told = (
+        "checkpoint_hash", "decoding", "query_mode", "query_modality", "embedding_dims", "candidate_mode", "depth", "dtype", "exact",
+    )  # fmt: skip
     return {
         "set.fingerprint": wanted.fingerprint,
         "set.content": wanted.content,
         "set.limit": options.limit,
         "benchmark": protocol.benchmark,
         "profile": protocol.profile,
-        "checkpoint_hash": encoder.checkpoint_hash,
-        "prompts.profile": encoder.settings["profile"],
-        "decoding": encoder.settings["generation"],
-        "query_mode": condition.mode,
-        "query_modality": condition.modality,
-        "embedding_dims": options.embedding_dims,
-        "candidate_mode": options.candidate_mode,
+        **{key: measured[key] for key in told},
+        "prompts.profile": measured["prompts"]["profile"],
         "rewrite.kind": options.rewrite,
         "rewrite.model": options.rewriter_model,
-        **{key: measured[key] for key in ("depth", "dtype", "exact")},
         "seed": options.seed,
         "metrics": list(options.metrics),
-        "identity.asked.rewriter_at": parts["asked"]["rewriter_at"],
-        "identity.prompts": parts["prompts"],
-        "identity.pixels": parts["pixels"],
-        "identity.embedder.settings": parts["embedder"]["settings"],
     }
 
 
@@ -526,7 +518,6 @@ def _measured_with(
         "asked_as_released": None
         if (differs := encoder.settings.get("differs_from_release")) is None
         else not differs,
-        "code": code_hash(type(encoder).__module__),
         "batch_size": options.batch_size,
         "depth": options.depth,
     }

@@ -8,13 +8,14 @@ the files and the numbers are those of a single process.
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from eval.embedding.processes import ALONE, Team
-from eval.embedding.shards import Cache, covered, read, write_shard
+from eval.embedding.shards import Cache, covered, write_shard
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.schema import Encoded, Item, Mode
@@ -28,6 +29,8 @@ BLOCK_ROWS = 1 << 16
 """Rows of a pool that are looked at in one go, where it may be larger than memory."""
 COLLAPSED = 1e-6
 """Embeddings whose mean cosine is within this of 1 are one point to float32 search."""
+SILENT = partial(progress_bar, disable=True)
+"""The progress bar of all processes but the first."""
 
 
 class Embeds(Protocol):
@@ -89,7 +92,7 @@ def fill(
     at_once = 1 if alone else batch_size
     name = f"{side}, {mode}"
     counted = int(done.sum())
-    with (progress if team.is_first else Silent)(
+    with (progress if team.is_first else SILENT)(
         total=cache.num_items, initial=counted, desc=f"{name:>17}", unit="item"
     ) as bar:
 
@@ -116,19 +119,6 @@ def fill(
             time.sleep(POLL_S)  # a process that dies is the launcher's to notice; it then ends this one
             count_all()
     team.once(lambda: None)
-
-
-def encode_side(encoder: Embeds, items: Iterable[Item], cache: Cache, **options: Any) -> Encoded:
-    """`fill` a cache and read it.
-
-    Returns:
-        Embeddings and rationales of all items, rows in their order.
-
-    Raises:
-        UserError: see `fill`; or a shard cannot be read.
-    """
-    fill(encoder, items, cache, **options)
-    return read(cache)
 
 
 def check_embeddings(embeddings_ND: np.ndarray, ids: Sequence[str], side: str) -> None:
@@ -174,11 +164,7 @@ def cut(embeddings_ND: np.ndarray, dims: int | None) -> np.ndarray:
 
 
 def mean_cosine(embeddings_ND: np.ndarray) -> float:
-    """Mean cosine over all pairs of different items: 0 for spread-out embeddings, 1 for collapsed ones.
-
-    Args:
-        embeddings_ND: unit norm; fewer than two rows give 0.
-    """
+    """Mean cosine over all pairs of different items: 0 for spread-out embeddings, 1 for collapsed ones."""
     num = len(embeddings_ND)
     if num < 2:
         return 0.0
@@ -188,10 +174,7 @@ def mean_cosine(embeddings_ND: np.ndarray) -> float:
 def check_collapse(embeddings_ND: np.ndarray, contents: Sequence[str], side: str) -> None:
     """Refuse embeddings that are all the same although the items differ: any ranking by them is an order of ids.
 
-    Args:
-        embeddings_ND: unit norm.
-        contents: content digest of each item; items that show the same may share an embedding.
-        side: query or candidate, for the message.
+    ``contents``: content digest of each item; items that show the same may share an embedding.
 
     Raises:
         UserError: all different items lie in one point.
@@ -213,22 +196,6 @@ def _blocks(num: int) -> Iterator[slice]:
 
 def _mean_cosine(sum_D: Any, num: int) -> float:
     return (float(np.square(sum_D).sum()) - num) / (num * (num - 1))
-
-
-class Silent:
-    """The bar of a process that shows none."""
-
-    def __init__(self, **_: Any):
-        pass
-
-    def __enter__(self) -> "Silent":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def update(self, num: int) -> None:
-        """Count nothing."""
 
 
 def _missing(items: Iterable[Item], done: np.ndarray, most: int) -> Iterator[tuple[int, list[Item]]]:

@@ -1,174 +1,123 @@
-"""What an evaluation is an evaluation of: everything that decides its numbers, in one place and under one key.
+"""What an evaluation measured: the identity in results.json, see `rge.identity.run_identity`.
 
-The cache of embeddings is named by it, `compare`, `report` and the leaderboard refuse or name what differs, and exports
-carry it. Two results with the same key are two measurements of the same thing.
+`compare`, `report` and the leaderboard refuse or name what differs, and exports carry it. Two results with the same key are
+two measurements of the same thing; where keys differ, `differences` says in what.
 """
 
-import ast
-import hashlib
-import importlib.metadata
-import json
-import platform
-import sys
-from collections.abc import Mapping, Sequence
-from functools import cache
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import rge
-from eval.embedding.fill_cache import Embeds
+from rge.identity import run_identity
+from rge.identity.run_identity import Identity, digest
 
-NUMERIC = (
-    "torch", "torchvision", "transformers", "tokenizers", "pillow", "numpy", "peft", "sentence-transformers",
+OLD = "was written by an older version, which recorded less: whether texts, pictures, code and versions agree cannot be checked"
+PAGES = "eval.pages"
+"""What shows figures decides none."""
+NOT_MEASURED = ("device", "notes", "plugins")
+"""Settings of an embedder that say where it ran, warn a reader, or (of an older version) have a part of their own."""
+SHOWN = (
+    "python", "rge", "torch", "torchvision", "transformers", "tokenizers", "pillow", "numpy", "peft",
+    "sentence-transformers", "faiss-cpu", "pyarrow", "bm25s",
 )  # fmt: skip
-"""Libraries whose version decides an embedding."""
-VERSIONED = (*NUMERIC, "faiss-cpu", "pyarrow")
-ROOT = Path(rge.__file__).resolve().parent.parent
-ENCODER_CODE = "rge.embedder"
-"""The module that every embedding of ours comes from; what it imports decides embeddings too."""
-ELSEWHERE = (
-    "adapter", "model", "revision", "profile", "wording", "own_prompts", "instruction", "max_prompt_tokens",
-    "max_text_tokens", "pixels", "generation", "dtype", "device", "recipe", "stage", "step", "git_commit", "rge_version",
-    "format", "modes", "reasons", "notes", "exact", "plugins",
-)  # fmt: skip
-"""Settings of an embedder that have a part of their own, or are in the hash of its files; the rest is hashed together."""
-OLD = "was written before results had an identity: whether texts, pictures, code and versions agree cannot be checked"
+"""Packages whose versions pages show; an identity has all that are loaded."""
 
 
-def versions(names: Sequence[str] = VERSIONED) -> dict[str, str]:
-    """Versions of Python, of this package and of those libraries that are installed."""
-    found = {"python": platform.python_version(), "rge": rge.__version__}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+def versions() -> dict[str, str]:
+    """Versions of those packages of `SHOWN` that are loaded."""
+    loaded = run_identity.software(())["packages"]
+    return {name: loaded[name] for name in SHOWN if name in loaded}
 
 
-OURS = ("rge", "eval", "data_prep")
-
-
-@cache
-def code_hash(module: str = ENCODER_CODE) -> str:
-    """Sha256 of the code that makes an embedding: a module, `rge.embedder`, and whatever of ours these import.
-
-    Comments, layout and docstrings do not count. An embedder of somebody's own module is named by that module too.
+def with_key(
+    results: Mapping[str, Any], *, made: Identity | None = None, made_with: Identity | None = None
+) -> Identity:
+    """The identity for a results.json that is being written.
 
     Args:
-        module: that the encoder's class was written in.
-    """
-    code = _code([module, ENCODER_CODE], ("rge", "eval.models", *_package(module)))
-    assert ENCODER_CODE in code
-    return _hash_of(code)
-
-
-def plugins_of(things: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Modules of somebody else's that decide a figure.
-
-    Args:
-        things: what decides it (``metric rbp``) -> the module that it is written in; those of ours are left out.
+        results: its content.
+        made: identity whose software, plugins and machine hold; None: those of this process.
+        made_with: software that cached embeddings depend on as well.
 
     Returns:
-        Module -> ``gives``, what of it was used, and ``code``, a short hash of the module and of what it imports from its own
-        package.
+        ``key``, the parts of `asked_of`, ``software`` (loaded modules but those of pages, versions of loaded packages), ``plugins``,
+        and ``machine``, which is beside the key: another machine moves a figure by rounding.
     """
-    found: dict[str, dict[str, Any]] = {}
-    for thing, module in things.items():
-        if not (own := _package(module)):
-            continue
-        entry = found.setdefault(module, {"gives": [], "code": _hash_of(_code([module], own))[:12]})
-        entry["gives"].append(thing)
-    return found
+    if made is None:
+        made = run_identity.joined(made_with, run_identity.run_identity(but=(PAGES,)))
+        made["machine"]["device"] = (results.get("settings") or {}).get("device")
+    named = asked_of(results) | {"software": made["software"], "plugins": made["plugins"]}
+    return {"key": digest(named), **named, "machine": made["machine"]}
 
 
-def software(encoder: Embeds) -> dict[str, Any]:
-    """Code and versions behind an encoder's numbers; part of the cache's name."""
-    return {"code": code_hash(type(encoder).__module__), "versions": versions(NUMERIC)}
+def identity_of(results: Mapping[str, Any]) -> Identity:
+    """The identity of an evaluation without its key; of one that an older version wrote, what its results tell."""
+    known = results.get("identity") or {}
+    if old_results(results):
+        known = {
+            "software": {"code": results.get("code"), "packages": results.get("versions") or {}},
+            "plugins": {
+                name: {"code": one.get("code")} for name, one in (results.get("plugins") or {}).items()
+            },
+            "machine": None,
+        }
+    return asked_of(results) | {name: known.get(name) for name in ("software", "plugins", "machine")}
 
 
-def identity_of(results: Mapping[str, Any]) -> dict[str, Any]:
-    """The identity of an evaluation from its results.json, without the key; None where that does not say.
+def asked_of(results: Mapping[str, Any]) -> Identity:
+    """What was measured and how it was asked, from a results.json.
 
     Returns:
-        Part -> what decides it: ``set`` (ids, judgements, texts, pictures, wording and picture policy of the import),
-        ``protocol``, ``embedder`` (all files that were loaded, the hub's commit), ``asked``, ``prompts``, ``pixels``,
-        ``generation``, ``numbers`` (dtype, device), ``software`` and ``plugins`` (somebody's own embedder, metrics, protocol).
+        Part -> what decides it: ``set`` (ids, judgements, texts, pictures, choices of the import), ``protocol``, ``embedder`` (all
+        files that were loaded, the hub's commit), ``settings`` (its pixels, generation, dtype and whatever else it has), ``asked``
+        and ``prompts``. None where the results do not say.
     """
-    wanted, settings = results.get("set") or {}, results.get("settings") or {}
-    model, prompts = results.get("model") or {}, results.get("prompts") or {}
-    rewrite, judged = results.get("rewrite") or {}, results.get("rerank") or {}
-    sampled = (results.get("decoding") or {}).get("temperature") or (results.get("budget") or {}).get("k")
+    wanted, prompts, model = (results.get(part) or {} for part in ("set", "prompts", "model"))
+    rewrite, judged, way = (results.get(part) or {} for part in ("rewrite", "rerank", "budget"))
+    settings = results.get("settings") or {}
+    sampled = (results.get("decoding") or {}).get("temperature") or way.get("k")
+    asked = ("query_mode", "query_modality", "candidate_mode", "embedding_dims", "ranked_with")
     return {
         "set": {key: wanted.get(key) for key in ("fingerprint", "content", "limit", "made_with")},
-        "protocol": {"benchmark": results.get("benchmark"), "profile": results.get("profile")},
+        "protocol": {key: results.get(key) for key in ("benchmark", "profile")},
         "embedder": {
             "hash": results.get("checkpoint_hash"),
             "adapter": model.get("adapter"),
             "revision": model.get("revision"),
             "run": results.get("run_hash"),
             "release": results.get("asked_as_released"),
-            "settings": _short({key: value for key, value in settings.items() if key not in ELSEWHERE} or None),
         },
-        "asked": {key: results.get(key) for key in ("query_mode", "query_modality", "candidate_mode", "embedding_dims")}
+        "settings": {key: value for key, value in settings.items() if key not in NOT_MEASURED},
+        "asked": {key: results.get(key) for key in asked}
         | {
             "rewrite": rewrite.get("kind"),
             "rewriter": rewrite.get("model"),
-            "rewriter_at": {key: rewrite.get(key) for key in ("at", "served", "rge")} if "at" in rewrite else None,
+            "rewriter_at": {key: rewrite.get(key) for key in ("at", "served", "rge")}
+            if "at" in rewrite
+            else None,
             "judge": judged.get("judge"),
             "judged": judged.get("top_n"),
-            "way": (results.get("budget") or {}).get("name"),
+            "way": way.get("name"),
             "seed": results.get("seed") if sampled else None,
         }
         | {key: judged[key] for key in ("ask", "mix") if judged.get(key) not in (None, "yes_no")},
-        "prompts": {
-            "profile": prompts.get("profile"),
-            "templates": _short(prompts.get("templates") or settings.get("wording") or settings.get("own_prompts")),
-            "instruction": settings.get("instruction"),
-            "max_tokens": settings.get("max_prompt_tokens") or settings.get("max_text_tokens"),
-        },
-        "pixels": settings.get("pixels"),
-        "generation": results.get("decoding"),
-        "numbers": {"dtype": results.get("dtype"), "device": settings.get("device"), "exact": results.get("exact")},
-        "software": {"code": results.get("code")}
-        | {name: (results.get("versions") or {}).get(name) for name in NUMERIC},
-        "plugins": {name: one.get("code") for name, one in (results.get("plugins") or {}).items()},
-    }  # fmt: skip
-
-
-def with_key(results: Mapping[str, Any]) -> dict[str, Any]:
-    """`identity_of` and its ``key``: what results.json holds."""
-    parts = identity_of(results)
-    return {"key": _short(parts, 64)} | parts
-
-
-def flat_identity(results: Mapping[str, Any]) -> dict[str, Any]:
-    """`identity_of` as ``part.key`` -> value, without what is not said."""
-    return _flat(identity_of(results))
-
-
-def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What two evaluations differ in: ``part.key`` -> (of a, of b), parts in the order of `identity_of`.
-
-    Args:
-        a: content of a results.json.
-        b: of another.
-    """
-    flat_a, flat_b = flat_identity(a), flat_identity(b)
-    return {
-        key: (flat_a.get(key), flat_b.get(key))
-        for key in dict.fromkeys([*flat_a, *flat_b])
-        if flat_a.get(key) != flat_b.get(key)
+        "prompts": {key: prompts.get(key) for key in ("profile", "templates")},
     }
 
 
-def set_mismatch(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
-    """Why two evaluations are not of one set, in a few words; None if they are, as far as they say.
+def ranked_with(results: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Modules and packages that a ranking was made with, where they are no longer the same; None where they all are."""
+    software = {"modules": {}} | identity_of(results)["software"]
+    changed = run_identity.changes_since({"software": software})
+    return {key: then for key, (then, _) in changed.items()} or None
 
-    Args:
-        a: content of a results.json.
-        b: of another.
-    """
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What the identities of two results.json differ in, see `rge.identity.run_identity.differences`."""
+    return run_identity.differences(identity_of(a), identity_of(b))
+
+
+def set_mismatch(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
+    """Why two evaluations, by their results.json, are not of one set; None if they are, as far as they say."""
     one, other = a.get("set") or {}, b.get("set") or {}
     if one.get("fingerprint") != other.get("fingerprint"):
         return f"fingerprints {str(one.get('fingerprint'))[:12]} and {str(other.get('fingerprint'))[:12]}"
@@ -183,82 +132,5 @@ def set_mismatch(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
 
 
 def old_results(results: Mapping[str, Any]) -> bool:
-    """Whether an evaluation was written before identities were."""
-    return not results.get("identity")
-
-
-def _flat(parts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in parts.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
-        elif value is not None:
-            found[f"{prefix}{key}"] = value
-    return found
-
-
-def _short(value: Any, digits: int = 12) -> str | None:
-    if value is None:
-        return None
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:digits]
-
-
-def _package(module: str) -> tuple[str, ...]:
-    """The package that a module of somebody else's belongs to; nothing for one of ours."""
-    top = module.split(".")[0]
-    return () if top in OURS else (top,)
-
-
-def _code(left: list[str], followed: Sequence[str]) -> dict[str, str]:
-    """Modules, and what they import of the packages that are followed -> their syntax trees as text."""
-    seen: dict[str, str] = {}
-    while left:
-        name = left.pop()
-        found = _source(name)
-        if name in seen or found is None:
-            continue
-        tree = ast.parse(found)
-        seen[name] = ast.dump(_without_docstrings(tree))
-        left += [
-            one for one in _imports(tree, name) if any(f"{one}.".startswith(f"{top}.") for top in followed)
-        ]
-    return seen
-
-
-def _hash_of(code: Mapping[str, str]) -> str:
-    return hashlib.sha256("\0".join(f"{name}\0{code[name]}" for name in sorted(code)).encode()).hexdigest()
-
-
-def _source(module: str) -> str | None:
-    place = ROOT.joinpath(*module.split("."))
-    files = [place.with_suffix(".py"), place / "__init__.py"]
-    if module in sys.modules and getattr(sys.modules[module], "__file__", None):
-        files.append(Path(str(sys.modules[module].__file__)))  # an embedder of somebody's own module
-    for file in files:
-        if file.suffix == ".py" and file.is_file():
-            return file.read_text(encoding="utf-8")
-    return None
-
-
-def _imports(tree: ast.Module, module: str) -> list[str]:
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            # a relative import, as packages of others have them: one dot is the module's own package
-            above = module.split(".")[: -node.level] if node.level else []
-            base = ".".join([*above, *filter(None, [node.module])])
-            found += [base, *(f"{base}.{alias.name}" for alias in node.names)]
-    return found
-
-
-def _without_docstrings(tree: ast.Module) -> ast.Module:
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
-            first = body[0].value
-            if isinstance(first, ast.Constant) and isinstance(first.value, str):
-                body[0].value = ast.Constant("")
-    return tree
+    """Whether an older version wrote an evaluation, so that parts of its identity are unknown."""
+    return "machine" not in (results.get("identity") or {})

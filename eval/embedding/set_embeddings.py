@@ -3,6 +3,7 @@
 Filling a cache and reading it are two steps: with several processes all of them fill, and only the first one reads.
 """
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -11,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from eval.embedding.fill_cache import Embeds, Mode, Side, check_collapse, cut, fill
-from eval.embedding.identity import software
 from eval.embedding.processes import ALONE, Team
 from eval.embedding.shards import (
     Cache,
     cache_at,
     cache_key,
+    caches_in,
+    describe,
     encoder_key,
     open_cache,
     read,
@@ -27,6 +29,10 @@ from eval.sets.retrieval_set import Modality, RetrievalSet, content_digest
 from rge.common.commands import progress_bar
 from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import SILENT, Encoded, Item
+from rge.identity.run_identity import Identity, changes_since, digest, in_words, joined, software_of
+
+ROOMS = ("rge", "eval.models", "eval.embedding")
+"""Packages of ours whose loaded modules embeddings depend on; the user's modules and plugins all count."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,7 @@ class Embeddings:
         memory_mb: of a pool's embeddings; a larger one is a memory map.
         team: the processes that share the work.
         dims: components of an embedding that are used; None: all. Caches hold them whole.
+        made_with: software and plugins that the embeddings so far depend on, in the first process.
     """
 
     encoder: Embeds
@@ -97,6 +104,8 @@ class Embeddings:
     memory_mb: float
     team: Team = ALONE
     dims: int | None = None
+    made_with: Identity | None = None
+    _said: set[str] = field(default_factory=set)
     _filled: dict[tuple[Any, ...], Cache] = field(default_factory=dict)
 
     def fill_queries(self, mode: Mode, modality: Modality, seed: int | None = None) -> Cache:
@@ -154,13 +163,16 @@ class Embeddings:
         done = self._filled.get((side, mode, modality, seed))
         if done is not None:
             return done
-        settings = keyed_settings(self.encoder, mode) | {"seed": seed, "software": software(self.encoder)}
-        encoder = encoder_key(
-            checkpoint_hash=self.encoder.checkpoint_hash, settings=settings, side=side, mode=mode
+        asked = encoder_key(
+            checkpoint_hash=self.encoder.checkpoint_hash,
+            settings=keyed_settings(self.encoder, mode) | {"seed": seed},
+            side=side,
+            mode=mode,
         )
+        encoder = self.team.once(lambda: self._encoder_key(asked, side, mode))
         key = cache_key(encoder, modality=modality, fingerprint=self.wanted.fingerprint, contents=contents)
         about = {"side": side, "mode": mode, "modality": modality, "set": self.wanted.name}
-        about["checkpoint_hash"] = self.encoder.checkpoint_hash
+        about |= {"checkpoint_hash": self.encoder.checkpoint_hash, "asked": asked}
         names = contents
         if seed is not None:  # a drawn rationale is the item's own
             items = list(items) if side == "query" else items
@@ -169,6 +181,7 @@ class Embeddings:
         opened = (self.root, key, len(contents), about)
         self.team.once(lambda: open_cache(*opened, encoder=encoder, names=names) and None)
         cache = cache_at(*opened, names=names)
+        self.team.once(lambda: self._record(cache))  # of a run that is killed too
         fill(
             self.encoder,
             items,
@@ -179,8 +192,43 @@ class Embeddings:
             seed=seed,
             team=self.team,
         )
+        self.team.once(lambda: self._record(cache))  # with what embedding has loaded
         self._filled[side, mode, modality, seed] = cache
         return cache
+
+    def _encoder_key(self, asked: str, side: Side, mode: Mode) -> str:
+        """Name of the encoder and its software: that of a cache which nothing has changed since, else a new one."""
+        made_with: dict[str, Identity] = {}
+        others = False
+        for _, about in caches_in(self.root):
+            if about.get("asked") == asked and "made_with" in about:
+                known = made_with.get(about["encoder"])
+                made_with[about["encoder"]] = joined(known, about["made_with"])
+            elif "made_with" not in about:
+                of = (about.get("checkpoint_hash"), about.get("side"), about.get("mode"))
+                others |= of == (self.encoder.checkpoint_hash, side, mode)
+        changed: dict[str, tuple[Any, Any]] = {}
+        for encoder, then in made_with.items():
+            if not (changed := changes_since(then)):
+                self.made_with = joined(self.made_with, then)
+                return encoder
+        if changed:
+            self._say("are not used, since this has changed: " + "; ".join(in_words(changed)))
+        elif others:
+            self._say(
+                "that an older version wrote do not say what code and versions they depend on, and are not used"
+            )
+        return digest([asked, software_of(ROOMS)])
+
+    def _record(self, cache: Cache) -> None:
+        """Keep beside a cache, and in `made_with`, which modules and packages its embeddings depend on."""
+        self.made_with = joined(self.made_with, software_of(ROOMS))
+        describe(cache, made_with=self.made_with)
+
+    def _say(self, what: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            print(f"embeddings in {self.root} {what}", file=sys.stderr, flush=True)
 
     def _file_ids(self) -> list[str]:
         ids = [""] * len(self.wanted.corpus_ids)

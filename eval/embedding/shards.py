@@ -1,7 +1,7 @@
 """Embeddings and rationales on disk: shards that survive a kill, in caches that cannot be stale.
 
 A cache is a directory of Parquet shards, each renamed into place when complete. Its name is a hash of everything that
-determines the embeddings (`cache_key`): checkpoint, prompts, pixels, generation settings, side, mode, modality,
+determines the embeddings (`cache_key`): checkpoint, prompts, pixels, generation settings, software, side, mode, modality,
 retrieval set and the bytes of every text and picture. A cache of anything else has another name, so a stale one is
 never even opened. Which rows a shard holds stands in its name, so a resumed run may use another batch size.
 
@@ -50,28 +50,14 @@ class Cache:
 
 
 def encoder_key(*, checkpoint_hash: str, settings: dict[str, Any], side: str, mode: str) -> str:
-    """Name of everything that determines an item's embedding but the item, 64 hexadecimal digits.
-
-    Args:
-        checkpoint_hash: of the weights, tokenizer and configuration.
-        settings: prompts, pixel limits, generation settings, dtype.
-        side: query or candidate.
-        mode: reasoning or direct.
-    """
+    """Name of everything that determines an item's embedding but the item, 64 hexadecimal digits."""
     return _hash(
         [str(FORMAT), checkpoint_hash, json.dumps(settings, sort_keys=True, default=str), side, mode]
     )
 
 
 def cache_key(encoder: str, *, modality: str, fingerprint: str, contents: Iterable[str]) -> str:
-    """Name of everything that determines a side's embeddings, 64 hexadecimal digits.
-
-    Args:
-        encoder: see `encoder_key`.
-        modality: both, text or image.
-        fingerprint: of the retrieval set.
-        contents: content digest of every item, in order.
-    """
+    """Name of everything that determines a side's embeddings, 64 hexadecimal digits."""
     return _hash([encoder, modality, fingerprint, *contents])
 
 
@@ -79,46 +65,47 @@ def open_cache(
     root: Path,
     key: str,
     num_items: int,
-    describe: dict[str, Any],
+    about: dict[str, Any],
     *,
     encoder: str | None = None,
     names: Sequence[str] | None = None,
 ) -> Cache:
     """Create or reopen the cache of a key; to be done by one process.
 
-    Args:
-        root: directory of all caches.
-        key: see `cache_key`.
-        num_items: rows of the side.
-        describe: written beside the shards for people who wonder what they are.
-        encoder: see `encoder_key`; a new cache takes over the rows of others with the same.
-        names: hash of what each row shows; needed for that.
+    ``about``: written beside the shards for people who wonder what they are. ``encoder``: see `encoder_key`; a new cache
+    takes over the rows of others with the same. ``names``: hash of what each row shows; needed for that.
     """
-    cache = cache_at(root, key, num_items, describe, names)
+    cache = cache_at(root, key, num_items, about, names)
     cache.path.mkdir(parents=True, exist_ok=True)
     remove_left_over(cache.path)
     if encoder is not None and names is not None and not shards_of(cache):
         adopt(cache, root, encoder)
-    about = describe | {"key": key, "encoder": encoder}
-    write_bytes(cache.path / ABOUT, json.dumps(about, indent=2, default=str).encode())
-    return cache
+    return describe(cache, **about, key=key, encoder=encoder)
 
 
 def cache_at(
-    root: Path, key: str, num_items: int, describe: dict[str, Any], names: Sequence[str] | None = None
+    root: Path, key: str, num_items: int, about: dict[str, Any], names: Sequence[str] | None = None
 ) -> Cache:
     """The cache that `open_cache` has opened, in another process."""
-    name = f"{describe['side']}-{describe['mode']}-{describe['modality']}-{key[:20]}"
+    name = f"{about['side']}-{about['mode']}-{about['modality']}-{key[:20]}"
     return Cache(root / name, num_items, names)
+
+
+def describe(cache: Cache, **about: Any) -> Cache:
+    """Write or complete what stands beside the shards."""
+    text = json.dumps(_about(cache.path) | about, indent=1, default=str)
+    write_bytes(cache.path / ABOUT, text.encode())
+    return cache
+
+
+def caches_in(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Folders of all caches, and what stands beside their shards."""
+    for path in sorted(root.glob(f"*/{ABOUT}")):
+        yield path.parent, _about(path.parent)
 
 
 def adopt(cache: Cache, root: Path, encoder: str) -> int:
     """Take over rows that show the same from other caches of the same encoder.
-
-    Args:
-        cache: without shards.
-        root: directory of all caches.
-        encoder: see `encoder_key`.
 
     Returns:
         How many rows.
@@ -131,8 +118,8 @@ def adopt(cache: Cache, root: Path, encoder: str) -> int:
     for row, name in enumerate(cache.names):
         rows_of.setdefault(name, []).append(row)
     source: dict[int, tuple[Path, int]] = {}
-    for folder in sorted(path.parent for path in root.glob(f"*/{ABOUT}")):
-        if folder == cache.path or _about(folder).get("encoder") != encoder:
+    for folder, about in caches_in(root):
+        if folder == cache.path or about.get("encoder") != encoder:
             continue
         for path in sorted(folder.glob("*.parquet")):
             for index, name in enumerate(_read(path, ("content",))["content"].to_pylist()):

@@ -42,10 +42,7 @@ class Endpoint:
     """One model behind one address.
 
     Args:
-        url: such as ``http://HOST:8000/v1``.
-        model: name that the endpoint knows it by.
         key_env: environment variable that holds the key; None: it needs none.
-        concurrency: calls under way at once.
 
     Attributes:
         served: see `rge.calls.providers.listing.served_as`; part of the keys under which answers are kept.
@@ -73,11 +70,7 @@ class Endpoint:
     ) -> list[str]:
         """Texts, greedily decoded; empty where the model refuses, answers nothing, or the request is rejected.
 
-        Args:
-            prompts: texts and pictures of each.
-            max_tokens: cap on each answer.
-            system: instructions in front of each.
-            on_text: called with place and text as soon as one is there; not for empty ones.
+        ``on_text``: called with place and text as soon as one is there; not for empty ones.
 
         Raises:
             UserError: a call has no answer; after all others.
@@ -110,12 +103,8 @@ class Endpoint:
         Tokens that differ in case or surrounding blanks only are added up. Where one of the two is not among the most
         likely tokens, the least likely one that is listed stands for it, which is an upper bound.
 
-        Args:
-            prompts: texts and pictures of each.
-            yes: word for a match.
-            no: word for none.
-            on_verdict: called with place and verdict as soon as one is there; of a request that the endpoint rejects at the
-                end, when it is known not to reject all.
+        ``on_verdict``: called with place and verdict as soon as one is there; of a request that the endpoint rejects at the
+        end, when it is known not to reject all.
 
         Raises:
             UserError: a call has no answer, after all others; or the endpoint gives no log probabilities.

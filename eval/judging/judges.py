@@ -1,6 +1,5 @@
 """Judges: vision-language models that say whether a candidate answers a query, on this machine or behind an endpoint."""
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +10,7 @@ from eval.judging.endpoint import Endpoint, is_address, picture
 from rge.calls.request import Part
 from rge.calls.store import AnswerStore, key_of
 from rge.common.errors import UserError
+from rge.common.files import read_json
 from rge.common.schema import Item
 from rge.identity.run_identity import digest, still_valid
 
@@ -26,22 +26,18 @@ class Judge(Protocol):
         """Probability of yes for (query, candidate) pairs; None where there is no answer."""
 
 
-class LocalJudge:
+class LocalModel:
     """A Qwen vision-language model on this machine: ours, or any that `rge.model.backbone` loads.
-
-    All pictures of the query come first, then the candidate's, then the texts.
 
     Args:
         path: its directory, or id on the hub.
-        yes: word for a match; one token.
-        no: word for none; one token.
-        batch_size: pairs a forward.
-        device: such as ``cuda:0``; None takes a GPU if there is one.
         dtype: of the weights; None: float32 on CPU, bfloat16 on a GPU.
-        max_tokens: longest prompt; a longer one loses the end of the candidate's text.
+        max_tokens: longest prompt; a longer one loses its end.
+
+    Attributes:
+        name: what decides its scores, but for the software.
 
     Raises:
-        UserError: a word is more than one token.
         rge.model.backbone.BackboneError: it cannot be loaded.
     """
 
@@ -49,22 +45,51 @@ class LocalJudge:
         self,
         path: str,
         *,
-        yes: str,
-        no: str,
         batch_size: int,
         device: str | None = None,
         dtype: str | None = None,
         max_tokens: int = 8192,
     ):
+        from eval.models.common import place
+        from rge.model.backbone import load_backbone
+        from rge.model.embedding_model import EmbeddingModel
+        from rge.model.prompts import PromptBuilder
+
+        device, dtype = place(device, dtype)
+        own = read_json(Path(path) / "rge.json") or {"pixels": {"min": None, "max": None}}
+        # <emb> is only added because every prompt builder knows it; the judge's answer never is one.
+        backbone = load_backbone(
+            path,
+            dtype=dtype,
+            min_pixels=own["pixels"]["min"],
+            max_pixels=own["pixels"]["max"],
+            add_emb=True,
+        )
+        self._embedder = EmbeddingModel(backbone).to(device).eval()
+        self._builder = PromptBuilder(backbone.processor, "plain", max_tokens)
+        self._batch_size = batch_size
+        self.name: dict[str, Any] = {"judge": hash_or_id(path), "dtype": dtype, "max_tokens": max_tokens}
+
+
+class LocalJudge(LocalModel):
+    """A model on this machine that says yes or no.
+
+    All pictures of the query come first, then the candidate's, then the texts.
+
+    Raises:
+        UserError: a word is more than one token.
+    """
+
+    def __init__(self, path: str, *, yes: str, no: str, **options: Any):
         from eval.judging.yes_no import word_id
 
-        self._embedder, self._builder, name = load_local(path, device, dtype, max_tokens)
-        self._batch_size, self._words = batch_size, (yes, no)
+        super().__init__(path, **options)
+        self._words = (yes, no)
         try:
             self._ids = [word_id(self._embedder, word) for word in (yes, no)]
         except ValueError as error:
             raise UserError(f"judge {path}: {error} (yes=, no=)") from None
-        self.name = name | {"words": [yes, no]}
+        self.name["words"] = [yes, no]
 
     def score(self, pairs: Sequence[tuple[Item, Item]]) -> list[float | None]:
         """See `Judge`."""
@@ -76,49 +101,8 @@ class LocalJudge:
         return [1 / (1 + float(np.exp(min(-one, 700.0)))) for one in difference_N]
 
 
-def load_local(
-    path: str, device: str | None, dtype: str | None, max_tokens: int
-) -> tuple[Any, Any, dict[str, Any]]:
-    """A model for a judge on this machine, its prompt builder, and what decides its scores.
-
-    Args:
-        path: its directory, or id on the hub.
-        device: such as ``cuda:0``; None takes a GPU if there is one.
-        dtype: of the weights; None: float32 on CPU, bfloat16 on a GPU.
-        max_tokens: longest prompt.
-
-    Raises:
-        rge.model.backbone.BackboneError: it cannot be loaded.
-    """
-    import torch
-
-    from rge.model.backbone import load_backbone
-    from rge.model.embedding_model import EmbeddingModel
-    from rge.model.prompts import PromptBuilder
-
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
-    own = Path(path) / "rge.json"
-    pixels = (
-        json.loads(own.read_text(encoding="utf-8"))["pixels"] if own.is_file() else {"min": None, "max": None}
-    )
-    # <emb> is only added because every prompt builder knows it; the judge's answer never is one.
-    backbone = load_backbone(
-        path, dtype=dtype, min_pixels=pixels["min"], max_pixels=pixels["max"], add_emb=True
-    )
-    embedder = EmbeddingModel(backbone).to(device).eval()
-    name = {"judge": identity_of_files(path), "dtype": dtype, "max_tokens": max_tokens}
-    return embedder, PromptBuilder(backbone.processor, "plain", max_tokens), name
-
-
 class RemoteJudge:
-    """A model behind an endpoint; pictures stand where their texts are.
-
-    Args:
-        endpoint: see `eval.judging.endpoint`.
-        yes: word for a match.
-        no: word for none.
-    """
+    """A model behind an endpoint; pictures stand where their texts are."""
 
     def __init__(self, endpoint: Endpoint, *, yes: str, no: str):
         self._endpoint, self._words = endpoint, (yes, no)
@@ -180,9 +164,6 @@ class JudgeOptions(Protocol):
 def load_judge(options: JudgeOptions) -> Judge:
     """A judge by its directory or address.
 
-    Args:
-        options: with ``judge``; the words for yes and no differ.
-
     Raises:
         UserError: no judge, an address without ``judge_model``, or see `LocalJudge`.
     """
@@ -201,7 +182,7 @@ def load_judge(options: JudgeOptions) -> Judge:
     return RemoteJudge(endpoint, yes=yes, no=no)
 
 
-def identity_of_files(path: str) -> str:
+def hash_or_id(path: str) -> str:
     """A hash of a model's files; an id on the hub as it stands."""
     from rge.checkpoints.export import checkpoint_hash
 

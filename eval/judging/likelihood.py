@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eval.judging.judges import load_local, local_software
+from eval.judging.judges import LocalModel, local_software
 from rge.calls.store import AnswerStore, key_of
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
@@ -49,34 +49,17 @@ def _with(text: str | None, question: str) -> str:
     return "\n".join(filter(None, (text, question)))
 
 
-class LikelihoodJudge:
+class LikelihoodJudge(LocalModel):
     """Log likelihood, summed over the tokens, of a text after a candidate.
 
     Args:
-        path: a Qwen vision-language model's directory, or id on the hub.
         question: asked about the candidate, see `QUESTION`.
-        batch_size: texts a forward.
-        device: such as ``cuda:0``; None takes a GPU if there is one.
-        dtype: of the weights; None: float32 on CPU, bfloat16 on a GPU.
-        max_tokens: longest prompt.
-
-    Raises:
-        rge.model.backbone.BackboneError: it cannot be loaded.
     """
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        question: str,
-        batch_size: int,
-        device: str | None = None,
-        dtype: str | None = None,
-        max_tokens: int = 8192,
-    ):
-        self._embedder, self._builder, name = load_local(path, device, dtype, max_tokens)
-        self._batch_size, self._question = batch_size, question
-        self.name: dict[str, Any] = name | {"asks": "likelihood"}
+    def __init__(self, path: str, *, question: str, **options: Any):
+        super().__init__(path, **options)
+        self._question = question
+        self.name["asks"] = "likelihood"
 
     def score(self, pairs: Sequence[tuple[Item, Item]]) -> list[float | None]:
         """Log likelihoods of (text, candidate) pairs, in nats; a candidate's prompt is encoded once for all of its texts."""
@@ -110,10 +93,6 @@ class LikelihoodJudge:
 
     def describe(self, texts: Sequence[Item], answers: AnswerStore) -> list[Item]:
         """What the right answer shows, in the judge's own words, after each text; written greedily, once for equal texts.
-
-        Args:
-            texts: see `asked_for`.
-            answers: where descriptions are kept.
 
         Raises:
             UserError: a text is empty, or the judge never ends a description itself.

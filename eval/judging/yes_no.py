@@ -33,12 +33,6 @@ def next_token_logits(
     """Logits of some tokens as the first of the answer, (prompts, ids) float32.
 
     A row does not depend on the others.
-
-    Args:
-        embedder: the model, with its processor.
-        prompts: any lengths; sorted by length inside.
-        ids: token ids.
-        batch_size: prompts a forward.
     """
     out = np.empty((len(prompts), len(ids)), np.float32)
     head: nn.Module = embedder.model.get_output_embeddings()  # of a transformers model

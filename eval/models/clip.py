@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer, PreTrainedModel
 
-from eval.models.common import BARE, DirectEncoder, no_rationales, place
+from eval.models.common import BARE, DirectEncoder, direct, loading, whole
 from eval.models.registry import Facts
 from rge.common.errors import UserError
 from rge.common.images import load_image
@@ -89,29 +89,15 @@ class TwoTowers(DirectEncoder[Shown]):
         return tower(**fields).pooler_output
 
 
-def load_clip(
-    facts: Facts,
-    *,
-    device: str | None = None,
-    dtype: str | None = None,
-    max_new_tokens: int | None = None,
-    temperature: float | None = None,
-) -> TwoTowers:
+@direct
+def load_clip(facts: Facts, device: str, dtype: str) -> TwoTowers:
     """A CLIP, SigLIP or SigLIP 2 checkpoint."""
-    no_rationales(facts, max_new_tokens, temperature)
     if facts.model_type not in FAMILIES:
         raise UserError(
             f"adapter=clip is for {', '.join(FAMILIES)}; {facts.name} is a {facts.model_type or '?'}"
         )
-    device, dtype = place(device, dtype)
-    try:
-        model, report = AutoModel.from_pretrained(
-            facts.path, dtype=getattr(torch, dtype), output_loading_info=True
-        )
+    with loading(facts):
+        model = whole(facts, AutoModel.from_pretrained, dtype)
         tokenizer = AutoTokenizer.from_pretrained(facts.path)
         image_processor = AutoImageProcessor.from_pretrained(facts.path)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"{facts.name} cannot be loaded: {error}") from None
-    if missing := sorted(report["missing_keys"]):
-        raise UserError(f"{facts.name} lacks {len(missing)} weights, e.g. {missing[0]}: it is incomplete")
     return TwoTowers(facts, model.to(device), tokenizer, image_processor, dtype)

@@ -1,9 +1,11 @@
-"""What adapters share: windows sorted by length, timing, the identity of a model's files, wordings."""
+"""What adapters share: loaders, windows sorted by length, timing, a hash of a model's files, wordings."""
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import wraps
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
@@ -41,17 +43,25 @@ BARE = Profile(
 )
 """The text alone, for models that were not trained with instructions."""
 
+WRITES_NOTHING: dict[str, Any] = {
+    "modes": ["direct"], "reasons": "none", "generation": {"max_new_tokens": 0, "temperature": 0.0},
+}  # fmt: skip
+"""Settings of a model that writes no rationale."""
+
 T = TypeVar("T")
+
+
+def settings_of(facts: Facts, adapter: str, dtype: str, **own: Any) -> dict[str, Any]:
+    """Settings that every embedder of others has, and its own."""
+    of_facts = {"model": facts.name, "revision": facts.revision}
+    return {"adapter": adapter, **of_facts, "dtype": dtype, "recipe": {}, **own}
 
 
 class DirectEncoder(Generic[T]):
     """An embedder that writes nothing; a subclass prepares items and embeds prepared batches.
 
     Args:
-        facts: of its files.
-        adapter: its name in the registry.
         wording: how items become text; replaced by `reword`.
-        dtype: of the weights, as a word.
         settings: whatever else decides the embeddings: pixel limits, longest text, pooling.
     """
 
@@ -59,18 +69,8 @@ class DirectEncoder(Generic[T]):
         self.checkpoint, self.checkpoint_hash = facts.path, hash_of_files(facts)
         self.wording = wording
         self.exact = False
-        self.settings: dict[str, Any] = {
-            "adapter": adapter,
-            "model": facts.name,
-            "revision": facts.revision,
-            "profile": adapter,
-            "wording": asdict(wording),
-            "modes": ["direct"],
-            "reasons": "none",
-            "generation": {"max_new_tokens": 0, "temperature": 0.0},
-            "dtype": dtype,
-            "recipe": {},
-        } | settings
+        own = {"profile": adapter, "wording": asdict(wording)} | WRITES_NOTHING | settings
+        self.settings = settings_of(facts, adapter, dtype, **own)
 
     def reword(self, profile: str) -> None:
         """Take the wording of a profile of `rge.model.prompts`; ``plain`` is for sets whose texts carry their instructions."""
@@ -143,6 +143,49 @@ def no_rationales(facts: Facts, max_new_tokens: int | None, temperature: float |
     for key, value in {"max_new_tokens": max_new_tokens, "temperature": temperature}.items():
         if value is not None:
             raise UserError(f"{key}={value}: {facts.name} writes no rationale")
+
+
+def direct(load: Callable[[Facts, str, str], T]) -> Callable[..., T]:
+    """Makes a function of facts, device and dtype the loader of a family that writes no rationale."""
+
+    @wraps(load)
+    def loader(
+        facts: Facts,
+        *,
+        device: str | None = None,
+        dtype: str | None = None,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+    ) -> T:
+        no_rationales(facts, max_new_tokens, temperature)
+        return load(facts, *place(device, dtype))
+
+    return loader
+
+
+@contextmanager
+def loading(facts: Facts, *more: type[Exception], by: str = "") -> Iterator[None]:
+    """Turn what a library raises on files that it cannot load into a UserError."""
+    kinds: tuple[type[Exception], ...] = (OSError, ValueError, RuntimeError, *more)
+    try:
+        yield
+    except UserError:
+        raise
+    except kinds as error:
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{facts.name} cannot be loaded{by}: {why}") from None
+
+
+def whole(facts: Facts, load: Callable[..., Any], dtype: str) -> Any:
+    """A model by the ``from_pretrained`` of one of transformers' classes.
+
+    Raises:
+        UserError: weights are missing.
+    """
+    model, report = load(facts.path, dtype=getattr(torch, dtype), output_loading_info=True)
+    if missing := sorted(report["missing_keys"]):
+        raise UserError(f"{facts.name} lacks {len(missing)} weights, e.g. {missing[0]}: it is incomplete")
+    return model
 
 
 def place(device: str | None, dtype: str | None) -> tuple[str, str]:

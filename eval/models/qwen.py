@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
 
-from eval.models.common import VLM2VEC, DirectEncoder, no_rationales, place
+from eval.models.common import VLM2VEC, DirectEncoder, direct, loading, whole
 from eval.models.registry import Facts
 from rge.common.errors import UserError
 from rge.common.prompt_profiles import PROFILES, Profile
@@ -41,14 +41,7 @@ class LastToken(DirectEncoder[Prompt]):
     """The state at a prompt's last token.
 
     Args:
-        facts: of its files.
-        adapter: ``qwen-vl`` or ``vlm2vec``.
-        model: with a language head, which is not used.
-        processor: tokenizer and image processor.
-        builder: how a prompt is laid out.
-        wording: how items become text.
         flat: consecutive positions instead of the model's own for pictures.
-        dtype: of the weights, as a word.
     """
 
     def __init__(
@@ -98,35 +91,30 @@ class LastToken(DirectEncoder[Prompt]):
         return hidden_BTD[torch.arange(len(batch), device=device), (lengths - 1).to(device)]
 
 
-def load_plain(facts: Facts, **options: Any) -> LastToken:
+@direct
+def load_plain(facts: Facts, device: str, dtype: str) -> LastToken:
     """A plain Qwen model with its chat template and RGE's wording."""
-    return _load(facts, "qwen-vl", PromptBuilder, PROFILES["rge"], flat=False, **options)
+    model, processor = load_qwen(facts, "qwen-vl", dtype)
+    wording = PROFILES["rge"]
+    return LastToken(
+        facts, "qwen-vl", model.to(device), processor, PromptBuilder, wording, flat=False, dtype=dtype
+    )
 
 
-def load_vlm2vec(facts: Facts, **options: Any) -> LastToken:
+@direct
+def load_vlm2vec(facts: Facts, device: str, dtype: str) -> LastToken:
     """VLM2Vec on Qwen2-VL or Qwen2.5-VL: a full model, or a LoRA that names its base."""
-    return _load(facts, "vlm2vec", RawBuilder, VLM2VEC, flat=True, **options)
-
-
-def _load(
-    facts: Facts, adapter: str, builder: type[PromptBuilder], wording: Profile, *, flat: bool,
-    device: str | None = None, dtype: str | None = None, max_new_tokens: int | None = None,
-    temperature: float | None = None,
-) -> LastToken:  # fmt: skip
-    no_rationales(facts, max_new_tokens, temperature)
-    device, dtype = place(device, dtype)
-    model, processor = load_qwen(facts, adapter, dtype)
-    return LastToken(facts, adapter, model.to(device), processor, builder, wording, flat=flat, dtype=dtype)
+    model, processor = load_qwen(facts, "vlm2vec", dtype)
+    return LastToken(
+        facts, "vlm2vec", model.to(device), processor, RawBuilder, VLM2VEC, flat=True, dtype=dtype
+    )
 
 
 def load_qwen(facts: Facts, adapter: str, dtype: str, *, backend: str | None = None) -> tuple[Any, Any]:
     """A model of Qwen's families and its processor; a LoRA is added to its base.
 
-    Args:
-        facts: of its files.
-        adapter: for the message where it is of another family.
-        dtype: of the weights, as a word.
-        backend: of the image processor; None: transformers' choice.
+    ``adapter``: for the message where it is of another family. ``backend``: of the image processor; None: transformers'
+    choice.
 
     Raises:
         UserError: another family, a LoRA without its base, or files that cannot be loaded.
@@ -143,19 +131,12 @@ def load_qwen(facts: Facts, adapter: str, dtype: str, *, backend: str | None = N
                 f"{facts.path}/adapter_config.json does not name the model that this LoRA belongs to"
             )
         base = facts.base
-    try:
+    with loading(facts):
         of_processor = facts.path if _has_processor(facts) else base.path
         processor = AutoProcessor.from_pretrained(of_processor)
         if backend is not None:
             processor.image_processor = AutoImageProcessor.from_pretrained(of_processor, backend=backend)
-        loaded: Any = AutoModelForImageTextToText.from_pretrained(
-            base.path, dtype=getattr(torch, dtype), output_loading_info=True
-        )
-        model, report = loaded  # a pair, with this option
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"{facts.name} cannot be loaded: {error}") from None
-    if missing := sorted(report["missing_keys"]):
-        raise UserError(f"{base.name} lacks {len(missing)} weights, e.g. {missing[0]}: it is incomplete")
+        model = whole(base, AutoModelForImageTextToText.from_pretrained, dtype)
     return (_merged(model, facts) if is_lora else model), processor
 
 

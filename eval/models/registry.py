@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from eval.embedding.fill_cache import Embeds
-from eval.embedding.identity import plugins_of
 from rge.common.errors import UserError
 from rge.common.registry import Registry
 
@@ -31,7 +30,15 @@ NOT_HERE = {
     "repository, which transformers does not have and which is not run here. VLM2Vec on Qwen's models is supported "
     "(VLM2Vec/VLM2Vec-Qwen2VL-2B, VLM2Vec/VLM2Vec-V2.0)",
 }
-"""Architectures that somebody will ask for -> why none of our adapters takes them."""
+"""Known architectures -> why no adapter takes them."""
+GUESSED = {
+    "rge-release": "{name} has no rge.json and was taken for the released RGE checkpoint because it knows <emb>: its prompt, "
+    "256 to 1024 patches a picture, 128 tokens. A checkpoint trained here has a rge.json; without it prompt, sizes "
+    "and cap are another model's. adapter=rge-release says that it is meant",
+    "qwen-vl": "{name} says of itself only that it is a {model_type}: it is asked with RGE's wording, last token",
+    "vlm2vec": "{name} is asked as VLM2Vec because it is a LoRA on a Qwen model or is named so; adapter=vlm2vec says it",
+}
+"""Adapters whose models' files do not say whose they are -> a warning that it is a guess."""
 FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model")
 """What of a hub repository is fetched."""
 
@@ -78,11 +85,6 @@ class Adapter:
     matches: Callable[[Facts], bool]
     target: str | Callable[..., Embeds]
     released: str | None = None
-
-    @property
-    def module(self) -> str:
-        """The module that loads a model of this family."""
-        return self.target.__module__ if callable(self.target) else self.target.partition(":")[0]
 
     def load(self, facts: Facts, *, as_released: bool = False, **options: Any) -> Embeds:
         """Load a model of this family.
@@ -219,20 +221,10 @@ def load_model(
         UserError: there is no such model, no adapter for it, or an option that it has no use for.
     """
     # looked up first: an unknown name is an error before anything is fetched
-    asked = adapters() if adapter is None else [EMBEDDERS[adapter]]
+    asked = None if adapter is None else EMBEDDERS[adapter]
     facts = facts_of(model, revision)
-    if (
-        adapter is None
-        and "<emb>" in facts.tokens
-        and not {"rge.json"} & facts.files
-        and facts.model_type != RELEASED
-    ):
-        raise UserError(
-            f"{model} knows <emb>, so it was trained by rge, but its rge.json is missing, which says how it is asked; it is "
-            f"not the released RGE checkpoint either, which is a {RELEASED}. Copy rge.json from where it was trained"
-        )
-    chosen = next((one for one in asked if adapter is not None or one.matches(facts)), None)
-    if facts.model_type in NOT_HERE and (chosen is None or chosen in OURS):
+    chosen = asked or _recognised(facts)
+    if facts.model_type in NOT_HERE and chosen in (None, *OURS):
         raise UserError(
             f"{model} is a {facts.model_type}: {NOT_HERE[facts.model_type]}. A ranking made by the model's own code goes "
             "through `rge eval score`; docs/extending.md shows how to add an embedder"
@@ -251,32 +243,27 @@ def load_model(
             )
         options |= {"engine": engine, **of_engine}
     encoder = chosen.load(facts, as_released=as_released, **options)
-    notes = (
-        [f"{model} was fetched as {facts.fetched}, since the hub has nothing by its own name"]
-        if facts.fetched
-        else []
-    )
-    if adapter is None and (guess := _guessed(facts, chosen)):
-        notes.append(guess)
+    notes = []
+    if facts.fetched:
+        notes.append(f"{model} was fetched as {facts.fetched}, since the hub has nothing by its own name")
+    if asked is None and chosen.name in GUESSED:
+        notes.append(GUESSED[chosen.name].format(name=facts.name, model_type=facts.model_type))
     encoder.settings = encoder.settings | {"device": _device(device), "notes": notes}
-    if plugins := plugins_of({f"embedder {chosen.name}": chosen.module}):
-        encoder.settings = encoder.settings | {"plugins": plugins}  # also part of the cache's name
     return encoder
 
 
-def _guessed(facts: Facts, chosen: Adapter) -> str | None:
-    """A warning where a model's files do not say whose they are, and how it is asked is a guess."""
-    if chosen.name == "rge-release":
-        return (
-            f"{facts.name} has no rge.json and was taken for the released RGE checkpoint because it knows <emb>: its prompt, "
-            "256 to 1024 patches a picture, 128 tokens. A checkpoint trained here has a rge.json; without it prompt, sizes "
-            "and cap are another model's. adapter=rge-release says that it is meant"
+def _recognised(facts: Facts) -> Adapter | None:
+    """The first family that a model's files fit.
+
+    Raises:
+        UserError: the files are of a checkpoint of rge that lost its rge.json.
+    """
+    if "<emb>" in facts.tokens and "rge.json" not in facts.files and facts.model_type != RELEASED:
+        raise UserError(
+            f"{facts.name} knows <emb>, so it was trained by rge, but its rge.json is missing, which says how it is asked; it "
+            f"is not the released RGE checkpoint either, which is a {RELEASED}. Copy rge.json from where it was trained"
         )
-    if chosen.name == "qwen-vl":
-        return f"{facts.name} says of itself only that it is a {facts.model_type}: it is asked with RGE's wording, last token"
-    if chosen.name == "vlm2vec":
-        return f"{facts.name} is asked as VLM2Vec because it is a LoRA on a Qwen model or is named so; adapter=vlm2vec says it"
-    return None
+    return next((one for one in adapters() if one.matches(facts)), None)
 
 
 def _device(device: str | None) -> str:

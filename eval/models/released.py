@@ -12,8 +12,9 @@ What MMEB-eval's texts look like decides the rest: the set is imported with ``ve
 
 import io
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
 
-from eval.models.common import VLM2VEC, hash_of_files, place
+from eval.models.common import VLM2VEC, hash_of_files, loading, place, settings_of
 from eval.models.registry import Facts
 from eval.models.rge import MAX_PROMPT_TOKENS, RELEASE, RELEASE_TOKENS
 from rge.common.errors import UserError
@@ -31,6 +32,8 @@ from rge.common.prompt_profiles import EMB_TOKEN, PROFILES
 from rge.common.schema import Encoded, ImageRef, Item
 from rge.model.embedding_model import normalise
 from rge.model.prompts import user_text
+
+T = TypeVar("T")
 
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 SHORTEST_PX = 28
@@ -45,8 +48,6 @@ class Released:
     A subclass says how an item becomes inputs, whether it may write, and where its state is read.
 
     Args:
-        facts: of its files.
-        model: loaded.
         processor: with PIL's image backend.
         settings: what results.json keeps, besides what is the same for all.
     """
@@ -59,21 +60,20 @@ class Released:
     """Wording of what the release has no prompts for."""
     code = ""
     """Repository and revision of the evaluation that is followed."""
+    generate_with: Mapping[str, int] = {}
+    """Options of `transformers`' ``generate``: the cap, and what stops it beside the checkpoint's own."""
 
     def __init__(self, facts: Facts, model: Any, processor: Any, settings: dict[str, Any]):
         self.checkpoint, self.checkpoint_hash = facts.path, hash_of_files(facts)
         self.model, self.processor = model.eval(), processor
         self.verbatim = False
         self.settings: dict[str, Any] = {
-            "model": facts.name,
-            "revision": facts.revision,
             "profile": self.wording,
             "mmeb_instructions": self.wording,
             "as": "release",
             "release_code": self.code,
             "image_backend": "pil",
             "differs_from_release": [UNPROMPTED],
-            "recipe": {},
         } | settings
 
     def reword(self, profile: str) -> None:
@@ -103,11 +103,11 @@ class Released:
 
     def check(self, side: str, mode: str) -> None:
         """Raise a UserError for what the release never asks."""
-        raise NotImplementedError
 
     def write(self, inputs: dict[str, Tensor]) -> list[int]:
         """The tokens that a model writes after its prompt."""
-        raise NotImplementedError
+        row = self.model.generate(**inputs, **self.generate_with)[0]
+        return row[inputs["input_ids"].shape[1] :].tolist()
 
     def read_at(self, ids: list[int], num_prompt: int) -> int:
         """Place in prompt and written tokens whose state is the embedding."""
@@ -178,15 +178,16 @@ class ReleasedRge(Released):
 
     def __init__(self, facts: Facts, model: Any, processor: Any, dtype: str, max_new_tokens: int):
         self.emb_id = processor.tokenizer.convert_tokens_to_ids(EMB_TOKEN)
-        self.cap = max_new_tokens
-        settings = {
-            "adapter": "rge-release",
-            "pixels": RELEASE,
-            "max_prompt_tokens": MAX_PROMPT_TOKENS,
-            "generation": greedy(facts, model) | {"max_new_tokens": max_new_tokens, "stop": EMB_TOKEN},
-            "dtype": dtype,
-            "reasons": "query",
-        }
+        self.generate_with = {"max_new_tokens": max_new_tokens, "eos_token_id": self.emb_id}
+        settings = settings_of(
+            facts,
+            "rge-release",
+            dtype,
+            pixels=RELEASE,
+            max_prompt_tokens=MAX_PROMPT_TOKENS,
+            generation=greedy(facts, model) | {"max_new_tokens": max_new_tokens, "stop": EMB_TOKEN},
+            reasons="query",
+        )
         super().__init__(facts, model, processor, settings)
 
     def prompt(self, item: Item, side: str) -> str:
@@ -219,11 +220,6 @@ class ReleasedRge(Released):
             raise UserError(
                 "as=release: queries write a rationale and candidates do not (query_mode=reasoning)"
             )
-
-    def write(self, inputs: dict[str, Tensor]) -> list[int]:
-        """Up to ``<emb>`` or the cap."""
-        row = self.model.generate(**inputs, max_new_tokens=self.cap, eos_token_id=self.emb_id)[0]
-        return row[inputs["input_ids"].shape[1] :].tolist()
 
     def ended(self, written: list[int]) -> tuple[list[int], bool]:
         """A rationale ends with ``<emb>``."""
@@ -284,41 +280,44 @@ def longer(inputs: dict[str, Tensor], written: list[int]) -> dict[str, Tensor]:
     return inputs | more
 
 
-def load_as_released(
-    facts: Facts,
-    *,
-    device: str | None = None,
-    dtype: str | None = None,
-    max_new_tokens: int | None = None,
-    temperature: float | None = None,
-) -> ReleasedRge:
-    """The released RGE checkpoint, asked as its evaluation asks it.
+def as_released(load: Callable[[Facts, str, str, int | None], T]) -> Callable[..., T]:
+    """Makes a function of facts, device, dtype and the cap on a rationale the loader of a released model that writes.
 
-    Raises:
-        UserError: a temperature, or files that cannot be loaded.
+    The loader raises a UserError for a temperature: the release decodes as its checkpoint says.
     """
-    if temperature is not None:
-        raise UserError(
-            "temperature= and as=release exclude each other: the release decodes as its checkpoint says"
-        )
-    device, dtype = place(device, dtype)
+
+    @wraps(load)
+    def loader(
+        facts: Facts,
+        *,
+        device: str | None = None,
+        dtype: str | None = None,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+    ) -> T:
+        if temperature is not None:
+            raise UserError(
+                "temperature= and as=release exclude each other: the release decodes as its checkpoint says"
+            )
+        return load(facts, *place(device, dtype), max_new_tokens)
+
+    return loader
+
+
+@as_released
+def load_as_released(facts: Facts, device: str, dtype: str, max_new_tokens: int | None) -> ReleasedRge:
+    """The released RGE checkpoint, asked as its evaluation asks it."""
     model, processor = load_with_pil(facts, dtype)
     sized(processor, RELEASE["min"], RELEASE["max"])
     return ReleasedRge(facts, model.to(device), processor, dtype, max_new_tokens or RELEASE_TOKENS)
 
 
 def load_with_pil(facts: Facts, dtype: str) -> tuple[Any, Any]:
-    """A whole model and its processor, whose pictures PIL scales.
-
-    Raises:
-        UserError: files that cannot be loaded.
-    """
-    try:
+    """A whole model and its processor, whose pictures PIL scales."""
+    with loading(facts):
         model: Any = AutoModelForImageTextToText.from_pretrained(facts.path, dtype=getattr(torch, dtype))
         processor: Any = AutoProcessor.from_pretrained(facts.path)
         processor.image_processor = AutoImageProcessor.from_pretrained(facts.path, backend="pil")
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"{facts.name} cannot be loaded: {error}") from None
     return model, processor
 
 

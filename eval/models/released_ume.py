@@ -16,11 +16,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from eval.models.common import place
+from eval.models.common import settings_of
 from eval.models.registry import Facts
-from eval.models.released import Released, greedy, load_with_pil, opened, sized
+from eval.models.released import Released, as_released, greedy, load_with_pil, opened, sized
 from eval.models.ume import DISC, GEN, MAX_NEW_TOKENS
-from rge.common.errors import UserError
 from rge.common.mmeb_prompts import PLACEHOLDER
 from rge.common.schema import Item
 
@@ -42,17 +41,18 @@ class ReleasedUme(Released):
     def __init__(self, facts: Facts, model: Any, processor: Any, dtype: str, max_new_tokens: int):
         vocabulary = processor.tokenizer.get_vocab()
         self.gen_id, self.disc_id = vocabulary[GEN], vocabulary[DISC]
-        self.cap = max_new_tokens
+        self.generate_with = {"max_new_tokens": max_new_tokens}  # <gen_emb> stops nothing
         ends = model.generation_config.eos_token_id
         self.ends = set(ends) if isinstance(ends, list) else {ends}
-        settings = {
-            "adapter": "ume-r1",
-            "pixels": PIXELS,
-            "instruction": INSTRUCTION,
-            "generation": greedy(facts, model) | {"max_new_tokens": max_new_tokens, "stop": "end of turn"},
-            "dtype": dtype,
-            "reasons": "query",
-        }
+        settings = settings_of(
+            facts,
+            "ume-r1",
+            dtype,
+            pixels=PIXELS,
+            instruction=INSTRUCTION,
+            generation=greedy(facts, model) | {"max_new_tokens": max_new_tokens, "stop": "end of turn"},
+            reasons="query",
+        )
         super().__init__(facts, model, processor, settings)
 
     def prompt(self, item: Item, side: str) -> str:
@@ -72,14 +72,6 @@ class ReleasedUme(Released):
         found = self.processor(text=[self.prompt(item, side)], images=scaled, return_tensors="pt")
         return {key: value.to(self.model.device) for key, value in found.items()}
 
-    def check(self, side: str, mode: str) -> None:
-        """Both sides are asked either way."""
-
-    def write(self, inputs: dict[str, Tensor]) -> list[int]:
-        """Up to the end of the turn or the cap; ``<gen_emb>`` does not stop it."""
-        row = self.model.generate(**inputs, max_new_tokens=self.cap)[0]
-        return row[inputs["input_ids"].shape[1] :].tolist()
-
     def read_at(self, ids: list[int], num_prompt: int) -> int:
         """The last ``<gen_emb>`` that was written and has a token after it; ``<disc_emb>`` where nothing was written."""
         if len(ids) == num_prompt:
@@ -96,24 +88,9 @@ class ReleasedUme(Released):
         return (written[:-1] if written[-1:] and written[-1] in self.ends else written), False
 
 
-def load_ume_as_released(
-    facts: Facts,
-    *,
-    device: str | None = None,
-    dtype: str | None = None,
-    max_new_tokens: int | None = None,
-    temperature: float | None = None,
-) -> ReleasedUme:
-    """A released UME-R1 checkpoint, asked as its evaluation asks it.
-
-    Raises:
-        UserError: a temperature, generation settings that draw, or files that cannot be loaded.
-    """
-    if temperature is not None:
-        raise UserError(
-            "temperature= and as=release exclude each other: the release decodes as its checkpoint says"
-        )
-    device, dtype = place(device, dtype)
+@as_released
+def load_ume_as_released(facts: Facts, device: str, dtype: str, max_new_tokens: int | None) -> ReleasedUme:
+    """A released UME-R1 checkpoint, asked as its evaluation asks it."""
     model, processor = load_with_pil(facts, dtype)
     sized(processor, PIXELS["min"], PIXELS["max"])
     return ReleasedUme(

@@ -17,7 +17,7 @@ from typing import Any
 from PIL import Image
 from torch import Tensor, arange
 
-from eval.models.common import no_rationales, place
+from eval.models.common import WRITES_NOTHING, direct, settings_of
 from eval.models.qwen import load_qwen
 from eval.models.registry import Facts
 from eval.models.released import Released, check_places, opened, sized
@@ -35,10 +35,6 @@ class ReleasedVlm2Vec(Released):
     """A released VLM2Vec checkpoint.
 
     Args:
-        facts: of its files.
-        model: loaded, a LoRA merged.
-        processor: with PIL's image backend.
-        dtype: of the weights, as a word.
         first_size: what every picture is scaled to before all else (width, height); None: nothing.
     """
 
@@ -48,16 +44,9 @@ class ReleasedVlm2Vec(Released):
         self, facts: Facts, model: Any, processor: Any, dtype: str, first_size: tuple[int, int] | None
     ):
         self.first_size = first_size
-        settings = {
-            "adapter": "vlm2vec",
-            "pixels": PIXELS | ({"first": list(first_size)} if first_size else {}),
-            "pooling": "last token",
-            "modes": ["direct"],
-            "reasons": "none",
-            "generation": {"max_new_tokens": 0, "temperature": 0.0},
-            "dtype": dtype,
-        }
-        super().__init__(facts, model, processor, settings)
+        pixels = PIXELS | ({"first": list(first_size)} if first_size else {})
+        own = {"pixels": pixels, "pooling": "last token"} | WRITES_NOTHING
+        super().__init__(facts, model, processor, settings_of(facts, "vlm2vec", dtype, **own))
 
     def prompt(self, item: Item, side: str) -> str:
         """The whole prompt of an item."""
@@ -105,21 +94,13 @@ def shaped(picture: Image.Image, first_size: tuple[int, int] | None) -> Image.Im
     return picture
 
 
-def load_vlm2vec_as_released(
-    facts: Facts,
-    *,
-    device: str | None = None,
-    dtype: str | None = None,
-    max_new_tokens: int | None = None,
-    temperature: float | None = None,
-) -> ReleasedVlm2Vec:
+@direct
+def load_vlm2vec_as_released(facts: Facts, device: str, dtype: str) -> ReleasedVlm2Vec:
     """A released VLM2Vec checkpoint on Qwen2-VL or Qwen2.5-VL, asked as its evaluation asks it.
 
     Raises:
-        UserError: an option of generation; a name that says neither V1 nor V2, which scale pictures differently; files that
-            cannot be loaded.
+        UserError: a name that says neither V1 nor V2, which scale pictures differently; files that cannot be loaded.
     """
-    no_rationales(facts, max_new_tokens, temperature)
     name = facts.name.rstrip("/").rpartition("/")[2].lower()
     is_v2 = re.search(r"v2(\.\d)*\b", name) is not None
     if not is_v2 and "qwen2vl" not in name:
@@ -127,7 +108,6 @@ def load_vlm2vec_as_released(
             f"{facts.name} does not say which release of VLM2Vec it is: V1 scales every picture to 1344 x 1344 first, V2 does not. "
             "Name its folder as on the hub, such as VLM2Vec-Qwen2VL-2B (V1) or VLM2Vec-V2.0"
         )
-    device, dtype = place(device, dtype)
     model, processor = load_qwen(facts, "vlm2vec", dtype, backend="pil")
     sized(processor, PIXELS["min"], PIXELS["max"])
     return ReleasedVlm2Vec(facts, model.to(device), processor, dtype, None if is_v2 else V1_SIZE)

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import torch
-
+from eval.models.common import place, settings_of
 from eval.models.registry import Facts
 from rge.embedder import Embedder
 from rge.model.backbone import load_backbone
@@ -47,25 +46,19 @@ def load_release(
     at most 128 tokens up to ``<emb>``; a candidate is wrapped in "Summarize the ... in one word". What differs stands in
     `DIFFERS`, and in the settings that results.json keeps.
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
+    device, dtype = place(device, dtype)
     backbone = load_backbone(facts.path, dtype=dtype, min_pixels=RELEASE["min"], max_pixels=RELEASE["max"])
-    settings = {
-        "adapter": "rge-release",
-        "model": facts.name,
-        "revision": facts.revision,
-        "profile": "rge",
-        "pixels": RELEASE,
-        "max_prompt_tokens": MAX_PROMPT_TOKENS,
-        "generation": {
-            "max_new_tokens": max_new_tokens or RELEASE_TOKENS,
-            "temperature": temperature or 0.0,
-            "stop": "<emb>",
-        },
-        "dtype": dtype,
-        "reasons": "query",
-        "differs_from_release": list(DIFFERS),
-        "recipe": {},
-    }
+    cap = max_new_tokens or RELEASE_TOKENS
+    settings = settings_of(
+        facts,
+        "rge-release",
+        dtype,
+        profile="rge",
+        pixels=RELEASE,
+        max_prompt_tokens=MAX_PROMPT_TOKENS,
+        generation={"max_new_tokens": cap, "temperature": temperature or 0.0, "stop": "<emb>"},
+        reasons="query",
+        differs_from_release=list(DIFFERS),
+    )
     builder = PromptBuilder(backbone.processor, "rge", MAX_PROMPT_TOKENS)
     return Embedder(EmbeddingModel(backbone).to(device), builder, facts.path, settings)

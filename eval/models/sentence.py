@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from eval.models.common import BARE, DirectEncoder, no_rationales, place
+from eval.models.common import BARE, DirectEncoder, direct, loading
 from eval.models.registry import Facts
 from rge.common.errors import UserError
 from rge.common.images import load_image
@@ -41,13 +41,7 @@ class Shown:
 
 
 class Sentences(DirectEncoder[Shown]):
-    """A `sentence_transformers.SentenceTransformer`.
-
-    Args:
-        facts: of its files.
-        model: loaded.
-        dtype: of the weights, as a word.
-    """
+    """A `sentence_transformers.SentenceTransformer`."""
 
     def __init__(self, facts: Facts, model: Any, dtype: str):
         kinds = {TEXT: TEXT, IMAGE: IMAGE, BOTH: (IMAGE, TEXT)}
@@ -110,36 +104,24 @@ class Sentences(DirectEncoder[Shown]):
         return torch.stack([found[row] for row in range(len(batch))])
 
 
-def load_sentences(
-    facts: Facts,
-    *,
-    device: str | None = None,
-    dtype: str | None = None,
-    max_new_tokens: int | None = None,
-    temperature: float | None = None,
-) -> Sentences:
+@direct
+def load_sentences(facts: Facts, device: str, dtype: str) -> Sentences:
     """A model of sentence-transformers; code that comes with a model is not run.
 
     Raises:
         UserError: the library is not installed, or it cannot load the model.
     """
-    no_rationales(facts, max_new_tokens, temperature)
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError:
         raise UserError(
             f"{facts.name} needs sentence-transformers: pip install -e '.[text]', or pip install sentence-transformers"
         ) from None
-    device, dtype = place(device, dtype)
-    try:
+    with loading(facts, ImportError, AttributeError, by=" by sentence-transformers"):
         model = SentenceTransformer(
             str(facts.path),
             device=device,
             model_kwargs={"dtype": getattr(torch, dtype)},
             local_files_only=True,
         )
-    except (OSError, ValueError, RuntimeError, ImportError, AttributeError) as error:
-        raise UserError(
-            f"{facts.name} cannot be loaded by sentence-transformers: {str(error).strip().splitlines()[0]}"
-        ) from None
     return Sentences(facts, model, dtype)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
-from eval.models.common import VLM2VEC, place
+from eval.models.common import VLM2VEC, place, settings_of
 from eval.models.registry import Facts
 from rge.common.prompt_profiles import PROFILES, Profile
 from rge.common.schema import Encoded, Item
@@ -106,24 +106,22 @@ def load_ume(
     backbone.suppressed_ids = [token for token in backbone.suppressed_ids if token not in tags]
     size = backbone.processor.image_processor.size
     cap = MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens
-    settings = {
-        "adapter": "ume-r1",
-        "model": facts.name,
-        "revision": facts.revision,
-        "instruction": INSTRUCTION,
-        "pixels": {"min": size["shortest_edge"], "max": size["longest_edge"]},
-        "max_prompt_tokens": MAX_PROMPT_TOKENS,
-        "generation": {"max_new_tokens": cap, "temperature": temperature or 0.0, "stop": GEN},
-        "dtype": dtype,
-        "reasons": "query",
-        "differs_from_release": [
+    settings = settings_of(
+        facts,
+        "ume-r1",
+        dtype,
+        instruction=INSTRUCTION,
+        pixels={"min": size["shortest_edge"], "max": size["longest_edge"]},
+        max_prompt_tokens=MAX_PROMPT_TOKENS,
+        generation={"max_new_tokens": cap, "temperature": temperature or 0.0, "stop": GEN},
+        reasons="query",
+        differs_from_release=[
             "a rationale that reaches the cap is read at an appended <gen_emb>, not at its last token",
             "decoding is plain greedy and stops at <gen_emb>",
             "the instruction is that of the README, with line breaks, not that of the evaluation",
             "a text alone has no white picture beside it",
         ],
-        "recipe": {},
-    }
+    )
     by_mode = {}
     for mode, token in {"reasoning": GEN, "direct": DISC}.items():
         embedder = EmbeddingModel(backbone).to(device)

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.embedding.identity import plugins_of, versions, with_key
-from eval.scoring.metrics import METRICS
+from eval.embedding.identity import versions, with_key
 from eval.scoring.output_files import (
     FORMAT,
     RUN,
@@ -21,6 +20,7 @@ from eval.scoring.search import Ranking
 from eval.scoring.trec import write_run
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.schema import Encoded
+from rge.identity.run_identity import Identity
 from rge.stats.intervals import NUM_RESAMPLES
 
 
@@ -36,6 +36,7 @@ def write_evaluation(
     encoded: Encoded | None = None,
     missing: Sequence[str] = (),
     limit: int | None = None,
+    made_with: Identity | None = None,
 ) -> dict[str, Any]:
     """Score a ranking and write run.trec, per_query.parquet and, last, results.json.
 
@@ -50,6 +51,7 @@ def write_evaluation(
         encoded: rationales and costs of the embedder; None where there was none.
         missing: queries that the ranking has no line for.
         limit: only the first so many queries of the set on disk were asked.
+        made_with: software that the embeddings depend on, see `eval.embedding.set_embeddings.Embeddings`.
 
     Returns:
         Content of results.json.
@@ -73,18 +75,9 @@ def write_evaluation(
         "statistics": statistics_settings(seed, NUM_RESAMPLES),
         "versions": versions(),
     } | dict(about)
-    # an embedder's plugin stands in its settings, which every evaluation of its embeddings keeps
-    results["plugins"] = (results.get("settings") or {}).get("plugins", {}) | plugins_of(
-        {f"metric {name}": METRICS[name].values.__module__ for name in _kinds(scored.names)}
-        | {f"protocol of {protocol.benchmark}": type(protocol).__module__}
-    )
-    results["identity"] = with_key(results)
+    results["identity"] = with_key(results, made_with=made_with)
+    results["plugins"] = results["identity"]["plugins"]
     invalidate(out)
     write_run(out / RUN, ranking, wanted.query_ids, wanted.corpus_ids, tag)
     write_tables(out, per_query_table(wanted, ranking, scored, encoded), results)
     return results
-
-
-def _kinds(names: Sequence[str]) -> list[str]:
-    """Metrics without their cutoffs, of those that are registered; a benchmark's own figures are its protocol's."""
-    return [kind for kind in dict.fromkeys(name.partition("@")[0] for name in names) if kind in METRICS]

@@ -16,11 +16,7 @@ RRF = 60
 
 
 def mean_embedding(samples: Sequence[np.ndarray]) -> np.ndarray:
-    """Unit-norm mean of each query's embeddings, (Q, D) float32.
-
-    Args:
-        samples: (Q, D) each, unit norm.
-    """
+    """Unit-norm mean of each query's embeddings, (Q, D) float32."""
     total_QD = np.sum([sample.astype(np.float64) for sample in samples], axis=0)
     return (total_QD / np.linalg.norm(total_QD, axis=1, keepdims=True)).astype(np.float32)
 
@@ -51,11 +47,8 @@ def added(
 ) -> Ranking:
     """Rank candidates by what several rankings give them, added up; one that lacks a candidate gives it nothing.
 
-    Args:
-        rankings: of the same queries.
-        by: rrf gives 1 / (60 + rank) (Cormack, Clarke and Büttcher 2009); score the score itself, from 0 for a query's lowest
-            to 1 for its highest, since different programs' scores have different ranges.
-        weights: one a ranking; None: 1.
+    ``by``: rrf gives 1 / (60 + rank) (Cormack, Clarke and Büttcher 2009); score the score itself, from 0 for a query's
+    lowest to 1 for its highest, since different programs' scores have different ranges.
     """
     found = []
     depth = max(one.depth for one in rankings)

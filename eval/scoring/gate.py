@@ -50,11 +50,7 @@ def large_minus_small(
 ) -> dict[str, Any]:
     """How much more queries with large margins gain from a rationale than those with small ones.
 
-    Args:
-        margin_Q: of direct mode.
-        gain_Q: metric after a rationale minus metric without; NaN where it is not defined.
-        group_Q: int64, what is resampled together.
-        seed: of the resampling.
+    ``margin_Q``: of direct mode. ``gain_Q``: metric after a rationale minus metric without; NaN where it is not defined.
 
     Returns:
         ``value``, the mean gain above the median margin minus that below it, with ``low`` and ``high`` of its 95 % interval,
@@ -80,13 +76,7 @@ def margin(ranking: Ranking) -> np.ndarray:
 
 
 def choose(reason_Q: np.ndarray, reasoned: Ranking, direct: Ranking) -> Ranking:
-    """Each query's ranking from the one or the other.
-
-    Args:
-        reason_Q: bool, True takes ``reasoned``.
-        reasoned: ranking after a rationale.
-        direct: ranking without; equally deep.
-    """
+    """Each query's ranking from the one or the other."""
     width = max(reasoned.rows_QW.shape[1], direct.rows_QW.shape[1])
 
     def widened(one: Ranking) -> tuple[np.ndarray, np.ndarray]:

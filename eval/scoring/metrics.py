@@ -9,8 +9,7 @@ gains in nDCG. AP exists with both denominators in use, under two names: ``map@k
 (trec_eval), ``map_capped@k`` by min(number of positives, k) (PinPoint, CIRCO, MMEB), which a perfect ranking always
 brings to 1. Nothing is inferred from the ranking's length: a positive that was not retrieved stays in the denominator.
 
-A metric is registered where it is defined (`register_metric`), here or in a module of the user's: every evaluation then
-reports it, with intervals, and the pages say what it means.
+A metric is registered where it is defined (`register_metric`), here or in a plugin: every evaluation then reports it.
 """
 
 import re
@@ -47,15 +46,19 @@ class Judged:
     num_missing_Q: np.ndarray | None = None
 
 
+Values = Callable[[Judged, int], np.ndarray]
+Floor = Callable[[Judged, np.ndarray, int], np.ndarray]
+
+
 @dataclass(frozen=True)
 class Metric:
     """A metric by its name, see `register_metric` for the attributes."""
 
     name: str
-    values: Callable[[Judged, int], np.ndarray]
+    values: Values
     cutoffs: tuple[int, ...] | None
     words: str
-    floor: Callable[[Judged, np.ndarray, int], np.ndarray] | None
+    floor: Floor | None
     of_negatives: bool
 
     def reported(self) -> tuple[str, ...]:
@@ -71,9 +74,9 @@ def register_metric(
     *,
     cutoffs: Sequence[int] | None,
     words: str,
-    floor: Callable[[Judged, np.ndarray, int], np.ndarray] | None = None,
+    floor: Floor | None = None,
     of_negatives: bool = False,
-) -> Callable[[Callable[[Judged, int], np.ndarray]], Callable[[Judged, int], np.ndarray]]:
+) -> Callable[[Values], Values]:
     """Decorator that makes a function a metric.
 
     The function gets the judged rankings and k and returns one value a query, (Q,) float64 within [0, 1], NaN where it is
@@ -96,7 +99,7 @@ def register_metric(
     if cutoffs is not None and not all(k >= 1 for k in cutoffs):
         raise UserError(f"metric {name!r}: cutoffs must be at least 1, got {tuple(cutoffs)}")
 
-    def register(values: Callable[[Judged, int], np.ndarray]) -> Callable[[Judged, int], np.ndarray]:
+    def register(values: Values) -> Values:
         fixed = None if cutoffs is None else tuple(cutoffs)
         METRICS.add(name, Metric(name, values, fixed, words, floor, of_negatives))
         return values
@@ -150,30 +153,32 @@ def judge(
     if num_queries and num_positives_Q.min() < 1:
         raise ValueError(f"query {num_positives_Q.argmin()} has no positive")
 
-    # One lookup table for the pool, filled and cleared per query: memory stays at one pool however many queries.
-    # Row -1 reads its last cell, which is nobody's.
-    gain_C = np.zeros(num_candidates + 1)
-    gain_QK = np.empty(rows_QK.shape)
+    gain_QK = _at_ranks(rows_QK, positives, num_candidates)
     ideal_QP = np.zeros((num_queries, int(num_positives_Q.max(initial=0))))
-    for query, (rows, gains) in enumerate(positives):
-        gain_C[rows] = gains
-        gain_QK[query] = gain_C[rows_QK[query]]
-        gain_C[rows] = 0.0
+    for query, (_, gains) in enumerate(positives):
         ideal = np.concatenate([gains, np.ones(num_positives_Q[query] - len(gains))])
         ideal_QP[query, : len(ideal)] = np.sort(ideal)[::-1]
     if negatives is None:
         return Judged(gain_QK, ideal_QP, num_positives_Q, num_missing_Q=num_missing_Q)
-
-    negative_C = np.zeros(num_candidates + 1, bool)
-    negative_QK = np.empty(rows_QK.shape, bool)
-    num_negatives_Q = np.empty(num_queries, np.int64)
-    for query, listed in enumerate(negatives):
-        rows = np.setdiff1d(listed, positives[query][0])
-        num_negatives_Q[query] = len(rows)
-        negative_C[rows] = True
-        negative_QK[query] = negative_C[rows_QK[query]]
-        negative_C[rows] = False
+    wrong = [np.setdiff1d(listed, right) for listed, (right, _) in zip(negatives, positives, strict=True)]
+    negative_QK = _at_ranks(rows_QK, [(rows, np.ones(len(rows))) for rows in wrong], num_candidates) > 0
+    num_negatives_Q = np.array([len(rows) for rows in wrong], np.int64)
     return Judged(gain_QK, ideal_QP, num_positives_Q, negative_QK, num_negatives_Q, num_missing_Q)
+
+
+def _at_ranks(
+    rows_QK: np.ndarray, listed: Sequence[tuple[np.ndarray, np.ndarray]], num_candidates: int
+) -> np.ndarray:
+    """What each query's list (rows, values) gives the candidates at its ranks, (Q, K); 0 for the others."""
+    # One lookup table for the pool, filled and cleared per query: memory stays at one pool however many queries.
+    # Row -1 reads its last cell, which no candidate has.
+    value_C = np.zeros(num_candidates + 1)
+    out_QK = np.empty(rows_QK.shape)
+    for query, (rows, values) in enumerate(listed):
+        value_C[rows] = values
+        out_QK[query] = value_C[rows_QK[query]]
+        value_C[rows] = 0.0
+    return out_QK
 
 
 def _can_be_found(judged: Judged) -> np.ndarray:
@@ -181,54 +186,13 @@ def _can_be_found(judged: Judged) -> np.ndarray:
     return (judged.num_positives_Q - missing_Q).astype(np.float64)
 
 
-def _recall_floor(judged: Judged, pool_Q: np.ndarray, k: int) -> np.ndarray:
-    return np.minimum(k, pool_Q) / pool_Q * (_can_be_found(judged) / judged.num_positives_Q)
-
-
-def _hit_floor(judged: Judged, pool_Q: np.ndarray, k: int) -> np.ndarray:
-    return _floor_first_hit(_can_be_found(judged), pool_Q, depth=k, reciprocal=False)
-
-
-def _precision_floor(judged: Judged, pool_Q: np.ndarray, k: int) -> np.ndarray:
-    return _can_be_found(judged) / pool_Q * np.minimum(k, pool_Q) / k
-
-
-def _ndcg_floor(judged: Judged, pool_Q: np.ndarray, k: int) -> np.ndarray:
-    discount = np.concatenate([[0.0], np.cumsum(1.0 / np.log2(np.arange(2, k + 2)))])
-    gain_Q = judged.ideal_QP.sum(axis=1) - (judged.num_positives_Q - _can_be_found(judged))
-    return gain_Q / pool_Q * discount[np.minimum(k, pool_Q).astype(int)] / _dcg(judged.ideal_QP, k)
-
-
-def _mrr_floor(judged: Judged, pool_Q: np.ndarray, k: int) -> np.ndarray:
-    return _floor_first_hit(_can_be_found(judged), pool_Q, depth=k, reciprocal=True)
-
-
-def _map_floor(judged: Judged, pool_Q: np.ndarray, k: int) -> np.ndarray:
-    return _floor_precision_sum(_can_be_found(judged), pool_Q, k) / judged.num_positives_Q
-
-
-def _map_capped_floor(judged: Judged, pool_Q: np.ndarray, k: int) -> np.ndarray:
-    return _floor_precision_sum(_can_be_found(judged), pool_Q, k) / np.minimum(judged.num_positives_Q, k)
-
-
-def _negative_recall_floor(judged: Judged, pool_Q: np.ndarray, k: int) -> np.ndarray:
-    m_Q = _negatives(judged)[1].astype(np.float64)
-    out_Q = np.full(len(m_Q), np.nan)
-    return np.divide(m_Q / pool_Q * np.minimum(k, pool_Q), np.minimum(m_Q, k), out=out_Q, where=m_Q > 0)
-
-
-def _delta_floor(judged: Judged, pool_Q: np.ndarray, k: int) -> np.ndarray:
-    m_Q = _negatives(judged)[1].astype(np.float64)
-    n_Q = _can_be_found(judged)
-    delta_Q = _floor_precision_sum(n_Q, pool_Q - m_Q, k) - _floor_precision_sum(n_Q, pool_Q, k)
-    return np.where(m_Q > 0, delta_Q / np.minimum(judged.num_positives_Q, k), np.nan)
-
-
 @register_metric(
     "recall",
     cutoffs=CUTOFFS,
     words="share of a query’s right candidates that are among the first {k}, mean over queries",
-    floor=_recall_floor,
+    floor=lambda judged, pool_Q, k: (
+        np.minimum(k, pool_Q) / pool_Q * (_can_be_found(judged) / judged.num_positives_Q)
+    ),
 )
 def recall(judged: Judged, k: int) -> np.ndarray:
     """Positives in the top k over all positives, (Q,). Not capped: n > k positives cannot reach 1."""
@@ -239,7 +203,9 @@ def recall(judged: Judged, k: int) -> np.ndarray:
     "hit",
     cutoffs=CUTOFFS,
     words="share of queries with a right candidate among the first {k}",
-    floor=_hit_floor,
+    floor=lambda judged, pool_Q, k: _floor_first_hit(
+        _can_be_found(judged), pool_Q, depth=k, reciprocal=False
+    ),
 )
 def hit(judged: Judged, k: int) -> np.ndarray:
     """1 where the top k holds a positive, else 0, (Q,)."""
@@ -250,11 +216,17 @@ def hit(judged: Judged, k: int) -> np.ndarray:
     "precision",
     cutoffs=(10,),
     words="share of the first {k} that is right, mean over queries",
-    floor=_precision_floor,
+    floor=lambda judged, pool_Q, k: _can_be_found(judged) / pool_Q * np.minimum(k, pool_Q) / k,
 )
 def precision(judged: Judged, k: int) -> np.ndarray:
     """Positives in the top k over k, (Q,); over k also where the pool is smaller, as in trec_eval."""
     return _hits(judged, k) / k
+
+
+def _ndcg_floor(judged: Judged, pool_Q: np.ndarray, k: int) -> np.ndarray:
+    discount = np.concatenate([[0.0], np.cumsum(1.0 / np.log2(np.arange(2, k + 2)))])
+    gain_Q = judged.ideal_QP.sum(axis=1) - (judged.num_positives_Q - _can_be_found(judged))
+    return gain_Q / pool_Q * discount[np.minimum(k, pool_Q).astype(int)] / _dcg(judged.ideal_QP, k)
 
 
 @register_metric(
@@ -275,7 +247,7 @@ def ndcg(judged: Judged, k: int) -> np.ndarray:
     "mrr",
     cutoffs=None,
     words="one over the rank of the first right candidate, mean over queries",
-    floor=_mrr_floor,
+    floor=lambda judged, pool_Q, k: _floor_first_hit(_can_be_found(judged), pool_Q, depth=k, reciprocal=True),
 )
 def mrr(judged: Judged, k: int) -> np.ndarray:
     """Reciprocal rank of the first positive within k ranks, (Q,); 0 where there is none."""
@@ -287,7 +259,9 @@ def mrr(judged: Judged, k: int) -> np.ndarray:
     "map",
     cutoffs=(10,),
     words="average precision over the first {k}, divided by the number of right candidates",
-    floor=_map_floor,
+    floor=lambda judged, pool_Q, k: (
+        _floor_precision_sum(_can_be_found(judged), pool_Q, k) / judged.num_positives_Q
+    ),
 )
 def average_precision(judged: Judged, k: int) -> np.ndarray:
     """Precision at the rank of each positive in the top k, summed, over the number of positives, (Q,)."""
@@ -298,7 +272,9 @@ def average_precision(judged: Judged, k: int) -> np.ndarray:
     "map_capped",
     cutoffs=(10,),
     words="average precision over the first {k}, divided by the right candidates that fit into {k}",
-    floor=_map_capped_floor,
+    floor=lambda judged, pool_Q, k: (
+        _floor_precision_sum(_can_be_found(judged), pool_Q, k) / np.minimum(judged.num_positives_Q, k)
+    ),
 )
 def average_precision_capped(judged: Judged, k: int) -> np.ndarray:
     """As `average_precision`, but over min(number of positives, k), (Q,).
@@ -312,7 +288,9 @@ def average_precision_capped(judged: Judged, k: int) -> np.ndarray:
     "negative_recall",
     cutoffs=(10,),
     words="share of a query’s explicit negatives among the first {k}: lower is better",
-    floor=_negative_recall_floor,
+    floor=lambda judged, pool_Q, k: _share_of_negatives(
+        judged, _negatives(judged)[1] / pool_Q * np.minimum(k, pool_Q), k
+    ),
     of_negatives=True,
 )
 def negative_recall(judged: Judged, k: int) -> np.ndarray:
@@ -323,10 +301,18 @@ def negative_recall(judged: Judged, k: int) -> np.ndarray:
     Raises:
         ValueError: the set has no explicit negatives.
     """
-    negative_QK, num_negatives_Q = _negatives(judged)
-    hits_Q = negative_QK[:, :k].sum(axis=1)
-    out_Q = np.full(len(hits_Q), np.nan)
-    return np.divide(hits_Q, np.minimum(num_negatives_Q, k), out=out_Q, where=num_negatives_Q > 0)
+    return _share_of_negatives(judged, _negatives(judged)[0][:, :k].sum(axis=1), k)
+
+
+def _share_of_negatives(judged: Judged, hits_Q: np.ndarray, k: int) -> np.ndarray:
+    num_Q = _negatives(judged)[1]
+    return np.divide(hits_Q, np.minimum(num_Q, k), out=np.full(len(num_Q), np.nan), where=num_Q > 0)
+
+
+def _delta_floor(judged: Judged, pool_Q: np.ndarray, k: int) -> np.ndarray:
+    m_Q, n_Q = _negatives(judged)[1], _can_be_found(judged)
+    delta_Q = _floor_precision_sum(n_Q, pool_Q - m_Q, k) - _floor_precision_sum(n_Q, pool_Q, k)
+    return np.where(m_Q > 0, delta_Q / np.minimum(judged.num_positives_Q, k), np.nan)
 
 
 @register_metric(
@@ -413,19 +399,17 @@ def tied_order(judged: Judged, score_QK: np.ndarray, *, best: bool) -> Judged:
         score_QK: scores in rank order, non-increasing; -inf after the end of a ranking.
         best: in favour, else against.
     """
-    worth_QK = judged.gain_QK.copy()
-    if judged.negative_QK is not None:
-        worth_QK[judged.negative_QK] = -1.0
-    gain_QK = judged.gain_QK.copy()
-    negative_QK = None if judged.negative_QK is None else judged.negative_QK.copy()
+    gain_QK, negative_QK = judged.gain_QK.copy(), judged.negative_QK
+    worth_QK = gain_QK if negative_QK is None else np.where(negative_QK, -1.0, gain_QK)
+    negative_QK = None if negative_QK is None else negative_QK.copy()
     tied_Q = (score_QK[:, 1:] == score_QK[:, :-1]) & np.isfinite(score_QK[:, 1:])
     touched = np.flatnonzero(tied_Q.any(axis=1))  # as a rule few: the sort below is the slow part
     if len(touched):
         worth = worth_QK[touched]
         order = np.lexsort((-worth if best else worth, -score_QK[touched]), axis=-1)
-        gain_QK[touched] = np.take_along_axis(gain_QK[touched], order, axis=1)
-        if negative_QK is not None:
-            negative_QK[touched] = np.take_along_axis(negative_QK[touched], order, axis=1)
+        for one_QK in (gain_QK, negative_QK):
+            if one_QK is not None:
+                one_QK[touched] = np.take_along_axis(one_QK[touched], order, axis=1)
     return replace(judged, gain_QK=gain_QK, negative_QK=negative_QK)
 
 
@@ -439,16 +423,10 @@ def random_floor(name: str, judged: Judged, pool_Q: np.ndarray, *, depth: int) -
     """Expected value of a metric if every order of the pool were equally likely, (Q,), exact.
 
     Args:
-        name: as in `compute`.
+        name: as in `compute`, with its errors; of a metric without a floor, NaN throughout.
         judged: for the numbers of positives and negatives and the gains; its ranking does not matter.
         pool_Q: candidates that can appear in each query's ranking, int64, at least its positives.
         depth: length of rankings; matters to metrics of the whole ranking only.
-
-    Returns:
-        NaN throughout for a metric that was registered without a floor.
-
-    Raises:
-        UserError: as `compute`.
     """
     kind, k = parse_name(name)
     floor = METRICS[kind].floor

@@ -7,7 +7,7 @@
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from eval.embedding.identity import asked_of
 from eval.scoring.metrics import (
     Judged,
     compute,
@@ -32,6 +33,7 @@ from rge.common.errors import UserError
 from rge.common.files import write_bytes
 from rge.common.options import given
 from rge.common.schema import Encoded
+from rge.identity.run_identity import Identity, differences
 from rge.stats import intervals
 from rge.stats.intervals import LEVEL, NUM_RESAMPLES, cluster_bootstrap, index_of
 
@@ -45,17 +47,22 @@ UNSAID = {
     "benchmark": "generic", "profile": "clean", "seed": 0, "depth": DEPTH, "rerank.ask": "yes_no", "metrics": [],
 }  # fmt: skip
 """What results stand for that were written before they named it; null for other keys."""
+NOT_ALWAYS_SAID = ("dtype", "exact", "set.content")
+"""What results that were written before may have been with any value."""
 MADE_WITH = (
-    "instructions",
-    "verbatim",
-    "image_policy",
-    "task",
-    "keys",
-    "gains",
-    "layout",
-    "exclude_query_image",
-)
+    "instructions", "verbatim", "image_policy", "task", "keys", "gains", "layout", "exclude_query_image",
+)  # fmt: skip
 """Choices of an import that decide what a set shows or counts; to say why two sets of the same ids differ."""
+
+
+OF_ENCODED = {
+    "rationale": ("rationales", pa.string()),
+    "stop_reason": ("stop_reasons", pa.string()),
+    "rationale_tokens": ("num_rationale_tokens", pa.int64()),
+    "generate_ms": ("generate_ms", pa.float64()),
+    "embed_ms": ("embed_ms", pa.float64()),
+}
+"""Columns of per_query.parquet that come from the embedder: attribute of `Encoded`, and type."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +89,8 @@ class Scored:
 def score_ranking(wanted: RetrievalSet, ranking: Ranking, *, names: Sequence[str] | None = None) -> Scored:
     """Every metric of every query.
 
-    Args:
-        wanted: the retrieval set.
-        ranking: one row a query of the set, deep enough for every metric.
-        names: metrics; None: those of every set, and those of explicit negatives where it has them.
+    ``ranking``: one row a query of the set, deep enough for every metric. ``names``: metrics; None: those of every set, and
+    those of explicit negatives where it has them.
     """
     if names is None:
         names = names_of(negatives=wanted.negatives is not None)
@@ -138,16 +143,9 @@ def per_query_table(
         columns[name] = pa.array(scored.value_QM[:, m], pa.float64(), from_pandas=True)  # NaN becomes null
     columns["top10"] = pa.array(top, pa.list_(pa.string()))
     columns["top10_scores"] = pa.array(top_scores, pa.list_(pa.float64()))
-    num = len(wanted.queries)
-    columns["rationale"] = pa.array([None] * num if encoded is None else encoded.rationales, pa.string())
-    columns["stop_reason"] = pa.array([None] * num if encoded is None else encoded.stop_reasons, pa.string())
-    for name, kind in (
-        ("rationale_tokens", pa.int64()),
-        ("generate_ms", pa.float64()),
-        ("embed_ms", pa.float64()),
-    ):
-        source = None if encoded is None else getattr(encoded, name.replace("rationale_", "num_rationale_"))
-        columns[name] = pa.array([None] * num if source is None else source, kind)
+    for name, (of_encoded, kind) in OF_ENCODED.items():
+        values = [None] * len(wanted.queries) if encoded is None else getattr(encoded, of_encoded)
+        columns[name] = pa.array(values, kind)
     return pa.table(columns)
 
 
@@ -205,10 +203,7 @@ def self_retrieval(
 ) -> dict[str, Any]:
     """How often a query finds its own picture instead of an answer.
 
-    Args:
-        ranking: of Q queries.
-        own: per query the candidate rows that show one of its pictures, byte for byte.
-        ranks: depths to look at.
+    ``own``: per query the candidate rows that show one of its pictures, byte for byte.
 
     Returns:
         ``num_queries`` whose picture is in the pool, and of these ``rate@k`` that have it in the top k; null if none.
@@ -262,39 +257,46 @@ def means(names: Sequence[str], value_QM: np.ndarray) -> dict[str, float]:
     }
 
 
-def check_out(out: Path, identity: dict[str, Any], *, overwrite: bool) -> None:
+def check_out(
+    out: Path, decides: dict[str, Any], *, overwrite: bool, measured: Mapping[str, Any] | None = None
+) -> None:
     """Refuse to replace the output of something else.
 
-    Args:
-        out: an output directory; need not exist.
-        identity: dotted keys of results.json that decide figures, and the values they will have.
-        overwrite: replace it anyway.
+    ``decides``: dotted keys of results.json that decide figures, and the values they will have. ``measured``: keys of
+    results.json that say how an embedder is asked, see `eval.embedding.identity.asked_of`.
 
     Raises:
         UserError: naming the first key that differs.
     """
     if out.exists() and not out.is_dir():
         raise UserError(f"out {out} is a file")
-    path = out / RESULTS
-    if overwrite or not path.exists():
+    if overwrite or not (out / RESULTS).exists():
         return
     old = read_results(out)
-    unsaid = object()
-    for key, new in json.loads(json.dumps(identity, default=str)).items():
-        value: Any = old
+    apart: dict[str, tuple[Any, Any]] = {}
+    for key, new in json.loads(json.dumps(decides, default=str)).items():
+        was: Any = old
         for part in key.split("."):
-            value = value.get(part, unsaid) if isinstance(value, dict) else unsaid
-        if value is unsaid and key.startswith(("identity.", "dtype", "exact")):
-            continue  # written before results said it
-        if value is unsaid:
-            value = UNSAID.get(key)
-        if value is None and key == "set.content" and "identity" not in old:
+            was = was.get(part) if isinstance(was, dict) else None
+        if was is None and key in NOT_ALWAYS_SAID:
             continue
-        if value != new:
-            raise UserError(
-                f"{out} already holds an evaluation with {key} = {value!r}, this one has {new!r}: "
-                "give another out=, or overwrite=true"
-            )
+        was = UNSAID.get(key) if was is None else was
+        if was != new:
+            apart[key] = (was, new)
+    if "identity" in old and measured is not None:
+        apart |= differences(_how_asked(old), _how_asked(measured))
+    for key, (was, new) in apart.items():
+        raise UserError(
+            f"{out} already holds an evaluation with {key} = {was!r}, this one has {new!r}: "
+            "give another out=, or overwrite=true"
+        )
+
+
+def _how_asked(results: Mapping[str, Any]) -> Identity:
+    parts = asked_of(json.loads(json.dumps(results, default=str)))
+    return {"asked": {"rewriter_at": parts["asked"]["rewriter_at"]}} | {
+        part: parts[part] for part in ("settings", "prompts")
+    }
 
 
 def read_results(directory: Path) -> dict[str, Any]:

@@ -47,13 +47,7 @@ class Protocol:
     def names(
         self, wanted: RetrievalSet, more: Sequence[str] = (), *, negatives: bool = True
     ) -> tuple[str, ...]:
-        """Metrics to compute: those of every evaluation, a protocol's own ``more``, and what the user asked for.
-
-        Args:
-            wanted: the set.
-            more: further ones.
-            negatives: those of explicit negatives too, where the set has some.
-        """
+        """Metrics to compute: those of every evaluation, a protocol's own ``more``, and what the user asked for."""
         everywhere = names_of(negatives=negatives and wanted.negatives is not None)
         return tuple(dict.fromkeys((*everywhere, *more, *self.metrics)))
 
@@ -62,13 +56,7 @@ class Protocol:
         return wanted
 
     def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
-        """Every metric of every query.
-
-        Args:
-            wanted: from `prepare`.
-            ranking: one row a query.
-            missing: queries without any line in the run file.
-        """
+        """Every metric of every query."""
         return self._skip(wanted, score_ranking(wanted, ranking, names=self.names(wanted)), missing)
 
     def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:

@@ -70,10 +70,7 @@ def shortcut_rates(dirs: Sequence[Path], metric: str) -> dict[str, Any]:
 def rationale_quality(directory: Path, questions: Mapping[str, str], metric: str) -> dict[str, Any] | None:
     """Results by length of the rationale, by forced stop, and by how much of it copies the question.
 
-    Args:
-        directory: an evaluation.
-        questions: query id -> text.
-        metric: whose mean every bin has.
+    ``metric``: whose mean every bin has.
 
     Returns:
         ``by_length`` (bins of equal size, in tokens), ``by_stop``, ``by_copy`` (share of the rationale's words that stand

@@ -23,12 +23,8 @@ def sign_flip_p(
 ) -> np.ndarray:
     """Two-sided p of the hypothesis that the sign of each group's difference is a coin flip, (M,).
 
-    Args:
-        difference_QM: per-query values of one run minus those of the other; NaN where not defined.
-        group_Q: cluster of each query.
-        stratum_Q: as in `cluster_bootstrap`.
-        num_resamples: B flips; p is at least 1 / (B + 1).
-        seed: of the flips.
+    ``difference_QM``: per-query values of one run minus those of the other; NaN where not defined. ``num_resamples``: B
+    flips; p is at least 1 / (B + 1).
 
     Raises:
         ValueError: as `cluster_bootstrap`.

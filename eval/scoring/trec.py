@@ -54,12 +54,7 @@ def write_run(
 ) -> None:
     """Write the ranks that count.
 
-    Args:
-        path: the file, replaced in one go.
-        ranking: rows of ``corpus_ids``.
-        query_ids: one a row of the ranking.
-        corpus_ids: candidate ids.
-        tag: last column; white space becomes a hyphen.
+    ``ranking``: rows of ``corpus_ids``. ``tag``: last column; white space becomes a hyphen.
     """
     rows_QK = ranking.rows_QW[:, : ranking.depth]
     score_QK = strictly_decreasing(ranking.score_QW[:, : ranking.depth])
@@ -94,11 +89,8 @@ class ReadRun:
 def read_run(path: str | Path, wanted: RetrievalSet, *, allow_ties: bool = False) -> ReadRun:
     """Read and check a ranking made by anyone.
 
-    Args:
-        path: the run file; columns separated by blanks or tabs.
-        wanted: the retrieval set that it ranks.
-        allow_ties: accept equal scores within a query and order them by candidate id; else they are an error, because
-            other tools would order them otherwise.
+    ``allow_ties``: accept equal scores within a query and order them by candidate id; else they are an error, because other
+    tools would order them otherwise.
 
     Raises:
         RunError: not a run; a query or candidate that the set does not have (or, with per-query candidates, that the

@@ -4,6 +4,7 @@ Wording, tokens, what is cut and what is refused come from the code that makes p
 decoded. On all cores where there are many records.
 """
 
+import hashlib
 import inspect
 import json
 import multiprocessing
@@ -15,6 +16,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from importlib.metadata import version
+from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +28,7 @@ from rge.common.prompt_profiles import EMB_TOKEN
 from rge.common.schema import ImageRef, Item, Record
 from rge.config import Recipe
 from rge.data.collate import query_item, target_item
-from rge.data.sources import Records
+from rge.data.sources import Records, number_of
 from rge.data.verdicts import Verdicts
 from rge.model import families, prompts
 from rge.model.prompts import Measured, PromptBuilder
@@ -46,9 +49,14 @@ COLUMNS = (
     "cut",
     "prompts",
     "negatives",
+    "id",
+    "asks",
+    "target",
+    "shows",
 )
 """Of a record: tokens of its query and its longest candidate, and of their pictures; most pictures of a prompt; tokens of its
-longest rationale, `<emb>` included; how many of its prompts are cut, and how many it has; its labelled negatives."""
+longest rationale, `<emb>` included; how many of its prompts are cut, and how many it has; its labelled negatives; numbers that are
+equal for equal ids, for equal content of its query, for equal ids of its first positive, and for equal content of that."""
 
 
 @dataclass
@@ -206,7 +214,47 @@ def _measured(record: Record, builder: PromptBuilder, need_oracle: bool, need_ca
         sum(one.num_cut_tokens > 0 for one in (query, *candidates)),
         1 + len(candidates),
         len(record.negatives),
+        *_names(record),
     ]
+
+
+def _names(record: Record) -> list[int]:
+    """See "id" to "shows" of `COLUMNS`; the content of a target with an ``identity`` may differ and is 0."""
+
+    def content(text: str | None, images: Sequence[ImageRef]) -> int:
+        # of a file its name: the same one may lie in another folder
+        shown = [
+            hashlib.sha256(one).hexdigest() if isinstance(one, bytes) else Path(one).name for one in images
+        ]
+        return number_of("\0".join([text or "", *shown]))
+
+    first = record.positives[0]
+    return [
+        number_of(record.id),
+        content(record.query.text, record.query.images),
+        number_of(first.identity or first.id),
+        0 if first.identity else content(first.text, [] if first.image is None else [first.image]),
+    ]
+
+
+def clashes(laid: Sequence[tuple[Records, Layout]]) -> list[str]:
+    """Warnings of sources that give the same ids to different records or targets; first positives stand for all targets."""
+    lines = []
+    for (one, layout), (other, theirs) in combinations(laid, 2):
+        for what, name, content, meaning in (
+            ("records", "id", "asks", "logs cannot tell them apart"),
+            ("targets", "target", "shows", "such targets are never negatives of each other's queries"),
+        ):
+            _, at, there = np.intersect1d(layout.column(name), theirs.column(name), return_indices=True)
+            apart = layout.column(content)[at] != theirs.column(content)[there]
+            if apart.any():
+                record = one[int(layout.numbers_N[at[apart].min()])]
+                shown = record.id if name == "id" else record.positives[0].id
+                lines.append(
+                    f"warning: {apart.sum():,} {what} of {one.name} and {other.name} have the same id and different content, "
+                    f"such as {shown!r}: {meaning}"
+                )
+    return lines
 
 
 def _size_of(ref: ImageRef) -> tuple[int, int]:
@@ -218,9 +266,9 @@ def _size_of_file(ref: str) -> tuple[int, int]:
     return picture_size(ref)
 
 
-def summary(sources: Sequence[tuple[Records, Layout]], recipe: Recipe) -> list[str]:
+def summary(found: Sequence[tuple[Records, Layout]], recipe: Recipe) -> list[str]:
     """How long the prompts and rationales of several sources are, for people."""
-    laid = [(file, layout) for file, layout in sources if len(layout.sizes_NK)]
+    laid = [(file, layout) for file, layout in found if len(layout.sizes_NK)]
     if not laid:
         return []
 

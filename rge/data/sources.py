@@ -123,7 +123,7 @@ class Records(ABC):
             faults += [_Fault(one.label, one.place, one.id, problem) for problem in one.problems]
             places.append(one.place)
             if one.id is not None:
-                ids.append(_number_of(one.id))
+                ids.append(number_of(one.id))
         faults = sorted([*faults, *self._repeated(ids.read())], key=lambda fault: fault.place)
         if faults and on_bad == "stop":
             raise RecordError("training records break the format:\n" + self._listed(faults))
@@ -151,7 +151,7 @@ class Records(ABC):
             )
         self.content |= {"records": len(kept), "left_out": len(reasons)}
         if reasons:
-            self.content["left_out_at"] = _number_of(str(list(reasons)))
+            self.content["left_out_at"] = number_of(str(list(reasons)))
         return kept
 
     _UNIT, _EMPTY = "row", "there is none"
@@ -177,7 +177,7 @@ class Records(ABC):
         found: list[_Fault] = []
         seen: dict[str, int] = {}
         for label, place, name in self._named():
-            if _number_of(name) not in suspects:
+            if number_of(name) not in suspects:
                 continue
             if name in seen:
                 found.append(
@@ -548,10 +548,11 @@ def absolute(record: Record, folder: Path) -> Record:
 
 def identity(target: Target) -> int:
     """What a target stands for, as a signed 64-bit number: equal for equal identities, on every machine."""
-    return _number_of(target.identity or target.id)
+    return number_of(target.identity or target.id)
 
 
-def _number_of(text: str) -> int:
+def number_of(text: str) -> int:
+    """A signed 64-bit number, equal for equal texts on every machine."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 

@@ -33,39 +33,41 @@ SHOWN = 8
 Identity = dict[str, Any]
 
 
-def run_identity(**parts: Any) -> Identity:
+def run_identity(*, but: Sequence[str] = (), **parts: Any) -> Identity:
     """The identity of a run.
 
     Args:
+        but: packages of ours whose modules do not count, see `software`.
         parts: what only the caller knows: of a training, ``recipe``, ``records``, ``start`` and ``launch``.
 
     Returns:
         The parts, with ``software`` (modules of ours and of the user that are loaded, versions of loaded packages), ``plugins``
         and ``machine``, which is recorded but never makes anything stale.
     """
-    return {**parts, "software": software(), "plugins": plugins(), "machine": machine()}
+    return {**parts, "software": software(but=but), "plugins": plugins(), "machine": machine()}
 
 
-def software(packages: Sequence[str] = OURS) -> dict[str, dict[str, str]]:
+def software(rooms: Sequence[str] = OURS, but: Sequence[str] = ()) -> dict[str, dict[str, str]]:
     """Hashes of the loaded modules that are ours or the user's, and versions of the loaded packages.
 
     Comments and docstrings do not count. Modules of plugins are in `plugins`.
 
     Args:
-        packages: of ours, those whose modules count.
+        rooms: packages of ours whose modules count.
+        but: those within them whose modules do not.
     """
     theirs = {_top(name) for name in plugins_loaded()}
     modules = {
         name: _code_of(path)
         for name, path in _loaded()
-        if (_is_in(name, packages) if _top(name) in OURS else _top(name) not in theirs)
+        if _top(name) not in theirs
+        and (_top(name) not in OURS or (_is_in(name, rooms) and not _is_in(name, but)))
     }
     tops = {_top(name) for name in tuple(sys.modules)}
     installed = sorted({one for top in tops for one in _distributions().get(top, ())})
-    versions = {name: _version_now(name) for name in (*installed, "python", "rge")}
     return {
         "modules": dict(sorted(modules.items())),
-        "packages": versions,
+        "packages": {name: _version_now(name) for name in (*installed, "python", "rge")},
     }
 
 
@@ -101,28 +103,39 @@ def machine() -> dict[str, Any]:
     )  # fmt: skip
 
 
-def still_valid(made_with: Sequence[Identity], packages: Sequence[str]) -> Identity:
-    """The software that embeddings or scores made now are filed under.
+def changes_since(then: Identity) -> dict[str, tuple[Any, Any]]:
+    """How the software of an earlier run differs from the same modules and packages now, see `differences`.
 
-    Which modules are loaded depends on the command as well. So what was made before is valid as long as each module and package
-    that was loaded then is still the same, as a compiler's list of dependencies is.
+    Which modules are loaded depends on the command as well. So each that was loaded then is compared, loaded now or not, as a
+    compiler's list of dependencies is.
 
     Args:
-        made_with: software and plugins of what was made before.
-        packages: of ours, those whose modules count.
-
-    Returns:
-        The first of `made_with` that still holds, else what is loaded now.
+        then: ``software``, and ``plugins`` without those that decide figures alone.
     """
-    now = {"software": software(packages), "plugins": plugins(figures=False)}
-    for then in made_with:
-        same = {
-            "modules": {name: _code_now(name) for name in then["software"]["modules"]},
-            "packages": {name: _version_now(name) for name in then["software"]["packages"]},
-        }
-        if not differences(then, now | {"software": same}):
-            return then
-    return now
+    loaded = dict(_loaded())
+    software = {
+        "modules": {name: _code_now(name, loaded) for name in then["software"]["modules"]},
+        "packages": {name: _version_now(name) for name in then["software"]["packages"]},
+    }
+    return differences(then, {"software": software, "plugins": plugins(figures=False)})
+
+
+def software_of(rooms: Sequence[str]) -> Identity:
+    """What embeddings and scores that are made now are filed under, for `changes_since`."""
+    return {"software": software(rooms), "plugins": plugins(figures=False)}
+
+
+def joined(then: Identity | None, now: Identity) -> Identity:
+    """`software_of` of a run that goes on with what an earlier one made and that still holds: what either had loaded."""
+    if then is None:
+        return now
+    software = {part: then["software"][part] | found for part, found in now["software"].items()}
+    return {**now, "software": software}
+
+
+def still_valid(made_with: Sequence[Identity], rooms: Sequence[str]) -> Identity:
+    """The first of `made_with` that nothing has changed since, else `software_of` the rooms now."""
+    return next((then for then in made_with if not changes_since(then)), None) or software_of(rooms)
 
 
 def content_of(path: Path, but: Sequence[str] = ()) -> dict[str, Any]:
@@ -176,7 +189,11 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[A
 
 def unknown(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Parts that the one identity has and the other, written by an older version, lacks."""
-    return [part for part in dict.fromkeys([*a, *b]) if (a.get(part) is None) != (b.get(part) is None)]
+    return [
+        part
+        for part in dict.fromkeys([*a, *b, MODULES.rstrip("."), PACKAGES.rstrip(".")])
+        if (_part(a, part) is None) != (_part(b, part) is None)
+    ]
 
 
 def in_words(apart: Mapping[str, tuple[Any, Any]]) -> list[str]:
@@ -221,6 +238,11 @@ def digest(value: Any) -> str:
 
 def _top(name: str) -> str:
     return name.partition(".")[0]
+
+
+def _part(identity: Mapping[str, Any], name: str) -> Any:
+    outer, _, inner = name.partition(".")
+    return (identity.get(outer) or {}).get(inner) if inner else identity.get(outer)
 
 
 def _is_in(name: str, packages: Sequence[str]) -> bool:
@@ -287,11 +309,10 @@ def _hash_of(path: Path, *_: int) -> str:
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:12]
 
 
-def _code_now(name: str) -> str:
+def _code_now(name: str, loaded: Mapping[str, Path]) -> str:
     """The hash of a module that was loaded once, whether it is now or not."""
-    known = dict(_loaded())
     base = HOME.joinpath(*name.split("."))
-    places = (known.get(name), base.with_suffix(".py"), base / "__init__.py")
+    places = (loaded.get(name), base.with_suffix(".py"), base / "__init__.py")
     return next((_code_of(path) for path in places if path is not None and path.is_file()), "gone")
 
 

@@ -126,12 +126,7 @@ def resampled(
 ) -> Bootstrap:
     """Resample groups with replacement, for anything that is computed of sums over groups.
 
-    Args:
-        terms_GT: what each group adds to the sums.
-        of: sums (X, T) to values (X, M).
-        num_groups_M: groups with a defined value.
-        num_resamples: B.
-        seed: the same seed and groups give the same resamples, whatever the values.
+    ``terms_GT``: what each group adds to the sums. ``of``: sums (X, T) to values (X, M).
     """
     if num_resamples < 1:
         raise ValueError(f"num_resamples must be >= 1, got {num_resamples}")
@@ -163,10 +158,7 @@ def interval(
     share of groups that the exact binomial one (Clopper and Pearson 1934) allows to be otherwise lay on a bound; without
     bounds it is NaN.
 
-    Args:
-        bootstrap: from `cluster_bootstrap`.
-        level: nominal coverage.
-        bounds: least and greatest possible value, see `OF_DIFFERENCES`; None for values without bounds.
+    ``bounds``: least and greatest possible value, see `OF_DIFFERENCES`; None for values without bounds.
     """
     low_M, high_M = np.full((2, len(bootstrap.estimate_M)), np.nan)
     spread_M = bootstrap.standard_error_M

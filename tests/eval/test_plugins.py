@@ -227,29 +227,29 @@ def test_a_figure_of_a_plugin_says_so_and_compare_says_what_differs(tmp_path, pa
     codes = [one["plugins"]["plugin_four"]["code"] for one in (half, quarter)]
     assert main(["compare", f"a={tmp_path / 'plain'}", f"b={tmp_path / 'half'}"]) == 0
     shown = capsys.readouterr()
-    assert "a and b differ in plugins.plugin_four" in shown.out
+    assert "a and b differ in plugins: plugin_four." in shown.out
     assert "WARNING" not in shown.err
     assert main(["compare", f"a={tmp_path / 'half'}", f"b={tmp_path / 'quarter'}"]) == 0
-    assert f"plugins.plugin_four ({codes[0]} and {codes[1]})" in capsys.readouterr().err
+    assert f'plugins: plugin_four.code "{codes[0]}" and "{codes[1]}"' in capsys.readouterr().err
 
 
 def test_an_embedder_of_a_plugin_is_named_in_what_it_makes(tmp_path, monkeypatch):
     module(
         tmp_path,
         "plugin_five",
-        "def load(facts, **options):\n    from eval_fakes import FakeEncoder\n    return FakeEncoder('mine')\n",
+        "from eval_fakes import FakeEncoder\n"
+        "from eval.models.registry import register_embedder\n"
+        "@register_embedder('mine', about='mine', matches=lambda facts: True)\n"
+        "def load(facts, **options):\n    return FakeEncoder('mine')\n",
     )
-    monkeypatch.syspath_prepend(tmp_path)
-    import plugin_five
-
-    register_embedder("mine", about="mine", matches=lambda facts: True)(plugin_five.load)
+    monkeypatch.chdir(tmp_path)
+    load_plugins(["plugin_five"])
     (tmp_path / "model").mkdir()
     data = write_set(tmp_path / "set", num_queries=6, num_candidates=20)
     run(RunOptions(model=str(tmp_path / "model"), set=data, out=tmp_path / "run", report=False), load_model)
     made = json.loads((tmp_path / "run/results.json").read_text())
-    assert made["plugins"] == {
-        "plugin_five": {"gives": ["embedder mine"], "code": made["identity"]["plugins"]["plugin_five"]}
-    }
+    assert made["plugins"] == made["identity"]["plugins"]
+    assert made["plugins"]["plugin_five"]["gives"] == ["adapter mine"]
 
 
 @pytest.mark.parametrize(

@@ -302,6 +302,21 @@ def test_lengths_are_remembered_until_something_changes(home, accelerator, monke
     assert len(looked) == 3
 
 
+def test_sources_that_give_one_id_to_different_things_are_named(home, accelerator):
+    target = {"id": "ta", "text": "a hen"}
+    others = [record("a", positives=[target]), record("b", query={"text": "and this", "images": ["egg.png"]})]
+    same = record("c", positives=[{"id": "tc", "text": "an egg", "rationale": "in other words"}])
+    paths = [str(home / "records.jsonl"), write(home / "more.jsonl", *others, same)]
+    listed = ", ".join(f"{{path: {path}}}" for path in paths)
+    problems, found = check.examine(recipe_of(home, f"joint.sources=[{listed}]"), accelerator)
+    assert problems == []
+    said = f"of {paths[0]} and {paths[1]} have the same id and different content, such as"
+    assert [line for line in found.summary if "the same id" in line] == [
+        f"warning: 1 records {said} 'b': logs cannot tell them apart",
+        f"warning: 1 targets {said} 'ta': such targets are never negatives of each other's queries",
+    ]
+
+
 def test_many_records_are_laid_out_by_several_processes(home, accelerator, monkeypatch):
     recipe = recipe_of(home)
     builder = layout.prompt_builder(processor_of(recipe, {}), recipe)

@@ -10,13 +10,14 @@ Suites (MMEB, MM-BRIGHT) and single sets are treated alike.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
 from eval.benchmarks.published_tables import Column, Published, published, table_of
-from eval.embedding.identity import flat_identity
+from eval.embedding.identity import identity_of
 from eval.pages.boards.comparison import against
 from eval.pages.boards.rows import (
     MAX_COLUMNS,
@@ -40,6 +41,7 @@ from eval.pages.examples import Gallery
 from eval.pages.single_file import write_page
 from rge.common.errors import UserError
 from rge.common.files import read_json
+from rge.identity.run_identity import differences, flattened
 
 
 @dataclass(frozen=True)
@@ -253,9 +255,9 @@ def _best_first(rows: Sequence[Row], main: int) -> list[Row]:
 
 def what_differs(members: Sequence[tuple[str, str, Evaluation]]) -> list[tuple[str, dict[str, str]]]:
     """Of each measured row what its identity says and not all of them say alike; empty for a single row."""
-    facts = [flat_identity(one.results) for _, _, one in members]
-    names = dict.fromkeys(name for one in facts for name in one)
-    apart = [name for name in names if len({str(one.get(name)) for one in facts}) > 1]
+    identities = [identity_of(one.results) for _, _, one in members]
+    apart = dict.fromkeys(name for pair in combinations(identities, 2) for name in differences(*pair))
+    facts = [flattened(one) for one in identities]
     return [
         (f"{label}, {note}", {name: str(one.get(name, "")) for name in apart})
         for (label, note, _), one in zip(members, facts, strict=True)

@@ -391,8 +391,8 @@ def test_sampled_rationales_take_their_seed_from_the_options(set_dir, tmp_path, 
         ({"embedding_dims": 8}, FakeEncoder(), "embedding_dims"),
         ({}, FakeEncoder(dtype="bfloat16"), "dtype = 'float32', this one has 'bfloat16'"),
         ({"exact": False}, FakeEncoder(), "exact"),
-        ({}, FakeEncoder(pixels={"min": 1, "max": 2}), "identity.pixels"),
-        ({}, FakeEncoder(pooling="mean"), "identity.embedder.settings"),
+        ({}, FakeEncoder(pixels={"min": 1, "max": 2}), "settings.pixels.min"),
+        ({}, FakeEncoder(pooling="mean"), "settings.pooling"),
     ],
 )
 def test_another_output_is_not_overwritten_unasked(set_dir, tmp_path, change, encoder, key):

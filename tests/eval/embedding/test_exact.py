@@ -48,7 +48,7 @@ def test_run_files_are_byte_equal_for_batches_of_1_8_and_32(checkpoint, tmp_path
     assert other == first
     results = json.loads((tmp_path / "1" / "direct-both" / "results.json").read_text())
     assert results["exact"] is True
-    assert results["identity"]["numbers"]["exact"] is True
+    assert results["identity"]["settings"]["exact"] is True
 
 
 @pytest.mark.slow

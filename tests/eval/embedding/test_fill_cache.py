@@ -12,10 +12,10 @@ from eval.embedding.fill_cache import (
     SHARD_BATCHES,
     check_collapse,
     check_embeddings,
-    encode_side,
+    fill,
     mean_cosine,
 )
-from eval.embedding.shards import cache_key, encoder_key, open_cache
+from eval.embedding.shards import cache_key, encoder_key, open_cache, read
 from rge.common.errors import UserError
 from rge.common.files import replacing, write_bytes
 from rge.common.schema import Encoded, Item
@@ -26,10 +26,11 @@ DESCRIBE = {"side": "query", "mode": "reasoning", "modality": "both"}
 
 def encode(root, encoder, items=ITEMS, batch_size=2, key="k", **options):
     cache = open_cache(root, key, len(items), DESCRIBE)
-    return encode_side(
+    fill(
         encoder, iter(items), cache, side="query", mode="reasoning", batch_size=batch_size,
         progress=quiet, **options,
     )  # fmt: skip
+    return read(cache)
 
 
 class quiet:  # noqa: N801  # stands for tqdm.tqdm
@@ -193,7 +194,7 @@ def test_everything_that_matters_is_in_the_key(change):
 def test_items_that_do_not_fit_the_cache_are_a_bug(tmp_path):
     cache = open_cache(tmp_path, "k", 51, DESCRIBE)
     with pytest.raises(ValueError, match="the cache was opened for 51 items, got 50"):
-        encode_side(
+        fill(
             FakeEncoder(), ITEMS, cache, side="query", mode="direct", batch_size=64, progress=quiet
         )  # fmt: skip
 

@@ -1,7 +1,9 @@
 """One identity of a result: no stale cache, no pairing of two sets under one fingerprint, and old results are said to be old."""
 
+import importlib
 import json
 import shutil
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,11 +16,15 @@ from eval.commands.export import ExportOptions, export
 from eval.commands.report import ReportOptions, report
 from eval.commands.run import RunOptions, run
 from eval.commands.score import ScoreOptions, score
-from eval.embedding import identity
-from eval.embedding.identity import code_hash, differences, identity_of
+from eval.embedding.identity import differences, identity_of
 from eval.sets.retrieval_set import load_set, with_content
+from rge.checkpoints.export import export as write_checkpoint
+from rge.checkpoints.export import settings_of
+from rge.common import registry
 from rge.common.errors import UserError
 from rge.common.options import parse_options
+from rge.identity import compare_runs, run_identity
+from rge.model.families import FAMILIES
 
 
 def results_of(path):
@@ -100,47 +106,139 @@ def test_a_limit_leaves_the_set_what_it_is(data, tmp_path):
     assert (whole["limit"], few["limit"]) == (None, 3)
 
 
-@pytest.mark.parametrize("what", ["code", "version"])
-def test_another_code_or_library_reads_no_old_cache(data, tmp_path, monkeypatch, what):
+@pytest.fixture
+def edit(monkeypatch):
+    """Change the code of files, or versions of packages, for a while."""
+
+    def change(*names):
+        known, version = run_identity._hash_of, run_identity._version_now
+        patched = pytest.MonkeyPatch()
+        patched.setattr(
+            run_identity, "_hash_of", lambda path, *at: "edited" if path.name in names else known(path, *at)
+        )
+        patched.setattr(
+            run_identity, "_version_now", lambda name: "another" if name in names else version(name)
+        )
+        return patched
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("what", "kept", "named"),
+    [
+        ("prompts.py", False, "software.modules.rge.model.prompts"),
+        ("efficientnet.py", False, "software.modules.rge.towers.efficientnet"),
+        ("eval_fakes.py", False, "software.modules.eval_fakes"),  # where the encoder is from
+        ("torch", False, "software.packages.torch"),
+        ("evaluation.py", True, "software.modules.eval.scoring.evaluation"),
+        ("threads", True, "machine.threads"),
+        ("cards.py", True, None),  # of the page
+    ],
+)
+def test_embeddings_are_kept_until_what_they_depend_on_changes(
+    data, tmp_path, edit, capsys, what, kept, named
+):
+    for module in ("rge.towers.efficientnet", "rge.model.prompts", "eval.pages.cards"):
+        importlib.import_module(module)
+
+    def again(name):
+        encoder = FakeEncoder()
+        results = results_of(evaluate(data, tmp_path / name, encoder, cache=tmp_path / "cache"))
+        return results, not encoder.calls
+
+    first, _ = again("one")
+    second, was_kept = again("two")
+    assert was_kept
+    assert second["identity"] == first["identity"]
+    patched = edit(what)
+    if what == "threads":
+        patched.setattr("torch.get_num_threads", lambda: 77)
+    capsys.readouterr()
+    third, was_kept = again("three")
+    patched.undo()
+    assert was_kept == kept
+    assert ("are not used, since this has changed" in capsys.readouterr().err) == (not kept)
+    assert list(differences(first, third)) == ([] if named is None else [named])
+    assert (third["identity"]["key"] == first["identity"]["key"]) == (named in (None, "machine.threads"))
+    assert again("four")[1]  # the first are still there
+
+
+EYES = """
+from rge.model.families import Family, register_family
+from plugin_eyes.pictures import seen
+
+
+class Eyes(Family):
+    def features(self, model, values, grid):
+        return super().features(model, seen(values), grid)
+
+
+register_family("qwen2_5_vl", Eyes())
+"""
+
+
+def test_picture_code_of_a_plugin_s_family_is_part_of_what_it_makes(lively, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(FAMILIES, "_things", dict(FAMILIES._things))
+    settings = settings_of(
+        emb_id=lively.emb_id, profile="rge", max_prompt_tokens=256, min_pixels=28 * 28, max_pixels=84 * 84,
+        max_new_tokens=6, reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=1,
+    )  # fmt: skip
+    write_checkpoint(lively, tmp_path / "checkpoint", settings)
+    data = write_set(tmp_path / "set", num_queries=3, num_candidates=6)
+    (tmp_path / "plugin_eyes").mkdir()
+    (tmp_path / "plugin_eyes/__init__.py").write_text(EYES)
+    cache, found = tmp_path / "cache", {}
+    for name, code in {
+        "one": "values",
+        "two": "values * 0.5  # less light",
+        "three": "values  # as before",
+    }.items():
+        (tmp_path / "plugin_eyes/pictures.py").write_text(f"def seen(values):\n    return {code}\n")
+        for module in ("plugin_eyes", "plugin_eyes.pictures"):
+            sys.modules.pop(module, None)
+        FAMILIES._things.pop("qwen2_5_vl", None)
+        registry.load_plugins(["plugin_eyes"])
+        options = {
+            "checkpoint": tmp_path / "checkpoint",
+            "set": data,
+            "query_mode": ("direct",),
+            "report": False,
+        }
+        (out,) = run(RunOptions(**options, cache=cache, out=tmp_path / name))
+        found[name] = results_of(out) | {"caches": len(list(cache.glob("candidate-*")))}
+    one, two, three = found.values()
+    assert (one["caches"], two["caches"], three["caches"]) == (1, 2, 2)
+    assert one["plugins"]["plugin_eyes"]["gives"] == ["family of models qwen2_5_vl"]
+    assert set(differences(one, two)) == {"plugins.plugin_eyes.code"}
+    assert one["identity"]["key"] != two["identity"]["key"]
+    assert (one["identity"], one["micro"]) == (three["identity"], three["micro"])
+    [about] = {
+        path.read_text()
+        for path in cache.glob("candidate-*/about.json")
+        if str(one["plugins"]["plugin_eyes"]["code"]) in path.read_text()
+    }
+    assert {"rge.towers.efficientnet", "rge.model.vision_tower", "eval.embedding.fill_cache"} <= json.loads(
+        about
+    )["made_with"]["software"]["modules"].keys()
+    capsys.readouterr()
+    assert compare_runs.main([str(tmp_path / "one"), str(tmp_path / "two")]) == 1
+    assert "plugins: plugin_eyes.code " in capsys.readouterr().out
+
+
+def test_embeddings_of_an_older_version_are_not_used_and_that_is_said(data, tmp_path, capsys):
     evaluate(data, tmp_path / "one", cache=tmp_path / "cache")
-    again = FakeEncoder()
-    evaluate(data, tmp_path / "two", again, cache=tmp_path / "cache")
-    assert again.calls == []
-    if what == "code":
-        monkeypatch.setattr("eval.embedding.identity.code_hash", lambda module: "another")
-    else:
-        known = identity.versions(identity.NUMERIC)
-        monkeypatch.setattr("eval.embedding.identity.versions", lambda names: known | {"torch": "1.0"})
-    after = FakeEncoder()
-    evaluate(data, tmp_path / "three", after, cache=tmp_path / "cache")
-    assert after.calls
-
-
-def test_the_code_s_hash_follows_what_the_encoder_imports(monkeypatch):
-    read = identity._source
-    seen = []
-    monkeypatch.setattr(identity, "_source", lambda name: seen.append(name) or read(name))
-    before = code_hash.__wrapped__("eval.models.qwen")
-    assert {
-        "rge.embedder",
-        "rge.model.backbone",
-        "rge.model.prompts",
-        "rge.rollout.generate",
-        "rge.common.images",
-    } <= set(seen)
-    assert {"eval.models.qwen", "eval.models.common"} <= set(seen)
-    assert not [name for name in seen if name.startswith(("rge.train", "rge.step", "eval.pages"))]
-
-    def edited(change):
-        def source(name):
-            text = read(name)
-            return change(text) if name == "rge.model.prompts" and text is not None else text
-
-        monkeypatch.setattr(identity, "_source", source)
-        return code_hash.__wrapped__("eval.models.qwen")
-
-    assert edited(lambda text: text + "\n# a remark\n") == before
-    assert edited(lambda text: text + "\nMORE = 1\n") != before
+    for path in (tmp_path / "cache").glob("*/about.json"):
+        about = json.loads(path.read_text())
+        del about["asked"], about["made_with"]
+        path.write_text(json.dumps(about | {"encoder": "another"}))
+        path.parent.rename(path.parent.with_name(f"{path.parent.name[:-8]}12345678"))
+    encoder = FakeEncoder()
+    evaluate(data, tmp_path / "two", encoder, cache=tmp_path / "cache")
+    assert encoder.calls
+    assert "an older version wrote do not say what code and versions" in capsys.readouterr().err
 
 
 def test_a_comparison_says_what_differs(data, tmp_path, capsys):
@@ -148,14 +246,16 @@ def test_a_comparison_says_what_differs(data, tmp_path, capsys):
     two = evaluate(data, tmp_path / "two", FakeEncoder("other", dtype="bfloat16"), query_mode=("reasoning",))
     compare(CompareOptions(one, two, out=tmp_path / "out"))
     said = capsys.readouterr()
-    assert "a and b differ in embedder.hash, asked.query_mode, numbers.dtype" in said.out
+    words = [line for line in said.out.splitlines() if line.startswith("a and b differ in embedder: hash ")]
+    assert words[0].endswith(
+        '; settings: dtype "float32" and "bfloat16", exact true and nothing; asked: query_mode "direct" and "reasoning"'
+    )
     assert (
-        "also differ in settings that are not being compared: numbers.dtype (float32 and bfloat16)"
-        in said.err
+        'differ in settings that are not being compared: settings: dtype "float32" and "bfloat16"' in said.err
     )
     written = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert written["differs"]["asked.query_mode"] == ["direct", "reasoning"]
-    assert "numbers.dtype" in written["warnings"][0]
+    assert 'dtype "float32"' in written["warnings"][0]
     compare(CompareOptions(one, one))
     assert "nothing: they are two measurements of the same thing" in capsys.readouterr().out
 
@@ -164,22 +264,25 @@ def test_the_key_names_everything(data, tmp_path):
     results = results_of(evaluate(data, tmp_path / "one"))
     assert {key: value for key, value in results["identity"].items() if key != "key"} == identity_of(results)
     for change in (
-        {"checkpoint_hash": "x"}, {"profile": "official"}, {"dtype": "bfloat16"}, {"code": "x"},
-        {"decoding": {"max_new_tokens": 9}}, {"settings": {"pixels": {"min": 1, "max": 2}}}, {"embedding_dims": 4},
-        {"settings": results["settings"] | {"pooling": "mean"}}, {"versions": results["versions"] | {"torch": "1"}},
+        {"checkpoint_hash": "x"}, {"profile": "official"}, {"settings": {"dtype": "bfloat16"}}, {"embedding_dims": 4},
+        {"settings": {"generation": {"max_new_tokens": 9}}}, {"settings": {"pixels": {"min": 1, "max": 2}}},
+        {"settings": results["settings"] | {"pooling": "mean"}},
     ):  # fmt: skip
         assert differences(results, results | change), change
+    assert "machine" in results["identity"]
 
 
 def test_old_results_are_read_with_a_warning(data, tmp_path, capsys):
     one, two = evaluate(data, tmp_path / "one"), evaluate(data, tmp_path / "two", FakeEncoder("other"))
     results = results_of(one)
-    for key in ("identity", "code"):
-        del results[key]
-    del results["set"]["content"]
-    (one / "results.json").write_text(json.dumps(results))
+    del results["identity"], results["set"]["content"]
+    (one / "results.json").write_text(json.dumps(results | {"code": "1", "versions": {"torch": "1.0"}}))
     compare(CompareOptions(one, two))
-    assert f"WARNING: {one} was written before results had an identity" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert f"WARNING: {one} was written by an older version, which recorded less" in said.err
+    assert 'versions: torch "1.0" and' in said.out
+    compare_runs.main([str(one), str(two)])
+    assert f"unknown: software, which {one}/results.json does not record" in capsys.readouterr().out
     evaluate(data, one)  # and the same evaluation may take its place
     assert results_of(one)["identity"]
 
@@ -218,9 +321,6 @@ def test_warnings_stand_at_the_top_of_the_page_of_a_run(data, tmp_path):
 
 
 def test_a_checkpoint_that_lost_its_rge_json_is_no_other_model(lively, data, tmp_path, capsys):
-    from rge.checkpoints.export import export as write_checkpoint
-    from rge.checkpoints.export import settings_of
-
     settings = settings_of(
         emb_id=lively.emb_id, profile="rge", max_prompt_tokens=256, min_pixels=28 * 28, max_pixels=84 * 84,
         max_new_tokens=6, reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=1,

@@ -8,7 +8,7 @@ import pytest
 from eval_fakes import DIM, FakeEncoder, loader, tables, write_tables
 
 from eval.commands.run import RunOptions, run
-from eval.embedding.fill_cache import check_collapse, encode_side, mean_cosine
+from eval.embedding.fill_cache import check_collapse, fill, mean_cosine
 from eval.embedding.shards import covered, open_cache, read, read_embeddings
 from eval.scoring.search import search
 from rge.common.errors import UserError
@@ -21,7 +21,8 @@ ABOUT = {"side": "candidate", "mode": "direct", "modality": "both"}
 def filled(root, key, items, encoder, *, of="encoder", names=None):
     names = [item.text for item in items] if names is None else names
     cache = open_cache(root, key, len(items), ABOUT, encoder=of, names=names)
-    return cache, encode_side(encoder, items, cache, side="candidate", mode="direct", batch_size=2)
+    fill(encoder, items, cache, side="candidate", mode="direct", batch_size=2)
+    return cache, read(cache)
 
 
 def items_of(*numbers):

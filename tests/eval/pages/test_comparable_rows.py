@@ -165,7 +165,7 @@ def test_a_result_from_before_contents_joins_the_board_without_a_place(made, tmp
     }
     assert found["x/new"][0] == "1"
     assert found["x/old"][0] == ""
-    assert "was written before results had an identity" in page
+    assert "was written by an older version, which recorded less" in page
 
 
 def test_a_ranking_made_elsewhere_has_no_row_of_empty_costs(made, tmp_path):

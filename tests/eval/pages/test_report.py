@@ -617,7 +617,7 @@ def test_results_of_two_protocols_do_not_share_a_page(world):
 def test_warnings_of_results_stand_before_the_figures(world):
     def warn(results):
         results["warnings"] = ["TRAINED ON THE TEST: 3 of 40 <pictures>"]
-        results["identity"] = {"code": "1"}
+        results["identity"] = {"machine": {}}
 
     for folder in [*(world / "out").iterdir(), world / "none/direct-both"]:
         edit(folder, warn)

@@ -3,7 +3,7 @@
 Two baselines of MM-BRIGHT (section 5): a **caption** of the query's pictures, or a **reformulation** that spells out what
 is asked. Either is appended to the query's text. What follows, any embedder or BM25, sees a set with longer queries;
 together with ``query_modality=text`` a text model thus hears of pictures. The paper prints a template for
-reformulations; the words here are ours, and they stand in results.json.
+reformulations; the words here are ours, and results.json has them.
 """
 
 from collections.abc import Sequence

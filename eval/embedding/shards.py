@@ -3,7 +3,7 @@
 A cache is a directory of Parquet shards, each renamed into place when complete. Its name is a hash of everything that
 determines the embeddings (`cache_key`): checkpoint, prompts, pixels, generation settings, software, side, mode, modality,
 retrieval set and the bytes of every text and picture. A cache of anything else has another name, so a stale one is
-never even opened. Which rows a shard holds stands in its name, so a resumed run may use another batch size.
+never even opened. A shard's name says which rows it holds, so a resumed run may use another batch size.
 
 Every row also carries the hash of what it shows. An embedding depends on nothing else of a set, so a changed or another
 set takes over the rows that the same encoder has already made (`adopt`): no rationale is written twice.

@@ -1,7 +1,7 @@
 """A vision-language model behind an OpenAI-compatible endpoint: texts, and yes or no as a probability.
 
 Calls are made by `rge.calls`: limited, retried, pictures without metadata. A call without an answer stops the run, and everything
-answered so far is kept by whoever asked (`rge.calls.store.AnswerStore`). What is refused, rejected or empty would be so again:
+answered so far is kept by the caller (`rge.calls.store.AnswerStore`). What is refused, rejected or empty would be so again:
 it counts as answered with nothing.
 """
 

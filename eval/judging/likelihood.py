@@ -160,7 +160,7 @@ def write_records(options: JudgeRecordsOptions) -> Path:
         raise UserError(f"draws must be at least 1, got {options.draws}")
     if options.descriptions and options.seed:
         raise UserError(
-            f"seed={options.seed} has no effect with descriptions=, which takes every picture draws= times: leave it away"
+            f"seed={options.seed} has no effect with descriptions=, which takes every picture draws= times: drop it"
         )
     records = _read(options.src)
     described = _read(options.descriptions)

@@ -43,8 +43,8 @@ def load_release(
     """The released RGE checkpoint (github.com/MCG-NJU/RGE), asked as its evaluation asks it.
 
     Chat template with the default system prompt; pictures, a newline, instruction and text, a newline; the query writes
-    at most 128 tokens up to ``<emb>``; a candidate is wrapped in "Summarize the ... in one word". What differs stands in
-    `DIFFERS`, and in the settings that results.json keeps.
+    at most 128 tokens up to ``<emb>``; a candidate is wrapped in "Summarize the ... in one word". `DIFFERS`, which
+    results.json keeps, lists what differs.
     """
     device, dtype = place(device, dtype)
     backbone = load_backbone(facts.path, dtype=dtype, min_pixels=RELEASE["min"], max_pixels=RELEASE["max"])

@@ -1,7 +1,7 @@
 """Any model of the library sentence-transformers: the row of text embedders that a table of retrieval has.
 
 The library applies what a model's own files say: its pooling, its normalisation, and its prompts for queries and for
-documents (``config_sentence_transformers.json``). Instructions of a set are left away, since they are not what such a
+documents (``config_sentence_transformers.json``). Instructions of a set are left out, since they are not what such a
 model was trained with. Most of these models read texts only. Then a query's pictures have to be left out by name
 (``query_modality=text``), so that no figure passes for one of whole queries, and of a candidate with text and picture
 the text is read. A model that takes pictures gets them.

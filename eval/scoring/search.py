@@ -175,7 +175,7 @@ def _cpu_knn(query_QD: np.ndarray, block_ND: np.ndarray, k: int) -> tuple[np.nda
 def _gpu_knn() -> Knn:
     if not hasattr(faiss, "StandardGpuResources") or not faiss.get_num_gpus():
         raise UserError(
-            "search_on=gpu, but the installed faiss sees no GPU: install faiss-gpu-cu12 in the place of faiss-cpu, or "
+            "search_on=gpu, but the installed faiss sees no GPU: install faiss-gpu-cu12 instead of faiss-cpu, or "
             "search_on=cpu"
         )
     resources = faiss.StandardGpuResources()

@@ -1,6 +1,6 @@
 """Run identity: everything that a result depends on, gathered by one function and compared by another.
 
-`run_identity` stands in ``backbone/identity.json``, in the ``done.json`` of a training state, in the ``rge.json`` of a checkpoint
+`run_identity` is kept in ``backbone/identity.json``, in the ``done.json`` of a training state, in the ``rge.json`` of a checkpoint
 and in the ``results.json`` of an evaluation. `differences` says what two of them differ in: resuming, reusing a backbone, reading
 cached embeddings, comparing evaluations and ``rge compare-runs A B`` all ask it. What an older version did not record is reported as unknown (`unknown`).
 """

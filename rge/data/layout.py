@@ -246,13 +246,14 @@ def clashes(laid: Sequence[tuple[Records, Layout]]) -> list[str]:
             ("targets", "target", "shows", "such targets are never negatives of each other's queries"),
         ):
             _, at, there = np.intersect1d(layout.column(name), theirs.column(name), return_indices=True)
-            apart = layout.column(content)[at] != theirs.column(content)[there]
+            shown, there_shown = layout.column(content)[at], theirs.column(content)[there]
+            apart = (shown != there_shown) & (shown != 0) & (there_shown != 0)
             if apart.any():
                 record = one[int(layout.numbers_N[at[apart].min()])]
-                shown = record.id if name == "id" else record.positives[0].id
+                called = record.id if name == "id" else record.positives[0].id
                 lines.append(
                     f"warning: {apart.sum():,} {what} of {one.name} and {other.name} have the same id and different content, "
-                    f"such as {shown!r}: {meaning}"
+                    f"such as {called!r}: {meaning}"
                 )
     return lines
 

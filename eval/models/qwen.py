@@ -37,17 +37,19 @@ class RawBuilder(PromptBuilder):
         return self.processor.image_token * num_images + "\n" * bool(num_images) + text
 
 
+ASKED: dict[str, tuple[type[PromptBuilder], Profile, bool]] = {
+    "qwen-vl": (PromptBuilder, PROFILES["rge"], False),
+    "vlm2vec": (RawBuilder, VLM2VEC, True),
+}
+"""Adapter -> layout of its prompts, wording, and whether tokens have consecutive positions instead of the model's own for pictures."""
+
+
 class LastToken(DirectEncoder[Prompt]):
-    """The state at a prompt's last token.
+    """The state at a prompt's last token, asked as `ASKED` says."""
 
-    Args:
-        flat: consecutive positions instead of the model's own for pictures.
-    """
-
-    def __init__(
-        self, facts: Facts, adapter: str, model: nn.Module, processor: Any, builder: type[PromptBuilder],
-        wording: Profile, *, flat: bool, dtype: str,
-    ):  # fmt: skip
+    def __init__(self, facts: Facts, adapter: str, device: str, dtype: str):
+        model, processor = load_qwen(facts, adapter, dtype)
+        builder, wording, self.flat = ASKED[adapter]
         size = processor.image_processor.size
         settings = {
             "pooling": "last token",
@@ -55,8 +57,9 @@ class LastToken(DirectEncoder[Prompt]):
             "pixels": {"min": size["shortest_edge"], "max": size["longest_edge"]},
         }
         super().__init__(facts, adapter, wording, dtype, settings)
-        self.model: Any = model.eval()  # its inner model is an attribute that no type of the library knows
-        self.flat = flat
+        self.model: Any = model.to(
+            device
+        ).eval()  # its inner model is an attribute that no type of the library knows
         self.builder = builder(processor, wording, MAX_PROMPT_TOKENS, emb_token=None)
         self.pad_id = processor.tokenizer.pad_token_id
 
@@ -94,20 +97,13 @@ class LastToken(DirectEncoder[Prompt]):
 @direct
 def load_plain(facts: Facts, device: str, dtype: str) -> LastToken:
     """A plain Qwen model with its chat template and RGE's wording."""
-    model, processor = load_qwen(facts, "qwen-vl", dtype)
-    wording = PROFILES["rge"]
-    return LastToken(
-        facts, "qwen-vl", model.to(device), processor, PromptBuilder, wording, flat=False, dtype=dtype
-    )
+    return LastToken(facts, "qwen-vl", device, dtype)
 
 
 @direct
 def load_vlm2vec(facts: Facts, device: str, dtype: str) -> LastToken:
     """VLM2Vec on Qwen2-VL or Qwen2.5-VL: a full model, or a LoRA that names its base."""
-    model, processor = load_qwen(facts, "vlm2vec", dtype)
-    return LastToken(
-        facts, "vlm2vec", model.to(device), processor, RawBuilder, VLM2VEC, flat=True, dtype=dtype
-    )
+    return LastToken(facts, "vlm2vec", device, dtype)
 
 
 def load_qwen(facts: Facts, adapter: str, dtype: str, *, backend: str | None = None) -> tuple[Any, Any]:

@@ -316,6 +316,7 @@ def _code_now(name: str, loaded: Mapping[str, Path]) -> str:
     return next((_code_of(path) for path in places if path is not None and path.is_file()), "gone")
 
 
+@cache
 def _version_now(name: str) -> str:
     own = {"python": platform.python_version(), "rge": rge.__version__}
     try:

@@ -21,7 +21,7 @@ import pandas as pd
 
 from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import each_member, is_suite, join_members, load_suite, member_dirs
-from eval.embedding.fill_cache import SILENT
+from eval.embedding.fill_cache import NO_BAR
 from eval.embedding.identity import ranked_with, set_mismatch
 from eval.embedding.processes import ALONE, Team, join
 from eval.judging.endpoint import is_address
@@ -353,7 +353,7 @@ def rerank(
     parts = [order[start : start + chunk] for start in range(0, len(order), chunk)]
     mine = parts[team.rank :: team.size]
     shown = _candidates(wanted, [[todo[key][1] for key in part] for part in mine])
-    with (progress if team.is_first else SILENT)(
+    with (progress if team.is_first else NO_BAR)(
         total=len(unique), initial=len(known), desc="reranking", unit="pair"
     ) as bar:
         for number in range(-(-len(parts) // team.size)):  # every process takes part in every round

@@ -29,7 +29,7 @@ BLOCK_ROWS = 1 << 16
 """Rows of a pool that are looked at in one go, where it may be larger than memory."""
 COLLAPSED = 1e-6
 """Embeddings whose mean cosine is within this of 1 are one point to float32 search."""
-SILENT = partial(progress_bar, disable=True)
+NO_BAR = partial(progress_bar, disable=True)
 """The progress bar of all processes but the first."""
 
 
@@ -92,7 +92,7 @@ def fill(
     at_once = 1 if alone else batch_size
     name = f"{side}, {mode}"
     counted = int(done.sum())
-    with (progress if team.is_first else SILENT)(
+    with (progress if team.is_first else NO_BAR)(
         total=cache.num_items, initial=counted, desc=f"{name:>17}", unit="item"
     ) as bar:
 

@@ -303,7 +303,7 @@ def test_lengths_are_remembered_until_something_changes(home, accelerator, monke
 
 
 def test_sources_that_give_one_id_to_different_things_are_named(home, accelerator):
-    target = {"id": "ta", "text": "a hen"}
+    target = {"id": "ta", "text": "a hen", "rationale": "it is a hen"}
     others = [record("a", positives=[target]), record("b", query={"text": "and this", "images": ["egg.png"]})]
     same = record("c", positives=[{"id": "tc", "text": "an egg", "rationale": "in other words"}])
     paths = [str(home / "records.jsonl"), write(home / "more.jsonl", *others, same)]

@@ -3,10 +3,10 @@
     python -m rge.check recipe=demo [pictures=true] [key=value of the recipe ...]
     accelerate launch -m rge.check recipe=qwen25vl_3b      # the launch too
 
-Training does the same by itself before anything else. All stages are looked at: a path that only the joint stage reads
-would else be found wrong when the cold start is over, hours later. Every record is laid out as training will, from the
-headers of its pictures; ``pictures=true`` decodes every picture once, on all cores. Each room says itself what is wrong with
-its part (`problems`). The exit code is 2 if anything is wrong, of every process.
+Training runs the same checks first. They cover all stages, so that a wrong path of the joint stage is not found hours later,
+when the cold start is over. Every record is laid out as in training, from the headers of its pictures; ``pictures=true``
+decodes every picture once, on all cores. Each room checks its own part (`problems`); this file calls them. Every process
+exits with 2 if there is a problem.
 """
 
 import os
@@ -81,8 +81,8 @@ def main(arguments: list[str]) -> int:
         else:
             print("\n".join([*found.summary, "all checks passed"]))  # noqa: T201
         if not launched:
-            print("launch: not checked; run under `accelerate launch` instead of `python` to check it")  # noqa: T201
-    # Of the main process, which alone has looked; it may take longer than others would wait.
+            print("launch not checked; run under `accelerate launch` instead of `python` to check it")  # noqa: T201
+    # Only the main process knows: the others do not wait for its checks, which may take long.
     return USER if problems else 0
 
 
@@ -90,10 +90,10 @@ def main(arguments: list[str]) -> int:
 def checked(recipe: Recipe, accelerator: Accelerator) -> Iterator[Checked]:
     """Check a run on the main process, and keep its folder from others while inside.
 
-    What is wrong, all of it, is printed once on each machine, and ends every process.
+    All problems are printed once on each machine, and end every process.
 
     Raises:
-        SystemExit: something is wrong.
+        SystemExit: there are problems.
     """
     machine.raise_descriptor_limit()
     with ExitStack() as kept:
@@ -135,166 +135,209 @@ class Wanted:
 def examine(
     recipe: Recipe, accelerator: Accelerator, *, with_launch: bool = True, decode: bool = False
 ) -> tuple[list[str], Checked]:
-    """Everything that is wrong with a run, and what of it can be used if nothing is.
+    """All problems of a run, and what it can use if there are none.
 
     Args:
         recipe: of the run.
         accelerator: its processes.
-        with_launch: also look whether they are what the recipe asks for.
+        with_launch: also check that they are what the recipe asks for.
         decode: decode every picture.
     """
-    problems: list[str] = []
-    out, num_processes = Path(recipe.out), accelerator.num_processes
+    run = Preflight(recipe, accelerator)
     if with_launch:
-        _attempt(problems, launch.check_launch, accelerator, recipe.train, recipe.optim.name)
-    over = [name for name in recipe.stages() if _attempt(problems, resume.finished, out / name, recipe, name)]
-    stages = [name for name in recipe.stages() if name not in over]
-    found = Checked(stages)
-    if not stages:
-        found.summary.append(
-            f"{out} is finished: its checkpoint is {out / recipe.stages()[-1] / 'final'}. To train again, give "
-            f"another out=, or delete {out}"
-        )
-        return problems, found
-    problems += resume.problems(recipe, stages, accelerator)
-    problems += logs.problems(recipe.log)
-    if wrong := [*rewards.problems(recipe), *reference.problems(recipe, dist.is_zero3(accelerator))]:
-        return problems + wrong, found  # what the stage rl reads follows from its rewards
-    verdicts = Verdicts()
-    wanted = wanted_sources(recipe, stages)
-    found.records = open_wanted(problems, recipe, wanted, verdicts)
-    if decode:
-        faults = verdicts.undecodable(list(found.records.values()))
-        _tell(faults, problems, found.summary, skip=recipe.data.on_bad == "skip")
-    if stages[0] == recipe.stages()[0] and (
-        warning := _attempt(problems, check_backbone, recipe, found.records)
-    ):
-        found.summary.append(f"warning: {warning}")
-    for name in stages:
-        _attempt(problems, resume.check_records, out / name, recipe, name, found.records)
-    if "rl" in stages and (warning := _attempt(problems, check_pool, recipe, found.records)):
-        found.summary.append(warning)
-    for name, weight in recipe.loss.terms.items():
-        if weight:  # one that was dropped may be of a plugin that was dropped too
-            _attempt(problems, CONTRASTIVE_LOSSES.__getitem__, name)
-    problems += collate.problems(recipe, stages, num_processes)
-    problems += writer.problems(
-        recipe, [name for name in stages if Objective.of(recipe, name).needs_rollout], accelerator
-    )
-    problems += validation.problems(recipe, found.records)
-    problems += machine.problems(recipe)
-    found.summary += machine.warnings(accelerator)
-    model = _attempt(problems, _outline, recipe)
-    layouts = {} if model is None else lay_out_wanted(problems, found, recipe, wanted, verdicts)
-    for name in stages:
-        problems += _too_many_bad(recipe, name, found, layouts)
-        problems += _nothing_to_compare(recipe, name, layouts)
-    if model is None:
-        return problems, found
-    num_steps = {name: _num_steps(recipe, name, found) for name in stages}
-    _attempt(problems, check_sizes, recipe.loss.matryoshka_dims, model)
-    problems += machine.disk_problems(recipe, num_steps, model, accelerator)
-    if not problems:
-        found.summary += banner(recipe, num_steps, found.records, layouts, model, accelerator)
-        sources = [(found.records[key], laid) for key, laid in layouts.items() if not wanted[key].held_out]
-        found.summary += layout.summary(sources, recipe) + layout.clashes(sources)
-    return problems, found
+        run.attempt(launch.check_launch, accelerator, recipe.train, recipe.optim.name)
+    if run.find_open_stages() and run.check_settings():
+        run.open_sources(wanted_sources(recipe, run.found.stages))
+        if decode:
+            run.decode_pictures()
+        run.check_sources()
+        model = run.attempt(_outline, recipe)
+        if model is not None:
+            run.lay_out_sources()
+        run.check_layouts()
+        if model is not None:
+            run.check_model(model)
+    return run.problems, run.found
+
+
+class Preflight:
+    """The checks of one run, in the order of `examine`; each adds to `problems` or to what was `found`."""
+
+    def __init__(self, recipe: Recipe, accelerator: Accelerator):
+        self.recipe, self.accelerator, self.out = recipe, accelerator, Path(recipe.out)
+        self.problems: list[str] = []
+        self.found = Checked([])
+        self.verdicts = Verdicts()
+        self.wanted: dict[str, Wanted] = {}
+        self.layouts: dict[str, Layout] = {}
+
+    def attempt(self, action: Callable[..., T], *arguments: Any) -> T | None:
+        """What `action` returns; None if it raises a user's error, which is a problem."""
+        return _attempt(self.problems, action, *arguments)
+
+    def warn(self, warning: str | None) -> None:
+        """Add a line to the summary, if there is one."""
+        self.found.summary += [warning] if warning else []
+
+    def tell(self, faults: Iterable[str], *, held_out: bool = False) -> None:
+        """Bad records are problems, or lines of the summary where they are left out."""
+        if self.recipe.data.on_bad == "skip" and not held_out:
+            self.found.summary += [f"will be left out (data.on_bad=skip): {fault}" for fault in faults]
+        else:
+            self.problems += faults
+
+    def find_open_stages(self) -> list[str]:
+        """Stages that are not finished."""
+        recipe, every = self.recipe, self.recipe.stages()
+        stages = [name for name in every if not self.attempt(resume.finished, self.out / name, recipe, name)]
+        self.found.stages = stages
+        if not stages:
+            self.warn(
+                f"{self.out} is finished: its checkpoint is {self.out / every[-1] / 'final'}. To train again, give "
+                f"another out=, or delete {self.out}"
+            )
+        return stages
+
+    def check_settings(self) -> bool:
+        """Check what needs no records; False if the records that the stage rl reads are not known."""
+        recipe = self.recipe
+        self.problems += resume.problems(recipe, self.found.stages, self.accelerator)
+        self.problems += logs.problems(recipe.log)
+        wrong = [*rewards.problems(recipe), *reference.problems(recipe, dist.is_zero3(self.accelerator))]
+        self.problems += wrong
+        return not wrong
+
+    def open_sources(self, wanted: Mapping[str, Wanted]) -> None:
+        """Open and check sources, and look their pictures up; those that cannot be opened are problems."""
+        self.wanted = dict(wanted)
+        for key, one in wanted.items():
+            if (records := self.attempt(self._open, one)) is not None:
+                self.found.records[key] = records
+
+    def _open(self, one: Wanted) -> Records:
+        recipe = self.recipe
+        checks: dict[str, Any] = {
+            "need_rationale": one.oracle,
+            "on_bad": "stop" if one.held_out else recipe.data.on_bad,
+        }
+        if one.source.path is not None:
+            records: Records = self.verdicts.open(one.source.path, **checks)
+        else:
+            records = open_records(
+                one.source,
+                pictures=self.verdicts.pictures,
+                progress=True,
+                first=recipe.validation.max_records if one.held_out else None,
+                seed=recipe.train.seed,
+                notes=self.out / "streams.jsonl",
+                **checks,
+            )
+        if records.size is not None:  # a stream's are checked when they are drawn
+            check_wording(records[0], records.name, recipe.data.profile)
+        return records
+
+    def decode_pictures(self) -> None:
+        """Decode every picture of the open sources."""
+        self.tell(self.verdicts.undecodable(list(self.found.records.values())))
+
+    def check_sources(self) -> None:
+        """Check what depends on the open sources, and the machine."""
+        recipe, stages, records = self.recipe, self.found.stages, self.found.records
+        if stages[0] == recipe.stages()[0] and (warning := self.attempt(check_backbone, recipe, records)):
+            self.warn(f"warning: {warning}")
+        for name in stages:
+            self.attempt(resume.check_records, self.out / name, recipe, name, records)
+        if "rl" in stages:
+            self.warn(self.attempt(check_pool, recipe, records))
+        for name, weight in recipe.loss.terms.items():
+            if weight:  # a dropped term's plugin may be gone too
+                self.attempt(CONTRASTIVE_LOSSES.__getitem__, name)
+        writing = [name for name in stages if Objective.of(recipe, name).needs_rollout]
+        self.problems += collate.problems(recipe, stages, self.accelerator.num_processes)
+        self.problems += writer.problems(recipe, writing, self.accelerator)
+        self.problems += validation.problems(recipe, records)
+        self.problems += machine.problems(recipe)
+        self.found.summary += machine.warnings(self.accelerator)
+
+    def lay_out_sources(self) -> None:
+        """Find the lengths of everything in the open sources, as far as they are known before it is read."""
+        try:
+            builder = layout.prompt_builder(processor_of(self.recipe, self.found.records), self.recipe)
+            for key, file in self.found.records.items():
+                if file.size is None:
+                    self.warn(f"{file.name} is a stream: its records are laid out when they are read")
+                    continue
+                one = self.wanted[key]
+                laid = self.layouts[key] = layout.lay_out_once(
+                    file, builder, self.verdicts, need_oracle=one.oracle, need_candidates=one.candidates
+                )
+                more = len(laid.faults) - MAX_REPORTED
+                faults = [*laid.faults.values()][:MAX_REPORTED] + [f"... and {more:,} more"] * (more > 0)
+                self.tell(faults, held_out=one.held_out)
+        except (UserError, OSError) as error:
+            if (
+                str(error) not in self.problems
+            ):  # a missing source of a tokenizer's texts was reported already
+                self.problems.append(str(error))
+        except Exception as error:  # noqa: BLE001 - training may still succeed
+            self.warn(f"warning: records were not laid out: {type(error).__name__}: {error}")
+
+    def check_layouts(self) -> None:
+        """Check what the records of each stage come to."""
+        for name in self.found.stages:
+            self.problems += _too_many_bad(self.recipe, name, self.found, self.layouts)
+            self.problems += _nothing_to_compare(self.recipe, name, self.layouts)
+
+    def check_model(self, model: HubModel) -> None:
+        """Check model and disk, and sum up the run if there are no problems."""
+        recipe, found = self.recipe, self.found
+        num_steps = {name: _num_steps(recipe, name, found) for name in found.stages}
+        self.attempt(check_sizes, recipe.loss.matryoshka_dims, model)
+        self.problems += machine.disk_problems(recipe, num_steps, model, self.accelerator)
+        if not self.problems:
+            found.summary += banner(recipe, num_steps, found.records, self.layouts, model, self.accelerator)
+            trained = [key for key in self.layouts if not self.wanted[key].held_out]
+            sources = [(found.records[key], self.layouts[key]) for key in trained]
+            found.summary += layout.summary(sources, recipe) + layout.clashes(sources)
 
 
 def wanted_sources(recipe: Recipe, stages: Sequence[str]) -> dict[str, Wanted]:
     """Every source that these stages read, by key."""
     found: dict[str, Wanted] = {}
-
-    def want(source: RecordsConfig, oracle: bool, candidates: bool, held_out: bool = False) -> None:
-        assert source.key is not None
-        before = found.setdefault(source.key, Wanted(source, held_out=held_out))
-        before.oracle, before.candidates = before.oracle or oracle, before.candidates or candidates
-
-    # Finished stages count too: what a run leaves out must not change when it is started again.
+    # What finished stages read of the same source counts too: a resumed run must leave out the same records.
     objectives = {name: Objective.of(recipe, name) for name in recipe.stages()}
     read = {source.key for name in stages for source in getattr(recipe, name).sources}
     for name, objective in objectives.items():
         for source in getattr(recipe, name).sources:
             if source.key in read:
-                want(source, objective.needs_oracle, objective.needs_candidates)
+                _want(found, Wanted(source, objective.needs_oracle, objective.needs_candidates))
     if recipe.validation.key is not None:
         oracle = any(each.needs_oracle for each in objectives.values())
-        want(recipe.validation, oracle, any(each.needs_candidates for each in objectives.values()), True)
-    if recipe.init is None and recipe.model.scratch is not None and recipe.stages()[0] in stages:
-        built = (
-            Path(recipe.out) / "backbone"
-        ).exists()  # then those of its sources that are left are compared
-        for source in tokenizer_sources(recipe):
-            if not built or source.path is None or find_shipped(source.path).is_file():
-                want(source, False, False)
-        if recipe.model.scratch.naming is not None and not built:
-            want(RecordsConfig(path=recipe.model.scratch.naming), True, False)
+        candidates = any(each.needs_candidates for each in objectives.values())
+        _want(found, Wanted(recipe.validation, oracle, candidates, held_out=True))
+    if recipe.stages()[0] in stages:
+        for one in _wanted_by_scratch(recipe):
+            _want(found, one)
     return found
 
 
-def open_wanted(
-    problems: list[str], recipe: Recipe, wanted: Mapping[str, Wanted], verdicts: Verdicts
-) -> dict[str, Records]:
-    """The sources, opened and checked, with their pictures looked up; those that cannot be are problems."""
-    found = {}
-    for key, one in wanted.items():
-        checks: dict[str, Any] = {
-            "need_rationale": one.oracle,
-            "on_bad": "stop" if one.held_out else recipe.data.on_bad,
-        }
-
-        def opened(one: Wanted = one, checks: dict[str, Any] = checks) -> Records:
-            if one.source.path is not None:
-                records: Records = verdicts.open(one.source.path, **checks)
-            else:
-                records = open_records(
-                    one.source,
-                    pictures=verdicts.pictures,
-                    progress=True,
-                    first=recipe.validation.max_records if one.held_out else None,
-                    seed=recipe.train.seed,
-                    notes=Path(recipe.out) / "streams.jsonl",
-                    **checks,
-                )
-            if records.size is not None:  # of a stream, the record that is drawn says so
-                check_wording(records[0], records.name, recipe.data.profile)
-            return records
-
-        if (file := _attempt(problems, opened)) is not None:
-            found[key] = file
-    return found
+def _want(found: dict[str, Wanted], one: Wanted) -> None:
+    assert one.source.key is not None
+    known = found.setdefault(one.source.key, one)
+    known.oracle, known.candidates = known.oracle or one.oracle, known.candidates or one.candidates
 
 
-def lay_out_wanted(
-    problems: list[str], found: Checked, recipe: Recipe, wanted: Mapping[str, Wanted], verdicts: Verdicts
-) -> dict[str, Layout]:
-    """Lengths of everything that open sources hold, as far as that is known before it is read, by key."""
-    layouts: dict[str, Layout] = {}
-    try:
-        builder = layout.prompt_builder(processor_of(recipe, found.records), recipe)
-        for key, file in found.records.items():
-            if file.size is None:
-                found.summary.append(f"{file.name} is a stream: its records are laid out when they are read")
-                continue
-            needs = {"need_oracle": wanted[key].oracle, "need_candidates": wanted[key].candidates}
-            laid = layouts[key] = layout.lay_out_once(file, builder, verdicts, **needs)
-            more = len(laid.faults) - MAX_REPORTED
-            faults = [*laid.faults.values()][:MAX_REPORTED] + [f"... and {more:,} more"] * (more > 0)
-            skip = recipe.data.on_bad == "skip" and not wanted[key].held_out
-            _tell(faults, problems, found.summary, skip=skip)
-    except (UserError, OSError) as error:
-        if str(error) not in problems:  # a missing source of a tokenizer's texts has been named
-            problems.append(str(error))
-    except Exception as error:  # noqa: BLE001 - training may still do what this could not
-        found.summary.append(f"warning: records were not laid out: {type(error).__name__}: {error}")
-    return layouts
-
-
-def _tell(faults: Sequence[str], problems: list[str], summary: list[str], *, skip: bool) -> None:
-    if skip:
-        summary += [f"will be left out (data.on_bad=skip): {fault}" for fault in faults]
-    else:
-        problems += faults
+def _wanted_by_scratch(recipe: Recipe) -> Iterator[Wanted]:
+    """What a backbone is built from; once it is built, those of its sources that still exist are compared."""
+    scratch = recipe.model.scratch
+    if recipe.init is not None or scratch is None:
+        return
+    is_built = Path(recipe.out, "backbone").exists()
+    for source in tokenizer_sources(recipe):
+        if not is_built or source.path is None or find_shipped(source.path).is_file():
+            yield Wanted(source)
+    if scratch.naming is not None and not is_built:
+        yield Wanted(RecordsConfig(path=scratch.naming), oracle=True)
 
 
 def _attempt(problems: list[str], action: Callable[..., T], *arguments: Any) -> T | None:
@@ -316,11 +359,11 @@ def _report(problems: Sequence[str]) -> str:
 
 
 def _too_many_bad(recipe: Recipe, name: str, found: Checked, layouts: Mapping[str, Layout]) -> Iterable[str]:
-    """With ``data.on_bad=skip``, what a stage would end with once it begins, or on its way."""
+    """With ``data.on_bad=skip``: so many bad records that the stage would be stopped."""
     keys = [source.key for source in getattr(recipe, name).sources if source.key in found.records]
     files = [found.records[key] for key in keys if key]
     if recipe.data.on_bad != "skip" or any(file.size is None for file in files):
-        return  # nobody knows yet
+        return  # not known yet
     reasons = [f"{record.source}: {record.reason}" for file in files for record in file.bad]
     reasons += [fault for key in keys if key in layouts for fault in layouts[key].faults.values()]
     total = sum(len(file.bad) + len(file) for file in files)
@@ -344,7 +387,7 @@ def _nothing_to_compare(recipe: Recipe, name: str, layouts: Mapping[str, Layout]
 
 
 def _outline(recipe: Recipe) -> HubModel:
-    """The model without its weights, of which at least the config must be at hand."""
+    """The model without its weights; its config must be readable."""
     if recipe.init is not None:
         read_config(checkpoint_folder(Path(recipe.init)))
     elif recipe.model.path is not None:

@@ -1,14 +1,15 @@
 """Recipes: one YAML per run, typed, overridable from the command line, saved with every checkpoint.
 
 ``load_recipe(["recipe=demo", "joint.lr=1e-4"])`` reads ``recipes/demo.yaml`` over the defaults below and applies the
-overrides. A key that does not exist is an error that names the nearest one. Who consumes a section is handed it whole
-(``recipe.optim``, a stage, ``recipe.data``), never a copy of its keys: copies go stale.
+overrides. An unknown key is an error that names the nearest one. Code that needs a section is given the whole section (``recipe.optim``,
+a stage, ``recipe.data``), never copies of its keys, which would go stale.
 """
 
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
@@ -66,7 +67,7 @@ class ScratchConfig:
     """Learning rate of that naming."""
     naming_style: Share = 0.0
     """How much the drawings' style is changed in that naming, from 0 (not at all) to 1: palette, tone, line width,
-    sharpness, ground. What tells families of drawings apart is then no clue to the thing."""
+    sharpness, ground. What distinguishes families of drawings is then no clue to the object."""
     naming_say_from: Share = 0.0
     """Share of the naming's steps that only choose among the names; after them the text model also writes the name. A
     step without writing costs half as much."""
@@ -115,7 +116,7 @@ class ModelConfig:
     """Attention of the vision tower: varlen, sdpa (all pictures or windows of a size at once), eager, or auto."""
     cuda_graphs: bool = True
     """Capture a GPU's steps of writing rationales as CUDA graphs, where attention is varlen; false launches every kernel
-    by itself. The first captured step of a run is checked against the plain one."""
+    separately. The first captured step of a run is checked against the plain one."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: about a third more compute, memory per layer instead of per op."""
     freeze_vision: bool = False
@@ -524,8 +525,8 @@ class Recipe:
     """Modules of your own that register losses, rewards, families, prompt profiles, augmentations or data
     sources (docs/extending.md)."""
     init: str | None = None
-    """Checkpoint to start from instead of `model.path` or `model.scratch`, e.g. another run's cold start; of a stage by
-    itself, such as `stage=joint`, the checkpoint of the one before."""
+    """Checkpoint to start from instead of `model.path` or `model.scratch`, e.g. another run's cold start; for a stage
+    that is run alone, such as `stage=joint`, the checkpoint of the stage before."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -560,7 +561,7 @@ class Recipe:
 
 @dataclass
 class CheckOptions(Recipe):
-    """Say everything that can be found wrong with a run before it starts."""
+    """Report every problem of a run that can be found before it starts."""
 
     pictures: bool = False
     """Decode every picture once, on all cores; without, each is only looked up where it should be."""
@@ -660,50 +661,115 @@ def check(recipe: Recipe) -> None:
         raise RecipeError("\n".join(found))
 
 
+Rules = dict[str, Callable[[Recipe], object]]
+"""Error messages, each with the condition under which it applies; ``{r.rl.beta}`` in a message is the recipe's value."""
+
+_RULES: Rules = {
+    "give exactly one of model.path and model.scratch": lambda r: (
+        (r.model.path is None) == (r.model.scratch is None)
+    ),
+    "model.freeze_vision=true leaves model.lora.vision=true nothing to train; choose one": lambda r: (
+        r.model.lora and r.model.lora.vision and r.model.freeze_vision
+    ),
+    "model.min_pixels ({r.model.min_pixels}) must not exceed model.max_pixels ({r.model.max_pixels})": lambda r: (
+        r.model.min_pixels > r.model.max_pixels
+    ),
+    "loss.terms leaves no contrastive loss: give one of them a weight above 0": lambda r: (
+        not any(r.loss.terms.values())
+    ),
+    "rollout.prompt_pass=once lets the rollout go on from the training model's keys and values, which "
+    "rollout.backend=vllm does not have: set rollout.prompt_pass=auto": lambda r: (
+        r.rollout.backend == "vllm" and r.rollout.prompt_pass == "once"
+    ),
+    "rollout.temperature={r.rollout.temperature} is not possible with rollout.backend=vllm: 0, or 0.01 to 2": lambda r: (
+        r.rollout.backend == "vllm" and not _vllm_samples_at(r.rollout.temperature)
+    ),
+    "rollout.num_rationales={r.rollout.num_rationales} would write the same rationale as often: greedy decoding has one; "
+    "set rollout.temperature, e.g. 1.0": lambda r: (
+        r.rollout.num_rationales > 1 and r.rollout.temperature == 0
+    ),
+}
+"""Of every recipe."""
+
+_RL_RULES: Rules = {
+    "rl.alpha_rl, rl.alpha_con and rl.alpha_lm are all 0, which leaves nothing to train": lambda r: (
+        not (r.rl.alpha_rl or r.rl.alpha_con or r.rl.alpha_lm)
+    ),
+    "rl.beta={r.rl.beta} is a part of the policy gradient, which rl.alpha_rl=0 leaves out: set rl.beta=0 too": lambda r: (
+        r.rl.beta and not r.rl.alpha_rl
+    ),
+    "rl.temperature={r.rl.temperature} is not possible with rollout.backend=vllm: 0, or 0.01 to 2": lambda r: (
+        r.rollout.backend == "vllm" and not _vllm_samples_at(r.rl.temperature)
+    ),
+    "rl.candidates must be batch or pool:PATH, got {r.rl.candidates!r}": lambda r: (
+        not re.fullmatch("batch|pool:.+", r.rl.candidates)
+    ),
+    "rl.candidates is what rewards rank, and rl.alpha_rl=0 leaves rewards out: set it to batch": lambda r: (
+        r.rl.candidates != "batch" and not r.rl.alpha_rl
+    ),
+    "loss.anchor={r.loss.anchor} embeds queries without the model's own rationale, which is what the stage rl trains: set "
+    "loss.anchor=self": lambda r: r.loss.anchor != "self",
+    "stage=rl continues from a model that writes rationales, and model.scratch is untrained: give "
+    "init=runs/{r.recipe}/joint/final or another checkpoint": lambda r: (
+        r.stage == "rl" and r.init is None and r.model.scratch is not None
+    ),
+    "rl.rewards leaves no reward: name at least one and give it a weight, or set rl.alpha_rl=0": lambda r: (
+        r.rl.alpha_rl and not any(reward.weight for reward in r.rl.rewards)
+    ),
+    "rl.num_rationales=1 leaves a rationale nothing to be compared with, so no policy gradient: take 2 or more (8 is "
+    "usual), or set rl.alpha_rl=0": lambda r: r.rl.alpha_rl and r.rl.num_rationales < 2,
+    "rl.temperature=0 writes the same rationale each time, so no group would differ: set it above 0, e.g. 1.0": lambda r: (
+        r.rl.num_rationales > 1 and r.rl.temperature == 0
+    ),
+}
+"""Of recipes that run the stage rl."""
+
+
 def problems(recipe: Recipe) -> Iterator[str]:
     """Everything that is wrong with keys that depend on one another."""
     try:
         PROFILES[recipe.data.profile]
     except UserError as error:
         yield f"data.profile: {error}"
-    if (recipe.model.path is None) == (recipe.model.scratch is None):
-        yield "give exactly one of model.path and model.scratch"
-    if recipe.model.lora is not None and recipe.model.lora.vision and recipe.model.freeze_vision:
-        yield "model.freeze_vision=true leaves model.lora.vision=true nothing to train; choose one"
+    runs_rl = "rl" in recipe.stages()
+    for message, is_broken in (_RULES | (_RL_RULES if runs_rl else {})).items():
+        if is_broken(recipe):
+            yield message.format(r=recipe)
     yield from _check_mix(recipe.loss)
     yield from _check_states(recipe)
-    if recipe.model.min_pixels > recipe.model.max_pixels:
-        yield (
-            f"model.min_pixels ({recipe.model.min_pixels}) must not exceed model.max_pixels ({recipe.model.max_pixels})"
-        )
-    if not any(recipe.loss.terms.values()):
-        yield "loss.terms leaves no contrastive loss: give one of them a weight above 0"
     yield from _check_validation(recipe)
-    yield from _check_backend(recipe.rollout)
     yield from _check_rollout_is_used(recipe)
-    if recipe.rollout.num_rationales > 1 and recipe.rollout.temperature == 0:
-        yield (
-            f"rollout.num_rationales={recipe.rollout.num_rationales} would write the same rationale as often: "
-            "greedy decoding has one; set rollout.temperature, e.g. 1.0"
-        )
     for name in recipe.stages():
-        stage: StageConfig = getattr(recipe, name)
-        if not stage.sources:
-            yield f"{name}.sources is empty: name at least one file, {name}.sources=[{{path: FILE.jsonl}}]"
-        if stage.batch_size == 1 and not recipe.data.max_negatives and _compares_in_batch(recipe, name):
-            yield (
-                f"{name}.batch_size=1 with data.max_negatives=0 leaves a query nothing to be compared with, so its contrastive "
-                "loss is always 0: raise one of them"
-            )
-        for number, source in enumerate(stage.sources):
-            yield from _check_records(f"{name}.sources[{number}]", source)
-            if source.streaming:
-                yield from _check_stream(recipe, name, stage, source)
-    if "rl" in recipe.stages():
-        yield from _check_rl(recipe)
-    if recipe.validation.key is not None:
-        yield from _check_metric(recipe, "joint", *_loss_weights(recipe.loss))
-        yield from _check_metric(recipe, "rl", recipe.rl.alpha_lm, recipe.rl.alpha_con, recipe.rl.alpha_rl)
+        yield from _check_stage(recipe, name, getattr(recipe, name))
+    if runs_rl:
+        yield from _check_rewards(recipe.rl.rewards)
+
+
+def _check_stage(recipe: Recipe, name: str, stage: StageConfig) -> Iterator[str]:
+    if not stage.sources:
+        yield f"{name}.sources is empty: name at least one file, {name}.sources=[{{path: FILE.jsonl}}]"
+    if stage.batch_size == 1 and not recipe.data.max_negatives and _compares_in_batch(recipe, name):
+        yield (
+            f"{name}.batch_size=1 with data.max_negatives=0 leaves a query nothing to be compared with, so its contrastive "
+            "loss is always 0: raise one of them"
+        )
+    for number, source in enumerate(stage.sources):
+        yield from _check_records(f"{name}.sources[{number}]", source)
+        if source.streaming:
+            yield from _check_stream(recipe, name, stage, source)
+
+
+def _check_rewards(rewards: Sequence[RewardConfig]) -> Iterator[str]:
+    terms = [(reward.name, reward.options) for reward in rewards]
+    if twice := {name for name, options in terms if terms.count((name, options)) > 1}:
+        yield (
+            f"rl.rewards names {', '.join(sorted(twice))} twice with the same options; one entry with the sum of the weights "
+            "will do"
+        )
+
+
+def _vllm_samples_at(temperature: float) -> bool:
+    return temperature == 0 or 0.01 <= temperature <= 2
 
 
 def _compares_in_batch(recipe: Recipe, stage: str) -> bool:
@@ -711,75 +777,6 @@ def _compares_in_batch(recipe: Recipe, stage: str) -> bool:
     if stage == "rl":
         return recipe.rl.alpha_con > 0 or (recipe.rl.alpha_rl > 0 and recipe.rl.candidates == "batch")
     return stage == "joint" and bool(recipe.loss.alpha_con)
-
-
-def _check_metric(
-    recipe: Recipe, stage: str, alpha_lm: float, alpha_con: float, alpha_rl: float = 0.0
-) -> Iterator[str]:
-    """Whether a stage has what its best checkpoints are chosen by; one that compares nothing takes the LM loss."""
-    metric = recipe.validation.metric
-    if stage not in recipe.stages() or not (alpha_con or alpha_rl) or alpha_lm:
-        return
-    if metric == "loss_lm":
-        yield (
-            f"validation.metric=loss_lm has no value in the stage {stage}, whose alpha_lm is 0: take hit_at_1 or "
-            "loss_contrastive"
-        )
-    if metric == "loss" and not alpha_con:
-        yield (
-            f"validation.metric=loss is always 0 in the stage {stage}, whose policy gradient is not validated and whose "
-            "other losses have weight 0: take hit_at_1 or loss_contrastive"
-        )
-
-
-def _check_rl(recipe: Recipe) -> Iterator[str]:
-    rl = recipe.rl
-    if not (rl.alpha_rl or rl.alpha_con or rl.alpha_lm):
-        yield "rl.alpha_rl, rl.alpha_con and rl.alpha_lm are all 0, which leaves nothing to train"
-    if rl.beta and not rl.alpha_rl:
-        yield (
-            f"rl.beta={rl.beta} is a part of the policy gradient, which rl.alpha_rl=0 leaves out: set rl.beta=0 too"
-        )
-    if recipe.rollout.backend == "vllm":
-        yield from _check_vllm_temperature("rl.temperature", rl.temperature)
-    if rl.candidates != "batch":
-        kind, mark, path = rl.candidates.partition(":")
-        if kind != "pool" or not mark or not path:
-            yield f"rl.candidates must be batch or pool:PATH, got {rl.candidates!r}"
-        if not rl.alpha_rl:
-            yield (
-                "rl.candidates is what rewards rank, and rl.alpha_rl=0 leaves rewards out: set it to batch"
-            )
-    if recipe.loss.anchor != "self":
-        yield (
-            f"loss.anchor={recipe.loss.anchor} embeds queries without the model's own rationale, which is what the stage rl "
-            "trains: set loss.anchor=self"
-        )
-    if recipe.stage == "rl" and recipe.init is None and recipe.model.scratch is not None:
-        yield (
-            "stage=rl goes on from a model that writes rationales, and model.scratch is untrained: give "
-            f"init=runs/{recipe.recipe}/joint/final or another checkpoint"
-        )
-    terms = [(reward.name, reward.options) for reward in rl.rewards]
-    if twice := {name for name, options in terms if terms.count((name, options)) > 1}:
-        yield (
-            f"rl.rewards names {', '.join(sorted(twice))} twice with the same options; one entry with the sum of the weights "
-            "will do"
-        )
-    if rl.alpha_rl:
-        if not any(reward.weight for reward in rl.rewards):
-            yield (
-                "rl.rewards leaves no reward: name at least one and give it a weight, or set rl.alpha_rl=0"
-            )
-        if rl.num_rationales < 2:
-            yield (
-                "rl.num_rationales=1 leaves a rationale nothing to be compared with, so no policy gradient: take 2 or more "
-                "(8 is usual), or set rl.alpha_rl=0"
-            )
-    if rl.num_rationales > 1 and rl.temperature == 0:
-        yield (
-            "rl.temperature=0 writes the same rationale each time, so no group would differ: set it above 0, e.g. 1.0"
-        )
 
 
 def _check_mix(loss: LossConfig) -> Iterator[str]:
@@ -840,22 +837,6 @@ def _check_rollout_is_used(recipe: Recipe) -> Iterator[str]:
             )
 
 
-def _check_backend(rollout: RolloutConfig) -> Iterator[str]:
-    if rollout.backend == "own":
-        return
-    if rollout.prompt_pass == "once":
-        yield (
-            "rollout.prompt_pass=once lets the rollout go on from the training model's keys and values, which "
-            "rollout.backend=vllm does not have: set rollout.prompt_pass=auto"
-        )
-    yield from _check_vllm_temperature("rollout.temperature", rollout.temperature)
-
-
-def _check_vllm_temperature(key: str, temperature: float) -> Iterator[str]:
-    if not (temperature == 0 or 0.01 <= temperature <= 2):
-        yield f"{key}={temperature} is not possible with rollout.backend=vllm: 0, or 0.01 to 2"
-
-
 def _check_validation(recipe: Recipe) -> Iterator[str]:
     validation = recipe.validation
     if validation.key is None:
@@ -866,6 +847,27 @@ def _check_validation(recipe: Recipe) -> Iterator[str]:
             yield (
                 f"validation.path {validation.label} is also a source of {name}: what is trained on cannot validate"
             )
+    yield from _check_metric(recipe, "joint", *_loss_weights(recipe.loss))
+    yield from _check_metric(recipe, "rl", recipe.rl.alpha_lm, recipe.rl.alpha_con, recipe.rl.alpha_rl)
+
+
+def _check_metric(
+    recipe: Recipe, stage: str, alpha_lm: float, alpha_con: float, alpha_rl: float = 0.0
+) -> Iterator[str]:
+    """Whether a stage has the value that its best checkpoints are chosen by; one that compares nothing uses the LM loss."""
+    metric = recipe.validation.metric
+    if stage not in recipe.stages() or not (alpha_con or alpha_rl) or alpha_lm:
+        return
+    if metric == "loss_lm":
+        yield (
+            f"validation.metric=loss_lm has no value in the stage {stage}, whose alpha_lm is 0: take hit_at_1 or "
+            "loss_contrastive"
+        )
+    if metric == "loss" and not alpha_con:
+        yield (
+            f"validation.metric=loss is always 0 in the stage {stage}, whose policy gradient is not validated and whose "
+            "other losses have weight 0: take hit_at_1 or loss_contrastive"
+        )
 
 
 def _check_records(key: str, config: RecordsConfig) -> Iterator[str]:
@@ -902,25 +904,10 @@ def _check_stream(recipe: Recipe, name: str, stage: StageConfig, source: SourceC
 
 def _loss_weights(loss: LossConfig) -> tuple[float, float]:
     lm, con = loss.alpha_lm, loss.alpha_con
-    if lm is None and con is None:
-        if loss.ratio == "none":
-            return 0.0, 1.0
-        parts = loss.ratio.split(":")
-        try:
-            ratio_lm, ratio_con = (float(part) for part in parts)
-        except ValueError:
-            raise RecipeError(
-                f"loss.ratio must be LM:CONTRASTIVE such as 1:10, or none; got {loss.ratio!r}"
-            ) from None
-        if (
-            min(ratio_lm, ratio_con) < 0
-            or ratio_lm + ratio_con <= 0
-            or not math.isfinite(ratio_lm + ratio_con)
-        ):
-            raise RecipeError(f"loss.ratio needs two weights >= 0, not both zero; got {loss.ratio!r}")
-        return ratio_lm / (ratio_lm + ratio_con), ratio_con / (ratio_lm + ratio_con)
     if lm is None:
-        lm = 1.0 - con  # type: ignore[operator]
+        if con is None:
+            return _weights_of_ratio(loss.ratio)
+        lm = 1.0 - con
     if con is None:
         con = 1.0 - lm
     if not (0 <= lm <= 1 and 0 <= con <= 1 and math.isclose(lm + con, 1.0, abs_tol=1e-9)):
@@ -929,3 +916,16 @@ def _loss_weights(loss: LossConfig) -> tuple[float, float]:
             "give one of them and the other follows"
         )
     return lm, con
+
+
+def _weights_of_ratio(ratio: str) -> tuple[float, float]:
+    if ratio == "none":
+        return 0.0, 1.0
+    try:
+        lm, con = (float(part) for part in ratio.split(":"))
+    except ValueError:
+        raise RecipeError(f"loss.ratio must be LM:CONTRASTIVE such as 1:10, or none; got {ratio!r}") from None
+    total = lm + con
+    if min(lm, con) < 0 or total <= 0 or not math.isfinite(total):
+        raise RecipeError(f"loss.ratio needs two weights >= 0, not both zero; got {ratio!r}")
+    return lm / total, con / total

@@ -1,4 +1,4 @@
-"""Open what a recipe's sources name: a file, a data set of the library `datasets`, or a source that somebody registered."""
+"""Open what a recipe's sources name: a file, a data set of the library `datasets`, or a registered source."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +10,7 @@ from rge.common.files import find_shipped
 from rge.common.images import PictureIndex
 from rge.common.registry import Registry
 from rge.config import RecordsConfig, SourceConfig
-from rge.data.rows import ArrowRows, Columns, RowRecords, Rows, light, parsed
+from rge.data.rows import ArrowRows, Columns, RowRecords, Rows, drop_image_bytes, parsed
 from rge.data.sources import RecordError, RecordFile, Records
 from rge.data.streams import Stream
 
@@ -50,7 +50,7 @@ def open_records(
     Args:
         config: what it is.
         need_rationale: every positive must have an oracle rationale.
-        pictures: looks whether each picture is there; None leaves that to whoever opens them.
+        pictures: checks that each picture exists; None leaves that to later.
         progress: show a progress bar while checking.
         on_bad: ``stop`` raises if records break the format; ``skip`` leaves them out.
         first: of a stream, read so many records and no others, as a set that stays.
@@ -104,7 +104,7 @@ def _open_registered(config: RecordsConfig) -> tuple[Rows, Columns, Path]:
         number = len(rows)
     except UserError as error:
         raise RecordError(f"data source {config.label}: {error}") from error
-    except Exception as error:  # noqa: BLE001 - whatever a stranger's function raises
+    except Exception as error:  # noqa: BLE001 - a user's code may raise anything
         raise RecordError(f"data source {config.label}: {type(error).__name__}: {error}") from error
     return _Guarded(rows, number, config.label), Columns(config, None), Path()
 
@@ -121,7 +121,7 @@ class _Guarded:
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         try:
             row = self._rows[index]
-        except Exception as error:  # noqa: BLE001 - whatever a stranger's code raises
+        except Exception as error:  # noqa: BLE001 - a user's code may raise anything
             raise RecordError(
                 f"data source {self._label}, row {index}: {type(error).__name__}: {error}"
             ) from error
@@ -149,7 +149,7 @@ class _First:
         found: list[Mapping[str, Any]] = []
         for table in stream.iter(batch_size=min(self.count, 64)):
             kept = table.slice(0, self.count - len(found))
-            found += (light(kept) if self.without_pictures else kept).to_pylist()
+            found += (drop_image_bytes(kept) if self.without_pictures else kept).to_pylist()
             if len(found) == self.count:
                 break
         return found, columns, folder
@@ -159,7 +159,7 @@ def _open_stream(config: RecordsConfig) -> tuple[Any, Columns, Path]:
     """The stream as tables, how its rows become records, and the folder that paths of pictures are relative to."""
     dataset, folder = load(config)
     names = dataset.column_names
-    if names is None:  # nobody knows before the first row
+    if names is None:  # not known before the first row
         names = list(next(iter(dataset.take(1)), {}))
     columns = Columns(config, names)
     return dataset.select_columns(columns.used).with_format("arrow"), columns, folder
@@ -174,7 +174,7 @@ def load(config: RecordsConfig) -> tuple[Any, Path]:
     Raises:
         RecordError: it cannot be loaded; says why and what to do.
     """
-    import datasets  # a second, which nobody needs who trains on files
+    import datasets  # takes a second, which training on files need not wait for
 
     assert config.dataset is not None
     datasets.disable_progress_bars()  # ours are the bars to watch

@@ -31,7 +31,7 @@ from rge.data.sources import (
 )
 
 PRESENT = "<bytes>"
-"""Stands for a picture's bytes where nobody looks at them."""
+"""Placeholder for a picture's bytes where they are not needed."""
 
 AT_ONCE = 1024
 """Rows that are checked together."""
@@ -77,13 +77,13 @@ class ArrowRows:
 
     def without_pictures(self, start: int, stop: int) -> list[dict[str, Any]]:
         """Rows with `PRESENT` in the place of pictures' bytes."""
-        return light(self._dataset[start:stop]).to_pylist()
+        return drop_image_bytes(self._dataset[start:stop]).to_pylist()
 
 
-def light(table: pa.Table) -> pa.Table:
+def drop_image_bytes(table: pa.Table) -> pa.Table:
     """The table with `PRESENT` in the place of pictures' bytes, which are not read."""
     return pa.table(
-        {name: pa.chunked_array([_light(chunk) for chunk in column.chunks], _light_type(column.type))
+        {name: pa.chunked_array([_array_without_bytes(chunk) for chunk in column.chunks], _type_without_bytes(column.type))
          for name, column in zip(table.column_names, table.columns, strict=True)}
     )  # fmt: skip
 
@@ -99,17 +99,17 @@ def _is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind)
 
 
-def _light_type(kind: pa.DataType) -> pa.DataType:
+def _type_without_bytes(kind: pa.DataType) -> pa.DataType:
     if _is_picture(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         return pa.string()
     if _is_list(kind):
-        return pa.list_(_light_type(kind.value_type))
+        return pa.list_(_type_without_bytes(kind.value_type))
     if pa.types.is_struct(kind):
-        return pa.struct([(field.name, _light_type(field.type)) for field in kind])
+        return pa.struct([(field.name, _type_without_bytes(field.type)) for field in kind])
     return kind
 
 
-def _light(array: pa.Array) -> pa.Array:
+def _array_without_bytes(array: pa.Array) -> pa.Array:
     kind = array.type
     if _is_picture(kind):
         there, path = pc.is_valid(pc.struct_field(array, "bytes")), pc.struct_field(array, "path")
@@ -121,12 +121,14 @@ def _light(array: pa.Array) -> pa.Array:
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
         offsets = [0, *lengths.cumsum().tolist()]
         found = pa.ListArray.from_arrays(
-            pa.array(offsets, pa.int32()), _light(array.flatten()), mask=pc.is_null(array)
+            pa.array(offsets, pa.int32()), _array_without_bytes(array.flatten()), mask=pc.is_null(array)
         )
-        return found.cast(_light_type(kind))
+        return found.cast(_type_without_bytes(kind))
     if pa.types.is_struct(kind):
-        parts = [_light(pc.struct_field(array, field.name)) for field in kind]
-        return pa.StructArray.from_arrays(parts, fields=list(_light_type(kind)), mask=pc.is_null(array))
+        parts = [_array_without_bytes(pc.struct_field(array, field.name)) for field in kind]
+        return pa.StructArray.from_arrays(
+            parts, fields=list(_type_without_bytes(kind)), mask=pc.is_null(array)
+        )
     return array
 
 

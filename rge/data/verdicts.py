@@ -1,9 +1,9 @@
 """Cache of record and picture validation, so that starting a run again does not read everything again.
 
-A record file is read through, and a picture decoded, once for each state that it has been in: size and time of the last
-change, of the folders and libraries of a file's pictures too. What is remembered is in ``$RGE_CACHE``, else in ``rge`` below
-``$XDG_CACHE_HOME`` or ``~/.cache``; whoever deletes that folder loses nothing but time. What cannot be read, or written, counts as
-not there. Only what is good is remembered, with what ``data.on_bad=skip`` leaves out: the rest has to be fixed.
+A record file is read, and a picture decoded, again only after it changed: its size or time of the last change, or that of a
+folder or library that its pictures are in. The cache is in ``$RGE_CACHE``, else in ``rge`` below ``$XDG_CACHE_HOME`` or
+``~/.cache``; deleting it costs nothing but time, and one that cannot be read or written counts as empty. Only good files are
+remembered, with what ``data.on_bad=skip`` leaves out: the others have to be fixed.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,13 @@ from rge.data import sources
 from rge.data.sources import MAX_REPORTED, BadRecord, Column, RecordFile, Records
 
 RECENT_NS = 2 * 10**9
-"""What changed so shortly before it was looked at may have changed once more within a tick of the file system's clock."""
+"""A file that changed this recently is not remembered: it may change again within a tick of the file system's clock."""
 
 AT_ONCE = 4096
-"""Pictures of data sets that are handed to the processes at a time: each is its bytes."""
+"""Pictures that are handed to the processes at a time: those of a data set are their bytes."""
 
 KEPT_S = 90 * 24 * 3600.0
-"""After how long what nobody asked for is deleted."""
+"""After how long unused entries are deleted."""
 
 
 def cache_folder() -> Path:
@@ -52,11 +52,7 @@ def cache_folder() -> Path:
 
 
 class Verdicts:
-    """Opens record files and looks at their pictures, as far as nothing is known about them.
-
-    Args:
-        folder: of what is remembered.
-    """
+    """Opens record files and decodes their pictures, unless the cache in `folder` has the result."""
 
     def __init__(self, folder: Path | None = None):
         self.folder = cache_folder() if folder is None else folder
@@ -105,62 +101,46 @@ class Verdicts:
         return found
 
     def undecodable(self, files: Sequence[Records]) -> list[str]:
-        """Pictures that are there and cannot be decoded, each with the first record that shows it; on all cores.
+        """Pictures that exist and cannot be decoded, each with the first record that shows it; on all cores.
 
-        Those of streams are not looked at. Those that are bytes of a data set are looked at every time.
+        Pictures of streams are left out. Those that are bytes of a data set are decoded every time.
         """
-        owners: dict[str, tuple[Records, str]] = {}
         files = [file for file in files if file.size is not None]
-        for file in files:
-            for ref, record_id in _shown(file):
-                if isinstance(ref, str):
-                    owners.setdefault(ref, (file, record_id))
-        within = ((ref, file, name) for file in files for ref, name in _shown(file) if isinstance(ref, bytes))
-        first_within = list(islice(within, AT_ONCE))
-        names = list(owners)
-        if not names and not first_within:
+        if not files:
             return []
-        entries = {id(file): self._entry(Path(file.name), "pictures") for file in files}
-        good: dict[int, list[int]] = {key: [] for key in entries}
-        known = np.unique(np.concatenate([_numbers(entry) for entry in entries.values()]))
+        named = list(_named_pictures(files))
+        pictures: Iterator[tuple[ImageRef, str, str]] = chain(named, _embedded_pictures(files))
+        entries = {file.name: self._entry(Path(file.name), "pictures") for file in files}
+        good: dict[str, list[int]] = {name: [] for name in entries}
         faults: list[str] = []
         workers = len(os.sched_getaffinity(0))
+        known = np.unique(np.concatenate([_numbers(entry) for entry in entries.values()]))
+        fork = multiprocessing.get_context("fork")
         with (
-            ProcessPoolExecutor(
-                workers,
-                multiprocessing.get_context("fork"),
-                initializer=_Known.set,
-                initargs=(known, self.began_ns),
-            ) as pool,
-            progress_bar(total=len(names), desc="pictures", unit="picture") as bar,
+            ProcessPoolExecutor(workers, fork, _Known.set, (known, self.began_ns)) as pool,
+            progress_bar(total=len(named), desc="pictures", unit="picture") as bar,
         ):
             try:
-                for ref, (number, fault) in zip(names, pool.map(_look_at, names, chunksize=32), strict=True):
-                    bar.update(1)
-                    file, record_id = owners[ref]
-                    if fault is not None:
-                        faults.append(f"{file.name}: record {record_id!r}: {fault}")
-                    elif number is not None:
-                        good[id(file)].append(number)
-                some = first_within
-                while some:
+                while some := list(islice(pictures, AT_ONCE)):
                     looked = pool.map(_look_at, [ref for ref, _, _ in some], chunksize=32)
-                    for (_, file, record_id), (_, fault) in zip(some, looked, strict=True):
+                    for (_, source, record_id), (number, fault) in zip(some, looked, strict=True):
                         bar.update(1)
-                        faults += [f"{file.name}: record {record_id!r}: {fault}"] if fault else []
-                    some = list(islice(within, AT_ONCE))
+                        if fault is not None:
+                            faults.append(f"{source}: record {record_id!r}: {fault}")
+                        elif number is not None:
+                            good[source].append(number)
             except BrokenProcessPool:
-                after = names[bar.n] if bar.n < len(names) else f"number {bar.n}"
+                after = named[bar.n][0] if bar.n < len(named) else f"number {bar.n}"
                 faults.append(
                     f"one of the {32 * workers} pictures after {after} ends the process that decodes it"
                 )
-        for key, numbers in good.items():
-            _write_array(entries[key], np.array(sorted(numbers), dtype=np.int64))
+        for name, numbers in good.items():
+            _write_array(entries[name], np.array(sorted(numbers), dtype=np.int64))
         more = len(faults) - MAX_REPORTED
         return [*faults[:MAX_REPORTED], *([f"... and {more} more pictures"] if more > 0 else [])]
 
     def _entry(self, path: Path, *settings: object) -> Path:
-        """What a file's verdict is kept under: its name and what was asked about it; a later state takes an earlier one's place."""
+        """Where a file's verdict is kept, by its name and the settings; a later state of the file replaces an earlier one."""
         return self.folder / _digest(str(path.absolute()), str(path), *settings)
 
     def _settled(self, stamp: list[int] | None) -> bool:
@@ -169,7 +149,7 @@ class Verdicts:
     def _recalled(
         self, entry: Path, state: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], np.ndarray] | None:
-        """What is kept there and its numbers, if everything is still as it was then, and as `state` has it."""
+        """The entry and its numbers, if nothing has changed since, and as `state` has it."""
         try:
             known = json.loads(entry.with_suffix(".json").read_text(encoding="utf-8"))
             numbers = _numbers(entry)
@@ -202,7 +182,7 @@ class Verdicts:
 
 
 class _Known:
-    """What the processes that decode are handed once, by their fork."""
+    """What the decoding processes inherit when they are forked."""
 
     numbers: np.ndarray = np.zeros(0, np.int64)
     began_ns = 0
@@ -217,6 +197,22 @@ def _shown(file: Records) -> Iterator[tuple[ImageRef, str]]:
     for record in map(file.__getitem__, range(len(file))):
         targets = [it.image for it in (*record.positives, *record.negatives) if it.image]
         yield from ((ref, record.id) for ref in (*record.query.images, *targets))
+
+
+def _named_pictures(files: Sequence[Records]) -> Iterator[tuple[str, str, str]]:
+    """Every picture that is a file or in a library, once, with the source and record that show it first."""
+    seen: set[str] = set()
+    for file in files:
+        for ref, record_id in _shown(file):
+            if isinstance(ref, str) and ref not in seen:
+                seen.add(ref)
+                yield ref, file.name, record_id
+
+
+def _embedded_pictures(files: Sequence[Records]) -> Iterator[tuple[ImageRef, str, str]]:
+    """Every picture that is bytes, with its source and record."""
+    for file in files:
+        yield from ((ref, file.name, name) for ref, name in _shown(file) if isinstance(ref, bytes))
 
 
 def _look_at(ref: ImageRef) -> tuple[int | None, str | None]:
@@ -256,7 +252,7 @@ def _stamp(path: str | Path) -> list[int] | None:
 
 @cache
 def _code() -> str:
-    """What judges: another version of it may judge otherwise."""
+    """Hash of the checking code: another version may decide differently."""
     texts = [Path(str(module.__file__)).read_text(encoding="utf-8") for module in (images, schema, sources)]
     return _digest(*texts, PIL.__version__, pydantic.VERSION)
 

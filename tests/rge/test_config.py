@@ -469,7 +469,7 @@ def test_what_vllm_cannot_do_is_said_before_anything_is_loaded(load):
             ("validation.path=v.jsonl", "validation.metric=loss", "rl.alpha_lm=0", "rl.alpha_con=0"),
             "validation.metric=loss is always 0 in the stage rl, whose policy gradient is not validated",
         ),
-        (("init=null",), "stage=rl goes on from a model that writes rationales, and model.scratch is untrained"),
+        (("init=null",), "stage=rl continues from a model that writes rationales, and model.scratch is untrained"),
     ],
 )  # fmt: skip
 def test_rl_settings_that_cannot_be(overrides, message):

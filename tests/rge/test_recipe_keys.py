@@ -723,14 +723,13 @@ def test_a_source_is_what_each_of_its_keys_says(key, arguments, named, monkeypat
             words = [f"validation={source}"]
         else:
             words = [f"stage={stage}", f"{stage}.sources=[{source}]"]
-        problems: list[str] = []
         recipe = load_recipe(arguments(*words))
-        asked = check.wanted_sources(recipe, recipe.stages())
-        found = check.open_wanted(problems, recipe, asked, check.Verdicts())
+        run = check.Preflight(recipe, Accelerator(cpu=True))
+        run.open_sources(check.wanted_sources(recipe, recipe.stages()))
         wanted = recipe.validation if stage == "validation" else getattr(recipe, stage).sources[0]
-        if problems:
-            return problems
-        records = found[wanted.key]
+        if run.problems:
+            return run.problems
+        records = run.found.records[wanted.key]
         shown = records.reader(0, 1) if records.size is None else records
         return [type(records).__name__, type(getattr(records, "_open_rows", None)).__name__,
                 *(shown[index].query.text for index in range(min(records.size or 6, 6)))]  # fmt: skip

@@ -262,7 +262,7 @@ class Preflight:
     def lay_out_sources(self) -> None:
         """Find the lengths of everything in the open sources, as far as they are known before it is read."""
         try:
-            builder = layout.prompt_builder(processor_of(self.recipe, self.found.records), self.recipe)
+            builder = collate.prompt_builder(processor_of(self.recipe, self.found.records), self.recipe)
             for key, file in self.found.records.items():
                 if file.size is None:
                     self.warn(f"{file.name} is a stream: its records are laid out when they are read")

@@ -1,9 +1,9 @@
 """The CPU thread policy of every command and of `rge.embedder.Embedder`.
 
-Threads that wait for each other sleep instead of spinning. By default GNU OpenMP spins, which is fastest on an idle machine and
-ruinous on a busy one: whoever spins keeps the core from the thread that all are waiting for, and a query took 36 times as long.
-And there are no more threads than the container's CPU quota, which torch does not look at. Neither changes how many threads
-training has, nor any result. Whatever the user has set in the environment is left alone.
+Waiting threads sleep instead of spinning. GNU OpenMP spins by default, which is fastest on an idle machine and ruinous on a
+busy one: a spinning thread keeps the core from the thread that all wait for, and a query took 36 times as long. The number of
+threads is limited to the container's CPU quota, which torch ignores. Neither changes the threads of training, nor any result.
+What the user has set in the environment is kept.
 """
 
 import math

@@ -2,22 +2,21 @@
 
     accelerate launch rge/train.py recipe=qwen25vl_3b [key=value ...]
 
-Three stages. The cold start teaches the model to write rationales: language modelling on oracle rationales, alone. The
-joint stage couples it with InfoNCE on embeddings taken after rationales that the model writes itself, in every step:
+Three stages. The cold start teaches the model to write rationales, by language modelling on oracle rationales. The joint
+stage adds InfoNCE on embeddings taken after rationales that the model writes itself, in every step:
 
     records --collate--> Batch --rollout--> own rationales --pack--> one row per query:
         [ prompt ][ own rationale, <emb> ][ oracle rationale, <emb> ]
     --embedder--> state at the first <emb> (InfoNCE), nll of the second branch (LM) --> backward, step
 
 The oracle's tokens cannot reach the contrastive state: the branches do not see one another. The stage rl is the same step
-with several own rationales a query, sampled: the better their states retrieve, the likelier they become. Everything is in
-``<out>/<stage>``: metrics.jsonl, state/ (resumable), best/ and final/ (Hugging Face directories plus rge.json). The
-same command started again resumes; a finished stage is left alone. Benchmarks are run by ``rge eval``.
+with several sampled rationales per query: the better their states retrieve, the likelier they become. ``<out>/<stage>`` holds
+metrics.jsonl, state/ (to resume from), best/ and final/ (Hugging Face directories plus rge.json). Running the same command
+again resumes; finished stages are skipped. Benchmarks are run by ``rge eval``.
 """
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,23 +29,22 @@ from rge.checkpoints.resume import stage_identity
 from rge.common.commands import start
 from rge.config import Recipe, StageConfig, load_recipe
 from rge.data.bad_records import BadRecords
-from rge.data.collate import Collator, StepBatches
-from rge.data.layout import prompt_builder
+from rge.data.collate import make_batches
 from rge.data.loader import Loader
-from rge.data.sources import Mixture, Records
+from rge.data.sources import Records
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.distributed.failure_detection import watch_other_ranks
 from rge.logs import Logs, start_trackers
 from rge.model.backbone import check_sizes, vision_parameters
-from rge.model.embedding_model import EmbeddingModel, embedder_to_train
+from rge.model.embedding_model import embedder_to_train
 from rge.objective import Objective
 from rge.optim.optimizers import learning_rate, make_optimizer, set_learning_rate
 from rge.rl.credit import make_reinforcement
 from rge.rollout.writer import make_writer, rollout_report
 from rge.scratch.starting_point import starting_point
 from rge.step import TrainingStep
-from rge.validation import Validation
+from rge.validation import make_validation
 
 
 def main(arguments: list[str]) -> None:
@@ -54,7 +52,7 @@ def main(arguments: list[str]) -> None:
     recipe = load_recipe(arguments)
     accelerator = launch.make_accelerator(recipe.train, recipe.model.dtype)
     with watch_other_ranks(recipe.train.silence_s), checked(recipe, accelerator) as run:
-        if run.stages:  # else it is finished
+        if run.stages:  # not all finished
             train(recipe, run, accelerator)
     dist.close()
 
@@ -88,7 +86,7 @@ def train_stage(
     objective = Objective.of(recipe, name)
     embedder = embedder_to_train(start, recipe.model)
     check_sizes(recipe.loss.matryoshka_dims, embedder.model)
-    batches = build_batches(recipe, stage, objective, embedder, records)
+    batches = make_batches(recipe, stage, objective, embedder.processor, records)
     reinforcement = None
     if name == "rl" and objective.needs_rollout:
         reinforcement = make_reinforcement(recipe, embedder, folder, accelerator)
@@ -109,7 +107,7 @@ def train_stage(
         no_sync=lambda: dist.no_sync(accelerator, model),
     )
     num_steps = stage.num_steps(batches.mixture.steps_per_epoch())
-    validation = build_validation(recipe, objective, embedder, records)
+    validation = make_validation(recipe, objective, embedder.processor, records)
     commit = getattr(embedder.model.config, "_commit_hash", None)
     identity = stage_identity(recipe, name, records, start, commit, accelerator)
     manager = CheckpointManager(
@@ -170,50 +168,6 @@ def train_stage(
         waited = time.perf_counter()
     logs.close()
     manager.finish()
-
-
-def build_validation(
-    recipe: Recipe, objective: Objective, embedder: EmbeddingModel, records: Mapping[str, Records]
-) -> Validation | None:
-    """The held-out records, if there are any, collated as in training but without augmentation; none may be bad."""
-    if recipe.validation.key is None:
-        return None
-    collator = Collator(
-        [records[recipe.validation.key]],
-        prompt_builder(embedder.processor, recipe),
-        replace(recipe.data, augment="none", sort_by_length=False, on_bad="stop"),
-        need_oracle=objective.needs_oracle,
-        need_candidates=objective.needs_candidates,
-    )
-    return Validation(collator, objective, recipe)
-
-
-def build_batches(
-    recipe: Recipe,
-    stage: StageConfig,
-    objective: Objective,
-    embedder: EmbeddingModel,
-    records: Mapping[str, Records],
-) -> StepBatches:
-    """Sources, their mixture and this rank's share of every step."""
-    files = [records[source.key] for source in stage.sources if source.key]
-    mixture = Mixture(
-        [file.size for file in files],
-        [source.weight for source in stage.sources],
-        stage.batch_size,
-        recipe.train.seed,
-        homogeneous=recipe.data.batches == "homogeneous",
-    )
-    return StepBatches(
-        files,
-        mixture,
-        prompt_builder(embedder.processor, recipe),
-        recipe.data,
-        rank=dist.rank(),
-        world_size=dist.world_size(),
-        need_oracle=objective.needs_oracle,
-        need_candidates=objective.needs_candidates,
-    )
 
 
 if __name__ == "__main__":

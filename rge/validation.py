@@ -8,12 +8,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rge.config import Recipe
-from rge.data.collate import Batch, Collator
+from rge.data.collate import Batch, Collator, prompt_builder
 from rge.data.sources import Draw, RecordError, Records
 from rge.distributed import collectives as dist
 from rge.model.embedding_model import EmbeddingModel
@@ -44,6 +45,22 @@ def num_records(file: Records, recipe: Recipe) -> int:
             f"validation.path {file.name} has {count} records for {dist.world_size()} processes; add some"
         )
     return count
+
+
+def make_validation(
+    recipe: Recipe, objective: Objective, processor: Any, records: Mapping[str, Records]
+) -> "Validation | None":
+    """The held-out records, if the recipe has any, collated as in training but without augmentation; none may be bad."""
+    if recipe.validation.key is None:
+        return None
+    collator = Collator(
+        [records[recipe.validation.key]],
+        prompt_builder(processor, recipe),
+        replace(recipe.data, augment="none", sort_by_length=False, on_bad="stop"),
+        need_oracle=objective.needs_oracle,
+        need_candidates=objective.needs_candidates,
+    )
+    return Validation(collator, objective, recipe)
 
 
 class Validation:

@@ -34,9 +34,9 @@ class Team:
         """What the first process makes, in every process; the others wait for it."""
         value: Any = make() if self.is_first else None
         if self.size > 1:
-            from rge.distributed.collectives import from_first
+            from rge.distributed.collectives import from_main
 
-            value = from_first(value)
+            value = from_main(value)
         return value
 
     def gather(self, value: T) -> list[T]:

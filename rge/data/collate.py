@@ -1,8 +1,8 @@
 """From a step's draws to this rank's batch: pictures decoded, prompts tokenised, targets chosen."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -10,8 +10,9 @@ from PIL import Image
 from torch import Tensor
 
 from rge.common.images import ImageError, load_image
+from rge.common.prompt_profiles import EMB_TOKEN
 from rge.common.schema import Item, Record, Target
-from rge.config import DataConfig, Recipe
+from rge.config import DataConfig, Recipe, StageConfig
 from rge.data.augment import AUGMENTATIONS
 from rge.data.sources import (
     BadRecord,
@@ -24,7 +25,11 @@ from rge.data.sources import (
     identity,
 )
 from rge.data.streams import Reader, Stream
+from rge.distributed import collectives as dist
 from rge.model.prompts import Prompt, PromptBuilder
+
+if TYPE_CHECKING:
+    from rge.objective import Objective
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,15 +281,15 @@ def replacements(draw: Draw, others: Sequence[int], taken: Collection[tuple[int,
     """
     yield draw
     count = min(len(others), MAX_REPLACEMENTS + len(taken) + 1)
-    chance = np.random.default_rng([draw.seed, _STAND_IN])
+    chance = np.random.default_rng([draw.seed, _REPLACEMENT])
     found = [others[place] for place in chance.choice(len(others), size=count, replace=False).tolist()]
     found.sort(key=lambda index: (draw.source, index) in taken)  # stable: the order stays random
     for index in [index for index in found if index != draw.index][:MAX_REPLACEMENTS]:
         yield replace(draw, index=index)
 
 
-_STAND_IN = 0xBAD
-"""Separates the draw of stand-ins from whatever else a draw's seed decides."""
+_REPLACEMENT = 0xBAD
+"""Separates the draw of replacements from what else a draw's seed decides."""
 
 
 def problems(recipe: Recipe, stages: Sequence[str], num_processes: int) -> Iterator[str]:
@@ -367,6 +372,42 @@ class StepBatches(Collator):
                 draw, counts[draw.source] = replace(draw, index=counts[draw.source]), counts[draw.source] + 1
             found.append(draw)
         return found
+
+
+def prompt_builder(processor: Any, recipe: Recipe) -> PromptBuilder:
+    """What makes a recipe's prompts."""
+    data = recipe.data
+    return PromptBuilder(
+        processor,
+        data.profile,
+        data.max_prompt_tokens,
+        EMB_TOKEN,
+        max_rationale_tokens=recipe.max_rationale_tokens,
+    )
+
+
+def make_batches(
+    recipe: Recipe, stage: StageConfig, objective: "Objective", processor: Any, records: Mapping[str, Records]
+) -> StepBatches:
+    """Sources of a stage, their mixture and this rank's share of every step."""
+    files = [records[source.key] for source in stage.sources if source.key]
+    mixture = Mixture(
+        [file.size for file in files],
+        [source.weight for source in stage.sources],
+        stage.batch_size,
+        recipe.train.seed,
+        homogeneous=recipe.data.batches == "homogeneous",
+    )
+    return StepBatches(
+        files,
+        mixture,
+        prompt_builder(processor, recipe),
+        recipe.data,
+        rank=dist.rank(),
+        world_size=dist.world_size(),
+        need_oracle=objective.needs_oracle,
+        need_candidates=objective.needs_candidates,
+    )
 
 
 def sorted_by_length(batch: Batch) -> Batch:

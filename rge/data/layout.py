@@ -24,7 +24,6 @@ import numpy as np
 
 from rge.common.commands import progress_bar
 from rge.common.images import picture_size
-from rge.common.prompt_profiles import EMB_TOKEN
 from rge.common.schema import ImageRef, Item, Record
 from rge.config import Recipe
 from rge.data.collate import query_item, target_item
@@ -76,18 +75,6 @@ class Layout:
     def column(self, name: str) -> np.ndarray:
         """One of `COLUMNS`."""
         return self.sizes_NK[:, COLUMNS.index(name)]
-
-
-def prompt_builder(processor: Any, recipe: Recipe) -> PromptBuilder:
-    """What makes a recipe's prompts."""
-    data = recipe.data
-    return PromptBuilder(
-        processor,
-        data.profile,
-        data.max_prompt_tokens,
-        EMB_TOKEN,
-        max_rationale_tokens=recipe.max_rationale_tokens,
-    )
 
 
 def lay_out(file: Records, builder: PromptBuilder, *, need_oracle: bool, need_candidates: bool) -> Layout:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rge.common.errors import UserError, portable
+from rge.common.errors import UserError, how_it_ended, portable
 from rge.config import DataConfig
 from rge.data.collate import Batch, StepBatches, flatten, unflatten
 
@@ -122,12 +122,7 @@ class _Worker:
             count = os.readv(self.inlet, [view])
             if not count:
                 self.process.join(5.0)
-                code = self.process.exitcode
-                how = (
-                    f"was killed by {signal.Signals(-code).name}"
-                    if code and code < 0
-                    else f"ended with {code}"
-                )
+                how = how_it_ended(self.process.exitcode or 0)
                 raise WorkerError(
                     f"data worker {self.number} {how} while it made the batch of step {step + 1}; where memory ran out, "
                     "lower data.num_workers or data.prefetch_mb"
@@ -227,7 +222,7 @@ class _Queue:
 
 
 def _kill(workers: Sequence[_Worker]) -> None:
-    """They hold nothing that anybody needs, and do not listen to anything milder."""
+    """They hold nothing of value, and ignore milder signals."""
     for worker in workers:
         worker.process.kill()
     for worker in workers:
@@ -237,7 +232,7 @@ def _kill(workers: Sequence[_Worker]) -> None:
 def _work(
     batches: StepBatches, steps: Sequence[int], outlet: int, inlets: Sequence[int], parent: int
 ) -> None:
-    """A worker's life: make batches and write them, until there are no more or nobody reads."""
+    """Make batches and write them, until there are no more or the reader is gone."""
     # Schedulers send SIGTERM, and terminals SIGINT, to every process of a job; training still needs its workers to finish
     # the step and save. They end with it: it kills them, and so does the kernel where it cannot.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -245,9 +240,9 @@ def _work(
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        return  # it went before the kernel was told
+        return  # the parent ended before prctl
     for inlet in inlets:
-        os.close(inlet)  # so that writing ends when nobody reads
+        os.close(inlet)  # so that writing fails when the reader is gone
     # Workers are processes already; threads inside them would fight for the training step's cores.
     torch.set_num_threads(1)
     with contextlib.suppress(BrokenPipeError):

@@ -26,7 +26,20 @@ BATCH = 64
 """Rows that are read at once."""
 
 
-class Stream(Records):
+class _Endless(Records):
+    """Records without a known number."""
+
+    size = None
+
+    def texts(self) -> list[str]:
+        """They have no known end."""
+        raise TypeError(f"{self.name} is a stream, whose texts have no known end")
+
+    def _named(self) -> Iterator[tuple[int, int, str]]:
+        raise TypeError(f"{self.name} is a stream")
+
+
+class Stream(_Endless):
     """A source whose records are known only when they come.
 
     Opening it reads one record. Records are checked when they are drawn.
@@ -38,14 +51,12 @@ class Stream(Records):
         need_rationale: every positive must have an oracle rationale.
         pictures: looks whether the pictures of the first record are there.
         seed: of the order.
-        notes: file in which readers note how many rows a shard has, so that whoever starts again need not read it to know.
-            Without, or without the file, it is read.
+        notes: file in which readers note how many rows a shard has, so that a resumed run need not read it to know; None, or
+            a missing file: it is read.
 
     Raises:
         RecordError: it cannot be opened, is empty, or its first record breaks the format.
     """
-
-    size = None
 
     def __init__(
         self,
@@ -86,26 +97,19 @@ class Stream(Records):
         return {**self.__dict__, "_open": None}
 
     def __getitem__(self, index: int) -> Record:
-        """Only a reader knows which that is."""
+        """Not possible: only a reader numbers records."""
         raise TypeError(f"{self.name} is a stream: read it by `reader`")
 
     def place(self, index: int) -> str:
-        """Likewise."""
+        """Not possible, likewise."""
         raise TypeError(f"{self.name} is a stream: read it by `reader`")
-
-    def texts(self) -> list[str]:
-        """They have no known end."""
-        raise TypeError(f"{self.name} is a stream, whose texts have no known end")
-
-    def _named(self) -> Iterator[tuple[int, int, str]]:
-        raise TypeError(f"{self.name} is a stream")
 
     def reader(self, number: int, of: int) -> "Reader":
         """One of so many that together read every row once an epoch."""
         return Reader(self, number, of)
 
 
-class Reader(Records):
+class Reader(_Endless):
     """A reader's records by number, which are asked for in ascending order.
 
     Args:
@@ -113,8 +117,6 @@ class Reader(Records):
         number: of this reader.
         of: how many there are.
     """
-
-    size = None
 
     def __init__(self, stream: Stream, number: int, of: int):
         self.stream, self.name, self.bad = stream, stream.name, []
@@ -152,13 +154,6 @@ class Reader(Records):
         """What is in the buffer with it."""
         self._row(index)
         return range(self._first, self._first + len(self._block))
-
-    def texts(self) -> list[str]:
-        """They have no known end."""
-        raise TypeError(f"{self.name} is a stream, whose texts have no known end")
-
-    def _named(self) -> Iterator[tuple[int, int, str]]:
-        raise TypeError(f"{self.name} is a stream")
 
     def _row(self, index: int) -> tuple[str, Mapping[str, Any]]:
         if self._blocks is None or index < self._first:
@@ -262,7 +257,7 @@ _SHARDS, _MIXED = 0x5A4D, 0x313D
 
 
 def _noted(notes: Path | None, key: str | None) -> dict[int, int]:
-    """Lengths of shards that somebody has read to their end."""
+    """Lengths of shards that were read to their end."""
     found: dict[int, int] = {}
     if notes is None or not notes.is_file():
         return found

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed
@@ -22,20 +22,16 @@ from torch import Tensor, nn
 
 from rge.common.errors import UserError
 
-T = TypeVar("T")
-
 
 class LaunchError(UserError):
-    """The launcher started something else than was asked for."""
+    """The launcher did not start what was asked for."""
 
 
 def gather_sizes(num_rows: int, device: torch.device) -> list[int]:
     """Number of rows of every rank."""
     if not _initialized():
         return [num_rows]
-    sizes = [
-        torch.zeros(1, dtype=torch.long, device=device) for _ in range(torch.distributed.get_world_size())
-    ]
+    sizes = [torch.zeros(1, dtype=torch.long, device=device) for _ in range(world_size())]
     torch.distributed.all_gather(sizes, torch.tensor([num_rows], device=device))
     return [int(size) for size in sizes]
 
@@ -77,10 +73,9 @@ def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]
 
 def from_main(value: Any) -> Any:
     """The main process's value on every process, anything that can be pickled; the others' argument is ignored."""
-    if not _initialized():
-        return value
     box = [value]
-    torch.distributed.broadcast_object_list(box, src=0)
+    if _initialized():
+        torch.distributed.broadcast_object_list(box, src=0)
     return box[0]
 
 
@@ -88,7 +83,7 @@ def gather_objects(value: Any) -> list[Any]:
     """Every process's value, in rank order; for small things."""
     if not _initialized():
         return [value]
-    values: list[Any] = [None] * torch.distributed.get_world_size()
+    values: list[Any] = [None] * world_size()
     torch.distributed.all_gather_object(values, value)
     return values
 
@@ -136,14 +131,6 @@ def join_workers() -> tuple[int, int]:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return rank(), world_size()
-
-
-def from_first(value: T | None) -> T:
-    """Rank 0's value on every rank; the others' is ignored. It must pickle."""
-    box = [value]
-    if _initialized():
-        torch.distributed.broadcast_object_list(box)
-    return box[0]  # type: ignore[return-value]
 
 
 def connect_to_store() -> torch.distributed.Store:

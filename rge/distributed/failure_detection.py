@@ -1,8 +1,8 @@
-"""A process that dies takes the others with it, with its reason, instead of leaving them to wait for it.
+"""When a process dies, the others end too and report its reason, instead of waiting for it.
 
-A launcher ends the processes of its own machine. Those of other machines would wait in their next exchange until its
-time limit, which must be long, since writing a checkpoint is an exchange too. So every process tells the others, over
-the key-value store that started them, that it lives, and why it ends.
+A launcher ends the processes of its own machine. Those of other machines would wait in their next exchange until its time
+limit, which has to be long, since others wait there while a checkpoint is written. So every process sends heartbeats, and the
+reason of its end, over the key-value store that started them.
 """
 
 import json
@@ -23,10 +23,10 @@ POLL_S = 1.0
 """Between two looks at the store."""
 
 SILENCE_S = 45.0
-"""A process that has not said for so long that it lives counts as dead: killed, out of memory, or its machine is gone."""
+"""A process without a heartbeat for so long counts as dead: killed, out of memory, or its machine is gone."""
 
 GRACE_S = 5.0
-"""What a process gets to end by itself, with a message of its own, once another one has failed."""
+"""Time for a process to end with its own message once another one has failed."""
 
 
 class RankError(UserError):
@@ -38,12 +38,12 @@ class RankError(UserError):
 
 
 class EndOfAll(SystemExit):
-    """An end that all processes come to by themselves, so that none need be told of it."""
+    """An end that all processes reach on their own, so that none has to be told of it."""
 
 
 @contextmanager
 def watch_other_ranks(silence_s: float = SILENCE_S) -> Iterator[None]:
-    """While inside, end with the others: whoever fails tells why, and nobody waits for a process that is gone.
+    """While inside, end with the others: a failing process says why, and none waits for one that is gone.
 
     Args:
         silence_s: after how many seconds without a sign of life a process counts as dead.
@@ -117,7 +117,7 @@ class _Watch(threading.Thread):
             return mine  # the store is gone, and with it the process that held it
 
     def stop(self) -> None:
-        """Nothing is watched any more, and nobody need worry about this process."""
+        """Stop watching; the others no longer expect heartbeats of this process."""
         self._ended.set()
         self.join()
         try:

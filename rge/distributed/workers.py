@@ -3,15 +3,14 @@
     workers = Workers(make, ["cuda:0", "cuda:1"])
     workers.run(jobs, on_result)
 
-Each process imports the plugins that this one has, calls ``make(device)`` once, and what that returns for every job it is
-handed; whoever is idle gets the next. They are started when they are first needed, as programs of their own: a script without
-``if __name__ == "__main__"`` is not run a second time, and nothing is forked beside a GPU's threads. They end with this
-process, however it ends, and together: when one dies, is silent for too long, or this one is interrupted.
+Each worker imports this process's plugins, calls ``make(device)`` once, and calls the result for every job; an idle worker
+gets the next job. Workers are started on first use, as programs of their own: a script without ``if __name__ == "__main__"``
+does not run a second time, and nothing is forked beside a GPU's threads. They end with this process, and all of them end when
+one dies, is silent for too long, or this process is interrupted.
 """
 
 import contextlib
 import os
-import signal
 import socket
 import struct
 import subprocess
@@ -23,14 +22,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from rge.common.errors import UserError, portable
+from rge.common.errors import UserError, how_it_ended, portable
 from rge.common.registry import load_plugins, plugins_loaded
 
 SILENCE_S = 1800.0
 """How long a worker may be silent: while it loads, and between two signs of progress."""
 
 PARENT_S = 1.0
-"""How often a worker looks whether the process that started it is still there."""
+"""How often a worker checks that the process that started it is alive."""
 
 Work = Callable[[Any, Callable[[int], object]], Any]
 """Does a job, and calls its second argument with the number of items just finished."""
@@ -66,7 +65,7 @@ class Workers:
         on_result: Callable[[int, Any], object],
         on_progress: Callable[[int], object] | None = None,
     ) -> None:
-        """Have jobs done. They are drawn one by one, when there is somebody to do them.
+        """Have jobs done. Each is drawn when a worker is idle.
 
         Args:
             jobs: each travels to a worker.
@@ -190,13 +189,7 @@ class _Worker:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5.0)
         code = self.process.returncode
-        how = (
-            "fell silent in mid-sentence"
-            if code is None
-            else f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"ended with {code}"
-        )
+        how = "stopped in the middle of a message" if code is None else how_it_ended(code)
         return WorkerError(
             f"the worker on {self.device} {how}{'' if self.is_ready else ' before it was ready'}; all workers were ended. "
             "Where memory ran out, lower batch_size"
@@ -212,13 +205,13 @@ class _Worker:
 
 
 def _end(workers: list[_Worker]) -> None:
-    """They hold nothing that anybody needs."""
+    """Kill them: they hold nothing of value."""
     while workers:
         workers.pop().end()
 
 
 def serve(handle: int, parent: int) -> None:
-    """A worker's life: make what does the work, then do jobs until there is nobody to do them for.
+    """Run a worker: call `make`, then do jobs until the process that asks for them is gone.
 
     Args:
         handle: file descriptor of the socket to the process that started this one.
@@ -247,7 +240,7 @@ def serve(handle: int, parent: int) -> None:
 
 
 class _Says:
-    """Tells of progress; also how it is known that a worker lives."""
+    """Reports progress, which is also the worker's sign of life."""
 
     def __init__(self, connection: Connection, round_: int):
         self.connection, self.round = connection, round_

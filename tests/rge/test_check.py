@@ -22,7 +22,7 @@ from rge.checkpoints.export import RGE_JSON, settings_of
 from rge.checkpoints.manifest import DONE
 from rge.common.files import DEMO_CHECKPOINT
 from rge.config import Recipe, load_recipe, to_dict
-from rge.data import layout
+from rge.data import collate, layout
 from rge.data.collate import Collator, query_item, target_item
 from rge.data.sources import Draw, RecordFile
 from rge.distributed import launch
@@ -245,7 +245,7 @@ def test_records_are_laid_out_as_training_will(home, accelerator, kind):
     [too_many] = problems_of(home, accelerator, *skip[:-1], "data.max_bad_share=0.2")
     assert "1 of 4 records of joint are bad, more than data.max_bad_share=0.2: " in too_many
 
-    builder = layout.prompt_builder(processor_of(recipe, {}), recipe)
+    builder = collate.prompt_builder(processor_of(recipe, {}), recipe)
     records = RecordFile(path)
     collator = Collator([records], builder, recipe.data)
     collator.collate([Draw(0, 0, 0)])
@@ -268,7 +268,7 @@ def test_lengths_are_summed_up(home, accelerator):
     recipe = recipe_of(home, f"joint.sources=[{{path: {path}}}]", "stage=joint", "data.max_prompt_tokens=90")
     problems, found = check.examine(recipe, accelerator)
     assert problems == []
-    builder = layout.prompt_builder(processor_of(recipe, {}), recipe)
+    builder = collate.prompt_builder(processor_of(recipe, {}), recipe)
     file = RecordFile(path)
     queries = [len(builder.build(query_item(file[index]), "query")) for index in range(4)]
     targets = [len(builder.build(target_item(file[index].positives[0]), "candidate")) for index in range(4)]
@@ -319,7 +319,7 @@ def test_sources_that_give_one_id_to_different_things_are_named(home, accelerato
 
 def test_many_records_are_laid_out_by_several_processes(home, accelerator, monkeypatch):
     recipe = recipe_of(home)
-    builder = layout.prompt_builder(processor_of(recipe, {}), recipe)
+    builder = collate.prompt_builder(processor_of(recipe, {}), recipe)
     file = RecordFile(home / "records.jsonl")
     here = layout.lay_out(file, builder, need_oracle=True, need_candidates=True)
     monkeypatch.setattr(layout, "FEW", 2)

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from rge import train
 from rge.checkpoints.export import export, settings_of
 from rge.config import DataConfig, Recipe, SourceConfig, StageConfig
 from rge.data.collate import (
     StepBatches,
+    make_batches,
     problems,
     query_item,
     sorted_by_length,
@@ -283,7 +283,7 @@ def test_what_the_recipe_says_of_data_reaches_the_batches(records, embedder):
         stage = StageConfig(batch_size=6, sources=sources)
         recipe = Recipe(recipe="tiny", data=DataConfig(**{"sort_by_length": False, **data}), joint=stage)
         by_path = {str(file.path): file for file in records}
-        batches = train.build_batches(recipe, stage, Objective(0.5, 0.5), embedder, by_path)
+        batches = make_batches(recipe, stage, Objective(0.5, 0.5), embedder.processor, by_path)
         return [content(batches[step]) for step in range(4)]
 
     plain = made()

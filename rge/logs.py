@@ -19,7 +19,7 @@ from rge.config import LogConfig, Recipe, RecipeError, flat, to_dict
 
 
 def problems(log: LogConfig) -> Iterator[str]:
-    """Why trackers that a recipe names cannot be had, one message each."""
+    """Why trackers of a recipe are not available, one message each."""
     known = [str(name) for name in LoggerType.list() if str(name) != "all"]
     for name in log.trackers:
         if name not in known:
@@ -36,11 +36,11 @@ PACKAGES = {"comet_ml": "comet-ml"}
 def start_trackers(accelerator: Accelerator, recipe: Recipe) -> None:
     """Begin a run in every tracker that the recipe names.
 
-    `log.trackers=[wandb]` with WANDB_MODE=offline needs no network; a run that is started again goes on as the same run of W&B.
+    `log.trackers=[wandb]` with WANDB_MODE=offline needs no network; a resumed run continues the same run of W&B.
     TensorBoard's files go to ``<out>/trackers``.
 
     Raises:
-        RecipeError: one of them cannot be had. Better now than after a week without a record.
+        RecipeError: one of them is not available.
     """
     if wrong := list(problems(recipe.log)):
         raise RecipeError("; ".join(wrong))
@@ -55,9 +55,9 @@ def start_trackers(accelerator: Accelerator, recipe: Recipe) -> None:
 
 
 def _same_run(out: Path) -> dict[str, Any]:
-    """What makes W&B go on with the run that this folder began, under the folder's name; the user's environment comes first.
+    """What makes W&B continue the run that this folder began, under the folder's name; the user's environment takes precedence.
 
-    The id is kept in the folder and not made of its path, which may be the same in the containers of other runs.
+    The id is kept in the folder, not derived from its path, which may be the same in other runs' containers.
     """
     path = out / "trackers" / "wandb_id"
     if not path.exists():
@@ -74,6 +74,10 @@ def _plain(leaves: dict[str, Any]) -> dict[str, Any]:
         key: value if isinstance(value, (str, int, float)) else json.dumps(value)
         for key, value in leaves.items()
     }
+
+
+SHOWN = ("loss", "reward", "forced_rate", "tokens_per_s", "wait_share", "val_hit_at_1", "val_loss")
+"""Figures beside the bar."""
 
 
 class Logs:
@@ -100,12 +104,8 @@ class Logs:
         num_steps: int,
         log_every: int,
     ):
-        self.accelerator, self.stage, self.num_steps, self.log_every = (
-            accelerator,
-            stage,
-            num_steps,
-            log_every,
-        )
+        self.accelerator, self.stage = accelerator, stage
+        self.num_steps, self.log_every = num_steps, log_every
         self.began = time.perf_counter()
         self.wait_s = self.step_s = 0.0
         self.bar = progress_bar(
@@ -132,37 +132,22 @@ class Logs:
         return self.wait_s / max(self.wait_s + self.step_s, 1e-9)
 
     def is_due(self, step: int) -> bool:
-        """Whether a step is written whatever happens in it; `step` counts from one."""
+        """Whether a step is always written; `step` counts from one."""
         return step % self.log_every == 0 or step in (1, self.num_steps)
 
     def step(self, step: int, report: dict[str, float]) -> None:
         """Report a finished step; `step` counts from one. Steps that were validated are always written."""
-        self.bar.update(1)
-        if report.get("cut_prompts") and not self._told_of_cuts and self.accelerator.is_main_process:
-            self._told_of_cuts = True
-            self.bar.write(
-                f"{self.stage}: {report['cut_prompts']:.0f} prompts of step {step} were longer than data.max_prompt_tokens and lost "
-                "the end of their text; cut_prompts in metrics.jsonl counts them in each step"
-            )
+        self._tell_of_cuts(step, report.get("cut_prompts", 0))
         self.wait_s += report.get("wait_s", 0.0)
         self.step_s += report.get("step_s", 0.0)
         report = {**report, "wait_share": self.wait_share()}
-        shown = {
-            name: f"{report[name]:.3g}"
-            for name in (
-                "loss",
-                "reward",
-                "forced_rate",
-                "tokens_per_s",
-                "wait_share",
-                "val_hit_at_1",
-                "val_loss",
-            )
-            if name in report
-        }
+        shown = {name: f"{report[name]:.3g}" for name in SHOWN if name in report}
+        self.bar.update(1)
         self.bar.set_postfix(shown, refresh=False)
-        if not self.is_due(step) and "val_loss" not in report:
-            return
+        if self.is_due(step) or "val_loss" in report:
+            self._write(step, report)
+
+    def _write(self, step: int, report: dict[str, float]) -> None:
         line: dict[str, Any] = {"stage": self.stage, "step": step, **report}
         line["elapsed_s"] = round(self._offset_s + time.perf_counter() - self.began, 3)
         if self._file is not None:
@@ -172,11 +157,20 @@ class Logs:
             f"{self.stage}/{name}": value for name, value in line.items() if isinstance(value, (int, float))
         }
         for tracker in self.accelerator.trackers:
-            # W&B has one axis for both stages and wants it to rise: there it counts logged lines of this process.
+            # W&B has one axis for all stages, which has to rise: there it counts logged lines of this process.
             tracker.log(values, step=None if tracker.name == "wandb" else step)
 
+    def _tell_of_cuts(self, step: int, num_cut: float) -> None:
+        """Warn once that prompts were cut."""
+        if num_cut and not self._told_of_cuts and self.accelerator.is_main_process:
+            self._told_of_cuts = True
+            self.bar.write(
+                f"{self.stage}: {num_cut:.0f} prompts of step {step} were longer than data.max_prompt_tokens and lost the end of "
+                "their text; cut_prompts in metrics.jsonl counts them in each step"
+            )
+
     def close(self) -> None:
-        """Close the bar and the file, and say how much time went into waiting; trackers stay open."""
+        """Close the bar and the file, and print the share of time spent waiting; trackers stay open."""
         self.bar.close()
         if self.step_s:
             self.accelerator.print(
@@ -194,5 +188,5 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         try:
             found.append(json.loads(text))
         except json.JSONDecodeError:
-            break  # a line cut by a kill: it and nothing after it was finished
+            break  # a line cut by a kill, the last one
     return found

@@ -164,19 +164,9 @@ def settings_of(
     *, emb_id: int, profile: str, max_prompt_tokens: int, min_pixels: int, max_pixels: int, max_new_tokens: int,
     reasons: str, recipe: dict[str, Any], stage: str, step: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """What an embedder needs and a model config does not hold.
+    """Content of ``rge.json``: what an embedder needs and a model config does not hold.
 
-    Args:
-        emb_id: id of ``<emb>``.
-        profile: instruction profile.
-        max_prompt_tokens: longest prompt.
-        min_pixels: smallest picture.
-        max_pixels: largest picture.
-        max_new_tokens: cap of a rationale.
-        reasons: which side writes a rationale: ``query``, or ``none`` for a model trained without.
-        recipe: the resolved recipe.
-        stage: stage that wrote the checkpoint.
-        step: its steps.
+    `reasons` is the side that writes a rationale: ``query``, or ``none`` for a model trained without.
     """
     return {
         "format": 1,

@@ -1,4 +1,4 @@
-"""The one way from ``key=value`` words and YAML files to a typed dataclass, for every command.
+"""Reads ``key=value`` words and YAML files into a typed dataclass, for every command.
 
 A command's options are a dataclass. Its annotations are what pydantic checks values against; the text below each field
 is what ``--help`` and docs/reference.md print. Words overlay the file that a command reads, where it reads one::
@@ -277,20 +277,23 @@ def read_word(schema: type, key: str, text: str) -> Any:
     kinds = _alternatives(_kind_at(schema, key.split(".")))
     if text == "null" and NoneType in kinds:
         return None
-    quoted = text[0] in "'\"" and text[-1] == text[0] and len(text) > 1
-    if not quoted:
-        if Path in kinds:
-            return os.path.expanduser(text)
-        if any(kind is str or get_origin(kind) is Literal for kind in kinds):
-            return text
-        inner = {get_args(kind)[0] for kind in kinds if get_origin(kind) in (list, tuple)}
-        if inner & {str, Path, int, float} and not text.startswith("["):
-            parts = [part.strip() for part in text.split(",")]
-            return parts if inner & {str, Path} else [_parse(part) for part in parts]
     try:
-        return _parse(text)
+        is_quoted = text[0] in "'\"" and text[-1] == text[0] and len(text) > 1
+        return _parse(text) if is_quoted else _read_plain(text, kinds)
     except yaml.YAMLError as error:
         raise UserError(f"{key}={text}: the value is not valid YAML: {error}") from error
+
+
+def _read_plain(text: str, kinds: Sequence[Any]) -> Any:
+    if Path in kinds:
+        return os.path.expanduser(text)
+    if any(kind is str or get_origin(kind) is Literal for kind in kinds):
+        return text
+    inner = {get_args(kind)[0] for kind in kinds if get_origin(kind) in (list, tuple)}
+    if inner & {str, Path, int, float} and not text.startswith("["):
+        parts = [part.strip() for part in text.split(",")]
+        return parts if inner & {str, Path} else [_parse(part) for part in parts]
+    return _parse(text)
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:
@@ -433,17 +436,11 @@ def keys(schema: type, prefix: str = "", owner: object = None) -> list[Key]:
         default = getattr(owner, item.name, MISSING) if owner is not None else _default(item)
         name, kind = prefix + _typed(item.name), hints[item.name]
         inner, mark = _section(kind)
-        about = notes.get(item.name, "")
-        if inner is None:
-            found.append(
-                Key(name, _kind_name(kind), None if default is MISSING else _written(default), about)
-            )
-            continue
-        if mark or not is_dataclass(default):
-            found.append(
-                Key(name, _kind_name(kind), None if default is MISSING else _written(default), about)
-            )
-        found += keys(inner, f"{name}{mark}.", default if is_dataclass(default) else None)
+        if inner is None or mark or not is_dataclass(default):
+            written = None if default is MISSING else _written(default)
+            found.append(Key(name, _kind_name(kind), written, notes.get(item.name, "")))
+        if inner is not None:
+            found += keys(inner, f"{name}{mark}.", default if is_dataclass(default) else None)
     return found
 
 
@@ -560,42 +557,45 @@ def _sentence(schema: type, problem: Any, layers: Sequence[tuple[str, dict[str, 
     there = loc[:-1] if kind == "missing" else loc
     where = next((origin for origin, layer in reversed(layers) if _holds(layer, there)), "")
     if kind == "unexpected_keyword_argument":
-        parts = [key.name.split(".") for key in keys(schema)]
-        known = list(
-            dict.fromkeys(".".join(one[:depth]) for one in parts for depth in range(1, len(one) + 1))
-        )
-        for part, one in zip(loc, loc[1:], strict=False):
-            if isinstance(one, int):  # names of the entry that is meant
-                known = [key.replace(f"{part}[]", f"{part}[{one}]") for key in known]
-        return f"{where}unknown key {name}{nearest(name, known)}"
+        return f"{where}unknown key {name}{nearest(name, _known_keys(schema, loc))}"
     if kind == "missing":
         return f"missing {name}=..." if len(loc) == 1 else f"{where}missing {name}"
     if kind == "literal_error":
-        return where + _not_one_of(name, got, get_args(next(
-            one for one in _alternatives(_kind_at(schema, [str(part) for part in loc])) if get_origin(one) is Literal
-        )))  # fmt: skip
-    wanted = {
-        "int_type": "an integer",
-        "int_from_float": "an integer",
-        "float_type": "a number",
-        "bool_type": "true or false",
-        "string_type": "a text (in YAML, quote it)",
-        "path_type": "a path",
-        "dataclass_type": "a mapping of keys to values",
-        "dict_type": "a mapping of names to values",
-        "list_type": "a list",
-        "tuple_type": "a list",
-        "finite_number": "a finite number",
-    }.get(kind)
-    signs = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
-    if kind in signs:
-        wanted = f"{signs[kind]} {next(iter(problem['ctx'].values())):.12g}"
+        kinds = _alternatives(_kind_at(schema, [str(part) for part in loc]))
+        allowed = next(get_args(one) for one in kinds if get_origin(one) is Literal)
+        return where + _not_one_of(name, got, allowed)
     shown = json.dumps(got) if got is None or isinstance(got, (bool, dict, list)) else repr(got)
-    return (
-        f"{where}{name} must be {wanted}, got {shown}"
-        if wanted
-        else f"{where}{name}: {problem['msg']}, got {shown}"
-    )
+    wanted = _WANTED.get(kind)
+    if kind in _SIGNS:
+        wanted = f"{_SIGNS[kind]} {next(iter(problem['ctx'].values())):.12g}"
+    said = f" must be {wanted}" if wanted else f": {problem['msg']}"
+    return f"{where}{name}{said}, got {shown}"
+
+
+_WANTED = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a text (in YAML, quote it)",
+    "path_type": "a path",
+    "dataclass_type": "a mapping of keys to values",
+    "dict_type": "a mapping of names to values",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "finite_number": "a finite number",
+}
+_SIGNS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
+
+
+def _known_keys(schema: type, loc: Sequence[str | int]) -> list[str]:
+    """Every key and section; of the list entry that `loc` leads to, with its number."""
+    parts = [key.name.split(".") for key in keys(schema)]
+    known = dict.fromkeys(".".join(one[:depth]) for one in parts for depth in range(1, len(one) + 1))
+    for part, one in zip(loc, loc[1:], strict=False):
+        if isinstance(one, int):
+            known = {key.replace(f"{part}[]", f"{part}[{one}]"): None for key in known}
+    return list(known)
 
 
 def _name(loc: Sequence[str | int]) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
+
 from rge.common.files import find_shipped
 from rge.config import SourceConfig
 from rge.data.readers import some_records
@@ -114,76 +116,95 @@ def model_card(settings: dict[str, Any], name: str, licence: str | None = None) 
         licence: identifier of the weights' licence on the hub; None: unknown, or that of the base model.
     """
     path = f"./{name.rsplit('/', 1)[-1]}"
-    recipe = settings["recipe"]
-    base = (recipe.get("model") or {}).get("path")
-    front = ["library_name: sentence-transformers", "pipeline_tag: image-text-to-text"]
-    tags = ["rge", "sentence-transformers", "multimodal-retrieval", "reasoning", "feature-extraction"]
-    described = "none, built from nothing"
-    if base:
-        on_hub = base.count("/") == 1 and not Path(base).exists()
-        if on_hub:
-            front.insert(0, f"base_model: {base}")
-            if licence is None:
-                front += [
-                    "license: other",
-                    "license_name: as-base-model",
-                    f"license_link: https://huggingface.co/{base}",
-                ]
-        described = f"{base if on_hub else Path(base).name}. Its licence holds for these weights too"
-    if licence is not None:
-        front.append(f"license: {licence}")
-    front += ["tags:", *(f"- {tag}" for tag in tags)]
-    instructions = settings.get("instructions") or {}
-    default = instructions.get("default")
+    base = (settings["recipe"].get("model") or {}).get("path")
     least, most = (f"{settings['pixels'][end]:,}" for end in ("min", "max"))
-    pixels = least if least == most else f"{least} to {most}"
-    lines = [
-        "---",
-        *front,
-        "---",
-        "",
-        f"# {name}",
-        "",
-        "A reasoning-guided multimodal embedder ([RGE](https://arxiv.org/abs/2511.16150)). Asked with pictures, text or both,"
-        if settings["reasons"] != "none"
-        else "A multimodal embedder, trained without rationales, the baseline of reasoning-guided ones. Asked with pictures or text,",
-        "it writes a short rationale, ends it with `<emb>`, and its state at that token is the embedding."
-        if settings["reasons"] != "none"
-        else "its state at `<emb>`, right after the prompt, is the embedding.",
-        "",
-        "## Use",
-        "",
-        "```python",
-        "from rge import Embedder",
-        "",
-        f'embedder = Embedder.from_pretrained("{path}")',
-        'query = embedder.encode_query("What do you need to open this?", images="padlock.png")',
-        'scores = embedder.similarity(query, embedder.encode_document(images=["key.png", "nail.png"]))',
-        "```",
-        "",
-        f'With sentence-transformers: `SentenceTransformer("{path}", trust_remote_code=True)`, then `encode_query` and'
-        " `encode_document` (the package `rge` must be installed; the flag lets sentence-transformers use it).",
-        "",
-        "## Training",
-        "",
-        f"* Base model: {described}.",
-        f"* Stage `{settings['stage']}` of recipe `{recipe.get('recipe', 'unknown')}`, {settings['step']} steps.",
-        f"* Training data: {', '.join(settings.get('training_data') or ['not recorded'])}.",
-        f"* Instruction of most training queries: {repr(default) if default else 'none'}. "
-        "`encode_query` puts it before a question unless told otherwise.",
-        f"* Pictures of {pixels} pixels, prompts of at most "
-        f"{settings['max_prompt_tokens']:,} tokens, rationales of at most {settings['generation']['max_new_tokens']}.",
+    validation = settings.get("validation") or {}
+    figures = [
+        f"{key.removeprefix('val_')} {value:.4g}"
+        for key, value in validation.items()
+        if isinstance(value, float)
     ]
-    if sizes := settings.get("dimensions"):
-        lines.append(f"* Embeddings may be cut to {', '.join(map(str, sizes))} components.")
-    if validation := settings.get("validation"):
-        figures = ", ".join(
-            f"{key.removeprefix('val_')} {value:.4g}"
-            for key, value in validation.items()
-            if isinstance(value, float)
-        )
-        lines += ["", "## Validation", "", f"On {Path(str(validation['path'])).name}: {figures}."]
-    return "\n".join(lines) + "\n"
+    return jinja2.Template(CARD, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True).render(
+        settings,
+        name=name,
+        path=path,
+        licence=licence,
+        base=base,
+        base_on_hub=bool(base) and base.count("/") == 1 and not Path(base).exists(),
+        base_name=base and Path(base).name,
+        default=(settings.get("instructions") or {}).get("default"),
+        range=least if least == most else f"{least} to {most}",
+        measured=Path(str(validation.get("path"))).name if validation else None,
+        figures=figures,
+    )
+
+
+CARD = """\
+---
+{% if base_on_hub %}
+base_model: {{ base }}
+{% endif %}
+library_name: sentence-transformers
+pipeline_tag: image-text-to-text
+{% if base_on_hub and licence is none %}
+license: other
+license_name: as-base-model
+license_link: https://huggingface.co/{{ base }}
+{% endif %}
+{% if licence is not none %}
+license: {{ licence }}
+{% endif %}
+tags:
+- rge
+- sentence-transformers
+- multimodal-retrieval
+- reasoning
+- feature-extraction
+---
+
+# {{ name }}
+
+{% if reasons != "none" %}
+A reasoning-guided multimodal embedder ([RGE](https://arxiv.org/abs/2511.16150)). Asked with pictures, text or both,
+it writes a short rationale, ends it with `<emb>`, and its state at that token is the embedding.
+{% else %}
+A multimodal embedder, trained without rationales, the baseline of reasoning-guided ones. Asked with pictures or text,
+its state at `<emb>`, right after the prompt, is the embedding.
+{% endif %}
+
+## Use
+
+```python
+from rge import Embedder
+
+embedder = Embedder.from_pretrained("{{ path }}")
+query = embedder.encode_query("What do you need to open this?", images="padlock.png")
+scores = embedder.similarity(query, embedder.encode_document(images=["key.png", "nail.png"]))
+```
+
+With sentence-transformers: `SentenceTransformer("{{ path }}", trust_remote_code=True)`, then `encode_query` and \
+`encode_document` (the package `rge` must be installed; the flag lets sentence-transformers use it).
+
+## Training
+
+* Base model: {% if not base %}none, built from nothing{% else %}{{ base if base_on_hub else base_name }}. Its licence holds for \
+these weights too{% endif %}.
+* Stage `{{ stage }}` of recipe `{{ recipe.get("recipe", "unknown") }}`, {{ step }} steps.
+* Training data: {{ (training_data or ["not recorded"]) | join(", ") }}.
+* Instruction of most training queries: {{ default.__repr__() if default else "none" }}. `encode_query` puts it before a \
+question unless told otherwise.
+* Pictures of {{ range }} pixels, prompts of at most {{ "{:,}".format(max_prompt_tokens) }} tokens, rationales of at most \
+{{ generation.max_new_tokens }}.
+{% if dimensions %}
+* Embeddings may be cut to {{ dimensions | join(", ") }} components.
+{% endif %}
+{% if measured is not none %}
+
+## Validation
+
+On {{ measured }}: {{ figures | join(", ") }}.
+{% endif %}
+"""
 
 
 def renamed_card(card: str, name: str) -> str:

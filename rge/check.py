@@ -135,14 +135,7 @@ class Wanted:
 def examine(
     recipe: Recipe, accelerator: Accelerator, *, with_launch: bool = True, decode: bool = False
 ) -> tuple[list[str], Checked]:
-    """All problems of a run, and what it can use if there are none.
-
-    Args:
-        recipe: of the run.
-        accelerator: its processes.
-        with_launch: also check that they are what the recipe asks for.
-        decode: decode every picture.
-    """
+    """All problems of a run, and what it can use if there are none; `decode` decodes every picture."""
     run = Preflight(recipe, accelerator)
     if with_launch:
         run.attempt(launch.check_launch, accelerator, recipe.train, recipe.optim.name)

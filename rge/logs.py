@@ -85,14 +85,6 @@ class Logs:
 
     After a resume, lines of steps that will be run again are dropped first, so that the file never holds a step
     twice.
-
-    Args:
-        accelerator: knows the main process and the trackers.
-        folder: where `metrics.jsonl` goes.
-        stage: name written into every line.
-        first_step: step this run starts at.
-        num_steps: steps of the stage, for the bar.
-        log_every: steps between lines.
     """
 
     def __init__(

@@ -66,11 +66,6 @@ def make_validation(
 class Validation:
     """Held-out records of one stage.
 
-    Args:
-        collator: makes batches of the held-out file, its only source, without augmentation.
-        objective: what the stage minimises.
-        recipe: of the run.
-
     Raises:
         RecordError: fewer records than processes.
     """

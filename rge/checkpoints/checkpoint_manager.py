@@ -88,20 +88,7 @@ def divergence_explained(name: str, folder: Path) -> Iterator[None]:
 
 
 class CheckpointManager:
-    """Saves, validates and stops one stage's training; every process calls every method.
-
-    Args:
-        recipe: of the run.
-        name: the stage's.
-        folder: the stage's; holds ``state``, ``best`` and ``final``.
-        num_steps: of the stage.
-        validation: held-out records, or None.
-        embedder: unwrapped.
-        model: the wrapped embedder.
-        optimizer: as prepared.
-        accelerator: of the run.
-        identity: what the stage depends on, see `rge.checkpoints.resume.stage_identity`.
-    """
+    """Saves, validates and stops one stage's training; every process calls every method."""
 
     def __init__(
         self,

@@ -41,9 +41,6 @@ SENTENCE_TRANSFORMERS = {
 def training_data(sources: Sequence[SourceConfig]) -> dict[str, Any]:
     """What queries were asked with, and which files they came from.
 
-    Args:
-        sources: of the stage.
-
     Returns:
         ``instructions``: ``default``, the most frequent one of training, weighted as training was (None where most
         queries had none); ``known``, all that were seen; ``by_task``, the most frequent one by task: a record's
@@ -109,11 +106,6 @@ def model_card(settings: dict[str, Any], name: str, licence: str | None = None) 
 
     Its examples load a path that begins with ``./``: a name such as ``a/b`` is a hub id that anybody may register, and
     `trust_remote_code` stands beside it.
-
-    Args:
-        settings: content of its ``rge.json``.
-        name: of the checkpoint.
-        licence: identifier of the weights' licence on the hub; None: unknown, or that of the base model.
     """
     path = f"./{name.rsplit('/', 1)[-1]}"
     base = (settings["recipe"].get("model") or {}).get("path")

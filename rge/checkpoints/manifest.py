@@ -48,9 +48,7 @@ def read_done(folder: Path) -> dict[str, Any] | None:
 def damage(folder: Path, *, contents: bool = True) -> str | None:
     """What is wrong with a folder that has a ``done.json``, or None: files that are missing, cut short or changed.
 
-    Args:
-        folder: a state or a checkpoint.
-        contents: read the files and compare checksums; without, only sizes.
+    Without `contents` only sizes are compared, not checksums.
     """
     try:
         files = json.loads((folder / DONE).read_text())["files"]
@@ -80,12 +78,7 @@ def discard(folder: Path) -> None:
 
 
 def flush(path: Path, *, evict: bool = False) -> None:
-    """Wait until a file's content, or a folder's list of names, is on the disk.
-
-    Args:
-        path: of the file or folder.
-        evict: also drop it from the page cache, so that it is read from the disk next.
-    """
+    """Wait until a file's content, or a folder's list of names, is on the disk; `evict` drops it from the page cache."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

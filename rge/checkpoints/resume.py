@@ -79,16 +79,7 @@ def stage_identity(
     commit: str | None,
     accelerator: Accelerator,
 ) -> Identity:
-    """What a stage's result depends on beside the recipe; all processes call it, and the main one looks.
-
-    Args:
-        recipe: of the run.
-        name: the stage's.
-        records: every source, by its key.
-        start: checkpoint or model that the stage starts from.
-        commit: of a model on the hub.
-        accelerator: of the run.
-    """
+    """What a stage's result depends on beside the recipe; all processes call it, and the main one looks."""
     found = None
     if accelerator.is_main_process:
         folder = Path(start)
@@ -126,11 +117,6 @@ def check_records(folder: Path, recipe: Recipe, name: str, records: Mapping[str,
 
 def check_same_run(found: Mapping[str, Any], now: Identity, path: Path) -> list[str]:
     """Refuse to go on with other records or from another start.
-
-    Args:
-        found: content of the state's ``done.json``.
-        now: see `stage_identity`.
-        path: the state.
 
     Returns:
         What else has changed, in words: code, versions, machine.

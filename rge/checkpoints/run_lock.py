@@ -32,9 +32,6 @@ def held(folder: Path) -> Iterator[None]:
     Not for a second call in the process that is inside already: a process does not lock itself out, and whoever leaves
     first gives the lock free.
 
-    Args:
-        folder: of the run; made if it is not there.
-
     Raises:
         InUseError: another process is inside; names it, its machine and since when.
         OSError: the folder cannot be written to.

@@ -34,16 +34,7 @@ REGISTERED = "registered.bin"
 
 
 class States:
-    """The training states of one stage.
-
-    Args:
-        accelerator: of the run.
-        embedder: unwrapped; its trained parameters and buffers are saved.
-        optimizer: as `Accelerator.prepare` returned it.
-        folder: the stage's ``state`` folder.
-        keep_last: states kept.
-        background: write while training goes on. Sharded back ends never do.
-    """
+    """The training states of one stage."""
 
     def __init__(
         self,

@@ -70,12 +70,7 @@ def _is_closed_pipe(stream: TextIO) -> bool:
 
 
 def progress_bar(items: Iterable[T] | None = None, **options: Any) -> "tqdm[T]":
-    """A progress bar: of `tqdm`, with its options. Where it goes to a file, a line every `LINE_S` seconds and one at the end.
-
-    Args:
-        items: to go through, or None.
-        options: such as ``total``, ``desc`` and ``disable``.
-    """
+    """A progress bar: of `tqdm`, with its options. Where it goes to a file, a line every `LINE_S` seconds and one at the end."""
     if not sys.stderr.isatty():
         options = {
             "file": _Lines(sys.stderr),

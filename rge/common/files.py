@@ -125,10 +125,6 @@ def replacing_folder(path: str | Path, *, overwrite: bool) -> Iterator[Path]:
     Only a folder that was written by this function is replaced, and only as long as it holds nothing else. Two renames put
     the new one into its place; after a kill between them the next call puts the old one back.
 
-    Args:
-        path: of the folder.
-        overwrite: replace one that is there.
-
     Yields:
         Where to write, beside `path`.
 
@@ -195,9 +191,6 @@ def find_shipped(path: str | Path) -> Path:
 
     A path is relative to the working folder. One that is not there and begins with ``recipes/`` or ``data_prep/`` is
     looked for among the files that came with the package, so that the demo can be run from any folder.
-
-    Args:
-        path: as it was written.
 
     Returns:
         A path that exists, else `path` as it was.

@@ -29,14 +29,6 @@ def set_fingerprint(
     Pictures and texts are not part of it: a re-encoded picture is still the same set. (The embedding cache of
     ``eval`` hashes them on its own account.)
 
-    Args:
-        query_ids: every query id.
-        corpus_ids: every candidate id of the shared pool.
-        qrels: (query id, candidate id, gain); the gain is an integer.
-        negatives: explicit negatives.
-        excluded: pairs removed from a query's ranking.
-        candidates: per-query candidate lists.
-
     Returns:
         64 lower-case hexadecimal digits (sha256).
 

@@ -90,11 +90,7 @@ class PictureIndex:
         self.asked: set[str] = set()
 
     def fault(self, ref: str) -> str | None:
-        """Why a picture cannot be there, or None.
-
-        Args:
-            ref: the path of a picture file, or ``library.parquet#row-id``.
-        """
+        """Why a picture cannot be there, or None."""
         path, mark, row = ref.partition(".parquet#")
         folder, name = (path + ".parquet", row) if mark else os.path.split(ref)
         self.asked.add(folder)
@@ -109,11 +105,7 @@ class PictureIndex:
 
 
 def is_there(ref: str) -> bool:
-    """Whether a picture is there, by one look: for a few of many, where `PictureIndex` would list their whole folders.
-
-    Args:
-        ref: the path of a picture file, or ``library.parquet#row-id``.
-    """
+    """Whether one picture exists, without listing its whole folder as `PictureIndex` does."""
     path, mark, row = ref.partition(".parquet#")
     if not mark:
         return os.path.isfile(ref)

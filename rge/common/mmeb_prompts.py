@@ -194,13 +194,7 @@ RGE_VALUES: dict[str, dict[str, str]] = {
 
 
 def reword(name: str, text: str, side: str) -> str:
-    """A text of MMEB in RGE's words: whole values first, then the replacement, then the prefix.
-
-    Args:
-        name: of the set.
-        text: without the picture's placeholder.
-        side: query or candidate.
-    """
+    """A text of MMEB in RGE's words: whole values first, then the replacement, then the prefix."""
     if side == "query":
         old, new = RGE_QUERY[name]
         return text.replace(old, new)
@@ -216,12 +210,7 @@ def set_of(source: str) -> str | None:
 
 
 def content(name: str, text: str | None) -> str | None:
-    """What a candidate's text says, without the words of either wording around it; None where it is nothing but wording.
-
-    Args:
-        name: of the set.
-        text: of a candidate, as released or as of `reword`.
-    """
+    """What a candidate's text says, without the words of either wording around it; None where it is nothing but wording."""
     text = text or ""
     for bare, worded in RGE_VALUES.get(name, {}).items():
         if text == worded:
@@ -244,10 +233,6 @@ def canonical(name: str) -> str:
 
 def split_instruction(name: str, text: str) -> tuple[str | None, str]:
     """A query's text as instruction and rest, so that ``f"{instruction} {rest}"`` is the text again.
-
-    Args:
-        name: of the set.
-        text: without the picture's placeholder.
 
     Returns:
         (None, text) where the text does not start with the set's wording, or goes on in another way than with a colon

@@ -306,10 +306,6 @@ def nested(key: str, value: Any) -> dict[str, Any]:
 def build(schema: type[T], layers: Sequence[tuple[str, dict[str, Any]]]) -> T:
     """Lay trees of values over one another and check the result.
 
-    Args:
-        schema: a dataclass.
-        layers: (where it comes from, for messages; values). A later one wins; mappings are merged, lists are replaced.
-
     Raises:
         UserError: everything that is wrong, a line each.
     """
@@ -402,13 +398,7 @@ def offer_help(schema: type, words: Sequence[str], command: str = "") -> None:
 
 
 def help_text(schema: type, command: str = "", under: Sequence[str] = ()) -> str:
-    """What a command does, and every key with its default, type and meaning.
-
-    Args:
-        schema: a dataclass.
-        command: what is typed before the words.
-        under: only keys at or below these.
-    """
+    """What a command does, and every key with its default, type and meaning."""
     chosen = [
         key for key in keys(schema)
         if not under or any(key.name == one or key.name.startswith((f"{one}.", f"{one}[")) for one in under)

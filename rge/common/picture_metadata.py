@@ -24,9 +24,6 @@ _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 def without_metadata(data: bytes) -> bytes:
     """The same picture without anything but its pixels, turned upright if its EXIF says so.
 
-    Args:
-        data: an encoded picture of any format that `rge.common.images.load_image` reads.
-
     Returns:
         A JPEG, PNG or WebP whose decoded pixels are equal; equal bytes where there was nothing to remove. Where pixels had to be
         turned: a PNG or lossless WebP of equal pixels, or a JPEG of quality `JPEG_QUALITY`. Pictures of other formats

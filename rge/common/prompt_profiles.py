@@ -37,12 +37,7 @@ PROFILES: Registry[Profile] = Registry("prompt profile", "rge.prompt_profiles")
 
 
 def register_profile(name: str, profile: Profile) -> Profile:
-    """Let recipes and evaluations name a wording.
-
-    Args:
-        name: for ``data.profile`` and ``prompts=``.
-        profile: the wording.
-    """
+    """Let recipes and evaluations name a wording."""
     return PROFILES.add(name, profile)
 
 

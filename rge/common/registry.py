@@ -112,9 +112,6 @@ class PluginOptions:
 def load_plugins(modules: Sequence[str]) -> None:
     """Import modules that register something; the current folder counts as installed.
 
-    Args:
-        modules: names such as ``my_package.benchmarks``, as ``import`` takes them.
-
     Raises:
         UserError: there is no such module, with where it was looked for.
     """

@@ -17,12 +17,7 @@ BACKGROUND = [255, 255, 255]
 
 
 def augment_drawing(image: Image.Image, seed: int) -> Image.Image:
-    """Move, turn, scale, mirror and recolour a drawing on a white ground, keeping its size.
-
-    Args:
-        image: RGB.
-        seed: everything random here comes from it.
-    """
+    """Move, turn, scale, mirror and recolour a drawing on a white ground, keeping its size."""
     chance = random.Random(seed)
     if chance.random() < 0.5:
         image = ImageOps.mirror(image)
@@ -48,11 +43,7 @@ AUGMENTATIONS: Registry[Augmentation] = Registry("augmentation", "rge.augmentati
 
 
 def register_augmentation(name: str) -> Callable[[Augmentation], Augmentation]:
-    """Decorator: ``data.augment=NAME`` sends every picture of training through the function.
-
-    Args:
-        name: for ``data.augment``.
-    """
+    """Decorator: ``data.augment=NAME`` sends every picture of training through the function."""
     return lambda augmentation: AUGMENTATIONS.add(name, augmentation)
 
 

@@ -64,10 +64,6 @@ class BadRecords:
     def after_step(self, step: int, batch: Batch) -> dict[str, float]:
         """Take note of what the step's batch left out; every process calls it.
 
-        Args:
-            step: number of finished steps.
-            batch: this rank's share.
-
         Returns:
             ``bad_records``: how many different ones there have been; nothing with ``on_bad=stop``.
 

@@ -99,12 +99,7 @@ def flatten(batch: Batch) -> tuple[dict[str, Any], Tensor]:
 
 
 def unflatten(head: dict[str, Any], pixels: Tensor) -> Batch:
-    """The batch again; its prompts' tensors are views.
-
-    Args:
-        head: from `flatten`.
-        pixels: likewise, on any device; token ids and grids stay on the CPU, where lengths are read off them.
-    """
+    """The batch again; its prompts' tensors are views."""
     rest = dict(head)
     num_queries, names, sizes = rest.pop("num_queries"), rest.pop("names"), rest.pop("sizes")
     num_tokens, num_patches, num_pictures = zip(*sizes, strict=True)
@@ -172,10 +167,6 @@ class Collator:
 
     def collate(self, draws: Sequence[Draw], drawn: Collection[Draw] = ()) -> Batch:
         """The batch of these draws.
-
-        Args:
-            draws: of this rank.
-            drawn: of all ranks, so that none of them takes a bad record's place as well; nothing stands for `draws`.
 
         Raises:
             RecordError: a record cannot become a prompt and ``data.on_bad=stop``, or too many in a row cannot; names it.

@@ -78,14 +78,7 @@ class Layout:
 
 
 def lay_out(file: Records, builder: PromptBuilder, *, need_oracle: bool, need_candidates: bool) -> Layout:
-    """Lay out every record of a source whose length is known.
-
-    Args:
-        file: the source.
-        builder: makes the prompts.
-        need_oracle: whether rationales are read.
-        need_candidates: whether targets are.
-    """
+    """Lay out every record of a source whose length is known."""
     _Shared.set(file, builder, need_oracle, need_candidates)
     rows, numbers = array("q"), array("q")
     faults: dict[int, str] = {}

@@ -26,11 +26,7 @@ SHARDS = 256
 
 
 def register_data_source(name: str) -> Callable[[DataSource], DataSource]:
-    """Decorator: ``{type: NAME, options: {...}}`` as a source reads what the function returns.
-
-    Args:
-        name: for ``type``.
-    """
+    """Decorator: ``{type: NAME, options: {...}}`` as a source reads what the function returns."""
     return lambda source: DATA_SOURCES.add(name, source)
 
 

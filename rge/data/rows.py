@@ -56,12 +56,7 @@ class Rows(Protocol):
 
 
 class ArrowRows:
-    """A data set of the library `datasets`, as rows.
-
-    Args:
-        dataset: a ``datasets.Dataset``.
-        columns: that are read.
-    """
+    """A data set of the library `datasets`, as rows."""
 
     def __init__(self, dataset: Any, columns: Sequence[str]):
         self._dataset = dataset.select_columns(list(columns)).with_format("arrow")
@@ -177,10 +172,6 @@ class Columns:
 
     def record(self, row: Mapping[str, Any], number: int | str) -> dict[str, Any]:
         """A row as the fields of a record.
-
-        Args:
-            row: values by column.
-            number: of the row, for an id where it has none of its own.
 
         Returns:
             What `Record` is made of, ids, group, source and split filled in where the data set has none.

@@ -110,13 +110,7 @@ class Stream(_Endless):
 
 
 class Reader(_Endless):
-    """A reader's records by number, which are asked for in ascending order.
-
-    Args:
-        stream: what is read.
-        number: of this reader.
-        of: how many there are.
-    """
+    """A reader's records by number, which are asked for in ascending order."""
 
     def __init__(self, stream: Stream, number: int, of: int):
         self.stream, self.name, self.bad = stream, stream.name, []

@@ -37,15 +37,11 @@ def gather_sizes(num_rows: int, device: torch.device) -> list[int]:
 
 
 def gather_rows(rows_ND: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Rows of all ranks, in rank order, with gradient: (C, D).
+    """Rows of all ranks, in rank order, with gradient: (C, D); ranks may differ in number of rows (`gather_sizes`).
 
     A rank's gradient is the sum of what all ranks' losses send back to its rows. Together with a loss over *local*
     queries divided by the global count and multiplied by the world size, the mean that DDP takes is exactly the
     single-process gradient.
-
-    Args:
-        rows_ND: this rank's rows; ranks may differ in number.
-        sizes: from `gather_sizes`.
     """
     if not _initialized():
         return rows_ND
@@ -249,10 +245,6 @@ def whole_model(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
     that way gathers the model once a token, and hangs as soon as one process writes a token more than another. Here
     all of it is gathered once, in the same order everywhere; inside, the hooks are off, so nothing is sent at all and
     processes may differ in the number, length and kind of their forwards. A process holds the whole model meanwhile.
-
-    Args:
-        accelerator: knows the back end.
-        model: as `prepare` returned it.
     """
     import torch.distributed.fsdp
 
@@ -322,14 +314,7 @@ def no_sync(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
 def optimizer_step(
     accelerator: Accelerator, model: nn.Module, optimizer, max_grad_norm: float, source: str = "this step"
 ) -> float:
-    """Clip, step, and clear the gradients.
-
-    Args:
-        accelerator: knows the back end.
-        model: as `prepare` returned it, like the next.
-        optimizer: steps once.
-        max_grad_norm: 0 clips nothing.
-        source: where the gradient comes from, for the error: the step and its records.
+    """Clip (0 clips nothing), step, and clear the gradients; `source` names the step and its records in errors.
 
     Returns:
         The gradient's global norm before clipping.

@@ -45,9 +45,6 @@ class EndOfAll(SystemExit):
 def watch_other_ranks(silence_s: float = SILENCE_S) -> Iterator[None]:
     """While inside, end with the others: a failing process says why, and none waits for one that is gone.
 
-    Args:
-        silence_s: after how many seconds without a sign of life a process counts as dead.
-
     Raises:
         RankError: another process failed, and this one only noticed, e.g. because a connection broke.
     """

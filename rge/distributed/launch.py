@@ -68,10 +68,6 @@ class BackEnd:
 def make_accelerator(train: TrainConfig, dtype: str = "float32") -> Accelerator:
     """The process group, the back end and its precision.
 
-    Args:
-        train: the recipe's.
-        dtype: what is computed in (``model.dtype``).
-
     Raises:
         LaunchError: the launch asks for another precision, or divides gradients; names both and a launch that has the
             recipe's. `check_launch` looks at the rest.
@@ -122,11 +118,6 @@ def make_accelerator(train: TrainConfig, dtype: str = "float32") -> Accelerator:
 
 def check_launch(accelerator: Accelerator, train: TrainConfig, optimizer: str = "adamw") -> None:
     """Compare what runs with what the launcher and the recipe asked for.
-
-    Args:
-        accelerator: what runs.
-        train: the recipe's.
-        optimizer: the recipe's.
 
     Raises:
         LaunchError: names what runs, what was asked, and a launch that works.
@@ -201,11 +192,6 @@ def check_resume(saved: dict[str, Any] | None, accelerator: Accelerator, path: o
 
     One process and DDP write the same files, which any number of processes loads; FSDP2's shards are dealt out anew
     for any number of processes. DeepSpeed's are tied to its stage and to the number of processes.
-
-    Args:
-        saved: what `describe` gave when the state was written; None for states that do not say.
-        accelerator: what runs now.
-        path: the state, for the message.
 
     Raises:
         LaunchError: names both launches and the fix.
@@ -292,11 +278,6 @@ def _check_deepspeed(settings: dict[str, Any], path: str | None) -> None:
 
 def _deepspeed(path: str | None, train: TrainConfig, dtype: str) -> DeepSpeedPlugin:
     """ZeRO as the launch config, or else the recipe, asks for it.
-
-    Args:
-        path: DeepSpeed's own settings, a JSON file; None where the launch config has them.
-        train: the recipe's.
-        dtype: what is computed in.
 
     Raises:
         LaunchError: settings that cannot be read, that do not keep to the recipe's precision, or that divide gradients.

@@ -211,12 +211,7 @@ def _end(workers: list[_Worker]) -> None:
 
 
 def serve(handle: int, parent: int) -> None:
-    """Run a worker: call `make`, then do jobs until the process that asks for them is gone.
-
-    Args:
-        handle: file descriptor of the socket to the process that started this one.
-        parent: id of that process.
-    """
+    """Run a worker: call `make`, then do jobs until the process that asks for them is gone."""
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     connection = Connection(handle)
     with contextlib.suppress(EOFError, OSError):

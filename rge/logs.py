@@ -13,7 +13,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType
 
 from rge.common.commands import progress_bar
-from rge.common.files import write_text
+from rge.common.files import read_json_lines, write_text
 from rge.common.options import nearest
 from rge.config import LogConfig, Recipe, RecipeError, flat, to_dict
 
@@ -114,7 +114,9 @@ class Logs:
         if accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / "metrics.jsonl"
-            kept = [line for line in _lines(path) if line["step"] <= first_step] if first_step else []
+            kept = (
+                [line for line in read_json_lines(path) if line["step"] <= first_step] if first_step else []
+            )
             self._offset_s = kept[-1]["elapsed_s"] if kept else 0.0
             write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
             self._file = path.open("a")
@@ -170,15 +172,3 @@ class Logs:
             )
         if self._file is not None:
             self._file.close()
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    found = []
-    for text in path.read_text().splitlines():
-        try:
-            found.append(json.loads(text))
-        except json.JSONDecodeError:
-            break  # a line cut by a kill, the last one
-    return found

@@ -1,7 +1,7 @@
 """What is kept of a stage while it trains: states to resume from, the best checkpoints so far, the final one.
 
-Also where a cluster's SIGTERM and a user's Ctrl-C are heard. They ask for an end: the step is finished, a state is
-saved, and the process exits with 143 or 130.
+A cluster's SIGTERM and a user's Ctrl-C are handled here too: the step is finished, a state is saved, and the process exits
+with 143 or 130.
 """
 
 import json
@@ -22,7 +22,7 @@ from rge.checkpoints.description import training_data
 from rge.checkpoints.export import RGE_JSON, CheckpointError, export, settings_of
 from rge.checkpoints.manifest import damage, discard
 from rge.checkpoints.resume import check_same_recipe, check_same_run
-from rge.checkpoints.training_state import States, complete_states
+from rge.checkpoints.training_state import States, complete_states, step_name
 from rge.common.errors import SIGNALLED, UserError
 from rge.config import Recipe, to_dict
 from rge.distributed import collectives as dist
@@ -41,10 +41,7 @@ _asked_to_stop: dict[signal.Signals, float] = {}
 
 
 def stop_after_this_step_at_signals() -> None:
-    """From now on SIGTERM and SIGINT are remembered instead of obeyed at once; `CheckpointManager.after_step` acts on them.
-
-    A second SIGINT ends the process at once.
-    """
+    """From now on SIGTERM and SIGINT take effect in `CheckpointManager.after_step`; a second SIGINT ends the process."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _remember)
@@ -137,9 +134,7 @@ class CheckpointManager:
         found = self.states.latest()
         if found is None:
             return 0
-        path, done = (
-            found  # the newest that is intact, which need not be the newest that was checked at the start
-        )
+        path, done = found  # the newest intact one, which need not be the one checked in pre-flight
         rounding = check_same_recipe(done["recipe"], self.recipe, self.name, path)
         launch.check_resume(done.get("launch"), self.accelerator, path)
         rounding += check_same_run(done, self.identity, path)
@@ -217,7 +212,7 @@ class CheckpointManager:
         try:
             self.states.close()
         except CheckpointError as error:
-            # The disk may still hold the checkpoint, which is smaller; then nobody needs the state.
+            # The checkpoint is smaller and may still fit on the disk; the state is not needed then.
             self.accelerator.print(f"{self.name}: warning: {error}")
         self._export(self.folder / "final", self.num_steps, self._validated)  # the last step is measured
         self.accelerator.free_memory()
@@ -242,10 +237,10 @@ class CheckpointManager:
         ranked = sorted([*others, (figures[self.metric], step)], key=self._rank)
         if (figures[self.metric], step) not in ranked[:keep]:
             return
-        self._export(self.folder / "best" / _name(step), step, self._validated)
+        self._export(self.folder / "best" / step_name(step), step, self._validated)
         if self.accelerator.is_main_process:
             for _, old in ranked[keep:]:
-                discard(self.folder / "best" / _name(old))
+                discard(self.folder / "best" / step_name(old))
 
     def _kept(self) -> list[tuple[float, int]]:
         """Value and step of every checkpoint in ``best``."""
@@ -288,7 +283,3 @@ class CheckpointManager:
                 weights = merged_weights(self.embedder.model, weights)
             export(self.embedder, path, settings, weights)
         self.accelerator.wait_for_everyone()
-
-
-def _name(step: int) -> str:
-    return f"step_{step:08d}"

@@ -29,8 +29,7 @@ class InUseError(UserError):
 def held(folder: Path) -> Iterator[None]:
     """While inside, no other process gets in.
 
-    Not for a second call in the process that is inside already: a process does not lock itself out, and whoever leaves
-    first gives the lock free.
+    Not reentrant: a process does not lock itself out, and the first to leave frees the lock.
 
     Raises:
         InUseError: another process is inside; names it, its machine and since when.

@@ -65,7 +65,7 @@ class States:
                 untouched and nothing partial is left.
         """
         self.wait()
-        temporary, final = self.folder / f"tmp_{_name(step)}", self.folder / _name(step)
+        temporary, final = self.folder / f"tmp_{step_name(step)}", self.folder / step_name(step)
         if dist.is_sharded(self.accelerator):
             self._save_sharded(step, temporary, final, meta)
             return
@@ -245,7 +245,8 @@ def trained_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return found | {name: value for name, value in module.named_buffers() if name in kept}
 
 
-def _name(step: int) -> str:
+def step_name(step: int) -> str:
+    """Name of the folder of a state or checkpoint."""
     return f"step_{step:08d}"
 
 

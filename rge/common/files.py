@@ -8,7 +8,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +184,18 @@ def read_json(path: str | Path) -> Any | None:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Objects of a file of JSON lines that processes append to; none where there is no file.
+
+    Lines that are not JSON are left out: a kill cut them off.
+    """
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        with suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
 
 
 def find_shipped(path: str | Path) -> Path:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from rge.common.files import read_json_lines, write_text
 from rge.config import DataConfig
 from rge.data.collate import Batch
 from rge.data.sources import BadRecord, Mixture, RecordError, Records
@@ -53,7 +54,7 @@ class BadRecords:
         self.found: dict[tuple[str, int | str], dict[str, Any]] = {}
         if not self.skips:
             return
-        known = dist.from_main(_lines(self.path) if dist.rank() == 0 else None)
+        known = dist.from_main(read_json_lines(self.path) if dist.rank() == 0 else None)
         self._add(0, [bad for file in files for bad in file.bad])
         for line in known:
             if 0 < line["step"] <= first_step:
@@ -102,11 +103,4 @@ class BadRecords:
     def _write(self) -> None:
         if dist.rank() or not (self.found or self.path.exists()):
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in self.found.values()))
-        temporary.replace(self.path)
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        write_text(self.path, "".join(json.dumps(line) + "\n" for line in self.found.values()))

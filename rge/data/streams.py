@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from rge.common.files import read_json_lines
 from rge.common.images import PictureIndex
 from rge.common.schema import Record
 from rge.config import RecordsConfig, SourceConfig
@@ -251,15 +252,6 @@ _SHARDS, _MIXED = 0x5A4D, 0x313D
 
 
 def _noted(notes: Path | None, key: str | None) -> dict[int, int]:
-    """Lengths of shards that were read to their end."""
-    found: dict[int, int] = {}
-    if notes is None or not notes.is_file():
-        return found
-    for line in notes.read_text(encoding="utf-8").splitlines():
-        try:
-            note = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # cut by a kill: that shard is read again
-        if note["stream"] == key:
-            found[note["shard"]] = note["rows"]
-    return found
+    """Lengths of shards that were read to their end; a shard whose note a kill cut off is read again."""
+    lines = read_json_lines(notes) if notes is not None else []
+    return {note["shard"]: note["rows"] for note in lines if note["stream"] == key}

@@ -189,9 +189,9 @@ def _check_streams(
 
 
 def check_start(recipe: Recipe) -> None:
-    """Refuse to pass by a finished stage: a stage by itself starts from `init`, else from the model.
+    """Refuse to ignore a finished stage: a stage that is run alone starts from `init`, else from the model.
 
-    One that has begun goes on as it began.
+    One that has begun continues as it began.
 
     Raises:
         CheckpointError: a stage before it is finished in the same folder, and there is no `init`.

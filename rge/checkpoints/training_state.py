@@ -103,7 +103,7 @@ class States:
     def close(self) -> None:
         """The stage is over: wait for its last state, and let go of what it registered with the accelerator.
 
-        A later stage's states must not hold it: a run that resumes there skips this stage, and nobody registers it again.
+        A later stage's states must not hold it: a run that resumes there skips this stage and does not register it again.
 
         Raises:
             CheckpointError: the last state could not be written.

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, written under another name and renamed; and those that come with the package."""
+"""Files that are written whole or not at all, by a rename; and those that come with the package."""
 
 import glob
 import json
@@ -43,11 +43,11 @@ class FileError(UserError, OSError):
 def replacing(path: str | Path, *, sync: bool = True) -> Iterator[Path]:
     """A path to write to, which takes the place of `path` when the block ends well, and is gone when it does not.
 
-    Whoever sees `path` sees a whole file: the old one or the new one, also after a kill or a power cut.
+    Readers of `path` see a whole file, the old one or the new one, also after a kill or a power cut.
 
     Args:
         path: of the file; its folder is made.
-        sync: wait for the disk. Without, a power cut may leave an empty file: for who writes many and calls `os.sync` once.
+        sync: wait for the disk. Without, a power cut may leave an empty file: for callers that write many files and call `os.sync` once.
 
     Yields:
         Where to write, in the same folder.
@@ -138,7 +138,7 @@ def replacing_folder(path: str | Path, *, overwrite: bool) -> Iterator[Path]:
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         if not overwrite:
             raise FileError(f"{path} already exists: give another, or overwrite=true")
-        _refuse_strangers(path)
+        _refuse_foreign_files(path)
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
     try:
@@ -158,7 +158,7 @@ def _files_below(folder: Path) -> set[str]:
     return {found.relative_to(folder).as_posix() for found in folder.rglob("*") if not found.is_dir()}
 
 
-def _refuse_strangers(path: Path) -> None:
+def _refuse_foreign_files(path: Path) -> None:
     try:
         owned = {OWNED, *json.loads((path / OWNED).read_text(encoding="utf-8"))}
     except (OSError, ValueError, TypeError):

@@ -82,7 +82,7 @@ class PictureIndex:
     One look a folder instead of one a picture: on a network disk that is minutes instead of hours.
 
     Attributes:
-        asked: folders and libraries that answers came from, until somebody clears it.
+        asked: folders and libraries that were consulted; callers may clear it.
     """
 
     def __init__(self) -> None:

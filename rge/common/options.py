@@ -87,7 +87,7 @@ MEANS = {
     "data": "set",
     "output_file": "out",
 }
-"""What other projects call a key, to what it is called here; only for hints, the last part of a dotted key."""
+"""Names of keys in other projects and here, for hints: the last part of a dotted key."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Take out of an encoded picture what is not picture: place, time, device, author and thumbnail of EXIF, comments, profiles.
 
 JPEG, PNG and WebP are rebuilt from the parts that a decoder needs to make the pixels, so that these stay as they are, bit
-for bit. What is not on that list is left out, also what nobody has heard of.
+for bit. Everything else is left out, known or not.
 """
 
 import io

@@ -20,7 +20,7 @@ T = TypeVar("T")
 OURS = ("rge", "eval", "data_prep")
 """Packages whose modules are imported by what needs them."""
 
-_strangers: dict[str, dict[str, bool]] = {}
+_plugins: dict[str, dict[str, bool]] = {}
 """Other modules that register something, in the order in which they were imported -> what they registered, such as
 ``metric rbp``, and whether that can change an embedding."""
 
@@ -92,7 +92,7 @@ class Registry(Generic[T]):
         for entry in importlib.metadata.entry_points(group=self.group):
             try:
                 entry.load()
-            except Exception as error:  # noqa: BLE001 - whatever a stranger's module raises
+            except Exception as error:  # noqa: BLE001 - a plugin may raise anything
                 self._complete = False
                 raise UserError(
                     f"entry point {entry.name} = {entry.value} of {self.group} cannot be loaded: "
@@ -121,7 +121,7 @@ def load_plugins(modules: Sequence[str]) -> None:
     for name in modules:
         try:
             importlib.import_module(name)
-            _strangers.setdefault(name, {})
+            _plugins.setdefault(name, {})
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise  # the module is there, and imports something that is not
@@ -133,7 +133,7 @@ def load_plugins(modules: Sequence[str]) -> None:
 
 def plugins_loaded() -> list[str]:
     """Modules that `load_plugins` imported, and others that have registered something: what another process must import."""
-    return list(_strangers)
+    return list(_plugins)
 
 
 def registered_by(module: str, *, figures: bool = True) -> list[str] | None:
@@ -143,7 +143,7 @@ def registered_by(module: str, *, figures: bool = True) -> list[str] | None:
         module: of `plugins_loaded`.
         figures: False gives None for a plugin that registered nothing but what decides figures.
     """
-    things = _strangers[module]
+    things = _plugins[module]
     return None if things and not figures and not any(things.values()) else list(things)
 
 
@@ -154,5 +154,5 @@ def _registering_module() -> dict[str, bool]:
         frame = frame.f_back
     # Behind what ours register stands the import itself.
     if getattr(sys.modules.get(name), "__spec__", None) and not name.startswith("importlib."):
-        return _strangers.setdefault(name, {})
+        return _plugins.setdefault(name, {})
     return {}

@@ -5,8 +5,8 @@ PyPI's torchvision links its native operators against CUDA. Beside ``torch+cpu``
 ``qwen_vl_utils`` and ``peft`` with it. Declaring the two schemas that are looked up at import time is enough: rge
 uses torchvision's pure-Python transforms only and never calls those operators.
 
-It is done when torchvision is first looked for, so that what needs no model (calls, data preparation, metrics) does not
-wait for torch: four seconds of processor time and 300 MB a process.
+It is done when torchvision is first looked for, so that code without a model (calls, data preparation, metrics) does not
+load torch: four seconds of processor time and 300 MB a process.
 
 ``import rge`` does it. A checkpoint has to load by plain transformers too, in a program that never heard of rge:
 ``python -m rge.common.torchvision_cpu``, which ``scripts/setup.sh`` calls, puts a hook into this interpreter's
@@ -79,7 +79,7 @@ def make_importable() -> bool:
 
     Returns:
         True if the schemas were declared by this call, False where nothing had to be done (a CUDA build of torch,
-        a torchvision that loads by itself, or a second call).
+        a torchvision that loads without help, or a second call).
     """
     global _library
     import torch

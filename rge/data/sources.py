@@ -37,7 +37,7 @@ MAX_REPORTED = 20
 
 
 class BrokenRecord(RecordError):
-    """A record that was drawn breaks the format; only of streams, which nobody has read through before."""
+    """A record that was drawn breaks the format; only of streams, which are not checked before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Records(ABC):
 
     Attributes:
         name: what messages call the source.
-        size: number of records; None where nobody knows it before the end.
+        size: number of records; None where it is not known before the end.
         bad: records that were left out because they break the format.
         content: what of the source decides which records there are, for `rge.identity.run_identity`: size and hash of what was read, how
             many records are used and left out.
@@ -80,7 +80,7 @@ class Records(ABC):
 
         Raises:
             RecordError: it is no longer what it was when the source was opened.
-            BrokenRecord: it breaks the format, and nobody could know that before.
+            BrokenRecord: it breaks the format, which is found only now.
         """
 
     @abstractmethod
@@ -213,7 +213,7 @@ class RecordFile(Records):
     Args:
         path: the file.
         need_rationale: every positive must have an oracle rationale.
-        pictures: looks whether each picture is there; None leaves that to whoever opens them.
+        pictures: checks that each picture exists; None leaves that to later.
         progress: show a progress bar while checking.
         on_bad: ``stop`` raises if records break the format; ``skip`` leaves them out.
 
@@ -466,7 +466,7 @@ def faults_of(
         record: with picture references as they are written.
         need_rationale: every positive must have an oracle rationale.
         folder: that references are relative to.
-        pictures: looks whether each picture is there; None leaves that to whoever opens them.
+        pictures: checks that each picture exists; None leaves that to later.
     """
     found = []
     if need_rationale:

@@ -5,8 +5,8 @@ A recipe names what it needs: what is shared out at the least (``train.back_end`
 launch that names no back end, such as plain ``accelerate launch rge/train.py recipe=...`` or torchrun, gets the
 recipe's. A launch config that names one is left as it is where it gives what is needed.
 
-Several launches start one process, let each of several believe that it is alone, or run another back end than the
-one named, without a word. Training would go on, with a fraction of the batch or of the memory.
+Some launches silently start one process, leave each of several processes alone, or run another back end than the one named.
+Training would continue with a fraction of the batch or of the memory.
 """
 
 import json
@@ -217,11 +217,11 @@ def _check_precision(dtype: str) -> None:
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if asked == "no" or (asked, dtype) == ("bf16", "bfloat16"):
         return
-    mends = f"launch with it off: accelerate launch --mixed_precision no {_script()}"
+    fixes = f"launch with it off: accelerate launch --mixed_precision no {_script()}"
     if asked == "bf16":
-        mends += ", or set model.dtype=bfloat16"
+        fixes += ", or set model.dtype=bfloat16"
     raise LaunchError(
-        f"the launch asks for mixed_precision {asked}, but the recipe computes in {dtype} (model.dtype); {mends}"
+        f"the launch asks for mixed_precision {asked}, but the recipe computes in {dtype} (model.dtype); {fixes}"
     )
 
 

@@ -25,7 +25,7 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def _no_plugins_of_other_tests(monkeypatch):
     """A test's plugins are gone with its folder; processes that another test starts must not import them."""
-    monkeypatch.setattr(registry, "_strangers", {})
+    monkeypatch.setattr(registry, "_plugins", {})
 
 
 @pytest.fixture(scope="session")

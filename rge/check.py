@@ -5,8 +5,8 @@
 
 Training runs the same checks first. They cover all stages, so that a wrong path of the joint stage is not found hours later,
 when the cold start is over. Every record is laid out as in training, from the headers of its pictures; ``pictures=true``
-decodes every picture once, on all cores. Each room checks its own part (`problems`); this file calls them. Every process
-exits with 2 if there is a problem.
+decodes every picture once, on all cores. Each room checks its own part (`problems`); this file calls them. The exit code is 2
+if there is a problem.
 """
 
 import os
@@ -67,22 +67,19 @@ class Checked:
 def main(arguments: list[str]) -> int:
     """Check a recipe; 2 if anything is wrong."""
     recipe = load_options(CheckOptions, arguments, command="rge check recipe=NAME")
-    machine.raise_descriptor_limit()
     accelerator = launch.make_accelerator(recipe.train, recipe.model.dtype)
+    if not accelerator.is_main_process:
+        return 0  # without waiting for the main process, which may take long
+    machine.raise_descriptor_limit()
     launched = "WORLD_SIZE" in os.environ
-    problems: list[str] = []
-    if accelerator.is_main_process:
-        problems, found = examine(recipe, accelerator, with_launch=launched, decode=recipe.pictures)
-        if not problems and found.stages:
-            with ExitStack() as kept:
-                _attempt(problems, kept.enter_context, held(Path(recipe.out)))
-        if problems:
-            print(_report(problems), file=sys.stderr)  # noqa: T201
-        else:
-            print("\n".join([*found.summary, "all checks passed"]))  # noqa: T201
-        if not launched:
-            print("launch not checked; run under `accelerate launch` instead of `python` to check it")  # noqa: T201
-    # Only the main process knows: the others do not wait for its checks, which may take long.
+    with ExitStack() as kept:
+        problems, found = _examined(kept, recipe, accelerator, with_launch=launched, decode=recipe.pictures)
+    if problems:
+        print(_report(problems), file=sys.stderr)  # noqa: T201
+    else:
+        print("\n".join([*found.summary, "all checks passed"]))  # noqa: T201
+    if not launched:
+        print("launch not checked; run under `accelerate launch` instead of `python` to check it")  # noqa: T201
     return USER if problems else 0
 
 
@@ -100,9 +97,7 @@ def checked(recipe: Recipe, accelerator: Accelerator) -> Iterator[Checked]:
         problems: list[str] = []
         found = None
         if accelerator.is_main_process:
-            problems, found = examine(recipe, accelerator)
-            if not problems and found.stages:
-                _attempt(problems, kept.enter_context, held(Path(recipe.out)))
+            problems, found = _examined(kept, recipe, accelerator)
             if not problems:
                 print("\n".join(found.summary), flush=True)  # noqa: T201
         after_main("checked")  # which may take longer than an exchange would wait: a large file, a download
@@ -113,6 +108,16 @@ def checked(recipe: Recipe, accelerator: Accelerator) -> Iterator[Checked]:
             raise EndOfAll(USER)
         assert found is not None
         yield found
+
+
+def _examined(
+    kept: ExitStack, recipe: Recipe, accelerator: Accelerator, **options: bool
+) -> tuple[list[str], Checked]:
+    """`examine`, and the lock of a run that may start, in `kept`."""
+    problems, found = examine(recipe, accelerator, **options)
+    if not problems and found.stages:
+        _attempt(problems, kept.enter_context, held(Path(recipe.out)))
+    return problems, found
 
 
 @dataclass

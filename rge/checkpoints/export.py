@@ -227,19 +227,10 @@ def checkpoint_hash(checkpoint: Path) -> str:
 
 def git_commit() -> str | None:
     """Commit of the working tree that this package stands in, with ``+`` appended if it was changed; None outside git."""
+    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
     root = Path(rge.__file__).resolve().parent.parent
     try:
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
-        changed = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no"],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        ).stdout.strip()
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return commit + ("+" if changed else "")
+    return done.stdout.strip()

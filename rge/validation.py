@@ -17,9 +17,9 @@ from rge.config import Recipe
 from rge.data.collate import Batch, Collator, prompt_builder
 from rge.data.sources import Draw, RecordError, Records
 from rge.distributed import collectives as dist
-from rge.model.embedding_model import EmbeddingModel
+from rge.model.embedding_model import EmbeddingModel, Readout
 from rge.objective import Objective
-from rge.rollout.generate import generate
+from rge.rollout.generate import Rationale, generate
 from rge.step import candidate_masks
 
 
@@ -103,26 +103,7 @@ class Validation:
         for number in range(self.num_chunks):
             rows = self.rows[number * self.micro_batch_size : (number + 1) * self.micro_batch_size]
             # A process that is out of records repeats one, for the forward's sake, and leaves it out of the sums.
-            batch = self.collator.collate([Draw(0, row, seed=row) for row in rows or self.rows[:1]])
-            rationales = None
-            if objective.needs_rollout:
-                rationales = generate(
-                    embedder,
-                    batch.queries,
-                    max_new_tokens=self.max_new_tokens,
-                    batch_size=self.micro_batch_size,
-                    given=[embedder.given[name] for name in objective.states],
-                )
-            q_branches = [
-                objective.query_branches(batch, rationales, embedder, row)
-                for row in range(len(batch.queries))
-            ]
-            packs = [embedder.pack(batch.queries, q_branches)]
-            packs[0] = replace(packs[0], by_branch=len(objective.lm_targets) > 1)
-            if batch.candidates:
-                branch = objective.candidate_branch(embedder.emb_id)
-                packs.append(embedder.pack(batch.candidates, [[branch]] * len(batch.candidates)))
-            q, *t = embedder(*packs)
+            batch, rationales, (q, *t) = self._forward(embedder, rows or self.rows[:1])
             if not rows:
                 continue
             chunks.append(batch)
@@ -149,6 +130,31 @@ class Validation:
             "val_loss_lm", 0.0
         ) + objective.alpha_con * found.get("val_loss_contrastive", 0.0)
         return found
+
+    def _forward(
+        self, embedder: EmbeddingModel, rows: Sequence[int]
+    ) -> tuple[Batch, list[Rationale] | None, list[Readout]]:
+        """The batch of these records, its rationales, and what was read off queries and candidates."""
+        objective = self.objective
+        batch = self.collator.collate([Draw(0, row, seed=row) for row in rows])
+        rationales = None
+        if objective.needs_rollout:
+            rationales = generate(
+                embedder,
+                batch.queries,
+                max_new_tokens=self.max_new_tokens,
+                batch_size=self.micro_batch_size,
+                given=[embedder.given[name] for name in objective.states],
+            )
+        q_branches = [
+            objective.query_branches(batch, rationales, embedder, row) for row in range(len(batch.queries))
+        ]
+        packs = [embedder.pack(batch.queries, q_branches)]
+        packs[0] = replace(packs[0], by_branch=len(objective.lm_targets) > 1)
+        if batch.candidates:
+            branch = objective.candidate_branch(embedder.emb_id)
+            packs.append(embedder.pack(batch.candidates, [[branch]] * len(batch.candidates)))
+        return batch, rationales, embedder(*packs)
 
     def _contrastive(self, chunks: Sequence[Batch], q_ND: Tensor, t_ND: Tensor) -> dict[str, float]:
         """Every query against the candidates of all records: `Contrast.figures`, summed over the queries."""

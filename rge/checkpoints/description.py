@@ -108,7 +108,7 @@ def model_card(settings: dict[str, Any], name: str, licence: str | None = None) 
     `trust_remote_code` stands beside it.
     """
     path = f"./{name.rsplit('/', 1)[-1]}"
-    base = (settings["recipe"].get("model") or {}).get("path")
+    base: str = (settings["recipe"].get("model") or {}).get("path") or ""
     least, most = (f"{settings['pixels'][end]:,}" for end in ("min", "max"))
     validation = settings.get("validation") or {}
     figures = [
@@ -122,8 +122,8 @@ def model_card(settings: dict[str, Any], name: str, licence: str | None = None) 
         path=path,
         licence=licence,
         base=base,
-        base_on_hub=bool(base) and base.count("/") == 1 and not Path(base).exists(),
-        base_name=base and Path(base).name,
+        base_on_hub=base.count("/") == 1 and not Path(base).exists(),
+        base_name=Path(base).name,
         default=(settings.get("instructions") or {}).get("default"),
         range=least if least == most else f"{least} to {most}",
         measured=Path(str(validation.get("path"))).name if validation else None,

@@ -430,11 +430,7 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
         if value.keys() == {"bytes", "path"}:
             return value["bytes"] if value["bytes"] is not None else value["path"]
-        return {
-            name: without_nulls(one)
-            for name, one in value.items()
-            if one is not None and without_nulls(one) is not None
-        }
+        return {name: bare for name, one in value.items() if (bare := without_nulls(one)) is not None}
     if isinstance(value, (list, tuple)):
         return [without_nulls(one) for one in value]
     return value

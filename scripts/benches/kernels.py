@@ -1,6 +1,6 @@
 """Kernels, launches and waits of a training step, counted without a GPU; ours beside three passes. `bench.py kernels places=true`.
 
-Runs a step (rollout, both losses, backward) in bfloat16 on `scripts/fake_gpu.py`, and the same step in stock transformers:
+Runs a step (rollout, both losses, backward) in bfloat16 on `tests/helpers/fake_gpu.py`, and the same step in stock transformers:
 `generate`, a pass for the LM loss, one for the contrastive state, one for the candidates. Both have taken a step before, so
 that what happens once in a process is not counted. A kernel is an operation that writes new memory; a GPU's own count is
 higher for some, lower where libraries fuse. A launch is a kernel by itself, or a captured step of any number of them. A wait
@@ -9,15 +9,19 @@ is the host standing still until the device has done all it was given.
 ``places=true`` lists the lines that wait.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from fake_gpu import FakeGpu
 
 from benches import forms
 from rge.model.embedding_model import encode_prompts
 from rge.rollout.generate import generate
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
+from fake_gpu import FakeGpu  # noqa: E402
 
 
 @dataclass

@@ -22,11 +22,14 @@ from data_prep.rmir.oracle import LIBRARY, Oracle
 from rge.calls.local_server import LocalServer
 
 PAGE = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+NO_WEIGHTS = (
+    "image_encoder.kind=pixels image_encoder.path=null caption_encoder.kind=hashing caption_encoder.path=null"
+)
 SMALLER = (
     "model.dtype=float32 model.gradient_checkpointing=false model.min_pixels=784 model.max_pixels=7056 "
     "data.num_workers=0 data.max_negatives=1 rollout.max_new_tokens=8 rollout.batch_size=8 train.micro_batch_size=4 "
-    "cold_start.epochs=null cold_start.steps=2 cold_start.warmup_steps=0 cold_start.batch_size=4 "
-    "joint.epochs=null joint.steps=2 joint.warmup_steps=0 joint.batch_size=4"
+    "cold_start.warmup_steps=0 cold_start.batch_size=4 "
+    "joint.warmup_steps=0 joint.batch_size=4"
 )
 
 
@@ -48,7 +51,9 @@ def write_photos(folder: Path) -> None:
 @pytest.mark.slow
 def test_every_block_runs_and_a_model_is_found_searched(tmp_path, tiny_path):
     write_photos(tmp_path / "photos")
-    oracle = Oracle(OracleConfig(bad_queries=0, malformed=0, transient=0, filter_errors=0, judge_errors=0))
+    oracle = Oracle(
+        OracleConfig(bad_queries=0, malformed=0, transient=0, filter_errors=0, judge_errors=0.015)
+    )
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "ACCELERATE_USE_CPU": "true",
@@ -60,11 +65,14 @@ def test_every_block_runs_and_a_model_is_found_searched(tmp_path, tiny_path):
     (tmp_path / "bin" / "rge").chmod(0o755)
     with LocalServer(oracle) as server:
         environment["MLLM"] = server.url
-        for kind, title, content in re.findall(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', PAGE, re.M | re.S):
+        for kind, title, content in re.findall(
+            r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', PAGE, re.M | re.S
+        ):
             if title:
                 (tmp_path / title).write_text(content)
             if kind != "bash":
                 continue
+            content = re.sub(r"(rge data rmir .*)", rf"\1 {NO_WEIGHTS}", content)
             content = re.sub(r"(rge (?:check|train) .*)", rf"\1 {SMALLER}", content)
             done = subprocess.run(
                 ["bash", "-euo", "pipefail", "-c", content],
@@ -72,7 +80,7 @@ def test_every_block_runs_and_a_model_is_found_searched(tmp_path, tiny_path):
             )  # fmt: skip
             assert done.returncode == 0, f"{content}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     records = [json.loads(line) for line in (tmp_path / "data" / "train.jsonl").read_text().splitlines()]
-    assert len(records) > 8
+    assert len(records) > 4
     assert all(positive["rationale"] for record in records for positive in record["positives"])
     assert (tmp_path / "runs" / "mine" / "eval" / "report.html").stat().st_size > 20_000
     assert "padlock" not in done.stderr

@@ -1,12 +1,11 @@
 """The whole step on tensors that say they are on a GPU: no mixing of devices, few waits, kernels counted."""
 
 import copy
-import sys
 
 import pytest
 import torch
+from fake_gpu import DEVICE, FakeGpu, OnGpu
 from family_models import PHOTOS  # its network has no kernel of ours, and hundreds of others
-from paths import ROOT
 
 from rge.model.embedding_model import EmbeddingModel, encode_prompts
 from rge.model.families import FAMILIES
@@ -16,9 +15,6 @@ from rge.objective import Objective
 from rge.rollout.generate import generate
 from rge.rollout.writer import Rollout
 from rge.step import TrainingStep
-
-sys.path.insert(0, str(ROOT / "scripts"))
-from fake_gpu import DEVICE, FakeGpu, OnGpu  # noqa: E402
 
 CAP = 24
 KERNELS_A_LAYER, KERNELS_A_TOKEN = 45, 40

@@ -31,7 +31,7 @@ from rge.model import varlen
 from rge.rollout import generate
 
 DEVICE = torch.device("cuda:0")
-ROOT = str(Path(__file__).resolve().parents[1])
+ROOT = str(Path(__file__).resolve().parents[2])
 _WAITING = {
     "_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select", "equal",
     "is_nonzero", "masked_scatter_backward",

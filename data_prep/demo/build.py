@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jinja2 import Template
+
 from data_prep.demo import retrieval
 from data_prep.demo.families import FAMILIES, GALLERY, QUERIES, TRAINING
 from data_prep.demo.pictures import render_family, write_library
@@ -111,35 +113,11 @@ def write_records(out: Path) -> None:
 
 
 def licences() -> str:
-    """Whom the pictures come from, on which terms, and what was done to them."""
-    lines = [
-        "# Licences of the shipped pictures",
-        "",
-        "The pictures are icons from the families below, taken from the npm packages named, rendered to 84 x 84 pixels",
-        "on white, centred and scaled to fill the square, and stored as WebP. No other change was made. The drawings",
-        "remain under the licences of their makers; none of them endorses this project.",
-        "",
-        "| family | by | licence | package | files |",
-        "|---|---|---|---|---|",
-    ]
-    for family in FAMILIES:
-        files = {QUERIES: "`test/queries.parquet`", GALLERY: "`test/corpus.parquet`"}.get(
-            family, f"`train/{family.library}`"
-        )
-        lines.append(
-            f"| [{family.title}]({family.url}) | {family.author} | [{family.licence}]({family.licence_url}) "
-            f"| `@iconify-json/{family.name}` {family.version} | {files} |"
-        )
-    lines += [
-        "",
-        "OpenMoji is share-alike (CC BY-SA 4.0): its pictures are in a file of their own, and so is anything derived",
-        "from them that is passed on. The questions, relations, rationales and names were written for this project and",
-        "are under its licence, Apache-2.0.",
-        "",
-        _MIT.strip(),
-        "",
-    ]
-    return "\n".join(lines)
+    """Credits and licence of every picture, and what was done to them."""
+    files = {QUERIES: "test/queries.parquet", GALLERY: "test/corpus.parquet"}
+    rows = [(family, files.get(family, f"train/{family.library}")) for family in FAMILIES]
+    path = HERE / "templates" / "licences.md"
+    return Template(path.read_text(encoding="utf-8"), keep_trailing_newline=True).render(rows=rows)
 
 
 def share_alike() -> str:
@@ -159,23 +137,3 @@ def write_jsonl(path: Path, records: list[Record]) -> None:
         for record in records:
             row = record.model_dump(exclude_none=True, exclude_defaults=True)
             out.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n")
-
-
-_MIT = """
-## Fluent Emoji: MIT License
-
-Copyright (c) Microsoft Corporation.
-
-Permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated
-documentation files (the "Software"), to deal in the Software without restriction, including without limitation the
-rights to use, copy, modify, merge, publish, distribute, sublicense, and/or sell copies of the Software, and to permit
-persons to whom the Software is furnished to do so, subject to the following conditions:
-
-The above copyright notice and this permission notice shall be included in all copies or substantial portions of the
-Software.
-
-THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT NOT LIMITED TO THE
-WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR
-COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR
-OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
-"""

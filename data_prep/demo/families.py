@@ -1,5 +1,6 @@
 """The icon families: who drew them, under which licence, and which of them training never sees."""
 
+import csv
 import json
 import subprocess
 import tarfile
@@ -22,7 +23,8 @@ class Family:
         licence: SPDX identifier.
         url: home of the drawings.
         licence_url: text of the licence.
-        library: Parquet file of its pictures, relative to the folder of the split that shows them.
+        library: Parquet file of its pictures, relative to the folder of the split that shows them. A share-alike family has
+            its own, so that the licence of the others stays what it is.
     """
 
     name: str
@@ -32,88 +34,28 @@ class Family:
     licence: str
     url: str
     licence_url: str
-    library: str = "pictures.parquet"
+    library: str
 
 
-_APACHE = "https://www.apache.org/licenses/LICENSE-2.0"
-_CC_BY = "https://creativecommons.org/licenses/by/4.0/"
-_CC_BY_SA = "https://creativecommons.org/licenses/by-sa/4.0/"
+def _read() -> list[Family]:
+    with Path(__file__).with_name("families.tsv").open(encoding="utf-8", newline="") as lines:
+        return [Family(**row) for row in csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)]
 
-TRAINING = (
-    Family(
-        "noto",
-        "1.2.9",
-        "Noto Emoji",
-        "Google Inc",
-        "Apache-2.0",
-        "https://github.com/googlefonts/noto-emoji",
-        _APACHE,
-    ),
-    Family(
-        "noto-v1",
-        "1.2.5",
-        "Noto Emoji (v1)",
-        "Google Inc",
-        "Apache-2.0",
-        "https://github.com/googlefonts/noto-emoji",
-        _APACHE,
-    ),
-    # Share-alike: kept in a file of its own, so that the licence of the others stays what it is.
-    Family(
-        "openmoji",
-        "1.2.29",
-        "OpenMoji",
-        "OpenMoji",
-        "CC-BY-SA-4.0",
-        "https://openmoji.org",
-        _CC_BY_SA,
-        library="openmoji/pictures.parquet",
-    ),
-    Family(
-        "emojione",
-        "1.2.3",
-        "EmojiOne 2 (Emojitwo)",
-        "Emoji One",
-        "CC-BY-4.0",
-        "https://github.com/EmojiTwo/emojitwo",
-        _CC_BY,
-    ),
-    Family(
-        "fxemoji",
-        "1.2.2",
-        "Firefox OS Emoji",
-        "Mozilla",
-        "Apache-2.0",
-        "https://github.com/mozilla/fxemoji",
-        _APACHE,
-    ),
-)
+
+FAMILIES = tuple(_read())
+TRAINING = FAMILIES[:5]
 """Families that draw the training and validation pictures."""
-
-QUERIES = Family(
-    "twemoji", "1.2.5", "Twemoji", "Twitter", "CC-BY-4.0", "https://github.com/jdecked/twemoji", _CC_BY
-)
+QUERIES = FAMILIES[5]
 """Held out: draws the pictures of the test queries."""
-
-GALLERY = Family(
-    "fluent-emoji-flat",
-    "1.2.6",
-    "Fluent Emoji",
-    "Microsoft Corporation",
-    "MIT",
-    "https://github.com/microsoft/fluentui-emoji",
-    "https://github.com/microsoft/fluentui-emoji/blob/main/LICENSE",
-)
+GALLERY = FAMILIES[6]
 """Held out: draws the test gallery. Its 3-D and gradient sisters are the same design and stay out of training too."""
-
-FAMILIES = (*TRAINING, QUERIES, GALLERY)
 
 
 def load_icons(family: Family, folder: Path) -> dict:
     """Icons of a family, as iconify stores them; the package is fetched with ``npm pack`` when the folder lacks it.
 
     Args:
-        family: which.
+        family: whose icons to load.
         folder: laid out like ``node_modules``: ``folder/@iconify-json/noto/icons.json``.
 
     Returns:

@@ -59,19 +59,24 @@ def naming_records(tables: Tables) -> list[Record]:
                 text=NAMING_PHRASINGS[(first + number) % len(NAMING_PHRASINGS)],
                 images=[reference(concept, family)],
             )
-            records.append(
-                Record(
-                    id=f"name.{concept.key}.{family.name}",
-                    group=concept.key,
-                    source="demo",
-                    split="train",
-                    category="naming",
-                    instruction=NAMING_INSTRUCTION,
-                    query=query,
-                    positives=[Positive(**other, rationale=f"{concept.sentence}.")],
-                )
-            )
+            positives = [Positive(**other, rationale=f"{concept.sentence}.")]
+            name = f"name.{concept.key}.{family.name}"
+            records.append(naming_record("demo", name, concept.key, query, positives))
     return records
+
+
+def naming_record(source: str, name: str, group: str, query: QueryPart, positives: list[Positive]) -> Record:
+    """A record that asks what a picture shows."""
+    return Record(
+        id=name,
+        group=group,
+        source=source,
+        split="train",
+        category="naming",
+        instruction=NAMING_INSTRUCTION,
+        query=query,
+        positives=positives,
+    )
 
 
 def reference(concept: Concept, family: Family) -> str:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -29,15 +30,21 @@ Cell = Callable[[Concept], dict[str, object]]
 
 
 @dataclass
-class SetRows:
+class Judgements:
+    """What is right and wrong in a retrieval set, by query and candidate."""
+
+    qrels: list[tuple[str, str, int]] = field(default_factory=list)
+    negatives: list[tuple[str, str]] = field(default_factory=list)
+    rationales: list[tuple[str, str, str]] = field(default_factory=list)
+
+
+@dataclass
+class SetRows(Judgements):
     """Rows of a retrieval set, without the pictures' cells."""
 
     corpus: list[Concept] = field(default_factory=list)
     queries: list[dict[str, str]] = field(default_factory=list)
     sources: list[Concept] = field(default_factory=list)
-    qrels: list[tuple[str, str, int]] = field(default_factory=list)
-    negatives: list[tuple[str, str]] = field(default_factory=list)
-    rationales: list[tuple[str, str, str]] = field(default_factory=list)
 
 
 def test_rows(tables: Tables, splits: Splits) -> SetRows:
@@ -77,9 +84,7 @@ def referred(family: Family, folder: str) -> Cell:
 def write_set(
     folder: Path, name: str, rows: SetRows, family: Family, query_cell: Cell, corpus_cell: Cell, licence: str
 ) -> None:
-    """Write a retrieval set (the layout is that of `eval.sets.retrieval_set`: corpus, queries, judgements, meta).
-
-    The fingerprint is `rge.common.fingerprint.set_fingerprint` of ids, qrels and negatives: sha256 over sorted JSON rows.
+    """Write facts as a retrieval set.
 
     Args:
         folder: to be written.
@@ -95,39 +100,72 @@ def write_set(
         "image": pa.array([corpus_cell(concept) for concept in rows.corpus], IMAGE),
         "concept": [concept.key for concept in rows.corpus],
     }
+    cells = pa.array([[query_cell(concept)] for concept in rows.sources], pa.list_(IMAGE))
+    names = ("category", "group", "instruction", "pair")
     queries = {
-        "id": [query["id"] for query in rows.queries],
-        "text": [query["text"] for query in rows.queries],
-        "image": pa.array([[query_cell(concept)] for concept in rows.sources], pa.list_(IMAGE)),
-        **{
-            key: [query[key] for query in rows.queries]
-            for key in ("category", "group", "instruction", "pair")
-        },
+        **{key: [query[key] for query in rows.queries] for key in ("id", "text")},
+        "image": cells,
+        **{key: [query[key] for query in rows.queries] for key in names},
     }
+    write_tables(
+        folder,
+        corpus,
+        queries,
+        rows,
+        name=name,
+        licence=licence,
+        source="hand-written relations over icon families, see LICENSES.md",
+        counts={pair: queries["pair"].count(pair) for pair in ("seen", "held_out")},
+        slice_notes=SLICE_NOTES,
+    )
+
+
+def write_tables(
+    folder: Path,
+    corpus: dict[str, Any],
+    queries: dict[str, Any],
+    judged: Judgements,
+    *,
+    name: str,
+    licence: str,
+    source: str,
+    slice_notes: dict[str, dict[str, str]],
+    counts: dict[str, int] | None = None,
+) -> None:
+    """Write a retrieval set: the layout that `eval.sets.retrieval_set` reads.
+
+    Args:
+        folder: to be written.
+        corpus: columns of the candidates.
+        queries: columns of the queries.
+        judged: what is right and wrong.
+        name: of the set, for ``meta.json``, as everything below.
+        licence: of the pictures.
+        source: where the set is from.
+        slice_notes: columns of the queries that figures are reported by, and what their values mean.
+        counts: further numbers.
+    """
     write_table(folder / "corpus.parquet", pa.table(corpus))
     write_table(folder / "queries.parquet", pa.table(queries))
-    write_table(folder / "qrels.parquet", _pairs(rows.qrels, ("query-id", "corpus-id", "score")))
-    write_table(folder / "negatives.parquet", _pairs(rows.negatives, ("query-id", "corpus-id")))
-    write_table(
-        folder / "rationales.parquet", _pairs(rows.rationales, ("query-id", "corpus-id", "rationale"))
-    )
-    counts = {pair: sum(query["pair"] == pair for query in rows.queries) for pair in ("seen", "held_out")}
+    pair = ("query-id", "corpus-id")
+    for table, columns in (
+        ("qrels", (*pair, "score")),
+        ("negatives", pair),
+        ("rationales", (*pair, "rationale")),
+    ):
+        rows = getattr(judged, table)
+        cells = {column: [row[place] for row in rows] for place, column in enumerate(columns)}
+        write_table(folder / f"{table}.parquet", pa.table(cells))
+    num = {"queries": len(queries["id"]), "corpus": len(corpus["id"]), "qrels": len(judged.qrels)}
     meta = {
         "name": name,
         "split": folder.name,
         "licence": licence,
-        "source": "hand-written relations over icon families, see LICENSES.md",
-        "counts": {
-            "queries": len(rows.queries),
-            "corpus": len(rows.corpus),
-            "qrels": len(rows.qrels),
-            **counts,
-        },
-        "report_by": ["pair"],
-        "slice_notes": SLICE_NOTES,
-        "fingerprint": set_fingerprint(
-            corpus_ids=corpus["id"], query_ids=queries["id"], qrels=rows.qrels, negatives=rows.negatives
-        ),
+        "source": source,
+        "counts": num | (counts or {}),
+        "report_by": list(slice_notes),
+        "slice_notes": slice_notes,
+        "fingerprint": set_fingerprint(queries["id"], corpus["id"], judged.qrels, negatives=judged.negatives),
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
 
@@ -145,6 +183,7 @@ def ask(rows: SetRows, tables: Tables, fact: Fact, pair: str, family: Family, nu
     """
     question = tables.questions[fact.question]
     first = stable_hash("asked", *fact.pair)
+    answers = {tables.concepts[answer].picture(family): text for answer, text in fact.answers.items()}
     for number in range(num_phrasings):
         name = f"{fact.question}.{fact.source}.{number}"
         rows.queries.append(
@@ -158,12 +197,6 @@ def ask(rows: SetRows, tables: Tables, fact: Fact, pair: str, family: Family, nu
             }
         )
         rows.sources.append(tables.concepts[fact.source])
-        rows.qrels += [(name, tables.concepts[answer].picture(family), 1) for answer in fact.answers]
-        rows.rationales += [
-            (name, tables.concepts[answer].picture(family), text) for answer, text in fact.answers.items()
-        ]
+        rows.qrels += [(name, answer, 1) for answer in answers]
+        rows.rationales += [(name, answer, text) for answer, text in answers.items()]
         rows.negatives += [(name, tables.concepts[wrong].picture(family)) for wrong in fact.wrong]
-
-
-def _pairs(rows: list[tuple], columns: tuple[str, ...]) -> pa.Table:
-    return pa.table({column: [row[place] for row in rows] for place, column in enumerate(columns)})

@@ -77,12 +77,13 @@ def split(tables: Tables) -> Splits:
         if left[fact.question] and trained.remove(fact):
             left[fact.question] -= 1
             test.add(fact.pair)
+    candidates = [fact for fact in tables.facts if fact.pair not in test and _valid(tables, fact)]
     valid: set[Pair] = set()
-    for fact in shuffled(tables.facts, "valid"):
-        if len(valid) < NUM_VALID and fact.pair not in test and _valid(tables, fact) and trained.remove(fact):
+    for fact in shuffled(candidates, "valid"):
+        if len(valid) < NUM_VALID and trained.remove(fact):
             valid.add(fact.pair)
-    rest = [fact for fact in shuffled(tables.facts, "valid seen") if fact.pair not in test | valid]
-    valid_seen = {fact.pair for fact in [fact for fact in rest if _valid(tables, fact)][:NUM_VALID]}
+    seen = [fact.pair for fact in shuffled(candidates, "valid seen") if fact.pair not in valid]
+    valid_seen = seen[:NUM_VALID]
     if len(valid) < NUM_VALID or len(valid_seen) < NUM_VALID:
         raise ValueError(
             f"too few relations for {NUM_VALID} validation pairs: {len(valid)} and {len(valid_seen)}"

@@ -10,7 +10,6 @@ What is asked and what is right stands in `data_prep.study.design`. Nothing of i
 comes out the same every time.
 """
 
-import json
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,14 +21,14 @@ import pyarrow as pa
 from data_prep.demo.build import OUT as DEMO
 from data_prep.demo.build import licences, write_jsonl
 from data_prep.demo.pictures import IMAGE, write_table
-from data_prep.demo.records import INSTRUCTION, NAMING_INSTRUCTION, NAMING_PHRASINGS
-from data_prep.demo.splits import stable_hash
+from data_prep.demo.records import INSTRUCTION, NAMING_PHRASINGS, naming_record
+from data_prep.demo.retrieval import Judgements, write_tables
+from data_prep.demo.splits import choose, stable_hash
 from data_prep.demo.tables import Fact, Tables, read_tables
 from data_prep.study import design
 from data_prep.study.design import FRAMES, GROUNDS, Query, Shown
 from data_prep.study.pictures import Printer
 from rge.common.errors import UserError
-from rge.common.fingerprint import set_fingerprint
 from rge.common.options import parse_options
 from rge.common.schema import Positive, QueryPart, Record, Target
 
@@ -62,12 +61,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def build(out: Path, doses: Sequence[float]) -> None:
-    """Write everything; the folder appears when it is complete.
-
-    Args:
-        out: folder of the result.
-        doses: shares of oracle texts that name the target's frame.
-    """
+    """Write everything, with a file of records for each dose; the folder appears when it is complete."""
     if wrong := [dose for dose in doses if not 0 <= dose <= 1]:
         raise UserError(f"doses are shares from 0 to 1, got {wrong[0]}")
     if not doses:
@@ -138,40 +132,26 @@ def _write_training(
     naming = naming_pictures(tables, chosen)
     write_jsonl(folder / "naming.jsonl", [_naming_record(tables, one) for one in naming])
     queries = [query.picture for query in design.train_queries(tables, chosen)]
-    write_table(
-        folder / "pictures.parquet",
-        _table([*naming, *queries, *design.train_targets(tables, chosen).values()], draw),
-    )
+    shown = [*naming, *queries, *design.train_targets(tables, chosen).values()]
+    write_table(folder / "pictures.parquet", pa.table(_columns(shown, draw)))
 
 
 def _naming_record(tables: Tables, picture: Shown) -> Record:
     concept = tables.concepts[picture.concept]
-    question = NAMING_PHRASINGS[stable_hash("naming", picture.id) % len(NAMING_PHRASINGS)]
-    return Record(
-        id=f"name.{picture.id}",
-        group=picture.concept,
-        source="study",
-        split="train",
-        category="naming",
-        instruction=NAMING_INSTRUCTION,
-        query=QueryPart(text=question, images=[_reference(picture)]),
-        positives=[Positive(**_target(picture), rationale=design.naming_text(concept, picture))],
-    )
+    question = choose(NAMING_PHRASINGS, "naming", picture.id)
+    query = QueryPart(text=question, images=[_reference(picture)])
+    positives = [Positive(**_target(picture), rationale=design.naming_text(concept, picture))]
+    return naming_record("study", f"name.{picture.id}", picture.concept, query, positives)
 
 
 def _write_set(folder: Path, tables: Tables, chosen: list[Fact], draw: Printer, split: str) -> None:
     queries = design.held_out_queries(tables, chosen, split)
     corpus = design.gallery(tables, chosen, split)
-    qrels, negatives, rationales = judgements(queries, corpus)
-    folder.mkdir(parents=True)
-    write_table(folder / "corpus.parquet", _table(corpus, draw))
     shown = [query.picture for query in queries]
     columns: dict[str, Any] = {
         "id": [query.id for query in queries],
         "text": [query.text(tables) for query in queries],
-        "image": pa.array(
-            [[{"bytes": draw(one), "path": f"{one.id}.webp"}] for one in shown], pa.list_(IMAGE)
-        ),
+        "image": pa.array([[_cell(one, draw)] for one in shown], pa.list_(IMAGE)),
         "category": [tables.questions[query.fact.question].category for query in queries],
         "group": [query.fact.source for query in queries],
         "instruction": [INSTRUCTION] * len(queries),
@@ -180,59 +160,46 @@ def _write_set(folder: Path, tables: Tables, chosen: list[Fact], draw: Printer, 
         "ground": [GROUNDS[one.ground] for one in shown],
         "frame": [FRAMES[one.frame] for one in shown],
     }
-    write_table(folder / "queries.parquet", pa.table(columns))
-    tables_of: dict[str, tuple[list[Any], tuple[str, ...]]] = {
-        "qrels": (qrels, ("query-id", "corpus-id", "score")),
-        "negatives": (negatives, ("query-id", "corpus-id")),
-        "rationales": (rationales, ("query-id", "corpus-id", "rationale")),
-    }
-    for name, (rows, names) in tables_of.items():
-        table = {column: [row[place] for row in rows] for place, column in enumerate(names)}
-        write_table(folder / f"{name}.parquet", pa.table(table))
-    ids = [one.id for one in corpus]
-    meta = {
-        "name": f"rge-study-{split}",
-        "split": split,
-        "licence": "see LICENSES.md",
-        "source": "the demo's drawings by the training families, in renderings of their own",
-        "counts": {"queries": len(queries), "corpus": len(corpus), "qrels": len(qrels)},
-        "report_by": ["rule"],
-        "slice_notes": {"rule": {name: f"the answer stands on the {name} ground" for name in design.RULES}},
-        "fingerprint": set_fingerprint(
-            corpus_ids=ids, query_ids=columns["id"], qrels=qrels, negatives=negatives
-        ),
-    }
-    (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+    write_tables(
+        folder,
+        _columns(corpus, draw),
+        columns,
+        judgements(queries, corpus),
+        name=f"rge-study-{split}",
+        licence="see LICENSES.md",
+        source="the demo's drawings by the training families, in renderings of their own",
+        slice_notes={"rule": {name: f"the answer stands on the {name} ground" for name in design.RULES}},
+    )
 
 
-def judgements(
-    queries: Iterable[Query], corpus: Sequence[Shown]
-) -> tuple[list[tuple[str, str, int]], list[tuple[str, str]], list[tuple[str, str, str]]]:
-    """Which candidates are right, which share the thing but not the ground, and the whole oracle text of each right one."""
-    qrels, negatives, rationales = [], [], []
+def judgements(queries: Iterable[Query], corpus: Sequence[Shown]) -> Judgements:
+    """Right candidates with the whole oracle text, and those that share the thing but not the ground as negatives."""
+    found = Judgements()
     for query in queries:
         for one in corpus:
             if one.concept != query.answer:
                 continue
             if one.ground == query.ground:
-                qrels.append((query.id, one.id, 1))
-                rationales.append((query.id, one.id, design.oracle_text(query, one, 1.0)))
+                found.qrels.append((query.id, one.id, 1))
+                found.rationales.append((query.id, one.id, design.oracle_text(query, one, 1.0)))
             else:
-                negatives.append((query.id, one.id))
-    return qrels, negatives, rationales
+                found.negatives.append((query.id, one.id))
+    return found
 
 
-def _table(pictures: Sequence[Shown], draw: Printer) -> pa.Table:
-    return pa.table(
-        {
-            "id": [one.id for one in pictures],
-            "image": pa.array([{"bytes": draw(one), "path": f"{one.id}.webp"} for one in pictures], IMAGE),
-            "concept": [one.concept for one in pictures],
-            "family": [one.family.name for one in pictures],
-            "ground": [GROUNDS[one.ground] for one in pictures],
-            "frame": [FRAMES[one.frame] for one in pictures],
-        }
-    )
+def _columns(pictures: Sequence[Shown], draw: Printer) -> dict[str, Any]:
+    return {
+        "id": [one.id for one in pictures],
+        "image": pa.array([_cell(one, draw) for one in pictures], IMAGE),
+        "concept": [one.concept for one in pictures],
+        "family": [one.family.name for one in pictures],
+        "ground": [GROUNDS[one.ground] for one in pictures],
+        "frame": [FRAMES[one.frame] for one in pictures],
+    }
+
+
+def _cell(picture: Shown, draw: Printer) -> dict[str, Any]:
+    return {"bytes": draw(picture), "path": f"{picture.id}.webp"}
 
 
 def _reference(picture: Shown) -> str:

@@ -9,15 +9,16 @@ ground."). A target is right when it shows
 * inside any **frame**: the frame is the target's own detail, drawn independently of all else.
 
 So a text with its question says which targets are right, but the ground has to be worked out. The **dose** is the share of
-oracle texts that end in the target's frame ("Its frame is red."). Nobody can know it from the query: it leaks which target is
+oracle texts that end in the target's frame ("Its frame is red."). The query does not tell it: it leaks which target is
 meant, and with it no ground has to be worked out. At every dose pictures, questions, targets and their numbers are the same.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from data_prep.demo.families import Family
-from data_prep.demo.splits import stable_hash
+from data_prep.demo.splits import choose, stable_hash
 from data_prep.demo.tables import Concept, Fact, Tables
 
 GROUNDS = ("rose", "sand", "lime", "aqua", "sky", "lilac")
@@ -138,11 +139,7 @@ def held_out_queries(tables: Tables, chosen: list[Fact], split: str) -> list[Que
     drawn = RENDERINGS[split]
     for fact in chosen:
         families = tables.families(fact.source)
-        rules = (
-            list(RULES)
-            if split == "test"
-            else [list(RULES)[stable_hash(split, "rule", *fact.pair) % len(RULES)]]
-        )
+        rules = list(RULES) if split == "test" else [choose(list(RULES), split, "rule", *fact.pair)]
         for rule in rules:
             first = stable_hash(drawn, "asked", *fact.pair, rule)
             family = families[first % len(families)]
@@ -163,7 +160,7 @@ def train_targets(tables: Tables, chosen: list[Fact]) -> dict[tuple[str, int, in
         families = tables.families(concept)
         for ground in range(len(GROUNDS)):
             for frame in range(len(FRAMES)):
-                family = families[stable_hash("target", concept, str(ground), str(frame)) % len(families)]
+                family = choose(families, "target", concept, str(ground), str(frame))
                 found[concept, ground, frame] = Shown(concept, family, ground, frame, "train")
     return found
 
@@ -176,16 +173,12 @@ def gallery(tables: Tables, chosen: list[Fact], split: str) -> list[Shown]:
     found = []
     drawn = RENDERINGS[split]
     for concept in answers(chosen):
-        order = sorted(
-            range(len(FRAMES)), key=lambda frame: stable_hash(drawn, "frames", concept, str(frame))
-        )
+        order = _shuffled(range(len(FRAMES)), drawn, "frames", concept)
         families = tables.families(concept)
         for ground in range(len(GROUNDS)):
             for layer in range(2 if split == "test" else 1):
                 frame = order[(ground + layer * (1 + stable_hash(drawn, concept) % 5)) % len(FRAMES)]
-                family = families[
-                    stable_hash(drawn, "gallery", concept, str(ground), str(layer)) % len(families)
-                ]
+                family = choose(families, drawn, "gallery", concept, str(ground), str(layer))
                 found.append(Shown(concept, family, ground, frame, drawn))
     return found
 
@@ -197,12 +190,13 @@ def drawn_targets(
 
     Two positives in different frames; negatives show the same thing on other grounds, in frames that no positive has.
     """
-    words = (query.id,)
-    frames = sorted(range(len(FRAMES)), key=lambda frame: stable_hash("drawn frames", *words, str(frame)))
-    grounds = sorted(
-        (ground for ground in range(len(GROUNDS)) if ground != query.ground),
-        key=lambda ground: stable_hash("drawn grounds", *words, str(ground)),
-    )
+    frames = _shuffled(range(len(FRAMES)), "drawn frames", query.id)
+    others = (ground for ground in range(len(GROUNDS)) if ground != query.ground)
+    grounds = _shuffled(others, "drawn grounds", query.id)
     positives = [targets[query.answer, query.ground, frame] for frame in frames[:2]]
     wrong = zip(grounds[:num_negatives], frames[2:], strict=False)
     return positives, [targets[query.answer, ground, frame] for ground, frame in wrong]
+
+
+def _shuffled(numbers: Iterable[int], *words: str) -> list[int]:
+    return sorted(numbers, key=lambda number: stable_hash(*words, str(number)))

@@ -159,7 +159,8 @@ def test_nothing_of_a_query_foretells_the_frame(records):
 def test_a_leak_cannot_help_at_test(tables, chosen, split):
     """Exchanged among equally right targets, or believed, the frame says nothing about which candidates are right."""
     queries, corpus = design.held_out_queries(tables, chosen, split), design.gallery(tables, chosen, split)
-    qrels, negatives, rationales = study.judgements(queries, corpus)
+    judged = study.judgements(queries, corpus)
+    qrels, negatives, rationales = judged.qrels, judged.negatives, judged.rationales
     right = defaultdict(set)
     for query, candidate, _ in qrels:
         right[query].add(candidate)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 TRUE, FALSE, ABSTAIN, ERROR = "true", "false", "abstain", "error"
 VERDICTS = (TRUE, FALSE, ABSTAIN, ERROR)
 """What a judge may say; ``error`` is an answer that could not be read."""
-KEPT, REJECTED, ABSTAINED, DOUBTED = "kept", "rejected", "abstained", "doubted"
+KEPT, REJECTED, ABSTAINED, DOUBTED = STATES = "kept", "rejected", "abstained", "doubted"
+"""What the panel may decide on a triplet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,9 @@
 """Every setting of the pipeline. Defaults are the paper's (RMIR, section 3.1) where it names a value."""
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
@@ -409,11 +408,6 @@ def models_used(config: RmirConfig) -> list[tuple[str, str]]:
         ("filter.model", config.filter.model),
         *judges,
     ]
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-    """As plain containers."""
-    return dataclasses.asdict(config)
 
 
 def _one_of(key: str, value: str | None, allowed: Sequence[str | None]) -> None:

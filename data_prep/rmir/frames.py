@@ -114,16 +114,18 @@ def read_table(path: Path, name: str) -> pa.Table:
     parts = sorted(path.glob("part-*.parquet")) if path.is_dir() else [path]
     if not parts:
         return SCHEMAS[name].empty_table()
-    tables = []
-    for part in parts:
-        try:
-            table = pq.read_table(part)
-        except (OSError, pa.ArrowInvalid) as error:
-            raise TableError(f"{part} cannot be read: {error}") from None
-        if not table.schema.equals(SCHEMAS[name]):
-            raise TableError(f"{part}: expected the schema {name}:\n{SCHEMAS[name]}\ngot:\n{table.schema}")
-        tables.append(table)
-    return pa.concat_tables(tables)
+    return pa.concat_tables([_checked(part, name, pq.read_table) for part in parts])
+
+
+def _checked(part: Path, name: str, read: Callable[[Path], Any]) -> Any:
+    try:
+        found = read(part)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise TableError(f"{part} cannot be read: {error}") from None
+    schema = getattr(found, "schema", found)
+    if not schema.equals(SCHEMAS[name]):
+        raise TableError(f"{part}: expected the schema {name}:\n{SCHEMAS[name]}\ngot:\n{schema}")
+    return found
 
 
 def scan(path: Path, name: str, columns: Sequence[str], runner: str) -> Any:
@@ -143,12 +145,7 @@ def scan(path: Path, name: str, columns: Sequence[str], runner: str) -> Any:
     _choose_runner(runner)
     parts = sorted(path.glob("part-*.parquet"))
     for part in parts:
-        try:
-            schema = pq.read_schema(part)
-        except (OSError, pa.ArrowInvalid) as error:
-            raise TableError(f"{part} cannot be read: {error}") from None
-        if not schema.equals(SCHEMAS[name]):
-            raise TableError(f"{part}: expected the schema {name}:\n{SCHEMAS[name]}\ngot:\n{schema}")
+        _checked(part, name, pq.read_schema)
     return daft.read_parquet(absolute(map(str, parts))).select(*columns)
 
 
@@ -205,6 +202,15 @@ def _choose_runner(runner: str) -> None:
             raise UserError(
                 f"runner={runner}: Daft's runner of this process is {chosen} already, and it can be chosen once only"
             ) from None
+
+
+def unpacked(frame, names: Iterable[str]):
+    """A Daft DataFrame with fields of its column ``found`` as columns."""
+    import daft
+
+    for name in names:
+        frame = frame.with_column(name, daft.col("found")[name])
+    return frame
 
 
 def from_daft(frame, name: str, order: str | None = None) -> pa.Table:

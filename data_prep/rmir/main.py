@@ -4,13 +4,13 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal
 
 import yaml
 
-from data_prep.rmir.config import ExpectConfig, RmirConfig, load_options, models_used, to_dict
+from data_prep.rmir.config import ExpectConfig, RmirConfig, load_options, models_used
 from data_prep.rmir.oracle import OracleProcess, write_library
 from data_prep.rmir.pictures.download import is_address
 from data_prep.rmir.pictures.library import Library
@@ -105,7 +105,7 @@ def run_stages(run: Run, stages: Sequence[str]) -> None:
     for before in present[: present.index(todo[0])]:
         if run.done(before) is None:
             raise RunError(f"stage={todo[0]} needs stage={before}, which is not finished with these settings")
-    whole = to_dict(run.config)
+    whole = asdict(run.config)
     kept = {item.name: whole[item.name] for item in fields(RmirConfig)}
     write_text(run.out / SETTINGS, yaml.safe_dump(json.loads(json.dumps(kept, default=str)), sort_keys=False))
     if "seed" in todo:

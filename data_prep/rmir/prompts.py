@@ -27,6 +27,12 @@ CAPTION_TASK, GENERATE_TASK, FILTER_TASK, JUDGE_TASK = (
 _GENERATED = (("query", None), ("target_desc", None), ("reasoning", None))
 
 
+class BreaksConstraint(ReplyError):
+    """An answer that says that a question is not valid; its text is the reasoning."""
+
+    kind = "breaks a constraint"
+
+
 def caption_request(
     model: str, picture: Picture, *, texts: Wording | None = None, **settings: Any
 ) -> Request:
@@ -142,15 +148,19 @@ def read_generated(reply: Reply, code: str, max_query_words: int, max_target_wor
     return {**found, "input_desc": _optional(reply.text, "input_desc")}
 
 
-def read_filtered(reply: Reply) -> tuple[bool, str, str]:
-    """Whether the question is valid, the reasoning, and the description of the picture.
+def read_filtered(reply: Reply) -> dict[str, str]:
+    """``reasoning`` and ``input_desc`` of a valid question.
 
     Raises:
+        BreaksConstraint: it is not valid.
         ReplyError: the answer cannot be read.
     """
     check_complete(reply, "is_valid")
     valid = one_of(reply.text, "is_valid", {"yes": True, "no": False})
-    return valid, _optional(reply.text, "reasoning"), _optional(reply.text, "input_desc")
+    found = {key: _optional(reply.text, key) for key in ("reasoning", "input_desc")}
+    if not valid:
+        raise BreaksConstraint(found["reasoning"])
+    return found
 
 
 def read_judged(reply: Reply) -> tuple[str, str]:

@@ -5,8 +5,8 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from data_prep.rmir import frames
-from data_prep.rmir.config import RmirConfig, to_dict
+from data_prep.rmir.config import RmirConfig
 from data_prep.rmir.decisions import overruled
 from data_prep.rmir.pictures.encoders import identity
 from data_prep.rmir.wording import wording
-from rge.calls.caller import Caller, Counts, Outcome, Read
+from rge.calls.caller import Caller, Outcome, Read
 from rge.calls.failures import RequestRejected
 from rge.calls.model_config import known_as
 from rge.calls.request import Picture, Request
@@ -27,6 +27,7 @@ from rge.common.errors import UserError
 from rge.common.files import read_json, write_text
 from rge.common.schema import safe_id
 
+Row = dict[str, Any]
 EXPORTED = ("licence", "source_column", "author_column", "licence_column")
 """Settings of the library that only the export reads."""
 REPLIES, OPEN = "replies.sqlite", "unanswered.json"
@@ -110,54 +111,48 @@ def _extension(path: Path, _time_ns: int, _size: int) -> str | None:
 
 
 def _settings(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]]) -> list[Any]:
-    # One rule a stage; a stage that begins to read another setting must say so here.
+    """One rule a stage; a stage that begins to read another setting must say so here."""
     image, caption, *more = encoders
-    whole = to_dict(config)
+    whole = asdict(config)
+    texts = wording(config.prompts)
     names = known_as(config.models)
 
     def answers_of(label: str) -> list[Any]:
         model = config.models[label]
         return [names[label], model.answers_by(), model.reasks, model.max_side_px]
 
-    if stage == "seed":
-        library = {
-            key: value for key, value in whole["library"].items() if key not in (*EXPORTED, *HOW_MUCH_AT_ONCE)
-        }
-        return [library, image, caption, whole["seed"], frames.SCHEMAS["inspected"].names]
-    if stage == "caption":
-        return [whole[stage], wording(config.prompts).caption, answers_of(whole[stage]["model"])]
-    if stage in ("generate", "filter"):
-        texts = wording(config.prompts)
-        asked = (
-            texts.filter
-            if stage == "filter"
-            else texts.asked(config.generate.categories, content_policy=config.generate.content_policy)
-        )
-        return [whole[stage], asked, answers_of(whole[stage]["model"])]
-    if stage == "retrieve":
-        indices = [
-            {**spec, "encoder": encoder}
-            for spec, encoder in zip(whole["retrieve"]["more"], more, strict=True)
-        ]
-        settings = {key: value for key, value in whole["retrieve"].items() if key not in HOW_MUCH_AT_ONCE}
-        return [{**settings, "more": indices}]
-    if stage == "judge":
-        return [
-            whole["judge"],
-            wording(config.prompts).judge,
-            [answers_of(spec.model) for spec in config.judge.judges],
-        ]
-    if stage == "keep":
-        return [config.keep.min_confidence]
-    if stage == "pool" and (found := overruled(Path(config.out))):
-        return [found]
-    if stage == "split":
-        library = {key: value for key, value in whole["library"].items() if key in EXPORTED}
-        return [whole["split"], whole["export"], config.keep.remove_doubted_inputs, library]
-    if stage == "audit":
-        families = [config.models[spec.model].family or spec.model for spec in config.judge.judges]
-        return [config.audit.ks, families]
-    return []
+    def without(section: str, left_out: Collection[str]) -> dict[str, Any]:
+        return {key: value for key, value in whole[section].items() if key not in left_out}
+
+    def asked(text: str) -> list[Any]:
+        return [whole[stage], text, answers_of(whole[stage]["model"])]
+
+    def indices() -> list[dict[str, Any]]:
+        specs = zip(whole["retrieve"]["more"], more, strict=True)
+        return [{**spec, "encoder": encoder} for spec, encoder in specs]
+
+    panel = [spec.model for spec in config.judge.judges]
+    exported = {key: whole["library"][key] for key in EXPORTED}
+    policy = config.generate.content_policy
+    rules: dict[str, Callable[[], list[Any]]] = {
+        "seed": lambda: [
+            without("library", (*EXPORTED, *HOW_MUCH_AT_ONCE)),
+            image,
+            caption,
+            whole["seed"],
+            frames.SCHEMAS["inspected"].names,
+        ],
+        "caption": lambda: asked(texts.caption),
+        "generate": lambda: asked(texts.asked(config.generate.categories, content_policy=policy)),
+        "filter": lambda: asked(texts.filter),
+        "retrieve": lambda: [without("retrieve", HOW_MUCH_AT_ONCE) | {"more": indices()}],
+        "judge": lambda: [whole["judge"], texts.judge, [answers_of(label) for label in panel]],
+        "keep": lambda: [config.keep.min_confidence],
+        "pool": lambda: [states] if (states := overruled(Path(config.out))) else [],
+        "split": lambda: [whole["split"], whole["export"], config.keep.remove_doubted_inputs, exported],
+        "audit": lambda: [config.audit.ks, [config.models[label].family or label for label in panel]],
+    }
+    return rules[stage]()
 
 
 def done(
@@ -178,27 +173,8 @@ def done(
 def _has_blanks(test: Path) -> bool:
     """Whether a test set was written before ids lost their white space: it cannot be read, and is written again."""
     tables = [test / f"{name}.parquet" for name in ("corpus", "queries")]
-    ids = [
-        name
-        for path in tables
-        if path.is_file()
-        for name in pq.read_table(path, columns=["id"])["id"].to_pylist()
-    ]
-    return any(name != safe_id(name) for name in ids)
-
-
-@dataclass
-class _Shard:
-    # Items whose calls are under way; written as soon as all of them are settled, whatever the shards before it wait for.
-    number: int
-    items: Sequence[Any]
-    first: int = 0
-    spans: list[int] = field(default_factory=list)  # requests of each item
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
-    complete: bool = False  # all of its requests are known
-
-    def ended(self) -> bool:
-        return self.complete and len(self.outcomes) == sum(self.spans)
+    read = (pq.read_table(path, columns=["id"])["id"].to_pylist() for path in tables if path.is_file())
+    return any(name != safe_id(name) for ids in read for name in ids)
 
 
 class Run:
@@ -281,46 +257,32 @@ class Run:
         self._renew(stage)
         spent = self.store.total_cost()
         asked = self.store.num_replies()
-        self._num_answered = 0
-        self._rejected: list[Outcome] = []
         before = self._met()
         began = time.perf_counter()
         counts = work(self)
-        if self._rejected and not self._num_answered and not self._open_parts(stage):
-            self._empty(stage)  # or the rows without answers would pass for its result next time
-            self.store.forget_rejections([outcome.key for outcome in self._rejected])
-            raise RequestRejected(
-                f"{stage}: all {len(self._rejected)} calls were rejected, such as: {self._rejected[0].error}. The stage is not "
-                "done; change the model's settings and run the same command again"
-            )
         report = {
             "stage": stage,
             "fingerprint": self.fingerprint(stage),
             "counts": counts,
-            "unanswered": sum(self._open_parts(stage).values()),
+            "unanswered": sum(self.open_parts(stage).values()),
             "seconds": round(time.perf_counter() - began, 2),
             "calls": self.store.num_replies() - asked,
             "cost": round(self.store.total_cost() - spent, 6),
-            "met": {
-                kind: number - before[kind] for kind, number in self._met().items() if number > before[kind]
-            },
+            "met": dict(self._met() - before),
         }
         write_text(self.path(stage, "done.json"), json.dumps(report, indent=1) + "\n")
         return report
 
-    def _met(self) -> dict[str, int]:
-        counts = self._caller.counts if self._caller is not None else Counts()
-        return {
-            kind: value
-            for kind, value in vars(counts).items()
-            if isinstance(value, int) and kind not in ("asked", "cached")
-        }
+    def _met(self) -> Counter[str]:
+        counts = Counter(vars(self._caller.counts) if self._caller is not None else {})
+        del counts["asked"], counts["cached"]
+        return counts
 
     def _renew(self, stage: str) -> None:
         # Parts are only good for the settings they were made with.
         # The size of a shard decides which rows a part holds.
         if not self.begun(stage):
-            self._empty(stage)
+            self.empty(stage)
             write_text(self.path(stage, "settings"), self._made_with(stage))
 
     def begun(self, stage: str) -> bool:
@@ -332,7 +294,8 @@ class Run:
         shard = f" {self.config.queries_per_shard}" if stage != "seed" else ""
         return self.fingerprint(stage) + shard
 
-    def _empty(self, stage: str) -> None:
+    def empty(self, stage: str) -> None:
+        """Delete what a stage wrote."""
         folder = self.path(stage)
         if folder.is_dir():
             for file in sorted(folder.rglob("*"), reverse=True):
@@ -344,17 +307,7 @@ class Run:
         """A seed picture as part of a prompt."""
         return Picture(image["ref"], image["sha256"], self.config.models[model].max_side_px)
 
-    def in_shards(
-        self,
-        stage: str,
-        items: Sequence[Any],
-        tables: dict[str, str],
-        *,
-        requests: Callable[[Any], Iterable[Request]],
-        read: Read,
-        rows: Callable[[Sequence[Any], Iterator[Outcome]], dict[str, list]],
-        count: Callable[[Any], int] = lambda item: 1,
-    ) -> None:
+    def in_shards(self, stage: str, items: Sequence[Any], asking: "Asking") -> None:
         """Ask about items, and write what comes of so many at a time; what is written is not done again.
 
         No shard waits for the one before: while the last calls of one are under way, those of the next are made. An item with
@@ -363,122 +316,164 @@ class Run:
         Args:
             stage: where the tables go.
             items: in a fixed order.
-            tables: schema of each table.
-            requests: of an item; their ``model`` is a name of the config.
-            read: an answer that it cannot read is asked for again.
-            rows: by table, for some items and the outcomes of all their requests in order.
-            count: requests of an item, for the progress bar.
+            asking: what is asked about each.
 
         Raises:
             RunError: calls are unanswered; the same command asks only those.
+            RequestRejected: all calls were rejected.
         """
         if self._caller is None:  # one for all stages: what it learns of an endpoint's limits lasts
             config = self.config
             self._caller = Caller(config.models, self.store, progress=self.progress, budget=config.budget)
-        for name in tables:  # without items a table is empty, not missing
-            self.path(stage, name).mkdir(parents=True, exist_ok=True)
-        size, proceed = self.config.queries_per_shard, self.config.on_unanswered == "proceed"
-        open_parts = self._open_parts(stage)
+        shards = _Shards(self, stage, items, asking)
+        total = sum(asking.count(item) for shard in shards.todo for item in shard.items)
+        self._caller.run(shards.requests(), shards.take, read=asking.read, title=stage, total=total)
+        shards.close()
 
-        def path(shard: _Shard, name: str) -> Path:
-            return self.path(stage, name) / f"part-{shard.number:05d}.parquet"
-
-        shards = [
-            _Shard(number, items[start : start + size])
-            for number, start in enumerate(range(0, len(items), size))
-        ]
-        todo = [
-            shard
-            for shard in shards
-            if str(shard.number) in open_parts or not all(path(shard, name).is_file() for name in tables)
-        ]
-        self._num_answered += len(shards) - len(todo)  # a part is written once anything was answered
-        owners: dict[int, _Shard] = {}
-        unanswered: list[Outcome] = []
-        held_back: list[_Shard] = []
-        asked = 0
-
-        def finish(shard: _Shard) -> None:
-            outcomes = shard.outcomes.values()
-            self._rejected += [outcome for outcome in outcomes if outcome.rejected]
-            self._num_answered += sum(not (one.rejected or one.unanswered) for one in outcomes)
-            if self._num_answered or not outcomes:
-                write(shard)
-            else:
-                held_back.append(shard)  # whether the endpoint works at all is not known yet
-
-        def write(shard: _Shard) -> None:
-            outcomes = [shard.outcomes[place] for place in range(len(shard.outcomes))]
-            missing = [outcome for outcome in outcomes if outcome.unanswered]
-            unanswered.extend(missing)
-            number = str(shard.number)
-            before = open_parts.get(number)
-            if missing and (not proceed or len(missing) == before):
-                return
-            if before is not None:
-                self._outdate(stage)
-            if missing:
-                open_parts[number] = len(missing)
-                write_text(self.path(stage, OPEN), json.dumps(open_parts))
-            settled, answers, place = [], list[Outcome](), 0
-            for item, span in zip(shard.items, shard.spans, strict=True):
-                some = outcomes[place : place + span]
-                place += span
-                if not any(one.unanswered for one in some):
-                    settled.append(item)
-                    answers += some
-            found = rows(settled, iter(answers))
-            for name, schema in tables.items():
-                frames.write_rows(path(shard, name), schema, found[name])
-            if before is not None and not missing:
-                del open_parts[number]
-                write_text(self.path(stage, OPEN), json.dumps(open_parts))
-
-        def all_requests() -> Iterator[Request]:
-            nonlocal asked
-            for shard in todo:
-                shard.first = asked
-                for item in shard.items:
-                    before = asked
-                    for request in requests(item):
-                        owners[asked] = shard
-                        asked += 1
-                        yield request
-                    shard.spans.append(asked - before)
-                shard.complete = True
-                if shard.ended():
-                    finish(shard)
-
-        def take(position: int, outcome: Outcome) -> None:
-            shard = owners.pop(position)
-            shard.outcomes[position - shard.first] = outcome
-            if shard.ended():
-                finish(shard)
-
-        total = sum(count(item) for shard in todo for item in shard.items)
-        self._caller.run(all_requests(), take, read=read, title=stage, total=total)
-        for shard in held_back:
-            write(shard)
-        if unanswered:
-            said = (
-                f"{stage}: {len(unanswered)} of {asked} calls are unanswered, such as: {unanswered[0].error}. The other answers "
-                "are kept; run the same command again, and only these are asked"
-            )
-            if not proceed:
-                raise RunError(f"{said}. on_unanswered=proceed goes on without what they are about")
-            print(f"{said}; what they are about is left out until then", file=sys.stderr, flush=True)
-
-    def _open_parts(self, stage: str) -> dict[str, int]:
+    def open_parts(self, stage: str) -> dict[str, int]:
         """Unanswered calls by the number of the part that was written without what they are about."""
         return read_json(self.path(stage, OPEN)) or {}
 
-    def _outdate(self, stage: str) -> None:
+    def outdate(self, stage: str) -> None:
         """Redo the stages that read this one's tables, directly or not, from the kept answers."""
         outdated = {stage}
         for later in stages_of(self.config):
             if outdated & set(READS[later]):
                 outdated.add(later)
-                self._empty(later)
+                self.empty(later)
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What a stage asks about each of its items, and what it writes of the answers."""
+
+    tables: dict[str, str]  # schema of each table that is written
+    requests: Callable[[Any], Iterable[Request]]  # of an item; their ``model`` is a name of the config
+    read: Read  # an answer that it cannot read is asked for again
+    # (table, row) of an item and the outcomes of its requests
+    rows: Callable[[Any, list[Outcome]], Iterable[tuple[str, Row]]]
+    count: Callable[[Any], int] = lambda item: 1  # requests of an item, for the progress bar
+
+
+@dataclass
+class _Shard:
+    # Items whose calls are under way; written as soon as all of them are settled, whatever the shards before it wait for.
+    number: int
+    items: Sequence[Any]
+    outcomes: list[list[Outcome | None]] = field(default_factory=list)  # of each item
+    under_way: int = 0
+    complete: bool = False  # all of its requests are known
+
+
+class _Shards:
+    """The shards of a stage that are not written yet."""
+
+    def __init__(self, run: Run, stage: str, items: Sequence[Any], asking: Asking):
+        self.run, self.stage, self.asking = run, stage, asking
+        for name in asking.tables:  # without items a table is empty, not missing
+            run.path(stage, name).mkdir(parents=True, exist_ok=True)
+        self.open_parts, size = run.open_parts(stage), run.config.queries_per_shard
+        starts = range(0, len(items), size)
+        shards = [_Shard(number, items[start : start + size]) for number, start in enumerate(starts)]
+        self.todo = [shard for shard in shards if not self._is_written(shard)]
+        self.asked = 0
+        self.num_answered = len(shards) - len(self.todo)  # a part is written once anything was answered
+        self.rejected: list[Outcome] = []
+        self.unanswered: list[Outcome] = []
+        self._held_back: list[_Shard] = []
+        self._owners: dict[int, tuple[_Shard, list[Outcome | None], int]] = {}
+
+    def _part(self, shard: _Shard, name: str) -> Path:
+        return self.run.path(self.stage, name) / f"part-{shard.number:05d}.parquet"
+
+    def _is_written(self, shard: _Shard) -> bool:
+        parts = (self._part(shard, name) for name in self.asking.tables)
+        return str(shard.number) not in self.open_parts and all(part.is_file() for part in parts)
+
+    def requests(self) -> Iterator[Request]:
+        """Of all items."""
+        for shard in self.todo:
+            for item in shard.items:
+                outcomes: list[Outcome | None] = []
+                shard.outcomes.append(outcomes)
+                for request in self.asking.requests(item):
+                    self._owners[self.asked] = shard, outcomes, len(outcomes)
+                    outcomes.append(None)
+                    shard.under_way += 1
+                    self.asked += 1
+                    yield request
+            shard.complete = True
+            self._finish_if_settled(shard)
+
+    def take(self, position: int, outcome: Outcome) -> None:
+        """Note what became of a request."""
+        shard, outcomes, place = self._owners.pop(position)
+        outcomes[place] = outcome
+        shard.under_way -= 1
+        self._finish_if_settled(shard)
+
+    def _finish_if_settled(self, shard: _Shard) -> None:
+        if not shard.complete or shard.under_way:
+            return
+        outcomes = [one for some in shard.outcomes for one in some if one is not None]
+        self.rejected += [one for one in outcomes if one.rejected]
+        self.num_answered += sum(not (one.rejected or one.unanswered) for one in outcomes)
+        if self.num_answered or not outcomes:
+            self._write(shard)
+        else:
+            self._held_back.append(shard)  # whether the endpoint works at all is not known yet
+
+    def _write(self, shard: _Shard) -> None:
+        missing = [one for some in shard.outcomes for one in some if one is not None and one.unanswered]
+        self.unanswered += missing
+        before = self.open_parts.get(str(shard.number), 0)
+        proceed = self.run.config.on_unanswered == "proceed"
+        if missing and (not proceed or len(missing) == before):
+            return
+        if before:
+            self.run.outdate(self.stage)
+        if missing:
+            self._note_open(shard, len(missing))
+        tables: dict[str, list[Row]] = {name: [] for name in self.asking.tables}
+        for item, some in zip(shard.items, shard.outcomes, strict=True):
+            settled = [one for one in some if one is not None and not one.unanswered]
+            if len(settled) == len(some):
+                for name, row in self.asking.rows(item, settled):
+                    tables[name].append(row)
+        for name, rows in tables.items():
+            frames.write_rows(self._part(shard, name), self.asking.tables[name], rows)
+        if before and not missing:
+            self._note_open(shard, 0)
+
+    def _note_open(self, shard: _Shard, number: int) -> None:
+        self.open_parts[str(shard.number)] = number
+        found = {part: calls for part, calls in self.open_parts.items() if calls}
+        write_text(self.run.path(self.stage, OPEN), json.dumps(found))
+
+    def close(self) -> None:
+        """Write what was held back.
+
+        Raises:
+            RunError: calls are unanswered, and are to be waited for.
+            RequestRejected: all calls were rejected.
+        """
+        for shard in self._held_back:
+            self._write(shard)
+        if self.unanswered:
+            said = (
+                f"{self.stage}: {len(self.unanswered)} of {self.asked} calls are unanswered, such as: "
+                f"{self.unanswered[0].error}. The other answers are kept; run the same command again, and only these are asked"
+            )
+            if self.run.config.on_unanswered == "wait":
+                raise RunError(f"{said}. on_unanswered=proceed goes on without what they are about")
+            print(f"{said}; what they are about is left out until then", file=sys.stderr, flush=True)
+        if self.rejected and not self.num_answered and not self.run.open_parts(self.stage):
+            self.run.empty(self.stage)  # or the rows without answers would pass for its result next time
+            self.run.store.forget_rejections([outcome.key for outcome in self.rejected])
+            raise RequestRejected(
+                f"{self.stage}: all {len(self.rejected)} calls were rejected, such as: {self.rejected[0].error}. The stage is not "
+                "done; change the model's settings and run the same command again"
+            )
 
 
 def reasons(rows: Sequence[dict[str, Any]]) -> dict[str, int]:

@@ -3,8 +3,9 @@
 Source: RMIR, section 3.1. Differs: where the paper is silent the choice is a setting; see docs/data_prep.md.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from data_prep.rmir.config import EncoderConfig, IndexSpec
 from data_prep.rmir.pictures.encoders import bridged, image_encoder, text_encoder
 from data_prep.rmir.results.audit import audit
 from data_prep.rmir.results.export import export
-from data_prep.rmir.run import Run, reasons
+from data_prep.rmir.run import Asking, Row, Run, reasons
 from data_prep.rmir.seed_set import drawn, embed_captions, embed_pictures, save_vectors, seed
 from data_prep.rmir.wording import wording
 from rge.calls.caller import Outcome
@@ -25,44 +26,33 @@ from rge.calls.model_config import known_as
 from rge.calls.replies import Refused, Reply, ReplyError
 from rge.calls.request import Request
 
-Rows = list[dict[str, Any]]
+Rows = list[Row]
 QUERIES_A_GROUP = 1000
 """Queries whose candidates are written at once."""
 
 
 def caption(run: Run) -> dict[str, Any]:
     """A caption of each seed picture that has none in the library (not in the paper, whose library has them all)."""
-    config = run.config.caption
+    config, texts = run.config.caption, wording(run.config.prompts)
     model = str(config.model)
-    images = run.rows("seed", "images")
-    settings = {"temperature": config.temperature, "max_tokens": config.max_tokens}
-    texts = wording(run.config.prompts)
 
-    def readable(reply: Reply) -> None:
-        prompts.read_caption(reply, config.max_words)
+    def ask(image: Row) -> Iterator[Request]:
+        yield prompts.caption_request(model, run.picture(image, model), texts=texts, **_sampling(config))
 
-    def ask(image: dict[str, Any]) -> Iterator[Request]:
-        yield prompts.caption_request(model, run.picture(image, model), texts=texts, **settings)
+    def read(reply: Reply) -> Row:
+        return {"caption": prompts.read_caption(reply, config.max_words)}
 
-    def rows_of(shard: Sequence[dict[str, Any]], outcomes: Iterator[Outcome]) -> dict[str, Rows]:
-        found: dict[str, Rows] = {"captions": [], "rejected": []}
-        for image, outcome in zip(shard, outcomes, strict=True):
-            try:
-                text = prompts.read_caption(outcome.answer(), config.max_words)
-            except ReplyError as error:
-                found["rejected"].append(_rejected(image["id"], error, outcome.key))
-            else:
-                found["captions"].append({"id": image["id"], "caption": text, "key": outcome.key})
-        return found
+    def rows(image: Row, outcomes: list[Outcome]) -> Iterator[tuple[str, Row]]:
+        yield _read_or_rejected("captions", "id", image["id"], outcomes[0], read)
 
     tables = {"captions": "captions", "rejected": "rejected"}
-    without = [image for image in images if not image["caption"]]
-    run.in_shards("caption", without, tables, requests=ask, read=readable, rows=rows_of)
+    without = [image for image in run.rows("seed", "images") if not image["caption"]]
+    run.in_shards("caption", without, Asking(tables, ask, read, rows))
     captioned = [image for image in run.images() if image["caption"]]
-    is_written = np.array([image["caption_by"] != "library" for image in captioned], bool)
+    written = [image["caption"] for image in captioned if image["caption_by"] != "library"]
     vectors = np.load(run.path("seed", "captions.npy"), mmap_mode="r")
-    if is_written.any():
-        written = [image["caption"] for image in captioned if image["caption_by"] != "library"]
+    if written:
+        is_written = np.array([image["caption_by"] != "library" for image in captioned])
         written_ND = embed_captions(text_encoder(run.config.caption_encoder), written)
         library_ND, vectors = vectors, np.empty((len(captioned), written_ND.shape[1]), np.float32)
         vectors[is_written] = written_ND
@@ -71,7 +61,7 @@ def caption(run: Run) -> dict[str, Any]:
     save_vectors(run.caption_vectors(), vectors)
     return {
         "missing": len(without),
-        "written": int(is_written.sum()),
+        "written": len(written),
         "with_caption": len(captioned),
         "not_written": reasons(run.rows("caption", "rejected")),
     }
@@ -79,113 +69,79 @@ def caption(run: Run) -> dict[str, Any]:
 
 def generate(run: Run) -> dict[str, Any]:
     """One question of each category about each input picture, with a description of its target (3.1.1)."""
-    config = run.config.generate
+    config, texts = run.config.generate, wording(run.config.prompts)
     images = drawn(run, config.max_inputs)
-    settings = {"temperature": config.temperature, "max_tokens": config.max_tokens}
-    texts = wording(run.config.prompts)
-
-    codes = [texts.codes[category] for category in config.categories]
+    codes = {category: texts.codes[category] for category in config.categories}
+    limits = config.max_query_words, config.max_target_words
+    policy = config.content_policy
 
     def readable(reply: Reply) -> None:
-        prompts.check_generated(reply, codes, config.max_query_words, config.max_target_words)
+        prompts.check_generated(reply, list(codes.values()), *limits)
 
-    def ask(image: dict[str, Any]) -> Iterator[Request]:
+    def ask(image: Row) -> Iterator[Request]:
+        picture = run.picture(image, config.model)
         yield prompts.generate_request(
-            config.model,
-            run.picture(image, config.model),
-            config.categories,
-            content_policy=config.content_policy,
-            texts=texts,
-            **settings,
+            config.model, picture, list(codes), content_policy=policy, texts=texts, **_sampling(config)
         )
 
-    def rows_of(shard: Sequence[dict[str, Any]], outcomes: Iterator[Outcome]) -> dict[str, Rows]:
-        found: dict[str, Rows] = {"queries": [], "rejected": []}
-        for image, outcome in zip(shard, outcomes, strict=True):
-            for category, code in zip(config.categories, codes, strict=True):
-                name = f"{image['id']}-{code}-1"
-                try:
-                    read = prompts.read_generated(
-                        outcome.answer(), code, config.max_query_words, config.max_target_words
-                    )
-                except ReplyError as error:
-                    found["rejected"].append(_rejected(name, error, outcome.key))
-                    continue
-                query = {
-                    "query_id": name,
-                    "image_id": image["id"],
-                    "category": category,
-                    **read,
-                    "key": outcome.key,
-                }
-                found["queries"].append(query)
-        return found
+    def rows(image: Row, outcomes: list[Outcome]) -> Iterator[tuple[str, Row]]:
+        for category, code in codes.items():
+            about = {"image_id": image["id"], "category": category}
+
+            def read(reply: Reply, code: str = code, about: Row = about) -> Row:
+                return about | prompts.read_generated(reply, code, *limits)
+
+            yield _read_or_rejected("queries", "query_id", f"{image['id']}-{code}-1", outcomes[0], read)
 
     tables = {"queries": "generated", "rejected": "rejected"}
-    run.in_shards("generate", images, tables, requests=ask, read=readable, rows=rows_of)
+    run.in_shards("generate", images, Asking(tables, ask, readable, rows))
     queries, rejected = run.rows("generate", "queries", "generated"), run.rows("generate", "rejected")
     return {"inputs": len(images), "queries": len(queries), "rejected": reasons(rejected)}
 
 
 def filter_queries(run: Run) -> dict[str, Any]:
     """Keep the questions that break no constraint (3.1.2)."""
-    config = run.config.filter
+    config, texts = run.config.filter, wording(run.config.prompts)
     images = {image["id"]: image for image in run.rows("seed", "images")}
     queries = run.rows("generate", "queries", "generated")
-    settings = {"temperature": config.temperature, "max_tokens": config.max_tokens}
-    texts = wording(run.config.prompts)
 
-    def ask(query: dict[str, Any]) -> Iterator[Request]:
+    def ask(query: Row) -> Iterator[Request]:
         picture = run.picture(images[query["image_id"]], config.model)
-        yield prompts.filter_request(
-            config.model, picture, query["query"], query["target_desc"], texts=texts, **settings
-        )
+        about = query["query"], query["target_desc"]
+        yield prompts.filter_request(config.model, picture, *about, texts=texts, **_sampling(config))
 
-    def rows_of(shard: Sequence[dict[str, Any]], outcomes: Iterator[Outcome]) -> dict[str, Rows]:
-        found: dict[str, Rows] = {"valid": [], "rejected": []}
-        for query, outcome in zip(shard, outcomes, strict=True):
-            name = query["query_id"]
-            try:
-                valid, reasoning, description = prompts.read_filtered(outcome.answer())
-            except ReplyError as error:
-                found["rejected"].append(_rejected(name, error, outcome.key))
-                continue
-            if valid:
-                row = {
-                    "query_id": name,
-                    "reasoning": reasoning,
-                    "input_desc": description,
-                    "key": outcome.key,
-                }
-                found["valid"].append(row)
-            else:
-                row = {"id": name, "reason": "breaks a constraint", "detail": reasoning, "key": outcome.key}
-                found["rejected"].append(row)
-        return found
+    def rows(query: Row, outcomes: list[Outcome]) -> Iterator[tuple[str, Row]]:
+        yield _read_or_rejected("valid", "query_id", query["query_id"], outcomes[0], prompts.read_filtered)
 
     tables = {"valid": "filtered", "rejected": "rejected"}
-    run.in_shards("filter", queries, tables, requests=ask, read=prompts.read_filtered, rows=rows_of)
+    run.in_shards("filter", queries, Asking(tables, ask, prompts.read_filtered, rows))
     valid, rejected = run.rows("filter", "valid", "filtered"), run.rows("filter", "rejected")
     return {"queries": len(queries), "valid": len(valid), "rejected": reasons(rejected)}
 
 
+def _sampling(config: Any) -> dict[str, Any]:
+    return {"temperature": config.temperature, "max_tokens": config.max_tokens}
+
+
+def _read_or_rejected(
+    table: str, key: str, name: str, outcome: Outcome, read: Callable[[Reply], Row]
+) -> tuple[str, Row]:
+    """The row of an answer; where it cannot be used, a row of ``rejected`` with the reason."""
+    try:
+        return table, {key: name, **read(outcome.answer()), "key": outcome.key}
+    except ReplyError as error:
+        return "rejected", {"id": name, "reason": error.kind, "detail": str(error), "key": outcome.key}
+
+
 @dataclass
 class _Index:
-    """What candidates are searched for in.
+    """What candidates are searched for in."""
 
-    Attributes:
-        ids: of the pictures.
-        vectors_ND: of the pictures or their captions.
-        texts_of: vectors of what is searched with.
-        count: candidates of each query.
-        encoder: its name.
-    """
-
-    ids: list[str]
-    vectors_ND: np.ndarray
-    texts_of: Callable[[list[str]], np.ndarray]
-    count: int
-    encoder: str
+    ids: list[str]  # of the pictures
+    vectors_ND: np.ndarray  # of the pictures or their captions
+    texts_of: Callable[[list[str]], np.ndarray]  # vectors of what is searched with
+    count: int  # candidates of each query
+    encoder: str  # its name
 
 
 def _indices(run: Run, images: Rows) -> Iterator[tuple[str, _Index]]:
@@ -301,9 +257,7 @@ def judge(run: Run) -> dict[str, Any]:
     candidates: dict[str, list[str]] = {}
     for row in run.rows("retrieve", "triplets"):
         candidates.setdefault(row["query_id"], []).append(row["candidate_id"])
-    panel = _panel(run)
-    settings = {"temperature": config.temperature, "max_tokens": config.max_tokens}
-    texts = wording(run.config.prompts)
+    panel, texts = _panel(run), wording(run.config.prompts)
 
     def asked(name: str) -> Iterator[tuple[str, str, int]]:
         for candidate in candidates[name]:
@@ -316,37 +270,30 @@ def judge(run: Run) -> dict[str, Any]:
             given = run.picture(images[query["image_id"]], model)
             target = run.picture(images[candidate], model)
             yield prompts.judge_request(
-                model, given, query["query"], target, sample=sample, texts=texts, **settings
+                model, given, query["query"], target, sample=sample, texts=texts, **_sampling(config)
             )
 
-    def rows_of(shard: Sequence[str], outcomes: Iterator[Outcome]) -> dict[str, Rows]:
-        rows = []
-        for name in shard:
-            for (candidate, model, sample), outcome in zip(asked(name), outcomes, strict=False):
-                verdict, reasoning = _verdict(outcome)
-                rows.append(
-                    {
-                        "query_id": name,
-                        "candidate_id": candidate,
-                        "judge": model,
-                        "sample": sample,
-                        "verdict": verdict,
-                        "reasoning": reasoning,
-                        "key": outcome.key,
-                    }
-                )
-        return {"judgements": rows}
+    def rows(name: str, outcomes: list[Outcome]) -> Iterator[tuple[str, Row]]:
+        for (candidate, model, sample), outcome in zip(asked(name), outcomes, strict=True):
+            verdict, reasoning = _verdict(outcome)
+            yield (
+                "judgements",
+                {
+                    "query_id": name,
+                    "candidate_id": candidate,
+                    "judge": model,
+                    "sample": sample,
+                    "verdict": verdict,
+                    "reasoning": reasoning,
+                    "key": outcome.key,
+                },
+            )
 
-    tables = {"judgements": "judgements"}
-    run.in_shards(
-        "judge",
-        sorted(candidates),
-        tables,
-        requests=ask,
-        read=prompts.read_judged,
-        rows=rows_of,
-        count=lambda name: len(candidates[name]) * len(panel),
-    )
+    def count(name: str) -> int:
+        return len(candidates[name]) * len(panel)
+
+    asking = Asking({"judgements": "judgements"}, ask, prompts.read_judged, rows, count)
+    run.in_shards("judge", sorted(candidates), asking)
     by_judge = count_votes(run)
     return {
         "triplets": sum(map(len, candidates.values())),
@@ -408,10 +355,8 @@ def keep(run: Run) -> dict[str, Any]:
     states = list(zip(decided["candidate_id"].to_pylist(), decided["state"].to_pylist(), strict=True))
     doubted = maths.doubted_images(states)
     frames.write_rows(run.path("keep", "doubted.parquet"), "pool", [{"id": name} for name in sorted(doubted)])
-    counted = {
-        state: sum(found == state for _, found in states)
-        for state in (maths.KEPT, maths.REJECTED, maths.ABSTAINED, maths.DOUBTED)
-    }
+    counts = Counter(state for _, state in states)
+    counted = {state: counts[state] for state in maths.STATES}
     return {"triplets": len(states), **counted, "doubted_images": len(doubted)}
 
 
@@ -427,28 +372,15 @@ def decide(judgements: Any, min_confidence: float) -> pa.Table:
     """
     from daft import DataType, col
 
-    kind = DataType.struct(
-        {
-            "majority": DataType.string(),
-            "confidence": DataType.float32(),
-            "negativeness": DataType.float32(),
-            "state": DataType.string(),
-        }
-    )
+    text, number = DataType.string(), DataType.float32()
+    fields = {"majority": text, "confidence": number, "negativeness": number, "state": text}
 
     def decision(verdicts: list[str]) -> dict[str, Any]:
-        found = maths.tally(verdicts, min_confidence)
-        return {
-            "majority": found.majority,
-            "confidence": found.confidence,
-            "negativeness": maths.negativeness(verdicts),
-            "state": found.state,
-        }
+        return asdict(maths.tally(verdicts, min_confidence)) | {"negativeness": maths.negativeness(verdicts)}
 
     frame = judgements.groupby("query_id", "candidate_id").agg(col("verdict").agg_list())
-    frame = frame.with_column("found", col("verdict").apply(decision, return_dtype=kind))
-    for name in ("majority", "confidence", "negativeness", "state"):
-        frame = frame.with_column(name, col("found")[name])
+    found = col("verdict").apply(decision, return_dtype=DataType.struct(fields))
+    frame = frames.unpacked(frame.with_column("found", found), fields)
     return frames.from_daft(frame.sort(["query_id", "candidate_id"]), "decided")
 
 
@@ -482,10 +414,11 @@ def split(run: Run) -> dict[str, Any]:
     ]
     frames.write_rows(run.path("split", "splits.parquet"), "splits", rows)
     written = export(run, parts, positives)
+    counts = Counter(parts.values())
     return {
         "queries_with_an_answer": len(rows),
-        "test": sum(part == "test" for part in parts.values()),
-        "train": sum(part == "train" for part in parts.values()),
+        "test": counts["test"],
+        "train": counts["train"],
         "dropped": len(dropped),
         "train_sharing_an_input_with_test": len(overlap["inputs"]),
         "train_sharing_any_image_with_test": len(overlap["all"]),
@@ -521,7 +454,3 @@ WORK: dict[str, Callable[[Run], dict[str, Any]]] = {
     "split": split,
     "audit": audit,
 }
-
-
-def _rejected(name: str, error: ReplyError, key: str) -> dict[str, Any]:
-    return {"id": name, "reason": error.kind, "detail": str(error), "key": key}

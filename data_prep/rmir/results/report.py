@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from data_prep.rmir.config import RmirConfig, to_dict
+from data_prep.rmir.config import RmirConfig
 from data_prep.rmir.results import card
 from data_prep.rmir.run import Run, stages_of
 from rge.common.files import write_text
@@ -49,7 +49,7 @@ def collect(run: Run) -> dict[str, Any]:
 
 def published(config: RmirConfig) -> dict[str, Any]:
     """The settings that explain the data, without paths, addresses, names of keys and what only concerns the machine."""
-    whole = to_dict(config)
+    whole = asdict(config)
     models = {
         label: {
             "name": model.name,

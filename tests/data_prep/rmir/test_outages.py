@@ -6,6 +6,7 @@ import json
 import shutil
 from collections import Counter
 from contextlib import closing
+from dataclasses import asdict
 
 import forked
 import pyarrow.parquet as pq
@@ -15,7 +16,7 @@ from forked import Program
 from small_runs import config_of, one_family
 
 from data_prep.rmir import oracle
-from data_prep.rmir.config import JudgeSpec, OracleConfig, to_dict
+from data_prep.rmir.config import JudgeSpec, OracleConfig
 from data_prep.rmir.main import run_stages, status
 from data_prep.rmir.run import STAGES, Run
 from rge.calls.local_server import Answer, LocalServer
@@ -136,7 +137,7 @@ def test_whatever_call_is_the_first_that_fails_no_picture_is_lost(world, tmp_pat
 @pytest.mark.slow
 def test_ten_kills_with_an_outage_in_between(world, tmp_path):
     start(world, tmp_path / "out")
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_dict(world.config)))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(asdict(world.config)))
     command = ["-m", "data_prep", "rmir", f"config={tmp_path / 'config.yaml'}"]
     for number in range(1, 11):
         if number == 5:
@@ -194,7 +195,7 @@ def test_the_estimate_is_asked_about_on_a_terminal_and_learns(world, tmp_path, m
     start(world, tmp_path / "out")
     for model in world.config.models.values():
         model.input_price, model.output_price, model.picture_tokens = 1000, 1000, 10
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_dict(world.config)))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(asdict(world.config)))
     words = [f"config={tmp_path / 'config.yaml'}"]
     for stream in ("stdin", "stderr"):
         monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)

@@ -9,6 +9,7 @@ import resource
 import sqlite3
 from collections import Counter
 from contextlib import closing, contextmanager
+from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
 
@@ -36,7 +37,6 @@ from data_prep.rmir.config import (
     RetrieveConfig,
     RmirConfig,
     load_config,
-    to_dict,
 )
 from data_prep.rmir.main import estimate, run_stages, status
 from data_prep.rmir.pictures.encoders import HashingEncoder, PixelEncoder
@@ -314,7 +314,8 @@ def test_verdicts():
     assert prompts.read_judged(said("ABSTAIN DUE TO SENSITIVE IMAGE"))[0] == A
     with pytest.raises(BadValue):
         prompts.read_judged(said("<consistent>perhaps</consistent>"))
-    assert prompts.read_filtered(said("<is_valid>No</is_valid>"))[0] is False
+    with pytest.raises(prompts.BreaksConstraint):
+        prompts.read_filtered(said("<is_valid>No</is_valid>"))
 
 
 # ------------------------------------------------------------------------------------------------------------ library
@@ -811,7 +812,7 @@ def test_killed_no_kept_call_is_repeated_and_no_row_is_lost(tmp_path):
         assert set(counted.asked.values()) == {1}
         assert calls_kept(tmp_path / "whole") == counted.asked.keys()
         config.out = str(tmp_path / "killed")
-        (tmp_path / "killed.yaml").write_text(yaml.safe_dump(to_dict(config)))
+        (tmp_path / "killed.yaml").write_text(yaml.safe_dump(asdict(config)))
         command = ["-m", "data_prep", "rmir", f"config={tmp_path / 'killed.yaml'}"]
         counted.asked.clear()
         kills = []

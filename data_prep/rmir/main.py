@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 
@@ -61,7 +61,6 @@ def main(words: Sequence[str]) -> None:
     if config.dry_run:
         print(estimate(config))
         return
-    stage = config.stage
     if config.status:
         with closing(Run(config, read_only=True)) as run:
             print(status(run))
@@ -72,13 +71,13 @@ def main(words: Sequence[str]) -> None:
             for model in config.models.values():
                 model.base_url = url
         run = stack.enter_context(closing(Run(config)))
-        stages = STAGES if stage == "all" else (stage,)
+        stages = STAGES if config.stage == "all" else (config.stage,)
         if config.oracle is None and _to_pay(run, stages):
             confirm(estimate(config), yes=config.yes)
         run_stages(run, stages)
         page = report.write(run)
         print(page.read_text(encoding="utf-8"))
-        print(f"{page}\n{run.out / 'dataset'}" if stage in ("all", "split", "audit") else page)
+        print(f"{page}\n{run.out / 'dataset'}" if config.stage in ("all", "split", "audit") else page)
 
 
 def _to_pay(run: Run, stages: Sequence[str]) -> bool:
@@ -89,11 +88,7 @@ def _to_pay(run: Run, stages: Sequence[str]) -> bool:
 
 
 def run_stages(run: Run, stages: Sequence[str]) -> None:
-    """Run stages in order; finished ones are skipped.
-
-    Args:
-        run: the run.
-        stages: some of `STAGES`, in order; those that the run does not have are passed over.
+    """Run stages in order; finished ones, and those that the run does not have, are skipped.
 
     Raises:
         RunError: a stage before the first is not finished, or the run has none of them.
@@ -141,6 +136,80 @@ def status(run: Run) -> str:
     return "\n".join(lines)
 
 
+Range = tuple[float, float]
+"""A number as it is expected, and at most."""
+
+
+@dataclass
+class _Asked:
+    """Calls of a stage to one model."""
+
+    model: str
+    calls: Range
+    characters: int  # of the prompt
+    pictures: int = 1
+
+
+@dataclass
+class _Funnel:
+    """What the stages are expected to make of a library; numbers of finished stages stand in place of guesses."""
+
+    config: RmirConfig
+    finished: dict[str, dict[str, Any]]
+    addresses: int = 0  # pictures of the library that have to be downloaded
+
+    def __post_init__(self) -> None:
+        config = self.config
+        if "seed" in self.finished:
+            seed = self.finished["seed"]
+            self.listed, self.usable, self.chosen = seed["listed"], seed["usable"], seed["seed"]
+            self.captions: float = seed["seed"] - seed["with_caption"]
+        else:
+            rows = [(row["ref"], row["caption"]) for row in Library(config.library).rows(pictures=False)]
+            self.listed = self.usable = len(rows)
+            self.addresses = sum(ref is not None and is_address(ref) for ref, _ in rows)
+            self.chosen = min(self.listed, config.seed.clusters * config.seed.per_cluster)
+            without = sum(caption is None for _, caption in rows)
+            self.captions = self.chosen * without / max(self.listed, 1)
+
+    def _counted(self, stage: str, key: str, about: float, most: float) -> Range:
+        return (self.finished[stage][key],) * 2 if stage in self.finished else (about, most)
+
+    def asked(self) -> dict[str, list[_Asked]]:
+        """Calls, by stage."""
+        config, texts = self.config, wording(self.config.prompts)
+        limit, categories = config.generate.max_inputs, len(config.generate.categories)
+        inputs = self.chosen if limit is None else min(self.chosen, limit)
+        per_input = min(config.expect.queries_per_input, categories)
+        queries = self._counted("generate", "queries", inputs * per_input, inputs * categories)
+        valid = self._counted("filter", "valid", queries[0] * config.expect.share_valid, queries[1])
+        retrieve = config.retrieve
+        found = retrieve.by_image + retrieve.by_caption + sum(spec.count for spec in retrieve.more)
+        found = min(found, max(self.usable - retrieve.exclude_input, 0))
+        about, most = self._counted("retrieve", "triplets", valid[0] * found, valid[1] * found)
+        return {
+            "caption": [_Asked(config.caption.model or "", (self.captions,) * 2, len(texts.caption))],
+            "generate": [_Asked(config.generate.model, (inputs, inputs), len(texts.generate))],
+            "filter": [_Asked(config.filter.model, queries, len(texts.filter) + 200)],
+            "judge": [
+                _Asked(spec.model, (about * spec.count, most * spec.count), len(texts.judge) + 80, 2)
+                for spec in config.judge.judges
+            ],
+        }
+
+    def guesses(self) -> list[str]:
+        """What of it is not known yet."""
+        expect = self.config.expect
+        texts = {
+            "caption": "captions missing in the seed set as in the library",
+            "generate": f"{expect.queries_per_input:g} queries an input",
+            "filter": f"{expect.share_valid:.0%} valid",
+            "retrieve": "no candidate found by two indices",
+        }
+        stages = [stage for stage in stages_of(self.config) if stage in texts and stage not in self.finished]
+        return [*(texts[stage] for stage in stages), "tokens of prompts and answers"]
+
+
 def estimate(config: RmirConfig) -> str:
     """Calls, tokens and money of every stage, before anything is asked.
 
@@ -150,100 +219,53 @@ def estimate(config: RmirConfig) -> str:
     encoders = identities(config)
     stages = stages_of(config)
     finished = {stage: found["counts"] for stage in stages if (found := done(config, stage, encoders))}
-    addresses = 0
-    if "seed" in finished:
-        listed, usable = finished["seed"]["listed"], finished["seed"]["usable"]
-        chosen, captions = (
-            finished["seed"]["seed"],
-            finished["seed"]["seed"] - finished["seed"]["with_caption"],
-        )
-    else:
-        listed = without_caption = 0
-        for row in Library(config.library).rows(pictures=False):
-            listed += 1
-            without_caption += row["caption"] is None
-            addresses += row["ref"] is not None and is_address(row["ref"])
-        usable, chosen = listed, min(listed, config.seed.clusters * config.seed.per_cluster)
-        captions = chosen * without_caption / max(listed, 1)
-    inputs = chosen if config.generate.max_inputs is None else min(chosen, config.generate.max_inputs)
-
-    def counted(stage: str, key: str, about: float, most: float) -> tuple[float, float]:
-        return (finished[stage][key],) * 2 if stage in finished else (about, most)
-
-    categories = len(config.generate.categories)
-    queries = counted(
-        "generate", "queries", inputs * min(config.expect.queries_per_input, categories), inputs * categories
-    )
-    valid = counted("filter", "valid", queries[0] * config.expect.share_valid, queries[1])
-    candidates = (
-        config.retrieve.by_image
-        + config.retrieve.by_caption
-        + sum(spec.count for spec in config.retrieve.more)
-    )
-    candidates = min(candidates, max(usable - config.retrieve.exclude_input, 0))
-    triplets = counted("retrieve", "triplets", valid[0] * candidates, valid[1] * candidates)
-    texts = wording(config.prompts)
-    calls: dict[str, list[tuple[str, tuple[float, float], int, int]]] = {
-        "caption": [(config.caption.model or "", (captions, captions), len(texts.caption), 1)],
-        "generate": [(config.generate.model, (inputs, inputs), len(texts.generate), 1)],
-        "filter": [(config.filter.model, queries, len(texts.filter) + 200, 1)],
-        "judge": [
-            (spec.model, (triplets[0] * spec.count, triplets[1] * spec.count), len(texts.judge) + 80, 2)
-            for spec in config.judge.judges
-        ],
-    }
+    funnel = _Funnel(config, finished)
+    asked = funnel.asked()
     lines = [
         "| stage | model | calls | input tokens | output tokens | cost |",
         "|---|---|---:|---:|---:|---:|",
     ]
     total = left = most_left = 0.0
-    answers = {**ExpectConfig().output_tokens, **config.expect.output_tokens}
     replies = Path(config.out) / REPLIES
     with closing(AnswerStore(replies if replies.is_file() else None)) as store:
         for stage in stages:
-            for name, (number, most), characters, pictures in calls.get(stage, []):
-                model = config.models[name]
-                learnt = store.learnt(model.endpoint, pictures=True)
-                per_call = characters / CHARACTERS_A_TOKEN + pictures * model.picture_tokens
-                tokens_in, tokens_out = number * per_call * learnt.mean_input, number * answers[stage]
-                cost = model.cost(int(tokens_in), int(tokens_out), batch=model.mode == "batch")
+            mark = f"{stage} (done)" if stage in finished else stage
+            for one in asked.get(stage, ()):
+                row, cost, most = _costs(config, store, stage, one)
                 total += cost
                 if stage not in finished:
-                    left += cost
-                    most_out = most * getattr(config, stage).max_tokens * learnt.most_output
-                    most_in = most * per_call * learnt.most_input
-                    most_left += max(
-                        cost, model.cost(int(most_in), int(most_out), batch=model.mode == "batch")
-                    )
-                mark = f"{stage} (done)" if stage in finished else stage
-                lines.append(
-                    f"| {mark} | {model.name} | {number:,.0f} | {tokens_in:,.0f} | {tokens_out:,.0f} | {cost:,.2f} |"
-                )
-            if stage not in calls:
-                lines.append(f"| {stage}{' (done)' if stage in finished else ''} | none | 0 | 0 | 0 | 0.00 |")
+                    left, most_left = left + cost, most_left + most
+                lines.append(f"| {mark} | {row} |")
+            if stage not in asked:
+                lines.append(f"| {mark} | none | 0 | 0 | 0 | 0.00 |")
     lines.append(
-        f"\n{listed:,} pictures listed; {total:,.2f} in all, {left:,.2f} of it in stages not done yet: at most {most_left:,.2f}, "
-        "where every question is valid and every answer as long as max_tokens, asked once."
+        f"\n{funnel.listed:,} pictures listed; {total:,.2f} in all, {left:,.2f} of it in stages not done yet: at most "
+        f"{most_left:,.2f}, where every question is valid and every answer as long as max_tokens, asked once."
     )
-    guesses = [
-        text
-        for stage, text in (
-            ("caption", "captions missing in the seed set as in the library"),
-            ("generate", f"{config.expect.queries_per_input:g} queries an input"),
-            ("filter", f"{config.expect.share_valid:.0%} valid"),
-            ("retrieve", "no candidate found by two indices"),
+    lines.append(f"Nothing was asked yet. Guesses (expect.*): {', '.join(funnel.guesses())}.")
+    if funnel.addresses:
+        lines.append(
+            f"{funnel.addresses:,} pictures are at web addresses and will be downloaded by the stage seed."
         )
-        if stage in stages and stage not in finished
-    ]
-    lines.append(
-        f"Nothing was asked yet. Guesses (expect.*): {', '.join([*guesses, 'tokens of prompts and answers'])}."
-    )
-    if addresses:
-        lines.append(f"{addresses:,} pictures are at web addresses and will be downloaded by the stage seed.")
-    unset = sorted(
-        {model.key_env for _, name in models_used(config) if (model := config.models[name]).key_env}
-        - {key for key, value in os.environ.items() if value}
-    )
-    if unset:
+    keys = {config.models[name].key_env for _, name in models_used(config)}
+    if unset := sorted(key for key in keys if key and not os.environ.get(key)):
         lines.append(f"Not set in the environment: {', '.join(unset)}")
     return "\n".join(lines)
+
+
+def _costs(config: RmirConfig, store: AnswerStore, stage: str, asked: _Asked) -> tuple[str, float, float]:
+    """The cells of a row, what it is expected to cost, and at most."""
+    model = config.models[asked.model]
+    learnt = store.learnt(model.endpoint, pictures=True)
+    number, most = asked.calls
+    per_call = asked.characters / CHARACTERS_A_TOKEN + asked.pictures * model.picture_tokens
+    answers = {**ExpectConfig().output_tokens, **config.expect.output_tokens}
+    tokens_in, tokens_out = number * per_call * learnt.mean_input, number * answers[stage]
+    most_in = most * per_call * learnt.most_input
+    most_out = most * getattr(config, stage).max_tokens * learnt.most_output
+    cost, most_cost = (
+        model.cost(int(given), int(written), batch=model.mode == "batch")
+        for given, written in ((tokens_in, tokens_out), (most_in, most_out))
+    )
+    row = f"{model.name} | {number:,.0f} | {tokens_in:,.0f} | {tokens_out:,.0f} | {cost:,.2f}"
+    return row, cost, max(cost, most_cost)

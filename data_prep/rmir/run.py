@@ -215,6 +215,10 @@ class Run:
             found if found.is_dir() else found.with_name(f"{name}.parquet"), schema or name
         )
 
+    def queries(self) -> list[dict[str, Any]]:
+        """What the stage ``generate`` wrote."""
+        return self.rows("generate", "queries", "generated")
+
     def images(self) -> list[dict[str, Any]]:
         """The seed set, in its order; where the library has no caption, with that of the stage ``caption``.
 

@@ -95,7 +95,7 @@ def generate(run: Run) -> dict[str, Any]:
 
     tables = {"queries": "generated", "rejected": "rejected"}
     run.in_shards("generate", images, Asking(tables, ask, readable, rows))
-    queries, rejected = run.rows("generate", "queries", "generated"), run.rows("generate", "rejected")
+    queries, rejected = run.queries(), run.rows("generate", "rejected")
     return {"inputs": len(images), "queries": len(queries), "rejected": reasons(rejected)}
 
 
@@ -103,7 +103,7 @@ def filter_queries(run: Run) -> dict[str, Any]:
     """Keep the questions that break no constraint (3.1.2)."""
     config, texts = run.config.filter, wording(run.config.prompts)
     images = {image["id"]: image for image in run.rows("seed", "images")}
-    queries = run.rows("generate", "queries", "generated")
+    queries = run.queries()
 
     def ask(query: Row) -> Iterator[Request]:
         picture = run.picture(images[query["image_id"]], config.model)
@@ -188,7 +188,7 @@ def retrieve(run: Run) -> dict[str, Any]:
     """Candidates of each question: the best of two indices for the description of its target (3.1.3)."""
     images = run.images()
     valid = {row["query_id"] for row in run.rows("filter", "valid", "filtered")}
-    queries = [row for row in run.rows("generate", "queries", "generated") if row["query_id"] in valid]
+    queries = [row for row in run.queries() if row["query_id"] in valid]
     found: list[dict[str, list[str]]] = [{} for _ in queries]
     encoders = {}
     for name, index in _indices(run, images) if queries else ():
@@ -253,7 +253,7 @@ def judge(run: Run) -> dict[str, Any]:
     """Every judge of the panel on every triplet (3.1.4)."""
     config = run.config.judge
     images = {image["id"]: image for image in run.rows("seed", "images")}
-    queries = {query["query_id"]: query for query in run.rows("generate", "queries", "generated")}
+    queries = {query["query_id"]: query for query in run.queries()}
     candidates: dict[str, list[str]] = {}
     for row in run.rows("retrieve", "triplets"):
         candidates.setdefault(row["query_id"], []).append(row["candidate_id"])
@@ -398,7 +398,7 @@ def split(run: Run) -> dict[str, Any]:
     """Test and training sets by TSR (3.1.7), and everything that is written for training and evaluation."""
     config = run.config
     doubted = {row["id"] for row in run.rows("keep", "doubted", "pool")}
-    queries = run.rows("generate", "queries", "generated")
+    queries = run.queries()
     inputs = {row["query_id"]: row["image_id"] for row in queries}
     positives = decisions.candidates_by_query(run.out, maths.KEPT)
     if config.keep.remove_doubted_inputs:

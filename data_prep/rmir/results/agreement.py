@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -105,64 +106,63 @@ def panel_statistics(
     names = list(votes)
     if not names or not len(votes[names[0]]):
         return {"kappa": math.nan, "judges": {}, "families": {}, "between": {}}
-    if weight_N is None:
-        weight_N = np.ones(len(votes[names[0]]))
-
-    def mean(found_N: np.ndarray, where_N: np.ndarray | bool = True) -> float:
-        weights = weight_N * where_N
-        return float(np.average(found_N, weights=weights)) if weights.sum() else math.nan
-
+    weight_N = np.ones(len(votes[names[0]])) if weight_N is None else weight_N
     said_JN = np.stack([_codes(votes[name]) for name in names])
-    counts_NK = np.stack([(said_JN == code).sum(axis=0) for code in range(len(SAID))], axis=1)
-    judges = {}
+    members: dict[str, list[int]] = {}
     for row, name in enumerate(names):
-        own = said_JN[row]
-        others_NK = counts_NK.copy()
-        others_NK[np.arange(len(own)), own] -= 1
-        major, clear = _majority(others_NK)
-        shares = {
-            verdict: mean(np.array([vote == verdict for vote in votes[name]])) for verdict in (*SAID, ERROR)
-        }
-        rest = np.delete(said_JN, row, axis=0)
-        judges[name] = {
-            "family": families[name],
-            **shares,
-            "bias": mean(own == 0) - mean((rest == 0).mean(axis=0)) if len(rest) else math.nan,
-            "agrees": mean(own == major, clear),
-        }
-    members = {
-        family: [row for row, name in enumerate(names) if families[name] == family]
-        for family in dict.fromkeys(families[name] for name in names)
-    }
-    by_family = {
-        family: np.stack([(said_JN[rows] == code).sum(axis=0) for code in range(len(SAID))], axis=1)
-        for family, rows in members.items()
-    }
-    between = {}
-    for place, left in enumerate(members):
-        for right in list(members)[place + 1 :]:
-            (a, a_clear), (b, b_clear) = _majority(by_family[left]), _majority(by_family[right])
-            both = a_clear & b_clear
-            pairs_NK = np.stack([(a == code).astype(int) + (b == code) for code in range(len(SAID))], axis=1)
-            between[f"{left} and {right}"] = {
-                "triplets": int(weight_N[both].sum()),
-                "same": mean(a == b, both),
-                "kappa": fleiss_kappa(pairs_NK[both], weight_N[both]),
-            }
+        members.setdefault(families[name], []).append(row)
+    by_family = {family: _counts(said_JN[rows]) for family, rows in members.items()}
     return {
-        "kappa": fleiss_kappa(counts_NK, weight_N),
-        "judges": judges,
+        "kappa": fleiss_kappa(_counts(said_JN), weight_N),
+        "judges": {
+            name: {"family": families[name], **_judge(votes[name], said_JN, row, weight_N)}
+            for row, name in enumerate(names)
+        },
         "families": {
             family: fleiss_kappa(counts, weight_N)
             for family, counts in by_family.items()
             if len(members[family]) > 1
         },
-        "between": between,
+        "between": {
+            f"{left} and {right}": _between(by_family[left], by_family[right], weight_N)
+            for left, right in combinations(by_family, 2)
+        },
+    }
+
+
+def _judge(verdicts: Sequence[str], said_JN: np.ndarray, row: int, weight_N: np.ndarray) -> dict[str, float]:
+    """One judge beside the others."""
+    own_N, rest_JN = said_JN[row], np.delete(said_JN, row, axis=0)
+    major_N, clear_N = _majority(_counts(rest_JN))
+    said_N = np.array(verdicts)
+    shares = {verdict: _mean(said_N == verdict, weight_N) for verdict in (*SAID, ERROR)}
+    bias = math.nan
+    if len(rest_JN):
+        bias = _mean(own_N == 0, weight_N) - _mean((rest_JN == 0).mean(axis=0), weight_N)
+    return {**shares, "bias": bias, "agrees": _mean(own_N == major_N, weight_N * clear_N)}
+
+
+def _between(left_NK: np.ndarray, right_NK: np.ndarray, weight_N: np.ndarray) -> dict[str, float]:
+    """Two families' majorities, where both have one."""
+    (a_N, a_clear_N), (b_N, b_clear_N) = _majority(left_NK), _majority(right_NK)
+    both = a_clear_N & b_clear_N
+    return {
+        "triplets": int(weight_N[both].sum()),
+        "same": _mean(a_N == b_N, weight_N * both),
+        "kappa": fleiss_kappa(_counts(np.stack([a_N, b_N]))[both], weight_N[both]),
     }
 
 
 def _codes(verdicts: Sequence[str]) -> np.ndarray:
     return np.array([SAID.index(ABSTAIN if verdict == ERROR else verdict) for verdict in verdicts])
+
+
+def _counts(said_JN: np.ndarray) -> np.ndarray:
+    return np.stack([(said_JN == code).sum(axis=0) for code in range(len(SAID))], axis=1)
+
+
+def _mean(found_N: np.ndarray, weight_N: np.ndarray) -> float:
+    return float(np.average(found_N, weights=weight_N)) if weight_N.sum() else math.nan
 
 
 def _majority(counts_NK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -6,7 +6,9 @@ Source: what the RMIR paper names as future work (section 5): model diversity, a
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from data_prep.rmir.decisions import candidates_by_query
 from data_prep.rmir.pictures.encoders import bridged, text_encoder
 from data_prep.rmir.pictures.near_duplicates import near_duplicates
 from data_prep.rmir.results.agreement import defined, panel_statistics
-from data_prep.rmir.run import Run
+from data_prep.rmir.run import Row, Run
 
 TEXT, TEXT_TO_CAPTIONS, IMAGE, DESCRIPTION = (
     "text alone",
@@ -99,59 +101,61 @@ def indices(run: Run) -> dict[str, dict[str, float]]:
     }
 
 
-def shortcuts(run: Run) -> list[dict[str, Any]]:
-    """Rank of the first right answer of each query in the pool, by probe; the query's own picture is never ranked."""
+@dataclass
+class _Probe:
+    """What the pool is searched with."""
+
+    name: str
+    candidates: list[str]
+    vectors_PD: np.ndarray  # of these
+    embed: Callable[[list[Row]], np.ndarray]  # (B, D) of some queries
+
+
+def _probes(run: Run, pool: list[str]) -> list[_Probe]:
     images = run.images()
     places = {image["id"]: place for place, image in enumerate(images)}
-    pool = [row["id"] for row in run.rows("pool", "pool")]
-    splits = {row["query_id"]: row["split"] for row in run.rows("split", "splits")}
-    queries = [row for row in run.rows("generate", "queries", "generated") if row["query_id"] in splits]
-    positives = candidates_by_query(run.out, maths.KEPT)
-    if not queries:
-        return []
     image_ND = np.load(run.path("seed", "images.npy"), mmap_mode="r")
     pool_PD = image_ND[[places[name] for name in pool]]
     encoder = bridged(run.config.image_encoder, [image["caption"] for image in images], image_ND)
+
+    def texts(column: str, embed: Callable[[list[str]], np.ndarray]) -> Callable[[list[Row]], np.ndarray]:
+        return lambda queries: embed([query[column] for query in queries])
+
+    found = [
+        _Probe(TEXT, pool, pool_PD, texts("query", encoder.texts)),
+        _Probe(IMAGE, pool, pool_PD, lambda queries: image_ND[[places[one["image_id"]] for one in queries]]),
+        _Probe(DESCRIPTION, pool, pool_PD, texts("target_desc", encoder.texts)),
+    ]
     captioned = [image["id"] for image in images if image["caption"]]
     caption_of = {name: place for place, name in enumerate(captioned)}
-    with_caption = [name for name in pool if name in caption_of]
-    ranked = {TEXT: pool, IMAGE: pool, DESCRIPTION: pool}
-    if with_caption:
+    if with_caption := [name for name in pool if name in caption_of]:
         caption_ND = np.load(run.caption_vectors(), mmap_mode="r")
         caption_PD = caption_ND[[caption_of[name] for name in with_caption]]
-        captioner = text_encoder(run.config.caption_encoder)
-        ranked[TEXT_TO_CAPTIONS] = with_caption
+        embed = partial(text_encoder(run.config.caption_encoder).texts, query=True)
+        found.insert(1, _Probe(TEXT_TO_CAPTIONS, with_caption, caption_PD, texts("query", embed)))
+    return found
 
-    def scores(probe: str, block: list[dict[str, Any]]) -> np.ndarray:
-        if probe == TEXT:
-            return encoder.texts([query["query"] for query in block]) @ pool_PD.T
-        if probe == TEXT_TO_CAPTIONS:
-            return captioner.texts([query["query"] for query in block], query=True) @ caption_PD.T
-        if probe == IMAGE:
-            return image_ND[[places[query["image_id"]] for query in block]] @ pool_PD.T
-        return encoder.texts([query["target_desc"] for query in block]) @ pool_PD.T
 
+def shortcuts(run: Run) -> list[Row]:
+    """Rank of the first right answer of each query in the pool, by probe; the query's own picture is never ranked."""
+    pool = [row["id"] for row in run.rows("pool", "pool")]
+    splits = {row["query_id"]: row["split"] for row in run.rows("split", "splits")}
+    queries = [row for row in run.queries() if row["query_id"] in splits]
+    positives = candidates_by_query(run.out, maths.KEPT)
     # As many queries at a time as their scores fit: queries times pool would be 37 GB at 100,000 of each.
     size = max(1, int(run.config.audit.memory_mb * 2**20 / (4 * max(len(pool), 1))))
     rows = []
-    for probe, names in ((probe, ranked[probe]) for probe in PROBES if probe in ranked):
-        place_of = {name: place for place, name in enumerate(names)}
+    for probe in _probes(run, pool) if queries else ():
+        place_of = {name: place for place, name in enumerate(probe.candidates)}
         for start in range(0, len(queries), size):
             block = queries[start : start + size]
-            for query, score_P in zip(block, scores(probe, block), strict=True):
-                right = [place_of[name] for name in positives[query["query_id"]] if name in place_of]
-                rank, number = first_rank(score_P, right, place_of.get(query["image_id"]))
-                rows.append(
-                    {
-                        "query_id": query["query_id"],
-                        "category": query["category"],
-                        "split": splits[query["query_id"]],
-                        "probe": probe,
-                        "rank": rank,
-                        "num_right": len(right),
-                        "num_ranked": number,
-                    }
-                )
+            for query, score_P in zip(block, probe.embed(block) @ probe.vectors_PD.T, strict=True):
+                name = query["query_id"]
+                right = [place_of[one] for one in positives[name] if one in place_of]
+                rank, num_ranked = first_rank(score_P, right, place_of.get(query["image_id"]))
+                about = {"query_id": name, "category": query["category"], "split": splits[name]}
+                found = {"rank": rank, "num_right": len(right), "num_ranked": num_ranked}
+                rows.append({**about, "probe": probe.name, **found})
     return rows
 
 
@@ -192,43 +196,37 @@ def solved(rows: Sequence[Mapping[str, Any]], ks: Sequence[int]) -> dict[str, An
         By probe: number of queries and, for each k, ``solved@k`` and ``chance@k``. Under ``any shortcut``: the share
         that text alone or picture alone solves, also by split and by category.
     """
-
-    def share(found: Sequence[Mapping[str, Any]], k: int) -> float:
-        hits = {row["query_id"] for row in found if row["rank"] is not None and row["rank"] <= k}
-        return len(hits) / len({row["query_id"] for row in found}) if found else math.nan
-
-    report: dict[str, Any] = {}
-    for probe in PROBES:
-        found = [row for row in rows if row["probe"] == probe]
-        if found:
-            report[probe] = {"queries": len(found)} | {
-                f"{what}@{k}": value
-                for k in ks
-                for what, value in (
-                    ("solved", share(found, k)),
-                    (
-                        "chance",
-                        float(np.mean([chance(row["num_right"], row["num_ranked"], k) for row in found])),
-                    ),
-                )
-            }
+    by_probe = {probe: [row for row in rows if row["probe"] == probe] for probe in PROBES}
+    report: dict[str, Any] = {
+        probe: _solved(found, ks, with_chance=True) for probe, found in by_probe.items() if found
+    }
     short = [row for row in rows if row["probe"] in SHORTCUTS]
     parts = {"all": short}
     for column in ("split", "category"):
         for value in sorted({row[column] for row in short}):
             parts[value] = [row for row in short if row[column] == value]
-    report["any shortcut"] = {
-        name: {"queries": len({row["query_id"] for row in found})}
-        | {f"solved@{k}": share(found, k) for k in ks}
-        for name, found in parts.items()
-    }
+    report["any shortcut"] = {name: _solved(found, ks) for name, found in parts.items()}
     return report
+
+
+def _solved(
+    rows: Sequence[Mapping[str, Any]], ks: Sequence[int], *, with_chance: bool = False
+) -> dict[str, Any]:
+    queries = {row["query_id"] for row in rows}
+    figures: dict[str, Any] = {"queries": len(queries)}
+    for k in ks:
+        hits = {row["query_id"] for row in rows if row["rank"] is not None and row["rank"] <= k}
+        figures[f"solved@{k}"] = len(hits) / len(queries) if queries else math.nan
+        if with_chance:
+            chances = [chance(row["num_right"], row["num_ranked"], k) for row in rows]
+            figures[f"chance@{k}"] = float(np.mean(chances))
+    return figures
 
 
 def overlap(run: Run) -> dict[str, int]:
     """Pictures and queries that training and test share, by the parts they play in each."""
     images = {image["id"]: image for image in run.rows("seed", "images")}
-    inputs = {row["query_id"]: row["image_id"] for row in run.rows("generate", "queries", "generated")}
+    inputs = {row["query_id"]: row["image_id"] for row in run.queries()}
     splits = {row["query_id"]: row["split"] for row in run.rows("split", "splits")}
     roles: dict[tuple[str, str], set[str]] = {
         (part, role): set() for part in ("train", "test") for role in ("inputs", "answers", "negatives")

@@ -148,9 +148,6 @@ def _escaped(text: str) -> str:
 def agreement(words: Sequence[str]) -> None:
     """Compare verdicts with the panel's decisions, and print what was found.
 
-    Args:
-        words: see `AgreementOptions`.
-
     Raises:
         UserError: a word is wrong, a file cannot be read, or a verdict is about no triplet of the run.
     """
@@ -214,57 +211,56 @@ def compare(run: Path, people: Mapping[str, Said]) -> dict[str, Any]:
     """
     queries = {row["query_id"]: row for row in _rows(run, "generate/queries", "generated")}
     decided = {triplet_name(row): row for row in _rows(run, "keep/decided.parquet", "decided")}
+    all_said = [(name, key, row) for name, said in people.items() for key, row in said.items()]
     groups: dict[str, list[tuple[bool | None, str]]] = {"all": []}
-    counts = []
-    comments = []
-    for name, said in people.items():
-        for key, row in said.items():
-            if row["comment"]:
-                comments.append({"by": name, "key": key, **row})
-            if not row["verdict"]:
-                continue
-            kept, query = decided[key]["state"] == maths.KEPT, decided[key]["query_id"]
-            agrees = None if row["verdict"] == UNSURE else (row["verdict"] == ACCEPT) == kept
-            for group in (
-                "all",
-                *([f"by {name}"] if len(people) > 1 else []),
-                "panel accepted" if kept else "panel rejected",
-                queries[query]["category"],
-            ):
-                groups.setdefault(group, []).append((agrees, query))
-            if agrees is not None:
-                votes = [row["verdict"] == ACCEPT, kept]
-                counts.append([votes.count(True), votes.count(False)])
-    rows = {}
-    for group, found in groups.items():
-        sure = [(agrees, query) for agrees, query in found if agrees is not None]
-        share, low, high = clustered_share([agrees for agrees, _ in sure], [query for _, query in sure])
-        rows[group] = {
-            "agree": sum(agrees for agrees, _ in sure),
-            "of": len(sure),
-            "queries": len({query for _, query in sure}),
-            "share": share,
-            "low": low,
-            "high": high,
-            "unsure": len(found) - len(sure),
-        }
-    between = {}
-    for left, right in combinations(people, 2):
-        pairs = [
-            [people[left][key]["verdict"], people[right][key]["verdict"]]
-            for key in sorted(people[left].keys() & people[right].keys())
-        ]
-        pairs = [pair for pair in pairs if all(pair)]
-        if pairs:
-            between[f"{left} and {right}"] = {
-                "same": sum(a == b for a, b in pairs),
-                "of": len(pairs),
-                "kappa": fleiss_kappa(
-                    np.array([[pair.count(verdict) for verdict in VERDICTS] for pair in pairs])
-                ),
-            }
-    kappa = fleiss_kappa(np.array(counts)) if counts else math.nan
+    votes: list[list[bool]] = []
+    for name, key, row in all_said:
+        if not row["verdict"]:
+            continue
+        kept, query = decided[key]["state"] == maths.KEPT, decided[key]["query_id"]
+        agrees = None if row["verdict"] == UNSURE else (row["verdict"] == ACCEPT) == kept
+        for group in (
+            "all",
+            *([f"by {name}"] if len(people) > 1 else []),
+            "panel accepted" if kept else "panel rejected",
+            queries[query]["category"],
+        ):
+            groups.setdefault(group, []).append((agrees, query))
+        if agrees is not None:
+            votes.append([row["verdict"] == ACCEPT, kept])
+    pairs = {f"{a} and {b}": _said_by_both(people[a], people[b]) for a, b in combinations(people, 2)}
+    between = {
+        pair: {"same": sum(a == b for a, b in both), "of": len(both), "kappa": _kappa(both, VERDICTS)}
+        for pair, both in pairs.items()
+        if both
+    }
+    rows = {group: _row(found) for group, found in groups.items()}
+    comments = [{"by": name, "key": key, **row} for name, key, row in all_said if row["comment"]]
+    kappa = _kappa(votes, (True, False))
     return defined({"rows": rows, "kappa": kappa, "between": between, "comments": comments})
+
+
+def _row(found: Sequence[tuple[bool | None, str]]) -> dict[str, Any]:
+    """A row of the report of (agrees or None, query)."""
+    sure = [(agrees, query) for agrees, query in found if agrees is not None]
+    hits, queries = [agrees for agrees, _ in sure], [query for _, query in sure]
+    share, low, high = clustered_share(hits, queries)
+    numbers = {"agree": sum(hits), "of": len(sure), "queries": len(set(queries))}
+    return {**numbers, "share": share, "low": low, "high": high, "unsure": len(found) - len(sure)}
+
+
+def _said_by_both(one: Said, other: Said) -> list[list[str]]:
+    keys = sorted(one.keys() & other.keys())
+    pairs = [[one[key]["verdict"], other[key]["verdict"]] for key in keys]
+    return [pair for pair in pairs if all(pair)]
+
+
+def _kappa(pairs: Sequence[Sequence[object]], categories: Sequence[object]) -> float:
+    return (
+        fleiss_kappa(np.array([[pair.count(one) for one in categories] for pair in pairs]))
+        if pairs
+        else math.nan
+    )
 
 
 def settle(run: Path, people: Mapping[str, Said], agree: int) -> dict[str, Any]:

@@ -15,8 +15,8 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,22 +34,9 @@ from rge.tables.rows import num_rows, table_rows
 
 COLUMNS = ("qry", "qry_image_path", "pos_text", "pos_image_path")
 NEGATIVES = ("neg_text", "neg_image_path")
-SPLITS = ("original", "diverse_instruction", "train")
+NO_PICTURE = "picture is missing or unreadable"
 TRAINED = tuple(name for name, about in SETS.items() if about["distribution"] == "IND")
 """The 20 sets that have a training part."""
-
-
-@dataclass
-class _Work:
-    """One set under way: where its pictures are, and what was counted."""
-
-    name: str
-    roots: list[Path]
-    out: Path
-    instructions: str
-    decode: bool
-    counts: Counter[str] = field(default_factory=Counter)
-    known: dict[str, str | None] = field(default_factory=dict)
 
 
 @dataclass
@@ -80,11 +67,21 @@ class MmebOptions:
     """Open every picture; an unreadable one counts as missing."""
 
 
+class _Work:
+    """One set under way: where its pictures are, and what was counted."""
+
+    def __init__(self, name: str, options: MmebOptions):
+        self.name, self.options = name, options
+        src, images = options.src, options.images
+        self.roots = [images] if images is not None else [src, src / "images", src / "MMEB-images"]
+        self.counts: Counter[str] = Counter()
+        self.known: dict[
+            str, str | None
+        ] = {}  # path of each picture, seen from the records; None: it cannot be used
+
+
 def main(words: Sequence[str]) -> None:
     """Convert.
-
-    Args:
-        words: see `MmebOptions`.
 
     Raises:
         UserError: a word is wrong, a set or a picture is missing, a row is not what the layout says.
@@ -102,50 +99,15 @@ def main(words: Sequence[str]) -> None:
         if done.returncode:
             raise UserError("MMEB's evaluation files were not imported; the reason stands above")
         return
-    report = convert(
-        options.src,
-        options.out,
-        images=options.images,
-        split=options.split,
-        sets=None if options.sets == ("all",) else options.sets,
-        instructions=options.instructions,
-        max_per_set=options.max_per_set,
-        seed=options.seed,
-        drop_missing=options.missing == "drop",
-        decode=options.decode,
-    )
+    report = convert(options)
     for name, counts in report["sets"].items():
         print(f"{name}: {', '.join(f'{key} {value:,}' for key, value in counts.items())}")
     print(options.out / "report.json")
     print("The texts include their wording: train on them with data.profile=plain, as they are evaluated")
 
 
-def convert(
-    src: Path,
-    out: Path,
-    *,
-    images: Path | None = None,
-    split: str = "original",
-    sets: Sequence[str] | None = None,
-    instructions: str = "vlm2vec",
-    max_per_set: int | None = None,
-    seed: int = 0,
-    drop_missing: bool = False,
-    decode: bool = False,
-) -> dict[str, Any]:
+def convert(options: MmebOptions) -> dict[str, Any]:
     """Write ``out/NAME.jsonl`` for every set, each whole or not at all, and ``out/report.json``.
-
-    Args:
-        src: the training files.
-        out: folder to write to; pictures are referred to where they are.
-        images: folder that picture paths start from.
-        split: ``original``, ``diverse_instruction`` or ``train``.
-        sets: names; None takes every set of `src`, and all 20 must be there.
-        instructions: see `MmebOptions`.
-        max_per_set: rows drawn of each set; None takes all.
-        seed: of that draw.
-        drop_missing: leave out rows without their picture instead of stopping.
-        decode: open every picture.
 
     Returns:
         The report: what was read, written and left out, by set.
@@ -153,7 +115,8 @@ def convert(
     Raises:
         UserError: see `main`.
     """
-    names = [canonical(name) for name in sets or TRAINED]
+    src, out, split = options.src, options.out, options.split
+    names = [canonical(name) for name in (TRAINED if options.sets == ("all",) else options.sets)]
     for name in names:
         one_of("sets", [name], TRAINED)
     files = {name: _files(src, name, split) for name in names}
@@ -163,49 +126,58 @@ def convert(
             f"{src} lacks {split} files of {len(absent)} sets: {', '.join(absent)} (there are: {', '.join(there) or 'none'}); "
             "sets=NAME,... converts some on purpose"
         )
-    roots = [images] if images is not None else [src, src / "images", src / "MMEB-images"]
     report: dict[str, Any] = {
-        "source": f"TIGER-Lab/MMEB-train, split {split}", "instructions": instructions, "wording": "included",
+        "source": f"TIGER-Lab/MMEB-train, split {split}", "instructions": options.instructions, "wording": "included",
         "sets": {},
     }  # fmt: skip
     for name in names:
-        work = _Work(name, roots, out, instructions, decode)
-        total = sum(num_rows(file) for file in files[name])
-        chosen = None
-        if max_per_set is not None and max_per_set < total:
-            rng = np.random.default_rng([seed, *name.encode()])
-            chosen = set(rng.choice(total, max_per_set, replace=False).tolist())
-        lines: list[str] = []
-        rows = enumerate(row for file in files[name] for row in table_rows(file))
-        for number, row in progress_bar(rows, total=total, desc=name):
-            if chosen is None or number in chosen:
-                record = _record(work, row, number, split)
-                if record is not None:
-                    line = record.model_dump(exclude_none=True, exclude_defaults=True)
-                    lines.append(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n")
-        lost = {key: count for key, count in work.counts.items() if key.startswith("left out: picture")}
-        if lost and not drop_missing:
-            shown = next(path for path, found in work.known.items() if found is None)
-            raise UserError(
-                f"{name}: {sum(lost.values()):,} of {work.counts['read']:,} rows have no picture, such as {shown!r} below "
-                f"{', '.join(map(str, roots))}: unpack the set's archive, give images=DIR, or leave such rows out with "
-                "missing=drop"
-            )
-        if not lines:
-            raise UserError(f"{name}: no row is left of {total:,} ({dict(work.counts)})")
+        work = _Work(name, options)
+        lines = [_line(record) for record in _records(work, files[name])]
+        _check_left(work, len(lines))
         write_text(out / f"{name}.jsonl", "".join(lines))
-        work.counts["written"] = len(lines)
-        report["sets"][name] = dict(work.counts)
+        report["sets"][name] = {**work.counts, "written": len(lines)}
     write_text(out / "report.json", json.dumps(report, indent=1) + "\n")
     return report
+
+
+def _records(work: _Work, files: Sequence[Path]) -> Iterator[Record]:
+    """Records of the rows that are drawn, of all of them without ``max_per_set``."""
+    total, most = sum(map(num_rows, files)), work.options.max_per_set
+    chosen: Collection[int] = range(total)
+    if most is not None and most < total:
+        rng = np.random.default_rng([work.options.seed, *work.name.encode()])
+        chosen = set(rng.choice(total, most, replace=False).tolist())
+    rows = enumerate(row for file in files for row in table_rows(file))
+    for number, row in progress_bar(rows, total=total, desc=work.name):
+        if number in chosen and (record := _record(work, row, number)) is not None:
+            yield record
+
+
+def _line(record: Record) -> str:
+    row = record.model_dump(exclude_none=True, exclude_defaults=True)
+    return json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n"
+
+
+def _check_left(work: _Work, num_records: int) -> None:
+    """Refuse a set of which nothing is left, or which lost pictures with ``missing=error``."""
+    num_lost = work.counts[f"left out: {NO_PICTURE}"]
+    if num_lost and work.options.missing == "error":
+        shown = next(path for path, found in work.known.items() if found is None)
+        raise UserError(
+            f"{work.name}: {num_lost:,} of {work.counts['read']:,} rows have no picture, such as {shown!r} below "
+            f"{', '.join(map(str, work.roots))}: unpack the set's archive, give images=DIR, or leave such rows out with "
+            "missing=drop"
+        )
+    if not num_records:
+        raise UserError(f"{work.name}: no row is left ({dict(work.counts)})")
 
 
 Part = tuple[str, str]
 """Text and picture path of a query or a target; "" stands for a missing one."""
 
 
-def _record(work: _Work, row: dict[str, Any], number: int, split: str) -> Record | None:
-    name, counts = work.name, work.counts
+def _record(work: _Work, row: dict[str, Any], number: int) -> Record | None:
+    name, counts, split = work.name, work.counts, work.options.split
     where = f"{name}, row {number + 1}"
     if lacking := [column for column in COLUMNS if column not in row]:
         raise UserError(f"{where}: column {lacking[0]!r} is missing; there are {', '.join(row)}")
@@ -220,7 +192,7 @@ def _record(work: _Work, row: dict[str, Any], number: int, split: str) -> Record
     instruction, rest = split_instruction(name, text)
     counts["instruction told apart"] += instruction is not None
     counts["with negatives"] += bool(negatives)
-    if work.instructions == "rge":
+    if work.options.instructions == "rge":
         if instruction is None:
             rest = reword(name, text, "query")
         else:
@@ -246,7 +218,7 @@ def _unusable(work: _Work, query: Part, positives: Sequence[Part]) -> str | None
     if not positives:
         return "empty target"
     missing = [path for _, path in (query, *positives) if path and _picture(work, path) is None]
-    return "picture is missing or unreadable" if missing else None
+    return NO_PICTURE if missing else None
 
 
 def _usable_negatives(work: _Work, positives: Sequence[Part], negatives: Sequence[Part]) -> list[Part]:
@@ -261,7 +233,7 @@ def _usable_negatives(work: _Work, positives: Sequence[Part], negatives: Sequenc
 
 def _target(work: _Work, part: Part) -> dict[str, Any]:
     text, path = part
-    if text and work.instructions == "rge":
+    if text and work.options.instructions == "rge":
         text = reword(work.name, text, "candidate")
     return {"id": _id(part), "text": text or None, "image": _picture(work, path) if path else None}
 
@@ -290,12 +262,12 @@ def _id(part: Part) -> str:
 def _picture(work: _Work, path: str) -> str | None:
     if path not in work.known:
         file = next((root / path for root in work.roots if (root / path).is_file()), None)
-        if file is not None and work.decode:
+        if file is not None and work.options.decode:
             try:
                 load_image(str(file))
             except ImageError:
                 file = None
-        work.known[path] = None if file is None else os.path.relpath(file, work.out)
+        work.known[path] = None if file is None else os.path.relpath(file, work.options.out)
     return work.known[path]
 
 

@@ -8,7 +8,8 @@ import pytest
 from PIL import Image
 
 from data_prep.__main__ import main
-from data_prep.mmeb import TRAINED, convert
+from data_prep import mmeb
+from data_prep.mmeb import TRAINED, MmebOptions
 from data_prep.rationales.leak import bare_text, text_leak
 from data_prep.rationales.prompts import task_of
 from eval.sets.retrieval_set import load_set
@@ -20,6 +21,10 @@ from rge.data.sources import RecordFile
 from rge.model.prompts import user_text
 
 PLACE = "<|image_1|>\n"
+
+
+def convert(src, out, **options):
+    return mmeb.convert(MmebOptions(src, out, **options))
 
 
 def row(qry="", qry_image="", pos="", pos_image="", neg="", neg_image=""):
@@ -192,7 +197,7 @@ def test_a_missing_picture_stops_or_is_counted(release, tmp_path):
     ):
         convert(release, tmp_path / "out", sets=["ImageNet-1K"])
     assert not (tmp_path / "out").exists()
-    report = convert(release, tmp_path / "out", sets=["ImageNet-1K"], drop_missing=True)
+    report = convert(release, tmp_path / "out", sets=["ImageNet-1K"], missing="drop")
     assert report["sets"]["ImageNet-1K"]["left out: picture is missing or unreadable"] == 1
     assert len(records(tmp_path / "out", "ImageNet-1K")) == 1
 

@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
+from data_prep.jsonl import json_line
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.files import write_text
@@ -132,7 +133,7 @@ def convert(options: MmebOptions) -> dict[str, Any]:
     }  # fmt: skip
     for name in names:
         work = _Work(name, options)
-        lines = [_line(record) for record in _records(work, files[name])]
+        lines = [json_line(record) for record in _records(work, files[name])]
         _check_left(work, len(lines))
         write_text(out / f"{name}.jsonl", "".join(lines))
         report["sets"][name] = {**work.counts, "written": len(lines)}
@@ -151,11 +152,6 @@ def _records(work: _Work, files: Sequence[Path]) -> Iterator[Record]:
     for number, row in progress_bar(rows, total=total, desc=work.name):
         if number in chosen and (record := _record(work, row, number)) is not None:
             yield record
-
-
-def _line(record: Record) -> str:
-    row = record.model_dump(exclude_none=True, exclude_defaults=True)
-    return json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
 def _check_left(work: _Work, num_records: int) -> None:

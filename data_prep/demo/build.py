@@ -11,7 +11,6 @@ The tables beside this file are the source; the result is written from them alon
     LICENSES.md                   whom the drawings come from, and on which terms
 """
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,8 +24,8 @@ from data_prep.demo.pictures import render_family, write_library
 from data_prep.demo.records import naming_records, relation_records, text_records
 from data_prep.demo.splits import VALID_GALLERY, VALID_QUERIES, split
 from data_prep.demo.tables import HERE, read_tables
+from data_prep.jsonl import write_jsonl
 from rge.common.options import parse_options
-from rge.common.schema import Record
 
 OUT = HERE / "data"
 
@@ -128,12 +127,3 @@ def share_alike() -> str:
         f"under [CC BY-SA 4.0]({family.licence_url}): rendered to 84 x 84 pixels on white, centred and scaled, stored\n"
         "as WebP. Adaptations must be shared under the same licence.\n"
     )
-
-
-def write_jsonl(path: Path, records: list[Record]) -> None:
-    """Write training records, a line each, without what is empty."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8", newline="\n") as out:
-        for record in records:
-            row = record.model_dump(exclude_none=True, exclude_defaults=True)
-            out.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n")

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep.demo import retrieval
-from data_prep.demo.build import OUT, write_jsonl
+from data_prep.demo.build import OUT
 from data_prep.demo.families import TRAINING, Family
 from data_prep.demo.records import naming_records, relation_records, text_records
 from data_prep.demo.splits import VALID_GALLERY, Splits, choose, split, stable_hash
 from data_prep.demo.tables import Concept, Fact, Tables, read_tables
+from data_prep.jsonl import write_jsonl
 from rge.common.errors import UserError
 from rge.common.options import parse_options
 from rge.common.schema import Record

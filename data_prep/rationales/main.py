@@ -14,11 +14,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow.parquet as pq
 
+from data_prep.jsonl import json_line
 from data_prep.rationales import checks, prompts
 from data_prep.rationales.leak import PictureLeak, Shown, bare_text, caption_leak, text_leak
 from data_prep.rmir.config import AtLeastOne, EncoderConfig
@@ -50,8 +52,6 @@ GAIN_WINDOW = 256
 SCORES = ".scores.jsonl"
 PICTURES = "pictures.parquet"
 """Beside records of the rmir pipeline: id, caption and origin of each picture."""
-
-Pair = tuple[Record, Positive]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,28 +124,51 @@ class _Written:
 
 
 @dataclass
+class _Pair:
+    # A query and one of its targets, what was written for them, and what the checkpoint of `select` writes for the query.
+    record: Record
+    positive: Positive
+    samples: list[_Written] = field(default_factory=list)
+    own: str | None = None
+
+    @property
+    def known(self) -> str:
+        """Instruction and text of the query."""
+        return f"{self.record.instruction or ''} {self.record.query.text or ''}".strip()
+
+
+Window = list[list[_Pair]]
+"""The pairs of each of some records."""
+
+
+@dataclass
 class _File:
     """One file of records on its way, and what was counted."""
 
     records: Path
     out: Path
+    captions: dict[str, str] = field(default_factory=dict)  # of pictures, by id or path
     written: list[list[_Written]] = field(default_factory=list)  # of each pair, its samples
     counts: Counter[str] = field(default_factory=Counter)
     chosen: list[_Written] = field(default_factory=list)
     # Of each chosen rationale: itself, the model's own, text of the query, group.
     beside_own: list[tuple[str, str, str, str]] = field(default_factory=list)
 
-    def windows(self) -> Iterator[tuple[list[Record], list[Pair], list[list[_Written]]]]:
-        """Records, their pairs, and what was written for these, some at a time."""
-        start = 0
-        for window in _windows(self.records):
-            pairs = [(record, positive) for record in window for positive in record.positives]
-            yield window, pairs, self.written[start : start + len(pairs)]
-            start += len(pairs)
+    def windows(self) -> Iterator[Window]:
+        """All pairs, `WINDOW` records at a time."""
+        written = iter(self.written)
+        with self.records.open(encoding="utf-8-sig") as lines:
+            records = (Record.model_validate_json(line) for line in lines if line.strip())
+            while some := list(islice(records, WINDOW)):
+                yield [[_Pair(record, one, next(written, [])) for one in record.positives] for record in some]
 
-    def pairs(self) -> Iterator[Pair]:
+    def pairs(self) -> Iterator[_Pair]:
         """All pairs."""
-        return (pair for _, pairs, _ in self.windows() for pair in pairs)
+        return (pair for window in self.windows() for some in window for pair in some)
+
+    def beside(self, ending: str) -> Path:
+        """A file beside the result."""
+        return self.out.with_name(f"{self.out.name}{ending}")
 
 
 def main(words: Sequence[str]) -> None:
@@ -179,43 +202,35 @@ def estimate(records: Path, out: Path, model: ModelConfig, settings: Settings) -
     Raises:
         UserError: the records cannot be read.
     """
-    calls = tokens_in = tokens_out = most_in = most_out = 0
-    tasks: Counter[str] = Counter()
     path = _replies(records, out)
     with closing(AnswerStore(path if path.is_file() else None)) as store:
         learnt = {kind: store.learnt(model.endpoint, kind) for kind in (False, True)}
         kept = store.num_replies()
+    tasks: Counter[str] = Counter()
+    total: Counter[str] = Counter()
     for file in _files(records, out):
-        RecordFile(file.records)  # checks every record
         for pair in file.pairs():
             request = _request(pair, file.records.parent, model, settings, look=False)
             bills = learnt[bool(request.num_pictures())]
             given, answered = model.estimate(request)
-            most = model.estimate(request, bills)
-            calls += settings.candidates
-            tokens_in += round(settings.candidates * given * bills.mean_input)
-            tokens_out += settings.candidates * answered
-            most_in += settings.candidates * most[0]
-            most_out += settings.candidates * most[1]
+            most_in, most_out = model.estimate(request, bills)
+            total.update({"in": round(settings.candidates * given * bills.mean_input)})
+            more = {"calls": 1, "out": answered, "most in": most_in, "most out": most_out}
+            total.update({key: settings.candidates * number for key, number in more.items()})
             tasks[_task(pair, settings)] += 1
-    lines = [
-        "| task | pairs |",
-        "|---|---:|",
-        *(f"| {task} | {number:,} |" for task, number in tasks.most_common()),
-    ]
     batch = model.mode == "batch"
-    lines.append(
-        f"\n{calls:,} calls, {tokens_in:,} input tokens, at most {tokens_out:,} output tokens: from "
-        f"{model.cost(tokens_in, 0, batch=batch):,.2f} (input alone) to at most {model.cost(most_in, most_out, batch=batch):,.2f}. "
-        "Nothing was asked yet."
-        + (f" {kept:,} answers are kept from before, and not paid again." if kept else "")
-        + (
-            " Rewrites come on top: one call for each rationale that copies too much."
-            if settings.leak == "rewrite"
-            else ""
-        )
+    least = model.cost(total["in"], 0, batch=batch)
+    most = model.cost(total["most in"], total["most out"], batch=batch)
+    rows = "\n".join(f"| {task} | {number:,} |" for task, number in tasks.most_common())
+    said = (
+        f"| task | pairs |\n|---|---:|\n{rows}\n\n{total['calls']:,} calls, {total['in']:,} input tokens, at most "
+        f"{total['out']:,} output tokens: from {least:,.2f} (input alone) to at most {most:,.2f}. Nothing was asked yet."
     )
-    return "\n".join(lines)
+    if kept:
+        said += f" {kept:,} answers are kept from before, and not paid again."
+    if settings.leak == "rewrite":
+        said += " Rewrites come on top: one call for each rationale that copies too much."
+    return said
 
 
 def write(records: Path, out: Path, model: ModelConfig, settings: Settings) -> dict[str, Any]:
@@ -236,26 +251,15 @@ def write(records: Path, out: Path, model: ModelConfig, settings: Settings) -> d
         UserError: see `main`; another process writes there; calls are unanswered.
     """
     files = _files(records, out)
-    for file in files:
-        RecordFile(file.records)  # checks every record
-    judge = None
-    if settings.select is not None:
-        from data_prep.rationales.gain import GainJudge
-
-        judge = GainJudge(settings.select)
-        if settings.min_knowability is not None and judge.encoder.query_mode == "direct":
-            raise UserError(
-                f"min_knowability: {settings.select} writes no rationales for queries; give another select, or none"
-            )
+    judge = _judge(settings)
     by_sight = leak_encoder(settings, judge)
-    captions = {file.out: read_captions(file.records, settings.captions) for file in files}
-    if settings.leak != "keep" and by_sight is None:
-        for file in files:
-            if not _measurable(file.records, captions[file.out]):
-                raise UserError(
-                    f"leak={settings.leak}: no leak can be measured, for the targets of {file.records} are pictures without "
-                    "captions. Give captions= (Parquet with id and caption) or encoder="
-                )
+    for file in files:
+        file.captions = read_captions(file.records, settings.captions)
+        if settings.leak != "keep" and by_sight is None and not _measurable(file):
+            raise UserError(
+                f"leak={settings.leak}: no leak can be measured, for the targets of {file.records} are pictures without "
+                "captions. Give captions= (Parquet with id and caption) or encoder="
+            )
     replies = _replies(records, out)
     with closing(locked(replies.with_suffix(".lock"))), closing(AnswerStore(replies)) as store:
         caller = Caller({model.name: model}, store, progress=True)
@@ -263,18 +267,34 @@ def write(records: Path, out: Path, model: ModelConfig, settings: Settings) -> d
             file.written = [[] for _ in file.pairs()]
             file.counts["asked"] = len(file.written) * settings.candidates
         _ask(caller, files, model, settings, rewrite=False)
-        leaks = _Leaks(captions, by_sight)
-        leaks.measure(files)
+        _measure_leaks(files, by_sight)
         if settings.leak == "rewrite":
             for file in files:
                 file.counts["rewritten"] = sum(_leaky(one, settings) for some in file.written for one in some)
             _ask(caller, files, model, settings, rewrite=True)
-            leaks.measure(files)
+            _measure_leaks(files, by_sight)
         reports = {}
         for file in files:
-            ledger = [asdict(one) for one in store.ledger()]
-            reports[file.out.name] = _finish(file, settings, judge, by_sight, ledger)
+            _finish(file, settings, judge)
+            found = _report(file, settings, judge, by_sight) | {
+                "models": [asdict(one) for one in store.ledger()]
+            }
+            write_json(file.beside(".report.json"), found)
+            reports[file.out.name] = found
     return reports if records.is_dir() else reports[out.name]
+
+
+def _judge(settings: Settings) -> "GainJudge | None":
+    if settings.select is None:
+        return None
+    from data_prep.rationales.gain import GainJudge
+
+    judge = GainJudge(settings.select)
+    if settings.min_knowability is not None and judge.encoder.query_mode == "direct":
+        raise UserError(
+            f"min_knowability: {settings.select} writes no rationales for queries; give another select, or none"
+        )
+    return judge
 
 
 def _files(records: Path, out: Path) -> list[_File]:
@@ -285,12 +305,14 @@ def _files(records: Path, out: Path) -> list[_File]:
     """
     if out.resolve() == records.resolve():
         raise UserError(f"out={out} would overwrite the records")
-    if not records.is_dir():
-        return [_File(records, out)]
-    paths = [path for path in sorted(records.glob("*.jsonl")) if not path.name.endswith(SCORES)]
-    found = [_File(path, out / path.name) for path in paths]
+    found = [_File(records, out)]
+    if records.is_dir():
+        paths = [path for path in sorted(records.glob("*.jsonl")) if not path.name.endswith(SCORES)]
+        found = [_File(path, out / path.name) for path in paths]
     if not found:
         raise UserError(f"records={records} is a folder without .jsonl files")
+    for file in found:
+        RecordFile(file.records)  # checks every record
     return found
 
 
@@ -298,15 +320,9 @@ def _replies(records: Path, out: Path) -> Path:
     return out / "replies.sqlite" if records.is_dir() else out.with_name(f"{out.name}.replies.sqlite")
 
 
-def _finish(
-    file: _File,
-    settings: Settings,
-    judge: "GainJudge | None",
-    by_sight: PictureLeak | None,
-    ledger: list[dict[str, Any]],
-) -> dict[str, Any]:
-    """Choose among what was written, and write the result; returns the report."""
-    folder, out = file.records.parent, file.out
+def _finish(file: _File, settings: Settings, judge: "GainJudge | None") -> None:
+    """Choose among what was written, and write the result and the scores."""
+    folder = file.records.parent
     for some in file.written:
         for one in some:
             if settings.leak != "keep" and _leaky(one, settings):
@@ -315,34 +331,33 @@ def _finish(
     with ExitStack() as stack:
         records, scores = (
             stack.enter_context(stack.enter_context(replacing(path)).open("w", encoding="utf-8"))
-            for path in (out, out.with_name(f"{out.name}{SCORES}"))
+            for path in (file.out, file.beside(SCORES))
         )
-        for window, pairs, written in file.windows():
-            own = judge.own(folder, window) if judge is not None else None
+        for window in file.windows():
             if judge is not None:
-                own_of = own and [
-                    text for record, text in zip(window, own, strict=True) for _ in record.positives
+                _weigh(judge, folder, window)
+            for pairs in window:
+                best = [_choose(pair, settings, file) for pair in pairs]
+                for pair, one in zip(pairs, best, strict=True):
+                    scores.writelines(_score_lines(pair, one))
+                kept = [
+                    pair.positive.model_copy(update={"rationale": one.text})
+                    for pair, one in zip(pairs, best, strict=True)
+                    if one is not None
                 ]
-                _weigh(judge, folder, pairs, written, own_of)
-            samples = iter(written)
-            for number, record in enumerate(window):
-                kept = []
-                for positive in record.positives:
-                    some = next(samples)
-                    best = _choose(some, settings, file)
-                    scores.writelines(_score_lines(record, positive, some, best))
-                    if best is not None:
-                        kept.append(positive.model_copy(update={"rationale": best.text}))
-                        if own is not None:
-                            known = _known(record)
-                            file.beside_own.append((best.text or "", own[number], known, record.group))
-                file.counts["records"] += bool(kept)
-                file.counts["records without a rationale"] += not kept
+                file.counts["records" if kept else "records without a rationale"] += 1
                 if kept:
-                    moved = _moved(record.model_copy(update={"positives": kept}), folder, out.parent)
-                    records.write(f"{moved}\n")
+                    record = pairs[0].record.model_copy(update={"positives": kept})
+                    records.write(_moved(record, folder, file.out.parent))
+
+
+def _report(
+    file: _File, settings: Settings, judge: "GainJudge | None", by_sight: PictureLeak | None
+) -> dict[str, Any]:
     leaks = [one.leak for one in file.chosen if one.leak is not None]
     report: dict[str, Any] = {
+        "records": 0,
+        "records without a rationale": 0,
         **file.counts,
         "kept": len(file.chosen),
         "leak_mean": _mean(leaks),
@@ -356,15 +371,15 @@ def _finish(
         report["gain_mean"] = _mean([one.gain for one in file.chosen if one.gain is not None])
         beside = file.beside_own
         report["knowability"] = measure_knowability(*zip(*beside, strict=True)) if beside else None
-    report["models"] = ledger
-    write_json(out.with_name(f"{out.name}.report.json"), report)
     return report
 
 
-def _measurable(records: Path, captions: Mapping[str, str]) -> bool:
+def _measurable(file: _File) -> bool:
     """Whether any target has a text or a caption."""
-    pairs = ((record, one) for window in _windows(records) for record in window for one in record.positives)
-    return any(bare_text(record, one) is not None or _caption(one, captions) for record, one in pairs)
+    return any(
+        bare_text(pair.record, pair.positive) is not None or _caption(pair.positive, file.captions)
+        for pair in file.pairs()
+    )
 
 
 def leak_encoder(settings: Settings, judge: "GainJudge | None") -> PictureLeak | None:
@@ -376,29 +391,30 @@ def leak_encoder(settings: Settings, judge: "GainJudge | None") -> PictureLeak |
     return None
 
 
-def _weigh(
-    judge: "GainJudge", folder: Path, pairs: list[Pair], written: list[list[_Written]], own: list[str] | None
-) -> None:
+def _weigh(judge: "GainJudge", folder: Path, window: Window) -> None:
     """Gain and knowability of all candidates that passed the checks."""
-    for start in range(0, len(pairs), GAIN_WINDOW):
-        some = range(start, min(start + GAIN_WINDOW, len(pairs)))
-        good = [[one for one in written[row] if not one.faults] for row in some]
-        texts = [[one.text or "" for one in ones] for ones in good]
-        found = judge.judge(folder, [pairs[row] for row in some], texts)
-        for row, ones, gain_K in zip(some, good, found, strict=True):
+    own = judge.own(folder, [pairs[0].record for pairs in window])
+    for pairs, text in zip(window, own or (), strict=False):
+        for pair in pairs:
+            pair.own = text
+    flat = [pair for pairs in window for pair in pairs]
+    for start in range(0, len(flat), GAIN_WINDOW):
+        some = flat[start : start + GAIN_WINDOW]
+        good = [[one for one in pair.samples if not one.faults] for pair in some]
+        asked = [(pair.record, pair.positive) for pair in some]
+        found = judge.judge(folder, asked, [[one.text or "" for one in ones] for ones in good])
+        for pair, ones, gain_K in zip(some, good, found, strict=True):
             for one, gain in zip(ones, gain_K, strict=True):
                 one.gain = float(gain)
-                if own is not None:
-                    one.knowability = knowability(one.text or "", own[row], _known(pairs[row][0]))
+                if pair.own is not None:
+                    one.knowability = knowability(one.text or "", pair.own, pair.known)
 
 
-def _score_lines(
-    record: Record, positive: Positive, written: list[_Written], best: _Written | None
-) -> list[str]:
+def _score_lines(pair: _Pair, best: _Written | None) -> list[str]:
     rows = [
         {
-            "record": record.id,
-            "target": positive.id,
+            "record": pair.record.id,
+            "target": pair.positive.id,
             "sample": sample,
             "chosen": one is best,
             "faults": one.faults,
@@ -407,57 +423,49 @@ def _score_lines(
             "gain": one.gain,
             "knowability": one.knowability,
         }
-        for sample, one in enumerate(written)
+        for sample, one in enumerate(pair.samples)
     ]
     return [f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows]
 
 
-def _known(record: Record) -> str:
-    return f"{record.instruction or ''} {record.query.text or ''}".strip()
+def _measure_leaks(files: Sequence[_File], by_sight: PictureLeak | None) -> None:
+    """Fill in the leaks of what was written and has none yet; the pictures of one window of records are told apart."""
+    for file in files:
+        for window in file.windows():
+            pairs = [pair for some in window for pair in some]
+            new = [
+                (pair, one)
+                for pair in pairs
+                for one in pair.samples
+                if one.text is not None and not one.measured
+            ]
+            for pair, one in new:
+                one.leaks, one.measured = _leaks_of_words(pair, one.text or "", file.captions), True
+            if new and by_sight is not None:
+                _measure_by_sight(file, pairs, new, by_sight)
 
 
-class _Leaks:
-    """Leak scores of rationales; the pictures of one window of records are told apart."""
+def _leaks_of_words(pair: _Pair, rationale: str, captions: Mapping[str, str]) -> dict[str, float]:
+    record, positive = pair.record, pair.positive
+    leaks = {"text": text_leak(rationale, bare_text(record, positive))}
+    if positive.image:
+        leaks["caption"] = caption_leak(rationale, _caption(positive, captions), pair.known)
+    return {name: leak for name, leak in leaks.items() if leak is not None}
 
-    def __init__(self, captions: Mapping[Path, Mapping[str, str]], by_sight: PictureLeak | None):
-        self.captions, self.by_sight = captions, by_sight
 
-    def measure(self, files: Sequence[_File]) -> None:
-        """Fill in the leaks of what was written and has none yet."""
-        for file in files:
-            for _, pairs, some in file.windows():
-                new = [
-                    (pair, one)
-                    for pair, samples in zip(pairs, some, strict=True)
-                    for one in samples
-                    if one.text is not None and not one.measured
-                ]
-                if new:
-                    self._measure(file, pairs, new)
-
-    def _measure(self, file: _File, pairs: list[Pair], new: list[tuple[Pair, _Written]]) -> None:
-        captions = self.captions[file.out]
-        for (record, positive), one in new:
-            leaks = {
-                "text": text_leak(one.text or "", bare_text(record, positive)),
-                "caption": caption_leak(one.text or "", _caption(positive, captions), _known(record))
-                if positive.image
-                else None,
-            }
-            one.leaks = {name: leak for name, leak in leaks.items() if leak is not None}
-            one.measured = True
-        if self.by_sight is None:
-            return
-        shown = {
-            target.id: Shown(str(located(target.image, file.records.parent)), _caption(target, captions))
-            for record, _ in pairs
-            for target in (*record.positives, *record.negatives)
-            if target.image is not None
-        }
-        asked = [(positive.id, one.text or "", _known(record)) for (record, positive), one in new]
-        for (_, one), leak in zip(new, self.by_sight.scores(shown, asked), strict=True):
-            if leak is not None:
-                one.leaks["picture"] = leak
+def _measure_by_sight(
+    file: _File, pairs: Sequence[_Pair], new: Sequence[tuple[_Pair, _Written]], by_sight: PictureLeak
+) -> None:
+    shown = {
+        target.id: Shown(str(located(target.image, file.records.parent)), _caption(target, file.captions))
+        for pair in pairs
+        for target in (*pair.record.positives, *pair.record.negatives)
+        if target.image is not None
+    }
+    asked = [(pair.positive.id, one.text or "", pair.known) for pair, one in new]
+    for (_, one), leak in zip(new, by_sight.scores(shown, asked), strict=True):
+        if leak is not None:
+            one.leaks["picture"] = leak
 
 
 def _ask(
@@ -514,36 +522,37 @@ def _read(outcome: Outcome, settings: Settings) -> _Written:
     return _Written(text, checks.faults(text, max_words=settings.max_words))
 
 
-def _choose(candidates: list[_Written], settings: Settings, tally: _File) -> _Written | None:
-    good = [one for one in candidates if one.text is not None and not one.faults]
+def _choose(pair: _Pair, settings: Settings, file: _File) -> _Written | None:
+    """The first that passes, or the one that gains most; the first of equals."""
+    good = [one for one in pair.samples if one.text is not None and not one.faults]
     if not good:
         return None
     if settings.min_knowability is not None:
         # One that says nothing beyond the query (None) holds nothing that the model could not know.
-        known = [
-            one for one in good if one.knowability is None or one.knowability >= settings.min_knowability
-        ]
-        tally.counts["below min_knowability"] += len(good) - len(known)
+        least = settings.min_knowability
+        known = [one for one in good if one.knowability is None or one.knowability >= least]
+        file.counts["below min_knowability"] += len(good) - len(known)
         good = known
         if not good:
-            tally.counts["dropped: knowability"] += 1
+            file.counts["dropped: knowability"] += 1
             return None
-    # The first that passes, or the one that gains most; the first of equals.
     best = max(good, key=lambda one: one.gain or 0.0) if settings.select is not None else good[0]
-    tally.counts["not chosen"] += len(good) - 1
+    file.counts["not chosen"] += len(good) - 1
     if settings.min_gain is not None and best.gain is not None and best.gain < settings.min_gain:
-        tally.counts["dropped: gain"] += 1
+        file.counts["dropped: gain"] += 1
         return None
-    tally.chosen.append(best)
+    file.chosen.append(best)
+    if pair.own is not None:
+        file.beside_own.append((best.text or "", pair.own, pair.known, pair.record.group))
     return best
 
 
-def _task(pair: Pair, settings: Settings) -> str:
-    return prompts.task_of(*pair) if settings.task == "auto" else settings.task
+def _task(pair: _Pair, settings: Settings) -> str:
+    return prompts.task_of(pair.record, pair.positive) if settings.task == "auto" else settings.task
 
 
 def _request(
-    pair: Pair,
+    pair: _Pair,
     folder: Path,
     model: ModelConfig,
     settings: Settings,
@@ -551,7 +560,7 @@ def _request(
     rewrite: bool = False,
     look: bool = True,
 ) -> Request:
-    record, positive = pair
+    record, positive = pair.record, pair.positive
     parts = prompts.parts(
         record,
         positive,
@@ -561,20 +570,17 @@ def _request(
         max_words=settings.max_words,
         rewrite=rewrite,
     )
+    temperature = settings.temperature
+    if temperature is None:
+        temperature = SAMPLING_TEMPERATURE if settings.candidates > 1 else 0.0
     return Request(
         model.name,
         parts,
-        temperature=_temperature(settings),
+        temperature=temperature,
         max_tokens=max(256, 4 * settings.max_words),
         form="<rationale>your rationale</rationale>",
         fields=(("rationale", None),),
     )
-
-
-def _temperature(settings: Settings) -> float:
-    if settings.temperature is not None:
-        return settings.temperature
-    return SAMPLING_TEMPERATURE if settings.candidates > 1 else 0.0
 
 
 def read_captions(records: Path, given: Path | None) -> dict[str, str]:
@@ -603,19 +609,6 @@ def _mean(values: list[float]) -> float:
     return round(sum(values) / len(values), 4) if values else 0.0
 
 
-def _windows(path: Path) -> Iterator[list[Record]]:
-    window = []
-    with path.open(encoding="utf-8-sig") as lines:
-        for line in lines:
-            if line.strip():
-                window.append(Record.model_validate_json(line))
-            if len(window) == WINDOW:
-                yield window
-                window = []
-    if window:
-        yield window
-
-
 def _picture(ref: ImageRef, folder: Path, model: ModelConfig, look: bool) -> Picture:
     path = str(located(ref, folder))
     digest = hashlib.sha256(picture_bytes(path)).hexdigest() if look else ""
@@ -632,4 +625,4 @@ def _moved(record: Record, old: Path, new: Path) -> str:
         row["query"]["images"] = [
             os.path.normpath(os.path.join(shift, image)) for image in row["query"]["images"]
         ]
-    return json.dumps(row, ensure_ascii=False, separators=(",", ":"))
+    return json_line(row)

@@ -19,12 +19,13 @@ from typing import Any
 import pyarrow as pa
 
 from data_prep.demo.build import OUT as DEMO
-from data_prep.demo.build import licences, write_jsonl
+from data_prep.demo.build import licences
 from data_prep.demo.pictures import IMAGE, write_table
 from data_prep.demo.records import INSTRUCTION, NAMING_PHRASINGS, naming_record
 from data_prep.demo.retrieval import Judgements, write_tables
 from data_prep.demo.splits import choose, stable_hash
 from data_prep.demo.tables import Fact, Tables, read_tables
+from data_prep.jsonl import write_jsonl
 from data_prep.study import design
 from data_prep.study.design import FRAMES, GROUNDS, Query, Shown
 from data_prep.study.pictures import Printer

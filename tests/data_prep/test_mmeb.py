@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from data_prep.__main__ import main
 from data_prep import mmeb
+from data_prep.__main__ import main
 from data_prep.mmeb import TRAINED, MmebOptions
 from data_prep.rationales.leak import bare_text, text_leak
 from data_prep.rationales.prompts import task_of

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from data_prep.jsonl import write_jsonl
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir.config import LibraryConfig
 from data_prep.rmir.decisions import candidates_by_query
@@ -118,10 +119,7 @@ class _Export:
         """All files; returns what they hold, by number."""
         (self.folder / "images").mkdir(parents=True)
         records = [self._record(name) for name in self.train]
-        with (self.folder / "train.jsonl").open("w", encoding="utf-8", newline="\n") as out:
-            for record in records:
-                row = record.model_dump(exclude_none=True, exclude_defaults=True)
-                out.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n")
+        write_jsonl(self.folder / "train.jsonl", records)
         if records:
             _write(
                 self.folder / "train.parquet", "train", (_with_pictures(self.folder, one) for one in records)

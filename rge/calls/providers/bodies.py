@@ -1,6 +1,7 @@
 """A request as each provider takes it, and where it goes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -10,135 +11,131 @@ from rge.calls.request import Picture, Request
 Shown = Mapping[Picture, tuple[str, str]]
 """Media type and base64 of each picture of a request."""
 
-ADDRESSES = {
-    "openai": "https://api.openai.com/v1",
-    "anthropic": "https://api.anthropic.com",
-    "gemini": "https://generativelanguage.googleapis.com",
-}
-"""Of the providers themselves."""
 ANTHROPIC_VERSION = "2023-06-01"
 BY_SCHEMA = "Answer by a JSON object; its fields are named like the tags."
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Api:
+    """What differs between the APIs, but for the shape of a request."""
+
+    address: str  # of the provider itself
+    path: str  # of a single request, after the base address
+    key: tuple[str, str]  # header of the key, and what stands before it
+    headers: Mapping[str, str]  # of every call
+    text: Callable[[str], Json]
+    picture: Callable[[str, str], Json]  # of its media type and base64
+
+
+APIS = {
+    "openai": Api(
+        "https://api.openai.com/v1",
+        "/chat/completions",
+        ("authorization", "Bearer "),
+        {},
+        lambda text: {"type": "text", "text": text},
+        lambda kind, data: {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}},
+    ),
+    "anthropic": Api(
+        "https://api.anthropic.com",
+        "/v1/messages",
+        ("x-api-key", ""),
+        {"anthropic-version": ANTHROPIC_VERSION},
+        lambda text: {"type": "text", "text": text},
+        lambda kind, data: {"type": "image", "source": {"type": "base64", "media_type": kind, "data": data}},
+    ),
+    "gemini": Api(
+        "https://generativelanguage.googleapis.com",
+        "/v1beta/models/{name}:generateContent",
+        ("x-goog-api-key", ""),
+        {},
+        lambda text: {"text": text},
+        lambda kind, data: {"inlineData": {"mimeType": kind, "data": data}},
+    ),
+}
 
 
 def headers(api: str, key: str | None) -> dict[str, str]:
     """What every call of an API carries."""
-    found = {"user-agent": "rge"}
-    if api == "anthropic":
-        found["anthropic-version"] = ANTHROPIC_VERSION
-    if key is not None:
-        name, value = {
-            "anthropic": ("x-api-key", key),
-            "gemini": ("x-goog-api-key", key),
-        }.get(api, ("authorization", f"Bearer {key}"))
-        found[name] = value
-    return found
+    name, before = APIS[api].key
+    return {"user-agent": "rge", **APIS[api].headers} | ({} if key is None else {name: f"{before}{key}"})
 
 
 def path(model: ModelConfig) -> str:
     """Where a single request goes, after the base address."""
-    if model.api == "gemini":
-        return f"/v1beta/models/{quote(model.name, safe='')}:generateContent"
-    return "/v1/messages" if model.api == "anthropic" else "/chat/completions"
+    return APIS[model.api].path.format(name=quote(model.name, safe=""))
 
 
-def body(model: ModelConfig, request: Request, shown: Shown) -> dict[str, Any]:
+def body(model: ModelConfig, request: Request, shown: Shown) -> Json:
     """The JSON of a request."""
-    made = {"anthropic": _anthropic, "gemini": _gemini}.get(model.api, _openai)(model, request, shown)
-    return made | model.extra_body
-
-
-def messages(request: Request, shown: Shown, structured: bool) -> list[dict[str, Any]]:
-    """A request as OpenAI's chat messages."""
-    content: list[dict[str, Any]] = []
-    for part in request.parts:
-        if isinstance(part, Picture):
-            media_type, data = shown[part]
-            url = f"data:{media_type};base64,{data}"
-            content.append({"type": "image_url", "image_url": {"url": url}})
-        else:
-            content.append({"type": "text", "text": whole(part)})
-    if structured:
-        content.append({"type": "text", "text": BY_SCHEMA})
-    system = [{"role": "system", "content": whole(request.system)}] if request.system else []
-    return [*system, {"role": "user", "content": content}]
-
-
-def _openai(model: ModelConfig, request: Request, shown: Shown) -> dict[str, Any]:
-    structured = model.structured and request.fields is not None
-    made: dict[str, Any] = {"model": model.name, "messages": messages(request, shown, structured)}
-    made[model.token_limit] = request.max_tokens
-    if model.send_temperature:
-        made["temperature"] = request.temperature
-    if model.send_seed:
-        made["seed"] = request.sample
-    if request.n > 1:
-        made["n"] = request.n
-    if model.reasoning_effort is not None:
-        made["reasoning_effort"] = model.reasoning_effort
-    if request.top_logprobs:
-        made |= {"logprobs": True, "top_logprobs": request.top_logprobs}
-    if structured:
-        schema = {"name": "answer", "strict": True, "schema": json_schema(request.fields or ())}
-        made["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return made
-
-
-def _anthropic(model: ModelConfig, request: Request, shown: Shown) -> dict[str, Any]:
-    content: list[dict[str, Any]] = []
-    for number, part in enumerate(request.parts, start=1):
-        if isinstance(part, Picture):
-            media_type, data = shown[part]
-            source = {"type": "base64", "media_type": media_type, "data": data}
-            content.append({"type": "image", "source": source})
-        else:
-            content.append({"type": "text", "text": whole(part)})
-        if number == request.shared_parts:
-            # OpenAI's, Gemini's and vLLM's caches find equal beginnings by themselves; Anthropic's wants to be told.
-            content[-1]["cache_control"] = {"type": "ephemeral"}
-    how: dict[str, Any] = {}
-    if model.reasoning_effort is not None:
-        how["effort"] = model.reasoning_effort
+    api = APIS[model.api]
+    parts = [
+        api.picture(*shown[part]) if isinstance(part, Picture) else api.text(whole(part))
+        for part in request.parts
+    ]
+    schema = None
     if model.structured and request.fields is not None:
-        content.append({"type": "text", "text": BY_SCHEMA})
-        how["format"] = {"type": "json_schema", "schema": json_schema(request.fields)}
-    made: dict[str, Any] = {
+        parts.append(api.text(BY_SCHEMA))
+        schema = json_schema(request.fields)
+    shape = {"openai": _openai, "anthropic": _anthropic, "gemini": _gemini}[model.api]
+    return shape(model, request, parts, schema) | model.extra_body
+
+
+def _openai(model: ModelConfig, request: Request, parts: list[Json], schema: Json | None) -> Json:
+    system = [{"role": "system", "content": whole(request.system)}] if request.system else []
+    form = {"name": "answer", "strict": True, "schema": schema}
+    return {
+        "model": model.name,
+        "messages": [*system, {"role": "user", "content": parts}],
+        model.token_limit: request.max_tokens,
+    } | _given(
+        temperature=request.temperature if model.send_temperature else None,
+        seed=request.sample if model.send_seed else None,
+        n=request.n if request.n > 1 else None,
+        reasoning_effort=model.reasoning_effort,
+        logprobs=bool(request.top_logprobs) or None,
+        top_logprobs=request.top_logprobs or None,
+        response_format={"type": "json_schema", "json_schema": form} if schema else None,
+    )
+
+
+def _anthropic(model: ModelConfig, request: Request, parts: list[Json], schema: Json | None) -> Json:
+    if request.shared_parts:
+        # OpenAI's, Gemini's and vLLM's caches find equal beginnings on their own; Anthropic's wants to be told.
+        parts[request.shared_parts - 1]["cache_control"] = {"type": "ephemeral"}
+    form = {"type": "json_schema", "schema": schema} if schema else None
+    return {
         "model": model.name,
         "max_tokens": request.max_tokens,
-        "messages": [{"role": "user", "content": content}],
-    }
-    if request.system:
-        made["system"] = whole(request.system)
-    if model.send_temperature:
-        made["temperature"] = request.temperature
-    if how:
-        made["output_config"] = how
-    return made
+        "messages": [{"role": "user", "content": parts}],
+    } | _given(
+        system=whole(request.system) if request.system else None,
+        temperature=request.temperature if model.send_temperature else None,
+        output_config=_given(effort=model.reasoning_effort, format=form) or None,
+    )
 
 
-def _gemini(model: ModelConfig, request: Request, shown: Shown) -> dict[str, Any]:
-    parts: list[dict[str, Any]] = []
-    for part in request.parts:
-        if isinstance(part, Picture):
-            media_type, data = shown[part]
-            parts.append({"inlineData": {"mimeType": media_type, "data": data}})
-        else:
-            parts.append({"text": whole(part)})
-    how: dict[str, Any] = {"maxOutputTokens": request.max_tokens}
-    if model.send_temperature:
-        how["temperature"] = request.temperature
-    if model.send_seed:
-        how["seed"] = request.sample
-    if request.n > 1:
-        how["candidateCount"] = request.n
-    if model.reasoning_effort is not None:
-        how["thinkingConfig"] = {"thinkingLevel": model.reasoning_effort}
-    if model.structured and request.fields is not None:
-        parts.append({"text": BY_SCHEMA})
-        how |= {"responseMimeType": "application/json", "responseJsonSchema": json_schema(request.fields)}
-    made: dict[str, Any] = {"contents": [{"role": "user", "parts": parts}], "generationConfig": how}
-    if request.system:
-        made["systemInstruction"] = {"parts": [{"text": whole(request.system)}]}
-    return made
+def _gemini(model: ModelConfig, request: Request, parts: list[Json], schema: Json | None) -> Json:
+    effort = model.reasoning_effort
+    how = {"maxOutputTokens": request.max_tokens} | _given(
+        temperature=request.temperature if model.send_temperature else None,
+        seed=request.sample if model.send_seed else None,
+        candidateCount=request.n if request.n > 1 else None,
+        thinkingConfig={"thinkingLevel": effort} if effort is not None else None,
+        responseMimeType="application/json" if schema else None,
+        responseJsonSchema=schema,
+    )
+    system = {"parts": [{"text": whole(request.system)}]} if request.system else None
+    return {"contents": [{"role": "user", "parts": parts}], "generationConfig": how} | _given(
+        systemInstruction=system
+    )
+
+
+def _given(**fields: Any) -> Json:
+    """The fields that are sent: None stands for one that is not."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def json_schema(fields: tuple[tuple[str, Any], ...]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import httpx
 import rge
 from rge.calls.keys import Mask, read_key
 from rge.calls.model_config import ModelConfig
-from rge.calls.providers.bodies import ADDRESSES, headers
+from rge.calls.providers.bodies import APIS, headers
 from rge.common.errors import UserError
 
 TIMEOUT_S = 20.0
@@ -25,7 +25,7 @@ def served_as(model: ModelConfig) -> dict[str, Any]:
         UserError: the server cannot be reached.
     """
     found: dict[str, Any] = {
-        "at": model.base_url or ADDRESSES.get(model.api, model.api),
+        "at": model.base_url or APIS[model.api].address,
         "served": None,
         "rge": rge.__version__,
     }

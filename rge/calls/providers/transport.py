@@ -15,7 +15,7 @@ import httpx
 from rge.calls.failures import AccountRejected, EndpointDown, KeyRejected, Lost, NotThere, Rejected
 from rge.calls.keys import Mask, read_key
 from rge.calls.model_config import ModelConfig
-from rge.calls.providers.bodies import ADDRESSES, Shown, body, headers, path
+from rge.calls.providers.bodies import APIS, Shown, body, headers, path
 from rge.calls.providers.errors import KEY_CODES, Meaning, codes, error_of, meaning
 from rge.calls.providers.headers import seconds
 from rge.calls.replies import ReplyError, parse
@@ -80,7 +80,7 @@ class Connections:
 def connected(model: ModelConfig, **how: Any) -> httpx.AsyncClient:
     """A client of an endpoint, with its key."""
     key = read_key(model.name, model.key_env) if model.key_env else None
-    address = model.base_url or ADDRESSES[model.api]
+    address = model.base_url or APIS[model.api].address
     return httpx.AsyncClient(base_url=address, headers=headers(model.api, key), **how)
 
 

@@ -2,18 +2,20 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Literal
 
 import httpx
+from pydantic import Field
 
 from rge.calls.replies import is_refused, usage
 from rge.calls.request import Request
 from rge.common.errors import UserError
+from rge.common.options import build
 
-APIS = ("openai", "anthropic", "gemini")
-MODES = ("calls", "batch")
-TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
 CHARACTERS_A_TOKEN = 3
 """Of a prompt, for estimates; low, so that estimates are rather too high."""
 ANTHROPIC_WRITES = 1.25
@@ -49,27 +51,27 @@ class ModelConfig:
     """Name the endpoint knows it by, and its answers are kept by."""
     base_url: str | None = None
     """Such as http://HOST:8000/v1 of vLLM; null: the provider's own."""
-    api: str = "openai"
+    api: Literal["openai", "anthropic", "gemini"] = "openai"
     """openai (any compatible endpoint, such as `vllm serve`), anthropic or gemini."""
-    mode: str = "calls"
+    mode: Literal["calls", "batch"] = "calls"
     """calls, or batch: by the provider's batch mode, at a part of the price and within a day; what a batch does not answer is
     asked by calls."""
     key_env: str | None = None
     """Environment variable that holds the key; null: the endpoint needs none."""
-    concurrency: int = 32
+    concurrency: PositiveInt = 32
     """Calls under way at once; fewer where the endpoint asks for it (429, headers)."""
-    timeout_s: float = 120.0
+    timeout_s: PositiveFloat = 120.0
     """Time limit of one attempt, from start to end."""
-    max_retries: int = 6
+    max_retries: NotNegative = 6
     """Attempts after the first, on 5xx, time-outs and lost connections."""
     backoff_s: float = 1.0
     """Upper bound of the first wait; doubles with every attempt, the wait is drawn below it."""
     max_backoff_s: float = 60.0
     """Longest wait before the next attempt, also where the endpoint asks for a longer one."""
-    max_limited_s: float = 600.0
+    max_limited_s: PositiveFloat = 600.0
     """How long a call waits for its turn at an endpoint that answers 429; where that answers nothing else, or asks to wait
     longer, the run stops."""
-    reasks: int = 2
+    reasks: NotNegative = 2
     """How often an answer that cannot be read is asked for again, with the format named."""
     input_price: float | None = None
     """Per million tokens; null, with no output_price either: as in the price table, or 0."""
@@ -82,29 +84,29 @@ class ModelConfig:
     """Per million tokens."""
     budget: float | None = None
     """What the endpoint may cost in all, over all runs on one file of answers; null: no limit."""
-    picture_tokens: int = 1500
+    picture_tokens: PositiveInt = 1500
     """Tokens of one picture, for estimates."""
     send_seed: bool = True
     """Send the number of the draw as ``seed``, where the endpoint knows the field."""
     send_temperature: bool = True
     """False for models that refuse any temperature but their own."""
-    token_limit: str = "max_tokens"
+    token_limit: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
     """Field that caps the answer: max_tokens, or max_completion_tokens as newer models of OpenAI want it."""
     reasoning_effort: str | None = None
     """For models that reason before they answer, such as low; null: not sent. Give ``max_tokens`` room for it."""
     structured: bool = False
     """Have the endpoint hold answers to a JSON schema, verdicts to their words (OpenAI, vLLM)."""
-    draws_a_call: int = 1
+    draws_a_call: PositiveInt = 1
     """Draws of one prompt by one call (``n``), where the endpoint knows the field: the prompt is paid for once."""
     extra_body: dict[str, Any] = field(default_factory=dict)
     """Further fields of every request, as they are."""
-    max_side_px: int = 1024
+    max_side_px: PositiveInt = 1024
     """Longer sides of pictures are scaled down to this."""
-    batch_price: float = 0.5
+    batch_price: Annotated[float, Field(ge=0, le=1)] = 0.5
     """What an answer of a batch costs, as a share of the prices above."""
-    batch_poll_s: float = 30.0
+    batch_poll_s: PositiveFloat = 30.0
     """Seconds between two looks at the batches under way."""
-    batch_wait_s: float = 180_000.0
+    batch_wait_s: PositiveFloat = 180_000.0
     """How long a run waits for its batches (50 hours; providers end them after 24 or 48); the same command waits on."""
     family: str | None = None
     """Models that share blind spots, for the agreement statistics of judges; null: the model is its own family."""
@@ -192,39 +194,20 @@ class ModelConfig:
 
 
 def check_model(where: str, model: ModelConfig) -> None:
-    """Check what types cannot say.
+    """Check a model however it was made, also for what types cannot say.
 
     Raises:
         UserError: names the setting and the fix.
     """
-    for setting, allowed in (("api", APIS), ("mode", MODES), ("token_limit", TOKEN_LIMITS)):
-        if (value := getattr(model, setting)) not in allowed:
-            raise UserError(f"{where}.{setting} must be one of {', '.join(allowed)}; got {value!r}")
-    for setting in (
-        "concurrency",
-        "timeout_s",
-        "max_side_px",
-        "picture_tokens",
-        "max_limited_s",
-        "draws_a_call",
-        "batch_poll_s",
-        "batch_wait_s",
-    ):
-        if not getattr(model, setting) > 0:
-            raise UserError(f"{where}.{setting} must be > 0, got {getattr(model, setting)}")
-    for setting in ("max_retries", "reasks"):
-        if getattr(model, setting) < 0:
-            raise UserError(f"{where}.{setting} must be >= 0, got {getattr(model, setting)}")
+    try:
+        build(ModelConfig, [("", asdict(model))])
+    except UserError as error:
+        raise UserError("\n".join(f"{where}.{line}" for line in str(error).splitlines())) from None
     if model.budget is not None and not model.paid():
         raise UserError(
             f"{where}.budget needs input_price and output_price: without prices nothing is ever spent"
         )
-    if not 0 <= model.batch_price <= 1:
-        raise UserError(f"{where}.batch_price is a share, from 0 to 1; got {model.batch_price}")
-    unknown = {
-        "anthropic": ("draws_a_call", "token_limit"),
-        "gemini": ("token_limit",),
-    }
+    unknown = {"anthropic": ("draws_a_call", "token_limit"), "gemini": ("token_limit",)}
     for setting in unknown.get(model.api, ()):
         if getattr(model, setting) != getattr(ModelConfig, setting):
             raise UserError(f"{where}.{setting} means nothing to api={model.api}")

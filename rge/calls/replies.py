@@ -135,25 +135,29 @@ def read_replies(raw: bytes) -> list[Reply | ReplyError]:
         EmptyChoices: there is no choice.
     """
     body = parse(raw)
-    if isinstance(body, dict) and (error := body.get("error")):
+    if not isinstance(body, dict):
+        raise NotAChat(f"JSON of another schema: {_shown(raw.decode('utf-8', 'replace'))}")
+    if error := body.get("error"):
         # Of all errors only refusals are kept (`rge.calls.providers.errors`).
         raise Refused(_shown(str(error.get("message") if isinstance(error, dict) else error)))
-    if isinstance(body, dict) and isinstance(body.get("choices"), list):
+    tokens = _usage(body)
+    if isinstance(body.get("choices"), list):
         if not body["choices"]:
             raise EmptyChoices("the answer has no choices")
-        tokens = usage(raw)
         return [_choice(choice, tokens) for choice in body["choices"]]
-    if isinstance(body, dict) and body.get("type") == "message" and isinstance(body.get("content"), list):
-        reason = str(body.get("stop_reason") or "stop")
-        stop = _STOPS.get(reason, reason)
-        return [_reply(_text(body["content"]), stop, usage(raw))]
-    if isinstance(body, dict) and isinstance(body.get("candidates"), list) and body["candidates"]:
-        return [_candidate(one, usage(raw)) for one in body["candidates"]]
-    if isinstance(body, dict) and isinstance(body.get("promptFeedback"), dict):
+    if body.get("type") == "message" and isinstance(body.get("content"), list):
+        return [_reply(_text(body["content"]), body.get("stop_reason"), tokens)]
+    return _gemini(body, tokens)
+
+
+def _gemini(body: dict[str, Any], tokens: Usage) -> list[Reply | ReplyError]:
+    if isinstance(body.get("candidates"), list) and body["candidates"]:
+        return [_candidate(one, tokens) for one in body["candidates"]]
+    if isinstance(body.get("promptFeedback"), dict):
         raise Refused(_shown(f"blocked: {body['promptFeedback'].get('blockReason')}"))
-    if isinstance(body, dict) and isinstance(body.get("usageMetadata"), dict):
+    if isinstance(body.get("usageMetadata"), dict):
         raise EmptyChoices("the answer has no candidates")
-    raise NotAChat(f"JSON of another schema: {_shown(raw.decode('utf-8', 'replace'))}")
+    raise NotAChat(f"JSON of another schema: {_shown(json.dumps(body))}")
 
 
 def is_refused(raw: bytes) -> bool:
@@ -171,40 +175,38 @@ def _choice(choice: Any, tokens: Usage) -> Reply | ReplyError:
     message = choice.get("message") if isinstance(choice, dict) else None
     if not isinstance(message, dict):
         return EmptyChoices("a choice without a message")
-    stop = _STOPS.get(choice.get("finish_reason"), choice.get("finish_reason") or "stop")
-    text = _text(message.get("content"))
     if isinstance(message.get("refusal"), str) and message["refusal"]:
-        text, stop = message["refusal"], "refusal"
+        return _reply(message["refusal"], "refusal", tokens)
     listed = ((choice.get("logprobs") or {}).get("content") or [{}])[0]
     try:
         top = tuple((str(one["token"]), float(one["logprob"])) for one in listed.get("top_logprobs") or ())
     except (KeyError, TypeError, ValueError, AttributeError):
         top = ()
-    return _reply(text, stop, tokens, top, str(listed.get("token", "")) if top else "")
+    first = str(listed.get("token", "")) if top else ""
+    return _reply(_text(message.get("content")), choice.get("finish_reason"), tokens, top, first)
 
 
 def _candidate(candidate: Any, tokens: Usage) -> Reply | ReplyError:
     if not isinstance(candidate, dict):
         return EmptyChoices("a candidate that is none")
-    reason = str(candidate.get("finishReason") or "stop")
     content = candidate.get("content")
     parts = content.get("parts") if isinstance(content, dict) else None
     said = [part for part in parts or () if isinstance(part, dict) and not part.get("thought")]
-    return _reply(_text(said), _STOPS.get(reason, reason), tokens)
+    return _reply(_text(said), candidate.get("finishReason"), tokens)
 
 
 def _reply(
     text: str,
-    stop: str,
+    reason: Any,
     tokens: Usage,
     top: tuple[tuple[str, float], ...] = (),
     first: str = "",
 ) -> Reply | ReplyError:
+    stop = _STOPS.get(str(reason), str(reason or "stop"))
     if not text.strip() and stop not in ("length", "refusal"):
         return EmptyChoices("the message is empty")
-    return Reply(
-        _as_tags(text, whole=stop != "length"), stop, tokens.input_tokens, tokens.output_tokens, top, first
-    )
+    text = _as_tags(text, whole=stop != "length")
+    return Reply(text, stop, tokens.input_tokens, tokens.output_tokens, top, first)
 
 
 def _text(content: Any) -> str:
@@ -254,28 +256,33 @@ def usage(raw: bytes) -> Usage:
     """Tokens billed for an answer."""
     try:
         body = json.loads(raw)
-        found = body.get("usage", body.get("usageMetadata"))
-    except (ValueError, AttributeError, RecursionError):
-        found = None
+    except (ValueError, RecursionError):
+        body = None
+    return _usage(body) if isinstance(body, dict) else Usage(None, None)
+
+
+def _usage(body: dict[str, Any]) -> Usage:
+    found = body.get("usage", body.get("usageMetadata"))
     if not isinstance(found, dict):
         return Usage(None, None)
+    details = found.get("prompt_tokens_details")
+    numbers = {**found, "cached_tokens": details.get("cached_tokens") if isinstance(details, dict) else None}
 
     def count(name: str) -> int | None:
-        value = found.get(name)
+        value = numbers.get(name)
         return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
     if "promptTokenCount" in found:
         # Gemini counts thoughts apart, and nothing where an answer has none.
         written = (count("candidatesTokenCount") or 0) + (count("thoughtsTokenCount") or 0)
         return Usage(count("promptTokenCount"), written, count("cachedContentTokenCount") or 0)
-    given, answered = count("prompt_tokens"), count("completion_tokens")
     read, to_cache = count("cache_read_input_tokens") or 0, count("cache_creation_input_tokens") or 0
-    if given is None and (given := count("input_tokens")) is not None:
-        given += read + to_cache  # Anthropic counts what its cache is about apart
-    details = found.get("prompt_tokens_details")
-    if isinstance(details, dict) and isinstance(details.get("cached_tokens"), int):
-        read = details["cached_tokens"]
-    return Usage(given, count("output_tokens") if answered is None else answered, read, to_cache)
+    given, answered = count("prompt_tokens"), count("completion_tokens")
+    if given is None and (fresh := count("input_tokens")) is not None:
+        given = fresh + read + to_cache  # Anthropic counts what its cache is about apart
+    if answered is None:
+        answered = count("output_tokens")
+    return Usage(given, answered, count("cached_tokens") or read, to_cache)
 
 
 def check_complete(reply: Reply, last_tag: str) -> None:

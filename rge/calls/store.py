@@ -119,7 +119,7 @@ class Spending:
     batch_calls: int = 0  # of the answered ones, those in a batch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BatchRow:
     """A batch that was begun and not settled yet."""
 

@@ -80,7 +80,7 @@ class BatchJobs:
         # Two processes that find the same batch begun would both look for it, and create it twice.
         self.store.hold_batches()
         self._wanted = wanted
-        queue = deque(await self._found_again())
+        queue = deque(await self._resume())
         while queue or self._waiting:
             full = False
             while queue and not full:
@@ -89,10 +89,10 @@ class BatchJobs:
                 worst = self._greatest_cost(queue[0].request)
                 raise budget_reached(self.model, self.store, self.sending.budget, worst)
             if self._waiting:
-                queue.extend(wanted[key] for key in await self._some_ended() if key in wanted)
+                queue.extend(wanted[key] for key in await self._wait_for_some() if key in wanted)
         return {key: why for key, why in self.left.items() if key in wanted}
 
-    async def _found_again(self) -> list[Call]:
+    async def _resume(self) -> list[Call]:
         """Take up what earlier runs have under way; returns what is in none of it."""
         under_way: set[str] = set()
         rows = self.store.open_batches(self.model.endpoint)
@@ -101,7 +101,7 @@ class BatchJobs:
             keys = {key for key, _ in row.calls.values()}
             if not keys & self._wanted.keys():
                 continue
-            found = _Waiting(row, row.id) if row.id is not None else await self._looked_for(row)
+            found = _Waiting(row, row.id) if row.id is not None else await self._find_accepted(row)
             if found is None:
                 self.store.settle_batch(row.label, billed=False)
                 continue
@@ -114,29 +114,15 @@ class BatchJobs:
 
     async def _send_some(self, queue: deque[Call]) -> bool:
         """Send one batch up. Returns whether the budget or the provider's queue has no room for more."""
-        model, store, some, num_bytes = self.model, self.store, list[tuple[Call, bytes]](), 0
-        while queue and len(some) < MOST_CALLS:
-            call = queue.popleft()
-            try:
-                made = encoded(body(model, call.request, await self.show(call.request)))
-            except ImageError as error:
-                self.left[call.key] = str(error)  # a call meets it again, and counts it
-                continue
-            if some and num_bytes + len(made) > MOST_BYTES:
-                queue.appendleft(call)
-                break
-            some.append((call, made))
-            num_bytes += len(made) + 200
+        model, store = self.model, self.store
+        some = await self._pack(queue)
         if not some:
             return False
         label, began = f"rge-{secrets.token_hex(8)}", time.time()
+        requests = {call.key: call.request for call, _ in some}
         calls = [
-            (
-                call.key,
-                model.estimate(call.request, self._learnt(call.request)),
-                self._greatest_cost(call.request),
-            )
-            for call, _ in some
+            (key, model.estimate(request, self._learnt(request)), self._greatest_cost(request))
+            for key, request in requests.items()
         ]
         taken = store.begin_batch(
             label, model.endpoint, began, calls, model.budget, total=self.sending.budget
@@ -161,6 +147,23 @@ class BatchJobs:
         self.say(f"{model.name}: batch {found.id} of {taken:,} calls is under way")
         return taken < len(some)
 
+    async def _pack(self, queue: deque[Call]) -> list[tuple[Call, bytes]]:
+        """Take calls, with their bodies, as far as a batch has room."""
+        some, num_bytes = list[tuple[Call, bytes]](), 0
+        while queue and len(some) < MOST_CALLS:
+            call = queue.popleft()
+            try:
+                made = encoded(body(self.model, call.request, await self.show(call.request)))
+            except ImageError as error:
+                self.left[call.key] = str(error)  # a call meets it again, and counts it
+                continue
+            if some and num_bytes + len(made) > MOST_BYTES:
+                queue.appendleft(call)
+                break
+            some.append((call, made))
+            num_bytes += len(made) + 200
+        return some
+
     def _learnt(self, request: Request) -> Learnt:
         return self.store.learnt(self.model.endpoint, bool(request.num_pictures()))
 
@@ -173,17 +176,10 @@ class BatchJobs:
         Raises:
             StopCalls: it was not created.
         """
-        model, file, tries, limited_since = self.model, None, 0, None
+        model, tries, limited_since = self.model, 0, None
         while True:
-            creating = False
             try:
-                if file is None and (file := await self.provider.send_file(row.label, lines)) is not None:
-                    self.store.note_batch(row.label, file=file)
-                creating = True
-                id = await self.provider.create(row.label, file, lines)
-                self.store.note_batch(row.label, id=id)
-                self._others.add(id)
-                return _Waiting(row, id)
+                return await self._create(row, lines)
             except (Rejected, PolicyAnswer) as error:
                 said = error if isinstance(error, Rejected) else error.answer.body.decode("utf-8", "replace")
                 raise RequestRejected(
@@ -193,53 +189,59 @@ class BatchJobs:
             except StopCalls as error:
                 raise type(error)(f"{error} (mode=batch)") from None
             except Lost as error:
-                lost = error
-            now = time.monotonic()
+                lost, said = error, self.mask(str(error))
+            if lost.limited and self._waiting:
+                return None
             if lost.limited:
-                if self._waiting:
-                    return None
+                now = time.monotonic()
                 limited_since = limited_since or now
-                if now - limited_since > model.max_limited_s:
-                    raise EndpointDown(
-                        f"{model.name}: takes no batch; still refused after {model.max_limited_s:g} s (max_limited_s), the last "
-                        f"time with: {self.mask(str(lost))}"
-                    )
-                await asyncio.sleep(min(lost.wait_s or model.batch_poll_s, model.max_backoff_s))
-                continue
-            if creating:
-                known = BatchRow(row.label, row.began, file, None, row.calls)
-                if (found := await self._looked_for(known)) is not None:
-                    return found
-            if tries == model.max_retries:
-                raise EndpointDown(
-                    f"{model.name}: takes no batch ({tries + 1} attempts), the last time with: {self.mask(str(lost))}"
-                )
-            await asyncio.sleep(min(model.max_backoff_s, model.backoff_s * 2**tries))
-            tries += 1
+                wait_s = min(lost.wait_s or model.batch_poll_s, model.max_backoff_s)
+                why = f"still refused after {model.max_limited_s:g} s (max_limited_s)"
+                give_up = now - limited_since > model.max_limited_s
+            else:
+                wait_s = min(model.max_backoff_s, model.backoff_s * 2**tries)
+                tries += 1
+                why, give_up = f"{tries} attempts", tries > model.max_retries
+            if give_up:
+                raise EndpointDown(f"{model.name}: takes no batch ({why}), the last time with: {said}")
+            await asyncio.sleep(wait_s)
 
-    async def _looked_for(self, row: BatchRow) -> _Waiting | None:
+    async def _create(self, row: BatchRow, lines: list[bytes]) -> _Waiting:
+        if row.file is None and (file := await self.provider.send_file(row.label, lines)) is not None:
+            row.file = file
+            self.store.note_batch(row.label, file=file)
+        try:
+            id = await self.provider.create(row.label, row.file, lines)
+        except Lost as lost:
+            if not lost.limited and (found := await self._find_accepted(row)) is not None:
+                return found
+            raise
+        self.store.note_batch(row.label, id=id)
+        self._others.add(id)
+        return _Waiting(row, id)
+
+    async def _find_accepted(self, row: BatchRow) -> _Waiting | None:
         """A batch whose creation got no answer, if the provider has it."""
         for _ in range(LOOKS):
             await asyncio.sleep(self.model.batch_poll_s)
-            asked = (row.label, row.file, len(row.calls), row.began, self._others)
             try:
-                found = await self._patiently(
-                    f"whether batch {row.label} was accepted", partial(self.provider.find, *asked)
+                id = await self._poll(
+                    f"whether batch {row.label} was accepted", partial(self.provider.find, row, self._others)
                 )
             except Rejected as error:
                 raise EndpointDown(
                     f"{self.model.name}: lists no batches ({self.mask(str(error))}), so it is not known whether {row.label} was "
                     "accepted; the same command looks again"
                 ) from None
-            if found:
+            if id is not None:
                 guess = self.model.api == "anthropic"
                 if not guess:
-                    self.store.note_batch(row.label, id=found[0])
-                self._others.add(found[0])
-                return _Waiting(row, found[0], guess)
+                    self.store.note_batch(row.label, id=id)
+                self._others.add(id)
+                return _Waiting(row, id, guess)
         return None
 
-    async def _patiently(self, what: str, ask: Callable[[], Awaitable[T]]) -> T:
+    async def _poll(self, what: str, ask: Callable[[], Awaitable[T]]) -> T:
         """Ask the provider something about batches, which costs nothing, until it answers.
 
         Raises:
@@ -258,7 +260,7 @@ class BatchJobs:
 
     # ----------------------------------------------------------------------------------------------------- waiting for
 
-    async def _some_ended(self) -> list[str]:
+    async def _wait_for_some(self) -> list[str]:
         """Wait until a batch has ended, and settle it. Returns keys of calls that are to be sent up again."""
         began = time.monotonic()
         while True:
@@ -266,7 +268,7 @@ class BatchJobs:
             ended, again = [], []
             for one in self._waiting:
                 try:
-                    state = await self._patiently(
+                    state = await self._poll(
                         f"how far batch {one.id} is", partial(self.provider.state, one.id)
                     )
                 except (Rejected, NotThere) as error:
@@ -308,7 +310,7 @@ class BatchJobs:
         stop: list[StopCalls] = []
         if not await self._kept(one, state, stop):
             # Another program's, of the same size and time. The next look leaves it out.
-            found = await self._looked_for(one.row)
+            found = await self._find_accepted(one.row)
             if found is None:
                 self.store.settle_batch(label, billed=False)
                 return keys
@@ -342,7 +344,7 @@ class BatchJobs:
         for _ in range(LOOKS):
             left, ours, foreign = self.store.batch_calls(one.row.label), 0, 0
             try:
-                lines = await self._patiently(f"the results of batch {one.id}", fetched)
+                lines = await self._poll(f"the results of batch {one.id}", fetched)
             except (Rejected, NotThere) as error:
                 self.say(f"{self.model.name}: no results of batch {one.id}: {self.mask(str(error))}")
                 return True

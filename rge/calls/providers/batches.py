@@ -10,7 +10,7 @@ batches carry no name, only those of their requests, which are seen when they ha
 # ruff: noqa: D102 - what the methods of a provider do is said by `Provider`
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -22,7 +22,9 @@ from rge.calls.failures import EndpointDown, Lost
 from rge.calls.keys import Mask
 from rge.calls.model_config import ModelConfig
 from rge.calls.providers.transport import connected, encoded, fetch
+from rge.calls.store import BatchRow
 
+Json = dict[str, Any]
 MOST_CALLS, MOST_BYTES = 50_000, 100_000_000
 """Of one batch: what all three take (OpenAI 50,000 and 200 MB, Anthropic 100,000 and 256 MB, Gemini 2 GB)."""
 SEND_S = 900.0
@@ -37,7 +39,7 @@ class State:
 
     word: str  # the provider's own, such as ``in_progress``
     ended: bool  # nothing more will come
-    raw: dict[str, Any]  # what the provider said, for `Provider.results`
+    raw: Json  # what the provider said, for `Provider.results`
     queue_full: bool = False  # it was turned away because too much is waiting already
     reason: str | None = None  # why it failed as a whole; None: it did not
 
@@ -82,11 +84,33 @@ class Provider(ABC):
     async def create(self, label: str, file: str | None, lines: Sequence[bytes]) -> str:
         """Begin the batch, and return the provider's name of it. The one step that must not be done twice."""
 
+    LIST: tuple[str, str]
+    """Address of the list of batches, and its parameter that says how many a page has."""
+
     @abstractmethod
-    async def find(
-        self, label: str, file: str | None, num_calls: int, began: float, known: set[str]
-    ) -> list[str]:
-        """Batches that may be the one whose creation got no answer."""
+    def is_the_one(self, found: Json, row: BatchRow) -> bool:
+        """Whether a batch of the provider's list may be ours, whose creation got no answer."""
+
+    @abstractmethod
+    def next_page(self, page: Json, rows: list[Json]) -> Json | None:
+        """The parameters of the next page of the list; None at its end."""
+
+    async def find(self, row: BatchRow, known: set[str]) -> str | None:
+        """The batch whose creation got no answer, if it is not among those that are known already."""
+        url, size = self.LIST
+        params: Json = {size: 100}
+        while True:
+            page = await self._json("GET", url, params=params)
+            rows = _rows(page, "operations" if "operations" in page else "data")
+            for found in rows:
+                if _before(found.get("created_at"), row.began):
+                    return None
+                name = found.get("id", found.get("name"))
+                if isinstance(name, str) and name not in known and self.is_the_one(found, row):
+                    return name
+            if not rows or (further := self.next_page(page, rows)) is None:
+                return None
+            params |= further
 
     @abstractmethod
     async def state(self, id: str) -> State:
@@ -96,7 +120,7 @@ class Provider(ABC):
     def results(self, id: str, state: State) -> AsyncIterator[Line]:
         """The lines of one that has ended; lines that cannot be read are left out."""
 
-    async def _json(self, method: str, url: str, **how: Any) -> dict[str, Any]:
+    async def _json(self, method: str, url: str, **how: Any) -> Json:
         response = await fetch(self.client, method, url, self.model, self.mask, **how)
         try:
             found = response.json()
@@ -107,21 +131,7 @@ class Provider(ABC):
             raise Lost(said, billed=True, raw=response.content)
         return found
 
-    async def _listed(
-        self, url: str, size: str, field: str, more: Callable[[dict[str, Any], Any], dict[str, Any] | None]
-    ) -> AsyncIterator[dict[str, Any]]:
-        """Rows of a list that comes in pages; `more` gives the parameters of the next one."""
-        params: dict[str, Any] = {size: 100}
-        while True:
-            page = await self._json("GET", url, params=params)
-            rows = _rows(page, field)
-            for row in rows:
-                yield row
-            if not rows or (further := more(page, rows[-1].get("id"))) is None:
-                return
-            params |= further
-
-    async def _lines(self, url: str) -> AsyncIterator[dict[str, Any]]:
+    async def _lines(self, url: str) -> AsyncIterator[Json]:
         """Objects of a JSON-lines file; what is cut short or is none is left out."""
         response = await fetch(self.client, "GET", url, self.model, self.mask, timeout=SEND_S)
         for line in response.content.split(b"\n"):
@@ -149,15 +159,13 @@ class OpenAI(Provider):
         content = encoded({"input_file_id": file, **how})
         return _name(await self._json("POST", "/batches", content=content), "id")
 
-    async def find(
-        self, label: str, file: str | None, num_calls: int, began: float, known: set[str]
-    ) -> list[str]:
-        async for row in self._listed("/batches", "limit", "data", _after("after")):
-            if file is not None and row.get("input_file_id") == file and "id" in row:
-                return [row["id"]]
-            if _before(row.get("created_at"), began):
-                break
-        return []
+    LIST = ("/batches", "limit")
+
+    def is_the_one(self, found: Json, row: BatchRow) -> bool:
+        return row.file is not None and found.get("input_file_id") == row.file
+
+    def next_page(self, page: Json, rows: list[Json]) -> Json | None:
+        return {"after": rows[-1].get("id")} if page.get("has_more") else None
 
     async def state(self, id: str) -> State:
         raw = await self._json("GET", f"/batches/{id}")
@@ -193,17 +201,13 @@ class Anthropic(Provider):
         body = b'{"requests": [' + b",".join(lines) + b"]}"
         return _name(await self._json("POST", "/v1/messages/batches", content=body, timeout=SEND_S), "id")
 
-    async def find(
-        self, label: str, file: str | None, num_calls: int, began: float, known: set[str]
-    ) -> list[str]:
-        found: list[str] = []
-        async for row in self._listed("/v1/messages/batches", "limit", "data", _after("after_id")):
-            if _before(row.get("created_at"), began):
-                break
-            total = sum(_dict(row.get("request_counts")).values())
-            if total == num_calls and row.get("id") not in known:
-                found.append(str(row.get("id")))
-        return found
+    LIST = ("/v1/messages/batches", "limit")
+
+    def is_the_one(self, found: Json, row: BatchRow) -> bool:
+        return sum(_dict(found.get("request_counts")).values()) == len(row.calls)
+
+    def next_page(self, page: Json, rows: list[Json]) -> Json | None:
+        return {"after_id": rows[-1].get("id")} if page.get("has_more") else None
 
     async def state(self, id: str) -> State:
         raw = await self._json("GET", f"/v1/messages/batches/{id}")
@@ -211,7 +215,7 @@ class Anthropic(Provider):
         return State(word, word == "ended", raw)
 
     async def results(self, id: str, state: State) -> AsyncIterator[Line]:
-        # Not at the address that it names: a key goes to nobody but the endpoint that was configured.
+        # Not at the address that it names: a key is sent to the configured endpoint only.
         async for found in self._lines(f"/v1/messages/batches/{id}/results"):
             result = _dict(found.get("result"))
             name, kind = str(found.get("custom_id")), result.get("type")
@@ -262,16 +266,13 @@ class Gemini(Provider):
         url = f"/v1beta/models/{quote(self.model.name, safe='')}:batchGenerateContent"
         return _name(await self._json("POST", url, content=encoded(body)), "name")
 
-    async def find(
-        self, label: str, file: str | None, num_calls: int, began: float, known: set[str]
-    ) -> list[str]:
-        def more(page: dict[str, Any], _: Any) -> dict[str, Any] | None:
-            return {"pageToken": page["nextPageToken"]} if page.get("nextPageToken") else None
+    LIST = ("/v1beta/batches", "pageSize")
 
-        async for row in self._listed("/v1beta/batches", "pageSize", "operations", more):
-            if _dict(row.get("metadata")).get("displayName") == label and "name" in row:
-                return [row["name"]]
-        return []
+    def is_the_one(self, found: Json, row: BatchRow) -> bool:
+        return _dict(found.get("metadata")).get("displayName") == row.label
+
+    def next_page(self, page: Json, rows: list[Json]) -> Json | None:
+        return {"pageToken": page["nextPageToken"]} if page.get("nextPageToken") else None
 
     async def state(self, id: str) -> State:
         raw = await self._json("GET", f"/v1beta/{id}")
@@ -299,21 +300,17 @@ class Gemini(Provider):
 PROVIDERS: dict[str, type[Provider]] = {"openai": OpenAI, "anthropic": Anthropic, "gemini": Gemini}
 
 
-def _after(name: str) -> Callable[[dict[str, Any], Any], dict[str, Any] | None]:
-    return lambda page, last: {name: last} if page.get("has_more") else None
-
-
-def _name(found: dict[str, Any], field: str) -> str:
+def _name(found: Json, field: str) -> str:
     if not isinstance(found.get(field), str):
         raise Lost(f"an answer without {field}: {str(found)[:200]}", billed=True)
     return found[field]
 
 
-def _dict(found: Any) -> dict[str, Any]:
+def _dict(found: Any) -> Json:
     return found if isinstance(found, dict) else {}
 
 
-def _rows(found: dict[str, Any], field: str) -> list[dict[str, Any]]:
+def _rows(found: Json, field: str) -> list[Json]:
     rows = found.get(field)
     return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 

@@ -315,7 +315,7 @@ def test_settings_of_newer_models_are_sent_and_are_part_of_the_key(store):
             "token_limit means nothing to api=gemini",
         ),
         ({"mode": "later"}, "mode must be one of calls, batch"),
-        ({"batch_price": 50}, "batch_price is a share"),
+        ({"batch_price": 50}, "batch_price must be <= 1"),
     ],
 )
 def test_settings_that_cannot_be_right(settings, message):

@@ -58,12 +58,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def build(out: Path, icons: Path) -> None:
-    """Write everything.
-
-    Args:
-        out: folder of the result.
-        icons: folder of the icon packages.
-    """
+    """Write everything to `out`; `icons` is the folder of the icon packages."""
     write_records(out)
     tables = read_tables()
     splits = split(tables)
@@ -99,11 +94,7 @@ def build(out: Path, icons: Path) -> None:
 
 
 def write_records(out: Path) -> None:
-    """Write the training records, which need the tables only.
-
-    Args:
-        out: folder of the result.
-    """
+    """Write the training records, which need the tables only."""
     tables = read_tables()
     splits = split(tables)
     write_jsonl(out / "train" / "relations.jsonl", relation_records(tables, splits))

@@ -13,27 +13,17 @@ from rge.common.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One set of drawings by one hand.
+    """One set of drawings by one hand."""
 
-    Attributes:
-        name: of the npm package ``@iconify-json/NAME`` and of the pictures, ``NAME/1F512``.
-        version: of that package.
-        title: what its makers call it.
-        author: to be credited.
-        licence: SPDX identifier.
-        url: home of the drawings.
-        licence_url: text of the licence.
-        library: Parquet file of its pictures, relative to the folder of the split that shows them. A share-alike family has
-            its own, so that the licence of the others stays what it is.
-    """
-
-    name: str
-    version: str
-    title: str
-    author: str
-    licence: str
-    url: str
-    licence_url: str
+    name: str  # of the npm package ``@iconify-json/NAME`` and of the pictures, ``NAME/1F512``
+    version: str  # of that package
+    title: str  # what its makers call it
+    author: str  # to be credited
+    licence: str  # SPDX identifier
+    url: str  # home of the drawings
+    licence_url: str  # text of the licence
+    # Parquet file of its pictures, relative to the folder of the split that shows them. A share-alike family has its own,
+    # so that the licence of the others stays what it is.
     library: str
 
 

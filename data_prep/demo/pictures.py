@@ -26,15 +26,7 @@ IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 
 def render_family(family: Family, tables: Tables, folder: Path) -> dict[str, bytes]:
-    """All drawings of a family.
-
-    Args:
-        family: which.
-        tables: which icon draws which concept.
-        folder: of the icon packages, see `load_icons`.
-
-    Returns:
-        WebP bytes by concept, in the order of the concepts.
+    """WebP bytes of a family's drawings by concept, in the order of the concepts; `folder` as of `load_icons`.
 
     Raises:
         UserError: a package cannot be had, or lacks an icon.
@@ -48,14 +40,7 @@ def render_family(family: Family, tables: Tables, folder: Path) -> dict[str, byt
 
 
 def render(icon: dict) -> bytes:
-    """Draw an icon on white, its ink centred and filling the square: families pad their drawings differently.
-
-    Args:
-        icon: ``body`` (SVG), ``left``, ``top``, ``width`` and ``height``.
-
-    Returns:
-        A WebP picture of ``SIZE_PX`` by ``SIZE_PX``.
-    """
+    """Draw an icon on white as WebP, its ink centred and filling the square: families pad their drawings differently."""
     side = max(icon["width"], icon["height"])
     left = icon["left"] - (side - icon["width"]) / 2
     top = icon["top"] - (side - icon["height"]) / 2
@@ -77,12 +62,7 @@ def render(icon: dict) -> bytes:
 
 
 def write_library(path: Path, rows: list[tuple[str, bytes, str, str]]) -> None:
-    """Write a picture library.
-
-    Args:
-        path: the Parquet file.
-        rows: (id, WebP bytes, concept, family name).
-    """
+    """Write a picture library; a row is (id, WebP bytes, concept, family name)."""
     table = pa.table(
         {
             "id": [row[0] for row in rows],

@@ -171,16 +171,7 @@ def write_tables(
 
 
 def ask(rows: SetRows, tables: Tables, fact: Fact, pair: str, family: Family, num_phrasings: int) -> None:
-    """Add a fact's queries, with all that is right and wrong, to a set.
-
-    Args:
-        rows: of the set.
-        tables: where the fact stands.
-        fact: what is asked.
-        pair: ``seen`` or ``held_out``.
-        family: of the gallery.
-        num_phrasings: queries.
-    """
+    """Add a fact's queries, with all that is right and wrong before a family's gallery, to a set."""
     question = tables.questions[fact.question]
     first = stable_hash("asked", *fact.pair)
     answers = {tables.concepts[answer].picture(family): text for answer, text in fact.answers.items()}

@@ -30,17 +30,11 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """Which facts are for what; a fact is named by its `Pair`.
+    """Which facts are for what; a fact is named by its `Pair`."""
 
-    Attributes:
-        test: held out for the test.
-        valid: held out for validation; the test does not ask them at all.
-        valid_seen: trained, but not with the drawing that the validation query shows.
-    """
-
-    test: frozenset[Pair]
-    valid: frozenset[Pair]
-    valid_seen: frozenset[Pair]
+    test: frozenset[Pair]  # held out for the test
+    valid: frozenset[Pair]  # held out for validation; the test does not ask them at all
+    valid_seen: frozenset[Pair]  # trained, but not with the drawing that the validation query shows
 
     @property
     def words_only(self) -> frozenset[Pair]:

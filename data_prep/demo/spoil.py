@@ -51,12 +51,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def write(out: Path, dose: float, seed: int) -> tuple[int, int]:
-    """Write records and test.
-
-    Args:
-        out: folder to write to.
-        dose: share of records that are spoiled.
-        seed: which ones, and how.
+    """Write records and test; `dose` is the share of records that are spoiled, `seed` decides which and how.
 
     Returns:
         Number of spoiled rationales, and of all that could have been.

@@ -72,19 +72,12 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One question about one thing, and everything known about its answers.
+    """One question about one thing, and everything known about its answers."""
 
-    Attributes:
-        question: key of the question.
-        source: concept shown or named.
-        answers: per acceptable target concept its rationale.
-        near_misses: concepts that look right and are wrong.
-    """
-
-    question: str
-    source: str
-    answers: dict[str, str]
-    near_misses: tuple[str, ...]
+    question: str  # key of the question
+    source: str  # concept shown or named
+    answers: dict[str, str]  # per acceptable target concept its rationale
+    near_misses: tuple[str, ...]  # concepts that look right and are wrong
 
     @property
     def pair(self) -> tuple[str, str]:
@@ -113,9 +106,6 @@ class Tables:
 
 def read_tables(folder: Path = HERE) -> Tables:
     """Read the tables.
-
-    Args:
-        folder: where they lie.
 
     Raises:
         TableError: a row breaks the rules.

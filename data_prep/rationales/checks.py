@@ -19,17 +19,7 @@ FORBIDDEN = (
 def faults(
     rationale: str, *, max_words: int, forbidden: Sequence[str] = FORBIDDEN, latin: bool = True
 ) -> list[str]:
-    """What is wrong with a rationale, leak aside.
-
-    Args:
-        rationale: what was written.
-        max_words: longest allowed.
-        forbidden: phrases that must not occur, in any letter case.
-        latin: letters must be Latin: models of some families fall into Chinese.
-
-    Returns:
-        Names of the faults; empty where there is none.
-    """
+    """Names of what is wrong with a rationale, leak aside; letters must be Latin, since models of some families fall into Chinese."""
     found = []
     if len(rationale.split()) > max_words:
         found.append("too long")

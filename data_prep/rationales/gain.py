@@ -43,12 +43,7 @@ def gains(
 
 
 class GainJudge:
-    """An embedder that judges rationales.
-
-    Args:
-        checkpoint: of this project.
-        batch_size: rows a forward.
-        temperature: of the softmax; the one it was trained with is a good choice.
+    """An embedder that judges rationales, by a softmax at a temperature: the one it was trained with is a good choice.
 
     Raises:
         UserError: no such checkpoint.

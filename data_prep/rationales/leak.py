@@ -43,10 +43,6 @@ def text_leak(rationale: str, target: str | None) -> float | None:
     """How much of the target's text the rationale copies: the share of its pairs of neighbouring words found there.
 
     Articles and the like do not count. A target of one word has no pairs; then the word itself is looked for.
-
-    Args:
-        rationale: what was written.
-        target: the target's text; None for a target that is only a picture.
     """
     if target is None:
         return None
@@ -63,11 +59,6 @@ def caption_leak(rationale: str, caption: str | None, known: str = "") -> float 
     """How much a rationale says of what the target picture's caption says beyond a name.
 
     `NAMED_WORDS` of the caption's words are free; what query and instruction say is no secret.
-
-    Args:
-        rationale: what was written.
-        caption: of the target picture; one that says no more than a name gives nothing to describe: 0.
-        known: texts of query and instruction.
     """
     if not caption:
         return None

@@ -238,12 +238,6 @@ def write(records: Path, out: Path, model: ModelConfig, settings: Settings) -> d
 
     All calls of all files are made together, so that batches of a provider are waited for once.
 
-    Args:
-        records: training records, or a folder of them.
-        out: training records with rationales, or a folder; pictures are referred to where they are.
-        model: the writer.
-        settings: see `Settings`.
-
     Returns:
         The report; of a folder, by the names of its files.
 

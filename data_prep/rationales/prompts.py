@@ -98,17 +98,7 @@ def parts(
     max_words: int,
     rewrite: bool,
 ) -> tuple[Part, ...]:
-    """The prompt for a query-target pair.
-
-    Args:
-        record: with the query.
-        positive: the target.
-        task: one of `TASKS`.
-        pictures: of the query.
-        target: picture of the target, if it has one.
-        max_words: longest allowed.
-        rewrite: an earlier rationale copied the target's text; say so.
-    """
+    """The prompt for a query-target pair; `rewrite` says that an earlier rationale copied the target's text."""
     role, work, example = _TASKS[task]
     rules = f"""{TASK}
 

@@ -13,17 +13,13 @@ KEPT, REJECTED, ABSTAINED, DOUBTED = STATES = "kept", "rejected", "abstained", "
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """The panel's decision on one triplet.
+    """The panel's decision on one triplet."""
 
-    Attributes:
-        majority: what most judges said; a tie is an abstention.
-        confidence: share of the panel that agrees with it.
-        state: ``kept`` (true), ``rejected`` (false) or ``abstained`` with enough confidence, else ``doubted``.
-    """
-
-    majority: str
-    confidence: float
-    state: str
+    majority: str  # what most judges said; a tie is an abstention
+    confidence: float  # share of the panel that agrees with it
+    state: (
+        str  # ``kept`` (true), ``rejected`` (false) or ``abstained`` with enough confidence, else ``doubted``
+    )
 
 
 def tally(verdicts: Sequence[str], min_confidence: float = 1.0) -> Tally:
@@ -32,10 +28,6 @@ def tally(verdicts: Sequence[str], min_confidence: float = 1.0) -> Tally:
     Every judge counts, also one who abstains or cannot be understood: four trues and an abstention are a confidence of
     0.8. Where the panel is unanimous that it cannot judge, nothing is doubted about the target itself: the pair is left
     out, the image stays. The paper does not speak of that case.
-
-    Args:
-        verdicts: one a judge.
-        min_confidence: below it a triplet is doubted.
 
     Raises:
         ValueError: no verdict, or an unknown one.
@@ -52,11 +44,7 @@ def tally(verdicts: Sequence[str], min_confidence: float = 1.0) -> Tally:
 
 
 def doubted_images(states: Iterable[tuple[str, str]]) -> set[str]:
-    """Images to be removed from the whole seed set: the target of every doubted triplet (3.1.5).
-
-    Args:
-        states: (candidate id, state) of every triplet.
-    """
+    """Images to be removed from the whole seed set: the candidate of every (candidate, state) that is doubted (3.1.5)."""
     return {candidate for candidate, state in states if state == DOUBTED}
 
 
@@ -98,11 +86,7 @@ class Candidate:
 
 
 def merge_candidates(found: Mapping[str, Sequence[str]]) -> list[Candidate]:
-    """Union of the findings of several indices, each image once: first those of the first index, and so on (3.1.3).
-
-    Args:
-        found: candidate ids, best first, by name of the index.
-    """
+    """Union of several indices' findings, best first, each image once: those of the first index, and so on (3.1.3)."""
     ranks: dict[str, dict[str, int]] = {}
     for index, names in found.items():
         for rank, name in enumerate(names, start=1):

@@ -22,11 +22,7 @@ def overruled(out: Path) -> dict[str, str]:
 
 
 def decided(out: Path) -> list[dict[str, Any]]:
-    """Rows of the table ``decided``; where people overruled the panel, with the state that they gave.
-
-    Args:
-        out: folder of the run.
-    """
+    """Rows of the table ``decided``; where people overruled the panel, with the state that they gave."""
     states = overruled(out)
     rows = frames.read_rows(out / "keep" / "decided.parquet", "decided")
     return [{**row, "state": states.get(triplet_name(row), row["state"])} for row in rows]

@@ -65,11 +65,6 @@ class TableError(UserError):
 def write_rows(path: Path, name: str, rows: Iterable[dict[str, Any]]) -> None:
     """Write a table under another name and rename it, so that a file that exists is whole.
 
-    Args:
-        path: of the Parquet file.
-        name: of the schema.
-        rows: one dict a row.
-
     Raises:
         TableError: the rows do not fit the schema.
         FileError: the disk is full.
@@ -82,15 +77,7 @@ def write_rows(path: Path, name: str, rows: Iterable[dict[str, Any]]) -> None:
 
 @contextmanager
 def writing(path: Path, name: str) -> Iterator[Callable[[list[dict[str, Any]]], None]]:
-    """Write a table some rows at a time; the file is there when the block ends well, as that of `write_rows`.
-
-    Args:
-        path: of the Parquet file.
-        name: of the schema.
-
-    Yields:
-        What writes further rows.
-    """
+    """Write a table some rows at a time, by what is yielded; the file is there when the block ends well."""
     with replacing(path) as waiting, pq.ParquetWriter(waiting, SCHEMAS[name], compression="zstd") as out:
         yield lambda rows: out.write_table(pa.Table.from_pylist(rows, schema=SCHEMAS[name]))
 
@@ -131,12 +118,6 @@ def _checked(part: Path, name: str, read: Callable[[Path], Any]) -> Any:
 def scan(path: Path, name: str, columns: Sequence[str], runner: str) -> Any:
     """Some columns of all parts in a folder as a Daft DataFrame, read when they are needed and not all at once.
 
-    Args:
-        path: of the folder; with one part at least.
-        name: of the schema, which every part must have.
-        columns: what is read.
-        runner: native or ray.
-
     Raises:
         TableError: a part is broken, or has other columns.
     """
@@ -155,12 +136,7 @@ def read_rows(path: Path, name: str) -> list[dict[str, Any]]:
 
 
 def daft_frame(table: pa.Table, runner: str):
-    """A table as a Daft DataFrame, on this machine or on a Ray cluster.
-
-    Args:
-        table: what it holds.
-        runner: native or ray.
-    """
+    """A table as a Daft DataFrame, on this machine or on a Ray cluster."""
     import daft
 
     _choose_runner(runner)
@@ -214,13 +190,7 @@ def unpacked(frame, names: Iterable[str]):
 
 
 def from_daft(frame, name: str, order: str | None = None) -> pa.Table:
-    """A Daft DataFrame as a table of a schema: its columns in that order, with those types.
-
-    Args:
-        frame: what it holds.
-        name: of the schema.
-        order: a further column to sort by, for workers may finish in any order.
-    """
+    """A Daft DataFrame as a table of a schema, sorted by a further column where workers may finish in any order."""
     columns = SCHEMAS[name].names
     table = frame.select(*columns, *([order] if order else [])).to_arrow()
     return (table.sort_by(order).select(columns) if order else table).cast(SCHEMAS[name])

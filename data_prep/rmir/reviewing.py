@@ -43,9 +43,6 @@ class ReviewOptions:
 def review(words: Sequence[str]) -> None:
     """Write the page, or act on verdicts.
 
-    Args:
-        words: see `ReviewOptions`.
-
     Raises:
         UserError: a word is wrong, or the run is not finished.
     """
@@ -65,11 +62,6 @@ def review(words: Sequence[str]) -> None:
 
 def apply(out: Path, files: Sequence[Path], agree: int) -> None:
     """Write ``reviewed.json``, and pool, sets, audit, report and card anew by it; no model is asked.
-
-    Args:
-        out: folder of a finished run.
-        files: verdicts, one file a person.
-        agree: people who must have the same verdict.
 
     Raises:
         UserError: a file cannot be used, too few people, or the run is not finished.

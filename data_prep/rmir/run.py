@@ -317,11 +317,6 @@ class Run:
         No shard waits for the one before: while the last calls of one are under way, those of the next are made. An item with
         an unanswered call is not settled: its shard waits, or, with ``on_unanswered=proceed``, is written without it for now.
 
-        Args:
-            stage: where the tables go.
-            items: in a fixed order.
-            asking: what is asked about each.
-
         Raises:
             RunError: calls are unanswered; the same command asks only those.
             RequestRejected: all calls were rejected.

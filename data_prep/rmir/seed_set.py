@@ -92,13 +92,7 @@ def seed(run: Run) -> dict[str, Any]:
 
 
 def usable(table: pa.Table, state: LibraryState, most_bits: int | None) -> tuple[np.ndarray, Rows]:
-    """Rows of the pictures that are good, in the library, and no repeats; and what was left out, with the reason.
-
-    Args:
-        table: ``inspected``.
-        state: of the library.
-        most_bits: of `library.near_duplicates`.
-    """
+    """Rows of the pictures that are good, in the library, and no repeats; and what was left out, with the reason."""
     in_library_N = np.ones(len(table), bool)
     in_library_N[state.gone] = False
     good_N = pc.is_null(table["reason"]).to_numpy() & in_library_N
@@ -133,14 +127,6 @@ def _sampled(
 
     An extension is sampled as densely as the library was: its clusters are its own, as many in proportion, so that what was
     sampled before stays as it is.
-
-    Args:
-        run: with the settings.
-        table: ``inspected``.
-        state: of the library.
-        new: rows of the table.
-        vectors_ND: of these pictures.
-        images: seed pictures that stay.
     """
     config = run.config.seed
     if not len(new):
@@ -182,13 +168,9 @@ def _before(run: Run, table: pa.Table, state: LibraryState) -> tuple[Rows, np.nd
 
 
 def drawn(run: Run, most: int | None) -> Rows:
-    """The seed pictures that are asked about: all, or some drawn at random.
+    """The seed pictures that are asked about: all, or at most so many drawn at random.
 
     An extended seed set keeps those that were drawn before it was extended, and fills up with new ones.
-
-    Args:
-        run: with the seed set.
-        most: how many; None for all.
     """
     images = run.rows("seed", "images")
     if most is None or most >= len(images):
@@ -283,11 +265,6 @@ def look_through(
 ) -> tuple[list[pa.Table], list[np.ndarray]]:
     """Inspect and embed the library a block at a time; while one is embedded the next is fetched and decoded.
 
-    Args:
-        run: keeps each block as a part; those that are there are not done again.
-        library: read once.
-        encoder: of pictures.
-
     Returns:
         Of each part the table ``inspected``, and the vectors of its good pictures, mapped from the disk: the parts and the
         whole are not in memory together.
@@ -361,11 +338,6 @@ def _unread(library: Library, state: LibraryState, count: int, known: frozenset[
 def keep_pictures(run: Run, library: Library, images: Rows) -> None:
     """Copy the pictures of the seed set that are no files of their own, so that each can be opened by itself.
 
-    Args:
-        run: has them under ``seed/pictures``, named by their content.
-        library: read once more.
-        images: of the seed set; those whose ``ref`` is None get one.
-
     Raises:
         LibraryError: the library has changed in the meantime.
     """
@@ -395,14 +367,7 @@ def keep_pictures(run: Run, library: Library, images: Rows) -> None:
 def embed_pictures(
     encoder: ImageEncoder, config: EncoderConfig, refs: list[ImageRef], runner: str
 ) -> np.ndarray:
-    """(number of pictures, D) float32; on a Ray cluster every worker loads the encoder itself.
-
-    Args:
-        encoder: loaded here; used by the native runner.
-        config: of the same encoder.
-        refs: of the pictures.
-        runner: of Daft.
-    """
+    """(number of pictures, D) float32, by `encoder`; on a Ray cluster every worker loads the one of `config` itself."""
     if not refs:
         return np.empty((0, 0), np.float32)
     if runner == "native":
@@ -411,15 +376,7 @@ def embed_pictures(
 
 
 def gather(parts: list[np.ndarray], rows: np.ndarray) -> np.ndarray:
-    """Rows of the parts' concatenation, without making it: at the paper's size it is 9.3 GB.
-
-    Args:
-        parts: (N_i, D), may be mapped from files.
-        rows: ascending.
-
-    Returns:
-        (len(rows), D), of the type of the first part.
-    """
+    """Rows of the parts' concatenation, without making it: at the paper's size it is 9.3 GB."""
     starts = np.cumsum([0, *map(len, parts)])
     found = np.empty((len(rows), parts[0].shape[1]), parts[0].dtype)
     for part, start, end in zip(parts, starts[:-1], starts[1:], strict=True):

@@ -361,15 +361,7 @@ def keep(run: Run) -> dict[str, Any]:
 
 
 def decide(judgements: Any, min_confidence: float) -> pa.Table:
-    """Group the panel's verdicts by triplet (by Daft) and decide on each.
-
-    Args:
-        judgements: DataFrame with query_id, candidate_id and verdict.
-        min_confidence: see `arithmetic.tally`.
-
-    Returns:
-        The table ``decided``, sorted by query and candidate.
-    """
+    """Group the panel's verdicts by triplet (by Daft) and decide on each: ``decided``, sorted by query and candidate."""
     from daft import DataType, col
 
     text, number = DataType.string(), DataType.float32()

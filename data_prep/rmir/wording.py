@@ -44,23 +44,14 @@ class WordingError(UserError):
 
 @dataclass(frozen=True)
 class Wording:
-    """The texts of a run.
+    """The texts of a run."""
 
-    Attributes:
-        codes: of each kind of reasoning, by name, as they stand in the tags of answers.
-        generate: of the writer; with places for ``codes`` and ``policy``.
-        filter: of the check.
-        judge: of the judges.
-        caption: of the captions.
-        content_policy: for the place of that name.
-    """
-
-    codes: dict[str, str]
-    generate: str
-    filter: str
-    judge: str
-    caption: str
-    content_policy: str
+    codes: dict[str, str]  # of each kind of reasoning, by name, as they stand in the tags of answers
+    generate: str  # of the writer; with places for ``codes`` and ``policy``
+    filter: str  # of the check
+    judge: str  # of the judges
+    caption: str  # of the captions
+    content_policy: str  # for the place of that name
 
     def asked(self, names: list[str], *, content_policy: bool) -> str:
         """The writer's prompt for some kinds of reasoning."""
@@ -71,10 +62,7 @@ class Wording:
 
 @functools.cache
 def wording(folder: str | None = None) -> Wording:
-    """Read the texts.
-
-    Args:
-        folder: whose files replace the shipped ones of the same name; None: none.
+    """Read the texts; a folder's files replace the shipped ones of the same name.
 
     Raises:
         WordingError: it is no folder, has a file of another name, or one that lacks what answers are read by.

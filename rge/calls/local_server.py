@@ -54,16 +54,7 @@ def chat(
 
 
 class Batches:
-    """OpenAI's batch mode around a server of chats, as a raw handler: files, batches, results.
-
-    Args:
-        chats: answers each request of a batch, and those that come by themselves.
-        looks: at a batch's state before it has ended.
-
-    Attributes:
-        batches: by id, as they are shown.
-        num_by_calls: chats that came by themselves.
-    """
+    """OpenAI's batch mode around a server of chats, as a raw handler; a batch has ended after so many looks at it."""
 
     def __init__(self, chats: Handler, looks: int = 1):
         self.chats, self.looks = chats, looks

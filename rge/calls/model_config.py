@@ -145,13 +145,7 @@ class ModelConfig:
         return price * (self.batch_price if batch else 1.0) / 1e6
 
     def bill(self, body: bytes, expected: tuple[int, int], *, batch: bool = False) -> Bill:
-        """What an answer costs.
-
-        Args:
-            body: of the answer.
-            expected: tokens of input and output, where it does not say.
-            batch: it came by a batch.
-        """
+        """What an answer costs; `expected` are its tokens of input and output, where it does not say."""
         refused, said = is_refused(body), usage(body)
         # A provider bills what it answers; what its policy stopped it does not, unless it says so.
         guesses = (0, 0) if refused else expected

@@ -46,11 +46,7 @@ def priced(models: Mapping[str, ModelConfig], table: Path | None = None) -> dict
 
 
 def confirm(estimate: str, *, yes: bool) -> None:
-    """Say what is about to be paid, beside the output, and ask on a terminal.
-
-    Args:
-        estimate: to say.
-        yes: do not ask.
+    """Print an estimate of what is about to be paid, and ask on a terminal, but for ``yes``.
 
     Raises:
         UserError: the answer is no.

@@ -218,12 +218,7 @@ def _text(content: Any) -> str:
 
 
 def _as_tags(text: str, *, whole: bool) -> str:
-    """The fields of a JSON object as tags; also of one in a code fence, or with small faults such as a trailing comma.
-
-    Args:
-        text: the answer.
-        whole: it was not cut short: the repair of half an answer would pass for one.
-    """
+    """The fields of a JSON object as tags; also of one in a code fence, or with small faults such as a trailing comma."""
     fenced = _FENCED.search(text)
     given = fenced[1] if fenced else text.strip()
     if not given.startswith("{"):
@@ -286,11 +281,7 @@ def _usage(body: dict[str, Any]) -> Usage:
 
 
 def check_complete(reply: Reply, last_tag: str) -> None:
-    """Refusals, abstentions of the whole answer, and answers cut short.
-
-    Args:
-        reply: the answer.
-        last_tag: with which a complete answer ends; an answer that has it is complete, however it stopped.
+    """Refusals, abstentions of the whole answer, and answers cut short; one with the last tag is complete, however it stopped.
 
     Raises:
         Refused: declined by the provider, or in the model's words instead of the format.

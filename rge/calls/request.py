@@ -41,12 +41,7 @@ class Request:
     top_logprobs: int = 0  # likeliest tokens whose log probabilities are wanted
 
     def key(self, known_as: str | None = None, answers_by: dict[str, Any] | None = None) -> str:
-        """Sha256 over model, texts, picture contents and settings; no path, address or secret is part of it.
-
-        Args:
-            known_as: the model's name; None: ``model``.
-            answers_by: further settings that change the answer.
-        """
+        """Sha256 over model (or the name it is known as), texts, picture contents and settings; no path, address or secret."""
         body: dict[str, Any] = {
             "model": known_as or self.model,
             "system": self.system,

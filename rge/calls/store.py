@@ -131,10 +131,7 @@ class BatchRow:
 
 
 class AnswerStore:
-    """The file of answers; may be used from several threads and processes.
-
-    Args:
-        path: of the file; made if missing. None: a file that ends with this object.
+    """The file of answers, for several threads and processes; without a path one that ends with this object.
 
     Raises:
         StoreError: it is no such file, or cannot be opened.
@@ -209,19 +206,7 @@ class AnswerStore:
         *,
         total: float | None = None,
     ) -> int | None:
-        """Enter an attempt before it is sent, at the most it may cost.
-
-        Args:
-            endpoint: name and address.
-            key: of the request.
-            tokens: of input and output, at most.
-            worst: cost of these.
-            budget: what the endpoint may cost in all; None: no limit.
-            total: what all endpoints together may cost; likewise.
-
-        Returns:
-            Its number; None, and nothing is entered, where a budget does not allow it.
-        """
+        """Enter an attempt before it is sent, at the most it may cost; None, and nothing is entered, where a budget does not allow it."""
         with self._writing("an attempt"):
             if worst > self._room(endpoint, budget, total):
                 return None

@@ -10,11 +10,7 @@ _AGAIN_S = 0.02
 
 
 def open_wal(path: Path, *, any_thread: bool = False) -> sqlite3.Connection:
-    """Open or make a file in write-ahead mode, statements committing by themselves.
-
-    Args:
-        path: of the file; its folder must be there. It must lie on a local disk.
-        any_thread: other threads than this one may use the connection, one at a time.
+    """Open or make a file on a local disk in write-ahead mode, statements committing by themselves.
 
     Raises:
         sqlite3.DatabaseError: it is no SQLite file, cannot be opened, or stays locked for `WAIT_S`.

@@ -24,22 +24,19 @@ SHOWN = 3
 
 @dataclass
 class LibraryState:
-    """What was settled since the library was first read.
+    """What was settled since the library was first read."""
 
-    Attributes:
-        files: stamp of each tar; while all are as they were, none has to be read to know that nothing changed.
-        gone: rows of ``inspected`` whose picture was removed or changed.
-        captions: of pictures whose caption changed, by id.
-        stamps: of pictures whose file was touched and not changed, by id.
-        in_order: whether ``inspected`` holds the library's first pictures, in its order.
-        extensions: rows of ``inspected`` before each extension of a finished seed set, and what it brought.
-    """
-
+    # stamp of each tar; while all are as they were, none has to be read to know that nothing changed
     files: dict[str, str] = field(default_factory=dict)
-    gone: list[int] = field(default_factory=list)
-    captions: dict[str, str | None] = field(default_factory=dict)
-    stamps: dict[str, str] = field(default_factory=dict)
-    in_order: bool = True
+    gone: list[int] = field(
+        default_factory=list
+    )  # rows of ``inspected`` whose picture was removed or changed
+    captions: dict[str, str | None] = field(default_factory=dict)  # of pictures whose caption changed, by id
+    stamps: dict[str, str] = field(
+        default_factory=dict
+    )  # of pictures whose file was touched and not changed, by id
+    in_order: bool = True  # whether ``inspected`` holds the library's first pictures, in its order
+    # rows of ``inspected`` before each extension of a finished seed set, and what it brought
     extensions: list[dict[str, int]] = field(default_factory=list)
 
     @classmethod
@@ -83,14 +80,9 @@ def files_of(library: Library) -> dict[str, str]:
 
 
 def compare(library: Library, inspected: pa.Table, state: LibraryState) -> Changes:
-    """How a library differs from what was read of it.
+    """How a library differs from what was read of it (with the rows that have gone since) and settled before.
 
     Only pictures whose stamp is another one are opened.
-
-    Args:
-        library: as it is now.
-        inspected: what was read, with the rows that have gone since.
-        state: what was settled before.
 
     Raises:
         LibraryError: the library cannot be read, or an id occurs twice.

@@ -43,12 +43,6 @@ def fetch(
 ) -> dict[str, str]:
     """Download what is not there yet.
 
-    Args:
-        urls: http or https.
-        folder: where files are kept; a file that is there is not asked for again.
-        config: limits.
-        progress: show a progress bar.
-
     Returns:
         Why an address could not be fetched, by address; empty where all is well.
 
@@ -127,13 +121,7 @@ async def _get(client: httpx.AsyncClient, url: str, config: DownloadConfig) -> b
 def resolve(
     rows: list[dict[str, Any]], folder: Path, config: DownloadConfig, *, progress: bool = False
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Download the pictures of library rows that are at addresses.
-
-    Args:
-        rows: of `data_prep.rmir.pictures.library.Library.rows`.
-        folder: where files are kept.
-        config: limits.
-        progress: show a progress bar.
+    """Download the pictures of rows of `data_prep.rmir.pictures.library.Library.rows` that are at addresses.
 
     Returns:
         The rows with files in place of addresses, and why a picture is not there, by row id.

@@ -84,11 +84,7 @@ def _features(text: str) -> list[tuple[str, float]]:
 
 
 class PixelEncoder:
-    """Thumbnails and colours of pictures: no model. A text stands where the pictures stand whose captions resemble it.
-
-    Args:
-        side_px: of the thumbnail.
-    """
+    """Thumbnails and colours of pictures: no model. A text stands where the pictures stand whose captions resemble it."""
 
     name = "pixels (no model: thumbnails; a text is the mean of the pictures whose captions resemble it)"
 
@@ -108,12 +104,7 @@ class PixelEncoder:
         return unit(np.stack(rows))
 
     def bridge(self, captions: Sequence[str | None], vectors: np.ndarray) -> None:
-        """Learn where captions stand.
-
-        Args:
-            captions: of the seed pictures.
-            vectors: of the same pictures.
-        """
+        """Learn where captions stand, from the seed pictures' captions and vectors."""
         told = {row: caption for row, caption in enumerate(captions) if caption}
         self._captions = HashingEncoder().texts(list(told.values()))
         self._vectors = vectors[list(told)]
@@ -133,12 +124,7 @@ class PixelEncoder:
 
 
 class CheckpointEncoder:
-    """A checkpoint of this project in direct mode: pictures and texts as candidates.
-
-    Args:
-        checkpoint: its path, or itself where it is loaded already.
-        batch_size: rows a forward.
-    """
+    """A checkpoint of this project, or its path, in direct mode: pictures and texts as candidates."""
 
     def __init__(self, checkpoint: "str | Embedder", batch_size: int):
         from rge.embedder import Embedder
@@ -192,13 +178,7 @@ def text_encoder(config: EncoderConfig) -> TextEncoder:
 
 
 def bridged(config: EncoderConfig, captions: Sequence[str | None], vectors_ND: np.ndarray) -> ImageEncoder:
-    """An encoder of pictures that can place texts: thumbnails learn where captions stand, the others know.
-
-    Args:
-        config: of the encoder.
-        captions: of the seed pictures.
-        vectors_ND: of the same pictures, by the same encoder.
-    """
+    """An encoder of pictures that can place texts: thumbnails learn where captions stand, the others know."""
     encoder = image_encoder(config)
     if isinstance(encoder, PixelEncoder):
         encoder.bridge(captions, vectors_ND)

@@ -21,13 +21,7 @@ TASK = "Instruct: Given the description of a picture, find captions of pictures 
 
 
 class _OnHub:
-    """A model of the hub on the device that is there.
-
-    Args:
-        path: hub name or folder.
-        batch_size: rows a forward.
-        name: for the report; None: the path.
-    """
+    """A model of the hub, by name or folder, on the device that is there."""
 
     def __init__(self, path: str, batch_size: int, name: str | None = None):
         self.name, self.batch_size = name or path, batch_size
@@ -79,14 +73,7 @@ class SiglipEncoder(_OnHub):
 
 
 class _TextEncoder(_OnHub):
-    """A text encoder that reads captions.
-
-    Args:
-        path: hub name or folder.
-        batch_size: rows a forward.
-        name: for the report; None: the path.
-        padding_side: of the tokenizer; None: its own.
-    """
+    """A text encoder that reads captions."""
 
     def __init__(
         self, path: str, batch_size: int, name: str | None = None, *, padding_side: str | None = None

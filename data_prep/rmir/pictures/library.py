@@ -41,9 +41,6 @@ class LibraryError(UserError):
 class Library:
     """The pictures to start from, read from beginning to end as often as they are needed.
 
-    Args:
-        config: what and where.
-
     Raises:
         LibraryError: see `rge.tables.pictures.find`.
     """
@@ -155,11 +152,7 @@ class Library:
         return self.files.address(f"{self.files.root}/{value}")
 
     def origins(self, wanted: Collection[str]) -> dict[str, dict[str, str]]:
-        """Source, author and licence of some pictures, by id, as far as the library says so.
-
-        Args:
-            wanted: ids.
-        """
+        """Source, author and licence of some pictures, by id, as far as the library says so."""
         config = self.config
         column_of = {key: getattr(config, setting) for key, setting in ORIGINS.items()}
         columns = [*column_of.values(), *([config.id_column] if config.id_column else [])]
@@ -182,13 +175,7 @@ def _stamp(ref: str) -> str:
 
 
 def blocks(rows: Iterable[dict[str, Any]], most: int, most_bytes: int) -> Iterator[list[dict[str, Any]]]:
-    """Rows some at a time.
-
-    Args:
-        rows: of `Library.rows`.
-        most: rows of a block.
-        most_bytes: of its pictures that were read; what would be one too many begins the next block.
-    """
+    """Rows of `Library.rows`, at most so many and so many bytes of pictures at a time."""
     block: list[dict[str, Any]] = []
     size = 0
     for row in rows:
@@ -206,9 +193,6 @@ def fetched(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Rows with the bytes of pictures that lie in an object store; some are read at once, none far ahead.
 
     A picture that is not there keeps its address as ``ref``, and `look` finds it missing.
-
-    Args:
-        rows: of `Library.rows`.
 
     Raises:
         LibraryError: the store needs a package that is not installed.
@@ -241,11 +225,6 @@ def fetched(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def inspect(rows: list[dict[str, Any]], config: LibraryConfig, runner: str = "native") -> pa.Table:
     """Decode each picture once (on all cores, by Daft) and note its hash and size, or why it is left out.
-
-    Args:
-        rows: of `Library.rows`.
-        config: limits.
-        runner: of Daft.
 
     Returns:
         The table ``inspected``; ``reason`` is null for a good picture.

@@ -16,14 +16,7 @@ _PAIRS_AT_ONCE = 1 << 22
 
 
 def phash(image: Image.Image) -> str:
-    """Perceptual hash of a picture.
-
-    Args:
-        image: of any size and mode.
-
-    Returns:
-        64 bits as 16 hexadecimal digits.
-    """
+    """Perceptual hash of a picture: 64 bits as 16 hexadecimal digits."""
     grey = image.convert("L").resize((SIDE_PX, SIDE_PX), Image.Resampling.LANCZOS)
     # Rounded, so that the frequencies of an even surface are zero and not noise of the last digits.
     low = np.round(_COSINES @ np.asarray(grey, dtype=np.float64) @ _COSINES.T, 6)

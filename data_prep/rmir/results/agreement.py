@@ -49,10 +49,6 @@ def clustered_share(hits: Sequence[bool], clusters: Sequence[str]) -> tuple[floa
     the share between clusters (of a ratio, linearised) over that of as many independent observations (Kish, 1965). Where all
     hit or none does there is no variance to see, and each cluster counts once.
 
-    Args:
-        hits: of the observations.
-        clusters: that they belong to.
-
     Returns:
         Share, low, high; the share of no observation is nan.
     """

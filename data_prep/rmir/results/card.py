@@ -40,15 +40,7 @@ _CONTEXT = {
 
 
 def write(run: Path) -> Path:
-    """Write card and metadata of a run's data set anew, with all that is known by now.
-
-    Args:
-        run: folder of the run, with ``dataset/``; ``report.json``, ``agreement.json`` and ``reviewed.json`` are read where
-            they exist.
-
-    Returns:
-        The card.
-    """
+    """Write card and metadata of a run's data set anew, with all that is known by now; returns the card."""
     report, people, reviewed = (
         read_json(run / name) or {} for name in ("report.json", "agreement.json", REVIEWED)
     )
@@ -172,13 +164,7 @@ def _composition(folder: Path) -> list[tuple[str, int, int]]:
 
 
 def croissant(folder: Path, name: str, licences: Counter[str]) -> dict[str, Any]:
-    """The data set in Croissant's words: its files with their hashes, and the columns of each table.
-
-    Args:
-        folder: with the tables.
-        name: of the data set.
-        licences: of its pictures, with their numbers.
-    """
+    """The data set in Croissant's words: its files with their hashes, and the columns of each table."""
     files, records = [], []
     for table, (split, path) in tables(folder).items():
         data = folder / path

@@ -58,11 +58,6 @@ def export(run: Run, splits: Mapping[str, str], positives: Mapping[str, Sequence
     ``train.jsonl`` with ``images/`` beside it, and the same in ``train.parquet``; ``test/`` as a retrieval set whose pool
     serves all queries.
 
-    Args:
-        run: with the stages before.
-        splits: ``test``, ``train`` or ``dropped`` of each query.
-        positives: right answers of each query.
-
     Returns:
         What was written, by number.
 

@@ -26,9 +26,6 @@ class PublishOptions:
 def main(words: Sequence[str]) -> None:
     """Upload ``dataset/``.
 
-    Args:
-        words: see `PublishOptions`.
-
     Raises:
         UserError: a word is wrong, the run is not finished, or the hub refuses.
     """

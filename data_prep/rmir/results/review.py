@@ -60,12 +60,6 @@ class AgreementOptions:
 def draw(run: Path, size: int, split: str, seed: int) -> list[dict[str, Any]]:
     """Draw triplets: half accepted, half rejected, as far as there are; in random order.
 
-    Args:
-        run: folder of a finished run.
-        size: of the sample.
-        split: ``test``, ``train``, or ``all`` queries with an answer.
-        seed: of the draw.
-
     Returns:
         Rows with query_id, candidate_id, state, category, query and image_id.
 
@@ -97,16 +91,7 @@ def draw(run: Path, size: int, split: str, seed: int) -> list[dict[str, Any]]:
 
 
 def page(run: Path, chosen: Sequence[dict[str, Any]], side_px: int = 800) -> str:
-    """The page as one file: pictures inside, nothing loaded from elsewhere.
-
-    Args:
-        run: folder of the run.
-        chosen: of `draw`.
-        side_px: longest side of a picture.
-
-    Returns:
-        HTML.
-    """
+    """The page as one HTML file of triplets of `draw`: pictures inside, nothing loaded from elsewhere."""
     refs = {row["id"]: row["ref"] for row in _rows(run, "seed/images.parquet", "images")}
     shown = dict.fromkeys(name for row in chosen for name in (row["image_id"], row["candidate_id"]))
     names = {name: str(number) for number, name in enumerate(shown)}
@@ -265,11 +250,6 @@ def _kappa(pairs: Sequence[Sequence[object]], categories: Sequence[object]) -> f
 
 def settle(run: Path, people: Mapping[str, Said], agree: int) -> dict[str, Any]:
     """What people decide against the panel, as the file that `data_prep.rmir.decisions` reads.
-
-    Args:
-        run: folder of the run.
-        people: of `read_verdicts`.
-        agree: people who must have the same verdict on a triplet, and none the opposite one.
 
     Returns:
         ``states`` of the triplets that are overruled, and how many were checked, settled, removed, added, left open.

@@ -49,15 +49,7 @@ class _Waiting:
 
 
 class BatchJobs:
-    """Batches of one endpoint.
-
-    Args:
-        sending: keeps answers and enters their prices.
-        provider: its batches.
-        show: pictures of a request as they are sent.
-        settle: called with key and answer, or rejection, of each call, wanted now or not.
-        say: told what is waited for.
-    """
+    """Batches of one endpoint; `settle` is told key and answer, or rejection, of each call, wanted now or not."""
 
     def __init__(self, sending: Sending, provider: Provider, *, show: Show, settle: Settle, say: Say):
         self.sending, self.provider, self.show, self.settle, self.say = sending, provider, show, settle, say

@@ -209,16 +209,7 @@ class Sending:
         *,
         batch: bool = False,
     ) -> Kept:
-        """Keep an answer, enter its price, and learn from the bill what calls like it cost.
-
-        Args:
-            key: of the request.
-            request: to learn from; None: a canary's, or one that an earlier run sent and this one does not want.
-            number: of the attempt.
-            body: of the answer.
-            took_s: from sending to the whole answer.
-            batch: it came by a batch.
-        """
+        """Keep an answer, enter its price, and learn from the bill what calls like it cost."""
         bill = self.model.bill(body, self.store.expected(number), batch=batch)
         kept = Kept(body, bill.input_tokens, bill.output_tokens, bill.cost, took_s)
         guess = None

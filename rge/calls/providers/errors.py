@@ -65,12 +65,7 @@ WORDS = {
 
 
 def meaning(status: int, body: Any) -> Meaning:
-    """What an error means.
-
-    Args:
-        status: of HTTP; 200 where a gateway sends an error with it.
-        body: its JSON; None where it is none.
-    """
+    """What an error means, by its HTTP status (200 where a gateway sends an error with it) and its JSON (None: it has none)."""
     named = codes(body)
     for one in (Meaning.POLICY, Meaning.ACCOUNT, Meaning.REQUEST, Meaning.OVERLOAD):
         if any(CODES.get(code) is one for code in named):

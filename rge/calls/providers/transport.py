@@ -43,13 +43,7 @@ Send = Callable[[Request, Shown], Awaitable[Answer]]
 
 
 class Connections:
-    """Connections to one endpoint, as an asynchronous context manager: what sends, for the workers to share out.
-
-    Args:
-        model: the endpoint.
-        num_workers: how many will send at once; each `POOL` of them get a client of their own.
-        mask: takes keys out of what is shown.
-    """
+    """Connections to one endpoint, as a context manager: what sends, a client of its own for each `POOL` workers."""
 
     def __init__(self, model: ModelConfig, num_workers: int, mask: Mask):
         self.model, self.num, self.mask = model, -(-num_workers // POOL), mask

@@ -64,35 +64,24 @@ class GainJudge:
         Returns:
             (number of candidates,) a pair.
         """
-        targets: dict[str, Target] = {}
+        by_id: dict[str, Target] = {}
         for record, positive in pairs:
             for target in (positive, *record.negatives):
-                targets.setdefault(target.id, target)
-        places = {name: place for place, name in enumerate(targets)}
+                by_id.setdefault(target.id, target)
+        targets = list(by_id.values())
         items = [
-            Item(name, target.text, (located(target.image, folder),) if target.image else ())
-            for name, target in targets.items()
+            Item(one.id, one.text, (located(one.image, folder),) if one.image else ()) for one in targets
         ]
-        target_CD = self.encoder.encode(
-            items, side="candidate", mode="direct", batch_size=self.batch_size
-        ).embeddings
-        identities = [target.identity or target.id for target in targets.values()]
+        size = self.batch_size
+        target_CD = self.encoder.encode(items, side="candidate", mode="direct", batch_size=size).embeddings
         found: list[np.ndarray] = []
-        for start in range(0, len(pairs), self.batch_size):
-            rows = range(start, min(start + self.batch_size, len(pairs)))
-            states = self._states(folder, [pairs[row][0] for row in rows], [candidates[row] for row in rows])
-            for row, state_KD in zip(rows, states, strict=True):
-                record, positive = pairs[row]
-                also = {one.identity or one.id for one in record.positives} | {
-                    one.id for one in record.positives
-                }
-                shown = [
-                    place
-                    for name, place in places.items()
-                    if name == positive.id or (name not in also and identities[place] not in also)
-                ]
-                right = shown.index(places[positive.id])
-                found.append(gains(state_KD[0], state_KD[1:], target_CD[shown], right, self.temperature))
+        for start in range(0, len(pairs), size):
+            some = pairs[start : start + size]
+            states = self._states(folder, [record for record, _ in some], candidates[start : start + size])
+            for (record, positive), state_KD in zip(some, states, strict=True):
+                rows = _told_apart(record, positive, targets)
+                right = [targets[row].id for row in rows].index(positive.id)
+                found.append(gains(state_KD[0], state_KD[1:], target_CD[rows], right, self.temperature))
         return found
 
     def own(self, folder: Path, records: Sequence[Record]) -> list[str] | None:
@@ -122,3 +111,13 @@ class GainJudge:
 def _query(record: Record, folder: Path) -> Item:
     images = tuple(located(image, folder) for image in record.query.images)
     return Item(record.id, record.query.text, images, record.instruction)
+
+
+def _told_apart(record: Record, positive: Target, targets: Sequence[Target]) -> list[int]:
+    """Rows of the targets that a query has to be told apart from, and of the one that is right."""
+    also_right = {name for one in record.positives for name in (one.id, one.identity or one.id)}
+    return [
+        row
+        for row, one in enumerate(targets)
+        if one.id == positive.id or not {one.id, one.identity or one.id} & also_right
+    ]

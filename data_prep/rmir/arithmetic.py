@@ -17,9 +17,8 @@ class Tally:
 
     majority: str  # what most judges said; a tie is an abstention
     confidence: float  # share of the panel that agrees with it
-    state: (
-        str  # ``kept`` (true), ``rejected`` (false) or ``abstained`` with enough confidence, else ``doubted``
-    )
+    # ``kept`` (true), ``rejected`` (false) or ``abstained`` with enough confidence, else ``doubted``
+    state: str
 
 
 def tally(verdicts: Sequence[str], min_confidence: float = 1.0) -> Tally:

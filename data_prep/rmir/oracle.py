@@ -108,22 +108,30 @@ class Oracle:
             for number in range(9):
                 self.phrasings.setdefault(question.shown(number), set()).add(name)
         self._seen: set[str] = set()
+        self._tasks = {
+            prompts.CAPTION_TASK: self._caption,
+            prompts.GENERATE_TASK: self._generate,
+            prompts.FILTER_TASK: self._filter,
+            prompts.JUDGE_TASK: self._judge,
+            EXPLAIN_TASK: self._explain,
+        }
 
     async def __call__(self, path: str, body: dict[str, Any]) -> Answer:
         """Answer a chat request; several draws of it (``n``) as so many requests with the next seeds."""
-        if (num := body.get("n", 1)) > 1:
-            one = {key: value for key, value in body.items() if key != "n"}
-            draws = [await self(path, {**one, "seed": body.get("seed", 0) + number}) for number in range(num)]
-            if failed := [
-                answer for answer in draws if answer.status != 200 or not isinstance(answer.body, dict)
-            ]:
-                return failed[0]
-            choices = [
-                choice for answer in draws for choice in answer.body["choices"][:1] or [{"message": {}}]
-            ]
-            usage = dict(draws[0].body["usage"])
-            usage["completion_tokens"] = sum(answer.body["usage"]["completion_tokens"] for answer in draws)
-            return Answer({**draws[0].body, "choices": choices, "usage": usage})
+        num = body.get("n", 1)
+        if num == 1:
+            return self._answer(body)
+        one = {key: value for key, value in body.items() if key != "n"}
+        draws = [self._answer({**one, "seed": body.get("seed", 0) + number}) for number in range(num)]
+        for answer in draws:
+            if answer.status != 200 or not isinstance(answer.body, dict):
+                return answer
+        choices = [choice for one in draws for choice in one.body["choices"][:1] or [{"message": {}}]]
+        written = sum(answer.body["usage"]["completion_tokens"] for answer in draws)
+        usage = {**draws[0].body["usage"], "completion_tokens": written}
+        return Answer({**draws[0].body, "choices": choices, "usage": usage})
+
+    def _answer(self, body: dict[str, Any]) -> Answer:
         digest = hashlib.sha256(json.dumps([self.config.seed, body], sort_keys=True).encode()).hexdigest()
         rng = random.Random(digest)
         if rng.random() < self.config.transient and digest not in self._seen:
@@ -136,14 +144,7 @@ class Oracle:
                 ]
             )
         texts, concepts = self._read(body)
-        tasks = {
-            prompts.CAPTION_TASK: self._caption,
-            prompts.GENERATE_TASK: self._generate,
-            prompts.FILTER_TASK: self._filter,
-            prompts.JUDGE_TASK: self._judge,
-            EXPLAIN_TASK: self._explain,
-        }
-        answer = next((work for task, work in tasks.items() if texts.startswith(task)), None)
+        answer = next((work for task, work in self._tasks.items() if texts.startswith(task)), None)
         known = [concept for concept in concepts if concept is not None]
         is_strange = len(known) < len(concepts)
         if answer is None or (is_strange and self.config.library is None):
@@ -240,18 +241,15 @@ class Oracle:
         return [fact for fact in self.facts.get(concept, ()) if fact.question in meant]
 
     def _malformed(self, rng: random.Random, text: str, tokens: Tokens) -> Answer:
-        kind = rng.choice(["truncated", "no tag", "refusal", "empty", "sensitive"])
-        if kind == "truncated":
-            return chat(text[: len(text) // 2], stop="length", **tokens)
-        if kind == "no tag":
-            return chat("Yes, I think that is fine.", **tokens)
-        if kind == "refusal":
-            return chat("I'm sorry, I can't help with this picture.", **tokens)
-        if kind == "sensitive":
-            return chat("ABSTAIN DUE TO SENSITIVE IMAGE", **tokens)
-        answer = chat("", **tokens)
-        answer.body["choices"] = []
-        return answer
+        kinds = {
+            "truncated": chat(text[: len(text) // 2], stop="length", **tokens),
+            "no tag": chat("Yes, I think that is fine.", **tokens),
+            "refusal": chat("I'm sorry, I can't help with this picture.", **tokens),
+            "empty": chat("", **tokens),
+            "sensitive": chat("ABSTAIN DUE TO SENSITIVE IMAGE", **tokens),
+        }
+        kinds["empty"].body["choices"] = []
+        return kinds[rng.choice(list(kinds))]
 
 
 class OracleProcess:

@@ -28,13 +28,11 @@ class LibraryState:
 
     # stamp of each tar; while all are as they were, none has to be read to know that nothing changed
     files: dict[str, str] = field(default_factory=dict)
-    gone: list[int] = field(
-        default_factory=list
-    )  # rows of ``inspected`` whose picture was removed or changed
+    # rows of ``inspected`` whose picture was removed or changed
+    gone: list[int] = field(default_factory=list)
     captions: dict[str, str | None] = field(default_factory=dict)  # of pictures whose caption changed, by id
-    stamps: dict[str, str] = field(
-        default_factory=dict
-    )  # of pictures whose file was touched and not changed, by id
+    # of pictures whose file was touched and not changed, by id
+    stamps: dict[str, str] = field(default_factory=dict)
     in_order: bool = True  # whether ``inspected`` holds the library's first pictures, in its order
     # rows of ``inspected`` before each extension of a finished seed set, and what it brought
     extensions: list[dict[str, int]] = field(default_factory=list)
@@ -90,8 +88,7 @@ def compare(library: Library, inspected: pa.Table, state: LibraryState) -> Chang
     gone = set(state.gone)
     columns = (inspected[name].to_pylist() for name in ("id", "stamp", "caption", "sha256"))
     known = {row[0]: row[1:] for number, row in enumerate(zip(*columns, strict=True)) if number not in gone}
-    order = iter(known)
-    found, suspects, seen = Changes(), set(), set()
+    order, found, seen, touched = iter(known), Changes(), set(), set()
     for row in map(encodable, library.rows(pictures=False)):
         name = row["id"]
         if name in seen:
@@ -103,20 +100,25 @@ def compare(library: Library, inspected: pa.Table, state: LibraryState) -> Chang
             continue
         stamp, caption, _ = known[name]
         if row["stamp"] != state.stamps.get(name, stamp):
-            suspects.add(name)
+            touched.add(name)
         if row["caption"] != state.captions.get(name, caption):
             found.captions[name] = row["caption"]
     found.removed = [name for name in known if name not in seen]
-    if suspects:
-        rows = (row for row in library.rows() if encodable(row)["id"] in suspects)
-        for row in map(encodable, fetched(rows)):
-            before = known[row["id"]][2]
-            if before is not None and _digest(row) == before:
-                found.stamps[row["id"]] = row["stamp"]
-            else:
-                found.changed.append(row["id"])
-                found.captions.pop(row["id"], None)
+    if touched:
+        _look_into(library, touched, {name: digest for name, (_, _, digest) in known.items()}, found)
     return found
+
+
+def _look_into(library: Library, touched: set[str], digests: dict[str, str | None], found: Changes) -> None:
+    """Tell pictures that changed from those whose file was only touched."""
+    rows = (row for row in library.rows() if encodable(row)["id"] in touched)
+    for row in map(encodable, fetched(rows)):
+        name = row["id"]
+        if digests[name] is not None and _digest(row) == digests[name]:
+            found.stamps[name] = row["stamp"]
+        else:
+            found.changed.append(name)
+            found.captions.pop(name, None)
 
 
 def _digest(row: dict[str, Any]) -> str | None:

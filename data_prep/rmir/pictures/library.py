@@ -12,7 +12,7 @@ import fsspec
 import pyarrow as pa
 
 from data_prep.rmir.config import LibraryConfig
-from data_prep.rmir.frames import absolute, daft_frame, from_daft
+from data_prep.rmir.frames import absolute, daft_frame, from_daft, unpacked
 from data_prep.rmir.pictures.download import is_address, without_secrets
 from data_prep.rmir.pictures.filters import load_filter, unwanted
 from data_prep.rmir.pictures.near_duplicates import phash
@@ -76,23 +76,30 @@ class Library:
         for row in self._with_columns(self._listed(columns, first=first, pictures=pictures), named):
             is_empty = False
             caption = row.cells.get(config.caption_column or "")
-            found: dict[str, Any] = {"id": self._name(row), "ref": None, "data": None}
-            found["caption"] = str(caption).strip() or None if caption else None
-            value = row.cells.get(config.image_column)
-            if isinstance(value, dict):  # as the library datasets stores pictures
-                value = value.get("bytes") or value.get("path")
-            if isinstance(value, bytes):
-                found["data"] = value
-            elif value:
-                found["ref"] = self._reference(str(value))
-            elif self.files.kind == "table":
-                raise LibraryError(
-                    f"{self.files.address(row.shard)}: row {row.number} has no {config.image_column} (library.image_column)"
-                )
-            found["stamp"] = row.stamp or _stamp(found["ref"] or "")
-            yield found
+            ref, data = self._picture(row)
+            yield {
+                "id": self._name(row),
+                "ref": ref,
+                "data": data,
+                "caption": str(caption).strip() or None if caption else None,
+                "stamp": row.stamp or _stamp(ref or ""),
+            }
         if is_empty:
             raise LibraryError(f"library.path {config.path} holds no picture")
+
+    def _picture(self, row: tables.Row) -> tuple[str | None, bytes | None]:
+        value = row.cells.get(self.config.image_column)
+        if isinstance(value, dict):  # as the library datasets stores pictures
+            value = value.get("bytes") or value.get("path")
+        if isinstance(value, bytes):
+            return None, value
+        if value:
+            return self._reference(str(value)), None
+        if self.files.kind == "table":
+            raise LibraryError(
+                f"{self.files.address(row.shard)}: row {row.number} has no {self.config.image_column} (library.image_column)"
+            )
+        return None, None
 
     def _listed(self, columns: Sequence[str], **how: Any) -> Iterator[tables.Row]:
         try:
@@ -232,42 +239,31 @@ def inspect(rows: list[dict[str, Any]], config: LibraryConfig, runner: str = "na
     import daft
     from daft import DataType, col
 
-    kind = DataType.struct(
-        {
-            "sha256": DataType.string(),
-            "width": DataType.int32(),
-            "height": DataType.int32(),
-            "phash": DataType.string(),
-            "reason": DataType.string(),
-        }
-    )
+    text, number = DataType.string(), DataType.int32()
+    fields = {"sha256": text, "width": number, "height": number, "phash": text, "reason": text}
     written = [encodable(row) for row in rows]
-    named = [
-        all(one[name] == row[name] for name in ("id", "ref")) for row, one in zip(rows, written, strict=True)
-    ]
+    pairs = list(zip(rows, written, strict=True))
+    named = [row["id"] == one["id"] and row["ref"] == one["ref"] for row, one in pairs]
     refs = [row["ref"] if is_named else None for row, is_named in zip(rows, named, strict=True)]
-    given = pa.table(
-        {name: pa.array([one[name] for one in written], pa.string()) for name in ENCODED_BY}
-        | {
-            "row": pa.array(range(len(rows)), pa.int64()),
-            "file": pa.array([ref and absolute([ref])[0] for ref in refs], pa.string()),
-            "data": pa.array([row.get("data") for row in rows], pa.large_binary()),
-            "named": pa.array(named, pa.bool_()),
-        }
-    )
+    given = {name: pa.array([one[name] for one in written], pa.string()) for name in ENCODED_BY}
+    given |= {
+        "row": pa.array(range(len(rows)), pa.int64()),
+        "file": pa.array([ref and absolute([ref])[0] for ref in refs], pa.string()),
+        "data": pa.array([row.get("data") for row in rows], pa.large_binary()),
+        "named": pa.array(named, pa.bool_()),
+    }
     smallest, filters = config.min_side_px, tuple(config.filters)
     for name in filters:
         load_filter(name)  # what is missing is said before a picture is opened
 
-    @daft.func(return_dtype=kind)
+    @daft.func(return_dtype=DataType.struct(fields))
     def looked(file: str | None, data: bytes | None, named: bool) -> dict[str, Any]:
         found = look(data or file or "", smallest, filters)
         return found if named else {**found, "reason": NOT_UTF8}
 
-    frame = daft_frame(given, runner).with_column("found", looked(col("file"), col("data"), col("named")))
-    for name in ("sha256", "width", "height", "phash", "reason"):
-        frame = frame.with_column(name, col("found")[name])
-    return from_daft(frame, "inspected", order="row")
+    frame = daft_frame(pa.table(given), runner)
+    frame = frame.with_column("found", looked(col("file"), col("data"), col("named")))
+    return from_daft(unpacked(frame, fields), "inspected", order="row")
 
 
 def encodable(row: dict[str, Any]) -> dict[str, Any]:

@@ -25,18 +25,6 @@ HUB_LICENCES = (
 )  # fmt: skip
 """Names that the hub knows; other licences stand in the table of pictures, one by one."""
 CROISSANT = "http://mlcommons.org/croissant/1.0"
-_CONTEXT = {
-    "@language": "en", "@vocab": "https://schema.org/", "citeAs": "cr:citeAs", "column": "cr:column",
-    "conformsTo": "dct:conformsTo", "cr": "http://mlcommons.org/croissant/",
-    "data": {"@id": "cr:data", "@type": "@json"}, "dataType": {"@id": "cr:dataType", "@type": "@vocab"},
-    "dct": "http://purl.org/dc/terms/", "equivalentProperty": "cr:equivalentProperty", "examples": {"@id": "cr:examples", "@type": "@json"}, "extract": "cr:extract",
-    "field": "cr:field", "fileObject": "cr:fileObject", "fileProperty": "cr:fileProperty", "fileSet": "cr:fileSet",
-    "format": "cr:format", "includes": "cr:includes", "isLiveDataset": "cr:isLiveDataset", "jsonPath": "cr:jsonPath",
-    "key": "cr:key", "md5": "cr:md5", "parentField": "cr:parentField", "path": "cr:path", "rai": "http://mlcommons.org/croissant/RAI/",
-    "recordSet": "cr:recordSet", "references": "cr:references", "regex": "cr:regex", "repeated": "cr:repeated",
-    "replace": "cr:replace", "samplingRate": "cr:samplingRate", "sc": "https://schema.org/", "separator": "cr:separator", "source": "cr:source",
-    "subField": "cr:subField", "transform": "cr:transform",
-}  # fmt: skip
 
 
 def write(run: Path) -> Path:
@@ -189,7 +177,7 @@ def croissant(folder: Path, name: str, licences: Counter[str]) -> dict[str, Any]
             ],
         })  # fmt: skip
     return {
-        "@context": _CONTEXT,
+        "@context": read_json(TEMPLATES / "croissant_context.json"),
         "@type": "sc:Dataset",
         "conformsTo": CROISSANT,
         "name": name,

@@ -69,16 +69,17 @@ def draw(run: Path, size: int, split: str, seed: int) -> list[dict[str, Any]]:
     queries = {row["query_id"]: row for row in _rows(run, "generate/queries", "generated")}
     splits = {row["query_id"]: row["split"] for row in _rows(run, "split/splits.parquet", "splits")}
     doubted = {row["id"] for row in _rows(run, "keep/doubted.parquet", "pool")}
+    parts = ("test", "train") if split == "all" else (split,)
     found: dict[str, list[dict[str, Any]]] = {maths.KEPT: [], maths.REJECTED: []}
     for row in _rows(run, "keep/decided.parquet", "decided"):
-        part = splits.get(row["query_id"], "dropped")
-        wanted = part in ("test", "train") if split == "all" else part == split
-        if wanted and row["state"] in found and row["candidate_id"] not in doubted:
-            query = queries[row["query_id"]]
-            found[row["state"]].append(
-                {key: row[key] for key in ("query_id", "candidate_id", "state")}
-                | {key: query[key] for key in ("category", "query", "image_id")}
-            )
+        query = queries[row["query_id"]]
+        if (
+            splits.get(query["query_id"]) in parts
+            and row["state"] in found
+            and row["candidate_id"] not in doubted
+        ):
+            about = {key: row[key] for key in ("query_id", "candidate_id", "state")}
+            found[row["state"]].append(about | {key: query[key] for key in ("category", "query", "image_id")})
     if not any(found.values()):
         raise ReviewError(f"{run} has no decided triplet in split={split}")
     rng = random.Random(seed)

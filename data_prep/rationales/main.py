@@ -331,14 +331,12 @@ def _finish(file: _File, settings: Settings, judge: "GainJudge | None") -> None:
             if judge is not None:
                 _weigh(judge, folder, window)
             for pairs in window:
-                best = [_choose(pair, settings, file) for pair in pairs]
-                for pair, one in zip(pairs, best, strict=True):
-                    scores.writelines(_score_lines(pair, one))
-                kept = [
-                    pair.positive.model_copy(update={"rationale": one.text})
-                    for pair, one in zip(pairs, best, strict=True)
-                    if one is not None
-                ]
+                kept = []
+                for pair in pairs:
+                    best = _choose(pair, settings, file)
+                    scores.writelines(_score_lines(pair, best))
+                    if best is not None:
+                        kept.append(pair.positive.model_copy(update={"rationale": best.text}))
                 file.counts["records" if kept else "records without a rationale"] += 1
                 if kept:
                     record = pairs[0].record.model_copy(update={"positives": kept})

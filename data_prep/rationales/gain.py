@@ -85,7 +85,7 @@ class GainJudge:
         return found
 
     def own(self, folder: Path, records: Sequence[Record]) -> list[str] | None:
-        """What the embedder writes for the queries by itself; None for one whose queries carry no rationale."""
+        """What the embedder writes for the queries on its own; None for one whose queries carry no rationale."""
         if self.encoder.query_mode == "direct":
             return None
         queries = [_query(record, folder) for record in records]

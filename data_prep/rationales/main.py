@@ -76,7 +76,7 @@ class Settings:
     min_gain: float | None = None
     """A chosen rationale that gains less (nats) is left out; null keeps every one."""
     min_knowability: float | None = None
-    """Rationales of whose words the checkpoint of `select` writes a smaller share by itself are left out; null keeps every
+    """Rationales of whose words the checkpoint of `select` writes a smaller share on its own are left out; null keeps every
     one."""
     captions: Path | None = None
     """Parquet table with id and caption of target pictures, which the leak score compares with; null: ``pictures.parquet``

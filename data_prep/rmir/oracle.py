@@ -1,9 +1,8 @@
 """The oracle of the shipped world: an OpenAI-compatible server that answers from the hand-written relation tables.
 
-It stands where a multimodal model would, so that the whole pipeline runs on any machine over real HTTP, by calls and by
-batches. It knows a
-picture by its bytes, and is wrong on purpose at set rates. What it lets through proves the plumbing, not a model. Of a library
-of the user's own it knows the pictures whose captions are names of its tables (``oracle.library``).
+It replaces a multimodal model, so that the whole pipeline runs on any machine over real HTTP, by calls and by batches. It
+identifies a picture by its bytes (or, with ``oracle.library``, by a caption that is a name of its tables), and is wrong on
+purpose at set rates.
 
     python -m data_prep.rmir.oracle '{"judge_errors": 0.005}'    # prints its address; ends with standard input
 """

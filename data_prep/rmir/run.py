@@ -192,7 +192,7 @@ class Run:
     def __init__(self, config: RmirConfig, *, progress: bool = True, read_only: bool = False):
         self.config, self.progress, self.out = config, progress, Path(config.out)
         self._lock = None if read_only else locked(self.out / ".lock")
-        # Looked at once: weights that change while the run works must not pass for those it began with.
+        # Read once: weights that change during the run must not pass for those it began with.
         self.encoders = identities(config)
         replies = self.out / REPLIES
         self.store = AnswerStore(None if read_only and not replies.is_file() else replies)

@@ -336,7 +336,7 @@ def _unread(library: Library, state: LibraryState, count: int, known: frozenset[
 
 
 def keep_pictures(run: Run, library: Library, images: Rows) -> None:
-    """Copy the pictures of the seed set that are no files of their own, so that each can be opened by itself.
+    """Copy the pictures of the seed set that are not files of their own, so that each can be opened alone.
 
     Raises:
         LibraryError: the library has changed in the meantime.

@@ -6,8 +6,7 @@
     valid/                      retrieval set with a gallery of its own, for every choice
     test/                       retrieval set for the figures; nothing is chosen on it
 
-What is asked and what is right stands in `data_prep.study.design`. Nothing of it is shipped: it is made in half a minute, and
-comes out the same every time.
+Questions and answers are in `data_prep.study.design`. The set is not shipped: it is made in half a minute, the same every time.
 """
 
 import shutil

@@ -1,7 +1,6 @@
-"""Ask models: limited, retried, within a budget, and never twice for the same.
+"""Ask models: rate-limited, retried, within a budget, and never twice for the same answer.
 
-An answer is kept before it is looked at, so that a malformed one is paid for once; then it is asked for again with the format
-named.
+An answer is stored before it is parsed, so a malformed one is paid for once; then it is requested again with the format named.
 """
 
 import asyncio
@@ -135,7 +134,7 @@ class Caller:
             num = min(model.concurrency, len(feed.waiting[name])) if feed.ended else model.concurrency
             await self._work(sending, lambda: feed.next(name), num, feed.grouping, pictures)
         if (error := sending.health.stopped) is not None and name in feed.waiting:
-            # Said at once: other models' calls under way, and batches, may take long.
+            # Printed right away: other models' calls and batches may take long.
             self._say(f"{error}")
             feed.close(name)
 

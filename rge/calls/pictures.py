@@ -1,7 +1,7 @@
 """Pictures as they are sent: without metadata, upright, not too large. Scaling them down is done in other processes.
 
-A photograph of twelve megapixels takes a second to decode and encode. Done where the calls are made, it would hold up all
-of them, and those that wait for their answers would time out without a fault of the endpoint.
+A photograph of twelve megapixels takes a second to decode and encode. In the event loop that would block all calls, and
+some would time out through no fault of the endpoint.
 """
 
 import asyncio
@@ -108,7 +108,7 @@ class Pictures:
         return found
 
     async def _prepare(self, picture: Picture) -> tuple[str, str]:
-        # A thread reads, for a disk may be slow; what only has to be looked through is done there as well.
+        # A thread reads, for a disk may be slow; pictures that need no scaling are handled there as well.
         data = await asyncio.to_thread(picture_bytes, picture.ref)
         found = await asyncio.to_thread(_as_it_is, data, picture.max_side_px)
         if found is None:
@@ -138,7 +138,7 @@ def _pool() -> ProcessPoolExecutor:
 
 
 def _end_with_parent() -> None:
-    # Ctrl-C is the parent's business; and where it is killed, nobody else would tell its workers.
+    # Ctrl-C is handled by the parent; when it is killed, its workers have to notice on their own.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
 

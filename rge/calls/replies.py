@@ -300,7 +300,7 @@ def check_complete(reply: Reply, last_tag: str) -> None:
 
 
 def tag(text: str, name: str) -> str:
-    """What stands in a tag, the last time it occurs: models like to think in the format before they answer in it.
+    """Content of the last occurrence of a tag: models like to think in the format before they answer in it.
 
     Raises:
         MissingTag: there is no such tag, or it is empty.

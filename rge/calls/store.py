@@ -1,12 +1,8 @@
 """Every answer ever paid for, and every attempt that may have been billed, in one append-only SQLite file.
 
-Why SQLite and not a JSON-lines file: several processes may write at once, a killed one leaves no half line, and a key is
-looked up without reading the file. In WAL mode a commit survives the death of the process (a power cut may cost the
-last few answers, never the file). Triggers refuse changing or deleting an answer. Like every file of SQLite in WAL mode
-it must lie on a local disk, not on a network file system.
-
-An attempt is entered before it is sent, at the most it may cost: so a budget holds for several processes at once, and what
-was under way when one was killed stays in the ledger, marked as an estimate.
+In WAL mode several processes may write at once and a commit survives a kill (a power cut may cost the last few answers, never
+the file); the file must be on a local disk. An attempt is entered before it is sent, at the most it may cost: so a budget holds
+across processes, and what was in flight during a kill stays in the ledger, marked as an estimate.
 """
 
 import fcntl
@@ -386,7 +382,7 @@ class AnswerStore:
             )
 
     def rejection(self, key: str, sent_by: str) -> str | None:
-        """Why an endpoint cannot take a request, if that is known."""
+        """Why an endpoint cannot take a request; None where it may."""
         with self._lock:
             row = self._db.execute(
                 "SELECT message FROM rejections WHERE key = ? AND sent_by = ?", (key, sent_by)

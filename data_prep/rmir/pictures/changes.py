@@ -1,4 +1,4 @@
-"""What has become of a library since it was first read: pictures added, removed and changed.
+"""Changes of a library since it was first read: pictures added, removed and changed.
 
 The table ``inspected`` of the seed stage is never rewritten. ``library.json`` beside it holds what no longer applies.
 """
@@ -39,7 +39,7 @@ class LibraryState:
 
     @classmethod
     def read(cls, folder: Path) -> "LibraryState":
-        """That of a seed stage; a new one where nothing is known."""
+        """That of a seed stage; an empty one where there is none."""
         path = folder / "library.json"
         return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else cls()
 

@@ -30,7 +30,7 @@ def embed_on_ray(config: EncoderConfig, refs: Sequence[ImageRef]) -> np.ndarray:
     import daft
     from daft import DataType, col
 
-    # Whether a fallback stands in was decided here: a worker that lacks the weights must fail, not mix its own in.
+    # The fallback is decided here: a worker that lacks the weights must fail, not mix in vectors of its own.
     config = replace(in_use(config), fallback=None)
     if config.path is not None and os.path.isdir(config.path):
         config.path = os.path.abspath(config.path)

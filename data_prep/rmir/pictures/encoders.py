@@ -231,7 +231,7 @@ def in_use(config: EncoderConfig) -> EncoderConfig:
 def identity(config: EncoderConfig) -> dict[str, Any]:
     """What decides an encoder's vectors: its settings, or its fallback's, and the content of its folder if it has one.
 
-    A name on a hub stands for itself: what is behind it is not looked at.
+    A name on a hub identifies itself: its content is not checked.
     """
     used = in_use(config)
     found = asdict(used)

@@ -23,7 +23,7 @@ from rge.common.registry import load_plugins
 Filter = Callable[[Image.Image], str | None]
 
 MIN_FACE_PX = 24
-"""Smaller faces cannot be recognised by anybody."""
+"""Smaller faces are not recognisable."""
 MIN_CONFIDENCE, MAX_WORDS = 60, 3
 """Words that tesseract is so sure of (of 100), and how many a picture may show."""
 TESSERACT_S = 60

@@ -1,4 +1,4 @@
-"""What stands beside the data: ``README.md``, the card that the library `datasets` and the hub read, and ``croissant.json``.
+"""Files beside the data: ``README.md``, the card that the library `datasets` and the hub read, and ``croissant.json``.
 
 Croissant is MLCommons' description of data sets in JSON-LD (version 1.0 of its specification).
 """
@@ -28,7 +28,7 @@ CROISSANT = "http://mlcommons.org/croissant/1.0"
 
 
 def write(run: Path) -> Path:
-    """Write card and metadata of a run's data set anew, with all that is known by now; returns the card."""
+    """Write card and metadata of a run's data set anew, from all reports so far; returns the card."""
     report, people, reviewed = (
         read_json(run / name) or {} for name in ("report.json", "agreement.json", REVIEWED)
     )

@@ -242,7 +242,7 @@ class Feed:
                 return
 
     def start(self, start: Callable[[str], object]) -> None:
-        """Have `start` called with the name of every model that is to be asked, as soon as that is known."""
+        """Call `start` with the name of every model, as soon as it is needed."""
         self._start = start
         for name in list(self.waiting):
             start(name)

@@ -1,4 +1,4 @@
-"""What is known of one endpoint, for all models that stand behind it."""
+"""State of one endpoint, shared by all models behind it."""
 
 import asyncio
 

@@ -1,10 +1,8 @@
 """The batch modes of OpenAI, Anthropic and Gemini: requests sent up together, answered within a day, at half the price.
 
-Sources: developers.openai.com (Batch API), platform.claude.com (Message Batches), ai.google.dev (Batch API), autumn 2026. What
-they share: requests with ids of ours, a state to be asked for, and lines of results in any order, in which some may have failed.
-None of them lets a submission be repeated safely ("creation of a batch job is not idempotent"), so each has a way to find out
-whether one whose answer was lost was accepted: OpenAI by the file it was made of, Gemini by the display name. Anthropic's
-batches carry no name, only those of their requests, which are seen when they have ended.
+Sources: developers.openai.com (Batch API), platform.claude.com (Message Batches), ai.google.dev (Batch API), autumn 2026. No
+creation is idempotent, so one whose answer was lost is looked for in the provider's list: at OpenAI by its file, at Gemini by
+its display name, at Anthropic by size and time until its results show the ids of its requests.
 """
 
 # ruff: noqa: D102 - what the methods of a provider do is said by `Provider`

@@ -359,9 +359,13 @@ class _Shard:
     # Items whose calls are under way; written as soon as all of them are settled, whatever the shards before it wait for.
     number: int
     items: Sequence[Any]
-    outcomes: list[list[Outcome | None]] = field(default_factory=list)  # of each item
+    outcomes: list[dict[int, Outcome]] = field(default_factory=list)  # of each item, by number of the request
     under_way: int = 0
     complete: bool = False  # all of its requests are known
+
+    def calls(self) -> list[Outcome]:
+        """What became of all its requests."""
+        return [one for some in self.outcomes for one in some.values()]
 
 
 class _Shards:
@@ -380,7 +384,7 @@ class _Shards:
         self.rejected: list[Outcome] = []
         self.unanswered: list[Outcome] = []
         self._held_back: list[_Shard] = []
-        self._owners: dict[int, tuple[_Shard, list[Outcome | None], int]] = {}
+        self._owners: dict[int, tuple[_Shard, dict[int, Outcome], int]] = {}
 
     def _part(self, shard: _Shard, name: str) -> Path:
         return self.run.path(self.stage, name) / f"part-{shard.number:05d}.parquet"
@@ -393,11 +397,10 @@ class _Shards:
         """Of all items."""
         for shard in self.todo:
             for item in shard.items:
-                outcomes: list[Outcome | None] = []
+                outcomes: dict[int, Outcome] = {}
                 shard.outcomes.append(outcomes)
-                for request in self.asking.requests(item):
-                    self._owners[self.asked] = shard, outcomes, len(outcomes)
-                    outcomes.append(None)
+                for place, request in enumerate(self.asking.requests(item)):
+                    self._owners[self.asked] = shard, outcomes, place
                     shard.under_way += 1
                     self.asked += 1
                     yield request
@@ -414,7 +417,7 @@ class _Shards:
     def _finish_if_settled(self, shard: _Shard) -> None:
         if not shard.complete or shard.under_way:
             return
-        outcomes = [one for some in shard.outcomes for one in some if one is not None]
+        outcomes = shard.calls()
         self.rejected += [one for one in outcomes if one.rejected]
         self.num_answered += sum(not (one.rejected or one.unanswered) for one in outcomes)
         if self.num_answered or not outcomes:
@@ -423,7 +426,7 @@ class _Shards:
             self._held_back.append(shard)  # whether the endpoint works at all is not known yet
 
     def _write(self, shard: _Shard) -> None:
-        missing = [one for some in shard.outcomes for one in some if one is not None and one.unanswered]
+        missing = [one for one in shard.calls() if one.unanswered]
         self.unanswered += missing
         before = self.open_parts.get(str(shard.number), 0)
         proceed = self.run.config.on_unanswered == "proceed"
@@ -435,9 +438,9 @@ class _Shards:
             self._note_open(shard, len(missing))
         tables: dict[str, list[Row]] = {name: [] for name in self.asking.tables}
         for item, some in zip(shard.items, shard.outcomes, strict=True):
-            settled = [one for one in some if one is not None and not one.unanswered]
-            if len(settled) == len(some):
-                for name, row in self.asking.rows(item, settled):
+            outcomes = [some[place] for place in sorted(some)]
+            if not any(one.unanswered for one in outcomes):
+                for name, row in self.asking.rows(item, outcomes):
                     tables[name].append(row)
         for name, rows in tables.items():
             frames.write_rows(self._part(shard, name), self.asking.tables[name], rows)

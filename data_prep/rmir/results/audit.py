@@ -5,7 +5,7 @@ Source: what the RMIR paper names as future work (section 5): model diversity, a
 """  # noqa: D205
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -228,16 +228,12 @@ def overlap(run: Run) -> dict[str, int]:
     images = {image["id"]: image for image in run.rows("seed", "images")}
     inputs = {row["query_id"]: row["image_id"] for row in run.queries()}
     splits = {row["query_id"]: row["split"] for row in run.rows("split", "splits")}
-    roles: dict[tuple[str, str], set[str]] = {
-        (part, role): set() for part in ("train", "test") for role in ("inputs", "answers", "negatives")
-    }
+    roles: dict[tuple[str | None, str], set[str]] = defaultdict(set)
     for name, part in splits.items():
-        if part in ("train", "test"):
-            roles[part, "inputs"].add(inputs[name])
+        roles[part, "inputs"].add(inputs[name])
     for role, state in (("answers", maths.KEPT), ("negatives", maths.REJECTED)):
         for query, found in candidates_by_query(run.out, state).items():
-            if splits.get(query) in ("train", "test"):
-                roles[splits[query], role].update(found)
+            roles[splits.get(query), role].update(found)
     if run.config.split.disjoint == "all":  # the export left them out of the records
         roles["train", "negatives"] -= roles["test", "inputs"] | roles["test", "answers"]
     report = {

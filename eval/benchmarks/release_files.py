@@ -1,12 +1,14 @@
-"""What the importers share: reading whatever files a release has, and finding its pictures."""
+"""What the importers share: their options, the files of a release, and its pictures.
 
-import csv
+An importer says which files it reads and how a row becomes a query, a candidate or a judgement; the rest is here.
+"""
+
 import hashlib
 import io
 import json
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,15 @@ from typing import Any
 import pyarrow.parquet as pq
 from PIL import Image
 
+from eval.benchmarks.suite import refuse_old_suite, write_suite
+from eval.sets.retrieval_set import RetrievalSet
+from eval.sets.write_set import write_set
 from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image
 from rge.common.options import one_of
 from rge.common.registry import PluginOptions
+from rge.tables.rows import table_rows
 
-READ_ROWS = 64
-"""Rows read at once; the pictures of a table do not fit into memory together."""
 TABLES = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
@@ -42,6 +46,22 @@ class ReleaseOptions(PluginOptions):
     overwrite: bool = False
     """Replace what an import has already written to out."""
 
+    def write(self, member: str = "", *, embed: bool = True, **parts: Any) -> RetrievalSet:
+        """`write_set` to ``out``, or to a suite's member there, as the options say."""
+        return write_set(
+            self.out / member, embed=embed, decode=self.decode, overwrite=self.overwrite, **parts
+        )
+
+    def write_members(
+        self, members: Mapping[str, Mapping[str, str]], write_one: Callable[[str], object], **suite: Any
+    ) -> list[str]:
+        """Write every member of a suite, and the suite last; returns their names. ``suite``: see `write_suite`."""
+        refuse_old_suite(self.out, self.overwrite)
+        for name in members:
+            write_one(name)
+        write_suite(self.out, members=members, **suite)
+        return list(members)
+
 
 @dataclass
 class PictureOptions(ReleaseOptions):
@@ -52,6 +72,18 @@ class PictureOptions(ReleaseOptions):
 
     def __post_init__(self) -> None:
         one_of("pictures", [self.pictures], ("embed", "link"))
+
+    def write(self, member: str = "", **parts: Any) -> RetrievalSet:
+        """See `ReleaseOptions.write`."""
+        return super().write(member, **{"embed": self.pictures == "embed"} | parts)
+
+
+def chosen(option: str, wanted: Sequence[str], known: Iterable[str]) -> tuple[str, ...]:
+    """Members that an option names; ``all`` are all that are known."""
+    known = tuple(known)
+    names = known if tuple(wanted) == ("all",) else tuple(wanted)
+    one_of(option, names, known)
+    return names
 
 
 def content_id(*parts: str) -> str:
@@ -69,30 +101,39 @@ def iter_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict
     Raises:
         UserError: the file cannot be read.
     """
-    try:
-        if path.suffix == ".parquet":
-            file = pq.ParquetFile(path)
-            names = file.schema_arrow.names
-            chosen = None if columns is None else [name for name in names if name in columns]
-            for batch in file.iter_batches(batch_size=READ_ROWS if columns is None else 8192, columns=chosen):
-                yield from batch.to_pylist()
-        elif path.suffix == ".jsonl":
-            with path.open(encoding="utf-8") as lines:
-                for number, line in enumerate(lines, 1):
-                    if line.strip():
-                        row = json.loads(line)
-                        if not isinstance(row, dict):
-                            raise ReleaseError(f"{path}, line {number}: an object is expected")
-                        yield row
-        elif path.suffix == ".json":
-            yield from _json_rows(path)
-        else:
-            with path.open(encoding="utf-8", newline="") as lines:
-                yield from csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ",")
-    except (OSError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise ReleaseError(f"{path} cannot be read: {error}") from None
+    return _json_rows(path) if path.suffix == ".json" else table_rows(path, columns)
+
+
+def placed_rows(files: Iterable[Path]) -> Iterator[tuple[dict[str, Any], str]]:
+    """The rows of several files, each with the words that a message begins with: ``FILE, row 3``."""
+    for file in files:
+        for number, row in enumerate(iter_rows(file), 1):
+            yield row, f"{file}, row {number}"
+
+
+def cell(row: Mapping[str, Any], where: str, *names: str) -> Any:
+    """The value of a column, which may go by several names.
+
+    Raises:
+        UserError: it is missing or null.
+    """
+    for name in names:
+        if row.get(name) is not None:
+            return row[name]
+    raise ReleaseError(
+        f"{where}: column {' or '.join(map(repr, names))} is missing or empty; there are {', '.join(row)}"
+    )
+
+
+def need_columns(where: object, there: Iterable[str], needed: Iterable[str], hint: str = "") -> None:
+    """Refuse a table that lacks a column.
+
+    Raises:
+        UserError: naming the first one that is missing.
+    """
+    names = list(there)
+    if lacking := [name for name in needed if name not in names]:
+        raise ReleaseError(f"{where}: column {lacking[0]!r} is missing; there are {', '.join(names)}{hint}")
 
 
 def files_of_split(folder: Path, split: str) -> list[Path]:
@@ -269,6 +310,18 @@ class Pictures:
             )
         return files[0] if files else None
 
+    def need(self, ref: Any, where: str, hint: str) -> bytes | Path:
+        """`find` by the path alone, for what has to be there.
+
+        Raises:
+            UserError: it is not; the message ends with ``hint``.
+        """
+        found = self.find(ref, by_stem=False)
+        if found is None:
+            places = ", ".join(map(str, self.roots))
+            raise ReleaseError(f"{where}: picture {ref!r} is in none of {places}: {hint}")
+        return found
+
     def _file(self, name: str) -> Path | None:
         for root in self.roots:
             if (root / name).is_file():
@@ -353,7 +406,10 @@ def some(names: Sequence[str], most: int = 5) -> str:
 
 
 def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
-    content = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ReleaseError(f"{path} cannot be read: {error}") from None
     if isinstance(content, dict):
         lists = [value for value in content.values() if isinstance(value, list)]
         if content and all(isinstance(value, dict) for value in content.values()):

@@ -34,23 +34,23 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Query:
-    """One query.
+    """One query; it needs a text or a picture.
 
     Attributes:
         id: unique, without white space.
-        text: the user's text.
+        text: the user's text; None for a query of pictures alone.
         images: encoded bytes or paths, in the order of the prompt.
         category: slice of the macro mean; None where the benchmark has none.
-        group: queries that share it, or a picture, are resampled together.
+        group: queries that share it, or a picture, are resampled together; None: the query's id.
         instruction: task instruction.
         columns: further columns of ``queries.parquet``, strings or integers, the same for every query.
     """
 
     id: str
-    text: str | None
-    images: tuple[bytes | Path, ...]
-    category: str | None
-    group: str
+    text: str | None = None
+    images: tuple[bytes | Path, ...] = ()
+    category: str | None = None
+    group: str | None = None
     instruction: str | None = None
     columns: Mapping[str, str | int] = field(default_factory=dict)
 
@@ -172,12 +172,12 @@ def joined_groups(queries: Sequence[Query]) -> list[str]:
         return one
 
     for query in queries:
-        group = root((0, query.group))
+        group = root((0, query.group or query.id))
         for image in query.images:
             data = image if isinstance(image, bytes) else picture_bytes(str(image))
             group, other = sorted((root(group), root((1, hashlib.sha256(data).hexdigest()))))
             parent[other] = group
-    return [root((0, query.group))[1] for query in queries]
+    return [root((0, query.group or query.id))[1] for query in queries]
 
 
 def _write_corpus(path: Path, corpus: Iterable[Candidate], place: _Pictures) -> list[str]:

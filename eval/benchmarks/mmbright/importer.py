@@ -21,8 +21,9 @@ first released finds it only in ``KEY_N.txt``; documents in several chunks (``KE
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,16 @@ from eval.benchmarks.release_files import (
     ReleaseError,
     ReleaseOptions,
     as_list,
+    chosen,
     column_names,
     content_id,
     iter_rows,
+    need_columns,
     some,
     stack,
     still,
 )
-from eval.benchmarks.suite import refuse_old_suite, write_suite
-from eval.sets.write_set import Candidate, Query, write_set
+from eval.sets.write_set import Candidate, Query
 from rge.common.images import ImageError
 from rge.common.options import one_of
 from rge.common.schema import safe_id
@@ -74,20 +76,6 @@ class MmbrightOptions(ReleaseOptions):
     """Accept gold documents or pictures that are not in the corpus; they stay in every denominator."""
 
 
-@dataclass
-class _Domain:
-    """One domain being read."""
-
-    name: str
-    queries: list[Query] = field(default_factory=list)
-    qrels: list[tuple[str, str, int]] = field(default_factory=list)
-    negatives: list[tuple[str, str]] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    unscored: list[str] = field(default_factory=list)
-    broken: list[str] = field(default_factory=list)
-    graded: bool = False
-
-
 def import_mmbright(options: MmbrightOptions) -> list[str]:
     """Read one task of MM-BRIGHT and write a suite; returns the names of its domains.
 
@@ -100,7 +88,7 @@ def import_mmbright(options: MmbrightOptions) -> list[str]:
     one_of("gains", [options.gains], GAINS)
     if options.task != "4" and (options.keys, options.gains) != ("chunked", "graded"):
         raise ReleaseError(
-            f"keys= and gains= are of task 4 and have no effect on task {options.task}: leave them away"
+            f"keys= and gains= are of task 4 and have no effect on task {options.task}: leave them out"
         )
     config = "examples" if options.task == "1" else "examples_multimodal"
     there = sorted(
@@ -110,24 +98,19 @@ def import_mmbright(options: MmbrightOptions) -> list[str]:
         raise ReleaseError(
             f"{options.src / config} has no DOMAIN.parquet: src must be a snapshot of mm-bright/MM-BRIGHT"
         )
-    names = tuple(there) if options.domains == ("all",) else options.domains
-    one_of("domains", names, there)
-    refuse_old_suite(options.out, options.overwrite)
+    names = chosen("domains", options.domains, there)
     grades = _grades(options.essentiality) if options.essentiality is not None else {}
-    for name in names:
-        _import_domain(name, options, grades)
-    write_suite(
-        options.out,
+    of_task_4 = {"keys": options.keys, "gains": options.gains} if options.task == "4" else {}
+    return options.write_members(
+        {name: {} for name in names},
+        lambda name: _Domain(name, options, grades).write(),
         name=f"MM-BRIGHT task {options.task}",
         benchmark="mmbright",
         column="domain",
-        members={name: {} for name in names},
         task=int(options.task),
         image_policy=options.image_policy,
-        keys=options.keys if options.task == "4" else None,
-        gains=options.gains if options.task == "4" else None,
+        **{"keys": None, "gains": None} | of_task_4,
     )
-    return list(names)
 
 
 def document_key(name: str, *, legacy: bool) -> str:
@@ -142,188 +125,220 @@ def image_key(path: str, domain: str) -> str:
     return found[1] if found else ""
 
 
-def _import_domain(name: str, options: MmbrightOptions, grades: dict[tuple[str, str], str]) -> None:
-    domain = _Domain(name)
-    task = options.task
-    # A domain has up to 338,000 documents: only their ids are held, their texts are read while the corpus is written.
-    listed = _stream(options.src, "documents", name, ("id",)) if task != "3" else ()
-    doc_ids = dict.fromkeys(str(row["id"]) for row in listed)
-    images: dict[str, bytes] = {}
-    if task in ("3", "4"):
-        for row in _rows(options.src, "document_images", name, ("path", "bytes")):
+@dataclass
+class _Domain:
+    """One domain being read. It has up to 338,000 documents: their texts are read while the corpus is written."""
+
+    name: str
+    options: MmbrightOptions
+    grades: Mapping[tuple[str, str], str]
+    queries: list[Query] = field(default_factory=list)
+    qrels: list[tuple[str, str, int]] = field(default_factory=list)
+    negatives: list[tuple[str, str]] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    unscored: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+
+    @property
+    def task(self) -> str:
+        return self.options.task
+
+    @cached_property
+    def doc_ids(self) -> dict[str, None]:
+        """Ids of documents; one that is listed twice counts once."""
+        listed = self._rows("documents", ("id",)) if self.task != "3" else ()
+        return dict.fromkeys(str(row["id"]) for row in listed)
+
+    @cached_property
+    def images(self) -> dict[str, bytes]:
+        """Pictures of documents by path; the released loader drops broken ones too, without a word."""
+        found: dict[str, bytes] = {}
+        for row in self._rows("document_images", ("path", "bytes")) if self.task in ("3", "4") else ():
             path = _path(row["path"])
             try:
-                images[path] = still(row["bytes"])
+                found[path] = still(row["bytes"])
             except (ImageError, TypeError):
-                domain.broken.append(path)  # the released loader drops them too, without a word
-        if not images:
+                self.broken.append(path)
+        if self.task in ("3", "4") and not found:
             raise ReleaseError(
-                f"{options.src}: no picture of {name} can be opened, so task {task} has no candidates"
+                f"{self.options.src}: no picture of {self.name} can be opened, so task {self.task} has no candidates"
             )
-    pairs = _pairs(list(doc_ids), list(images), name, legacy=options.keys == "legacy") if task == "4" else []
-    known = {"1": doc_ids, "2": doc_ids, "3": dict.fromkeys(images), "4": dict.fromkeys(pairs)}[task]
-    columns = ["id", "query", "gold_ids", "negative_ids", *([] if task == "1" else ["image_paths"])]
-    columns += ["positive_images", "negative_images"] if task in ("3", "4") else []
-    asked = _rows(
-        options.src,
-        "examples" if task == "1" else "examples_multimodal",
-        name,
-        columns,
-        ESSENTIALITY,
-    )
-    for row in asked:
-        row["essentiality"] = grades.get((name, str(row["id"]))) or _grade(
-            next((row[key] for key in ESSENTIALITY if row.get(key)), None), f"{name}: query {row['id']!r}"
-        )
-    domain.graded = any(row["essentiality"] for row in asked)
-    shown: dict[str, bytes] = {}
-    if task != "1":
-        shown = {
-            _path(r["path"]): r["bytes"]
-            for r in _rows(options.src, "examples_images", name, ("path", "bytes"))
-        }
-    for row in asked:
-        _add(domain, row, known, pairs, shown, options)
-    if domain.lost and not options.allow_missing:
-        raise ReleaseError(
-            f"{name}: {len(domain.lost)} gold candidates are not in the corpus: {some(domain.lost)}. allow_missing=true "
-            "keeps them in every denominator"
-        )
-    if not domain.queries:
-        raise ReleaseError(f"{name}: none of {len(asked)} queries has a positive in task {task}")
+        return found
 
-    def corpus() -> Iterator[Candidate]:
-        if task == "3":
-            for path, data in images.items():
+    @cached_property
+    def pairs(self) -> dict[str, list[str]]:
+        """Task 4: document -> its candidates, ``document|||picture``, the one without a picture first."""
+        if self.task != "4":
+            return {}
+        of_page: dict[str, list[str]] = {}
+        for path in self.images:
+            if key := image_key(path, self.name):
+                of_page.setdefault(key, []).append(path)
+        return {
+            doc: [f"{doc}|||{path}" for path in (NO_IMAGE, *of_page.get(self._key(doc), []))]
+            for doc in self.doc_ids
+        }
+
+    def write(self) -> None:
+        """Read the domain and write its set."""
+        known = self._candidates()
+        asked = self._asked()
+        graded = any(row["essentiality"] for row in asked)
+        shown: dict[str, bytes] = {}
+        if self.task != "1":
+            rows = self._rows("examples_images", ("path", "bytes"))
+            shown = {_path(row["path"]): row["bytes"] for row in rows}
+        for row in asked:
+            self._add(row, known, shown, graded=graded)
+        if self.lost and not self.options.allow_missing:
+            raise ReleaseError(
+                f"{self.name}: {len(self.lost)} gold candidates are not in the corpus: {some(self.lost)}. "
+                "allow_missing=true keeps them in every denominator"
+            )
+        if not self.queries:
+            raise ReleaseError(
+                f"{self.name}: none of {len(asked)} queries has a positive in task {self.task}"
+            )
+        of_task_4 = self.task == "4"
+        self.options.write(
+            self.name,
+            meta={
+                "name": f"MM-BRIGHT task {self.task}, {self.name}",
+                "benchmark": "mmbright",
+                "source": "mm-bright/MM-BRIGHT, imported by eval.benchmarks.mmbright.importer",
+                "task": int(self.task),
+                "domain": self.name,
+                "image_policy": None if self.task == "1" else self.options.image_policy,
+                "keys": self.options.keys if of_task_4 else None,
+                "gains": self.options.gains if of_task_4 else None,
+                "queries_without_positives": self.unscored,
+                "undecodable_pictures": self.broken,
+                "num_missing_positives": len(self.lost),
+                **({"report_by": ["essentiality"]} if graded else {}),
+            },
+            queries=self.queries,
+            corpus=self._corpus(),
+            qrels=self.qrels,
+            negatives=self.negatives,
+        )
+
+    def _candidates(self) -> set[str]:
+        if self.task == "4":
+            return {pair for pairs in self.pairs.values() for pair in pairs}
+        return set(self.images if self.task == "3" else self.doc_ids)
+
+    def _corpus(self) -> Iterator[Candidate]:
+        if self.task == "3":
+            for path, data in self.images.items():
                 yield Candidate(safe_id(path), None, data)
             return
-        pairs_of: dict[str, list[str]] = {}
-        for pair in pairs:
-            pairs_of.setdefault(pair.partition("|||")[0], []).append(pair)
-        left = dict(doc_ids)  # an id that is listed twice counts once, as it stands first
-        for row in _stream(options.src, "documents", name, ("id", "content")):
+        left = dict(self.doc_ids)
+        for row in self._rows("documents", ("id", "content")):
             one = str(row["id"])
             if left.pop(one, ...) is ...:
                 continue
-            if task in ("1", "2"):
+            if self.task != "4":
                 yield Candidate(safe_id(one), row["content"])
-            for pair in pairs_of.get(one, []):
+            for pair in self.pairs.get(one, []):
                 path = pair.partition("|||")[2]
-                yield Candidate(safe_id(pair), row["content"], None if path == NO_IMAGE else images[path])
+                yield Candidate(safe_id(pair), row["content"], self.images.get(path))
 
-    write_set(
-        options.out / name,
-        meta={
-            "name": f"MM-BRIGHT task {task}, {name}",
-            "benchmark": "mmbright",
-            "source": "mm-bright/MM-BRIGHT, imported by eval.benchmarks.mmbright.importer",
-            "task": int(task),
-            "domain": name,
-            "image_policy": None if task == "1" else options.image_policy,
-            "keys": options.keys if task == "4" else None,
-            "gains": options.gains if task == "4" else None,
-            "queries_without_positives": domain.unscored,
-            "undecodable_pictures": domain.broken,
-            "num_missing_positives": len(domain.lost),
-            **({"report_by": ["essentiality"]} if domain.graded else {}),
-        },
-        queries=domain.queries,
-        corpus=corpus(),
-        qrels=domain.qrels,
-        negatives=domain.negatives,
-        decode=options.decode,
-        overwrite=options.overwrite,
-    )
+    def _asked(self) -> list[dict[str, Any]]:
+        """The queries, each with its ``essentiality``."""
+        columns = ["id", "query", "gold_ids", "negative_ids"]
+        columns += ["image_paths"] if self.task != "1" else []
+        columns += ["positive_images", "negative_images"] if self.task in ("3", "4") else []
+        config = "examples" if self.task == "1" else "examples_multimodal"
+        rows = list(self._rows(config, columns, ESSENTIALITY))
+        for row in rows:
+            given = next((row[key] for key in ESSENTIALITY if row.get(key)), None)
+            grade = self.grades.get((self.name, str(row["id"])))
+            row["essentiality"] = grade or _grade(given, f"{self.name}: query {row['id']!r}")
+        return rows
 
-
-def _add(
-    domain: _Domain,
-    row: dict[str, Any],
-    known: dict[str, Any],
-    pairs: Sequence[str],
-    shown: dict[str, bytes],
-    options: MmbrightOptions,
-) -> None:
-    name = str(row["id"])
-    gains, wrong = _judgements(domain, row, pairs, options)
-    if not any(gains.values()):
-        domain.unscored.append(name)
-        return
-    absent = [one for one, gain in gains.items() if gain and one not in known]
-    domain.lost += [f"{name}: {one}" for one in absent]
-    paths = [] if options.task == "1" else [_path(one) for one in as_list(row["image_paths"])]
-    pictures = _shown(domain, name, paths, shown, options.image_policy)
-    domain.queries.append(
-        Query(
-            id=safe_id(name),
-            text=row["query"],
-            images=tuple(pictures),
-            category=None,
-            group=content_id(*paths) if paths else safe_id(name),
-            columns={"num_missing_positives": len(absent)}
-            | ({"essentiality": row["essentiality"] or "not said"} if domain.graded else {}),
+    def _add(self, row: dict[str, Any], known: set[str], shown: dict[str, bytes], *, graded: bool) -> None:
+        name = str(row["id"])
+        gains, wrong = self._judgements(row)
+        if not any(gains.values()):
+            self.unscored.append(name)
+            return
+        absent = [one for one, gain in gains.items() if gain and one not in known]
+        self.lost += [f"{name}: {one}" for one in absent]
+        paths = [] if self.task == "1" else [_path(one) for one in as_list(row["image_paths"])]
+        self.queries.append(
+            Query(
+                id=safe_id(name),
+                text=row["query"],
+                images=tuple(self._shown(name, paths, shown)),
+                group=content_id(*paths) if paths else safe_id(name),
+                columns={"num_missing_positives": len(absent)}
+                | ({"essentiality": row["essentiality"] or "not said"} if graded else {}),
+            )
         )
-    )
-    domain.qrels += [(safe_id(name), safe_id(one), gain) for one, gain in gains.items() if one in known]
-    domain.negatives += [(safe_id(name), safe_id(one)) for one in dict.fromkeys(wrong) if one in known]
+        self.qrels += [(safe_id(name), safe_id(one), gain) for one, gain in gains.items() if one in known]
+        self.negatives += [(safe_id(name), safe_id(one)) for one in dict.fromkeys(wrong) if one in known]
 
+    def _judgements(self, row: dict[str, Any]) -> tuple[dict[str, int], list[str]]:
+        """Gains by candidate, 0 for what was judged and is not right; and candidates that are wrong."""
+        gold = [str(one) for one in dict.fromkeys(as_list(row["gold_ids"]))]
+        if self.task in ("1", "2"):
+            return dict.fromkeys(gold, 1), [str(one) for one in as_list(row["negative_ids"])]
+        right = _images(row["positive_images"])
+        wrong_images = [path for path in _images(row["negative_images"]) if path not in right]
+        if self.task == "3":
+            return dict.fromkeys(right, 1), wrong_images
+        golds = set(gold)
+        of_gold = [pair for doc, pairs in self.pairs.items() if doc in golds for pair in pairs]
+        gains = {f"{doc}|||{NO_IMAGE}": 1 for doc in gold}
+        gains |= dict.fromkeys(of_gold, 1) if self.options.gains == "binary" else self._graded(gold, right)
+        bad = set(wrong_images)
+        wrong = [
+            pair
+            for pairs in self.pairs.values()
+            for pair in pairs
+            if pair.partition("|||")[2] in bad and pair not in gains
+        ]
+        # the rest of a gold document's pairs were judged, and are not right
+        return gains | {pair: 0 for pair in of_gold if pair not in gains}, wrong
 
-def _judgements(
-    domain: _Domain, row: dict[str, Any], pairs: Sequence[str], options: MmbrightOptions
-) -> tuple[dict[str, int], list[str]]:
-    """Gains by candidate, 0 for what was judged and is not right; and candidates that are wrong."""
-    gold = [str(one) for one in dict.fromkeys(as_list(row["gold_ids"]))]
-    if options.task in ("1", "2"):
-        return dict.fromkeys(gold, 1), [str(one) for one in as_list(row["negative_ids"])]
-    right = [_path(one) for one in _images(row["positive_images"])]
-    wrong_images = [path for path in map(_path, _images(row["negative_images"])) if path not in right]
-    if options.task == "3":
-        return dict.fromkeys(right, 1), wrong_images
-    golds, bad = set(gold), set(wrong_images)
-    of_gold = [pair for pair in pairs if pair.partition("|||")[0] in golds]
-    gains = {f"{doc}|||{NO_IMAGE}": 1 for doc in gold}
-    if options.gains == "binary":
-        gains |= dict.fromkeys(of_gold, 1)
-    else:
+    def _graded(self, gold: Sequence[str], right: Sequence[str]) -> dict[str, int]:
+        """2 for a gold document with a positive picture of its page."""
         of_page: dict[str, list[str]] = {}
         for doc in gold:
-            of_page.setdefault(document_key(doc, legacy=options.keys == "legacy"), []).append(doc)
-        for path in right:
-            key = image_key(path, domain.name)
-            gains |= {f"{doc}|||{path}": 2 for doc in (of_page.get(key, []) if key else ())}
-    wrong = [pair for pair in pairs if pair.partition("|||")[2] in bad and pair not in gains]
-    # the rest of a gold document's pairs were judged, and are not right
-    return gains | {pair: 0 for pair in of_gold if pair not in gains}, wrong
+            of_page.setdefault(self._key(doc), []).append(doc)
+        keys = [(path, image_key(path, self.name)) for path in right]
+        return {f"{doc}|||{path}": 2 for path, key in keys if key for doc in of_page.get(key, ())}
 
+    def _key(self, doc: str) -> str:
+        return document_key(doc, legacy=self.options.keys == "legacy")
 
-def _shown(
-    domain: _Domain, name: str, paths: Sequence[str], shown: dict[str, bytes], policy: str
-) -> list[bytes]:
-    """A query's pictures, as many as the policy keeps."""
-    pictures = []
-    for path in paths:
-        try:
-            pictures.append(still(shown[path]))
-        except (KeyError, TypeError, ImageError) as error:
-            raise ReleaseError(
-                f"{domain.name}: picture {path!r} of query {name!r} is missing or cannot be opened ({error!r}). The "
-                "released code would put a white picture in its place; remove it from image_paths to leave it out"
-            ) from None
-    if policy == "vconcat" and len(pictures) > 1:
-        return [stack(pictures)]
-    return pictures[:1] if policy == "first" else pictures
+    def _shown(self, query: str, paths: Sequence[str], shown: dict[str, bytes]) -> list[bytes]:
+        """A query's pictures, as many as the policy keeps."""
+        pictures = []
+        for path in paths:
+            try:
+                pictures.append(still(shown[path]))
+            except (KeyError, TypeError, ImageError) as error:
+                raise ReleaseError(
+                    f"{self.name}: picture {path!r} of query {query!r} is missing or cannot be opened ({error!r}). The "
+                    "released code would put a white picture in its place; remove it from image_paths to leave it out"
+                ) from None
+        if self.options.image_policy == "vconcat" and len(pictures) > 1:
+            return [stack(pictures)]
+        return pictures[:1] if self.options.image_policy == "first" else pictures
 
-
-def _pairs(documents: Sequence[str], images: Sequence[str], domain: str, *, legacy: bool) -> list[str]:
-    of_page: dict[str, list[str]] = {}
-    for path in images:
-        if key := image_key(path, domain):
-            of_page.setdefault(key, []).append(path)
-    return [
-        f"{doc}|||{path}"
-        for doc in documents
-        for path in (NO_IMAGE, *of_page.get(document_key(doc, legacy=legacy), []))
-    ]
+    def _rows(
+        self, config: str, columns: Sequence[str], optional: Sequence[str] = ()
+    ) -> Iterator[dict[str, Any]]:
+        """Rows of the domain's files in a configuration."""
+        folder, name = self.options.src / config, self.name
+        whole = folder / f"{name}.parquet"
+        files = [whole] if whole.is_file() else sorted(folder.glob(f"{name}-{'[0-9]' * 5}-of-*.parquet"))
+        if not files:
+            raise ReleaseError(f"{whole} is not there: src must be a snapshot of mm-bright/MM-BRIGHT")
+        for path in files:
+            need_columns(path, column_names(path), columns)
+            yield from iter_rows(path, [*columns, *optional])
 
 
 def _grades(path: Path) -> dict[tuple[str, str], str]:
@@ -349,31 +364,9 @@ def _grade(value: Any, where: str) -> str | None:
     return word
 
 
-def _rows(
-    src: Path, config: str, domain: str, columns: Sequence[str], optional: Sequence[str] = ()
-) -> list[dict[str, Any]]:
-    return list(_stream(src, config, domain, columns, optional))
-
-
-def _stream(
-    src: Path, config: str, domain: str, columns: Sequence[str], optional: Sequence[str] = ()
-) -> Iterator[dict[str, Any]]:
-    folder = src / config
-    files = [path for path in [folder / f"{domain}.parquet"] if path.is_file()]
-    files = files or sorted(folder.glob(f"{domain}-[0-9][0-9][0-9][0-9][0-9]-of-*.parquet"))
-    if not files:
-        raise ReleaseError(
-            f"{folder / domain}.parquet is not there: src must be a snapshot of mm-bright/MM-BRIGHT"
-        )
-    for path in files:
-        there = column_names(path)
-        if lacking := [column for column in columns if column not in there]:
-            raise ReleaseError(f"{path}: column {lacking[0]!r} is missing; there are {', '.join(there)}")
-        yield from iter_rows(path, [*columns, *optional])
-
-
 def _images(value: Any) -> list[str]:
-    return [one["image_path"] if isinstance(one, dict) else one for one in as_list(value)]
+    """Paths of a list of pictures."""
+    return [_path(one["image_path"] if isinstance(one, dict) else one) for one in as_list(value)]
 
 
 def _path(value: Any) -> str:

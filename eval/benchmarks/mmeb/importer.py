@@ -9,8 +9,9 @@ NaN) count as right. Here a candidate's id is a hash of its content: nothing say
 and ties are resolved against the model unless ``profile=official`` asks for the released rule.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from eval.benchmarks.release_files import (
     Pictures,
     ReleaseError,
     as_list,
+    chosen,
     content_id,
-    iter_rows,
+    need_columns,
+    placed_rows,
 )
-from eval.benchmarks.suite import refuse_old_suite, write_suite
-from eval.sets.write_set import Candidate, Query, write_set
+from eval.sets.write_set import Candidate, Query
 from rge.common.mmeb_prompts import INSTRUCTIONS, SETS, plain, reword
 from rge.common.options import one_of
 
@@ -53,104 +55,121 @@ def import_mmeb(options: MmebOptions) -> list[str]:
         UserError: a set is missing, a row has no candidates, or a picture is not there.
     """
     one_of("instructions", [options.instructions], INSTRUCTIONS)
-    names = tuple(SETS) if options.sets == ("all",) else options.sets
-    one_of("sets", names, tuple(SETS))
-    files = {name: _file(options.src, name) for name in names}
-    missing = [name for name, file in files.items() if file is None]
-    if missing:
-        raise ReleaseError(
-            f"{options.src} lacks {len(missing)} of {len(names)} sets: {', '.join(missing)}. The average of fewer than 36 "
-            "is no MMEB score; sets=NAME,... imports some on purpose"
-        )
-    refuse_old_suite(options.out, options.overwrite)
-    roots = [
-        root
-        for root in (options.images, options.src / "images", options.src / "MMEB-images", options.src)
-        if root
-    ]
-    pictures = Pictures(roots)
-    for name, file in files.items():
-        assert file is not None
-        _import_one(name, file, pictures, options)
-    write_suite(
-        options.out,
+    names = chosen("sets", options.sets, SETS)
+    files = {name: file for name in names if (file := _file(options.src, name)) is not None}
+    refuse_lacking(options.src, [name for name in names if name not in files], len(names), "36 is no MMEB")
+    roots = (options.images, options.src / "images", options.src / "MMEB-images", options.src)
+    pictures = Pictures([root for root in roots if root])
+    return options.write_members(
+        {name: SETS[name] for name in names},
+        lambda name: _import_one(name, files[name], pictures, options),
         name="MMEB" if len(names) == len(SETS) else f"MMEB, {len(names)} of {len(SETS)} sets",
         benchmark="mmeb",
         column="set",
-        members={name: SETS[name] for name in names},
         instructions=options.instructions,
     )
-    return list(names)
+
+
+def refuse_lacking(src: Path, missing: Sequence[str], num: int, average_of_fewer: str) -> None:
+    """Refuse a release without some of its sets.
+
+    Raises:
+        UserError: any is missing.
+    """
+    if missing:
+        raise ReleaseError(
+            f"{src} lacks {len(missing)} of {num} sets: {', '.join(missing)}. The average of fewer than "
+            f"{average_of_fewer} score; sets=NAME,... imports some on purpose"
+        )
 
 
 def _file(src: Path, name: str) -> Path | None:
-    found = [
-        *(src / name).glob("*.parquet"),
-        *(src / name).glob("*.jsonl"),
-        src / f"{name}.parquet",
-        src / f"{name}.jsonl",
-    ]
-    found = [path for path in found if path.is_file()]
+    endings = (".parquet", ".jsonl")
+    found = [path for ending in endings for path in (src / name).glob(f"*{ending}")]
+    found = [path for path in (*found, *(src / f"{name}{ending}" for ending in endings)) if path.is_file()]
     tests = [path for path in found if "test" in path.name]
     if len(tests or found) > 1:
         raise ReleaseError(f"{src}: {', '.join(map(str, tests or found))} could all be {name}: leave one")
     return next(iter(tests or found), None)
 
 
+@dataclass
+class OwnCandidates:
+    """A set in which every query brings its own candidates, the right one first.
+
+    Attributes:
+        name: of the set.
+        find: the picture of a path; the second argument is what a message begins with.
+        word_query: the last change to a query's text.
+        word_candidate: the same for a candidate's.
+        num_equal: queries that have a candidate twice.
+        num_hidden: candidates that are not embedded, since another one has their id.
+    """
+
+    name: str
+    find: Callable[[str, str], bytes | Path]
+    word_query: Callable[[str], str] = str
+    word_candidate: Callable[[str], str] = str
+    queries: list[Query] = field(default_factory=list)
+    qrels: list[tuple[str, str, int]] = field(default_factory=list)
+    candidates: list[tuple[str, str]] = field(default_factory=list)
+    num_equal: int = 0
+    num_hidden: int = 0
+    _content_of: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def add(self, text: str, path: str, targets: Sequence[tuple[str, str, str]], where: str) -> None:
+        """A query with its candidates: (id, text, path of the picture), "" for what they lack."""
+        for place, (_, *content) in enumerate(targets):
+            if not any(content):
+                raise ReleaseError(f"{where}: candidate {place} has neither text nor picture")
+        query = f"{self.name}-{len(self.queries):05d}"
+        for one, *content in targets:
+            self.num_hidden += self._content_of.setdefault(one, (content[0], content[1])) != tuple(content)
+        images = (self.find(path, where),) if path else ()
+        self.queries.append(Query(query, self.word_query(text), images, group=content_id(path or text)))
+        own = list(dict.fromkeys(one for one, *_ in targets))
+        self.num_equal += len(own) < len(targets)
+        self.qrels.append((query, own[0], 1))
+        self.candidates += [(query, one) for one in own]
+
+    def corpus(self) -> Iterator[Candidate]:
+        """Every candidate once, by id."""
+        for one in sorted(self._content_of):
+            text, path = self._content_of[one]
+            image = self.find(path, f"{self.name}: candidate") if path else None
+            yield Candidate(one, self.word_candidate(text) or None, image)
+
+    def parts(self) -> dict[str, Any]:
+        """What `ReleaseOptions.write` takes."""
+        return {
+            "queries": self.queries, "corpus": self.corpus(), "qrels": self.qrels, "candidates": self.candidates,
+        }  # fmt: skip
+
+
 def _import_one(name: str, file: Path, pictures: Pictures, options: MmebOptions) -> None:
-    corpus: dict[str, tuple[str, str]] = {}
-    queries: list[Query] = []
-    qrels: list[tuple[str, str, int]] = []
-    candidates: list[tuple[str, str]] = []
-    num_equal = 0
     clean = _verbatim if options.verbatim else plain
-    for number, row in enumerate(iter_rows(file)):
-        lacking = [column for column in COLUMNS if column not in row]
-        if lacking:
-            raise ReleaseError(f"{file}: column {lacking[0]!r} is missing; there are {', '.join(row)}")
+    draft = OwnCandidates(name, partial(pictures.need, hint="unpack images.zip and give images=DIR"))
+    if options.instructions == "rge":
+        draft.word_query = lambda text: reword(name, text, "query")
+        draft.word_candidate = lambda text: text and reword(name, text, "candidate")
+    for row, where in placed_rows([file]):
+        need_columns(file, row, COLUMNS)
         if apart := [column for column in APART if row.get(column)]:
             raise ReleaseError(
                 f"{file}: column {apart[0]!r} holds the instruction apart from the text, as the files of MMEB-V2 "
                 "(MMEB_Test_Instruct) do; without it other texts would be embedded: give the files of MMEB-eval"
             )
-        where = f"{file}, row {number + 1}"
-        texts, paths = _targets(row, where)
-        ids: list[str] = []
-        for text, path in zip(texts, paths, strict=True):
-            text = clean(text)
-            if not text and not path:
-                raise ReleaseError(f"{where}: candidate {len(ids)} has neither text nor picture")
-            ids.append(content_id(text, path))
-            corpus.setdefault(ids[-1], (text, path))
-        text, path = clean(row["qry_text"]), row["qry_img_path"] or ""
-        query = f"{name}-{number:05d}"
-        queries.append(
-            Query(
-                id=query,
-                text=reword(name, text, "query") if options.instructions == "rge" else text,
-                images=(_picture(pictures, path, where),) if path else (),
-                category=None,
-                group=content_id(path or text),
-            )
+        targets = [(clean(text), path) for text, path in _targets(row, where)]
+        draft.add(
+            clean(row["qry_text"]),
+            row["qry_img_path"] or "",
+            [(content_id(text, path), text, path) for text, path in targets],
+            where,
         )
-        own = list(dict.fromkeys(ids))
-        num_equal += len(own) < len(ids)
-        qrels.append((query, ids[0], 1))
-        candidates += [(query, one) for one in own]
-    if not queries:
+    if not draft.queries:
         raise ReleaseError(f"{file} has no rows")
-
-    def rows() -> Any:
-        for one in sorted(corpus):
-            text, path = corpus[one]
-            if options.instructions == "rge" and text:
-                text = reword(name, text, "candidate")
-            yield Candidate(
-                one, text or None, _picture(pictures, path, f"{file}: candidate") if path else None
-            )
-
-    write_set(
-        options.out / name,
+    options.write(
+        name,
         meta={
             "name": f"MMEB {name}",
             "benchmark": "mmeb",
@@ -159,16 +178,10 @@ def _import_one(name: str, file: Path, pictures: Pictures, options: MmebOptions)
             # the texts carry their instructions already: the checkpoint's own wording must not be put around them
             "prompts": "verbatim" if options.verbatim else "plain",
             "verbatim": options.verbatim or None,
-            "queries_with_equal_candidates": num_equal,
+            "queries_with_equal_candidates": draft.num_equal,
             **SETS[name],
         },
-        queries=queries,
-        corpus=rows(),
-        qrels=qrels,
-        candidates=candidates,
-        embed=options.pictures == "embed",
-        decode=options.decode,
-        overwrite=options.overwrite,
+        **draft.parts(),
     )
 
 
@@ -176,27 +189,15 @@ def _verbatim(text: str | None) -> str:
     return text or ""
 
 
-def _targets(row: dict[str, Any], where: str) -> tuple[Sequence[str], Sequence[str]]:
-    texts = [one or "" for one in _cells(row["tgt_text"])]
-    paths = [one or "" for one in _cells(row["tgt_img_path"])]
-    # a set without pictures (or texts) may leave that list empty or short
+def _targets(row: dict[str, Any], where: str) -> list[tuple[str, str]]:
+    """Text and picture's path of each candidate; a set without pictures (or texts) may leave that list empty or short."""
+    texts, paths = (
+        [one or "" for one in ([cell] if cell == "" else as_list(cell))]
+        for cell in (row["tgt_text"], row["tgt_img_path"])
+    )
     size = max(len(texts), len(paths))
     if size == 0:
         raise ReleaseError(f"{where}: no candidates")
     if min(len(texts), len(paths)) not in (size, 0):
         raise ReleaseError(f"{where}: {len(texts)} texts and {len(paths)} pictures for the candidates")
-    return texts or [""] * size, paths or [""] * size
-
-
-def _cells(value: Any) -> list[Any]:
-    return [value] if value == "" else as_list(value)
-
-
-def _picture(pictures: Pictures, path: str, where: str) -> bytes | Path:
-    found = pictures.find(path, by_stem=False)
-    if found is None:
-        raise ReleaseError(
-            f"{where}: picture {path!r} is in none of {', '.join(map(str, pictures.roots))}: unpack images.zip and give "
-            "images=DIR"
-        )
-    return found
+    return list(zip(texts or [""] * size, paths or [""] * size, strict=True))

@@ -12,22 +12,26 @@ is known by a name, its text, its picture's path or both, and of candidates with
 a picture's second caption is never seen. Judgements of 0 are none, of two for one document the higher one counts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from eval.benchmarks.mmeb.importer import OwnCandidates, refuse_lacking
 from eval.benchmarks.release_files import (
     PictureOptions,
     Pictures,
     ReleaseError,
     as_list,
+    cell,
+    chosen,
     content_id,
     files_of_split,
-    iter_rows,
+    need_columns,
+    placed_rows,
 )
-from eval.benchmarks.suite import refuse_old_suite, write_suite
-from eval.sets.write_set import Candidate, Query, write_set
+from eval.sets.write_set import Candidate, Query
 from rge.common.mmeb_prompts import PLACEHOLDER, SETS, plain
 from rge.common.options import one_of
 from rge.common.schema import safe_id
@@ -84,32 +88,23 @@ def import_mmeb2(options: Mmeb2Options) -> list[str]:
     one_of("part", [options.part], PARTS)
     if options.part == "visdoc" and options.images is not None:
         raise ReleaseError(
-            "images= is of part=image; the tables of part=visdoc hold their pictures: leave it away"
+            "images= is of part=image; the tables of part=visdoc hold their pictures: leave it out"
         )
-    members = (
-        SETS
-        if options.part == "image"
-        else {name: {"meta_task": task} for name, (task, _) in DOCUMENTS.items()}
-    )
-    names = tuple(members) if options.sets == ("all",) else options.sets
-    one_of("sets", names, tuple(members))
-    if missing := [name for name in names if not (options.src / name).is_dir()]:
-        raise ReleaseError(
-            f"{options.src} lacks {len(missing)} of {len(names)} sets: {', '.join(missing)}. The average of fewer than "
-            f"{len(members)} is no MMEB-V2 score; sets=NAME,... imports some on purpose"
-        )
-    refuse_old_suite(options.out, options.overwrite)
-    for name in names:
-        (_import_images if options.part == "image" else _import_documents)(name, options)
-    write_suite(
-        options.out,
+    documents = {name: {"meta_task": task} for name, (task, _) in DOCUMENTS.items()}
+    members, import_one = {"image": (SETS, _import_images), "visdoc": (documents, _import_documents)}[
+        options.part
+    ]
+    names = chosen("sets", options.sets, members)
+    missing = [name for name in names if not (options.src / name).is_dir()]
+    refuse_lacking(options.src, missing, len(names), f"{len(members)} is no MMEB-V2")
+    return options.write_members(
+        {name: members[name] for name in names},
+        lambda name: import_one(name, options, members[name]),
         name=f"MMEB-V2 {options.part}" + ("" if len(names) == len(members) else f", {len(names)} sets"),
         benchmark="mmeb2",
         column="set",
-        members={name: members[name] for name in names},
         part=options.part,
     )
-    return list(names)
 
 
 def query_text(name: str, instruction: str, text: str) -> str:
@@ -141,138 +136,80 @@ def _beside(text: str) -> str:
     return f"{PLACEHOLDER} {text}".replace(" \n", "\n")
 
 
-def _import_images(name: str, options: Mmeb2Options) -> None:
+def _target(name: str, instruction: str, caption: str, path: str, *, captioned: bool) -> tuple[str, str, str]:
+    """What a candidate is known by (as an id), its text, and its picture's path."""
+    known_as = caption
+    if name in _TEXT_TO_IMAGE:
+        known_as = path
+    elif name in _IMAGE_TO_IMAGE:
+        known_as = path + ":" + caption.strip('"')
+    if path and name in (*_TEXT_TO_IMAGE, *_IMAGE_TO_IMAGE):
+        return content_id(known_as), candidate_text(name, instruction, caption, captioned=captioned), path
+    return content_id(known_as), caption if caption.strip() else "", ""
+
+
+def _import_images(name: str, options: Mmeb2Options, about: dict[str, str]) -> None:
     pictures = Pictures([root for root in (options.images, options.src / "image-tasks", options.src) if root])
+    find = partial(pictures.need, hint="unpack image-tasks of TIGER-Lab/MMEB-V2 and give images=DIR")
     clean = str if options.verbatim else plain
-    corpus: dict[str, tuple[str, str]] = {}
-    queries: list[Query] = []
-    qrels: list[tuple[str, str, int]] = []
-    candidates: list[tuple[str, str]] = []
-    num_hidden = 0
-    for number, (row, where) in enumerate(_rows(options.src / name, "test")):
-        if lacking := [column for column in COLUMNS if column not in row]:
-            raise ReleaseError(
-                f"{where}: column {lacking[0]!r} is missing; there are {', '.join(row)}. Files of MMEB-eval (V1) go through "
-                "import mmeb"
-            )
+    draft = OwnCandidates(name, find, word_query=clean, word_candidate=clean)
+    for row, where in placed_rows(files_of_split(options.src / name, "test")):
+        need_columns(where, row, COLUMNS, ". Files of MMEB-eval (V1) go through import mmeb")
         texts = [one or "" for one in as_list(row["tgt_text"]) or [""]]
-        paths = [one or "" for one in as_list(row["tgt_img_path"])]
-        if len(paths) not in (0, len(texts)):
+        paths = [one or "" for one in as_list(row["tgt_img_path"])] or [""] * len(texts)
+        if len(paths) != len(texts):
             raise ReleaseError(f"{where}: {len(texts)} texts and {len(paths)} pictures for the candidates")
-        own: list[str] = []
-        for caption, path in zip(texts, paths or [""] * len(texts), strict=True):
-            if name in _TEXT_TO_IMAGE:
-                known_as = path
-            elif name in _IMAGE_TO_IMAGE:
-                known_as = path + ":" + caption.strip('"')
-            else:
-                known_as = caption
-            one = content_id(known_as)
-            shown = path if name in (*_TEXT_TO_IMAGE, *_IMAGE_TO_IMAGE) else ""
-            text = (
-                candidate_text(name, row["tgt_inst"] or "", caption, captioned=bool(texts[0].strip()))
-                if shown
-                else caption
-            )
-            if not (text.strip() or shown):
-                raise ReleaseError(f"{where}: candidate {len(own)} has neither text nor picture")
-            num_hidden += corpus.setdefault(one, (text, shown)) != (text, shown)
-            own.append(one)
-        path = "" if name in _TEXT_TO_IMAGE else row["qry_img_path"] or ""
-        query = f"{name}-{number:05d}"
-        text = query_text(name, row["qry_inst"] or "", row["qry_text"] or "")
-        images = (_picture(pictures, path, where),) if path else ()
-        queries.append(Query(query, clean(text), images, None, content_id(path or text)))
-        qrels.append((query, own[0], 1))
-        candidates += [(query, one) for one in dict.fromkeys(own)]
-
-    def rows() -> Iterator[Candidate]:
-        for one in sorted(corpus):
-            text, path = corpus[one]
-            yield Candidate(one, clean(text) or None, _picture(pictures, path, name) if path else None)
-
-    _write(name, options, queries, rows(), qrels, candidates, candidates_never_seen=num_hidden)
+        target = partial(_target, name, row["tgt_inst"] or "", captioned=bool(texts[0].strip()))
+        draft.add(
+            query_text(name, row["qry_inst"] or "", row["qry_text"] or ""),
+            "" if name in _TEXT_TO_IMAGE else row["qry_img_path"] or "",
+            [target(caption, path) for caption, path in zip(texts, paths, strict=True)],
+            where,
+        )
+    meta = _meta(name, options) | {"candidates_never_seen": draft.num_hidden} | about
+    options.write(name, meta=meta, **draft.parts())
 
 
-def _import_documents(name: str, options: Mmeb2Options) -> None:
-    split = DOCUMENTS[name][1]
-    clean = str if options.verbatim else plain
+def _import_documents(name: str, options: Mmeb2Options, about: dict[str, str]) -> None:
+    def rows(part: str) -> Iterator[tuple[dict[str, Any], str]]:
+        return placed_rows(files_of_split(options.src / name / part, DOCUMENTS[name][1]))
+
     judged: dict[str, dict[str, int]] = {}
-    for row, where in _rows(options.src / name / "qrels", split):
-        query, document, gain = (_cell(row, key, where) for key in ("query-id", "corpus-id", "score"))
+    for row, where in rows("qrels"):
+        query, document, gain = (cell(row, where, key) for key in ("query-id", "corpus-id", "score"))
         if gain > 0:
-            of_query = judged.setdefault(safe_id(str(query)), {})
-            one = safe_id(str(document))
+            of_query, one = judged.setdefault(safe_id(str(query)), {}), safe_id(str(document))
             of_query[one] = max(of_query.get(one, 0), int(gain))
     queries = []
-    for row, where in _rows(options.src / name / "queries", split):
-        query = safe_id(str(_cell(row, "query-id", where)))
+    for row, where in rows("queries"):
+        query = safe_id(str(cell(row, where, "query-id")))
         if query not in judged:
             raise ReleaseError(
                 f"{where}: query {query!r} has no judgement above 0, at which the released code ends too"
             )
-        queries.append(Query(query, f"{ASKED} {_cell(row, 'query', where)}", (), None, query))
+        queries.append(Query(query, f"{ASKED} {cell(row, where, 'query')}", group=query))
     ids = {query.id for query in queries}
+    shown = f"{PLACEHOLDER} {SHOWN}"
+    text = shown if options.verbatim else plain(shown)
 
-    def rows() -> Iterator[Candidate]:
-        for row, where in _rows(options.src / name / "corpus", split):
-            image = _cell(row, "image", where)
+    def corpus() -> Iterator[Candidate]:
+        for row, where in rows("corpus"):
+            image = cell(row, where, "image")
             image = image["bytes"] if isinstance(image, dict) else image
-            text = clean(f"{PLACEHOLDER} {SHOWN}")
-            yield Candidate(safe_id(str(_cell(row, "corpus-id", where))), text, image)
+            yield Candidate(safe_id(str(cell(row, where, "corpus-id"))), text, image)
 
-    qrels = [
-        (query, one, gain) for query, found in judged.items() if query in ids for one, gain in found.items()
-    ]
-    _write(name, options, queries, rows(), qrels, None)
+    qrels = [(query, *pair) for query, found in judged.items() if query in ids for pair in found.items()]
+    options.write(name, meta=_meta(name, options) | about, queries=queries, corpus=corpus(), qrels=qrels)
 
 
-def _write(
-    name: str, options: Mmeb2Options, queries: Sequence[Query], corpus: Iterator[Candidate],
-    qrels: Sequence[tuple[str, str, int]], candidates: Sequence[tuple[str, str]] | None, **more: int,
-) -> None:  # fmt: skip
-    about = SETS[name] if options.part == "image" else {"meta_task": DOCUMENTS[name][0]}
-    write_set(
-        options.out / name,
-        meta={
-            "name": f"MMEB-V2 {name}",
-            "benchmark": "mmeb2",
-            "source": "MMEB-V2, imported by eval.benchmarks.mmeb2.importer",
-            "part": options.part,
-            "instructions": "vlm2vec",
-            # the texts carry their instructions already: the checkpoint's own wording must not be put around them
-            "prompts": "verbatim" if options.verbatim else "plain",
-            "verbatim": options.verbatim or None,
-            **more,
-            **about,
-        },
-        queries=queries,
-        corpus=corpus,
-        qrels=qrels,
-        candidates=candidates,
-        embed=options.pictures == "embed",
-        decode=options.decode,
-        overwrite=options.overwrite,
-    )
-
-
-def _rows(folder: Path, split: str) -> Iterator[tuple[dict[str, Any], str]]:
-    for file in files_of_split(folder, split):
-        for number, row in enumerate(iter_rows(file)):
-            yield row, f"{file}, row {number}"
-
-
-def _cell(row: dict[str, Any], name: str, where: str) -> Any:
-    if row.get(name) is None:
-        raise ReleaseError(f"{where}: column {name!r} is missing or empty; there are {', '.join(row)}")
-    return row[name]
-
-
-def _picture(pictures: Pictures, path: str, where: str) -> bytes | Path:
-    found = pictures.find(path, by_stem=False)
-    if found is None:
-        raise ReleaseError(
-            f"{where}: picture {path!r} is in none of {', '.join(map(str, pictures.roots))}: unpack image-tasks of "
-            "TIGER-Lab/MMEB-V2 and give images=DIR"
-        )
-    return found
+def _meta(name: str, options: Mmeb2Options) -> dict[str, Any]:
+    return {
+        "name": f"MMEB-V2 {name}",
+        "benchmark": "mmeb2",
+        "source": "MMEB-V2, imported by eval.benchmarks.mmeb2.importer",
+        "part": options.part,
+        "instructions": "vlm2vec",
+        # the texts carry their instructions already: the checkpoint's own wording must not be put around them
+        "prompts": "verbatim" if options.verbatim else "plain",
+        "verbatim": options.verbatim or None,
+    }

@@ -13,12 +13,17 @@ other pictures there are, and scales what is above 2,000 pixels in knowledge and
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from eval.benchmarks.release_files import ReleaseError, ReleaseOptions, files_of_split, iter_rows
-from eval.benchmarks.suite import refuse_old_suite, write_suite
-from eval.sets.write_set import Candidate, Query, write_set
+from eval.benchmarks.release_files import (
+    ReleaseError,
+    ReleaseOptions,
+    cell,
+    chosen,
+    files_of_split,
+    placed_rows,
+)
+from eval.sets.write_set import Candidate, Query
 from rge.common.options import one_of
 from rge.common.schema import safe_id
 
@@ -64,61 +69,43 @@ def import_mrmr(options: MrmrOptions) -> list[str]:
         UserError: a task or a column is missing, a modality promises what is not there, or a judgement names nothing.
     """
     one_of("query_images", [options.query_images], SHOWN)
-    tasks = tuple(INSTRUCTIONS) if options.tasks == ("all",) else options.tasks
-    one_of("tasks", tasks, tuple(INSTRUCTIONS))
+    tasks = chosen("tasks", options.tasks, INSTRUCTIONS)
     if missing := [task for task in tasks if not (options.src / task).is_dir()]:
         raise ReleaseError(
             f"{options.src} lacks {', '.join(missing)}: download MRMRbenchmark/{missing[0]} into {options.src / missing[0]}, "
             "or name the tasks that are there, tasks=NAME,..."
         )
-    refuse_old_suite(options.out, options.overwrite)
-    for task in tasks:
-        _import_one(task, options)
-    write_suite(
-        options.out, name="MRMR" if len(tasks) == len(INSTRUCTIONS) else f"MRMR, {', '.join(tasks)}", benchmark="mrmr",
-        column="task", members={task: {} for task in tasks}, query_images=options.query_images,
-    )  # fmt: skip
-    return list(tasks)
+    return options.write_members(
+        {task: {} for task in tasks},
+        lambda task: _import_one(task, options),
+        name="MRMR" if len(tasks) == len(INSTRUCTIONS) else f"MRMR, {', '.join(tasks)}",
+        benchmark="mrmr",
+        column="task",
+        query_images=options.query_images,
+    )
 
 
 def _import_one(task: str, options: MrmrOptions) -> None:
+    def rows(part: str) -> Iterator[tuple[dict[str, Any], str]]:
+        return placed_rows(files_of_split(options.src / task / part, "test"))
+
     judged: dict[str, dict[str, int]] = {}
-    for row, where in _rows(options.src / task / "qrels"):
-        query, document = (_cell(row, (f"{side}_id", f"{side}-id"), where) for side in ("query", "corpus"))
-        judged.setdefault(safe_id(str(query)), {})[safe_id(str(document))] = int(
-            _cell(row, ("score",), where)
+    for row, where in rows("qrels"):
+        query, document = (
+            safe_id(str(cell(row, where, f"{side}_id", f"{side}-id"))) for side in ("query", "corpus")
         )
-    queries, dropped = [], 0
-    for row, where in _rows(options.src / task / "query"):
-        name = safe_id(str(_cell(row, ("id",), where)))
-        if name not in judged:
-            dropped += 1
-            continue
-        text, image = _content(row, where)
-        images: tuple[bytes, ...] = (image,) if image is not None else ()
-        if options.query_images == "numbered":
-            numbered = [_picture(row.get(f"image {n}")) for n in range(1, 100) if f"image {n}" in row]
-            images = tuple(one for one in numbered if one is not None) or images
-        domain = row.get("category") or task
-        queries.append(
-            Query(
-                name, text, images, None, hashlib.sha256(image or name.encode()).hexdigest()[:20], INSTRUCTIONS[task],
-                {"domain": domain, "discipline": DISCIPLINES.get(domain, "other") if domain != task else task},
-            )
-        )  # fmt: skip
-    ids = {query.id for query in queries}
-    if lost := sorted(set(judged) - ids):
+        judged.setdefault(query, {})[document] = int(cell(row, where, "score"))
+    asked, queries = [], []
+    for row, where in rows("query"):
+        asked.append(safe_id(str(cell(row, where, "id"))))
+        if asked[-1] in judged:
+            queries.append(_query(asked[-1], row, where, task, options))
+    if lost := sorted(set(judged) - set(asked)):
         raise ReleaseError(
             f"{options.src / task / 'qrels'}: query {lost[0]!r} is not in query/: files of two releases?"
         )
-
-    def corpus() -> Iterator[Candidate]:
-        for row, where in _rows(options.src / task / "corpus"):
-            text, image = _content(row, where)
-            yield Candidate(safe_id(str(_cell(row, ("id",), where))), text, image)
-
-    write_set(
-        options.out / task,
+    options.write(
+        task,
         meta={
             "name": f"MRMR {task}",
             "benchmark": "mrmr",
@@ -126,31 +113,35 @@ def _import_one(task: str, options: MrmrOptions) -> None:
             "task": task,
             "query_images": options.query_images,
             "report_by": ["discipline", "domain"],
-            "queries_without_judgements": dropped,
+            "queries_without_judgements": len(asked) - len(queries),
         },
         queries=queries,
-        corpus=corpus(),
+        corpus=(
+            Candidate(safe_id(str(cell(row, where, "id"))), *_content(row, where))
+            for row, where in rows("corpus")
+        ),
         qrels=[
             (query.id, one, gain) for query in queries for one, gain in judged[query.id].items() if gain > 0
         ],
-        decode=options.decode,
-        overwrite=options.overwrite,
     )
 
 
-def _rows(folder: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    for file in files_of_split(folder, "test"):
-        for number, row in enumerate(iter_rows(file)):
-            yield row, f"{file}, row {number}"
-
-
-def _cell(row: dict[str, Any], names: tuple[str, ...], where: str) -> Any:
-    found = next((row[name] for name in names if row.get(name) is not None), None)
-    if found is None:
-        raise ReleaseError(
-            f"{where}: column {' or '.join(map(repr, names))} is missing or empty; there are {', '.join(row)}"
-        )
-    return found
+def _query(name: str, row: dict[str, Any], where: str, task: str, options: MrmrOptions) -> Query:
+    text, image = _content(row, where)
+    images = [] if image is None else [image]
+    if options.query_images == "numbered":
+        numbered = [_picture(row.get(f"image {n}")) for n in range(1, 100)]
+        images = [one for one in numbered if one is not None] or images
+    domain = row.get("category") or task
+    discipline = task if domain == task else DISCIPLINES.get(domain, "other")
+    return Query(
+        name,
+        text,
+        tuple(images),
+        group=hashlib.sha256(image or name.encode()).hexdigest()[:20],
+        instruction=INSTRUCTIONS[task],
+        columns={"domain": domain, "discipline": discipline},
+    )
 
 
 def _picture(cell: Any) -> bytes | None:
@@ -159,13 +150,10 @@ def _picture(cell: Any) -> bytes | None:
 
 def _content(row: dict[str, Any], where: str) -> tuple[str | None, bytes | None]:
     """What the modality says that an item shows; a text beside a picture-only item is not shown, as in the release."""
-    parts = str(_cell(row, ("modality",), where)).replace(" ", "").split(",")
+    parts = str(cell(row, where, "modality")).replace(" ", "").split(",")
     if unknown := sorted(set(parts) - {TEXT, IMAGE}):
         raise ReleaseError(f"{where}: modality {unknown[0]!r} is neither text nor image")
-    text = row.get("text") if TEXT in parts else None
-    image = _picture(row.get("image")) if IMAGE in parts else None
-    if (TEXT in parts and not text) or (IMAGE in parts and image is None):
-        raise ReleaseError(
-            f"{where}: modality is {','.join(parts)}, but {'text' if not text and TEXT in parts else 'image'} is empty"
-        )
-    return text, image
+    shown = {TEXT: row.get("text") or None, IMAGE: _picture(row.get("image"))}
+    if empty := [part for part in (TEXT, IMAGE) if part in parts and shown[part] is None]:
+        raise ReleaseError(f"{where}: modality is {','.join(parts)}, but {empty[0]} is empty")
+    return shown[TEXT] if TEXT in parts else None, shown[IMAGE] if IMAGE in parts else None

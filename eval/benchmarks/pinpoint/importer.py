@@ -15,8 +15,8 @@ The set holds each judgement once. The lengths of the lists as shipped, by which
 beside them (``num_listed_positives``, ``num_listed_negatives``).
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,11 @@ from eval.benchmarks.release_files import (
     column_names,
     content_id,
     iter_rows,
+    need_columns,
     some,
 )
 from eval.sets.retrieval_set import RetrievalSet
-from eval.sets.write_set import Candidate, Query, write_set
+from eval.sets.write_set import Candidate, Query
 
 TABLE, INDEX = "pinpoint_licensed.parquet", "index_signatures.txt"
 COLUMNS = ("query_id", "instruction", "query_image_signature", "positive_candidates", "negative_candidates")
@@ -64,107 +65,123 @@ def import_pinpoint(options: PinpointOptions) -> RetrievalSet:
     for path in (table, index_file):
         if not path.is_file():
             raise ReleaseError(f"{path} is not there: src must be a clone of pinterest/pinpoint-dataset")
-    names = column_names(table)
-    lacking = [name for name in COLUMNS if name not in names]
-    if lacking:
-        raise ReleaseError(f"{table}: column {lacking[0]!r} is missing; there are {', '.join(names)}")
+    need_columns(table, column_names(table), COLUMNS)
     index = dict.fromkeys(line.strip() for line in index_file.read_text("utf-8").splitlines() if line.strip())
     pictures = Pictures([options.images or options.src / "images", options.src], options.manifest)
-
-    queries: list[Query] = []
-    qrels: list[tuple[str, str, int]] = []
-    negatives: list[tuple[str, str]] = []
-    excluded: list[tuple[str, str]] = []
-    lost: list[str] = []
-    count = dict.fromkeys(
-        (
-            "rows_without_positives",
-            "duplicate_positives",
-            "rows_with_none_negatives",
-            "rows_with_both",
-            "negatives_outside_index",
-            "own_image_negative",
-            "own_image_positive",
-            "is_single_disagrees",
-        ),
-        0,
-    )
+    draft = _Draft(index, lambda name: _picture(pictures, name, options), options.instruction)
     seen: set[str] = set()
     for row in iter_rows(table):
-        name = normalised_id(row["query_id"])
-        if name in seen:
-            raise ReleaseError(f"{table}: query {name!r} occurs twice")
-        seen.add(name)
-        listed_right, listed_wrong = as_list(row["positive_candidates"]), as_list(row["negative_candidates"])
-        right = _distinct(listed_right)
-        wrong = _distinct(listed_wrong)
-        own = _distinct([row["query_image_signature"], row.get("query_image_signature2")])
-        if not own:
-            raise ReleaseError(f"{table}: query {name!r} has no picture")
-        count["duplicate_positives"] += len(right) < len(listed_right)
-        count["rows_with_none_negatives"] += any(_is_none(one) for one in listed_wrong)
-        count["rows_with_both"] += bool(set(right) & set(wrong))
-        count["own_image_negative"] += bool(set(own) & set(wrong))
-        count["own_image_positive"] += bool(set(own) & set(right))
-        if row.get("is_single") is not None:
-            count["is_single_disagrees"] += bool(row["is_single"]) != (len(own) == 1)
-        if not right:
-            count["rows_without_positives"] += 1
-            continue
-        absent = [one for one in right if one not in index]
-        lost += [f"{name}: {one}" for one in absent]
-        count["negatives_outside_index"] += sum(one not in index for one in wrong)
-        queries.append(
-            Query(
-                id=name,
-                text=row["instruction"],
-                images=tuple(_picture(pictures, one, options) for one in own),
-                category=None,
-                group="+".join(own),
-                instruction=options.instruction,
-                columns={
-                    "images": SINGLE if len(own) == 1 else MULTI,
-                    "picture_ids": "+".join(own),
-                    "paraphrase": content_id(*own, *sorted(right)),
-                    "num_listed_positives": len(listed_right),
-                    "num_listed_negatives": len(listed_wrong),
-                    "num_missing_positives": len(absent),
-                },
-            )
-        )
-        qrels += [(name, one, 1) for one in right if one in index]
-        negatives += [(name, one) for one in wrong if one in index]
-        excluded += [(name, one) for one in own if one in index and one not in right]
-    if lost and not options.allow_missing:
+        one = _Row.read(row, table)
+        if one.name in seen:
+            raise ReleaseError(f"{table}: query {one.name!r} occurs twice")
+        seen.add(one.name)
+        draft.add(one)
+    if draft.lost and not options.allow_missing:
         raise ReleaseError(
-            f"{len(lost)} positives are not in {index_file} ({len(index)} pictures): {some(lost)}. allow_missing=true "
-            "keeps them in every denominator"
+            f"{len(draft.lost)} positives are not in {index_file} ({len(index)} pictures): {some(draft.lost)}. "
+            "allow_missing=true keeps them in every denominator"
         )
-
-    def corpus() -> Iterator[Candidate]:
-        for one in index:
-            yield Candidate(id=one, image=_picture(pictures, one, options))
-
-    return write_set(
-        options.out,
+    return options.write(
         meta={
             "name": "PinPoint",
             "benchmark": "pinpoint",
             "source": "pinterest/pinpoint-dataset, imported by eval.benchmarks.pinpoint.importer",
             "report_by": ["images"],
-            "as_shipped": count,
-            "num_missing_positives": len(lost),
+            "as_shipped": draft.count,
+            "num_missing_positives": len(draft.lost),
             "exclude_query_image": options.exclude_query_image,
         },
-        queries=queries,
-        corpus=corpus(),
-        qrels=qrels,
-        negatives=negatives,
-        excluded=excluded if options.exclude_query_image else None,
-        embed=options.pictures == "embed",
-        decode=options.decode,
-        overwrite=options.overwrite,
+        queries=draft.queries,
+        corpus=(Candidate(id=one, image=draft.picture(one)) for one in index),
+        qrels=draft.qrels,
+        negatives=draft.negatives,
+        excluded=draft.excluded if options.exclude_query_image else None,
     )
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row of the table: the lists as shipped, and what is different in them."""
+
+    name: str
+    text: str
+    own: list[str]
+    right: list[str]
+    wrong: list[str]
+    listed_right: list[Any]
+    listed_wrong: list[Any]
+    is_single: Any
+
+    @classmethod
+    def read(cls, row: Mapping[str, Any], table: Path) -> "_Row":
+        name = normalised_id(row["query_id"])
+        right, wrong = as_list(row["positive_candidates"]), as_list(row["negative_candidates"])
+        own = _distinct([row["query_image_signature"], row.get("query_image_signature2")])
+        if not own:
+            raise ReleaseError(f"{table}: query {name!r} has no picture")
+        text, single = row["instruction"], row.get("is_single")
+        return cls(name, text, own, _distinct(right), _distinct(wrong), right, wrong, single)
+
+    def oddities(self) -> dict[str, bool]:
+        """What a plain reading of this row would get wrong."""
+        own, right, wrong = set(self.own), set(self.right), set(self.wrong)
+        return {
+            "rows_without_positives": not right,
+            "duplicate_positives": len(right) < len(self.listed_right),
+            "rows_with_none_negatives": any(map(_is_none, self.listed_wrong)),
+            "rows_with_both": bool(right & wrong),
+            "negatives_outside_index": False,  # counted by the draft
+            "own_image_negative": bool(own & wrong),
+            "own_image_positive": bool(own & right),
+            "is_single_disagrees": self.is_single is not None and bool(self.is_single) != (len(own) == 1),
+        }
+
+
+@dataclass
+class _Draft:
+    """The set, row by row; ``lost`` are positives that the index lacks."""
+
+    index: Mapping[str, None]
+    picture: Callable[[str], bytes | Path]
+    instruction: str | None
+    queries: list[Query] = field(default_factory=list)
+    qrels: list[tuple[str, str, int]] = field(default_factory=list)
+    negatives: list[tuple[str, str]] = field(default_factory=list)
+    excluded: list[tuple[str, str]] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    count: dict[str, int] = field(default_factory=dict)
+
+    def add(self, row: _Row) -> None:
+        for key, yes in row.oddities().items():
+            self.count[key] = self.count.get(key, 0) + yes
+        if not row.right:
+            return
+        absent, outside = self._absent(row.right), self._absent(row.wrong)
+        self.lost += [f"{row.name}: {one}" for one in absent]
+        self.count["negatives_outside_index"] += len(outside)
+        self.queries.append(
+            Query(
+                id=row.name,
+                text=row.text,
+                images=tuple(map(self.picture, row.own)),
+                group="+".join(row.own),
+                instruction=self.instruction,
+                columns={
+                    "images": SINGLE if len(row.own) == 1 else MULTI,
+                    "picture_ids": "+".join(row.own),
+                    "paraphrase": content_id(*row.own, *sorted(row.right)),
+                    "num_listed_positives": len(row.listed_right),
+                    "num_listed_negatives": len(row.listed_wrong),
+                    "num_missing_positives": len(absent),
+                },
+            )
+        )
+        self.qrels += [(row.name, one, 1) for one in row.right if one in self.index]
+        self.negatives += [(row.name, one) for one in row.wrong if one in self.index]
+        self.excluded += [(row.name, one) for one in row.own if one in self.index and one not in row.right]
+
+    def _absent(self, names: Sequence[str]) -> list[str]:
+        return [one for one in names if one not in self.index]
 
 
 def normalised_id(value: Any) -> str:

@@ -12,8 +12,9 @@ and Visual Genome (integers, which are not file names: only a manifest resolves 
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,11 @@ from eval.benchmarks.release_files import (
     column_names,
     content_id,
     iter_rows,
+    placed_rows,
     some,
 )
 from eval.sets.retrieval_set import RetrievalSet
-from eval.sets.write_set import Candidate, Query, write_set
+from eval.sets.write_set import Candidate, Query
 from rge.common.options import one_of
 from rge.common.schema import safe_id
 
@@ -44,54 +46,32 @@ SWAPPED = (
     "in the column headed Temporal and 656 in Causal: read those two columns swapped when comparing"
 )
 CODES = {
-    "func": "functional",
-    "functional": "functional",
-    "affordance": "functional",
-    "temp": "temporal",
-    "temporal": "temporal",
-    "caus": "causal",
-    "causal": "causal",
-}
+    "func": "functional", "functional": "functional", "affordance": "functional", "temp": "temporal",
+    "temporal": "temporal", "caus": "causal", "causal": "causal",
+}  # fmt: skip
+LABELS = {
+    "true": 1, "yes": 1, "positive": 1, "relevant": 1, "false": 0, "no": 0, "negative": 0, "irrelevant": 0,
+}  # fmt: skip
 ALIASES: dict[str, tuple[str, ...]] = {
     "id": ("query_id", "qid", "query-id", "_id", "id"),
     "text": ("query", "query_text", "question", "text", "instruction"),
     "image": (
-        "input_image",
-        "query_image",
-        "image",
-        "image_id",
-        "reference_img_id",
-        "query_image_signature",
-        "images",
-        "query_images",
-        "input_image_id",
-        "query_image_id",
+        "input_image", "query_image", "image", "image_id", "reference_img_id", "query_image_signature", "images",
+        "query_images", "input_image_id", "query_image_id",
     ),
     "positives": (
-        "positives",
-        "target_images",
-        "positive_candidates",
-        "gt_img_ids",
-        "gold_ids",
-        "targets",
-        "positive_images",
+        "positives", "target_images", "positive_candidates", "gt_img_ids", "gold_ids", "targets", "positive_images",
         "target_image_ids",
     ),
     "target": (
-        "target_image",
-        "target",
-        "target_id",
-        "positive",
-        "target_image_id",
-        "candidate",
-        "candidate_id",
+        "target_image", "target", "target_id", "positive", "target_image_id", "candidate", "candidate_id",
     ),
     "label": ("label", "relevance", "score", "judges", "votes", "judgements", "judgments"),
     "negatives": ("negatives", "negative_candidates", "negative_images", "negative_ids", "hard_negatives"),
     "category": ("category", "reasoning_type", "type", "reasoning_category"),
     "group": ("group",),
     "split": ("split",),
-}
+}  # fmt: skip
 IGNORED = (
     "source", "input_desc", "input_description", "target_desc", "target_description", "reasoning", "tsr", "confidence", "title", "metadata", "language",
     "modality", "num_positives", "licence", "license",
@@ -137,9 +117,49 @@ class _Row:
     text: str
     images: list[Any]
     category: str
-    positives: dict[str, int]
-    negatives: set[str]
     group: str | None = None
+    positives: dict[str, int] = field(default_factory=dict)
+    negatives: set[str] = field(default_factory=set)
+
+    @cached_property
+    def picture_ids(self) -> list[str]:
+        return list(map(_name, self.images))
+
+    def judge(self, target: str, gain: int | None) -> None:
+        """A gain above 0 makes it positive, 0 negative; None is undecided."""
+        if gain is not None and gain > 0:
+            self.positives[target] = max(gain, self.positives.get(target, 0))
+        elif gain == 0:
+            self.negatives.add(target)
+
+
+class _Pool:
+    """The file that lists the pool: ``ids`` in its order, and its records."""
+
+    def __init__(self, path: Path):
+        self.path, names = path, column_names(path)
+        fields = Fields(POOL_ALIASES, prefer=("id", "image"))
+        self.columns = fields.columns(path, names, [name.lower() for name in names])
+        if not self.columns:
+            raise ReleaseError(f"{path}: the pool needs a column id or image; there are {', '.join(names)}")
+        self.ids: dict[str, None] = {}
+        wanted = [self.columns.get("id") or self.columns["image"]]
+        for number, record in enumerate(iter_rows(path, wanted), 1):
+            name = self._name(record)
+            if name in self.ids:
+                raise ReleaseError(f"{path}, row {number}: picture {name!r} is in the pool twice")
+            self.ids[name] = None
+
+    def _name(self, record: Mapping[str, Any]) -> str:
+        if "id" in self.columns:
+            return safe_id(str(record[self.columns["id"]]))
+        return _name(record[self.columns["image"]])
+
+    def candidates(self, pictures: Pictures) -> Iterator[Candidate]:
+        for record in iter_rows(self.path):
+            name = self._name(record)
+            ref = record.get(self.columns["image"]) if "image" in self.columns else None
+            yield Candidate(id=name, image=_picture(pictures, name if ref in (None, "") else ref))
 
 
 def import_rmir(options: RmirOptions) -> RetrievalSet:
@@ -152,56 +172,30 @@ def import_rmir(options: RmirOptions) -> RetrievalSet:
     if not options.src.is_dir():
         raise ReleaseError(f"src {options.src} is not a directory")
     fields = Fields(ALIASES, options.field_map, prefer=("id", "text"))
-    layout = _layout(options) if options.layout == "auto" else options.layout
-    reader = {"set": _read_set, "beir": _read_set, "list": _read_rows, "triplets": _read_rows}[layout]
-    rows, pool_file = reader(options, fields)
-    pictures = Pictures(
-        [root for root in (options.images, options.src / "images", options.src) if root], options.manifest
-    )
-    pool_column = _pool_columns(pool_file)
-    pool = {name: None for name in _pool_ids(pool_file, pool_column)}
+    layout = _layout(options, fields) if options.layout == "auto" else options.layout
+    rows, pool_file = (_read_set if layout in ("set", "beir") else _read_rows)(options, fields)
+    roots = [root for root in (options.images, options.src / "images", options.src) if root]
+    pictures, pool = Pictures(roots, options.manifest), _Pool(pool_file)
 
-    missing = {row.id: [name for name in row.positives if name not in pool] for row in rows}
+    missing = {row.id: [name for name in row.positives if name not in pool.ids] for row in rows}
     lost = [f"{query}: {name}" for query, names in missing.items() for name in names]
     if lost and not options.allow_missing:
         raise ReleaseError(
-            f"{len(lost)} positives are not among the {len(pool)} pictures of the pool {pool_file}: {some(lost)}. A pool "
-            "without them would make the task easier; allow_missing=true keeps them in every denominator"
+            f"{len(lost)} positives are not among the {len(pool.ids)} pictures of the pool {pool_file}: {some(lost)}. A "
+            "pool without them would make the task easier; allow_missing=true keeps them in every denominator"
         )
-    notes = _check_counts(rows, len(pool), options)
-    own_of: dict[str, list[str]] = {}
-    queries = []
-    for row in rows:
-        found = tuple(_picture(pictures, ref) for ref in row.images)
-        own_of[row.id] = [name for name in map(_name, row.images) if name in pool]
-        queries.append(
-            Query(
-                id=row.id,
-                text=row.text,
-                images=found,
-                category=row.category,
-                group=row.group or "+".join(_name(ref) for ref in row.images),
-                instruction=options.instruction,
-                columns={
-                    "num_missing_positives": len(missing[row.id]),
-                    "picture_ids": "+".join(_name(ref) for ref in row.images),
-                },
-            )
-        )
-    qrels = [(row.id, name, gain) for row in rows for name, gain in row.positives.items() if name in pool]
-    negatives = [(row.id, name) for row in rows for name in sorted(row.negatives) if name in pool]
+    notes = _check_counts(rows, len(pool.ids), options)
+
+    def in_pool(query: str, names: Iterable[str]) -> list[tuple[str, str]]:
+        return [(query, name) for name in names if name in pool.ids]
+
     excluded = [
-        (row.id, name) for row in rows for name in dict.fromkeys(own_of[row.id]) if name not in row.positives
+        pair
+        for row in rows
+        for pair in in_pool(row.id, dict.fromkeys(row.picture_ids))
+        if pair[1] not in row.positives
     ]
-
-    def corpus() -> Iterator[Candidate]:
-        for record in iter_rows(pool_file):
-            name = _pool_name(record, pool_column)
-            ref = record.get(pool_column["image"]) if "image" in pool_column else None
-            yield Candidate(id=name, image=_picture(pictures, ref if ref not in (None, "") else name))
-
-    return write_set(
-        options.out,
+    return options.write(
         meta={
             "name": "RMIR" if options.split == "test" else f"RMIR {options.split}",
             "benchmark": "rmir",
@@ -212,15 +206,25 @@ def import_rmir(options: RmirOptions) -> RetrievalSet:
             "num_missing_positives": len(lost),
             "exclude_query_image": options.exclude_query_image,
         },
-        queries=queries,
-        corpus=corpus(),
-        qrels=qrels,
-        negatives=negatives or None,
+        queries=[_query(row, pictures, len(missing[row.id]), options.instruction) for row in rows],
+        corpus=pool.candidates(pictures),
+        qrels=[(*pair, row.positives[pair[1]]) for row in rows for pair in in_pool(row.id, row.positives)],
+        negatives=[pair for row in rows for pair in in_pool(row.id, sorted(row.negatives))] or None,
         excluded=excluded if options.exclude_query_image else None,
-        names=_coco_names([*pool, *(_name(ref) for row in rows for ref in row.images)], pictures.coco),
-        embed=options.pictures == "embed",
-        decode=options.decode,
-        overwrite=options.overwrite,
+        names=_coco_names([*pool.ids, *(one for row in rows for one in row.picture_ids)], pictures.coco),
+    )
+
+
+def _query(row: _Row, pictures: Pictures, num_missing: int, instruction: str) -> Query:
+    shown = "+".join(row.picture_ids)
+    return Query(
+        id=row.id,
+        text=row.text,
+        images=tuple(_picture(pictures, ref) for ref in row.images),
+        category=row.category,
+        group=row.group or shown,
+        instruction=instruction,
+        columns={"num_missing_positives": num_missing, "picture_ids": shown},
     )
 
 
@@ -234,13 +238,12 @@ def _coco_names(ids: Sequence[str], coco: Mapping[str, int]) -> list[tuple[str, 
     return found
 
 
-def _layout(options: RmirOptions) -> str:
-    if _one_file(options.src, ("queries",), (".parquet",), options.split, need=False):
+def _layout(options: RmirOptions, fields: Fields) -> str:
+    if _one_file(options.src, ("queries",), (".parquet",), options.split):
         return "set"
     if (options.src / "queries.jsonl").exists() and (options.src / "qrels").is_dir():
         return "beir"
     files = _query_files(options)
-    fields = Fields(ALIASES, options.field_map, prefer=("id", "text"))
     columns = fields.columns(files[0], column_names(files[0]), IGNORED)
     if "positives" in columns:
         return "list"
@@ -252,9 +255,7 @@ def _layout(options: RmirOptions) -> str:
     )
 
 
-def _one_file(
-    src: Path, stems: Sequence[str], suffixes: Sequence[str], split: str, *, need: bool = True
-) -> Path | None:
+def _one_file(src: Path, stems: Sequence[str], suffixes: Sequence[str], split: str) -> Path | None:
     """``queries.parquet``, ``queries/test-00000-of-00001.parquet`` or ``queries/test.parquet``, and the like."""
     for stem in stems:
         for suffix in suffixes:
@@ -265,13 +266,18 @@ def _one_file(
                 raise ReleaseError(f"{src}: {named or found} could all be {stem}: join them into one file")
             if found:
                 return (named or found)[0]
-    if need:
-        raise ReleaseError(f"{src} has no {' or '.join(stems)} with {', '.join(suffixes)}")
     return None
 
 
+def _needed_file(options: RmirOptions, stems: Sequence[str], suffixes: Sequence[str]) -> Path:
+    found = _one_file(options.src, stems, suffixes, options.split)
+    if found is None:
+        raise ReleaseError(f"{options.src} has no {' or '.join(stems)} with {', '.join(suffixes)}")
+    return found
+
+
 def _query_files(options: RmirOptions) -> list[Path]:
-    pool = options.pool or _one_file(options.src, POOL, TABLES, options.split, need=False)
+    pool = options.pool or _one_file(options.src, POOL, TABLES, options.split)
     files = [
         path
         for path in sorted(options.src.iterdir())
@@ -290,7 +296,7 @@ def _query_files(options: RmirOptions) -> list[Path]:
 
 def _read_rows(options: RmirOptions, fields: Fields) -> tuple[list[_Row], Path]:
     """Layouts ``list`` and ``triplets``."""
-    pool_file = options.pool or _one_file(options.src, POOL, TABLES, options.split, need=False)
+    pool_file = options.pool or _one_file(options.src, POOL, TABLES, options.split)
     if pool_file is None:
         raise ReleaseError(
             f"{options.src} has no file that lists the pool ({', '.join(POOL)}): the positives alone are no pool, they "
@@ -305,70 +311,48 @@ def _read_rows(options: RmirOptions, fields: Fields) -> tuple[list[_Row], Path]:
                     f"{path}: no column is the query's {ours} ({', '.join(ALIASES[ours])}); there are "
                     f"{', '.join(columns.values())}: give field_map=THEIRS={ours}"
                 )
-        for number, record in enumerate(iter_rows(path), 1):
-            _add(rows, record, columns, options.split, f"{path}, row {number}")
+        for record, where in placed_rows([path]):
+            found = {ours: record.get(theirs) for ours, theirs in columns.items()}
+            if found.get("split") in (None, "", options.split):
+                _add(rows, found, where)
     return list(rows.values()), pool_file
 
 
-def _add(
-    rows: dict[str, _Row], record: Mapping[str, Any], columns: dict[str, str], split: str, where: str
-) -> None:
-    def get(ours: str) -> Any:
-        return record.get(columns[ours]) if ours in columns else None
-
-    if get("split") not in (None, "", split):
-        return
-    images = as_list(get("image"))
-    if not images or not get("text"):
+def _add(rows: dict[str, _Row], found: Mapping[str, Any], where: str) -> None:
+    """One record of ``list`` (with positives) or ``triplets``, by our names of its columns."""
+    text, images = found["text"], as_list(found["image"])
+    if not images or not text:
         raise ReleaseError(f"{where}: a query needs a picture and a text")
-    category = _category(get("category"), where)
-    own = "+".join(_name(ref) for ref in images)
-    if "positives" in columns:
-        name = str(get("id")) if get("id") is not None else f"{own}-{content_id(get('text'), category)[:8]}"
+    category = _category(found["category"], where)
+    # rows of one query are those of one picture, text and category: an id may name the row instead
+    name = f"{'+'.join(map(_name, images))}-{content_id(text, category)[:8]}"
+    if "positives" in found:
+        name = str(found["id"]) if found.get("id") is not None else name
         if name in rows:
             raise ReleaseError(f"{where}: query {name!r} occurs twice")
-        group = get("group")
-        row = _Row(name, get("text"), images, category, {}, set(), str(group) if group else None)
-        targets: list[tuple[Any, int | None]] = [(ref, 1) for ref in as_list(get("positives"))]
+        group = found.get("group")
+        row = rows[name] = _Row(name, text, images, category, str(group) if group else None)
+        for ref in as_list(found["positives"]):
+            row.judge(_name(ref), 1)
     else:
-        # rows of one query are those of one picture, text and category: an id may name the row instead
-        name = f"{own}-{content_id(get('text'), category)[:8]}"
-        row = rows.get(name) or _Row(name, get("text"), images, category, {}, set())
-        targets = [(get("target"), _gain(get("label"), where) if "label" in columns else 1)]
-    for ref, gain in targets:
-        target = _name(ref)
-        if gain is not None and gain > 0:
-            row.positives[target] = max(gain, row.positives.get(target, 0))
-        elif gain == 0:
-            row.negatives.add(target)
-    row.negatives |= {_name(ref) for ref in as_list(get("negatives"))}
-    rows[name] = row
+        row = rows.setdefault(name, _Row(name, text, images, category))
+        row.judge(_name(found.get("target")), _gain(found["label"], where) if "label" in found else 1)
+    row.negatives |= {_name(ref) for ref in as_list(found.get("negatives"))}
 
 
 def _gain(label: Any, where: str) -> int | None:
     """Gain of a label: a number, a word, or the judges' votes, of which only unanimous ones count; None: undecided."""
-    votes = as_list(label)
-    words = {
-        "true": 1,
-        "yes": 1,
-        "positive": 1,
-        "relevant": 1,
-        "false": 0,
-        "no": 0,
-        "negative": 0,
-        "irrelevant": 0,
-    }
     gains = set()
-    for vote in votes:
+    for vote in as_list(label):
         if isinstance(vote, Mapping):
             vote = vote.get("label", vote.get("vote", vote.get("relevant")))
-        if isinstance(vote, str) and vote.strip().lower() in words:
-            vote = words[vote.strip().lower()]
+        if isinstance(vote, str):
+            vote = LABELS.get(vote.strip().lower(), vote)
         try:
             gains.add(int(vote))
         except (TypeError, ValueError):
             raise ReleaseError(
-                f"{where}: label {vote!r} is neither a number nor one of {', '.join(words)}"
+                f"{where}: label {vote!r} is neither a number nor one of {', '.join(LABELS)}"
             ) from None
     if not gains:
         raise ReleaseError(f"{where}: the label is empty")
@@ -378,48 +362,38 @@ def _gain(label: Any, where: str) -> int | None:
 def _read_set(options: RmirOptions, fields: Fields) -> tuple[list[_Row], Path]:
     """Layouts ``set`` and ``beir``."""
     suffixes = (".parquet", ".jsonl")
-    pool_file = options.pool or _one_file(options.src, POOL, suffixes, options.split)
-    path = _one_file(options.src, ("queries",), suffixes, options.split)
-    judged = _one_file(options.src, ("qrels",), (".parquet", ".tsv"), options.split)
-    assert pool_file is not None
-    assert path is not None
-    assert judged is not None
+    pool_file = options.pool or _needed_file(options, POOL, suffixes)
+    path = _needed_file(options, ("queries",), suffixes)
+    judged = _needed_file(options, ("qrels",), (".parquet", ".tsv"))
     ignored = (*IGNORED, "num_missing_positives")
     columns = fields.columns(path, column_names(path), ignored)
     rows: dict[str, _Row] = {}
-    for number, record in enumerate(iter_rows(path), 1):
-        where = f"{path}, row {number}"
-        record = (
-            dict(record.get("metadata") or {}) | record
-            if isinstance(record.get("metadata"), dict)
-            else record
-        )
+    for record, where in placed_rows([path]):
+        if isinstance(inner := record.get("metadata"), dict):
+            record = inner | record
         found = columns | fields.columns(path, list(record), ignored)
         get = {ours: record.get(theirs) for ours, theirs in found.items()}
-        images = as_list(get.get("image"))
+        images, name = as_list(get.get("image")), str(get.get("id"))
         if get.get("id") is None or not get.get("text") or not images:
             raise ReleaseError(
                 f"{where}: a query needs an id, a text and a picture; there are {', '.join(record)}"
             )
-        name = str(get["id"])
         if name in rows:
             raise ReleaseError(f"{where}: query {name!r} occurs twice")
-        rows[name] = _Row(
-            name, str(get["text"]), images, _category(get.get("category"), where), {}, set(), get.get("group")
-        )
+        category = _category(get.get("category"), where)
+        rows[name] = _Row(name, str(get["text"]), images, category, get.get("group"))
+    # BEIR's files hold every split's queries, its qrels one split's, or the reverse
     for record in iter_rows(judged):
-        query, target = str(record["query-id"]), str(record["corpus-id"])
-        if query not in rows:
-            continue  # BEIR's files hold every split's queries, its qrels one split's, or the reverse
-        gain = int(record.get("score", 1))
-        if gain > 0:
-            rows[query].positives[target] = gain
-        else:
-            rows[query].negatives.add(target)
-    hard = _one_file(options.src, ("negatives",), (".parquet", ".tsv"), options.split, need=False)
+        if row := rows.get(str(record["query-id"])):
+            target, gain = str(record["corpus-id"]), int(record.get("score", 1))
+            if gain > 0:
+                row.positives[target] = gain
+            else:
+                row.negatives.add(target)
+    hard = _one_file(options.src, ("negatives",), (".parquet", ".tsv"), options.split)
     for record in iter_rows(hard) if hard else ():
-        if str(record["query-id"]) in rows:
-            rows[str(record["query-id"])].negatives.add(str(record["corpus-id"]))
+        if row := rows.get(str(record["query-id"])):
+            row.negatives.add(str(record["corpus-id"]))
     return [row for row in rows.values() if row.positives or row.negatives], pool_file
 
 
@@ -463,30 +437,6 @@ def _category(value: Any, where: str) -> str:
     if found is None:
         raise ReleaseError(f"{where}: category {value!r} is none of {', '.join(sorted(CODES))}")
     return found
-
-
-def _pool_columns(path: Path) -> dict[str, str]:
-    names = column_names(path)
-    fields = Fields(POOL_ALIASES, prefer=("id", "image"))
-    columns = fields.columns(path, names, [name.lower() for name in names])
-    if "id" not in columns and "image" not in columns:
-        raise ReleaseError(f"{path}: the pool needs a column id or image; there are {', '.join(names)}")
-    return columns
-
-
-def _pool_ids(path: Path, columns: dict[str, str]) -> Iterator[str]:
-    wanted = [columns["id"]] if "id" in columns else [columns["image"]]
-    seen: set[str] = set()
-    for number, record in enumerate(iter_rows(path, wanted), 1):
-        name = _pool_name(record, columns)
-        if name in seen:
-            raise ReleaseError(f"{path}, row {number}: picture {name!r} is in the pool twice")
-        seen.add(name)
-        yield name
-
-
-def _pool_name(record: Mapping[str, Any], columns: dict[str, str]) -> str:
-    return safe_id(str(record[columns["id"]])) if "id" in columns else _name(record[columns["image"]])
 
 
 def _name(ref: Any) -> str:

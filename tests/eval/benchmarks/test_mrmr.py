@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_said(tmp_path):
         "design",
         queries=[{"id": "2", "modality": "image,text", "text": "x", "image": None}],
     )
-    with pytest.raises(UserError, match="row 0: modality is image,text, but image is empty"):
+    with pytest.raises(UserError, match="row 1: modality is image,text, but image is empty"):
         import_mrmr(MrmrOptions(tmp_path / "empty", tmp_path / "out", tasks=("design",)))
     write(
         tmp_path / "other", "design", queries=[{"id": "2", "modality": "video", "text": "x", "image": None}]

@@ -346,7 +346,7 @@ def test_visual_genome_pictures_are_found_in_training_files_under_cocos_name(rel
 
 def test_published_counts_and_the_swap_warning(tmp_path):
     def rows(counts):
-        return [_Row(f"{c}{i}", "x", [], c, {"p": 1}, set()) for c, n in counts.items() for i in range(n)]
+        return [_Row(f"{c}{i}", "x", [], c, positives={"p": 1}) for c, n in counts.items() for i in range(n)]
 
     given = RmirOptions(src=tmp_path, out=tmp_path)
     assert _check_counts(rows(CATEGORY_COUNTS), 35_803, given) == [SWAPPED]

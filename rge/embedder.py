@@ -165,12 +165,16 @@ class Embedder:
 
     @property
     def builder(self) -> "PromptBuilder":
-        """Makes prompts; another one may be set."""
+        """Makes prompts."""
         return self._inference.builder
 
-    @builder.setter
-    def builder(self, builder: "PromptBuilder") -> None:
+    def reword(self, profile: str) -> None:
+        """Word prompts by another profile of `rge.common.prompt_profiles` than the checkpoint's."""
+        from rge.model.prompts import PromptBuilder
+
+        builder = PromptBuilder(self.builder.processor, profile, self.builder.max_tokens)
         self._inference = type(self._inference)(self.model, builder, self.engine)
+        self.settings = self.settings | {"profile": profile}
 
     @property
     def engine(self) -> "VllmStates | None":

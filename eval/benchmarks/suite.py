@@ -42,6 +42,11 @@ SHARED = (
     "seed", "tag", "exact", "asked_as_released", "plugins", "metrics",
 )  # fmt: skip
 """Keys of a member's results that hold for all members."""
+DECIDES = (
+    "query_mode", "query_modality", "candidate_mode", "benchmark", "profile", "dtype", "embedding_dims", "depth", "seed",
+    "tag",
+)  # fmt: skip
+"""Those by which another evaluation in an output directory is told apart."""
 PER_MEMBER = ("set.", "embedder.run", "machine.")
 """Parts of an identity that may be each member's own."""
 
@@ -192,43 +197,22 @@ def aggregate(
     """
     results = {name: read_results(path) for name, path in dirs.items()}
     first = next(iter(results.values()))
-    for name, one in results.items():
-        for key, (theirs, ours) in differences(one, first).items():
-            if not key.startswith(PER_MEMBER):
-                raise UserError(
-                    f"{dirs[name]} has {key} = {theirs!r}, others {ours!r}: evaluate all members alike"
-                )
+    _check_alike(dirs, results)
     fingerprint = hashlib.sha256(
         json.dumps(sorted((name, one["set"]["fingerprint"]) for name, one in results.items())).encode()
     ).hexdigest()
-    identity = {"set.fingerprint": fingerprint, "checkpoint_hash": first.get("checkpoint_hash")}
-    decides = (
-        "query_mode",
-        "query_modality",
-        "candidate_mode",
-        "benchmark",
-        "profile",
-        "dtype",
-        "embedding_dims",
-    )
-    identity |= {key: first[key] for key in (*decides, "depth", "seed", "tag") if key in first}
-    identity["set.limit"] = first["set"].get("limit")
-    check_out(out, identity, overwrite=overwrite)
+    limit = first["set"].get("limit")
+    identity = {
+        "set.fingerprint": fingerprint,
+        "set.limit": limit,
+        "checkpoint_hash": first.get("checkpoint_hash"),
+    }
+    check_out(out, identity | {key: first[key] for key in DECIDES if key in first}, overwrite=overwrite)
 
-    frames = []
-    for name, path in dirs.items():
-        frame = pd.read_parquet(path / PER_QUERY)
-        frame["query_id"] = [f"{name}/{query}" for query in frame["query_id"]]
-        frame["group"] = [f"{name}/{group}" for group in frame["group"]]
-        frame["category"] = name
-        for column, value in suite.members[name].items():
-            frame[column] = value
-        frames.append(frame)
-    table = pd.concat(frames, ignore_index=True)
+    table = _joint_table(suite, dirs)
     columns = list(dict.fromkeys(column for more in suite.members.values() for column in more))
     # a metric that one member lacks has no mean over members
-    names = [name for name in first["micro"] if all(name in one["micro"] for one in results.values())]
-    names = [name for name in names if name in table]
+    names = [name for name in _in_all([one["micro"] for one in results.values()]) if name in table]
     protocol = protocol_for(suite.benchmark, first["profile"])
     content: dict[str, Any] = {
         "format": FORMAT,
@@ -243,7 +227,7 @@ def aggregate(
             "num_members": len(dirs),
             "members": {name: one["set"]["fingerprint"] for name, one in results.items()},
             "path": str(suite.path.resolve()),
-            "limit": first["set"].get("limit"),
+            "limit": limit,
         },
         **{key: first[key] for key in SHARED if key in first},
         "suite": suite.column,
@@ -251,8 +235,8 @@ def aggregate(
         **suite_figures(table, names, columns, seed=seed),
         **_by_query(table, names, _reported(results, columns), seed=seed),
         "by_category": {name: one["micro"] for name, one in results.items()},
-        "ties": _member_means(results, "ties", ("best", "worst")),
-        "random": {name: v["value"] for name, v in _member_means(results, "random", ("value",)).items()},
+        "ties": _member_means([one["ties"] for one in results.values()]),
+        "random": _member_means([one["random"] for one in results.values()]),
         "rationale": _rationales(table),
         "coverage": float(np.mean([one.get("coverage", 1.0) for one in results.values()])),
         "warnings": sorted({warning for one in results.values() for warning in one.get("warnings", [])}),
@@ -269,6 +253,34 @@ def aggregate(
     invalidate(out)
     write_tables(out, pa.Table.from_pandas(table, preserve_index=False), content)
     return content
+
+
+def _check_alike(dirs: Mapping[str, Path], results: Mapping[str, Mapping[str, Any]]) -> None:
+    first = next(iter(results.values()))
+    for name, one in results.items():
+        for key, (theirs, ours) in differences(one, first).items():
+            if not key.startswith(PER_MEMBER):
+                raise UserError(
+                    f"{dirs[name]} has {key} = {theirs!r}, others {ours!r}: evaluate all members alike"
+                )
+
+
+def _joint_table(suite: Suite, dirs: Mapping[str, Path]) -> pd.DataFrame:
+    """The queries of all members: the member is their category and part of their ids and groups."""
+    frames = []
+    for name, path in dirs.items():
+        frame = pd.read_parquet(path / PER_QUERY)
+        for column in ("query_id", "group"):
+            frame[column] = [f"{name}/{one}" for one in frame[column]]
+        frame["category"] = name
+        for column, value in suite.members[name].items():
+            frame[column] = value
+        frames.append(frame)
+    return pd.concat(frames, ignore_index=True)
+
+
+def _in_all(blocks: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [key for key in blocks[0] if all(key in one for one in blocks)]
 
 
 def _joint_content(results: Mapping[str, Mapping[str, Any]]) -> str | None:
@@ -413,18 +425,12 @@ def member_options(options: Any, path: Path, out: Path) -> Any:
     return replace(options, set=path, out=out, cache=options.cache or options.out / ".cache", report=False)
 
 
-def _member_means(
-    results: Mapping[str, Mapping[str, Any]], block: str, keys: Sequence[str]
-) -> dict[str, dict[str, float]]:
-    """Mean over members of ``results[block][metric]``, a number or a dictionary with these keys."""
-    blocks = [one[block] for one in results.values()]
-    out = {}
-    for metric in blocks[0]:
-        if all(metric in one for one in blocks):
-            cells = [
-                one[metric] if isinstance(one[metric], dict) else {"value": one[metric]} for one in blocks
-            ]
-            out[metric] = {key: float(np.mean([cell[key] for cell in cells])) for key in keys}
+def _member_means(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The mean over members of every figure that all have: a number, or numbers by name."""
+    out: dict[str, Any] = {}
+    for metric in _in_all(blocks):
+        cells = [block[metric] for block in blocks]
+        out[metric] = _member_means(cells) if isinstance(cells[0], Mapping) else float(np.mean(cells))
     return out
 
 

@@ -12,9 +12,10 @@ ends in COCO's twelve digits is known by them. `eval.commands.run` does this by 
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,30 @@ class _Seen:
     asked: set[tuple[str, str]] = field(default_factory=set)
     answered: set[tuple[str, str]] = field(default_factory=set)
     num_records: int = 0
+
+    @cached_property
+    def everywhere(self) -> set[str]:
+        return self.queries | self.targets
+
+
+@dataclass
+class _Count:
+    """How many of a set's pictures or pairs training files have."""
+
+    shared: int = 0
+    of: int = 0
+
+    def add(self, found: bool) -> None:
+        self.shared, self.of = self.shared + found, self.of + 1
+
+
+WORDS = {
+    "query_images": "query pictures are in the training files",
+    "positive_images": "right answers' pictures are targets in the training files",
+    "query_pairs": "queries (picture and text) are training queries",
+    "answer_pairs": "queries have a picture and a right answer that training paired",
+}
+"""What is warned of."""
 
 
 def audit_command(options: AuditOptions) -> Any:
@@ -170,57 +195,47 @@ def audit_training(wanted: RetrievalSet, files: Sequence[Path]) -> Audit:
         UserError: a file cannot be read.
     """
     seen = _seen(tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in map(_there, files)))
-    rows_of_positive = {row for rows, _ in wanted.positives for row in rows.tolist()}
-    file_row_of = {int(file_row): row for row, file_row in enumerate(wanted.file_rows_C.tolist())}
-    names_of: dict[int, set[str]] = {}
-    num = dict.fromkeys(
-        ("query_images", "candidate_images", "positive_images", "query_pairs", "answer_pairs"), 0
-    )
-    of = dict.fromkeys(num, 0)
-    everywhere = seen.queries | seen.targets
+    counts = {key: _Count() for key in WORDS | {"candidate_images": ""}}
+    names_of = _candidate_names(wanted, seen, counts)
     further = further_names(wanted)
-    for file_row, item in enumerate(wanted.corpus_items()):
-        if not item.images:
-            continue
-        row = file_row_of[file_row]
-        names = _names(item) | further.get(item.id, set())
-        of["candidate_images"] += 1
-        num["candidate_images"] += bool(names & everywhere)
-        if row in rows_of_positive:
-            of["positive_images"] += 1
-            num["positive_images"] += bool(names & seen.targets)
-            names_of[row] = names
     for query, ids, (rows, _) in zip(wanted.queries, picture_ids(wanted), wanted.positives, strict=True):
         names = _names(query, own_id=False)
         if not names:
             continue
-        names |= {f"id:{one}" for one in ids if len(one) >= LEAST}.union(
-            *(further.get(one, ()) for one in ids)
-        )
-        of["query_images"] += 1
-        num["query_images"] += bool(names & everywhere)
-        of["query_pairs"] += 1
-        num["query_pairs"] += any((name, _text(query.text)) in seen.asked for name in names)
-        targets = {name for row in rows.tolist() for name in names_of.get(row, set())}
-        of["answer_pairs"] += 1
-        num["answer_pairs"] += any((one, target) in seen.answered for one in names for target in targets)
+        names |= {f"id:{one}" for one in ids if len(one) >= LEAST}
+        names = names.union(*(further.get(one, ()) for one in ids))
+        targets = set().union(*(names_of.get(row, set()) for row in rows.tolist()))
+        counts["query_images"].add(not names.isdisjoint(seen.everywhere))
+        counts["query_pairs"].add(any((name, _text(query.text)) in seen.asked for name in names))
+        counts["answer_pairs"].add(any(pair in seen.answered for pair in product(names, targets)))
+    order = ("query_images", "candidate_images", "positive_images", "query_pairs", "answer_pairs")
     content = {
         "train": [str(path) for path in files],
         "num_records": seen.num_records,
-        **{key: {"shared": num[key], "of": of[key]} for key in num},
-    }
-    words = {
-        "query_images": "query pictures are in the training files",
-        "positive_images": "right answers' pictures are targets in the training files",
-        "query_pairs": "queries (picture and text) are training queries",
-        "answer_pairs": "queries have a picture and a right answer that training paired",
+        **{key: vars(counts[key]) for key in order},
     }
     warnings = [
-        f"{WARN}: {num[key]} of {of[key]} {text}; figures on them measure memory"
-        for key, text in words.items()
-        if num[key]
+        f"{WARN}: {counts[key].shared} of {counts[key].of} {text}; figures on them measure memory"
+        for key, text in WORDS.items()
+        if counts[key].shared
     ]
     return Audit(content, warnings)
+
+
+def _candidate_names(wanted: RetrievalSet, seen: _Seen, counts: Mapping[str, _Count]) -> dict[int, set[str]]:
+    """What the picture of each right candidate goes by, by row; counts all candidates on the way."""
+    positive = {row for rows, _ in wanted.positives for row in rows.tolist()}
+    row_of = {int(file_row): row for row, file_row in enumerate(wanted.file_rows_C.tolist())}
+    further, names_of = further_names(wanted), dict[int, set[str]]()
+    for file_row, item in enumerate(wanted.corpus_items()):
+        if not item.images:
+            continue
+        row, names = row_of[file_row], _names(item) | further.get(item.id, set())
+        counts["candidate_images"].add(not names.isdisjoint(seen.everywhere))
+        if row in positive:
+            counts["positive_images"].add(not names.isdisjoint(seen.targets))
+            names_of[row] = names
+    return names_of
 
 
 def _there(path: Path) -> Path:

@@ -1,13 +1,17 @@
-"""Look a retrieval set over before a model is asked: every picture, and what would make its figures mean little.
+"""Check a retrieval set before a model is asked: every picture, and what would make its figures mean little.
 
     rge eval check set=DIR
 
 Prints counts and caveats; a set that cannot be evaluated ends with an error that lists all that is wrong.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+
+import numpy as np
 
 from eval.benchmarks.suite import is_suite, load_suite
 from eval.sets.retrieval_set import RetrievalSet, SetError, content_digest, load_set, with_content
@@ -64,6 +68,24 @@ def check(options: CheckOptions) -> list[Checked]:
     return found
 
 
+@dataclass(frozen=True)
+class _Facts:
+    """What caveats are drawn from: the set, candidate ids by content, and the content of each query."""
+
+    wanted: RetrievalSet
+    ids_of: Mapping[str, list[str]]
+    asked: list[str]
+
+    @cached_property
+    def num_groups(self) -> int:
+        return len(set(self.wanted.columns["group"]))
+
+    @cached_property
+    def copies(self) -> list[list[str]]:
+        """Candidates that show the same."""
+        return [ids for ids in self.ids_of.values() if len(ids) > 1]
+
+
 def check_set(path: Path) -> Checked:
     """Read everything that a set has.
 
@@ -72,34 +94,33 @@ def check_set(path: Path) -> Checked:
     """
     wanted = load_set(path)
     bad: list[str] = []
-    rows_of: dict[str, list[str]] = defaultdict(list)
+    ids_of: dict[str, list[str]] = defaultdict(list)
     digests, pictured, worded = [], 0, 0
     for item in progress_bar(
         wanted.corpus_items(), desc="candidates", total=len(wanted.corpus_ids), unit="item", delay=2
     ):
-        digest = _digest(item, "candidate", bad)
-        digests.append(digest)
-        rows_of[digest].append(item.id)
+        digests.append(_digest(item, "candidate", bad))
+        ids_of[digests[-1]].append(item.id)
         pictured, worded = pictured + bool(item.images), worded + bool(item.text)
     asked = [_digest(query, "query", bad) for query in wanted.queries]
     if bad:
         more = f"\nand {len(bad) - MOST} more" if len(bad) > MOST else ""
         raise SetError(f"{path}: {len(bad)} items cannot be read:\n" + "\n".join(bad[:MOST]) + more)
-    wanted = with_content(wanted, digests)
+    facts = _Facts(with_content(wanted, digests), ids_of, asked)
     shown = sum(bool(query.images) for query in wanted.queries)
     texts = sum(bool(query.text) for query in wanted.queries)
     rights = [len(rows) for rows, _ in wanted.positives]
     least, most = min(rights), max(rights)
-    groups = len(set(wanted.columns["group"]))
     lines = [
         f"{wanted.path}: {wanted.name}",
-        f"{len(wanted.queries)} queries ({shown} with pictures, {texts} with text) in {groups} groups, "
+        f"{len(wanted.queries)} queries ({shown} with pictures, {texts} with text) in {facts.num_groups} groups, "
         f"{sum(rights)} right answers, {least if least == most else f'{least} to {most}'} a query",
         f"{len(wanted.corpus_ids)} candidates ({pictured} with pictures, {worded} with text)",
         f"fingerprint {wanted.fingerprint}",
-        f"content     {wanted.content}",
+        f"content     {facts.wanted.content}",
     ]
-    return Checked(wanted, lines, _caveats(wanted, rows_of, asked, groups))
+    caveats = [line for find in CAVEATS for line in [find(facts)] if line is not None]
+    return Checked(facts.wanted, lines, [*wanted.meta.get("notes", []), *caveats])
 
 
 def _digest(item: Item, side: str, bad: list[str]) -> str:
@@ -112,61 +133,80 @@ def _digest(item: Item, side: str, bad: list[str]) -> str:
         return ""
 
 
-def _caveats(wanted: RetrievalSet, rows_of: dict[str, list[str]], asked: list[str], groups: int) -> list[str]:
-    found = list(wanted.meta.get("notes", []))
-    if copies := [ids for ids in rows_of.values() if len(ids) > 1]:
-        found.append(
-            f"{sum(map(len, copies))} candidates show the same as another, e.g. {copies[0][0]!r} and {copies[0][1]!r}: equal "
-            "scores are ordered by id"
-        )
-    copy_of = {name: ids for ids in copies for name in ids}
-    for query, (rows, _) in zip(wanted.query_ids, wanted.positives, strict=True):
-        right = {wanted.corpus_ids[row] for row in rows.tolist()}
-        if lost := next(
-            (other for name in right for other in copy_of.get(name, []) if other not in right), None
-        ):
-            found.append(f"query {query!r}: {lost!r} shows the same as a right answer and counts as wrong")
-            break
-    if wanted.negatives is not None:
-        both = [
-            query
-            for query, (rows, _), wrong in zip(
-                wanted.query_ids, wanted.positives, wanted.negatives, strict=True
-            )
-            if set(rows.tolist()) & set(wrong.tolist())
-        ]
-        if both:
-            found.append(f"{len(both)} queries have a candidate that is right and wrong, first {both[0]!r}")
-    if twice := len(asked) - len(set(asked)):
-        found.append(f"{twice} queries ask exactly what another asks")
+def _copies(facts: _Facts) -> str | None:
+    if not facts.copies:
+        return None
+    one, other = facts.copies[0][:2]
+    return (
+        f"{sum(map(len, facts.copies))} candidates show the same as another, e.g. {one!r} and {other!r}: equal scores are "
+        "ordered by id"
+    )
+
+
+def _copy_of_right(facts: _Facts) -> str | None:
+    copies_of = {name: ids for ids in facts.copies for name in ids}
+    for query, (rows, _) in zip(facts.wanted.query_ids, facts.wanted.positives, strict=True):
+        right = {facts.wanted.corpus_ids[row] for row in rows.tolist()}
+        for other in (copy for name in right for copy in copies_of.get(name, [])):
+            if other not in right:
+                return f"query {query!r}: {other!r} shows the same as a right answer and counts as wrong"
+    return None
+
+
+def _right_and_wrong(facts: _Facts) -> str | None:
+    wanted = facts.wanted
+    judged = zip(wanted.query_ids, wanted.positives, wanted.negatives or [], strict=False)
+    both = [query for query, (right, _), wrong in judged if np.intersect1d(right, wrong).size]
+    return (
+        f"{len(both)} queries have a candidate that is right and wrong, first {both[0]!r}" if both else None
+    )
+
+
+def _asked_twice(facts: _Facts) -> str | None:
+    twice = len(facts.asked) - len(set(facts.asked))
+    return f"{twice} queries ask exactly what another asks" if twice else None
+
+
+def _shared_pictures(facts: _Facts) -> str | None:
     group_of: dict[str, str] = {}
-    for item, group in zip(wanted.queries, wanted.columns["group"], strict=True):
-        for picture in content_digest(item)[1]:
-            if group_of.setdefault(picture, group) != group:
-                found.append(
-                    f"query {item.id!r} shares a picture with another group: give both one group, or intervals come out "
-                    "too narrow"
-                )
-                break
-        else:
-            continue
-        break
-    if groups < FEW_GROUPS:
-        found.append(f"{groups} groups: intervals will be wide, and below {FEW_GROUPS} not reliable")
-    counts: dict[str, int] = defaultdict(int)
-    for name in wanted.columns["category"]:
-        counts[name] += 1
-    if small := [name for name, count in counts.items() if count < SMALL_CATEGORY and len(counts) > 1]:
-        found.append(f"fewer than {SMALL_CATEGORY} queries in {', '.join(map(repr, small[:5]))}")
-    if wanted.candidates is None and wanted.excluded is None:
-        own = sum(_own_in_pool(wanted))
-        if own:
-            found.append(
-                f"{own} queries have their own picture in the pool, where it is found first; excluded.parquet takes it out"
+    for item, group in zip(facts.wanted.queries, facts.wanted.columns["group"], strict=True):
+        if any(group_of.setdefault(picture, group) != group for picture in content_digest(item)[1]):
+            return (
+                f"query {item.id!r} shares a picture with another group: give both one group, or intervals come out "
+                "too narrow"
             )
-    return found
+    return None
 
 
-def _own_in_pool(wanted: RetrievalSet) -> list[bool]:
+def _few_groups(facts: _Facts) -> str | None:
+    num = facts.num_groups
+    return (
+        f"{num} groups: intervals will be wide, and below {FEW_GROUPS} not reliable"
+        if num < FEW_GROUPS
+        else None
+    )
+
+
+def _small_categories(facts: _Facts) -> str | None:
+    counts = Counter(facts.wanted.columns["category"])
+    small = [name for name, count in counts.items() if count < SMALL_CATEGORY and len(counts) > 1]
+    return f"fewer than {SMALL_CATEGORY} queries in {', '.join(map(repr, small[:5]))}" if small else None
+
+
+def _own_in_pool(facts: _Facts) -> str | None:
+    wanted = facts.wanted
+    if wanted.candidates is not None or wanted.excluded is not None:
+        return None
     pool = {one for item in wanted.corpus_items() for one in content_digest(item)[1]}
-    return [bool(pool & set(content_digest(query)[1])) for query in wanted.queries]
+    own = sum(bool(pool & set(content_digest(query)[1])) for query in wanted.queries)
+    return (
+        f"{own} queries have their own picture in the pool, where it is found first; excluded.parquet takes it out"
+        if own
+        else None
+    )
+
+
+CAVEATS: tuple[Callable[[_Facts], str | None], ...] = (
+    _copies, _copy_of_right, _right_and_wrong, _asked_twice, _shared_pictures, _few_groups, _small_categories, _own_in_pool,
+)  # fmt: skip
+"""What would make figures mean little, in the order in which it is said."""

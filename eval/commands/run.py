@@ -386,23 +386,15 @@ def _warnings(
 
 
 def _load(options: RunOptions, load: Callable[..., Embeds] | None, of_set: str | None = None) -> Embeds:
-    name, checkpoint = _model(options), None
+    """The embedder, set to ask as the options and the set want."""
+    if options.exact and options.engine != "own":
+        raise UserError("exact=true embeds every item alone, which vLLM does not do: use engine=own")
+    name = _model(options)
     if options.checkpoint is not None:
         checkpoint = checkpoint_folder(options.checkpoint)
         name = str(checkpoint)
-    by_us = options.engine == "own"
-    if options.exact and not by_us:
-        raise UserError("exact=true embeds every item alone, which vLLM does not do: use engine=own")
-    if load is None and checkpoint is not None and not checkpoint.is_dir():
-        raise UserError(
-            f"checkpoint {name} does not exist; model=NAME also takes an id on the Hugging Face hub"
-        )
-    if load is None and checkpoint is not None and options.adapter is None:
-        if not (checkpoint / "rge.json").is_file():
-            raise UserError(
-                f"checkpoint {name} has no rge.json, which says how it is asked: it is not finished, or lost it on the way. "
-                "An embedder of others is named by model="
-            )
+        if load is None:
+            _check_checkpoint(checkpoint, options.adapter)
     encoder = (load or default_loader(options))(
         name,
         device=options.device,
@@ -414,30 +406,35 @@ def _load(options: RunOptions, load: Callable[..., Embeds] | None, of_set: str |
         raise UserError(f"{name} writes no rationale: give query_mode=direct")
     for mode in options.query_mode:
         check_mode(mode, encoder.settings)
-    exact = options.exact
-    if exact is None:
-        exact = (
-            by_us
-            and encoder.settings["dtype"] == "float32"
-            and encoder.settings.get("device", "cpu") == "cpu"
-        )
-    if exact:
+    if _is_exact(options, encoder):
         encoder.settings = encoder.settings | {"exact": True}  # also part of the cache's name
         if hasattr(encoder, "exact"):
             encoder.exact = True
     profile = options.prompts or of_set
     if profile is not None and profile != encoder.settings["profile"]:
-        builder, reword = (getattr(encoder, name, None) for name in ("builder", "reword"))
-        if reword is not None:  # an adapter's own
-            reword(profile)
-            return encoder
-        if builder is None:
+        if not hasattr(encoder, "reword"):
             raise UserError(f"prompts={profile}: this encoder words its prompts itself")
-        from rge.model.prompts import PromptBuilder
-
-        encoder.builder = PromptBuilder(builder.processor, profile, builder.max_tokens)  # type: ignore[attr-defined]
-        encoder.settings = encoder.settings | {"profile": profile}  # also part of the cache's name
+        encoder.reword(profile)
     return encoder
+
+
+def _check_checkpoint(checkpoint: Path, adapter: str | None) -> None:
+    if not checkpoint.is_dir():
+        raise UserError(
+            f"checkpoint {checkpoint} does not exist; model=NAME also takes an id on the Hugging Face hub"
+        )
+    if adapter is None and not (checkpoint / "rge.json").is_file():
+        raise UserError(
+            f"checkpoint {checkpoint} has no rge.json, which says how it is asked: it is not finished, or lost it on the "
+            "way. An embedder of others is named by model="
+        )
+
+
+def _is_exact(options: RunOptions, encoder: Embeds) -> bool:
+    if options.exact is not None:
+        return options.exact
+    told = encoder.settings
+    return options.engine == "own" and (told["dtype"], told.get("device", "cpu")) == ("float32", "cpu")
 
 
 def default_loader(options: RunOptions) -> Callable[..., Embeds]:

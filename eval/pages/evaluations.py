@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,19 +83,29 @@ class Evaluation:
         Raises:
             UserError: the value or a bound is not a finite number.
         """
-        figures = self.results.get(block) or {}
-        if slice_name is not None:
-            figures = figures.get(slice_name) or {}
-        entry = figures.get(metric)
+        return self.figure_at((block, metric) if slice_name is None else (block, slice_name, metric))
+
+    def figure_at(self, path: Sequence[str]) -> Figure | None:
+        """The figure at these keys of results.json, None where there is none.
+
+        Raises:
+            UserError: the value or a bound is not a finite number.
+        """
+        entry: Any = self.results
+        for key in path:
+            entry = entry.get(key) if isinstance(entry, Mapping) else None
         if entry is None:
             return None
-        where = f"{self.directory}/results.json: {block}{f'.{slice_name}' if slice_name else ''}.{metric}"
-        numbers = {}
-        for key in ("value", "low", "high"):
-            numbers[key] = entry.get(key)
-            if key == "value" or numbers[key] is not None:
-                check_finite(numbers[key], f"{where}.{key}")
-        return Figure(**numbers)
+        where = f"{self.directory}/results.json: {'.'.join(path)}"
+        if not isinstance(entry, Mapping):
+            check_finite(entry, where)
+            return Figure(float(entry))
+        value, low, high = (entry.get(key) for key in ("value", "low", "high"))
+        check_finite(value, f"{where}.value")
+        for key, bound in (("low", low), ("high", high)):
+            if bound is not None:
+                check_finite(bound, f"{where}.{key}")
+        return Figure(value, low, high)
 
 
 def read_evaluations(dirs: Sequence[Path], baselines: Mapping[str, Path]) -> list[Evaluation]:
@@ -108,15 +118,11 @@ def read_evaluations(dirs: Sequence[Path], baselines: Mapping[str, Path]) -> lis
     Raises:
         UserError: no directory, one of them incomplete, or its files do not fit together.
     """
-    found: list[Path] = []
-    for directory in map(Path, dirs):
-        found += expand(directory)
+    found = [path for directory in dirs for path in expand(Path(directory))]
     if not found:
         raise UserError("dirs must name at least one evaluation directory, got none")
     evaluations = [read_evaluation(directory) for directory in dict.fromkeys(found)]
-    counts: dict[str, int] = defaultdict(int)
-    for evaluation in evaluations:
-        counts[evaluation.label] += 1
+    counts = Counter(one.label for one in evaluations)
     evaluations = [
         one
         if counts[one.label] == 1
@@ -124,10 +130,9 @@ def read_evaluations(dirs: Sequence[Path], baselines: Mapping[str, Path]) -> lis
         for one in evaluations
     ]
     for label, directory in baselines.items():
-        for one in expand(Path(directory), single=True):
-            evaluations.append(_relabel(read_evaluation(one), label, is_baseline=True))
-    labels = [one.label for one in evaluations]
-    twice = sorted({label for label in labels if labels.count(label) > 1})
+        for path in expand(Path(directory), single=True):
+            evaluations.append(_relabel(read_evaluation(path), label, is_baseline=True))
+    twice = sorted(label for label, num in Counter(one.label for one in evaluations).items() if num > 1)
     if twice:
         raise UserError(f"every evaluation needs a label of its own, got {twice[0]!r} twice")
     return sorted(evaluations, key=lambda one: one.order)
@@ -173,37 +178,41 @@ def read_evaluation(directory: Path) -> Evaluation:
     for name in ("results.json", "per_query.parquet"):
         if not (directory / name).is_file():
             raise UserError(f"{directory} has no {name}: the evaluation is incomplete, run it again")
+    results = _results(directory / "results.json")
+    mode = results.get("query_mode")
+    order, label, note = _FOREIGN_ORDER, str(results.get("tag") or directory.name), "a ranking made elsewhere"
+    if mode is not None:
+        asked = (str(mode), str(results.get("query_modality") or "both"))
+        unnamed = (_FOREIGN_ORDER, " · ".join(asked), "see the foot of the page")
+        order, label, note = _NAMES.get(asked, unnamed)
+    per_query = _per_query(directory / "per_query.parquet")
+    return Evaluation(directory, label, note, order, False, results, per_query)
+
+
+def _results(path: Path) -> dict[str, Any]:
     try:
-        results = json.loads((directory / "results.json").read_text(encoding="utf-8"))
+        results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{directory}/results.json is not JSON: {error}") from error
+        raise UserError(f"{path} is not JSON: {error}") from error
     missing = [key for key in ("set", "micro") if not results.get(key)]
     missing += [f"set.{key}" for key in ("name", "fingerprint") if not (results.get("set") or {}).get(key)]
     if missing:
-        raise UserError(f"{directory}/results.json lacks {', '.join(missing)}")
+        raise UserError(f"{path} lacks {', '.join(missing)}")
+    return results
+
+
+def _per_query(path: Path) -> pd.DataFrame:
     try:
-        per_query = pd.read_parquet(directory / "per_query.parquet")
+        table = pd.read_parquet(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"{directory}/per_query.parquet cannot be read: {error}") from error
-    absent = [name for name in (QUERY_COLUMN, RANK_COLUMN, TOP_COLUMN) if name not in per_query]
+        raise UserError(f"{path} cannot be read: {error}") from error
+    absent = [name for name in (QUERY_COLUMN, RANK_COLUMN, TOP_COLUMN) if name not in table]
     if absent:
-        raise UserError(
-            f"{directory}/per_query.parquet has no column {absent[0]!r}; it has {', '.join(per_query.columns)}"
-        )
-    per_query = per_query.set_index(QUERY_COLUMN)
-    if per_query.index.has_duplicates:
-        twice = per_query.index[per_query.index.duplicated()][0]
-        raise UserError(f"{directory}/per_query.parquet has query {twice!r} more than once")
-    if results.get("query_mode") is None:  # `rge eval score`: a ranking made elsewhere
-        order, label, note = (
-            _FOREIGN_ORDER,
-            str(results.get("tag") or directory.name),
-            "a ranking made elsewhere",
-        )
-    else:
-        mode = (str(results["query_mode"]), str(results.get("query_modality") or "both"))
-        order, label, note = _NAMES.get(mode, (_FOREIGN_ORDER, " · ".join(mode), "see the foot of the page"))
-    return Evaluation(directory, label, note, order, False, results, per_query)
+        raise UserError(f"{path} has no column {absent[0]!r}; it has {', '.join(table.columns)}")
+    table = table.set_index(QUERY_COLUMN)
+    if table.index.has_duplicates:
+        raise UserError(f"{path} has query {table.index[table.index.duplicated()][0]!r} more than once")
+    return table
 
 
 def check_one_set(evaluations: Sequence[Evaluation]) -> None:

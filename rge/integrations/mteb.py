@@ -21,7 +21,6 @@ from mteb.types import PromptType
 from rge.checkpoints.export import checkpoint_hash, read_settings
 from rge.common.schema import Item
 from rge.embedder import WINDOW_BATCHES, Embedder, local_folder
-from rge.model.prompts import PromptBuilder
 
 
 class ReasoningEncoder(AbsEncoder):
@@ -59,8 +58,7 @@ class ReasoningEncoder(AbsEncoder):
             exact = self.embedder.settings["dtype"] == "float32" and self.embedder.model.device.type == "cpu"
         self.embedder.exact = exact
         if prompts is not None:
-            known = self.embedder.builder
-            self.embedder.builder = PromptBuilder(known.processor, prompts, known.max_tokens)
+            self.embedder.reword(prompts)
         self.mode: Any = mode or ("direct" if self.embedder.settings["reasons"] == "none" else "reasoning")
         self.instruction = instruction
 

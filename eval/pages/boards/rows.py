@@ -3,12 +3,10 @@
 A place means that two rows can be compared: the same set, profile, choices of the import and release.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from eval.benchmarks.published_tables import Column, Published
 from eval.pages.evaluations import Evaluation, Figure
@@ -18,7 +16,7 @@ MAX_COLUMNS = 8
 """Columns of a board's table; further ones are in the heat map only."""
 ROUNDED = 1e-5
 """Released scorers round: their figure and ours within this are the same figure."""
-TRAINED = "TRAINED ON THE TEST"
+TRAINED, NO_PLACE = "TRAINED ON THE TEST", ": no place"
 GENERIC = ("recall@1", "recall@10", "mrr", "ndcg@10")
 MAX_MODELS = 8
 """Models of the heat map: all measured ones first, then the best published."""
@@ -89,28 +87,6 @@ def note_of(one: Evaluation) -> str:
     return ", ".join(words)
 
 
-def figure_at(one: Evaluation, path: Sequence[str]) -> Figure | None:
-    """A figure of results.json; None where it has none.
-
-    Raises:
-        UserError: it is not a finite number.
-    """
-    found: Any = one.results
-    for key in path:
-        found = found.get(key) if isinstance(found, Mapping) else None
-    if found is None:
-        return None
-    if isinstance(found, Mapping):
-        value, low, high = (found.get(key) for key in ("value", "low", "high"))
-    else:
-        value, low, high = found, None, None
-    if not isinstance(value, (int, float)) or not np.isfinite(value):
-        raise UserError(
-            f"{one.directory}/results.json: {'.'.join(path)} must be a finite number, got {value!r}"
-        )
-    return Figure(float(value), low, high)
-
-
 def measured_row(
     label: str, note: str, one: Evaluation, columns: Sequence[Column], metric: str, known: bool
 ) -> Row:
@@ -124,38 +100,42 @@ def measured_row(
         metric: whose slices it has.
         known: whether the board knows the content of its set, so that a row which does not say takes no place.
     """
-    results, labels = one.results, []
-    official = results.get("profile") == "official"
+    official = one.results.get("profile") == "official"
+    figures = [_official(one, column) if official else one.figure_at(column.path) for column in columns]
+    warnings = [str(warning) for warning in one.results.get("warnings") or []]
+    labels = list(_labels(one.results, warnings, known))
+    comparable = not any(label.endswith(NO_PLACE) for label in labels)
+    if official and one.results.get("coverage", 1.0) < 1.0:
+        comparable = False  # officially queries without a ranking are left out, which flatters
+    return Row(label, note, figures, False, _slices(one, metric), one, labels, warnings, comparable)
+
+
+def _labels(results: Mapping[str, Any], warnings: Sequence[str], known: bool) -> Iterator[str]:
+    """What sets a row apart; one that ends with `NO_PLACE` takes none."""
     if (results.get("benchmark") or "generic") != "generic":
-        labels.append(f"{results.get('profile')} protocol")
-    labels += [
-        f"{key}={value}" for key, value in (results["set"].get("made_with") or {}).items() if key != "task"
-    ]
-    warnings = [str(warning) for warning in results.get("warnings") or []]
-    comparable = True
+        yield f"{results.get('profile')} protocol"
+    for key, value in (results["set"].get("made_with") or {}).items():
+        if key != "task":
+            yield f"{key}={value}"
     if any(TRAINED in warning for warning in warnings):
-        labels.append("trained on the test: no place")
-        comparable = False
-    if results.get("coverage", 1.0) < 1.0:
-        labels.append(f"{100 * results['coverage']:.1f} % of the queries")
-        comparable = comparable and not official  # officially the others are left out, which flatters
-    labels += [f"plugin {name}" for name in results.get("plugins") or {}]
+        yield f"trained on the test{NO_PLACE}"
+    if (coverage := results.get("coverage", 1.0)) < 1.0:
+        yield f"{100 * coverage:.1f} % of the queries"
+    for name in results.get("plugins") or {}:
+        yield f"plugin {name}"
     if results.get("asked_as_released"):
         code = (results.get("settings") or {}).get("release_code")
-        labels.append(f"as released, {code}" if code else "as released")
+        yield f"as released, {code}" if code else "as released"
     if known and not results["set"].get("content"):
-        labels.append("written before sets had a content: no place")
-        comparable = False
-    figures = [_official(one, column) if official else figure_at(one, column.path) for column in columns]
-    return Row(label, note, figures, False, _slices(one, metric), one, labels, warnings, comparable)
+        yield f"written before sets had a content{NO_PLACE}"
 
 
 def _official(one: Evaluation, column: Column) -> Figure | None:
     """The released scorer's figure, with the interval of our own figure of the same name where they are the same."""
-    ours = figure_at(one, column.path)
+    ours = one.figure_at(column.path)
     if column.official is None:
         return ours
-    theirs = figure_at(one, column.official)
+    theirs = one.figure_at(column.official)
     if theirs is None or ours is None or abs(theirs.value - ours.value) > ROUNDED:
         return theirs
     return Figure(theirs.value, ours.low, ours.high)
@@ -222,7 +202,7 @@ def _slices(one: Evaluation, metric: str) -> dict[str, Figure]:
     for block, slices in one.results.items():
         if block.startswith("by_") and isinstance(slices, Mapping) and len(slices) > 1:
             for name in slices:
-                figure = figure_at(one, (block, name, metric))
+                figure = one.figure_at((block, name, metric))
                 if figure is not None:
                     found.setdefault(str(name), figure)
     return found

@@ -51,23 +51,15 @@ COMMANDS = {
 
 def main(argv: Sequence[str]) -> int:
     """Run a command; 0 if it succeeded, 2 if what the user gave was wrong."""
-    if argv[:1] == ["fetch"] and argv[1:] and argv[1] not in HELP and "=" not in argv[1]:
-        argv = ["fetch", f"benchmark={argv[1]}", *argv[2:]]
-    name = " ".join(argv[: 2 if argv[:1] == ["import"] else 1])
-    words = argv[len(name.split()) :]
-    if name == "mine":
-        words = positional(words, "src", "queries")
+    name, words = _command_and_words(argv)
     asked = any(word in HELP for word in argv)
     try:
         # first: what they register may be the command (import), and is looked up by name in the others
         plugins = [word for word in words if word.startswith("plugins=")]
         parse_options(PluginOptions, plugins)
         if name != "import" and command_of(name) is None:
-            shown = (
-                f"there are folder, {', '.join(BENCHMARKS)}" if name.startswith("import") else str(__doc__)
-            )
-            print(shown, file=sys.stdout if asked else sys.stderr)
-            return 0 if asked else 2
+            importers = f"there are folder, {', '.join(BENCHMARKS)}"
+            return _show(importers if name.startswith("import") else str(__doc__), asked)
         if words == plugins or asked:
             print(usage(name))
             return 0 if asked else 2
@@ -82,6 +74,20 @@ def main(argv: Sequence[str]) -> int:
         return 2
     leave()  # after an error the launcher ends the others
     return 0
+
+
+def _command_and_words(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """The command's name and its ``key=value`` words; what may be given without a key gets it."""
+    name = " ".join(argv[: 2 if argv[:1] == ["import"] else 1])
+    words = list(argv[len(name.split()) :])
+    if name == "fetch" and words and words[0] not in HELP and "=" not in words[0]:
+        words[0] = f"benchmark={words[0]}"
+    return name, positional(words, "src", "queries") if name == "mine" else words
+
+
+def _show(text: str, asked: bool) -> int:
+    print(text, file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2
 
 
 def command_of(name: str) -> tuple[type, Callable[..., Any]] | None:

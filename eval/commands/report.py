@@ -6,6 +6,7 @@ rge eval report runs=DIR[,DIR...] out=FILE [log=FILE,...] [baseline=LABEL:DIR,..
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from eval.pages.boards.leaderboard import write_leaderboard
 from eval.pages.budget_curves import BASES, BUDGET
@@ -48,7 +49,7 @@ class ReportOptions(PluginOptions):
 def _is_for_leaderboard(runs: Sequence[str]) -> bool:
     """Whether runs are of a suite or of several sets, or carry labels."""
     sets = set()
-    for word in filter(None, runs):
+    for word in runs:
         if not Path(word).is_dir():
             return ":" in word
         for directory in expand(Path(word)):
@@ -72,37 +73,35 @@ def report(options: ReportOptions) -> Path:
 
 def _page(options: ReportOptions) -> Path:
     one_of("page", [options.page], ("auto", "set", "leaderboard"))
-    if options.page == "leaderboard" or (options.page == "auto" and _is_for_leaderboard(options.runs)):
+    shared: dict[str, Any] = {"title": options.title, "set_dir": options.set, "seed": options.seed}
+    runs = [word for word in options.runs if word]
+    if options.page == "leaderboard" or (options.page == "auto" and _is_for_leaderboard(runs)):
         if options.log or options.baseline:
             raise UserError(
                 "log= and baseline= are for page=set; a leaderboard takes all models by runs=LABEL:DIR,..."
             )
-        return write_leaderboard(
-            [word for word in options.runs if word],
-            options.out,
-            title=options.title,
-            which=options.published,
-            num_examples=options.examples if options.examples != ReportOptions.examples else 24,
-            set_dir=options.set,
-            seed=options.seed,
-        )
-    baselines = {}
-    for entry in filter(None, options.baseline):
-        label, colon, directory = entry.partition(":")
-        if not (label and colon and directory):
-            raise UserError(f"baseline must be LABEL:DIR, got {entry!r}")
-        baselines[label] = Path(directory)
-    dirs = [Path(name) for name in options.runs if name]
+        num = options.examples if options.examples != ReportOptions.examples else 24
+        return write_leaderboard(runs, options.out, which=options.published, num_examples=num, **shared)
+    dirs = [Path(name) for name in runs]
     curves = read_json(dirs[0] / BUDGET) if len(dirs) == 1 else None  # the output of `budget`
     return write_report(
         dirs if curves is None else [dirs[0] / name for name in BASES],
         options.out,
         training_logs=[Path(name) for name in options.log if name],
-        title=options.title,
         metric=options.metric,
         num_examples=options.examples,
-        baselines=baselines,
-        set_dir=options.set,
-        seed=options.seed,
+        baselines=_baselines(options.baseline),
         budget=curves,
+        **shared,
     )
+
+
+def _baselines(words: Sequence[str]) -> dict[str, Path]:
+    """``LABEL:DIR`` as label -> directory."""
+    found = {}
+    for word in filter(None, words):
+        label, _, directory = word.partition(":")
+        if not (label and directory):
+            raise UserError(f"baseline must be LABEL:DIR, got {word!r}")
+        found[label] = Path(directory)
+    return found

@@ -10,7 +10,7 @@ model, trained by us or not, or a model behind an OpenAI-compatible endpoint. It
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -345,31 +345,19 @@ def rerank(
     keys = team.once(lambda: _keys(wanted, asked, query_P, row_P, about))
     unique = list(dict.fromkeys(keys))
     known: dict[str, Any] = team.once(lambda: _opened(answers).get_values(unique))
-    todo = {
-        key: (int(q), int(row)) for key, q, row in zip(keys, query_P, row_P, strict=True) if key not in known
-    }
+    pairs = zip(query_P.tolist(), row_P.tolist(), strict=True)
+    todo = {key: pair for key, pair in zip(keys, pairs, strict=True) if key not in known}
     order = sorted(todo, key=lambda key: int(wanted.file_rows_C[todo[key][1]]))
-    chunk = max(min(chunk, -(-len(order) // team.size)), 1)  # nobody is idle where there are few pairs
+    chunk = max(min(chunk, -(-len(order) // team.size)), 1)  # no process is idle where there are few pairs
     parts = [order[start : start + chunk] for start in range(0, len(order), chunk)]
-    mine = parts[team.rank :: team.size]
-    shown = _candidates(wanted, [[todo[key][1] for key in part] for part in mine])
+    scored = _scored(
+        wanted, asked, judge, answers if team.is_first else None, todo, parts[team.rank :: team.size]
+    )
     with (progress if team.is_first else NO_BAR)(
         total=len(unique), initial=len(known), desc="reranking", unit="pair"
     ) as bar:
-        for number in range(-(-len(parts) // team.size)):  # every process takes part in every round
-            new = {}
-            if number < len(mine):
-                items = next(shown)
-                pairs = [(asked[todo[key][0]], items[todo[key][1]]) for key in mine[number]]
-                began = time.perf_counter()
-                if isinstance(judge, RemoteJudge) and team.is_first:
-                    keep = partial(_keep_paid, _opened(answers), mine[number], began)
-                    scores = judge.score(pairs, keep)
-                else:
-                    scores = judge.score(pairs)
-                ms = (time.perf_counter() - began) * 1000 / len(pairs)
-                new = {key: [score, ms] for key, score in zip(mine[number], scores, strict=True)}
-            for found in team.gather(new):
+        for _ in range(-(-len(parts) // team.size)):  # every process takes part in every round
+            for found in team.gather(next(scored, {})):
                 if team.is_first and found:
                     _opened(answers).put_values(found)
                 known |= found
@@ -385,6 +373,27 @@ def rerank(
     score_QN[query_P, place_P] = [-1.0 if known[key][0] is None else known[key][0] for key in keys]
     ms_QN[query_P, place_P] = [known[key][1] for key in keys]
     return Judged(reorder(ranking, score_QN, mix), len(keys), unanswered, ms_QN.sum(axis=1))
+
+
+def _scored(
+    wanted: RetrievalSet,
+    asked: Sequence[Item],
+    judge: Judge,
+    answers: AnswerStore | None,
+    todo: Mapping[str, tuple[int, int]],
+    parts: Sequence[Sequence[str]],
+) -> Iterator[dict[str, list[Any]]]:
+    """Score and mean milliseconds by key, part by part; ``answers``: where an endpoint's scores are kept as they come."""
+    shown = _candidates(wanted, [[todo[key][1] for key in part] for part in parts])
+    for part, items in zip(parts, shown, strict=True):
+        pairs = [(asked[todo[key][0]], items[todo[key][1]]) for key in part]
+        began = time.perf_counter()
+        if isinstance(judge, RemoteJudge) and answers is not None:
+            scores = judge.score(pairs, partial(_keep_paid, answers, part, began))
+        else:
+            scores = judge.score(pairs)
+        ms = (time.perf_counter() - began) * 1000 / len(pairs)
+        yield {key: [score, ms] for key, score in zip(part, scores, strict=True)}
 
 
 def _keep_paid(

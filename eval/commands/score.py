@@ -8,6 +8,7 @@ survive the file, whose scores are strictly decreasing (`eval.scoring.trec`).
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -20,7 +21,7 @@ from eval.scoring.metrics import deepest
 from eval.scoring.output_files import RUN, again, check_out
 from eval.scoring.tables import summary
 from eval.scoring.trec import ReadRun, read_run
-from eval.sets.retrieval_set import load_set, with_readable_content
+from eval.sets.retrieval_set import RetrievalSet, load_set, with_readable_content
 from rge.common.errors import UserError
 from rge.common.registry import PluginOptions
 
@@ -78,17 +79,10 @@ def score(options: ScoreOptions) -> Path:
     protocol = protocol_for(options.benchmark, options.profile, wanted, options.metrics)
     wanted, unread = with_readable_content(protocol.prepare(wanted))
     paths = [path / RUN if path.is_dir() else path for path in (options.run, *options.fuse)]
-    reads = [read_run(path, wanted, allow_ties=options.allow_ties) for path in paths]
-    read = reads[0]
-    if options.fuse:
-        ranking = added([one.ranking for one in reads], options.fuse_by, options.weights or None)
-        missing = [name for name in read.missing if all(name in one.missing for one in reads)]
-        tag = f"{options.fuse_by}-of-{'-'.join(one.tag for one in reads)}"
-        read = ReadRun(ranking, missing, sum(one.num_excluded for one in reads), tag)
-    num_queries = len(wanted.queries)
+    read = _read_runs(options, paths, wanted)
     if read.missing and not options.allow_missing:
         raise UserError(
-            f"{options.run}: {len(read.missing)} of {num_queries} queries have no line, first {read.missing[0]!r}. "
+            f"{options.run}: {len(read.missing)} of {len(wanted.queries)} queries have no line, first {read.missing[0]!r}. "
             "Leaving them out would flatter the run; allow_missing=true "
             + ("leaves them out, as the released code does," if protocol.skips_missing else "scores them 0")
             + " and reports the coverage"
@@ -140,6 +134,19 @@ def score(options: ScoreOptions) -> Path:
     if short:
         print(f"{short} queries list fewer than {needed} candidates; what is not listed counts as not found")
     return options.out
+
+
+def _read_runs(options: ScoreOptions, paths: Sequence[Path], wanted: RetrievalSet) -> ReadRun:
+    """The run, or several as one ranking."""
+    reads = [read_run(path, wanted, allow_ties=options.allow_ties) for path in paths]
+    if len(reads) == 1:
+        return reads[0]
+    return ReadRun(
+        added([one.ranking for one in reads], options.fuse_by, options.weights or None),
+        [name for name in reads[0].missing if all(name in one.missing for one in reads)],
+        sum(one.num_excluded for one in reads),
+        f"{options.fuse_by}-of-{'-'.join(one.tag for one in reads)}",
+    )
 
 
 def score_members(options: ScoreOptions) -> Path:

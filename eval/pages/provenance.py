@@ -11,30 +11,37 @@ from eval.pages.evaluations import Evaluation
 
 def provenance_of(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
     """What produced the evaluations: facts that all share, those that differ, and everything recorded but figures."""
-    figures = {"again", "set", "micro", "macro", "ties", "rationale", "random"}
-    blocks, recorded = [], []
-    for one in evaluations:
-        rest = {k: v for k, v in one.results.items() if k not in figures and not k.startswith("by_")}
-        rest = _without_paths(rest)
-        facts = {}
-        for name, value in rest.items():
-            if isinstance(value, Mapping) and all(isinstance(v, (str, int, float)) for v in value.values()):
-                value = ", ".join(f"{k} {_brief(v)}" for k, v in value.items())
-            if isinstance(value, (str, int, float)) and 0 < len(_brief(value)) <= 300:
-                facts[name.replace("_", " ")] = _brief(value)
-        if (command := _command(one)) is not None:
-            facts["again with"] = command
-        blocks.append(facts)
-        recorded.append((one.label, json.dumps(rest, indent=1, ensure_ascii=False, default=str)))
-    common = {k: v for k, v in blocks[0].items() if all(facts.get(k) == v for facts in blocks[1:])}
+    told = [_without_paths(_recorded(one.results)) for one in evaluations]
+    blocks = [_facts(rest, one) for rest, one in zip(told, evaluations, strict=True)]
+    common = {}
+    if len(blocks) > 1:
+        common = {k: v for k, v in blocks[0].items() if all(facts.get(k) == v for facts in blocks[1:])}
+    labels = [one.label for one in evaluations]
+    own = [{k: v for k, v in facts.items() if k not in common} for facts in blocks]
+    recorded = [json.dumps(rest, indent=1, ensure_ascii=False, default=str) for rest in told]
     return {
-        "common": common if len(blocks) > 1 else {},
-        "own": [
-            (one.label, {k: v for k, v in facts.items() if len(blocks) == 1 or k not in common})
-            for one, facts in zip(evaluations, blocks, strict=True)
-        ],
-        "recorded": recorded,
+        "common": common,
+        "own": list(zip(labels, own, strict=True)),
+        "recorded": list(zip(labels, recorded, strict=True)),
     }
+
+
+def _recorded(results: Mapping[str, Any]) -> dict[str, Any]:
+    figures = {"again", "set", "micro", "macro", "ties", "rationale", "random"}
+    return {k: v for k, v in results.items() if k not in figures and not k.startswith("by_")}
+
+
+def _facts(recorded: Mapping[str, Any], one: Evaluation) -> dict[str, str]:
+    """What fits into a line each."""
+    facts = {}
+    for name, value in recorded.items():
+        if isinstance(value, Mapping) and all(isinstance(v, (str, int, float)) for v in value.values()):
+            value = ", ".join(f"{k} {_brief(v)}" for k, v in value.items())
+        if isinstance(value, (str, int, float)) and 0 < len(_brief(value)) <= 300:
+            facts[name.replace("_", " ")] = _brief(value)
+    if (command := _command(one)) is not None:
+        facts["again with"] = command
+    return facts
 
 
 def _brief(value: object) -> str:

@@ -1,6 +1,6 @@
 """The tables of a report: figures with intervals, slices, paired gains, all metrics, cost and ties."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -68,36 +68,54 @@ def _table(
     block_name: str | None,
     floor: np.ndarray | None,
 ) -> Table:
-    grid: list[tuple[str, str, list[Figure | None], bool, bool]] = []
-    figures: list[Figure | None]
-    if floor is not None:
-        figures = []
-        for _, block, name in columns:
-            rows_Q = _members(main, block, name)
-            figures.append(None if rows_Q is None else Figure(float(np.nanmean(floor[rows_Q]))))
-        if columns[0][2] is None:  # as it was measured; the slices are not in results.json
-            figures[0] = Figure(main.results["random"][metric])
-        grid.append(("Random floor", "a shuffled ranking", figures, False, True))
-    for one in evaluations:
-        figures = [one.figure(block, metric, name) for _, block, name in columns]
-        grid.append((one.label, one.note, figures, one is main, False))
-    shown = [f for _, _, figures, _, _ in grid for f in figures if f is not None]
-    scale = Scale.around([value for f in shown for value in (f.value, f.low, f.high)])
-    rows = []
-    for label, note, figures, featured, is_random in grid:
-        cells = []
-        for (_, block, name), figure in zip(columns, figures, strict=True):
-            where = f"{label}|{'random' if is_random else block}|{name or ''}|{metric}"
-            if figure is None:
-                cells.append(Cell(None, where=where))
-                continue
-            low = figure.value if figure.low is None else figure.low
-            high = figure.value if figure.high is None else figure.high
-            cells.append(Cell(figure, scale.at(figure.value), scale.at(low), scale.at(high), where))
-        rows.append(Row(label, note, cells, featured, is_random))
+    grid = [
+        (one.label, one.note, [one.figure(block, metric, name) for _, block, name in columns], one is main)
+        for one in evaluations
+    ]
+    scales = [figures for _, _, figures, _ in grid]
+    chance = None if floor is None else _chance(main, metric, columns, floor)
+    if chance is not None:
+        scales.append(chance)
+    known = [f for figures in scales for f in figures if f is not None]
+    scale = Scale.around([value for f in known for value in (f.value, f.low, f.high)])
+
+    def cells(
+        label: str, figures: Sequence[Figure | None], block_of: Callable[[str], str] = str
+    ) -> list[Cell]:
+        return [
+            _cell(figure, scale, f"{label}|{block_of(block)}|{name or ''}|{metric}")
+            for (_, block, name), figure in zip(columns, figures, strict=True)
+        ]
+
+    rows = [Row(label, note, cells(label, figures), featured) for label, note, figures, featured in grid]
+    if chance is not None:
+        label = "Random floor"
+        rows.insert(
+            0, Row(label, "a shuffled ranking", cells(label, chance, lambda _: "random"), is_random=True)
+        )
     heads = [(heading, counts.get(name)) for heading, _, name in columns]
     name = (block_name or "").removeprefix("by_").replace("_", " ")
     return Table(name, heads, rows, scale)
+
+
+def _chance(
+    main: Evaluation, metric: str, columns: Sequence[tuple[str, str, str | None]], floor: np.ndarray
+) -> list[Figure | None]:
+    """What a shuffled ranking has in each column."""
+    figures: list[Figure | None] = []
+    for _, block, name in columns:
+        rows_Q = _members(main, block, name)
+        figures.append(None if rows_Q is None else Figure(float(np.nanmean(floor[rows_Q]))))
+    if columns[0][2] is None:  # as it was measured; the slices are not in results.json
+        figures[0] = Figure(main.results["random"][metric])
+    return figures
+
+
+def _cell(figure: Figure | None, scale: Scale, where: str) -> Cell:
+    if figure is None:
+        return Cell(None, where=where)
+    low, high = (figure.value if bound is None else bound for bound in (figure.low, figure.high))
+    return Cell(figure, scale.at(figure.value), scale.at(low), scale.at(high), where)
 
 
 def main_table(
@@ -274,27 +292,26 @@ def cost_and_ties(evaluations: Sequence[Evaluation], metric: str) -> dict[str, A
 
 
 def _cost_cells(one: Evaluation, metric: str) -> dict[str, str | None]:
-    where = f"{one.directory}/results.json"
-    written = (one.results.get("rationale") or {}) if one.mode[0] == "reasoning" else {}
-    for key in ("forced_rate", "tokens_mean", "tokens_p95"):
-        if written.get(key) is not None:
-            check_finite(written[key], f"{where}: rationale.{key}")
-    forced, mean, most = (written.get(key) for key in ("forced_rate", "tokens_mean", "tokens_p95"))
-    ties = (one.results.get("ties") or {}).get(metric)
-    for key, value in (ties or {}).items():
-        check_finite(value, f"{where}: ties.{metric}.{key}")
-    own = (one.results.get("self_retrieval") or {}).get("rate@1")
-    spent = {}
-    for key in ("generate_ms", "embed_ms"):
+    def told(*path: str) -> float | None:
+        found = one.figure_at(path)
+        return None if found is None else found.value
+
+    def spent(key: str) -> float | None:
         column = one.per_query.get(key)
-        spent[key] = None if column is None or column.isna().all() else float(column.mean())
+        return None if column is None or column.isna().all() else float(column.mean())
+
+    keys = ("forced_rate", "tokens_mean", "tokens_p95")
+    reasons = one.mode[0] == "reasoning"
+    forced, mean, most = (told("rationale", key) if reasons else None for key in keys)
+    worst, best = (told("ties", metric, key) for key in ("worst", "best"))
+    own = told("self_retrieval", "rate@1")
+    generate, embed = spent("generate_ms"), spent("embed_ms")
+    tokens = [f"{mean:.1f}" if mean is not None else "", f"{most:.0f}" if most is not None else ""]
     return {
         "Forced stops": None if forced is None else f"{percent(forced)} %",
-        "Tokens, mean / p95": None
-        if mean is None
-        else f"{mean:.1f}" + ("" if most is None else f" / {most:.0f}"),
-        "Generate, ms a query": f"{spent['generate_ms']:.1f}" if spent["generate_ms"] else None,
-        "Embed, ms a query": None if spent["embed_ms"] is None else f"{spent['embed_ms']:.1f}",
-        "Ties, worst–best": None if ties is None else f"{percent(ties['worst'])}–{percent(ties['best'])} %",
+        "Tokens, mean / p95": " / ".join(filter(None, tokens)) if tokens[0] else None,
+        "Generate, ms a query": f"{generate:.1f}" if generate else None,
+        "Embed, ms a query": None if embed is None else f"{embed:.1f}",
+        "Ties, worst–best": None if worst is None or best is None else f"{percent(worst)}–{percent(best)} %",
         "Own picture first": None if own is None else f"{percent(own)} %",
     }

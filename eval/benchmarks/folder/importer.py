@@ -1,7 +1,7 @@
 """A folder of photos and a spreadsheet become a retrieval set: see docs/own_data.md.
 
 Copies of one picture under two names are one candidate, or a right answer would count as wrong. A query's own picture is
-its own best match, so it is taken out of that query's ranking. Everything that is wrong is reported at once, with its cells.
+its own best match, so it is taken out of that query's ranking. All problems are reported together, with their cells.
 """
 
 import datetime
@@ -24,21 +24,16 @@ ALIASES = {
     "text": ("text", "query", "question", "query_text"),
     "image": ("image", "images", "picture", "pictures", "photo", "photos", "query_image"),
     "right": (
-        "right",
-        "right_answer",
-        "right_answers",
-        "answer",
-        "answers",
-        "positive",
-        "positives",
-        "correct",
+        "right", "right_answer", "right_answers", "answer", "answers", "positive", "positives", "correct",
     ),
     "wrong": ("wrong", "wrong_answer", "wrong_answers", "negative", "negatives"),
     "category": ("category", "type", "kind"),
     "group": ("group",),
     "instruction": ("instruction", "task"),
-}
+}  # fmt: skip
 MOST_PROBLEMS = 200
+_Cell = tuple[str, Any]
+"""A cell's address and value."""
 
 
 @dataclass(kw_only=True)
@@ -163,14 +158,7 @@ class _Rows:
             self.problems.append(f"{where}: id {name!r} is already that of {first}")
         text, instruction = self._text(cells, "text"), self._text(cells, "instruction")
         shown, good, bad = (self._pictures(cells, ours) for ours in ("image", "right", "wrong"))
-        if cells["right"][1] in ("", []):
-            self.problems.append(f"{cells['right'][0]}: no right answer")
-        if all(ours not in cells or cells[ours][1] in ("", []) for ours in ("text", "image")):
-            self.problems.append(f"row {number}: neither text nor picture")
-        for one in sorted(set(good) & set(bad)):
-            self.problems.append(f"{cells['wrong'][0]}: {one!r} is listed as right and as wrong")
-        for column in self.options.report_by:
-            self._refuse(self.table.address(number, column), row.get(column), dates=True)
+        self._check(number, row, cells, set(good) & set(bad))
         self.queries.append(
             Query(
                 id=name,
@@ -186,6 +174,21 @@ class _Rows:
         self.wrong += [(name, one) for one in bad]
         self.own += [(name, one) for one in shown if one not in good]
 
+    def _check(self, number: int, row: dict[str, Any], cells: dict[str, _Cell], both: set[str]) -> None:
+        """What a row lacks, and ``both``, its pictures that are right and wrong."""
+
+        def is_empty(ours: str) -> bool:
+            return ours not in cells or cells[ours][1] in ("", [])
+
+        if is_empty("right"):
+            self.problems.append(f"{cells['right'][0]}: no right answer")
+        if is_empty("text") and is_empty("image"):
+            self.problems.append(f"row {number}: neither text nor picture")
+        for one in sorted(both):
+            self.problems.append(f"{cells['wrong'][0]}: {one!r} is listed as right and as wrong")
+        for column in self.options.report_by:
+            self._refuse(self.table.address(number, column), row.get(column), dates=True)
+
     def finish(self) -> None:
         """Raise what was wrong.
 
@@ -193,20 +196,17 @@ class _Rows:
             ReleaseError: anything was.
         """
         if self.problems:
-            shown = "\n".join(self.problems[:MOST_PROBLEMS])
-            more = (
-                f"\nand {len(self.problems) - MOST_PROBLEMS} more"
-                if len(self.problems) > MOST_PROBLEMS
-                else ""
-            )
-            raise ReleaseError(f"{self.table.path}: {len(self.problems)} problems\n{shown}{more}")
+            lines = [f"{self.table.path}: {len(self.problems)} problems", *self.problems[:MOST_PROBLEMS]]
+            if (more := len(self.problems) - MOST_PROBLEMS) > 0:
+                lines.append(f"and {more} more")
+            raise ReleaseError("\n".join(lines))
 
-    def _text(self, cells: dict[str, tuple[str, Any]], ours: str) -> str:
+    def _text(self, cells: dict[str, _Cell], ours: str) -> str:
         where, value = cells.get(ours, ("", ""))
         self._refuse(where, value, dates=ours in ("category", "group"))
         return _words(value)
 
-    def _pictures(self, cells: dict[str, tuple[str, Any]], ours: str) -> list[str]:
+    def _pictures(self, cells: dict[str, _Cell], ours: str) -> list[str]:
         where, value = cells.get(ours, ("", ""))
         if self._refuse(where, value):
             return []

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from openpyxl import load_workbook
+from openpyxl import Workbook, load_workbook
 from openpyxl.utils import get_column_letter
 from openpyxl.utils.exceptions import InvalidFileException
 
@@ -104,21 +104,26 @@ def _read_grid(table: Table, grid: Iterator[tuple[int, Sequence[Any]]], hint: st
     (head, names), *rows = lines
     column_of: dict[str, int] = {}
     for column in range(max(len(cells) for _, cells in lines)):
-        name = names[column] if column < len(names) else ""
-        name = " ".join(name.split()) if isinstance(name, str) else str(name)
-        letter = get_column_letter(column + 1)
-        first = next((n for n, cells in rows if column < len(cells) and cells[column] != ""), None)
-        if not name and first is not None:
-            table.problems.append(f"{letter}{first}: column {letter} has no heading in {letter}{head}{hint}")
-        elif name in column_of:
+        name, letter = _heading(names, column), get_column_letter(column + 1)
+        filled = [n for n, cells in rows if column < len(cells) and cells[column] != ""]
+        if name in column_of:
             other = get_column_letter(column_of[name] + 1)
             table.problems.append(f"{letter}{head}: {name!r} is already the heading of column {other}")
         elif name:
             column_of[name] = column
             table.letters[name] = letter
+        elif filled:
+            table.problems.append(
+                f"{letter}{filled[0]}: column {letter} has no heading in {letter}{head}{hint}"
+            )
     table.names = list(column_of)
     for n, cells in rows:
         table.rows.append((n, {key: cells[i] if i < len(cells) else "" for key, i in column_of.items()}))
+
+
+def _heading(names: Sequence[Any], column: int) -> str:
+    name = names[column] if column < len(names) else ""
+    return " ".join(name.split()) if isinstance(name, str) else str(name)
 
 
 def _plain(value: Any) -> Any:
@@ -163,31 +168,34 @@ def _workbook(table: Table, wanted: str | None) -> Iterator[tuple[int, Sequence[
             f"{path} cannot be read as a workbook ({error}): is it protected by a password, or another format under this "
             "name? Save it as .xlsx"
         ) from None
-    filled = [
-        sheet.title for sheet in values.worksheets if sheet.max_row > 1 or sheet["A1"].value is not None
-    ]
-    if wanted is not None and wanted not in values.sheetnames:
-        raise ReleaseError(f"{path} has no sheet {wanted!r}; there are {', '.join(values.sheetnames)}")
-    if wanted is None and len(filled) != 1:
-        raise ReleaseError(
-            f"{path} has {len(filled)} sheets with cells ({', '.join(filled)}): give sheet=NAME"
-        )
-    title = wanted or filled[0]
+    title = _sheet(path, values, wanted)
     shown, typed = values[title], formulas[title]
     covers = {  # a cell merged with those below it stands for all of them
         (row, block.min_col): (block.min_row, block.min_col)
         for block in typed.merged_cells.ranges
         for row in range(block.min_row + 1, block.max_row + 1)
     }
-    hidden = sum(dimension.hidden for dimension in typed.row_dimensions.values())
-    if hidden:
+    if hidden := sum(dimension.hidden for dimension in typed.row_dimensions.values()):
         table.notes.append(f"hidden rows of {path.name}, which are read like the others: {hidden}")
     for number in range(1, shown.max_row + 1):
-        row = [covers.get((number, column), (number, column)) for column in range(1, shown.max_column + 1)]
-        if any(
-            cell.value is not None for cell in typed[number]
-        ):  # in a merged block a row may still be empty
-            yield number, [_cell(shown.cell(*place), typed.cell(*place)) for place in row]
+        if any(cell.value is not None for cell in typed[number]):  # in a merged block a row may be empty
+            places = [(number, column) for column in range(1, shown.max_column + 1)]
+            places = [covers.get(place, place) for place in places]
+            yield number, [_cell(shown.cell(*place), typed.cell(*place)) for place in places]
+
+
+def _sheet(path: Path, book: Workbook, wanted: str | None) -> str:
+    """The title of the sheet that is read."""
+    if wanted is not None:
+        if wanted not in book.sheetnames:
+            raise ReleaseError(f"{path} has no sheet {wanted!r}; there are {', '.join(book.sheetnames)}")
+        return wanted
+    filled = [sheet.title for sheet in book.worksheets if sheet.max_row > 1 or sheet["A1"].value is not None]
+    if len(filled) != 1:
+        raise ReleaseError(
+            f"{path} has {len(filled)} sheets with cells ({', '.join(filled)}): give sheet=NAME"
+        )
+    return filled[0]
 
 
 def _cell(shown: Any, typed: Any) -> Any:

@@ -153,7 +153,7 @@ def _content(row: dict[str, Any], where: str) -> tuple[str | None, bytes | None]
     parts = str(cell(row, where, "modality")).replace(" ", "").split(",")
     if unknown := sorted(set(parts) - {TEXT, IMAGE}):
         raise ReleaseError(f"{where}: modality {unknown[0]!r} is neither text nor image")
-    shown = {TEXT: row.get("text") or None, IMAGE: _picture(row.get("image"))}
+    shown: dict[str, Any] = {TEXT: row.get("text") or None, IMAGE: _picture(row.get("image"))}
     if empty := [part for part in (TEXT, IMAGE) if part in parts and shown[part] is None]:
         raise ReleaseError(f"{where}: modality is {','.join(parts)}, but {empty[0]} is empty")
     return shown[TEXT] if TEXT in parts else None, shown[IMAGE] if IMAGE in parts else None

@@ -14,6 +14,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from markupsafe import Markup
 
 from eval.benchmarks.published_tables import Column, Published, published, table_of
@@ -39,6 +40,7 @@ from eval.pages.charts import Point, scatter
 from eval.pages.evaluations import Evaluation, expand, read_evaluation, warnings_of
 from eval.pages.examples import Gallery
 from eval.pages.single_file import write_page
+from eval.scoring.tables import figure, write_tables
 from rge.common.errors import UserError
 from rge.common.files import read_json
 from rge.identity.run_identity import differences, flattened
@@ -78,7 +80,7 @@ def write_leaderboard(
     set_dir: Path | None = None,
     seed: int = 0,
 ) -> Path:
-    """Write the page; the same input gives the same bytes.
+    """Write the page, and each board's rows beside it as .csv and .tex; the same input gives the same bytes.
 
     Args:
         runs: evaluation directories, or directories that hold them, each with ``LABEL:`` before it if wanted.
@@ -124,7 +126,31 @@ def _write(boards: Sequence[Board], gallery: Gallery, out: Path, title: str | No
         sizes=gallery.sizes,
         max_columns=MAX_COLUMNS,
     )
+    for board in boards:
+        name = out.stem if len(boards) == 1 else f"{out.stem}-{board.id}"
+        write_tables(out.with_name(name), *board_tables(board))
     return write_page(out, "leaderboard.html.j2", ["report.css", "leaderboard.css"], content)
+
+
+def board_tables(board: Board) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The rows of a board with its numbers as fractions of one, and as people read them, in per cent."""
+    values, shown = [], []
+    for row in [*board.rows, *board.foreign]:
+        about = {"place": row.place, "model": row.label, "note": row.note, "published": row.published}
+        cells = {column.name: found for column, found in zip(board.columns, row.figures, strict=True)}
+        values.append(
+            about
+            | {
+                f"{name} {key}".removesuffix(" value"): getattr(found, key, None)
+                for name, found in cells.items()
+                for key in ("value", "low", "high")
+            }
+        )
+        words = {"": row.place or "–", "model": row.label, "note": row.note}
+        shown.append(
+            words | {name: figure(None if found is None else vars(found)) for name, found in cells.items()}
+        )
+    return pd.DataFrame(values).astype({"place": "Int64"}), pd.DataFrame(shown).astype({"": str})
 
 
 _Key = tuple[str, ...]
@@ -203,17 +229,9 @@ def _board(
     why = [] if table is None else why_apart(first, table)
     foreign = _best_first([row for row in theirs if why or not row.comparable], main)
     rows = numbered([*rows, *(row for row in theirs if row not in foreign)], main)
-    facts = f"{first['set']['num_queries']:,} queries, {first['set']['num_candidates']:,} candidates"
-    if first["set"].get("num_members"):
-        facts += f" in {first['set']['num_members']} sets"
-    benchmark = first.get("benchmark") or "generic"
-    if benchmark != "generic":
-        facts += f", {first.get('profile')} protocol"
-    if first["set"].get("limit"):
-        facts += f", only the first {first['set']['limit']:,} queries"
     measured = [row for row in rows if not row.published]
     runs = {f"{row.label}, {row.note}": row.evaluation for row in measured if row.evaluation is not None}
-    costs = [  # numbered as in the heat map, so that a row without costs shifts nobody
+    costs = [  # numbered as in the heat map, so that a row without costs shifts no other
         {"number": place, **cost}
         for place, row in enumerate(measured, 1)
         if (cost := _cost_row(row, main)) is not None
@@ -221,7 +239,7 @@ def _board(
     return Board(
         id=f"board{number}",
         title=str(first["set"]["name"]),
-        facts=facts,
+        facts=_facts(first),
         protocol=first.get("protocol") or [],
         source=table,
         apart=why,
@@ -237,6 +255,19 @@ def _board(
         examples=side_by_side(runs, gallery, num_examples, set_dir, seed) if num_examples else None,
         against=against(runs, metric, seed),
     )
+
+
+def _facts(results: Mapping[str, Any]) -> str:
+    """The set of a board, in words."""
+    wanted = results["set"]
+    facts = f"{wanted['num_queries']:,} queries, {wanted['num_candidates']:,} candidates"
+    if wanted.get("num_members"):
+        facts += f" in {wanted['num_members']} sets"
+    if (results.get("benchmark") or "generic") != "generic":
+        facts += f", {results.get('profile')} protocol"
+    if wanted.get("limit"):
+        facts += f", only the first {wanted['limit']:,} queries"
+    return facts
 
 
 def _published_only(number: int, table: Published) -> Board:

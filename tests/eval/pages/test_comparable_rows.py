@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 
+import pandas as pd
 import pytest
 from boards import Text, rows_of
 from eval_fakes import FakeEncoder, loader, write_set
@@ -183,3 +184,19 @@ def test_a_ranking_made_elsewhere_has_no_row_of_empty_costs(made, tmp_path):
     assert "Accuracy against cost" in both
     assert both.index("x/foreign") < both.index("x/ours")
     assert '<th scope="row">2 x/ours' in both  # numbered as on the heat map
+
+
+def test_the_rows_of_a_board_are_also_a_csv_and_a_latex_table(made, tmp_path):
+    page_of(tmp_path, pinpoint(made, "ours", "official"))
+    rows = pd.read_csv(tmp_path / "page.csv")
+    ours = rows[rows["model"] == "x/ours"].iloc[0]
+    assert (ours["mAP@10"], ours["mAP@10 low"], ours["mAP@10 high"]) == (0.500004, 0.4, 0.6)
+    assert not ours["published"]
+    assert rows["published"].sum() == len(rows) - 1
+    assert rows["place"].dropna().tolist() == list(range(1, len(rows["place"].dropna()) + 1))
+    line = next(line for line in (tmp_path / "page.tex").read_text().splitlines() if "x/ours" in line)
+    assert "50.00 [40.00, 60.00]" in line
+    page_of(tmp_path, pinpoint(made, "official", "official"), pinpoint(made, "clean", "clean"))
+    assert {path.name for path in tmp_path.glob("page-board*")} == {
+        f"page-board{number}.{ending}" for number in (0, 1) for ending in ("csv", "tex")
+    }

@@ -116,7 +116,7 @@ def load_suite(path: Path) -> Suite:
 
 
 def each_member(suite: Suite, out: Path, evaluate: Callable[[str, Path, Path], object]) -> dict[str, Path]:
-    """Evaluate every member by itself.
+    """Evaluate each member on its own.
 
     Args:
         suite: the benchmark.

@@ -5,7 +5,7 @@
 
 Two pictures are the same if their bytes are, or if they carry the same id: a re-encoded copy has other bytes. Half of
 Visual Genome's pictures are COCO's too; where the importer saw that (``names.parquet``), a training picture whose file name
-ends in COCO's twelve digits is known by them. `eval.commands.run` does this by itself with the training files that the checkpoint's
+ends in COCO's twelve digits is known by them. `eval.commands.run` does this on its own with the training files that the checkpoint's
 ``rge.json`` names. Of a suite every member is looked into.
 """
 

@@ -116,7 +116,7 @@ def bm25(options: Bm25Options) -> Path:
 
 
 def _members(options: Bm25Options) -> Path:
-    """Every member of a suite by itself, then all of them together."""
+    """Rank each member of a suite, then join them."""
     suite = load_suite(options.set)
     cache = options.cache or options.out / ".cache"
 

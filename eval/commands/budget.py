@@ -11,8 +11,8 @@ milliseconds.
 ``gate-P``                   the P per cent of queries with the smallest margin between their first and second candidate
                              in direct mode reason; the others do not. Which end of the margins, and the threshold, are
                              learned on another set with gate_from=
-``adaptive``, ``always``     where a checkpoint writes nothing for some queries by itself: as it decides, and kept from
-                             deciding so; held against as many queries chosen at random to reason always
+``adaptive``, ``always``     where a checkpoint decides to write nothing for some queries: as it decides, and kept from
+                             deciding; compared with as many queries chosen at random to reason
 ``*-both``                   candidates reason too
 
 The embeddings of every rationale are cached under its seed, so a larger k draws only what is new. On a suite every member

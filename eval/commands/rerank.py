@@ -78,7 +78,7 @@ class RerankOptions(PluginOptions):
     cache: Path | None = None
     """File of scores; null: ``out/judge.sqlite``. May be shared."""
     batch_size: int = 16
-    """Pairs a forward, or calls under way at once."""
+    """Pairs per forward pass, or concurrent calls."""
     device: str | None = None
     """Such as cuda:0; null: a GPU if there is one."""
     dtype: str | None = None
@@ -150,7 +150,7 @@ def _members(
     answers: AnswerStore | None,
     team: Team,
 ) -> None:
-    """Every member of a suite by itself, then all of them together."""
+    """Rerank each member of a suite, then join them."""
     path = options.set or Path(old["set"].get("path", ""))
     if not is_suite(path):
         raise UserError(f"{path} is not the suite that {options.of} was measured on: give set=DIR")

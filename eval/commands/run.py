@@ -511,7 +511,7 @@ def _measured_with(
         "decoding": encoder.settings["generation"],
         "dtype": encoder.settings["dtype"],
         "exact": encoder.settings.get("exact", False),
-        # of the adapter of somebody's release: whether the model is asked as their own code asks it; else None
+        # for an adapter of a released model: whether it is asked as the release's own code asks it; else None
         "asked_as_released": None
         if (differs := encoder.settings.get("differs_from_release")) is None
         else not differs,

@@ -100,12 +100,10 @@ class Evaluation:
         if not isinstance(entry, Mapping):
             check_finite(entry, where)
             return Figure(float(entry))
-        value, low, high = (entry.get(key) for key in ("value", "low", "high"))
-        check_finite(value, f"{where}.value")
-        for key, bound in (("low", low), ("high", high)):
-            if bound is not None:
-                check_finite(bound, f"{where}.{key}")
-        return Figure(value, low, high)
+        bounds = {key: entry[key] for key in ("low", "high") if entry.get(key) is not None}
+        for key, number in {"value": entry.get("value"), **bounds}.items():
+            check_finite(number, f"{where}.{key}")
+        return Figure(entry["value"], **bounds)
 
 
 def read_evaluations(dirs: Sequence[Path], baselines: Mapping[str, Path]) -> list[Evaluation]:

@@ -78,7 +78,7 @@ class RetrievalSet:
         excluded: likewise.
         candidates: likewise.
         num_missing_Q: positives that the pool lacks, int64, or None without such a column.
-        content: see `with_content`; None as long as nobody has read the pictures.
+        content: see `with_content`; None until the pictures have been read.
     """
 
     path: Path

@@ -25,7 +25,7 @@ SHEETS = (*WORKBOOKS, ".csv", ".tsv")
 """Endings of tables whose cells have addresses."""
 ENDINGS = (*SHEETS, ".jsonl", ".json", ".parquet")
 SPACES = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff\u200e\u200f"))
-"""Invisible characters that come along when text is pasted."""
+"""Invisible characters that pasted text brings along."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from eval.scoring.metrics import metric_words
 from rge.stats.intervals import NUM_RESAMPLES, OF_DIFFERENCES, cluster_bootstrap, figures, index_of
 
 MAX_OTHERS = 4
-"""Rows of a board that its best one is held against."""
+"""Rows of a board that its best one is compared with."""
 MAX_SLICES = 12
 """Values of a column that are slices on a board; of more, `compare` says the differences."""
 

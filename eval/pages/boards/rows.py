@@ -30,7 +30,7 @@ class Row:
         label: its name.
         note: mode, modality and profile of a measured row; a remark on a published one.
         figures: one a column, None where there is none.
-        published: whether the figures are somebody else's.
+        published: whether the figures are from a publication.
         slices: slice -> figure of the main metric.
         evaluation: of a measured row.
         labels: what sets the row apart, in a word or two each.

@@ -519,21 +519,20 @@ def _joined(of_member: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     parts = list(of_member.values())
     own = ("metric", "value", "low", "high")
     row = {key: value for key, value in parts[0].items() if key not in own}
-    for key in ("at", "tokens", "ms"):
-        if key in row:
-            row[key] = float(np.mean([part[key] for part in parts]))
+    row |= {key: _mean(parts, key) for key in ("at", "tokens", "ms") if key in row}
     if "gate" in row:
-        of_gate = {name: part["gate"] for name, part in of_member.items()}
-        thresholds = [key for key in parts[0]["gate"] if key.startswith("margin_")]
-        row["gate"] |= {key: {name: one[key] for name, one in of_gate.items()} for key in thresholds}
-        row["gate"] |= {
-            "share": float(np.mean([one["share"] for one in of_gate.values()])),
-            "shares": {name: one["share"] for name, one in of_gate.items()},
-        }
+        gates = {name: part["gate"] for name, part in of_member.items()}
+        apart = {"shares": "share"} | {key: key for key in row["gate"] if key.startswith("margin_")}
+        row["gate"] |= {ours: {name: one[key] for name, one in gates.items()} for ours, key in apart.items()}
+        row["gate"]["share"] = _mean(list(gates.values()), "share")
     if "a_candidate_costs" in row:
         costs = [part["a_candidate_costs"] for part in parts]
-        row["a_candidate_costs"] = {key: float(np.mean([one[key] for one in costs])) for key in costs[0]}
+        row["a_candidate_costs"] = {key: _mean(costs, key) for key in costs[0]}
     return row
+
+
+def _mean(parts: Sequence[Mapping[str, Any]], key: str) -> float:
+    return float(np.mean([part[key] for part in parts]))
 
 
 def _curve(row: Mapping[str, Any]) -> str:

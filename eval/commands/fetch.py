@@ -84,6 +84,25 @@ def fetch(options: FetchOptions) -> Path:
     about: dict[str, Any] = read_json(options.out / FETCHED) or {"commits": {}, "unpacked": {}}
     if about.setdefault("benchmark", options.benchmark + part) != options.benchmark + part:
         raise UserError(f"{options.out} holds {about['benchmark']}: give another out=")
+    _download_all(options, release, about)
+    _unpack_all(options.out, release, about)
+    found = None if release.count is None else release.count(options.out)
+    lacking = _lacking(found or {})
+    write_json(options.out / FETCHED, about | {"counts": found, "partial": lacking})
+    if lacking and not options.partial:
+        raise UserError(
+            f"{options.out} is not the whole release: {'; '.join(lacking)}. Run the same command again, or give partial=true to "
+            "go on with this part"
+        )
+    for words in lacking:
+        print(f"WARNING: partial: {words}", file=sys.stderr)
+    said = "the import counts it" if found is None else "; ".join(_said(one) for one in found.values())
+    print(f"{options.out}: {said}\nrge eval import {options.benchmark} src={options.out}{part} out=DIR")
+    return options.out
+
+
+def _download_all(options: FetchOptions, release: Release, about: dict[str, Any]) -> None:
+    """Fetch every repository at the commit of an earlier call, or at the one asked for."""
     for repo, (folder, patterns) in release.repos.items():
         commit = _commit(repo, options.revision or about["commits"].get(repo) or "main")
         if (known := about["commits"].setdefault(repo, commit)) != commit:
@@ -92,26 +111,16 @@ def fetch(options: FetchOptions) -> Path:
             )
         write_json(options.out / FETCHED, about)
         _download(repo, commit, options.out / folder, patterns, options.workers)
+
+
+def _unpack_all(out: Path, release: Release, about: dict[str, Any]) -> None:
+    """Unpack the archives that have not been unpacked yet."""
     for archive, folder in release.unpack.items():
-        path = options.out / archive
+        path = out / archive
         if path.is_file() and about["unpacked"].get(archive) != path.stat().st_size:
-            _unpack(path, options.out / folder)
+            _unpack(path, out / folder)
             about["unpacked"][archive] = path.stat().st_size
-            write_json(options.out / FETCHED, about)
-    found = None if release.count is None else release.count(options.out)
-    lacking = _lacking(found or {})
-    about |= {"counts": found, "partial": lacking}
-    write_json(options.out / FETCHED, about)
-    if lacking and not options.partial:
-        raise UserError(
-            f"{options.out} is not the whole release: {'; '.join(lacking)}. Run the same command again, or give partial=true to "
-            "go on with what there is"
-        )
-    for words in lacking:
-        print(f"WARNING: partial: {words}", file=sys.stderr)
-    said = "the import counts it" if found is None else "; ".join(_said(one) for one in found.values())
-    print(f"{options.out}: {said}\nrge eval import {options.benchmark} src={options.out}{part} out=DIR")
-    return options.out
+            write_json(out / FETCHED, about)
 
 
 def _release(options: FetchOptions) -> Release:

@@ -55,8 +55,6 @@ def cards_of(
         card["says"] = _says(card["rationale"], given.get(one, set()), sayings)
         card["ranks"] = [(e.label, as_rank(e.per_query.at[one, RANK_COLUMN]), e is main) for e in evaluations]
         cards.append(card)
-    ranks = main.per_query[RANK_COLUMN]
-    num_first, num_near = int(ranks.eq(1).sum()), int(ranks.between(2, NUM_SHOWN).sum())
     return {
         "cards": cards,
         "found": _opening([card for card in cards if card["success"]], given="right"),
@@ -65,15 +63,18 @@ def cards_of(
         "reasons": main.mode[0] == "reasoning",
         "success_rank": success_rank,
         "num_successes": sum(card["success"] for card in cards),
-        "num_first": num_first,
-        "num_near": num_near,
-        "num_below": len(ranks) - num_first - num_near,
-        "num_queries": len(ranks),
+        **_num_by_rank(main.per_query[RANK_COLUMN]),
         "num_negatives": sum(result["negative"] for card in cards for result in card["results"]),
         "num_forced": sum(card["forced"] for card in cards),
         "filters": [*facets(main.per_query, strata), _FOUND],
         "strata": [name.replace("_", " ") for name in strata],
     }
+
+
+def _num_by_rank(ranks: pd.Series) -> dict[str, int]:
+    first, near = int(ranks.eq(1).sum()), int(ranks.between(2, NUM_SHOWN).sum())
+    num = len(ranks)
+    return {"num_first": first, "num_near": near, "num_below": num - first - near, "num_queries": num}
 
 
 def _card(

@@ -12,7 +12,7 @@ and Visual Genome (integers, which are not file names: only a manifest resolves 
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -155,6 +155,10 @@ class _Pool:
             return safe_id(str(record[self.columns["id"]]))
         return _name(record[self.columns["image"]])
 
+    def pairs(self, rows: Iterable[_Row], names_of: Callable[[_Row], Iterable[str]]) -> list[tuple[str, str]]:
+        """Each query with those of its names that are in the pool, once each."""
+        return [(row.id, name) for row in rows for name in dict.fromkeys(names_of(row)) if name in self.ids]
+
     def candidates(self, pictures: Pictures) -> Iterator[Candidate]:
         for record in iter_rows(self.path):
             name = self._name(record)
@@ -185,16 +189,8 @@ def import_rmir(options: RmirOptions) -> RetrievalSet:
             "pool without them would make the task easier; allow_missing=true keeps them in every denominator"
         )
     notes = _check_counts(rows, len(pool.ids), options)
-
-    def in_pool(query: str, names: Iterable[str]) -> list[tuple[str, str]]:
-        return [(query, name) for name in names if name in pool.ids]
-
-    excluded = [
-        pair
-        for row in rows
-        for pair in in_pool(row.id, dict.fromkeys(row.picture_ids))
-        if pair[1] not in row.positives
-    ]
+    excluded = pool.pairs(rows, lambda row: [one for one in row.picture_ids if one not in row.positives])
+    shown = [*pool.ids, *(one for row in rows for one in row.picture_ids)]
     return options.write(
         meta={
             "name": "RMIR" if options.split == "test" else f"RMIR {options.split}",
@@ -208,10 +204,14 @@ def import_rmir(options: RmirOptions) -> RetrievalSet:
         },
         queries=[_query(row, pictures, len(missing[row.id]), options.instruction) for row in rows],
         corpus=pool.candidates(pictures),
-        qrels=[(*pair, row.positives[pair[1]]) for row in rows for pair in in_pool(row.id, row.positives)],
-        negatives=[pair for row in rows for pair in in_pool(row.id, sorted(row.negatives))] or None,
+        qrels=[
+            (row.id, name, row.positives[name])
+            for row in rows
+            for _, name in pool.pairs([row], lambda row: row.positives)
+        ],
+        negatives=pool.pairs(rows, lambda row: sorted(row.negatives)) or None,
         excluded=excluded if options.exclude_query_image else None,
-        names=_coco_names([*pool.ids, *(one for row in rows for one in row.picture_ids)], pictures.coco),
+        names=_coco_names(shown, pictures.coco),
     )
 
 
@@ -365,6 +365,24 @@ def _read_set(options: RmirOptions, fields: Fields) -> tuple[list[_Row], Path]:
     pool_file = options.pool or _needed_file(options, POOL, suffixes)
     path = _needed_file(options, ("queries",), suffixes)
     judged = _needed_file(options, ("qrels",), (".parquet", ".tsv"))
+    rows = _asked(path, fields)
+    # BEIR's files hold every split's queries, its qrels one split's, or the reverse
+    for record in iter_rows(judged):
+        if row := rows.get(str(record["query-id"])):
+            target, gain = str(record["corpus-id"]), int(record.get("score", 1))
+            if gain > 0:
+                row.positives[target] = gain
+            else:
+                row.negatives.add(target)
+    hard = _one_file(options.src, ("negatives",), (".parquet", ".tsv"), options.split)
+    for record in iter_rows(hard) if hard else ():
+        if row := rows.get(str(record["query-id"])):
+            row.negatives.add(str(record["corpus-id"]))
+    return [row for row in rows.values() if row.positives or row.negatives], pool_file
+
+
+def _asked(path: Path, fields: Fields) -> dict[str, _Row]:
+    """Queries of the layouts ``set`` and ``beir``, by id; columns may stand in an object ``metadata``."""
     ignored = (*IGNORED, "num_missing_positives")
     columns = fields.columns(path, column_names(path), ignored)
     rows: dict[str, _Row] = {}
@@ -382,19 +400,7 @@ def _read_set(options: RmirOptions, fields: Fields) -> tuple[list[_Row], Path]:
             raise ReleaseError(f"{where}: query {name!r} occurs twice")
         category = _category(get.get("category"), where)
         rows[name] = _Row(name, str(get["text"]), images, category, get.get("group"))
-    # BEIR's files hold every split's queries, its qrels one split's, or the reverse
-    for record in iter_rows(judged):
-        if row := rows.get(str(record["query-id"])):
-            target, gain = str(record["corpus-id"]), int(record.get("score", 1))
-            if gain > 0:
-                row.positives[target] = gain
-            else:
-                row.negatives.add(target)
-    hard = _one_file(options.src, ("negatives",), (".parquet", ".tsv"), options.split)
-    for record in iter_rows(hard) if hard else ():
-        if row := rows.get(str(record["query-id"])):
-            row.negatives.add(str(record["corpus-id"]))
-    return [row for row in rows.values() if row.positives or row.negatives], pool_file
+    return rows
 
 
 def _listed(counts: Mapping[str, int]) -> str:
@@ -403,33 +409,28 @@ def _listed(counts: Mapping[str, int]) -> str:
 
 def _check_counts(rows: Sequence[_Row], num_candidates: int, options: RmirOptions) -> list[str]:
     """Compare with what is published; what differs is an error, or a note with ``counts=false``."""
-    found = {name: sum(row.category == name for row in rows) for name in CATEGORY_COUNTS}
-    wrong = []
-    if options.split == "test":
-        if len(rows) != NUM_QUERIES:
-            wrong.append(f"{len(rows):,} queries instead of {NUM_QUERIES:,}")
-        if num_candidates != NUM_CANDIDATES:
-            wrong.append(f"{num_candidates:,} pictures in the pool instead of {NUM_CANDIDATES:,}")
-        swapped = {"functional": 546, "temporal": 432, "causal": 656}
-        if found not in (CATEGORY_COUNTS, swapped):
-            wrong.append(
-                f"{_listed(found)} queries instead of {_listed(CATEGORY_COUNTS)} (or with temporal and causal swapped)"
-            )
-    many = [row.id for row in rows if len(row.positives) > MAX_POSITIVES]
-    if many:
-        wrong.append(f"more than {MAX_POSITIVES} positives in {len(many)} queries ({some(many)})")
-    without = [row.id for row in rows if not row.positives]
-    if without:
+    if without := [row.id for row in rows if not row.positives]:
         raise ReleaseError(f"{len(without)} of {len(rows)} queries have no positive: {some(without)}")
+    found = {name: sum(row.category == name for row in rows) for name in CATEGORY_COUNTS}
+    many = [row.id for row in rows if len(row.positives) > MAX_POSITIVES]
+    of_test = options.split == "test"
+    swapped = CATEGORY_COUNTS | {"temporal": CATEGORY_COUNTS["causal"], "causal": CATEGORY_COUNTS["temporal"]}
+    unlike = {
+        f"{len(rows):,} queries instead of {NUM_QUERIES:,}": of_test and len(rows) != NUM_QUERIES,
+        f"{num_candidates:,} pictures in the pool instead of {NUM_CANDIDATES:,}": of_test
+        and num_candidates != NUM_CANDIDATES,
+        f"{_listed(found)} queries instead of {_listed(CATEGORY_COUNTS)} (or with temporal and causal swapped)": of_test
+        and found not in (CATEGORY_COUNTS, swapped),
+        f"more than {MAX_POSITIVES} positives in {len(many)} queries ({some(many)})": bool(many),
+    }
+    wrong = [words for words, is_so in unlike.items() if is_so]
     if wrong and options.counts:
         raise ReleaseError(
             f"{options.src} is not RMIR as published: {'; '.join(wrong)}. A subset or a new version is imported with "
             "counts=false, which notes the differences in meta.json"
         )
     notes = [f"not as published: {one}" for one in wrong]
-    if found["temporal"] == CATEGORY_COUNTS["temporal"]:
-        notes.append(SWAPPED)
-    return notes
+    return notes + ([SWAPPED] if found["temporal"] == CATEGORY_COUNTS["temporal"] else [])
 
 
 def _category(value: Any, where: str) -> str:

@@ -85,14 +85,18 @@ def read_table(path: Path, sheet: str | None = None) -> Table:
         hint = f"; a cell that contains {delimiter!r} needs quotes around it"
         _read_grid(table, enumerate(lines, 1), hint)
     else:
-        rows = [row for row in iter_rows(path) if any(value not in (None, "", []) for value in row.values())]
-        table.names = list(dict.fromkeys(name for row in rows for name in row))
-        table.rows = [
-            (n, {key: _plain(value) for key, value in row.items()}) for n, row in enumerate(rows, 1)
-        ]
+        _read_objects(table)
     if not table.rows and not table.problems:
         raise ReleaseError(f"{path} has no rows")
     return table
+
+
+def _read_objects(table: Table) -> None:
+    """Rows of a file without cells."""
+    rows = [{key: _plain(value) for key, value in row.items()} for row in iter_rows(table.path)]
+    rows = [row for row in rows if any(value not in ("", []) for value in row.values())]
+    table.names = list(dict.fromkeys(name for row in rows for name in row))
+    table.rows = list(enumerate(rows, 1))
 
 
 def _read_grid(table: Table, grid: Iterator[tuple[int, Sequence[Any]]], hint: str) -> None:

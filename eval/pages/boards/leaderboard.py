@@ -231,11 +231,7 @@ def _board(
     rows = numbered([*rows, *(row for row in theirs if row not in foreign)], main)
     measured = [row for row in rows if not row.published]
     runs = {f"{row.label}, {row.note}": row.evaluation for row in measured if row.evaluation is not None}
-    costs = [  # numbered as in the heat map, so that a row without costs shifts no other
-        {"number": place, **cost}
-        for place, row in enumerate(measured, 1)
-        if (cost := _cost_row(row, main)) is not None
-    ]
+    costs = _cost_rows(measured, main)
     return Board(
         id=f"board{number}",
         title=str(first["set"]["name"]),
@@ -294,6 +290,12 @@ def what_differs(members: Sequence[tuple[str, str, Evaluation]]) -> list[tuple[s
         for (label, note, _), one in zip(members, facts, strict=True)
         if apart
     ]
+
+
+def _cost_rows(measured: Sequence[Row], main: int) -> list[dict[str, Any]]:
+    """Numbered as in the heat map, so that a row without costs shifts no other."""
+    rows = [(place, _cost_row(row, main)) for place, row in enumerate(measured, 1)]
+    return [{"number": place, **cost} for place, cost in rows if cost is not None]
 
 
 def _cost_row(row: Row, main: int) -> dict[str, Any] | None:

@@ -52,19 +52,7 @@ def side_by_side(
         UserError: the set is not there, or is another one.
     """
     names, first = list(runs), next(iter(runs.values()))
-    frame = first.per_query
-    for one in runs.values():
-        frame = frame.loc[frame.index.intersection(one.per_query.index)]
-    frame = frame.copy()
-    ranks = pd.DataFrame({name: one.per_query.loc[frame.index, RANK_COLUMN] for name, one in runs.items()})
-    ranks = ranks.where(ranks >= 1)
-    lower_wins = ranks
-    if metric is not None:
-        lower_wins = -pd.DataFrame(
-            {name: one.per_query.loc[frame.index, metric] for name, one in runs.items()}
-        )
-    frame["winner"] = [who_wins(row, names) for row in lower_wins.to_numpy(np.float64)]
-    frame[RANK_COLUMN] = ranks.min(axis=1)
+    frame = _ranked(runs, metric)
     counts = frame["winner"].value_counts()
     winners = [name for name in (*names, ALIKE, "several", "none") if name in counts]
     columns = [
@@ -88,6 +76,24 @@ def side_by_side(
         "winners": [(name, int(counts[name])) for name in winners],
         "num_queries": len(frame),
     }
+
+
+def _ranked(runs: Mapping[str, Evaluation], metric: str | None) -> pd.DataFrame:
+    """The first run's table of the queries that all have, with the ``winner`` and the best rank of each."""
+    index = next(iter(runs.values())).per_query.index
+    for one in runs.values():
+        index = index.intersection(one.per_query.index)
+
+    def of_all(column: str) -> pd.DataFrame:
+        return pd.DataFrame({name: one.per_query.loc[index, column] for name, one in runs.items()})
+
+    frame = next(iter(runs.values())).per_query.loc[index].copy()
+    ranks = of_all(RANK_COLUMN)
+    ranks = ranks.where(ranks >= 1)
+    lower_wins = ranks if metric is None else -of_all(metric)
+    frame["winner"] = [who_wins(row, list(runs)) for row in lower_wins.to_numpy(np.float64)]
+    frame[RANK_COLUMN] = ranks.min(axis=1)
+    return frame
 
 
 def who_wins(values: np.ndarray, names: Sequence[str]) -> str:

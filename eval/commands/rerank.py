@@ -214,29 +214,14 @@ def _one(
     check_out(options.out, identity, overwrite=options.overwrite)
     asked = judge()
     check_out(options.out, {"rerank.judge": asked.name}, overwrite=options.overwrite)
-    chunk = 8 * options.batch_size
-    queries: list[Item] | None = None
-    question = QUESTION
-    if options.ask != "yes_no":
-        from eval.judging import likelihood
-
-        written = pd.read_parquet(options.of / PER_QUERY).set_index("query_id")["rationale"]
-        rationales = [written.get(query.id) for query in wanted.queries]
-        texts = likelihood.asked_for(
-            wanted.queries, [one if isinstance(one, str) else None for one in rationales]
-        )
-        queries, question = texts, likelihood.QUESTION[options.ask]
-        if options.ask == "description":
-            assert isinstance(asked, likelihood.LikelihoodJudge)
-            describe = asked.describe
-            queries = team.once(lambda: describe(texts, _opened(answers)))
+    queries, question = _asked_with(options, asked, wanted, answers, team)
     found = rerank(
         wanted,
         read.ranking,
         asked,
         answers,
         top_n=options.top_n,
-        chunk=chunk,
+        chunk=8 * options.batch_size,
         team=team,
         queries=queries,
         question=question,
@@ -292,6 +277,26 @@ def _one(
         f"{wanted.name}: top {options.top_n} of {options.of} -> {options.out}\n{summary(results, protocol.headline)}"
     )
     return about
+
+
+def _asked_with(
+    options: RerankOptions, judge: Judge, wanted: RetrievalSet, answers: AnswerStore | None, team: Team
+) -> tuple[Sequence[Item], str]:
+    """What the judge is shown for each query, and what it is asked."""
+    if options.ask == "yes_no":
+        return wanted.queries, QUESTION
+    from eval.judging import likelihood
+
+    written = pd.read_parquet(options.of / PER_QUERY).set_index("query_id")["rationale"]
+    rationales = [written.get(query.id) for query in wanted.queries]
+    queries = likelihood.asked_for(
+        wanted.queries, [one if isinstance(one, str) else None for one in rationales]
+    )
+    if options.ask == "description":
+        assert isinstance(judge, likelihood.LikelihoodJudge)
+        describe, texts = judge.describe, queries
+        queries = team.once(lambda: describe(texts, _opened(answers)))
+    return queries, likelihood.QUESTION[options.ask]
 
 
 def rerank(

@@ -137,7 +137,7 @@ class LocalServer:
     ):
         self.handler, self.port, self.raw, self.models = handler, port, raw, models
         self.num_answered = 0
-        """Answers given but for the list of models; counted before they are sent, so that who has an answer finds it counted."""
+        """Answers given but for the list of models; counted before they are sent, so that a client that has one finds it counted."""
         self._ready, self._loop = threading.Event(), asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, daemon=True)
 
@@ -174,41 +174,38 @@ class LocalServer:
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
-                lines = head.decode("latin-1").split("\r\n")
-                given = {
-                    name.lower(): value.strip()
-                    for name, _, value in (line.partition(":") for line in lines[1:] if line)
-                }
+                first, *lines = head.decode("latin-1").split("\r\n")
+                pairs = (line.partition(":") for line in lines if line)
+                given = {name.lower(): value.strip() for name, _, value in pairs}
                 data = await reader.readexactly(int(given.get("content-length", 0)))
-                method, path = lines[0].split()[:2]
-                if method == "GET" and path.endswith("/models"):
-                    answer = Answer({"data": self.models}, 404 if self.models is None else 200)
-                    self.num_answered -= 1
-                elif self.raw is not None:
-                    answer = await self.raw(method, path, given, data)
-                else:
-                    assert self.handler is not None
-                    answer = await self.handler(path, json.loads(data or b"{}"))
+                method, path = first.split()[:2]
+                answer = await self._answer(method, path, given, data)
                 if not answer.status:
                     break
-                body = answer.body
-                if not isinstance(body, bytes):
-                    body = (body if isinstance(body, str) else json.dumps(body)).encode()
-                headers = {
-                    "content-type": answer.content_type,
-                    "content-length": str(len(body)),
-                    **answer.headers,
-                }
-                phrase = PHRASES.get(answer.status, "Answer")
-                self.num_answered += 1
-                writer.write(
-                    f"HTTP/1.1 {answer.status} {phrase}\r\n".encode()
-                    + "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode()
-                    + b"\r\n"
-                    + body
-                )
+                writer.write(_encoded(answer))
                 await writer.drain()
         except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
             pass
         finally:
             writer.close()
+
+    async def _answer(self, method: str, path: str, given: dict[str, str], data: bytes) -> Answer:
+        if method == "GET" and path.endswith("/models"):
+            return Answer({"data": self.models}, 404 if self.models is None else 200)
+        if self.raw is not None:
+            answer = await self.raw(method, path, given, data)
+        else:
+            assert self.handler is not None
+            answer = await self.handler(path, json.loads(data or b"{}"))
+        self.num_answered += bool(answer.status)
+        return answer
+
+
+def _encoded(answer: Answer) -> bytes:
+    body = answer.body
+    if not isinstance(body, bytes):
+        body = (body if isinstance(body, str) else json.dumps(body)).encode()
+    headers = {"content-type": answer.content_type, "content-length": len(body), **answer.headers}
+    phrase = PHRASES.get(answer.status, "Answer")
+    head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return f"HTTP/1.1 {answer.status} {phrase}\r\n{head}\r\n".encode() + body

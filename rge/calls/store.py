@@ -253,8 +253,7 @@ class AnswerStore:
     def lose(self, attempt: int) -> None:
         """An attempt that gave no answer, and that the provider may have billed: it stays at the most it may cost."""
         with self._writing("an attempt"):
-            self._db.execute("UPDATE attempts SET state = 'lost' WHERE id = ?", (attempt,))
-            self._db.execute(_SPEND, (attempt,))
+            self._lose(attempt)
 
     def free(self, attempt: int) -> None:
         """An attempt that the provider refused, which is not billed."""
@@ -343,12 +342,12 @@ class AnswerStore:
         """A batch from which nothing more comes: calls without an answer are lost, or, if they are not billed, free."""
         with self._writing("a batch"):
             for _, attempt in self._batch_calls(label).values():
-                if billed:
-                    self._db.execute("UPDATE attempts SET state = 'lost' WHERE id = ?", (attempt,))
-                    self._db.execute(_SPEND, (attempt,))
-                else:
-                    self._free(attempt)
+                (self._lose if billed else self._free)(attempt)
             self._db.execute("UPDATE batches SET state = 'settled' WHERE label = ?", (label,))
+
+    def _lose(self, attempt: int) -> None:
+        self._db.execute("UPDATE attempts SET state = 'lost' WHERE id = ?", (attempt,))
+        self._db.execute(_SPEND, (attempt,))
 
     def _free(self, attempt: int) -> None:
         # Its number may be given to another one.

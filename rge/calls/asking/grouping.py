@@ -153,24 +153,28 @@ class Grouping:
                 again.append(one)
                 continue
             answer = found[place] if place < len(found) else found[0]
-            problem: Exception | None = answer if isinstance(answer, ReplyError) else None
-            if problem is None:
-                try:
-                    self.read(answer)  # type: ignore[arg-type]
-                except UNREADABLE as unreadable:
-                    problem = unreadable
-                except ReplyError:
-                    pass  # a refusal or an abstention: an answer
-            if isinstance(problem, UNREADABLE):
-                if one.reasked < model.reasks:
-                    self.counts.reasked += 1
-                    request = _asked_again(one.request, problem, one.reasked + 1)
-                    again.append(Pending(one.position, request, one.reasked + 1, one.cached))
-                    continue
-                self.counts.unreadable += 1
+            problem = self._problem(answer)
+            if problem is not None and one.reasked < model.reasks:
+                self.counts.reasked += 1
+                request = _asked_again(one.request, problem, one.reasked + 1)
+                again.append(Pending(one.position, request, one.reasked + 1, one.cached))
+                continue
+            self.counts.unreadable += problem is not None
             self.counts.cached += one.cached
             self.done(one.position, self._outcome(one, call.key, answer))
         return again
+
+    def _problem(self, answer: Reply | ReplyError) -> ReplyError | None:
+        """Why an answer cannot be read; refusals and abstentions can."""
+        try:
+            if isinstance(answer, ReplyError):
+                raise answer
+            self.read(answer)
+        except UNREADABLE as error:
+            return error
+        except ReplyError:
+            pass
+        return None
 
     def _outcome(self, one: Pending, key: str, found: Reply | ReplyError) -> Outcome:
         if isinstance(found, ReplyError):

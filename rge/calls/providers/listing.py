@@ -24,28 +24,22 @@ def served_as(model: ModelConfig) -> dict[str, Any]:
     Raises:
         UserError: the server cannot be reached.
     """
-    found: dict[str, Any] = {
-        "at": model.base_url or APIS[model.api].address,
-        "served": None,
-        "rge": rge.__version__,
-    }
-    if model.api != "openai":
-        return found
+    address = model.base_url or APIS[model.api].address
+    served = _listed(model, address) if model.api == "openai" else None
+    return {"at": address, "served": served, "rge": rge.__version__}
+
+
+def _listed(model: ModelConfig, address: str) -> dict[str, Any] | None:
     key = read_key(model.name, model.key_env) if model.key_env else None
     try:
-        response = httpx.get(
-            f"{found['at'].rstrip('/')}/models", headers=headers(model.api, key), timeout=TIMEOUT_S
-        )
+        url = f"{address.rstrip('/')}/models"
+        response = httpx.get(url, headers=headers(model.api, key), timeout=TIMEOUT_S)
     except httpx.HTTPError as error:
         said = Mask([key] if key else [])(str(error) or type(error).__name__)
-        raise UserError(
-            f"{model.name} at {found['at']} cannot be asked which model it serves: {said}"
-        ) from None
+        raise UserError(f"{model.name} at {address} cannot be asked which model it serves: {said}") from None
     try:
         entries = response.json()["data"] if response.is_success else []
-        entry = next((dict(one) for one in entries if one.get("id") == model.name), None)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        entry = None
-    if entry is not None:
-        found["served"] = {name: value for name, value in entry.items() if name not in VARYING}
-    return found
+        entry = next(dict(one) for one in entries if one.get("id") == model.name)
+    except (StopIteration, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return {name: value for name, value in entry.items() if name not in VARYING}

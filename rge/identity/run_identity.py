@@ -280,10 +280,9 @@ def _name_of(script: Path) -> str:
 
 @cache
 def _is_installed(file: str) -> bool:
-    library = Path(sysconfig.get_path("stdlib"))
-    return Path(file).is_relative_to(library) or bool(
-        {"site-packages", "dist-packages"} & set(Path(file).parts)
-    )
+    path = Path(file)
+    of_python = any(path.is_relative_to(sysconfig.get_path(name)) for name in ("stdlib", "scripts"))
+    return of_python or bool({"site-packages", "dist-packages"} & set(path.parts))
 
 
 def _code_of(path: Path) -> str:

@@ -2,7 +2,10 @@
 
 import json
 import shutil
+import sys
+import sysconfig
 from pathlib import Path
+from types import ModuleType
 
 import forked
 import pytest
@@ -262,3 +265,16 @@ def test_differences_leave_out_what_only_one_of_them_loaded():
     assert differences(a, b) == {"software.modules.rge.a": ("1", "2"), "plugins.mine.code": (None, "1")}
     assert in_words(differences(a, b)) == ["code of rge.a", 'plugins: mine.code nothing and "1"']
     assert run_identity.unknown(a, b) == ["start"]
+
+
+def test_a_script_is_the_users_and_an_installed_command_is_not(monkeypatch, tmp_path):
+    main = ModuleType("__main__")
+    main.__spec__, main.__file__ = None, str(tmp_path / "mine.py")
+    (tmp_path / "mine.py").write_text("")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    made = run_identity.software_of(("rge",))
+    assert "mine" in made["software"]["modules"]
+    assert run_identity.changes_since(made) == {}
+    main.__file__ = str(Path(sysconfig.get_path("scripts")) / "rge")  # how `rge eval run` starts
+    assert list(run_identity.changes_since(made)) == ["software.modules.mine"]
+    assert not [name for name in run_identity.software()["modules"] if "bin" in name]

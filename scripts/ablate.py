@@ -395,50 +395,51 @@ def collect(cells: list[Cell], values: list[str], options: Options) -> list[dict
     for cell, frame in frames.items():
         if not frame["query_id"].equals(first["query_id"]):
             raise SweepError(f"{cell.folder} and {cells[0].folder} were evaluated on different queries")
+    # (seeds, queries, metrics)
+    arms = {
+        value: np.stack(
+            [frames[cell][metrics].to_numpy(dtype=float) for cell in cells if cell.value == value]
+        )
+        for value in values
+    }
     rows = []
     for value in values:
-        arm = [frames[cell] for cell in cells if cell.value == value]
-        base = [frames[cell] for cell in cells if cell.value == values[0]]
         for name, one in slices_of(first, options).items():
-            row: dict[str, Any] = {"arm": value, "slice": name, "queries": int(one.chosen_Q.sum())}
             about = first[one.chosen_Q]
-            # (seeds, queries, metrics)
-            ours, theirs = (
-                np.stack([frame[metrics].to_numpy(dtype=float)[one.chosen_Q] for frame in found])
-                for found in (arm, base)
-            )
-
-            def means(
-                value_QM: np.ndarray,
-                bounds: tuple[float, float],
-                one: Slice = one,
-                about: pd.DataFrame = about,
-            ) -> list[dict[str, float | None]]:
-                if not one.of_members:
-                    return intervals(value_QM, index_of(about["group"].to_numpy()), bounds)
-                table = pd.DataFrame(value_QM, about.index, metrics).join(about[["category", "group"]])
-                found = mean_of(list(member_bootstraps(table, metrics, seed=0).values()))
-                return as_means(figures(found, bounds))
-
-            per_seed = [np.nanmean(seed, axis=0) for seed in ours]
-            if one.of_members:
-                members = [(about["category"] == name).to_numpy() for name in sorted(set(about["category"]))]
-                per_seed = [
-                    np.mean([np.nanmean(s[rows_Q], axis=0) for rows_Q in members], axis=0) for s in ours
-                ]
-            seeds = np.stack(per_seed, axis=1).round(4).tolist()
-            for metric, mean, by_seed in zip(
-                metrics, means(ours.mean(axis=0), (0.0, 1.0)), seeds, strict=True
-            ):
+            ours, base = (arms[arm][:, one.chosen_Q] for arm in (value, values[0]))
+            row: dict[str, Any] = {"arm": value, "slice": name, "queries": int(one.chosen_Q.sum())}
+            means = slice_intervals(one, about, ours.mean(axis=0), metrics, (0.0, 1.0))
+            seeds = np.stack([slice_mean(one, about, seed) for seed in ours], axis=1).round(4).tolist()
+            for metric, mean, by_seed in zip(metrics, means, seeds, strict=True):
                 row[metric] = {**mean, "seeds": by_seed}
             if one.column:
                 row["column"] = one.column
             if value != values[0]:
-                differences = means(ours.mean(axis=0) - theirs.mean(axis=0), OF_DIFFERENCES)
-                for metric, difference in zip(metrics, differences, strict=True):
-                    row[metric]["difference"] = difference
+                gain_QM = ours.mean(axis=0) - base.mean(axis=0)
+                gains = slice_intervals(one, about, gain_QM, metrics, OF_DIFFERENCES)
+                for metric, gain in zip(metrics, gains, strict=True):
+                    row[metric]["difference"] = gain
             rows.append(row)
     return rows
+
+
+def slice_intervals(
+    one: Slice, about: pd.DataFrame, value_QM: np.ndarray, metrics: list[str], bounds: tuple[float, float]
+) -> list[dict[str, float | None]]:
+    """A slice's mean of each metric with its interval: over queries, or over a suite's members."""
+    if not one.of_members:
+        return intervals(value_QM, index_of(about["group"].to_numpy()), bounds)
+    table = pd.DataFrame(value_QM, about.index, metrics).join(about[["category", "group"]])
+    found = mean_of(list(member_bootstraps(table, metrics, seed=0).values()))
+    return as_means(figures(found, bounds))
+
+
+def slice_mean(one: Slice, about: pd.DataFrame, value_QM: np.ndarray) -> np.ndarray:
+    """A slice's mean of each metric without an interval."""
+    if not one.of_members:
+        return np.nanmean(value_QM, axis=0)
+    members = [(about["category"] == name).to_numpy() for name in sorted(set(about["category"]))]
+    return np.mean([np.nanmean(value_QM[rows_Q], axis=0) for rows_Q in members], axis=0)
 
 
 def read_queries(folder: Path, metrics: Sequence[str]) -> pd.DataFrame:

@@ -2,7 +2,7 @@
 
 A script names its arms (`Arm`), its sets and its questions (`Contrast`), and calls `run` and `report`; scripts/rl_study.py is an
 example. A training or evaluation that is finished with the same settings is not repeated, an interrupted one resumes, so the
-script can be stopped and given again, or given part of its arms. What is not there yet is left out of the tables, and counted.
+script can be stopped and given again, or given part of its arms. Missing runs are left out of the tables, and counted.
 
 scripts/ablate.py is the command for one key of one recipe; its training, evaluation and intervals are used here.
 """
@@ -119,7 +119,7 @@ class Study:
 
 
 def run_arm(study: Study, arm: Arm, seed: int) -> None:
-    """Train and evaluate one run of an arm, and before it the arms that it starts from, as far as they are not there."""
+    """Train and evaluate one run of an arm, and before it the arms that it starts from, where they are missing."""
     if arm.after:
         run_arm(study, study.by_name[arm.after], seed)
     folder = study.folder(arm, seed)

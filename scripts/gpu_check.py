@@ -2,8 +2,8 @@
 
     python scripts/gpu_check.py [out=gpu_check] [steps=20] [queries=64] [micro_batch=8] [checks=all] [rehearse=false]
 
-Attach ``gpu_check.html`` and ``gpu_check.json`` of ``out`` to an issue, whatever they say. Checks, each by itself, so that one
-that fails ends no other:
+Attach ``gpu_check.html`` and ``gpu_check.json`` of ``out`` to an issue, whatever they say. Checks are independent; one that
+fails ends no other:
 
     kernels     flash attention of prompts, branches, pictures and single tokens against ordinary attention, with gradients
     form        a step of a small model: as a GPU computes it against rows side by side in float32
@@ -451,7 +451,7 @@ def _planned_memory(
         trained=shapes.parameters, optimizer_states=2, rollout_rows=machine.recipe.rollout.batch_size,
         micro_queries=min(micro, len(batch.queries)),
     )  # fmt: skip
-    # The work of one of eight processes, but with nobody to share with and everything in the weights' dtype.
+    # The work of one of eight processes, but unsharded, and everything in the weights' dtype.
     each = float(shapes.parameters * embedder.model.dtype.itemsize)
     return {**found, "weights": each, "gradients": each, "optimizer": 2 * each}
 

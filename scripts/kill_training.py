@@ -39,7 +39,7 @@ class Options:
     seed: int = 0
     """Draws the moments."""
     out: Path = Path("runs/kill_training")
-    """Folder of both runs; what is there is removed."""
+    """Folder of both runs; its contents are removed."""
 
 
 RECIPE: dict[str, Any] = {

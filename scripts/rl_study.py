@@ -2,7 +2,7 @@
 
     python scripts/rl_study.py                     # everything, seed by seed; resumes
     python scripts/rl_study.py arms=rl_con_50      # these arms and what they start from
-    python scripts/rl_study.py collect=true        # tables of what is there
+    python scripts/rl_study.py collect=true        # tables from finished runs
 
 A dose of the training records' oracle rationales is spoiled (`data_prep.demo.spoil`): right sentence, wrong inference. A joint
 stage is followed by one of several second halves that cost no more counted FLOPs than joint training for as long again:
@@ -79,13 +79,13 @@ class Options:
     arms: tuple[str, ...] = ()
     """Only these, with what they start from."""
     collect: bool = False
-    """Run nothing, write the tables of what is there."""
+    """Run nothing, write the tables from finished runs."""
     launcher: str = ""
     """What stands before rge/train.py; empty: accelerate as configured, or two processes where there is no GPU."""
 
 
 def main(words: list[str]) -> None:
-    """Run what is not there, then write the tables."""
+    """Run what is missing, then write the tables."""
     options = parse_options(Options, words, "python scripts/rl_study.py")
     os.chdir(ROOT)
     doses = [int(dose) for dose in options.doses]
@@ -96,18 +96,23 @@ def main(words: list[str]) -> None:
     if unknown_arms := [name for name in options.arms if name not in names]:
         raise UserError(f"arms: no {unknown_arms[0]} among {', '.join(names)}")
     if not options.collect:
-        for dose in doses:
-            folder = options.out / f"data_{dose}"
-            if not (folder / "unseen" / "meta.json").is_file():
-                write(folder, dose / 100, seed=0)
-        for seed in range(options.seeds):
-            for arm in study.arms:
-                if arm.query_mode and (not options.arms or arm.name in options.arms):
-                    run_arm(study, arm, seed)
+        run_all(study, options, doses)
     text, rows = report(study, doses)
     write_text(options.out / "table.md", text)
     write_text(options.out / "table.json", json.dumps(rows, indent=1))
     print(f"\n{text}")
+
+
+def run_all(study: Study, options: Options, doses: list[int]) -> None:
+    """Write the spoiled records, then train and evaluate, seed by seed."""
+    for dose in doses:
+        folder = options.out / f"data_{dose}"
+        if not (folder / "unseen" / "meta.json").is_file():
+            write(folder, dose / 100, seed=0)
+    wanted = [arm for arm in study.arms if arm.query_mode and (not options.arms or arm.name in options.arms)]
+    for seed in range(options.seeds):
+        for arm in wanted:
+            run_arm(study, arm, seed)
 
 
 def plan(options: Options, doses: list[int]) -> Study:

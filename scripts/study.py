@@ -3,7 +3,7 @@
     python scripts/study.py all                # every finding, seed by seed; resumes
     python scripts/study.py a seeds=5          # one of them
     python scripts/study.py all short=true     # one seed of what the first conclusions need
-    python scripts/study.py all collect=true   # runs nothing, writes the page of what is there
+    python scripts/study.py all collect=true   # runs nothing, writes the page from finished runs
 
 a  Table 4, whose rationale the contrastive loss should see, by how much the oracle's text gives away (`dose`)
 b  Table 3, the ratio of the losses, on the demo
@@ -70,7 +70,7 @@ class Options:
     short: bool = False
     """One seed, doses 1 and 0, findings a, c and d only, and no mixes."""
     collect: bool = False
-    """Run nothing, write the page of what is there."""
+    """Run nothing, write the page from finished runs."""
     steps: int | None = None
     """Steps of every stage instead of the recipes' own, to try the machinery; such figures mean nothing."""
     launcher: str = ""
@@ -104,7 +104,7 @@ class Finding:
         study: where its arms are trained.
         arms: that it needs, in the order of their importance.
         claims: what is asked of them.
-        diagnoses: (name, words of ``python -m rge.diagnose``, arm whose checkpoint is looked at), for what no contrast says.
+        diagnoses: (name, words of ``python -m rge.diagnose``, arm whose checkpoint is diagnosed), for what no contrast says.
     """
 
     letter: str
@@ -128,27 +128,12 @@ class Row:
 
 
 def main(words: list[str]) -> None:
-    """Run what is not there, then write the page."""
+    """Run what is missing, then write the page."""
     chosen = [word for word in words if "=" not in word and not word.startswith("-")]
-    options = parse_options(
-        Options, [word for word in words if word not in chosen], "python scripts/study.py"
-    )
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(
-            "start scripts/study.py with python, not with a launcher: put it into launcher='accelerate launch ...'"
-        )
+    options = read_options([word for word in words if word not in chosen])
     os.chdir(ROOT)
-    if options.seeds < 1:
-        raise UserError(f"seeds must be at least 1, got {options.seeds}")
-    if options.short:
-        options = replace(options, seeds=1, doses=(1.0, 0.0))
     findings = plan(options)
-    letters = "acd" if options.short else "".join(findings)
-    if not chosen:
-        raise UserError(f"say which finding: {', '.join(findings)}, or all")
-    if unknown := [word for word in chosen if word not in ("all", *findings)]:
-        raise UserError(f"there is no finding {unknown[0]!r}: {', '.join(findings)}, or all")
-    wanted = [findings[letter] for letter in (letters if "all" in chosen else chosen)]
+    wanted = choose(findings, chosen, options.short)
     if not options.collect:
         if not (data := options.out / "data").exists() and any(one.letter != "b" for one in wanted):
             build(data, sorted({0.0, 0.5, 1.0, *options.doses}))
@@ -157,6 +142,28 @@ def main(words: list[str]) -> None:
                 run_finding(finding, seed)
                 write_page(options, findings)
     print(write_page(options, findings))
+
+
+def read_options(words: list[str]) -> Options:
+    """The options, checked; ``short`` sets seeds and doses."""
+    options = parse_options(Options, words, "python scripts/study.py")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "start scripts/study.py with python, not with a launcher: put it into launcher='accelerate launch ...'"
+        )
+    if options.seeds < 1:
+        raise UserError(f"seeds must be at least 1, got {options.seeds}")
+    return replace(options, seeds=1, doses=(1.0, 0.0)) if options.short else options
+
+
+def choose(findings: dict[str, Finding], chosen: list[str], short: bool) -> list[Finding]:
+    """The findings that the command names."""
+    if not chosen:
+        raise UserError(f"say which finding: {', '.join(findings)}, or all")
+    if unknown := [word for word in chosen if word not in ("all", *findings)]:
+        raise UserError(f"there is no finding {unknown[0]!r}: {', '.join(findings)}, or all")
+    letters = ("acd" if short else "".join(findings)) if "all" in chosen else chosen
+    return [findings[letter] for letter in letters]
 
 
 def run_finding(finding: Finding, seed: int) -> None:
@@ -254,7 +261,7 @@ def demo_arms(options: Options) -> Study:
         Arm("cold", "cold_start", "", (*length("cold_start", options), *quick), shared=True, query_mode="")
     ]
     for ratio in RATIOS:
-        # As in the paper, whoever has no LM loss has no rationale either.
+        # As in the paper, an arm without LM loss has no rationale either.
         words = (
             *(ANCHORS["none"] if ratio == "none" else (f"loss.ratio={ratio}",)),
             *length("joint", options),
@@ -430,7 +437,7 @@ def cold_starts(study: Study) -> Finding:
 
 
 def rows_of(finding: Finding) -> list[Row]:
-    """Every claim with what is there, and the diagnoses."""
+    """Every claim with its figures, and the diagnoses."""
     rows = []
     for claim in finding.claims:
         found = measure(finding.study, claim.contrast, "test", METRIC)
@@ -492,7 +499,7 @@ def sensitivity_rows(name: str, found: dict[str, Any] | None) -> list[Row]:
 
 
 def write_page(options: Options, findings: dict[str, Finding]) -> str:
-    """``page.md`` and ``page.json``: every finding with what is there."""
+    """``page.md`` and ``page.json``: every finding with its figures."""
     lines, data = [], {}
     for finding in findings.values():
         rows = rows_of(finding)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
-"""glibc gives freed tensors back at once; otherwise what is resident is whatever was needed before."""
+"""glibc returns freed tensors immediately; otherwise resident memory includes what earlier work needed."""
 
 
 def in_turns(

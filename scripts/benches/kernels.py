@@ -3,7 +3,7 @@
 Runs a step (rollout, both losses, backward) in bfloat16 on `tests/helpers/fake_gpu.py`, and the same step in stock transformers:
 `generate`, a pass for the LM loss, one for the contrastive state, one for the candidates. Both have taken a step before, so
 that what happens once in a process is not counted. A kernel is an operation that writes new memory; a GPU's own count is
-higher for some, lower where libraries fuse. A launch is a kernel by itself, or a captured step of any number of them. A wait
+higher for some, lower where libraries fuse. A launch is a single kernel, or a captured step of any number of them. A wait
 is the host standing still until the device has done all it was given.
 
 ``places=true`` lists the lines that wait.

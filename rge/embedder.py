@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -29,7 +29,8 @@ from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.files import checkpoint_folder
 from rge.common.images import fetch_picture
-from rge.common.schema import Encoded, ImageRef, Item, Mode, check_mode
+from rge.common.modes import Mode, check_mode
+from rge.common.schema import Encoded, ImageRef, Item
 from rge.distributed.workers import Work, Workers
 
 if TYPE_CHECKING:
@@ -471,7 +472,7 @@ class Embedder:
 
         def prepare_next() -> tuple[Job, list["Prompt"], float] | None:
             job = next(left, None)
-            return None if job is None else (job, *self._prepare(job))
+            return None if job is None else (job, *self._prepare(job.items, job.side))
 
         # A thread reads and scales the next window's pictures while the device works on this one's.
         with ThreadPoolExecutor(1, "rge-prepare") as pool:
@@ -485,13 +486,13 @@ class Embedder:
                 put(number, self._inference.embed(prompts, job.asked, self.settings, on_progress, prepare_ms))
 
     def _window(self, job: Job, on_progress: "OnProgress") -> Encoded:
-        prompts, prepare_ms = self._prepare(job)
+        prompts, prepare_ms = self._prepare(job.items, job.side)
         return self._inference.embed(prompts, job.asked, self.settings, on_progress, prepare_ms)
 
-    def _prepare(self, job: Job) -> tuple[list["Prompt"], float]:
+    def _prepare(self, items: Sequence[Item], side: "Side") -> tuple[list["Prompt"], float]:
         """The prompts of a window, and the milliseconds that each took."""
         began = time.perf_counter()
-        prompts = [self._inference.prompt(item, job.side) for item in job.items]
+        prompts = [self._inference.prompt(item, side) for item in items]
         if num_cut := sum(prompt.num_cut_tokens > 0 for prompt in prompts):
             warnings.warn(
                 f"{num_cut} of {len(prompts)} prompts had more than {self.builder.max_tokens} tokens and lost the end of their text",
@@ -524,6 +525,23 @@ class Embedder:
         from rge.inference import Asked
 
         return self._inference.embed(prompts, Asked(mode, batch_size, None, self.exact), self.settings)
+
+    def direct_probabilities(self, items: Iterable[Item], *, batch_size: int = 64) -> np.ndarray:
+        """(N,) the probability of ``<emb>`` as the first token of each query, by which ``mode=auto`` decides.
+
+        Args:
+            items: queries.
+            batch_size: rows a forward.
+
+        Raises:
+            UserError: the checkpoint was not trained to decide.
+        """
+        check_mode("auto", self.settings)
+        left, parts = iter(items), [np.empty(0, np.float32)]
+        while window := list(islice(left, WINDOW_BATCHES * batch_size)):
+            prompts, _ = self._prepare(window, "query")
+            parts.append(self._inference.direct_probabilities(prompts, batch_size))
+        return np.concatenate(parts)
 
     def encode_after(
         self, prompts: Sequence["Prompt"], rationales: Sequence[Sequence[int]], *, batch_size: int = 64

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from rge.common.errors import UserError
 from rge.common.images import load_image
-from rge.common.schema import DIRECT_ABOVE, SILENT, Encoded, Item, Mode, check_mode, decides_itself
+from rge.common.modes import DIRECT_ABOVE, SILENT, Mode, check_mode, decides_itself
+from rge.common.schema import Encoded, Item
 from rge.cpu_threads import limit_threads
 from rge.model.backbone import BackboneError, collapsed_ids, load_backbone
 from rge.model.embedding_model import EmbeddingModel
@@ -184,6 +185,18 @@ class Inference:
                 states = self._states([prompts[row] for row in rows], [rationales[row] for row in rows])
                 found[rows] = states.float().cpu().numpy()
             return found
+
+    @torch.no_grad()
+    def direct_probabilities(self, prompts: Sequence[Prompt], batch_size: int) -> np.ndarray:
+        """(N,) see `rge.embedder.Embedder.direct_probabilities`."""
+        head, barred = self.model.model.get_output_embeddings(), torch.tensor(self.model.suppressed_ids)
+        found = np.empty(len(prompts), np.float32)
+        with self._computing:
+            for rows in by_length([*map(len, prompts)], batch_size):
+                logit_BV = head(self.model.states_before_answer([prompts[row] for row in rows])).float()
+                logit_BV = logit_BV.index_fill(1, barred.to(logit_BV.device), -torch.inf)
+                found[rows] = logit_BV.softmax(dim=1)[:, self.model.emb_id].cpu().numpy()
+        return found
 
     def _states(self, prompts: Sequence[Prompt], rationales: Sequence[Sequence[int]]) -> Tensor:
         """States (N, D) after rationales, in one forward."""

@@ -282,7 +282,9 @@ class Objective:
             lead_B = right_by(state_BD["direct"].detach(), c_CD.detach(), positive_BC, ignored_BC)
         if self.align and state_BD:
             pull = partial(alignment, temperature=self.align_temperature)
-            pulled = sum(pull(state, q_BSD[:, 0], c_CD, ignored_BC) for state in state_BD.values())
+            pulled = torch.stack(
+                [pull(state, q_BSD[:, 0], c_CD, ignored_BC) for state in state_BD.values()]
+            ).sum()
             total["contrastive_loss"] = total["contrastive_loss"] + pulled * (self.align * num_each)
             figures["loss_align"] = pulled.detach(), 1
         if len(self.terms) > 1:

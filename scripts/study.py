@@ -10,9 +10,10 @@ b  Table 3, the ratio of the losses, on the demo
 c  Tables 6 and 7, reasoning on and off at test, on queries, candidates and both
 d  Fig. 4, what is learned from the oracle's text alone, by dose
 e  how long a cold start, and greedy or sampled rollouts
+f  one checkpoint in several modes (docs/modes.md), on the demo, with a cold start for each seed
 
-a, c, d and e are trained on the study set (`data_prep.study`, made on the first call) by recipes/study.yaml, b on the demo by
-recipes/demo.yaml. Every claim is a paired contrast of arms on the same queries of a test set that nothing was chosen on. Its verdict
+a, c, d and e are trained on the study set (`data_prep.study`, made on the first call) by recipes/study.yaml, b and f on the demo
+by recipes/demo.yaml. Every claim is a paired contrast of arms on the same queries of a test set that nothing was chosen on. Its verdict
 follows from the 95 % interval: *found again* where it lies on the paper's side of zero, *the opposite* where it lies on the other,
 *no difference seen* where it holds zero. ``page.md`` and ``page.json`` are written after every finding of a seed; ``collect=true`` writes them at any time.
 """
@@ -191,6 +192,7 @@ def plan(options: Options) -> dict[str, Finding]:
         tables_6_and_7(ours),
         figure_4(options, ours),
         cold_starts(ours),
+        modes(options),
     ]
     return {finding.letter: finding for finding in found}
 
@@ -431,6 +433,64 @@ def cold_starts(study: Study) -> Finding:
         ["self_1", *(f"self_{name}" for name in LENGTHS), "sampled"],
         claims,
     )
+
+
+STATES = {
+    "both": ("loss.states.direct=1",),
+    "adaptive": (
+        "loss.states.direct=1",
+        "loss.adaptive.share=0.5",
+        "loss.adaptive.margin=0.05",
+        "loss.adaptive.warmup_steps=60",
+    ),
+    "latent": ("model.think_tokens=4", "loss.states={direct: 1, latent: 1}", "loss.think_lm=0.5"),
+    "silent": (
+        "model.think_tokens=4",
+        "loss.anchor=latent",
+        "loss.states.direct=1",
+        "loss.think_lm=1",
+        "joint.lr=2e-3",
+    ),
+}
+"""What trains several states at once."""
+
+
+def modes(options: Options) -> Finding:
+    """One checkpoint asked in several ways, against checkpoints trained for one."""
+    asked = {
+        "words": ("reasoning", "direct"),
+        "both": ("reasoning", "direct"),
+        "adaptive": ("reasoning", "direct", "auto"),
+        "latent": ("reasoning", "direct", "latent"),
+        "silent": ("latent", "direct"),
+        "none": ("direct",),
+    }
+    cold = ("init=rge/demo_base", *length("cold_start", options))
+    arms = [Arm("cold", "cold_start", "", cold, query_mode="")]
+    settings = STATES | {"words": (), "none": ANCHORS["none"]}
+    for name, (first, *others) in asked.items():
+        words = (*settings[name], *length("joint", options))
+        arms.append(Arm(name, "joint", "cold", words, query_mode=first))
+        arms += [Arm(f"{name}, {mode}", "", name, query_mode=mode) for mode in others]
+    pairs = [
+        ("both", "words"),
+        ("both, direct", "none"),
+        ("adaptive", "words"),
+        ("adaptive, direct", "none"),
+        ("adaptive, auto", "adaptive"),
+        ("latent", "words"),
+        ("latent, direct", "none"),
+        ("latent, latent", "latent, direct"),
+        ("latent, latent", "latent"),
+        ("silent", "none"),
+        ("silent", "silent, direct"),
+    ]
+    names = [arm.name for arm in arms[1:]]
+    claims = [Claim(name, "", alone(name), 0) for name in names]
+    claims += [Claim(f"{a} over {b}", "", less(a, b), 0) for a, b in pairs]
+    launcher = options.launcher or default_launcher()
+    study = Study(options.out / "modes", arms, ("recipe=demo",), {"test": DEMO_SET}, options.seeds, launcher)
+    return Finding("f", "One checkpoint in several modes", study, names, claims)
 
 
 # --- what came out

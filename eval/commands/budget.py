@@ -13,6 +13,7 @@ milliseconds.
                              learned on another set with gate_from=
 ``adaptive``, ``always``     where a checkpoint decides to write nothing for some queries: as it decides, and kept from
                              deciding; compared with as many queries chosen at random to reason
+``auto-P``                   of a checkpoint trained to decide: as `mode=auto` with `generation.direct_above` P decides
 ``*-both``                   candidates reason too
 
 The embeddings of every rationale are cached under its seed, so a larger k draws only what is new. On a suite every member
@@ -53,6 +54,7 @@ from eval.scoring.output_files import FORMAT, PER_QUERY, again, check_out, read_
 from eval.scoring.search import Ranking
 from rge.common.errors import UserError
 from rge.common.files import write_bytes
+from rge.common.modes import decides_itself
 from rge.common.options import one_of
 from rge.common.schema import Encoded
 from rge.stats.intervals import OF_DIFFERENCES, Bootstrap, cluster_bootstrap, figures, in_words, index_of
@@ -81,6 +83,9 @@ class BudgetOptions(RunOptions):
     null: small ones, with thresholds of this set, which describes it and is no rule."""
     margin: tuple[str, ...] = ()
     """Margins below which a query reasons, where a threshold is known, as from another set."""
+    auto: tuple[str, ...] = ("0.02", "0.1", "0.25", "0.5", "0.75", "0.9", "0.98")
+    """Of a checkpoint that decides for itself (docs/modes.md): probabilities of `<emb>` as the first token from which on it writes
+    nothing, each a point of a curve."""
     both_sides: bool = False
     """Also with candidates that reason."""
     metric: str | None = None
@@ -114,6 +119,7 @@ class _Plan:
 
     shares: list[float]
     margins: list[float]
+    above: list[float]
     metric: str
 
 
@@ -334,8 +340,9 @@ def _check(options: BudgetOptions) -> _Plan:
     one_of("fuse", options.fuse, FUSIONS)
     shares = _numbers("gate", options.gate, 0.0, 1.0)
     margins = _numbers("margin", options.margin, 0.0, float("inf"))
+    above = _numbers("auto", options.auto, 0.0, 1.0)
     headline = protocol_for(options.benchmark, options.profile).headline
-    return _Plan(shares, margins, options.metric or headline[0])
+    return _Plan(shares, margins, above, options.metric or headline[0])
 
 
 def _numbers(key: str, words: Sequence[str], low: float, high: float) -> list[float]:
@@ -448,6 +455,20 @@ def _points(
         about = {"gate": {"decided_by": "the model", "share": share}}
         yield Point("adaptive", DECIDED, share, ranked["reasoning"], encoded["reasoning"], about=about)
 
+    if plan.above and decides_itself(session.encoder.settings):
+        probability_Q = session.encoder.direct_probabilities(session.wanted.query_items("both"))  # type: ignore[attr-defined]
+        for threshold in plan.above:
+            reason_Q = probability_Q < threshold
+            ranking = choose(reason_Q, ranked["reasoning"], ranked["direct"])
+            chosen = gated(reason_Q, encoded["reasoning"], encoded["direct"])
+            # the prompt is encoded once: what reasons has no direct answer beside it
+            spent = np.where(reason_Q, encoded["reasoning"].embed_ms, encoded["direct"].embed_ms)
+            share = float(reason_Q.mean())
+            about = {"gate": {"decided_by": "the model", "direct_above": threshold, "share": share}}
+            yield Point(
+                f"auto-{threshold:g}", DECIDED, share, ranking, replace(chosen, embed_ms=spent), about=about
+            )
+
     if options.both_sides:
         reasoned_CD = embeddings.candidates("reasoning")
         costs = embeddings.candidate_costs("reasoning")
@@ -548,6 +569,7 @@ def _content(options: BudgetOptions, metric: str, rows: Sequence[Mapping[str, An
         "gate",
         "gate_from",
         "margin",
+        "auto",
         "both_sides",
         "batch_size",
         "seed",

@@ -34,10 +34,11 @@ from eval.scoring.tables import summary
 from eval.sets.retrieval_set import MODALITIES, Modality, RetrievalSet, load_set, with_content
 from rge.common.errors import UserError
 from rge.common.files import checkpoint_folder
+from rge.common.modes import check_mode
 from rge.common.options import one_of
 from rge.common.prompt_profiles import PROFILES
 from rge.common.registry import PluginOptions
-from rge.common.schema import Encoded, check_mode
+from rge.common.schema import Encoded
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 MAX_INSTRUCTIONS = 20

@@ -18,7 +18,8 @@ from eval.embedding.processes import ALONE, Team
 from eval.embedding.shards import Cache, covered, write_shard
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
-from rge.common.schema import Encoded, Item, Mode
+from rge.common.modes import Mode
+from rge.common.schema import Encoded, Item
 
 Side = Literal["query", "candidate"]
 SHARD_BATCHES = 8

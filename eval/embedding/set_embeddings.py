@@ -27,8 +27,9 @@ from eval.embedding.shards import (
 )
 from eval.sets.retrieval_set import Modality, RetrievalSet, content_digest
 from rge.common.commands import progress_bar
+from rge.common.modes import SILENT
 from rge.common.prompt_profiles import PROFILES
-from rge.common.schema import SILENT, Encoded, Item
+from rge.common.schema import Encoded, Item
 from rge.identity.run_identity import Identity, changes_since, digest, in_words, joined, software_of
 
 ROOMS = ("rge", "eval.models", "eval.embedding")

@@ -6,7 +6,7 @@ picture file (``images/2370463.jpg``) or as a row of a Parquet picture library (
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import (
@@ -19,8 +19,6 @@ from pydantic import (
     WrapValidator,
     model_validator,
 )
-
-from rge.common.errors import UserError
 
 ImageRef = str | bytes
 """Encoded picture bytes, a path to a picture file, or ``library.parquet#row-id``."""
@@ -152,41 +150,3 @@ class Encoded:
     stop_reasons: list[str]
     generate_ms: np.ndarray
     embed_ms: np.ndarray
-
-
-Mode = Literal["reasoning", "direct", "auto", "latent"]
-"""How an embedding is asked for: after a rationale, at once, as the model decides, after think tokens. docs/modes.md."""
-
-SILENT = ("direct", "latent")
-"""Modes in which nothing is written, whatever the settings of generation are."""
-
-DIRECT_ABOVE = 0.5
-"""Probability of ``<emb>`` as the first token from which on ``mode=auto`` writes nothing, unless the settings say another."""
-
-
-def decides_itself(settings: dict[str, Any]) -> bool:
-    """Whether a checkpoint was trained to answer some queries with ``<emb>`` at once."""
-    loss = (settings.get("recipe") or {}).get("loss") or {}
-    return bool((loss.get("adaptive") or {}).get("share"))
-
-
-def check_mode(mode: str, settings: dict[str, Any]) -> None:
-    """Refuse a mode that a checkpoint cannot be asked in, or was not trained for.
-
-    Args:
-        mode: a `Mode`.
-        settings: content of ``rge.json``.
-
-    Raises:
-        UserError: says which mode to take, or what to train with.
-    """
-    if mode == "auto" and not decides_itself(settings):
-        raise UserError(
-            "mode=auto needs a checkpoint that was trained to decide (loss.states.direct and loss.adaptive.share above 0); "
-            "ask this one with mode=reasoning or mode=direct"
-        )
-    if mode == "latent" and not settings.get("think_tokens"):
-        raise UserError(
-            "mode=latent needs a checkpoint with think tokens (model.think_tokens, and loss.states.latent or "
-            "loss.anchor=latent); ask this one with mode=reasoning or mode=direct"
-        )

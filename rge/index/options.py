@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from rge.common.modes import Mode
 from rge.common.registry import PluginOptions
-from rge.common.schema import Mode
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]

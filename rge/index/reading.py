@@ -14,7 +14,8 @@ import numpy as np
 from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.common.images import load_image
-from rge.common.schema import Item, Mode
+from rge.common.modes import Mode
+from rge.common.schema import Item
 from rge.embedder import Embedder
 from rge.index.sources import Content, Entry, load
 from rge.model.prompts import Prompt

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 
 import rge
 from rge.common.errors import UserError
-from rge.common.schema import SILENT, check_mode
+from rge.common.modes import SILENT, check_mode
 from rge.embedder import Embedder
 from rge.serving.batches import Batches, Found, Mode, QueueFull, Stopped
 from rge.serving.errors import Refusal, answer_of

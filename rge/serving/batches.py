@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rge.common.schema import Encoded, Mode
+from rge.common.modes import Mode
+from rge.common.schema import Encoded
 from rge.model.prompts import Prompt
 
 _log = logging.getLogger(__name__)

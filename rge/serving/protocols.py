@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from rge.common.schema import Mode
+from rge.common.modes import Mode
 from rge.serving.inputs import Raw
 
 T = TypeVar("T")

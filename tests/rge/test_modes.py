@@ -20,6 +20,7 @@ from rge import Embedder
 from rge.checkpoints.export import export, settings_of
 from rge.common.errors import UserError
 from rge.common.prompt_profiles import think_tokens
+from rge.common.schema import Item
 from rge.config import AdaptiveConfig, LossConfig, RecipeError, RolloutConfig, StatesConfig, load_recipe
 from rge.losses import alignment, right_by
 from rge.model.adapters import add_adapters, merged_weights, without_adapters
@@ -320,6 +321,12 @@ def test_a_checkpoint_that_was_not_trained_to_decide_is_not_asked_to():
     settings["recipe"]["loss"]["adaptive"] = {"share": 0.5}
     _, words = embedder.encode_query("What opens a lock?", mode="reasoning", return_rationales=True)
     assert words  # asked for words, it writes some
+    item = Item("0", "What opens a lock?", instruction=embedder.default_instruction)
+    (likely,) = embedder.direct_probabilities([item])
+    for above, is_silent in ((likely * 0.999, True), (likely * 1.001, False)):
+        settings["generation"]["direct_above"] = float(above)
+        _, words = embedder.encode_query("What opens a lock?", mode="auto", return_rationales=True)
+        assert (words == "") == is_silent
     settings["generation"]["direct_above"] = 0.0
     auto, words = embedder.encode_query("What opens a lock?", mode="auto", return_rationales=True)
     assert words == ""

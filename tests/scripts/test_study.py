@@ -179,8 +179,8 @@ def test_what_differs_the_other_way_is_said(study):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "say which finding: a, b, c, d, e, or all"),
-        (["f"], "there is no finding 'f'"),
+        ([], "say which finding: a, b, c, d, e, f, or all"),
+        (["g"], "there is no finding 'g'"),
         (["a", "seeds=0"], "seeds must be at least 1, got 0"),
         (["a", "seed=1"], r"unknown key seed; did you mean seeds\?"),
     ],

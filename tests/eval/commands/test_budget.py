@@ -91,6 +91,32 @@ def test_a_gate_is_held_against_chance(done):
     assert "over_random" not in next(row for row in content["points"] if row["name"] == "mean-1")
 
 
+def test_thresholds_of_a_checkpoint_that_was_trained_to_decide(set_dir, tmp_path):
+    """Below the threshold a query reasons; every share is held against as many queries chosen at random."""
+    encoder = FakeEncoder(recipe={"loss": {"adaptive": {"share": 0.5}}})
+    likely = np.linspace(0, 1, NUM_QUERIES)
+    encoder.direct_probabilities = lambda items: likely[: len(list(items))]
+    options = BudgetOptions(
+        checkpoint="fake", set=set_dir, out=tmp_path, k=0, auto=("0.3", "0.8"), metric="mrr", report=False
+    )
+    budget(options, loader(encoder))
+    rows = {row["name"]: row for row in json.loads((tmp_path / "budget.json").read_text())["points"]}
+    assert list(rows) == ["direct", "reasoning", "auto-0.3", "auto-0.8"]
+    for threshold in (0.3, 0.8):
+        name = f"auto-{threshold:g}"
+        reasons, found = likely < threshold, frame(tmp_path, name)
+        direct, reasoned = (frame(tmp_path, mode) for mode in ("direct", "reasoning"))
+        assert (found["mrr"] == np.where(reasons, reasoned["mrr"], direct["mrr"])).all()
+        assert (found["rationale_tokens"] == np.where(reasons, reasoned["rationale_tokens"], 0)).all()
+        gate = {"decided_by": "the model", "direct_above": threshold, "share": pytest.approx(reasons.mean())}
+        assert rows[name]["gate"] == gate
+        assert rows[name]["curve"] == DECIDED
+        share = reasons.mean()
+        random = (1 - share) * direct["mrr"].mean() + share * reasoned["mrr"].mean()
+        assert rows[name]["at_random"] == pytest.approx(random)
+        assert rows[name]["ms"] == pytest.approx((1 - share) * 1.0 + share * 3.0)
+
+
 def test_a_model_that_decides_for_itself_is_held_against_chance_among_rationales_always_written(
     set_dir, tmp_path
 ):

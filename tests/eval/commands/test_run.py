@@ -453,7 +453,7 @@ def test_nothing_half_written_looks_complete(set_dir, tmp_path, monkeypatch):
     [
         (
             {"query_mode": ("reasonin",)},
-            "query_mode must be one of reasoning, direct, auto, got 'reasonin'; did you mean",
+            "query_mode must be one of reasoning, direct, auto, latent, got 'reasonin'; did you mean",
         ),
         ({"query_modality": ("picture",)}, "query_modality must be one of both, text, image, got 'picture'"),
         (

@@ -29,6 +29,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rge.common.errors import UserError
 from rge.model.hub_model import HubModel
 from rge.model.packing import PromptPart, TailPart, tail_mask
 from rge.model.varlen import Runs, attend_last, attend_runs, make_runs, wanted
@@ -74,6 +75,7 @@ class Pass:
         encoded: prompts' keys and values from an earlier pass.
         num_layers: of the text model.
         form: ``auto``, ``varlen``, or anything else for rows side by side; see `rge.model.varlen.wanted`.
+        whole_pictures: whether all tokens of a picture see one another.
     """
 
     def __init__(
@@ -83,9 +85,10 @@ class Pass:
         encoded: EncodedPrompts | None,
         num_layers: int,
         form: str = "sdpa",
+        whole_pictures: bool = False,
     ):
         self.prompts, self.tails, self.encoded, self.num_layers = prompts, tails, encoded, num_layers
-        self.form = form
+        self.form, self.whole_pictures = form, whole_pictures
         self.num_prompt_tokens = 0 if prompts is None else prompts.input_ids_T.shape[0]
         self.num_tokens = self.num_prompt_tokens + (0 if tails is None else tails.input_ids_T.shape[0])
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
@@ -103,7 +106,11 @@ class Pass:
             else:
                 flat = self.encoded.is_flat
             part = self.prompts if self.encoded is None else self.encoded.part
-            self._layout = (_Flat if flat else _SideBySide)(part, self.tails, v_TKd.device)  # type: ignore[arg-type]
+            assert part is not None
+            if flat:
+                self._layout = _Flat(part, self.tails, v_TKd.device, self.whole_pictures)
+            else:
+                self._layout = _SideBySide(part, self.tails)
         layout, split, outputs = self._layout, self.num_prompt_tokens, []
         if self.encoded is None:
             known = layout.known(k_TKd[:split], v_TKd.dtype), layout.known(v_TKd[:split], v_TKd.dtype)
@@ -128,9 +135,11 @@ class _Flat:
     ends, other branches' queries can do without it, and queries stand in the tails' own order.
     """
 
-    def __init__(self, part: PromptPart, tails: TailPart | None, device: torch.device):
+    def __init__(self, part: PromptPart, tails: TailPart | None, device: torch.device, whole_pictures: bool):
         # The masked picture before the first row is a sequence of its own.
         self.prompt_runs = make_runs((part.start, *part.lengths), (part.start, *part.lengths), device)
+        has_pictures = whole_pictures and any(part.spans)
+        self.segments = _segments(part, device) if has_pictures else []
         if tails is None:
             return
         q_lengths, k_lengths, places = [], [], []
@@ -155,7 +164,13 @@ class _Flat:
         return states_TKd.to(dtype)
 
     def prompts(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, kernel: "_Kernel") -> Tensor:
-        return kernel.runs(q_THd, k_TKd, v_TKd, self.prompt_runs)
+        if not self.segments:
+            return kernel.runs(q_THd, k_TKd, v_TKd, self.prompt_runs)
+        out_THd = torch.zeros_like(q_THd, dtype=v_TKd.dtype)
+        for one in self.segments:
+            q, k, v = q_THd[one.look_T], k_TKd[one.seen_U], v_TKd[one.seen_U]
+            out_THd = out_THd.index_copy(0, one.look_T, kernel.runs(q, k, v, one.runs, causal=one.causal))
+        return out_THd
 
     def tails(
         self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, keys: Tensor, values: Tensor, kernel: "_Kernel"
@@ -167,10 +182,43 @@ class _Flat:
         return kernel.runs(q_THd, k_UKd, v_UKd, self.tail_runs)
 
 
+@dataclass(frozen=True)
+class _Segment:
+    """Pieces of prompts of one kind, texts or whole pictures: where their tokens are, and those that they see."""
+
+    causal: bool
+    look_T: Tensor
+    seen_U: Tensor
+    runs: Runs
+
+
+def _segments(part: PromptPart, device: torch.device) -> list[_Segment]:
+    """Prompts cut at their pictures: each piece sees its prompt up to its own end."""
+    pieces: dict[bool, list[tuple[int, int, int]]] = {True: [], False: []}
+    row = part.start
+    for length, spans in zip(part.lengths, part.spans, strict=True):
+        edges = [0, *(edge for span in spans for edge in span), length]
+        for number, (begin, end) in enumerate(zip(edges, edges[1:], strict=False)):
+            if begin < end:
+                pieces[number % 2 == 0].append((row, row + begin, row + end))
+        row += length
+    found = []
+    for causal, places in pieces.items():
+        look, seen = (
+            torch.cat([torch.arange(piece[first], piece[2]) for piece in places]).to(device, non_blocking=True)
+            for first in (1, 0)
+        )
+        runs = make_runs(
+            [end - begin for _, begin, end in places], [end - row for row, _, end in places], device
+        )
+        found.append(_Segment(causal, look, seen, runs))
+    return found
+
+
 class _SideBySide:
     """Rows side by side, filled up behind: prompts causally, tails under a mask."""
 
-    def __init__(self, part: PromptPart, tails: TailPart | None, device: torch.device):
+    def __init__(self, part: PromptPart, tails: TailPart | None):
         self.part, self.tail_part = part, tails
         self.prompt_rows = _Rows(part.index_BP, part.lengths, part.start, part.input_ids_T.shape[0])
         if tails is not None:
@@ -383,12 +431,14 @@ class _Kernel:
         if self.window is not None:
             raise ValueError(f"this model's layers see {self.window} tokens only; set {KEY}=varlen")
 
-    def runs(self, q_THd: Tensor, k_UKd: Tensor, v_UKd: Tensor, runs: Runs) -> Tensor:
-        """Causal attention of sequences one after the other: (T, H, d)."""
+    def runs(
+        self, q_THd: Tensor, k_UKd: Tensor, v_UKd: Tensor, runs: Runs, causal: bool = True
+    ) -> Tensor:
+        """Attention of sequences one after the other: (T, H, d)."""
         if self.dropout:
             raise ValueError(f"{KEY}=varlen has no attention dropout; set {KEY}=sdpa")
         return attend_runs(
-            q_THd, k_UKd, v_UKd, runs, scale=self.scale, causal=True, window=self.window, key=KEY
+            q_THd, k_UKd, v_UKd, runs, scale=self.scale, causal=causal, window=self.window, key=KEY
         )
 
     def __call__(self, q_BTHd: Tensor, k_BUKd: Tensor, v_BUKd: Tensor, bias: Tensor | None) -> Tensor:
@@ -443,18 +493,27 @@ for _asked, _name in NAMES.items():
     ALL_MASK_ATTENTION_FUNCTIONS.register(_name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
-def install(text: HubModel, form: str = "auto") -> str:
+def install(text: HubModel, form: str = "auto", whole_pictures: bool = False) -> str:
     """Let a text model's layers call `attend`, and its last layer compute only what is read. Twice is once.
 
     Args:
         text: a decoder of transformers with ``config`` and ``layers``, each with ``self_attn`` and ``mlp``.
         form: see `rge.model.varlen.wanted`.
+        whole_pictures: see `Pass`.
 
     Returns:
-        The form to plan with: ``varlen`` in place of ``auto`` where layers see a window, which rows cannot.
+        The form to plan with: ``varlen`` in place of ``auto`` where layers see a window, or pictures are seen whole: rows
+        side by side do not have that.
+
+    Raises:
+        UserError: another form was asked for, and pictures are seen whole.
     """
-    if form == "auto" and "sliding_attention" in (getattr(text.config, "layer_types", None) or ()):
+    if form == "auto" and (
+        whole_pictures or "sliding_attention" in (getattr(text.config, "layer_types", None) or ())
+    ):
         form = "varlen"
+    if whole_pictures and form != "varlen":
+        raise UserError(f"{KEY}={form}: the tokens of a picture see one another in this model; set {KEY}=varlen")
     asked = text.config._attn_implementation
     if asked in NAMES.values():
         return form

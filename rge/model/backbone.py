@@ -190,7 +190,8 @@ def load_processor(
         OSError: there is none.
     """
     processor = AutoProcessor.from_pretrained(path, revision=revision)
-    FAMILIES[config.model_type].limit_pixels(processor, min_pixels, max_pixels)
+    processor.rge_family = FAMILIES[config.model_type]
+    processor.rge_family.limit_pixels(processor, min_pixels, max_pixels)
     return processor
 
 
@@ -361,10 +362,3 @@ def prompt_positions(model: HubModel, prompts: Sequence[Prompt]) -> list[Tensor]
     return [
         family.positions(model, prompt.input_ids, prompt.type_ids, prompt.image_grid) for prompt in prompts
     ]
-
-
-def rotations(model: HubModel, position_ids_3T: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (T, head size) of positions, as the layers take them in the weights' dtype."""
-    family, words = family_of(model), model.get_input_embeddings().weight
-    cos, sin = family.decoder(model).rotary_emb(words, family.rotary_positions(position_ids_3T[:, None]))
-    return cos[0], sin[0]

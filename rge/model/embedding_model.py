@@ -125,7 +125,8 @@ class EmbeddingModel(nn.Module):
         self.pad_id = tokenizer.pad_token_id
         self.family = backbone.family
         self.picture_ids = self.family.picture_ids(self.model.config, tokenizer)
-        self.attention = install(self.family.decoder(self.model), backbone.attention)
+        text = self.family.decoder(self.model)
+        self.attention = install(text, backbone.attention, self.family.whole_pictures)
         # The layers that FSDP2 shards one by one; accelerate asks the module that it wraps.
         present = {type(module).__name__ for module in backbone.model.modules()}
         self._no_split_modules = sorted(present & set(backbone.model._no_split_modules or ()))
@@ -148,7 +149,7 @@ class EmbeddingModel(nn.Module):
             prompts,
             self._positions(prompts),
             picture_ids=self.picture_ids,
-            empty_picture=self.family.empty_picture(self.model.config),
+            empty_picture=self.family.square_picture(self.model.config),
         )
         return Packed(part.to(self.device), None, owners=prompts)
 
@@ -194,8 +195,9 @@ class EmbeddingModel(nn.Module):
         features = None
         if prompts is not None:
             features = self._features(prompts, packed.owners)
+        num_layers = len(self.family.decoder(self.model).layers)
         plan = Pass(
-            prompts, tails, packed.encoded, len(self.family.decoder(self.model).layers), self.attention
+            prompts, tails, packed.encoded, num_layers, self.attention, self.family.whole_pictures
         )
         inputs = {
             "input_ids": torch.cat([part.input_ids_T for part in parts])[None],

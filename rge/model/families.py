@@ -1,51 +1,34 @@
-"""What differs between families of vision-language models, one small class each. The only place that knows.
+"""What differs between families of vision-language models: one class each, and nothing of a family is anywhere else.
 
-The rest of rge sees token ids, three-axis positions, one feature row a picture placeholder, and last-layer states. To
-add a family: subclass `Family`, register it (`register_family`), and add a tiny model of it to ``tests/helpers/family_models.py``; the tests
-there check it against stock transformers.
+The rest of rge sees token ids, three-axis positions, one feature row a picture placeholder, and last-layer states. To add a
+family: subclass `Family`, or `Tiles`, and register it; docs/extending.md goes through the methods.
 
 Shape suffixes: B = rows, T = tokens, D = hidden size, P = patches or tiles, F = placeholders, L = layers fed by deepstack.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from rge.common.registry import Registry
 from rge.model.hub_model import HubModel
 from rge.model.vision_tower import sizes_of
 
-
-@dataclass(frozen=True)
-class VisionSizes:
-    """Sizes of a vision tower, for what a step of it costs.
-
-    Attributes:
-        patch: parameters of the trained matrices that each patch goes through; `placeholder` of those for each placeholder.
-        layers: blocks of the tower; `hidden` and `inner` are theirs.
-        fixed: products of numbers that a patch takes in what is never trained.
-        feature: components of what the text model is given for a placeholder.
-    """
-
-    patch: int
-    placeholder: int
-    layers: int
-    hidden: int
-    inner: int
-    fixed: int = 0
-    feature: int = 0
+Rotations = dict[str, tuple[Tensor, Tensor]]
+"""Cosines and sines by kind of layer, see `Family.rotations`."""
 
 
 class Family:
-    """Conventions of one family; the defaults are Qwen2-VL's and Qwen2.5-VL's.
+    """Conventions of one family; the defaults are Qwen2-VL's and Qwen2.5-VL's."""
 
-    Their text model takes a finished mask under the name of its layers' kind, and positions on three axes.
-    """
+    whole_pictures = False
+    """Whether all tokens of a picture see one another in the text model, later ones included."""
+
+    # The parts of a model.
 
     def decoder(self, model: HubModel) -> HubModel:
         """The text model: ``layers``, ``rotary_emb`` and ``norm``."""
@@ -55,6 +38,8 @@ class Family:
         """Everything that turns pixels into features, with what maps these to the text model's width."""
         return [model.model.visual]
 
+    # From a picture to pixels and tokens.
+
     def limit_pixels(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> None:
         """Set the sizes that pictures are scaled to; None keeps the processor's."""
         size = processor.image_processor.size
@@ -62,6 +47,95 @@ class Family:
             "shortest_edge": min_pixels or size["shortest_edge"],
             "longest_edge": max_pixels or size["longest_edge"],
         }
+
+    def scaled_size(self, size: tuple[int, int], image_processor: Any) -> tuple[int, int]:
+        """Width and height that a picture of this size is scaled to before the processor gets it.
+
+        As for the released Qwen models, by qwen-vl-utils: sides become multiples of a placeholder's, within the processor's
+        limits where possible. Where that rounds a side of a long picture down to nothing, the processor's own rule counts.
+
+        Raises:
+            ValueError: a side is more than 200 times as long as the other.
+        """
+        from qwen_vl_utils.vision_process import smart_resize  # both bring torchvision
+        from transformers.models.qwen2_vl import image_processing_qwen2_vl as stock
+
+        side = image_processor.patch_size * image_processor.merge_size
+        limits = image_processor.size["shortest_edge"], image_processor.size["longest_edge"]
+        height, width = smart_resize(size[1], size[0], side, *limits)
+        if not (height and width):
+            height, width = stock.smart_resize(size[1], size[0], side, *limits)
+        return width, height
+
+    def scaled(self, image: Image.Image, image_processor: Any) -> Image.Image:
+        """A picture of `scaled_size`, by Pillow's bicubic filter."""
+        size = self.scaled_size(image.size, image_processor)
+        return image if size == image.size else image.resize(size)
+
+    def options(self, image_processor: Any) -> dict[str, Any]:
+        """Arguments with which the processor cuts a picture that `scaled` gave, and leaves its pixels as they are.
+
+        Scaled pictures have 8 bits a channel. Normalising makes four bytes of each, and Qwen's patches hold every pixel once
+        a frame: eight times the bytes to hand from process to process and on to a device, see `normalised`.
+        """
+        return {"do_rescale": False, "do_normalize": False, "do_resize": False, "temporal_patch_size": 1}
+
+    def pictures_of(
+        self, fields: Mapping[str, Any], image_processor: Any
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Pixels and grid of one prompt from its processor's output, made with `options`; both None without pictures.
+
+        Returns:
+            (P, channels, height, width) uint8: patches. (pictures, 3) int64: one, height and width in patches.
+        """
+        if (pixels := fields.get("pixel_values")) is None:
+            return None, None
+        side = image_processor.patch_size
+        return pixels.unflatten(1, (-1, side, side)), fields["image_grid_thw"]
+
+    def picture_tokens(self, processor: Any, size: tuple[int, int]) -> int:
+        """How many tokens stand in a prompt for a picture of this width and height, in place of `picture_mark`."""
+        size = self.scaled_size(size, processor.image_processor)
+        # What vLLM plans with too.
+        return int(processor._get_num_multimodal_tokens(image_sizes=[size[::-1]]).num_image_tokens[0])
+
+    def picture_mark(self, processor: Any) -> str:
+        """What the processor writes for a picture, around and including one placeholder."""
+        return processor.image_token
+
+    def placeholder_id(self, processor: Any) -> int:
+        """The token that a feature takes the place of."""
+        return processor.tokenizer.convert_tokens_to_ids(processor.image_token)
+
+    def picture_ids(self, config: Any, tokenizer: Any) -> list[int]:
+        """Tokens of the smallest `square_picture` in a row: one before it, its placeholders, and one after."""
+        return [config.vision_start_token_id, config.image_token_id, config.vision_end_token_id]
+
+    def square_picture(self, config: Any, num_pixels: int = 0) -> tuple[Tensor, Tensor]:
+        """A black square of at most that many pixels, or the smallest that there is: pixels and grid, see `pictures_of`.
+
+        A batch without pictures gets the smallest behind a mask, so that every rank runs the vision tower in every step.
+        Otherwise DDP waits for gradients that never come and ZeRO-2 averages different parameters with one another. Of the
+        largest, `rge.plan` measures what it costs.
+        """
+        vision = config.vision_config
+        channels = vision.in_channels if hasattr(vision, "in_channels") else vision.in_chans
+        merge, side = vision.spatial_merge_size, vision.patch_size
+        along = merge * max(math.isqrt(num_pixels) // (side * merge), 1)
+        pixels = torch.zeros(along * along, channels, side, side, dtype=torch.uint8)
+        return pixels, torch.tensor([[1, along, along]])
+
+    def collapsed(self, config: Any, ids: Sequence[int]) -> list[int] | None:
+        """A prompt's ids with one placeholder a picture, as vLLM takes them; None where that is not known.
+
+        Pictures stand between tokens of their own, so each is one run of placeholders.
+        """
+        image = config.image_token_id
+        return [
+            each for place, each in enumerate(ids) if each != image or place == 0 or ids[place - 1] != image
+        ]
+
+    # From tokens and pixels to states.
 
     def positions(
         self, model: HubModel, input_ids_T: Tensor, type_ids_T: Tensor, grid: Tensor | None
@@ -76,6 +150,16 @@ class Family:
         """Positions as the text model's rotary embedding takes them."""
         return position_ids_3BT
 
+    def rotations(self, model: HubModel, like: Tensor, position_ids_3BT: Tensor) -> Rotations:
+        """Cosines and sines (B, T, head size) of positions, in the dtype of `like`, by kind of layer.
+
+        Most models have one kind, here named ``""``; where ``rotary_emb`` names several, each has its own.
+        """
+        rotary, positions = self.decoder(model).rotary_emb, self.rotary_positions(position_ids_3BT)
+        if kinds := getattr(rotary, "layer_types", None):
+            return {kind: rotary(like, positions, kind) for kind in kinds}
+        return {"": rotary(like, positions)}
+
     def features(self, model: HubModel, pixel_values: Tensor, grid: Tensor) -> Tensor:
         """Run the vision tower.
 
@@ -85,7 +169,8 @@ class Family:
             grid: theirs, on the host.
 
         Returns:
-            (F, D): one row a placeholder token, in order, for `states`.
+            (F, D): one row a placeholder token, in order. Rows of (1 + L) * D are cut: the first D take the placeholder's
+            place, and the next are added to its state after the first text layer, the second, ... (DeepStack).
         """
         return self._tower(model, pixel_values, grid).pooler_output
 
@@ -99,14 +184,47 @@ class Family:
     ) -> Tensor:
         """Last-layer states (B, T, D) after the final norm.
 
+        Not by the model's own forward, which counts placeholders on the device and waits for the sum, and may make a mask of
+        its own; features are put by place, since by mask the backward would wait as well.
+
         Args:
             model: of this family.
-            features: from `features`: what stands in for the picture placeholders' embeddings.
-            picture_index_F: where those are among the B * T tokens, in order.
+            features: from `features`.
+            picture_index_F: where placeholders are among the B * T tokens, in order.
             inputs: ``input_ids`` (B, T), ``position_ids`` (3, B, T) and ``attention_mask`` (a plan of `rge.model.attention`, or
                 None for causal attention over rows without padding).
         """
-        return _run_layers(self, model, features, picture_index_F, [], **inputs)
+        hidden_BTD = model.get_input_embeddings()(inputs["input_ids"])
+        added: list[Tensor] = []
+        if features is not None:
+            assert picture_index_F is not None
+            first_FD, *added = features.to(hidden_BTD.dtype).split(hidden_BTD.shape[-1], dim=-1)
+            flat_TD = hidden_BTD.flatten(0, 1).index_copy(0, picture_index_F, first_FD)
+            hidden_BTD = flat_TD.view(hidden_BTD.shape)
+        rotations = self.rotations(model, hidden_BTD, inputs["position_ids"])
+        return self.run_layers(model, hidden_BTD, rotations, inputs["attention_mask"], added, picture_index_F)
+
+    def run_layers(
+        self,
+        model: HubModel,
+        hidden_BTD: Tensor,
+        rotations: Rotations,
+        mask: Any,
+        added: Sequence[Tensor] = (),
+        picture_index_F: Tensor | None = None,
+    ) -> Tensor:
+        """The text model's layers one after the other, with the mask as it is given, and its final norm."""
+        text = self.decoder(model)
+        kinds = [""] * len(text.layers) if "" in rotations else text.config.layer_types
+        for number, (layer, kind) in enumerate(zip(text.layers, kinds, strict=True)):
+            hidden_BTD = layer(
+                hidden_BTD, attention_mask=mask, position_embeddings=rotations[kind], use_cache=False
+            )
+            if number < len(added):
+                assert picture_index_F is not None
+                flat_TD = hidden_BTD.flatten(0, 1).index_add(0, picture_index_F, added[number])
+                hidden_BTD = flat_TD.view(hidden_BTD.shape)
+        return text.norm(hidden_BTD)
 
     def plain_inputs(
         self,
@@ -130,110 +248,84 @@ class Family:
             inputs["mm_token_type_ids"] = (input_ids == config.image_token_id).long()
         return inputs
 
-    def picture_ids(self, config: Any, tokenizer: Any) -> list[int]:
-        """Tokens that stand for `empty_picture` in a row: what stands around it, and its placeholders."""
-        return [config.vision_start_token_id, config.image_token_id, config.vision_end_token_id]
-
-    def empty_picture(self, config: Any) -> tuple[Tensor, Tensor]:
-        """The smallest picture, without content: pixels and grid, see `pictures_of`.
-
-        A batch without pictures gets it behind a mask, so that every rank runs the vision tower in every step. Otherwise
-        DDP waits for gradients that never come and ZeRO-2 averages different parameters with one another.
-        """
-        vision = config.vision_config
-        channels = vision.in_channels if hasattr(vision, "in_channels") else vision.in_chans
-        merge, side = vision.spatial_merge_size, vision.patch_size
-        pixels = torch.zeros(merge * merge, channels, side, side, dtype=torch.uint8)
-        return pixels, torch.tensor([[1, merge, merge]])
-
-    def collapsed(self, config: Any, ids: Sequence[int]) -> list[int] | None:
-        """A prompt's ids with one placeholder a picture, as vLLM takes them; None where that is not known.
-
-        Pictures stand between tokens of their own, so each is one run of placeholders.
-        """
-        image = config.image_token_id
-        return [
-            each for place, each in enumerate(ids) if each != image or place == 0 or ids[place - 1] != image
-        ]
-
-    def num_placeholders(self, config: Any, num_pixels: int) -> int:
-        """Placeholder tokens of a square picture that is scaled to so many pixels at most."""
-        side = config.vision_config.patch_size * config.vision_config.spatial_merge_size
-        return max(math.isqrt(num_pixels) // side, 1) ** 2
-
-    def patches_per_placeholder(self, config: Any) -> int:
-        """Patches that become one feature."""
-        return config.vision_config.spatial_merge_size**2
-
-    def vision_spans(self, config: Any, num_patches: int) -> list[int]:
-        """How many patches a patch of a picture of so many attends to, in each vision layer."""
-        vision = config.vision_config
-        if not hasattr(vision, "window_size"):
-            return [num_patches] * vision.depth
-        window = min((vision.window_size // vision.patch_size) ** 2, num_patches)
-        whole = set(vision.fullatt_block_indexes)
-        return [num_patches if layer in whole else window for layer in range(vision.depth)]
-
-    def vision_sizes(self, model: HubModel) -> VisionSizes:
-        """Read off the tower's modules, also on `meta`."""
-        vision = self.vision(model)
-        patch = placeholder = 0
-        for part in vision:
-            for name, module in part.named_modules():
-                if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d)):
-                    # Mergers and connectors see a placeholder's patches as one row.
-                    if "merger" in name or "modality_projection" in name:
-                        placeholder += module.weight.numel()
-                    else:
-                        patch += module.weight.numel()
-        blocks = next(
-            module for part in vision for module in part.modules() if isinstance(module, nn.ModuleList)
-        )
-        inner = [
-            module for module in blocks[0].get_submodule("mlp").modules() if isinstance(module, nn.Linear)
-        ]
-        return VisionSizes(
-            patch=patch,
-            placeholder=placeholder,
-            layers=len(blocks),
-            hidden=min(module.weight.shape[1] for module in inner),
-            inner=max(max(module.weight.shape) for module in inner),
-            feature=model.config.get_text_config().hidden_size,
-        )
-
 
 class Qwen3VL(Family):
-    """Qwen3-VL: features of deeper vision layers are added to the states of the first text layers (DeepStack).
-
-    They travel beside the main feature in one row a placeholder, so that whoever holds, cuts or reorders features needs
-    to know nothing of them.
-    """
+    """Qwen3-VL: features of deeper vision layers are added to the states of the first text layers (DeepStack)."""
 
     def features(self, model: HubModel, pixel_values: Tensor, grid: Tensor) -> Tensor:
         """(F, (1 + L) * D): the main feature, then one for each of the first L text layers."""
         found = self._tower(model, pixel_values, grid)
         return torch.cat([found.pooler_output, *found.deepstack_features], dim=-1)
 
-    def vision_sizes(self, model: HubModel) -> VisionSizes:
-        """With a feature for each text layer that deeper vision layers feed."""
-        found, levels = super().vision_sizes(model), len(model.config.vision_config.deepstack_visual_indexes)
-        return replace(found, feature=(1 + levels) * found.feature)
 
-    def states(
-        self, model: HubModel, features: Tensor | None, picture_index_F: Tensor | None, inputs: dict[str, Any]
+class Tiles(Family):
+    """Families whose processor makes square tiles of one size of a picture, one or several; positions are counted."""
+
+    def tile_side(self, config: Any) -> int:
+        """Width and height of a tile in pixels."""
+        side = config.vision_config.image_size
+        return side if isinstance(side, int) else side[0]
+
+    def num_tiles(self, config: Any, num_pixels: int) -> int:
+        """Tiles of a square picture of so many pixels: as many along each side as fit, and if several, the whole once more."""
+        along = max(math.isqrt(num_pixels) // self.tile_side(config), 1)
+        return along**2 + (along > 1)
+
+    def scaled_size(self, size: tuple[int, int], image_processor: Any) -> tuple[int, int]:
+        """Scaling is left to the processor."""
+        return size
+
+    def options(self, image_processor: Any) -> dict[str, Any]:
+        """Scaled and cut, not normalised."""
+        return {"do_rescale": False, "do_normalize": False}
+
+    def pictures_of(
+        self, fields: Mapping[str, Any], image_processor: Any
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(P, channels, height, width) uint8 tiles; (P, 3): one, and a tile's height and width in pixels."""
+        if (pixels := fields.get("pixel_values")) is None:
+            return None, None
+        tiles_PCHW = pixels.reshape(-1, *pixels.shape[-3:])
+        return tiles_PCHW, torch.tensor([[1, *tiles_PCHW.shape[2:]]] * len(tiles_PCHW))
+
+    def square_picture(self, config: Any, num_pixels: int = 0) -> tuple[Tensor, Tensor]:
+        """Black tiles."""
+        side, num_tiles = self.tile_side(config), self.num_tiles(config, num_pixels)
+        tiles = torch.zeros(num_tiles, config.vision_config.num_channels, side, side, dtype=torch.uint8)
+        return tiles, torch.tensor([[1, side, side]] * num_tiles)
+
+    def collapsed(self, config: Any, ids: Sequence[int]) -> list[int] | None:
+        """Not known: vLLM lays tiles out itself."""
+        return None
+
+    def positions(
+        self, model: HubModel, input_ids_T: Tensor, type_ids_T: Tensor, grid: Tensor | None
     ) -> Tensor:
-        """Adding to the placeholders' states what belongs there, layer by layer."""
-        added: list[Tensor] = []
-        if features is not None:
-            features, *added = features.split(model.config.text_config.hidden_size, dim=-1)
-        return _run_layers(self, model, features, picture_index_F, added, **inputs)
+        """Counted, the same on all axes."""
+        return torch.arange(len(input_ids_T)).expand(3, -1)
+
+    def rotary_positions(self, position_ids_3BT: Tensor) -> Tensor:
+        """One of the equal axes."""
+        return position_ids_3BT[0]
+
+    def plain_inputs(
+        self,
+        config: Any,
+        pictures: Sequence[tuple[Tensor, Tensor] | None],
+        input_ids: Tensor,
+        attention_mask: Tensor,
+    ) -> dict[str, Tensor]:
+        """Tiles of all rows, one after the other."""
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        if shown := [found[0] for found in pictures if found is not None]:
+            inputs["pixel_values"] = torch.cat(shown)
+        return inputs
 
 
-class Idefics3(Family):
-    """Idefics3, which is also what the first SmolVLM models are: square tiles, one axis of positions, Llama below.
+class Idefics3(Tiles):
+    """Idefics3, which is also what the first SmolVLM models are, with a Llama as its text model.
 
-    A picture is scaled to one longest edge, cut into tiles and shown once more as a whole, if it is larger than a tile.
-    Every picture is scaled to the same edge, so there is a greatest number of pixels and no least one.
+    Every picture is scaled to the same longest edge, so there is a greatest number of pixels and no least one.
     """
 
     def decoder(self, model: HubModel) -> HubModel:
@@ -250,15 +342,15 @@ class Idefics3(Family):
             tile = processor.image_processor.max_image_size["longest_edge"]
             processor.image_processor.size = {"longest_edge": tile * max(math.isqrt(max_pixels) // tile, 1)}
 
-    def positions(
-        self, model: HubModel, input_ids_T: Tensor, type_ids_T: Tensor, grid: Tensor | None
-    ) -> Tensor:
-        """Counted, the same on all axes."""
-        return torch.arange(len(input_ids_T)).expand(3, -1)
+    def options(self, image_processor: Any) -> dict[str, Any]:
+        """Without padding: the tiles of one prompt are equally large."""
+        return super().options(image_processor) | {"do_pad": False}
 
-    def rotary_positions(self, position_ids_3BT: Tensor) -> Tensor:
-        """One of the equal axes."""
-        return position_ids_3BT[0]
+    def picture_ids(self, config: Any, tokenizer: Any) -> list[int]:
+        """A tile between the tokens that stand around pictures."""
+        vision, around = config.vision_config, tokenizer.convert_tokens_to_ids("<fake_token_around_image>")
+        num_placeholders = (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
+        return [around, *[config.image_token_id] * num_placeholders, around]
 
     def features(self, model: HubModel, pixel_values: Tensor, grid: Tensor) -> Tensor:
         """(F, D).
@@ -290,35 +382,6 @@ class Idefics3(Family):
                     inputs["pixel_values"][row, : len(found[0])] = found[0]
         return inputs
 
-    def picture_ids(self, config: Any, tokenizer: Any) -> list[int]:
-        """A tile between the tokens that stand around pictures."""
-        around = tokenizer.convert_tokens_to_ids("<fake_token_around_image>")
-        return [around, *[config.image_token_id] * _tile_tokens(config), around]
-
-    def empty_picture(self, config: Any) -> tuple[Tensor, Tensor]:
-        """A black tile. The model takes tiles that are zero once normalised for padding; no pixel of 8 bits is."""
-        side = config.vision_config.image_size
-        tile = torch.zeros(1, config.vision_config.num_channels, side, side, dtype=torch.uint8)
-        return tile, grid_of_tiles(tile)
-
-    def collapsed(self, config: Any, ids: Sequence[int]) -> list[int] | None:
-        """Not known: vLLM lays the tiles out itself, with their rows and columns named in text."""
-        return None
-
-    def num_placeholders(self, config: Any, num_pixels: int) -> int:
-        """Of a square picture: its tiles and the whole."""
-        along = max(math.isqrt(num_pixels) // config.vision_config.image_size, 1)
-        return _tile_tokens(config) * (along**2 + (along > 1))
-
-    def patches_per_placeholder(self, config: Any) -> int:
-        """Patches that are shuffled into one feature."""
-        return config.scale_factor**2
-
-    def vision_spans(self, config: Any, num_patches: int) -> list[int]:
-        """Attention stays within a tile."""
-        vision = config.vision_config
-        return [(vision.image_size // vision.patch_size) ** 2] * vision.num_hidden_layers
-
 
 FAMILIES: Registry[Family] = Registry("family of models", "rge.families", ["rge.towers.efficientnet"])
 """By the `model_type` of a model's config."""
@@ -345,85 +408,13 @@ def family_of(model: HubModel) -> Family:
     return FAMILIES[model.config.model_type]
 
 
-def eight_bit_options(image_processor: Any) -> dict[str, Any]:
-    """Arguments with which an image processor cuts pictures that `scaled` gave, and leaves their pixels as they are.
-
-    Scaled pictures have 8 bits a channel. Normalising makes four bytes of each, and Qwen's patches hold every pixel once
-    a frame: eight times the bytes to hand from process to process and on to a device, see `normalised`.
-    """
-    options: dict[str, Any] = {"do_rescale": False, "do_normalize": False}
-    if hasattr(image_processor, "temporal_patch_size"):
-        options["temporal_patch_size"] = 1
-    if hasattr(image_processor, "merge_size"):
-        options["do_resize"] = False
-    if hasattr(image_processor, "do_pad"):
-        options["do_pad"] = False  # the tiles of one prompt are equally large
-    return options
-
-
-def scaled(image: Image.Image, image_processor: Any) -> Image.Image:
-    """A picture scaled as for the released Qwen models: by qwen-vl-utils, and no second time by the processor.
-
-    By Pillow's bicubic filter; pictures of other families are left to their processors.
-
-    Raises:
-        ValueError: a side is more than 200 times as long as the other.
-    """
-    if not hasattr(image_processor, "merge_size"):
-        return image
-    return image.resize(scaled_size(image.size, image_processor))
-
-
-def scaled_size(size: tuple[int, int], image_processor: Any) -> tuple[int, int]:
-    """Width and height of what `scaled` makes of a picture of this size.
-
-    Sides become multiples of a placeholder's, within the processor's limits as far as that can be. Where qwen-vl-utils rounds
-    a side of a long picture down to nothing and fails, the processor's own rule counts.
-
-    Raises:
-        ValueError: a side is more than 200 times as long as the other.
-    """
-    if not hasattr(image_processor, "merge_size"):
-        return size
-    from qwen_vl_utils.vision_process import smart_resize  # both bring torchvision
-    from transformers.models.qwen2_vl import image_processing_qwen2_vl as stock
-
-    side = image_processor.patch_size * image_processor.merge_size
-    limits = image_processor.size["shortest_edge"], image_processor.size["longest_edge"]
-    height, width = smart_resize(size[1], size[0], side, *limits)
-    if not (height and width):
-        height, width = stock.smart_resize(size[1], size[0], side, *limits)
-    return width, height
-
-
-def picture_tokens(processor: Any, size: tuple[int, int]) -> int:
-    """How many tokens stand in a prompt for a picture of this width and height, see `scaled_size`."""
-    # What vLLM plans with too; every processor of the families here has it.
-    return int(processor._get_num_multimodal_tokens(image_sizes=[size[::-1]]).num_image_tokens[0])
-
-
-def pictures_of(fields: Mapping[str, Any], image_processor: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Pixels and grid of one prompt from its processor's output; both None without pictures.
-
-    Args:
-        fields: made with `eight_bit_options`.
-        image_processor: that made them.
-
-    Returns:
-        (P, channels, height, width) uint8: patches or tiles. (pictures, 3) int64: a row a picture, one and its height and
-        width in patches (Qwen), or a row a tile, one and its height and width in pixels.
-    """
-    pixels, grid = fields.get("pixel_values"), fields.get("image_grid_thw")
-    if pixels is None:
-        return None, None
-    if grid is None:
-        pixels = pixels[0]
-        return pixels, grid_of_tiles(pixels)
-    return pixels.unflatten(1, (-1, image_processor.patch_size, image_processor.patch_size)), grid
+def family_of_processor(processor: Any) -> Family:
+    """The family whose model a processor was loaded for; one that was loaded otherwise is taken for Qwen2-VL's."""
+    return getattr(processor, "rge_family", None) or FAMILIES["qwen2_vl"]
 
 
 def normalised(image_processor: Any, pixels_PCHW: Tensor) -> Tensor:
-    """What the model takes: pixels (see `pictures_of`) in float32, rescaled, normalised, repeated for every frame.
+    """What the model takes: pixels (see `Family.pictures_of`) in float32, rescaled, normalised, repeated for every frame.
 
     The processor's own arithmetic, on the device where the pixels are; bit-equal to its whole output, since both steps
     look at one pixel at a time.
@@ -443,47 +434,3 @@ def normalised(image_processor: Any, pixels_PCHW: Tensor) -> Tensor:
         tuple(image_processor.image_std),
     ).float()
     return values_PCHW if frames is None else values_PCHW.flatten(1)
-
-
-def grid_of_tiles(tiles_PCHW: Tensor) -> Tensor:
-    """(P, 3): one, height and width of each tile."""
-    return torch.tensor([[1, *tiles_PCHW.shape[2:]]] * len(tiles_PCHW))
-
-
-def _tile_tokens(config: Any) -> int:
-    vision = config.vision_config
-    return (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
-
-
-def _run_layers(
-    family: Family,
-    model: HubModel,
-    features: Tensor | None,
-    picture_index_F: Tensor | None,
-    added: list[Tensor],
-    *,
-    input_ids: Tensor,
-    position_ids: Tensor,
-    attention_mask: Any,
-) -> Tensor:
-    """The text model's layers one after the other, with the mask as it is given.
-
-    Not by the model's own forward, which counts placeholders on the device and waits for the sum, and may make a mask of
-    its own; features are put by place, since by mask the backward would wait as well.
-    """
-    text = family.decoder(model)
-    hidden_BTD = model.get_input_embeddings()(input_ids)
-    shape = hidden_BTD.shape
-    if features is not None:
-        assert picture_index_F is not None
-        flat_TD = hidden_BTD.flatten(0, 1).index_copy(0, picture_index_F, features.to(hidden_BTD.dtype))
-        hidden_BTD = flat_TD.view(shape)
-    rotations = text.rotary_emb(hidden_BTD, family.rotary_positions(position_ids))
-    for number, layer in enumerate(text.layers):
-        hidden_BTD = layer(
-            hidden_BTD, attention_mask=attention_mask, position_embeddings=rotations, use_cache=False
-        )
-        if number < len(added) and picture_index_F is not None:
-            more_FD = added[number].to(hidden_BTD.dtype)
-            hidden_BTD = hidden_BTD.flatten(0, 1).index_add(0, picture_index_F, more_FD).view(shape)
-    return text.norm(hidden_BTD)

@@ -28,7 +28,7 @@ from rge.model.prompts import Prompt
 PROMPT, PADDING = 0, -1
 """Segments of a tail; branches are 1, 2, ..."""
 
-_ON_HOST = ("lengths", "start", "image_grid", "branch_lengths", "label_lengths")
+_ON_HOST = ("lengths", "start", "spans", "image_grid", "branch_lengths", "label_lengths")
 """What no kernel reads, but what sizes are taken from: reading it back from a device would be a wait."""
 
 _Part = TypeVar("_Part", "PromptPart", "TailPart")
@@ -60,6 +60,7 @@ class PromptPart:
     Attributes:
         lengths: tokens of each row; with `start`, what lays attention out without asking the device.
         start: tokens before the first row: those of the masked picture, where no row has one.
+        spans: of each row, where its pictures' placeholders begin and end.
         input_ids_T: token ids, row after row.
         position_ids_3T: rotary positions.
         picture_index_F: where in T the pictures' placeholders are.
@@ -74,6 +75,7 @@ class PromptPart:
 
     lengths: tuple[int, ...]
     start: int
+    spans: tuple[tuple[tuple[int, int], ...], ...]
     input_ids_T: Tensor
     position_ids_3T: Tensor
     picture_index_F: Tensor
@@ -172,6 +174,7 @@ def pack_prompts(
     return PromptPart(
         lengths=tuple(lengths),
         start=start,
+        spans=tuple(_spans(prompt.type_ids[:-1]) for prompt in prompts),
         input_ids_T=torch.cat(ids),
         position_ids_3T=torch.cat(places, dim=1),
         picture_index_F=torch.cat(types).nonzero().flatten(),
@@ -253,6 +256,13 @@ def pack_tails(
         sampled_L=torch.cat(sampled) if sampled else torch.empty(0, dtype=torch.long),
         read_index_R=torch.tensor(sorted({*states, *predicts, *samples}), dtype=torch.long),
     )
+
+
+def _spans(type_ids_T: Tensor) -> tuple[tuple[int, int], ...]:
+    """Where runs of ones begin and end."""
+    edges = torch.diff(type_ids_T, prepend=type_ids_T.new_zeros(1), append=type_ids_T.new_zeros(1))
+    begins, ends = (edges == 1).nonzero().flatten(), (edges == -1).nonzero().flatten()
+    return tuple(zip(begins.tolist(), ends.tolist(), strict=True))
 
 
 def _index(lengths: Sequence[int], start: int) -> Tensor:

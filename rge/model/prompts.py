@@ -18,7 +18,7 @@ from torch import Tensor
 from rge.common.images import ImageError, load_image
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES, Profile
 from rge.common.schema import Item
-from rge.model.families import eight_bit_options, picture_tokens, pictures_of, scaled, scaled_size
+from rge.model.families import family_of_processor
 
 _TEXT = "\ufffc"
 """Stands for the text in a wording: Unicode's own mark for an object that is elsewhere."""
@@ -37,7 +37,7 @@ class Prompt:
         type_ids: (T,) int64, 1 on picture placeholders, else 0.
         pixels: (P, channels, height, width) uint8, patches or tiles of all pictures as `rge.model.families.normalised` takes
             them; None without pictures.
-        image_grid: (number of pictures or tiles, 3) int64, see `rge.model.families.pictures_of`; or None.
+        image_grid: (number of pictures or tiles, 3) int64, see `rge.model.families.Family.pictures_of`; or None.
         num_cut_tokens: tokens of the user's text that were cut to fit.
     """
 
@@ -122,7 +122,7 @@ class PromptBuilder:
         if isinstance(profile, str) and profile not in PROFILES:
             raise ValueError(f"unknown profile {profile!r}; there are: {', '.join(PROFILES)}")
         self.processor = processor
-        self.tokenizer = processor.tokenizer
+        self.tokenizer, self.family = processor.tokenizer, family_of_processor(processor)
         self.profile = PROFILES[profile] if isinstance(profile, str) else profile
         self.max_tokens, self.max_rationale_tokens = max_tokens, max_rationale_tokens
         if emb_token is not None:
@@ -134,17 +134,13 @@ class PromptBuilder:
         # `all_special_tokens` knows the named ones only: neither <emb> nor, on some tokenizers, the placeholders.
         added = self.tokenizer.added_tokens_decoder.values()
         self._control_tokens = sorted({token.content for token in added if token.special})
-        self._image_id = self.tokenizer.convert_tokens_to_ids(processor.image_token)
-        self._options = eight_bit_options(processor.image_processor)
+        self._image_id = self.family.placeholder_id(processor)
+        self._options = self.family.options(processor.image_processor)
         self._known: dict[tuple, tuple[torch.Tensor, torch.Tensor | None]] = {}
         # Small sets, and candidates without a text, repeat them.
         remember = lru_cache(maxsize=KNOWN_PROMPTS)
-        self._tokens_of_picture = remember(
-            lambda size: picture_tokens(processor, scaled_size(size, processor.image_processor))
-        )
-        self._tokens_of_text = remember(
-            lambda text, num_images: len(self.tokenizer(self._render(text, num_images)).input_ids)
-        )
+        self._tokens_of_picture = remember(lambda size: self.family.picture_tokens(processor, size))
+        self._tokens_of_text = remember(self._count_tokens)
 
     def build(self, item: Item, side: str, images: Sequence[Image.Image] | None = None) -> Prompt:
         """Token ids and pictures of one prompt.
@@ -165,7 +161,7 @@ class PromptBuilder:
         if images is None:
             images = [load_image(ref) for ref in item.images]
         with _of_pictures(item.id):
-            images = [scaled(image, self.processor.image_processor) for image in images]
+            images = [self.family.scaled(image, self.processor.image_processor) for image in images]
         if item.parts:
             return self._interleaved(item, side, images)
         return self._fitted(
@@ -273,6 +269,12 @@ class PromptBuilder:
         content.append({"type": "text", "text": f"\n{text}\n" if num_images else f"{text}\n"})
         return self._turn(content)
 
+    def _count_tokens(self, text: str, num_images: int) -> int:
+        """Tokens of a prompt in which each picture is one placeholder and what the processor writes around it."""
+        mark = self.family.picture_mark(self.processor)
+        rendered = self._render(text, num_images).replace(self.processor.image_token, mark)
+        return len(self.tokenizer(rendered).input_ids)
+
     def _turn(self, content: list[dict[str, str]]) -> str:
         return self.processor.apply_chat_template(
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
@@ -308,7 +310,7 @@ class PromptBuilder:
             return self.processor.image_processor(images=list(images), return_tensors="pt", **self._options)
 
     def _prompt(self, name: str, input_ids: Tensor, fields: Mapping[str, Tensor], num_cut: int) -> Prompt:
-        pixels, image_grid = pictures_of(fields, self.processor.image_processor)
+        pixels, image_grid = self.family.pictures_of(fields, self.processor.image_processor)
         return Prompt(
             id=name,
             input_ids=input_ids,

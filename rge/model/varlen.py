@@ -96,7 +96,7 @@ def attend_runs(
         runs: the sequences.
         scale: of the products.
         causal: whether a token sees itself and what stands before it, counted from the sequences' ends, or all.
-        window: how many tokens it sees then, itself included; None: all.
+        window: how many tokens up to itself it sees at most, itself included; None: all.
         key: of the recipe, that chooses another kernel.
 
     Raises:
@@ -195,7 +195,7 @@ def _flash(
         max(runs.q_lengths),
         max(runs.k_lengths),
         scale=scale,
-        window_size=(-1 if window is None else window - 1, 0) if causal else (-1, -1),
+        window_size=(-1 if window is None else window - 1, 0 if causal else -1),
         enable_gqa=q_THd.shape[1] != k_UKd.shape[1],
     )
 
@@ -214,11 +214,12 @@ def one_by_one(
     for q, k, v in parts:
         plainly_causal = causal and window is None and len(q) == len(k)
         seen = None
-        if causal and not plainly_causal:
-            ones = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device)
-            seen = ones.tril(len(k) - len(q))
+        if (causal or window is not None) and not plainly_causal:
+            seen = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device)
+            if causal:
+                seen = seen.tril(len(k) - len(q))
             if window is not None:
-                seen &= ones.triu(len(k) - len(q) - window + 1)
+                seen = seen.triu(len(k) - len(q) - window + 1)
         out = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             k.transpose(0, 1)[None],

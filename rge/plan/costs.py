@@ -1,8 +1,8 @@
 """What a training step takes: tokens, FLOPs, memory and communication, from a model's shapes and a recipe's numbers.
 
-Formulas, not measurements. FLOPs count matrix products (a multiplication and an addition are two) and attention densely,
-as `torch.utils.flop_counter` does; ``tests/rge/plan/test_plan.py`` holds them against it. Memory is an estimate: what is kept is
-added up, what an allocator wastes is not.
+What a picture costs is read off a pass of the vision tower; the rest is formulas. FLOPs count matrix products (a
+multiplication and an addition are two) and attention densely, as `torch.utils.flop_counter` does; ``tests/rge/plan/test_plan.py``
+holds them against it. Memory is an estimate: what is kept is added up, what an allocator wastes is not.
 
 A step is (rge/step.py): the queries' prompts are encoded, the rollout continues from their keys and values, one forward
 takes each prompt with its own and its oracle rationale, one takes the candidates, and the backward. Where a rank's share of
@@ -10,14 +10,18 @@ the batch takes several micro batches, candidates are encoded once more without 
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from rge.losses import CHUNK_TOKENS
-from rge.model.families import VisionSizes, family_of
+from rge.model.families import family_of
 from rge.model.hub_model import HubModel
+from rge.model.vision_tower import speed_up
 
 GIB = 2**30
 RESERVED_GIB = 4.0
@@ -52,8 +56,34 @@ SPEEDS = {
 OPTIMIZER_STATES = {"adamw": 2, "muon": 1}
 """Numbers kept a parameter; Muon keeps one, except for what it leaves to AdamW."""
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
 UTILISATION = (0.2, 0.5)
 """Shares of a GPU's peak between which training of large models usually runs; a plan's hours are as uncertain as that."""
+
+
+@dataclass(frozen=True)
+class PictureCost:
+    """What one picture costs in the vision tower.
+
+    Attributes:
+        placeholders: tokens that stand for it; `feature` numbers are put in the place of each.
+        num_bytes: of its pixels as they are handed on, 8 bits a channel.
+        products: FLOPs of a pass in matrix products, `attention` in attention, `fixed` in what is never trained.
+        layers: of the tower.
+        states: numbers that a layer is given.
+        inside: numbers that autograd keeps of a layer.
+    """
+
+    placeholders: int = 0
+    feature: int = 0
+    num_bytes: int = 0
+    products: float = 0.0
+    attention: float = 0.0
+    fixed: float = 0.0
+    layers: int = 0
+    states: int = 0
+    inside: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,7 +95,7 @@ class Shapes:
         layer: parameters of one text layer's matrices; `key_value` of them make keys and values.
         layers: text layers. `hidden`, `inner`, `heads`, `key_heads` and `head_size` are theirs.
         vocabulary: rows of the output matrix.
-        vision: of the tower.
+        picture: of the largest size.
     """
 
     parameters: int
@@ -79,7 +109,7 @@ class Shapes:
     key_heads: int
     head_size: int
     vocabulary: int
-    vision: VisionSizes
+    picture: PictureCost
 
 
 def speed_of(device: str, dtype: str) -> tuple[float, float] | None:
@@ -89,12 +119,13 @@ def speed_of(device: str, dtype: str) -> tuple[float, float] | None:
     return next((speed for name, speed in SPEEDS.items() if name in device), None)
 
 
-def shapes_of(model: HubModel) -> Shapes:
-    """Read a model's sizes, also on `meta`."""
+def shapes_of(model: HubModel, num_pixels: int) -> Shapes:
+    """Read a model's sizes, also on `meta`, with what a square picture of so many pixels costs."""
     family, text = family_of(model), model.config.get_text_config()
-    layer = family.decoder(model).layers[0]
     matrices = {
-        name: module.weight.numel() for name, module in layer.named_modules() if isinstance(module, nn.Linear)
+        name: module.weight.numel()
+        for name, module in family.decoder(model).layers[0].named_modules()
+        if isinstance(module, nn.Linear)
     }
     heads = text.num_attention_heads
     return Shapes(
@@ -111,7 +142,61 @@ def shapes_of(model: HubModel) -> Shapes:
         key_heads=text.num_key_value_heads,
         head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
         vocabulary=model.get_output_embeddings().weight.shape[0],
-        vision=family.vision_sizes(model),
+        picture=cost_of_picture(model, num_pixels),
+    )
+
+
+_known: WeakKeyDictionary[nn.Module, dict[int, PictureCost]] = WeakKeyDictionary()
+
+
+def cost_of_picture(model: HubModel, num_pixels: int) -> PictureCost:
+    """What a square picture of so many pixels costs: counted in one pass, which on `meta` computes shapes alone."""
+    costs = _known.setdefault(model, {})
+    if num_pixels not in costs:
+        costs[num_pixels] = _count(model, num_pixels)
+    return costs[num_pixels]
+
+
+def _count(model: HubModel, num_pixels: int) -> PictureCost:
+    family = family_of(model)
+    pixels, grid = family.square_picture(model.config, num_pixels)
+    frames = getattr(model.config.vision_config, "temporal_patch_size", None)
+    shape = pixels.shape if frames is None else (len(pixels), frames * pixels[0].numel())
+    parts = [module for part in family.vision(model) for module in part.modules()]
+    stacks = (part for part in parts if isinstance(part, nn.ModuleList) and hasattr(part[0], "mlp"))
+    blocks: Any = next(stacks, ())
+    given: list[Tensor] = []
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given.append(next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)))
+
+    hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks[:1]]
+    speed_up(model, "sdpa")  # else a tower of Qwen's reads the pictures' sizes back from the device
+    values = torch.zeros(shape, dtype=model.dtype, device=model.device)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        features = family.features(model, values, grid)
+    for hook in hooks:
+        hook.remove()
+    flops = {str(operation): count for operation, count in counter.get_flop_counts()["Global"].items()}
+    attention = sum(count for name, count in flops.items() if "bmm" in name or "attention" in name)
+    # A tower that came with a package has its convolutions' weights as buffers.
+    is_fixed = not any(isinstance(part.weight, nn.Parameter) for part in parts if isinstance(part, nn.Conv2d))
+    fixed = sum(count for name, count in flops.items() if "convolution" in name) if is_fixed else 0
+    states, inside = 0, 0
+    if given:
+        states, hidden = given[0].numel(), given[0].shape[-1]
+        inner = max(max(it.weight.shape) for it in blocks[0].mlp.modules() if isinstance(it, nn.Linear))
+        inside = states // hidden * (12 * hidden + 4 * inner)
+    return PictureCost(
+        placeholders=features.shape[0],
+        feature=features.shape[1],
+        num_bytes=pixels.numel(),
+        products=sum(flops.values()) - attention - fixed,
+        attention=attention,
+        fixed=fixed,
+        layers=len(blocks),
+        states=states,
+        inside=inside,
     )
 
 
@@ -130,7 +215,7 @@ class Load:
         read_own: whether InfoNCE reads a branch of its own (after the model's rationale, or directly after the prompt).
         contrastive: whether there is an InfoNCE.
         label_candidates: whether `<emb>` after a candidate's prompt is predicted.
-        query_patches: of a query's pictures, and placeholders; `candidate_patches` likewise.
+        query_pictures: of the largest size, in a query's prompt; `candidate_pictures` likewise.
         each: rationales that the model writes for a query.
         sampled: whether their tokens' log probabilities are read, for a policy gradient.
         oracles: branches with the oracle rationale: after the prompt, after think tokens.
@@ -147,12 +232,8 @@ class Load:
     read_own: bool
     contrastive: bool
     label_candidates: bool
-    query_patches: int
-    query_placeholders: int
-    candidate_patches: int
-    candidate_placeholders: int
-    query_spans: list[int] = field(default_factory=list)
-    candidate_spans: list[int] = field(default_factory=list)
+    query_pictures: float
+    candidate_pictures: float
     each: int = 1
     sampled: bool = False
     oracles: int = 1
@@ -171,27 +252,51 @@ class Load:
             self.each * (self.own + 1) if self.sampled else 0
         )
 
+    @property
+    def pictures(self) -> float:
+        """Of a step."""
+        return self.queries * self.query_pictures + self.candidates * self.candidate_pictures
 
-def flops(
-    shapes: Shapes, load: Load, *, checkpointing: bool, trainable: float, train_vision: bool
-) -> dict[str, float]:
-    """FLOPs of one rank's step, by phase.
 
-    Args:
-        shapes: of the model.
-        load: of the rank.
-        checkpointing: whether layers are computed once more in the backward.
-        trainable: share of the text model's matrices that get a gradient of their own: 1, or 0 with adapters.
+@dataclass(frozen=True)
+class Setup:
+    """How a rank works.
+
+    Attributes:
+        back_end: one of `BACK_ENDS`.
+        num_gpus: over which ZeRO and FSDP2 share out.
+        dtype_bytes: of what is computed in, and of weights that are not trained; those that are trained are float32.
+        trained: parameters with a gradient.
+        checkpointing: whether only layers' inputs are kept, and layers computed once more in the backward.
+        adapters: whether the text model's own matrices get no gradient.
         train_vision: whether the backward goes through the vision tower.
+        optimizer_states: numbers the optimizer keeps a parameter.
+        rollout_rows: rationales written at once.
+        micro_queries: queries of a forward.
     """
-    s, n = shapes, load
-    width = 4 * s.heads * s.head_size
-    no_grad_prompts = n.chunks > 1 or not n.own  # else the rollout continues from the pass with gradient
 
-    def vision(patches: int, placeholders: int, spans: list[int]) -> tuple[float, float]:
-        """Products and attention of one row's pictures."""
-        products = (s.vision.patch + s.vision.fixed) * patches + s.vision.placeholder * placeholders
-        return 2.0 * products, 4.0 * s.vision.hidden * patches * sum(spans)
+    back_end: str = "ddp"
+    num_gpus: int = 1
+    dtype_bytes: int = 4
+    trained: int = 0
+    checkpointing: bool = False
+    adapters: bool = False
+    train_vision: bool = True
+    optimizer_states: int = 2
+    rollout_rows: int = 1
+    micro_queries: int = 1
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether weights are spread over GPUs."""
+        return self.num_gpus > 1 and self.back_end in ("zero3", "fsdp2")
+
+
+def flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
+    """FLOPs of one rank's step, by phase."""
+    s, n, picture = shapes, load, shapes.picture
+    width = 4 * s.heads * s.head_size
+    seen = picture.products + picture.attention + picture.fixed
 
     def text(prompt: int, tail: int, read: int) -> tuple[float, float]:
         """Products and attention of one row; the last layer computes what is read, and keys and values."""
@@ -202,150 +307,106 @@ def flops(
         tails = tail * (prompt - 1 + tail)
         return products, width * ((s.layers - 1) * ((prompt - 1) ** 2 + tails) + tails)
 
-    def add(*parts: tuple[float, float]) -> tuple[float, float]:
-        return sum(part[0] for part in parts), sum(part[1] for part in parts)
-
-    query_pictures = vision(n.query_patches, n.query_placeholders, n.query_spans)
-    candidate_pictures = vision(n.candidate_patches, n.candidate_placeholders, n.candidate_spans)
     found = {}
     if n.own:
         steps = n.own + 2
         words = 2.0 * s.layers * s.layer * steps + 2.0 * s.hidden * s.vocabulary * (n.own + 1)
         looks = width * s.layers * steps * (n.prompt + (steps - 1) / 2)
-        prompts = add(query_pictures, text(n.prompt, 0, 0)) if no_grad_prompts else (0.0, 0.0)
-        found["rollout"] = n.queries * (n.each * (words + looks) + sum(prompts))
+        # With a single micro batch the rollout continues from the pass with gradient.
+        prompts = n.query_pictures * seen + sum(text(n.prompt, 0, 0)) if n.chunks > 1 else 0.0
+        found["rollout"] = n.queries * (n.each * (words + looks) + prompts)
     if n.contrastive and n.chunks > 1:
-        found["candidates without gradient"] = n.candidates * sum(
-            add(candidate_pictures, text(n.candidate, 2, 1))
+        found["candidates without gradient"] = n.candidates * (
+            n.candidate_pictures * seen + sum(text(n.candidate, 2, 1))
         )
-    read = n.labels + (n.each if n.read_own else 0)
-    query, candidate = text(n.prompt, n.tail, read), text(n.candidate, 2, 1 + n.label_candidates)
-    predicted = n.queries * n.labels + n.candidates * n.label_candidates
-    head = 2.0 * s.hidden * s.vocabulary * predicted
-    pictures = (
-        [part * n.queries for part in query_pictures],
-        [part * n.candidates for part in candidate_pictures],
-    )
-    rows = [part * n.queries for part in query], [part * n.candidates for part in candidate]
-    text_products, text_looks = rows[0][0] + rows[1][0], rows[0][1] + rows[1][1]
-    vision_products, vision_looks = pictures[0][0] + pictures[1][0], pictures[0][1] + pictures[1][1]
-    found["forward"] = text_products + text_looks + vision_products + vision_looks + head
+    query = text(n.prompt, n.tail, n.labels + (n.each if n.read_own else 0))
+    candidate = text(n.candidate, 2, 1 + n.label_candidates)
+    products, looks = (n.queries * query[part] + n.candidates * candidate[part] for part in (0, 1))
+    head = 2.0 * s.hidden * s.vocabulary * (n.queries * n.labels + n.candidates * n.label_candidates)
+    found["forward"] = products + looks + n.pictures * seen + head
     # Attention's backward computes the scores once more: five products for the forward's two.
-    backward = (1 + trainable) * (text_products + head) + 2.5 * text_looks
-    recomputed = text_products + text_looks
-    if train_vision:
-        patches = n.queries * n.query_patches + n.candidates * n.candidate_patches
-        backward += 2 * (vision_products - 2.0 * s.vision.fixed * patches) + 2.5 * vision_looks
-        recomputed += vision_products + vision_looks
-    found["backward"] = backward + (recomputed if checkpointing else 0.0)
+    backward = (1 if setup.adapters else 2) * (products + head) + 2.5 * looks
+    recomputed = products + looks
+    if setup.train_vision:
+        backward += n.pictures * (2 * picture.products + 2.5 * picture.attention)
+        recomputed += n.pictures * seen
+    found["backward"] = backward + (recomputed if setup.checkpointing else 0.0)
     return found
 
 
-def memory(
-    shapes: Shapes,
-    load: Load,
-    *,
-    back_end: str,
-    num_gpus: int,
-    dtype_bytes: int,
-    checkpointing: bool,
-    trained: int,
-    optimizer_states: int,
-    rollout_rows: int,
-    micro_queries: int,
-    batch_bytes: float = 0.0,
-    train_vision: bool = True,
-) -> dict[str, float]:
-    """Bytes on one GPU at its fullest, by kind; estimates.
-
-    Args:
-        shapes: of the model.
-        load: of the rank.
-        back_end: one of `BACK_ENDS`.
-        num_gpus: over which ZeRO and FSDP2 share out.
-        dtype_bytes: of what is computed in, and of weights that are not trained; those that are trained are float32.
-        checkpointing: whether only layers' inputs are kept.
-        trained: parameters with a gradient.
-        optimizer_states: numbers the optimizer keeps a parameter.
-        rollout_rows: rationales written at once.
-        micro_queries: queries of a forward.
-        batch_bytes: of the pictures of the rank's batch, see `pixel_bytes`.
-        train_vision: whether the backward goes through the vision tower.
-    """
+def memory(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
+    """Bytes on one GPU at its fullest, by kind; estimates."""
     s, n = shapes, load
-    if num_gpus == 1:
-        back_end = "ddp"  # nobody to share with
-    sharded = back_end in ("zero3", "fsdp2")
-    gradients, states = 4.0 * trained, 4.0 * optimizer_states * trained
-    mixed = dtype_bytes < 4
-    activation_bytes = float(dtype_bytes)
-    if back_end in ("ddp", "fsdp2"):  # weights that are trained are float32; FSDP2 has everything in shares
-        weights = 4.0 * trained + dtype_bytes * (s.parameters - trained)
-        if back_end == "fsdp2":
-            weights, gradients, states = weights / num_gpus, gradients / num_gpus, states / num_gpus
-        elif mixed:
-            # Autocast keeps copies of them for the length of a forward and backward. What it adds up and normalises,
-            # which is half of what autograd keeps, it leaves in the float32 of the weights.
-            weights += dtype_bytes * trained
-            activation_bytes = 3.0 if trained > s.parameters / 2 else activation_bytes
-    else:  # DeepSpeed has float32 copies, in shares, beside weights in the computing dtype; they are one if that is float32
-        weights = dtype_bytes * s.parameters / (num_gpus if back_end == "zero3" else 1)
-        gradients /= 1 if back_end == "zero1" else num_gpus
-        states = (states + 4.0 * mixed * trained) / num_gpus
+    activation_bytes, weights, gradients, states = _of_parameters(shapes, setup)
     rows_each = -(-n.candidates // n.chunks)
-    query_tokens = micro_queries * (n.prompt - 1 + n.tail)
-    tokens = query_tokens + rows_each * (n.candidate + 1)
-    patches = micro_queries * n.query_patches + rows_each * n.candidate_patches
+    tokens = setup.micro_queries * (n.prompt - 1 + n.tail) + rows_each * (n.candidate + 1)
+    pictures = setup.micro_queries * n.query_pictures + rows_each * n.candidate_pictures
     # What autograd keeps of a layer, a token: norms and residuals; queries, keys and values before and after rotation, the
     # output; gate, up, activation and product.
     inside = tokens * (6 * s.hidden + 6 * s.heads * s.head_size + 4 * s.inner)
-    vision_inside = patches * (12 * s.vision.hidden + 4 * s.vision.inner)
-    if checkpointing:
-        kept = tokens * s.hidden * s.layers + patches * s.vision.hidden * s.vision.layers
+    vision_inside = pictures * s.picture.inside
+    if setup.checkpointing:
+        kept = tokens * s.hidden * s.layers + pictures * s.picture.states * s.picture.layers
         kept += max(inside, vision_inside)
     else:
-        kept = inside * s.layers + vision_inside * s.vision.layers
-    predicted = micro_queries * (n.oracle + 1 if n.oracle else 0) + rows_each * n.label_candidates
+        kept = inside * s.layers + vision_inside * s.picture.layers
+    predicted = setup.micro_queries * (n.oracle + 1 if n.oracle else 0) + rows_each * n.label_candidates
     # A policy's logits are made some at a time, and again in the backward.
-    predicted += min(CHUNK_TOKENS, micro_queries * n.each * (n.own + 1)) if n.sampled else 0
-    logits = 3.0 * 4 * predicted * s.vocabulary
-    cache = (
-        2.0
-        * s.key_heads
-        * s.head_size
-        * s.layers
-        * min(rollout_rows, n.queries * n.each)
-        * (n.prompt + n.own + 2)
-        * dtype_bytes
-    )
-    whole = (
-        2.0 * s.parameters if sharded else 0.0
-    )  # gathered, in the computing dtype, while rationales are written
-    training = kept * activation_bytes + logits
-    writing = (cache + whole) if n.own else 0.0
+    predicted += min(CHUNK_TOKENS, setup.micro_queries * n.each * (n.own + 1)) if n.sampled else 0
+    training = kept * activation_bytes + 12.0 * predicted * s.vocabulary
+    writing = 0.0
+    if n.own:
+        rows = min(setup.rollout_rows, n.queries * n.each)
+        writing = _cache(shapes, setup) * rows * (n.prompt + n.own + 2)
+        if setup.shares_weights:  # gathered, in the computing dtype, while rationales are written
+            writing += 2.0 * s.parameters
     # A frozen tower sees each picture once a step, and what it makes of them stays until the end (`make_writer`).
-    placeholders = n.queries * n.query_placeholders + n.candidates * n.candidate_placeholders
-    stays = bool(n.own) and not train_vision and not sharded
+    stays = bool(n.own) and not setup.train_vision and not setup.shares_weights
+    made = n.pictures * s.picture.placeholders * s.picture.feature * setup.dtype_bytes
     return {
         "weights": weights,
         "gradients": gradients,
         "optimizer": states,
-        "pictures": batch_bytes + stays * float(placeholders * s.vision.feature * dtype_bytes),
+        "pictures": pixel_bytes(shapes, load) + stays * float(made),
         "activations": training if training >= writing else 0.0,
         "rollout": writing if writing > training else 0.0,
     }
 
 
-def pixel_bytes(model: HubModel, load: Load) -> float:
+def _of_parameters(shapes: Shapes, setup: Setup) -> tuple[float, float, float, float]:
+    """Bytes of an activation, and of all weights, gradients and the optimizer's numbers on one GPU."""
+    trained, num_gpus = setup.trained, setup.num_gpus
+    back_end = setup.back_end if num_gpus > 1 else "ddp"
+    gradients, states = 4.0 * trained, 4.0 * setup.optimizer_states * trained
+    mixed, activation_bytes = setup.dtype_bytes < 4, float(setup.dtype_bytes)
+    if back_end in ("ddp", "fsdp2"):  # weights that are trained are float32; FSDP2 has everything in shares
+        weights = 4.0 * trained + setup.dtype_bytes * (shapes.parameters - trained)
+        if back_end == "fsdp2":
+            return activation_bytes, weights / num_gpus, gradients / num_gpus, states / num_gpus
+        if mixed:
+            # Autocast keeps copies of them for the length of a forward and backward. What it adds up and normalises,
+            # which is half of what autograd keeps, it leaves in the float32 of the weights.
+            weights += setup.dtype_bytes * trained
+            activation_bytes = 3.0 if trained > shapes.parameters / 2 else activation_bytes
+        return activation_bytes, weights, gradients, states
+    # DeepSpeed has float32 copies, in shares, beside weights in the computing dtype; they are one if that is float32.
+    weights = setup.dtype_bytes * shapes.parameters / (num_gpus if back_end == "zero3" else 1)
+    gradients /= 1 if back_end == "zero1" else num_gpus
+    return activation_bytes, weights, gradients, (states + 4.0 * mixed * trained) / num_gpus
+
+
+def _cache(shapes: Shapes, setup: Setup) -> float:
+    """Bytes of a token's keys and values in all layers."""
+    return 2.0 * shapes.key_heads * shapes.head_size * shapes.layers * setup.dtype_bytes
+
+
+def pixel_bytes(shapes: Shapes, load: Load) -> float:
     """Bytes of the pictures of a rank's batch as they are handed on: 8 bits a channel, once a picture."""
-    vision = model.config.vision_config
-    channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
-    patches = load.queries * load.query_patches + load.candidates * load.candidate_patches
-    return float(patches * channels * vision.patch_size**2)
+    return float(load.pictures * shapes.picture.num_bytes)
 
 
 def host(
-    shapes: Shapes,
+    parameters: int,
     *,
     batch_bytes: float,
     prefetch_bytes: float,
@@ -357,7 +418,7 @@ def host(
     """What one machine gives besides its GPUs, at its fullest: bytes of memory, bytes of shared memory, open files.
 
     Args:
-        shapes: of the model.
+        parameters: of the model.
         batch_bytes: of a rank's batch, see `pixel_bytes`.
         prefetch_bytes: `data.prefetch_mb`; one batch waits in any case.
         num_workers: of a process.
@@ -369,7 +430,7 @@ def host(
     # pictures and the run that they are put together in.
     pinned = 2.0 ** math.ceil(math.log2(batch_bytes)) if on_gpu and batch_bytes else batch_bytes
     batches = max(prefetch_bytes, pinned) + pinned + 2 * num_workers * batch_bytes
-    weights = float(dtype_bytes * shapes.parameters)  # read here, before they are on a GPU
+    weights = float(dtype_bytes * parameters)  # read here, before they are on a GPU
     each = PROCESS_GIB * GIB + num_workers * WORKER_GIB * GIB + max(batches, weights)
     return {
         "memory": processes * each,
@@ -385,57 +446,44 @@ def descriptors(num_workers: int) -> int:
     return PROCESS_DESCRIPTORS + num_workers * WORKER_DESCRIPTORS
 
 
-def step_seconds(
-    shapes: Shapes,
-    load: Load,
-    found: dict[str, float],
-    *,
-    peak: float,
-    bandwidth: float,
-    utilisation: float,
-    dtype_bytes: int,
-    rollout_rows: int,
-) -> float:
-    """Seconds of a step: FLOPs by the share of the peak that is reached; writing by what has to be read for each token.
+def step_seconds(shapes: Shapes, load: Load, setup: Setup, *, num_flops: float, peak: float, bandwidth: float) -> float:
+    """Seconds of a step: FLOPs by what of the peak is reached; writing by what has to be read for each token.
 
-    A step of writing reads all weights of the text model and the rows' keys and values, and computes little: memory is
-    what it waits for, of whose bandwidth the same share is taken.
+    A step of writing reads all weights of the text model and the rows' keys and values, and computes little: it waits for
+    memory.
 
     Args:
         shapes: of the model.
         load: of the rank.
-        found: of `flops`.
-        peak: FLOP/s of a GPU.
-        bandwidth: bytes a second of its memory.
-        utilisation: share of both.
-        dtype_bytes: of a weight.
-        rollout_rows: rationales written at once.
+        setup: of the rank.
+        num_flops: of the step.
+        peak: FLOP/s that a GPU reaches.
+        bandwidth: bytes a second that its memory reaches.
     """
-    seconds = sum(found.values()) / (peak * utilisation)
+    seconds = num_flops / peak
     if load.own:
         rows = load.queries * load.each
-        passes = -(-rows // rollout_rows)
-        weights = dtype_bytes * (shapes.layers * shapes.layer + shapes.hidden * shapes.vocabulary)
-        cache = 2.0 * shapes.key_heads * shapes.head_size * shapes.layers * dtype_bytes
-        cache *= min(rollout_rows, rows) * (load.prompt + load.own / 2)
-        seconds += passes * (load.own + 2) * (weights + cache) / (bandwidth * utilisation)
+        passes = -(-rows // setup.rollout_rows)
+        weights = setup.dtype_bytes * (shapes.layers * shapes.layer + shapes.hidden * shapes.vocabulary)
+        cache = _cache(shapes, setup) * min(setup.rollout_rows, rows) * (load.prompt + load.own / 2)
+        seconds += passes * (load.own + 2) * (weights + cache) / bandwidth
     return seconds
 
 
-def communication(
-    shapes: Shapes, load: Load, *, back_end: str, num_gpus: int, dtype_bytes: int, trained: int
-) -> float:
+def communication(shapes: Shapes, load: Load, setup: Setup) -> float:
     """Bytes that one GPU sends in a step, by rings: a gather or a scatter of x bytes sends x (N - 1) / N."""
+    num_gpus, back_end = setup.num_gpus, setup.back_end
     share = (num_gpus - 1) / num_gpus
     # DDP, ZeRO-1 and FSDP2 add gradients up over GPUs in float32, ZeRO-2 and 3 in the computing dtype.
-    gradient = trained * (dtype_bytes if back_end in ("zero2", "zero3") else 4) * share
-    weight = shapes.parameters * dtype_bytes * share
+    gradient = setup.trained * (setup.dtype_bytes if back_end in ("zero2", "zero3") else 4) * share
+    weight = shapes.parameters * setup.dtype_bytes * share
     embeddings = 4.0 * shapes.hidden * load.candidates * (num_gpus - 1) * (2 if load.contrastive else 0)
     if back_end == "ddp":
         sent = 2 * gradient  # once a step, with the last micro batch
     elif back_end in ("zero1", "zero2"):
         # Gradients are shared out with every micro batch under ZeRO-2, once under ZeRO-1; then weights are gathered.
-        sent = gradient * (load.chunks if back_end == "zero2" else 1) + trained * dtype_bytes * share
+        sent = gradient * (load.chunks if back_end == "zero2" else 1)
+        sent += setup.trained * setup.dtype_bytes * share
     else:
         # Weights are gathered for every forward and backward, and once for the rollout and the passes without gradient.
         gathers = 2 * load.chunks + (1 if load.own or load.chunks > 1 else 0)
@@ -443,18 +491,20 @@ def communication(
     return sent + embeddings
 
 
-def trained_parameters(shapes: Shapes, model: HubModel, recipe_model: Any) -> int:
-    """Parameters that get a gradient: all, all but the vision tower's, or those of the adapters and the `<emb>` row."""
+def num_parameters(model: HubModel, recipe_model: Any) -> tuple[int, int]:
+    """Parameters, and those that get a gradient: all, all but the vision tower's, or the adapters' and the `<emb>` row's."""
+    family = family_of(model)
+    tower, text = family.vision(model), family.decoder(model)
+    total = sum(parameter.numel() for parameter in model.parameters())
     lora = getattr(recipe_model, "lora", None)
     if lora is None:
-        return shapes.parameters - (shapes.vision_parameters if recipe_model.freeze_vision else 0)
-    family = family_of(model)
-    parts = [family.decoder(model), *(family.vision(model) if lora.vision else [])]
-    count = shapes.hidden
-    for part in parts:
+        frozen = tower if recipe_model.freeze_vision else []
+        return total, total - sum(parameter.numel() for part in frozen for parameter in part.parameters())
+    count = model.config.get_text_config().hidden_size
+    for part in (text, *(tower if lora.vision else [])):
         for name, module in part.named_modules():
             if isinstance(module, nn.Linear) and (
                 not lora.targets or name.rsplit(".", 1)[-1] in lora.targets
             ):
                 count += lora.rank * sum(module.weight.shape) + (module.weight.shape[0] if lora.dora else 0)
-    return count
+    return total, count

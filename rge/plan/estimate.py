@@ -1,7 +1,7 @@
 """What a run that may start will do, in a few lines: where, on how many records, with which memory and time."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 from accelerate import Accelerator
@@ -11,7 +11,7 @@ from rge.data.layout import Layout
 from rge.data.sources import Records
 from rge.distributed import launch
 from rge.model.hub_model import HubModel
-from rge.plan.costs import GIB, speed_of
+from rge.plan.costs import GIB, RESERVED_GIB, speed_of
 from rge.plan.options import PlanOptions
 from rge.plan.report import plan
 
@@ -41,17 +41,12 @@ def banner(
         name, gib = card.name, card.total_memory / GIB
     back_end = launch.back_end(accelerator)
     yield f"{back_end}, {name}; float32 weights trained, computed in {recipe.model.dtype}; into {recipe.out}"
-    options: dict[str, Any] = PlanOptions().values() | {
-        "num_gpus": accelerator.num_processes,
-        "back_end": back_end.key,
-    }
+    options = PlanOptions(num_gpus=accelerator.num_processes, back_end=back_end.key)
     speed = speed_of(name, recipe.model.dtype)
-    if gib is None:
-        options["reserved_gib"] = 0.0  # context, NCCL's buffers and fragments are a GPU's
-    else:
-        options["gpu_gib"] = gib
+    if gib is not None:
+        options = replace(options, gpu_gib=gib)
     if speed is not None:
-        options["peak_tflops"], options["bandwidth_tbs"] = speed
+        options = replace(options, peak_tflops=speed[0], bandwidth_tbs=speed[1])
     for stage_name, steps in num_steps.items():
         stage: StageConfig = getattr(recipe, stage_name)
         files = [records[source.key] for source in stage.sources if source.key]
@@ -70,16 +65,19 @@ def banner(
             )
         laid = [layouts[source.key] for source in stage.sources if source.key and source.key in layouts]
         # Without all of them, such as a stream's, the largest that the recipe allows.
-        longest = {"longest": _longest(laid)} if len(laid) == len(files) else {}
+        longest = _longest(laid) if len(laid) == len(files) else None
+        # Context, NCCL's buffers and fragments are a GPU's.
+        reserved = RESERVED_GIB if gib is not None else 0.0
         try:
-            figures = plan(recipe, model, {**options, **longest, "for": stage_name, "steps": steps})
+            of_stage = replace(options, for_=stage_name, steps=steps)  # type: ignore[arg-type]
+            figures = plan(recipe, model, of_stage, longest, reserved)
         except Exception as error:  # noqa: BLE001 - training does not need an estimate
             yield f"  warning: memory and time are not estimated: {type(error).__name__}: {error}"
             continue
         room = f" of {gib:,.1f}" if gib is not None else ""
         time = (
             f"{_duration(figures['hours'])} ({_duration(figures['hours_from'])} to {_duration(figures['hours_to'])}) "
-            f"at {options['utilisation']:.0%} of what its maker gives for {name}"
+            f"at {options.utilisation:.0%} of what its maker gives for {name}"
             if speed is not None
             else f"no time estimate: unknown throughput of {name} in {recipe.model.dtype} (`rge plan` takes peak_tflops=)"
         )

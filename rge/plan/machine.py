@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from rge.config import Recipe
 from rge.distributed import collectives as dist
 from rge.model.hub_model import HubModel
-from rge.plan.costs import GIB, NCCL_GIB, OPTIMIZER_STATES, descriptors, shapes_of, trained_parameters
+from rge.plan.costs import DTYPE_BYTES, GIB, NCCL_GIB, OPTIMIZER_STATES, descriptors, num_parameters
 
 DESCRIPTORS = 1 << 16
 """Open files and connections that a process asks for, where the machine's hard limit lets it have so many."""
@@ -84,10 +84,9 @@ def bytes_to_keep(
         model: without its weights.
         accelerator: of the run.
     """
-    shapes = shapes_of(model)
-    trained = trained_parameters(shapes, model, recipe.model)
+    parameters, trained = num_parameters(model, recipe.model)
     state = trained * 4 * (1 + OPTIMIZER_STATES[recipe.optim.name])
-    checkpoint = shapes.parameters * {"float32": 4, "bfloat16": 2}[recipe.model.dtype]
+    checkpoint = parameters * DTYPE_BYTES[recipe.model.dtype]
     if dist.is_sharded(accelerator):
         state += checkpoint
     best = recipe.validation.keep_best + 1 if recipe.validation.key and recipe.validation.keep_best else 0

@@ -1,8 +1,8 @@
 """What `rge plan` is asked, beside the recipe; free of torch, so that ``--help`` is quick."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -44,10 +44,6 @@ class PlanOptions:
     """Tokens of the chat template."""
     rationale_tokens: NotNegative = 0
     """Tokens of a rationale; 0: rollout.max_new_tokens."""
-
-    def values(self) -> dict[str, Any]:
-        """The options by the names they are typed with."""
-        return {item.name.removesuffix("_"): getattr(self, item.name) for item in fields(PlanOptions)}
 
 
 @dataclass

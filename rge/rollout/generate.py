@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from rge.model.attention import Cache, EncodedPrompts, RunningCache
-from rge.model.backbone import rotations
 from rge.model.embedding_model import EmbeddingModel, normalise
-from rge.model.families import family_of
+from rge.model.families import Rotations, family_of
 from rge.model.hub_model import HubModel
 from rge.model.prompts import Prompt
 from rge.model.varlen import KernelError
@@ -268,17 +267,13 @@ class _Writing:
         self.on_token, self.min_new_tokens, self.direct_above = on_token, min_new_tokens, direct_above
         self.embedder, self.max_new_tokens, self.temperature = embedder, max_new_tokens, temperature
         model, device = embedder.model, embedder.device
-        self.text, self.words, self.head = (
-            family_of(model).decoder(model),
-            model.get_input_embeddings(),
-            model.get_output_embeddings(),
-        )
+        self.words, self.head = model.get_input_embeddings(), model.get_output_embeddings()
         part, R = encoded.part, len(places)
         rows = torch.tensor(places).to(device, non_blocking=True)
         # Step 0 reads the prompt's last token, step n the n-th token of the rationale, and one more a forced `<emb>`.
         self.num_steps = max_new_tokens + 2
         self.cache = (RunningCache if encoded.is_flat else Cache)(encoded, places, self.num_steps)
-        self.cos_LBd, self.sin_LBd = _rotations(
+        self.rotations = _rotations(
             model, part.last_position_3B[:, rows], part.after_B[rows], self.num_steps
         )
         self.uniform_RL = None if uniform_RL is None else uniform_RL.to(device, non_blocking=True)
@@ -333,10 +328,12 @@ class _Writing:
     def _read(self) -> None:
         """Run the layers over each row's newest token, and take the states of rows that end in it."""
         hidden_BTD = self.words(self.token_B[None])
-        rotation = (self.cos_LBd.index_select(0, self.step_1), self.sin_LBd.index_select(0, self.step_1))
-        for layer in self.text.layers:
-            hidden_BTD = layer(hidden_BTD, attention_mask=self.cache, position_embeddings=rotation)
-        self.hidden_BD = self.text.norm(hidden_BTD)[0]
+        now = {
+            kind: (cos_LBd.index_select(0, self.step_1), sin_LBd.index_select(0, self.step_1))
+            for kind, (cos_LBd, sin_LBd) in self.rotations.items()
+        }
+        model = self.embedder.model
+        self.hidden_BD = family_of(model).run_layers(model, hidden_BTD, now, self.cache)[0]
         state_BD = normalise(self.hidden_BD)
         if not len(self.state_RD):
             self.state_RD = torch.zeros_like(state_BD)
@@ -394,7 +391,9 @@ class _Writing:
     def _keep(self, rows: Tensor) -> None:
         self.cache.keep_rows(rows)
         self.hidden_BD, self.row_B, self.done_B = self.hidden_BD[rows], self.row_B[rows], self.done_B[rows]
-        self.cos_LBd, self.sin_LBd = self.cos_LBd[:, rows], self.sin_LBd[:, rows]
+        self.rotations = {
+            kind: (cos_LBd[:, rows], sin_LBd[:, rows]) for kind, (cos_LBd, sin_LBd) in self.rotations.items()
+        }
         self.token_B, self.replay = self.token_B[rows], None
 
     def _run_captured(self) -> None:
@@ -450,12 +449,14 @@ def _sizes() -> Iterator[int]:
 
 def _rotations(
     model: HubModel, last_position_3B: Tensor, after_B: Tensor, num_steps: int
-) -> tuple[Tensor, Tensor]:
+) -> Rotations:
     """Cosines and sines (L, B, head size) of every step's token: the prompt's last, then what follows the prompt."""
     follow_LB = after_B + torch.arange(num_steps - 1, device=after_B.device)[:, None]
     position_3LB = torch.cat([last_position_3B[:, None], follow_LB.expand(3, -1, -1)], dim=1)
-    cos, sin = rotations(model, position_3LB.flatten(1))
-    return cos.unflatten(0, position_3LB.shape[1:]), sin.unflatten(0, position_3LB.shape[1:])
+    words = model.get_input_embeddings().weight
+    found = family_of(model).rotations(model, words, position_3LB.flatten(1)[:, None])
+    shape = position_3LB.shape[1:]
+    return {kind: (cos[0].unflatten(0, shape), sin[0].unflatten(0, shape)) for kind, (cos, sin) in found.items()}
 
 
 def _choose(logit_BV: Tensor, temperature: float, uniform_B: Tensor | None) -> Tensor:

@@ -29,7 +29,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from rge.common.errors import UserError
-from rge.model.families import Family, VisionSizes, register_family
+from rge.model.families import Family, register_family
 from rge.model.hub_model import HubModel
 
 PIXEL_MEAN, PIXEL_STD = 127 / 255, 128 / 255
@@ -226,28 +226,6 @@ class EfficientNetFamily(Family):
     def _tower(self, model: HubModel, pixel_values: Tensor, grid: Tensor) -> Any:
         tower = model.model.visual
         return tower(pixel_values.to(tower.dtype), grid_thw=grid)
-
-    def vision_spans(self, config: Any, num_patches: int) -> list[int]:
-        """No attention."""
-        return []
-
-    def vision_sizes(self, model: HubModel) -> VisionSizes:
-        """Convolutions count for each of the places of a patch that they are applied to."""
-        tower = model.model.visual
-        places, fixed = tower.config.patch_size**2, 0
-        for module in tower.network.modules():
-            if isinstance(module, nn.Conv2d):
-                places //= module.stride[0] * module.stride[1]
-                fixed += module.weight.numel() * places
-        return VisionSizes(
-            patch=0,
-            placeholder=sum(it.weight.numel() for it in tower.merger if isinstance(it, nn.Linear)),
-            layers=0,
-            hidden=tower.config.hidden_size,
-            inner=0,
-            fixed=fixed,
-            feature=model.config.get_text_config().hidden_size,
-        )
 
 
 @contextmanager

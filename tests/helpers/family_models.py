@@ -3,6 +3,8 @@
 from importlib.util import find_spec
 from pathlib import Path
 
+import gemma3_family
+import internvl_family
 import pytest
 import torch
 import trl
@@ -58,6 +60,9 @@ TEXTS = [
     "What will this egg turn into over time?",
     "This is an egg; a chick hatches from it.",
 ]
+PLUGINS = {"internvl": internvl_family.tiny, "gemma3": gemma3_family.tiny}
+"""Families that are none of ours: each is registered by its module, as a user's plugin would be."""
+
 TILE = 40
 MIN_PIXELS, MAX_PIXELS = 28 * 28, 84 * 84
 LIVELY_SEED = {"qwen2_5_vl": 0, "qwen2_5_vl_efficientnet": 6}
@@ -105,7 +110,10 @@ def build(family: str, out: Path, seed: int = 0, head_size: int = 16) -> None:
         )
         return
     tokenizer = scratch.train_tokenizer(TEXTS, 320)
-    model, processor = globals()[f"_{family}"](tokenizer, text)
+    if family in PLUGINS:
+        model, processor = PLUGINS[family](tokenizer, text, 384)
+    else:
+        model, processor = globals()[f"_{family}"](tokenizer, text)
     torch.manual_seed(seed)
     model().save_pretrained(out)
     processor.save_pretrained(out)
@@ -248,12 +256,19 @@ def train(embedder, batch, rationales, steps, lr, micro_batch_size=3, look=lambd
 def stock_inputs(embedder, prompts, input_ids, attention_mask) -> dict:
     """Inputs of an ordinary forward or `generate` for padded rows, pictures included."""
     model, image_processor = embedder.model, embedder.processor.image_processor
+    kind = model.config.model_type
     found = {"input_ids": input_ids, "attention_mask": attention_mask}
     values = [
         None if prompt.pixels is None else normalised(image_processor, prompt.pixels) for prompt in prompts
     ]
     seen = [value for value in values if value is not None]
-    if model.config.model_type == "idefics3":
+    if kind == "gemma3":
+        found["token_type_ids"] = (input_ids == model.config.image_token_id).long()
+    if kind in PLUGINS:
+        if seen:
+            found["pixel_values"] = torch.cat(seen).to(model.dtype)
+        return found
+    if kind == "idefics3":
         if seen:
             # Rows of as many tiles as the longest has; what is missing is zero, and dropped by the model.
             most = max(map(len, seen))
@@ -274,4 +289,4 @@ def stock_inputs(embedder, prompts, input_ids, attention_mask) -> dict:
 def counted_positions(model, attention_mask):
     """Positions of rows without pictures: from each row's first token, whatever the padding."""
     counted = (attention_mask.cumsum(-1) - 1).clamp(min=0)
-    return counted if model.config.model_type == "idefics3" else counted.expand(3, -1, -1)
+    return counted if model.config.model_type in {"idefics3", *PLUGINS} else counted.expand(3, -1, -1)

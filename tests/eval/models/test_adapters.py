@@ -25,7 +25,7 @@ from eval.models.ume import INSTRUCTION
 from rge.common.errors import UserError
 from rge.common.images import load_image
 from rge.common.schema import Item
-from rge.model.families import scaled
+from rge.model.families import Family
 
 
 def large(number, width, height):
@@ -60,7 +60,7 @@ def chat(processor, text, num_images):
 
 
 def fields_of(processor, text, item):
-    images = [scaled(load_image(ref), processor.image_processor) for ref in item.images]
+    images = [Family().scaled(load_image(ref), processor.image_processor) for ref in item.images]
     return processor(text=[text], images=images or None, return_tensors="pt")
 
 

@@ -177,7 +177,7 @@ def test_no_processor(damaged):
 
 
 def test_the_empty_picture_is_one_placeholder(lively):
-    pixels, grid = lively.family.empty_picture(lively.model.config)
+    pixels, grid = lively.family.square_picture(lively.model.config)
     values = normalised(lively.processor.image_processor, pixels)
     vision = lively.model.config.vision_config
     assert grid.tolist() == [[1, 2, 2]]

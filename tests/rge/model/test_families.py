@@ -8,8 +8,9 @@ from rge.common.schema import Item
 from rge.model.adapters import add_adapters
 from rge.model.backbone import load_backbone, vision_parameters
 from rge.model.embedding_model import EmbeddingModel
-from rge.model.families import FAMILIES, Idefics3, family_of, normalised, scaled
+from rge.model.families import FAMILIES, family_of, normalised
 from rge.model.prompts import PromptBuilder
+from rge.plan.costs import cost_of_picture
 
 
 @every_family
@@ -49,13 +50,10 @@ def test_the_number_of_placeholders_of_a_square_picture(lively_path, picture, si
     backbone = load_backbone(lively_path, min_pixels=side_px**2, max_pixels=side_px**2)
     embedder = EmbeddingModel(backbone)
     prompt = PromptBuilder(backbone.processor).build(Item("p", "egg"), "query", [picture(84, 84)])
-    family, config = family_of(embedder.model), embedder.model.config
-    shown = int((prompt.input_ids == config.image_token_id).sum())
-    assert family.num_placeholders(config, side_px**2) == shown
-    patches = int(prompt.image_grid.prod(dim=1).sum())
-    if isinstance(family, Idefics3):  # its grid is in pixels
-        patches //= config.vision_config.patch_size**2
-    assert patches == shown * family.patches_per_placeholder(config)
+    shown = int((prompt.input_ids == embedder.model.config.image_token_id).sum())
+    cost = cost_of_picture(embedder.model, side_px**2)
+    assert cost.placeholders == shown
+    assert cost.num_bytes == prompt.pixels.numel()
 
 
 @every_family
@@ -67,23 +65,23 @@ def test_eight_bit_pixels_become_what_the_processor_makes(lively_path, picture, 
     images = [picture(40 + 33 * number, 90 - 12 * number, number) for number in range(3)]
     prompt = prompt_builder.build(Item("p", "egg"), "query", images)
     text = prompt_builder._render("egg", len(images))
-    images = [scaled(image, processor.image_processor) for image in images]
+    images = [processor.rge_family.scaled(image, processor.image_processor) for image in images]
     expected = processor(text=[text], images=images, return_tensors="pt")
     assert prompt.pixels.dtype == torch.uint8
     values = normalised(processor.image_processor, prompt.pixels).to(getattr(torch, dtype))
     wanted = expected["pixel_values"].to(getattr(torch, dtype))
-    assert torch.equal(values, wanted if "image_grid_thw" in expected else wanted[0])
+    assert torch.equal(values, wanted.reshape(values.shape))
     assert prompt.input_ids.tolist() == expected["input_ids"][0].tolist()
 
 
 @every_family
 def test_the_empty_picture_is_the_smallest(lively, picture):
     family, config = family_of(lively.model), lively.model.config
-    pixels, grid = family.empty_picture(config)
+    pixels, grid = family.square_picture(config)
     values = normalised(lively.processor.image_processor, pixels)
     ids = family.picture_ids(config, lively.processor.tokenizer)
     features = family.features(lively.model, values, grid)
-    assert len(features) == ids.count(config.image_token_id) == family.num_placeholders(config, 1)
+    assert len(features) == ids.count(config.image_token_id)
     # Beside another it stays one picture of its own.
     prompt = PromptBuilder(lively.processor).build(Item("p", "egg"), "query", [picture(84, 84)])
     both = family.features(
@@ -99,6 +97,7 @@ def test_every_family_has_a_tiny_model():
 
     assert {
         *family_models.SCRATCH,
+        *family_models.PLUGINS,
         *(name[1:] for name in vars(family_models) if name[1:] in FAMILIES),
     } == set(FAMILIES)
 

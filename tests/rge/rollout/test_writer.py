@@ -274,7 +274,7 @@ def test_a_frozen_tower_sees_each_picture_once_a_step(lively, batch, monkeypatch
         assert_same_step(do_step(lively, batch, rationales, micro_batch_size=2), expected)
         prompts = [*batch.queries, *batch.candidates]
         once = sum(len(prompt.pixels) for prompt in prompts if prompt.pixels is not None)
-        masked = len(lively.family.empty_picture(lively.model.config)[0])
+        masked = len(lively.family.square_picture(lively.model.config)[0])
         # Micro batches without any picture run the masked one.
         assert sum(patches) in range(once, once + 8 * masked + 1, masked)
 

@@ -54,10 +54,9 @@ from rge.data.collate import Batch  # noqa: E402
 from rge.model import varlen, vision_tower  # noqa: E402
 from rge.model.backbone import Backbone, load_backbone  # noqa: E402
 from rge.model.embedding_model import EmbeddingModel, encode_prompts  # noqa: E402
-from rge.model.families import family_of  # noqa: E402
 from rge.model.prompts import PromptBuilder  # noqa: E402
 from rge.objective import Objective  # noqa: E402
-from rge.plan.costs import GIB, RESERVED_GIB, flops, memory, shapes_of  # noqa: E402
+from rge.plan.costs import GIB, RESERVED_GIB, Setup, Shapes, flops, memory, shapes_of  # noqa: E402
 from rge.plan.known_models import TABLE  # noqa: E402
 from rge.plan.options import PlanOptions  # noqa: E402
 from rge.plan.report import load_of  # noqa: E402
@@ -201,7 +200,8 @@ def _embedder(
     model = backbone.model
     if rows is not None:
         of_token = backbone.processor.tokenizer.convert_tokens_to_ids  # type: ignore[attr-defined]
-        config = scratch.make_config(rows, of_token, dict(text), dict(vision))
+        ids = {token: of_token(token) for token in scratch.SPECIAL_TOKENS}
+        config = scratch.make_config(rows, ids, dict(text), dict(vision))
         torch.manual_seed(0)
         with torch.device(machine.device):
             model = AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation="sdpa")
@@ -414,43 +414,38 @@ def check_training(machine: Machine) -> tuple[str, dict[str, Any]]:
 
 def _load(machine: Machine, embedder: EmbeddingModel, batch: Batch, own: float, micro: int) -> Any:
     recipe = machine.recipe
-    given = PlanOptions(num_gpus=8).values()
-    planned = load_of(recipe, embedder.model, given)
-    grid = batch.queries[0].image_grid
-    assert grid is not None
-    patches = int(grid[0].prod())
-    family, config = family_of(embedder.model), embedder.model.config
-    spans = family.vision_spans(config, patches)
-    places = patches // family.patches_per_placeholder(config)
+    planned = load_of(recipe, _shapes(embedder, batch), PlanOptions(num_gpus=8))
     mean = round(statistics.mean(map(len, batch.queries)))
     return replace(
         planned, queries=len(batch.queries), candidates=len(batch.candidates), chunks=-(-len(batch.queries) // micro),
         prompt=mean, candidate=round(statistics.mean(map(len, batch.candidates))), own=own,
-        oracle=len(batch.oracle_ids[0]) - 1, query_patches=patches, candidate_patches=patches, query_placeholders=places,
-        candidate_placeholders=places, query_spans=spans, candidate_spans=spans,
+        oracle=len(batch.oracle_ids[0]) - 1, query_pictures=1, candidate_pictures=1,
     )  # fmt: skip
+
+
+def _shapes(embedder: EmbeddingModel, batch: Batch) -> Shapes:
+    pixels = batch.queries[0].pixels
+    assert pixels is not None
+    return shapes_of(embedder.model, pixels[:, 0].numel())
 
 
 def _flops_of(machine: Machine, embedder: EmbeddingModel, batch: Batch, rationales: Any, micro: int) -> float:
     own = max(1, round(statistics.mean(len(rationale.ids) for rationale in rationales)))
     load = _load(machine, embedder, batch, own, micro)
-    found = flops(
-        shapes_of(embedder.model), load, checkpointing=machine.recipe.model.gradient_checkpointing, trainable=1.0,
-        train_vision=True,
-    )  # fmt: skip
-    return sum(found.values())
+    setup = Setup(checkpointing=machine.recipe.model.gradient_checkpointing)
+    return sum(flops(_shapes(embedder, batch), load, setup).values())
 
 
 def _planned_memory(
     machine: Machine, embedder: EmbeddingModel, batch: Batch, rationale: int, micro: int
 ) -> dict[str, float]:
-    shapes = shapes_of(embedder.model)
-    found = memory(
-        shapes, _load(machine, embedder, batch, rationale, micro), back_end="zero2", num_gpus=8,
-        dtype_bytes=embedder.model.dtype.itemsize, checkpointing=machine.recipe.model.gradient_checkpointing,
-        trained=shapes.parameters, optimizer_states=2, rollout_rows=machine.recipe.rollout.batch_size,
+    shapes = _shapes(embedder, batch)
+    setup = Setup(
+        back_end="zero2", num_gpus=8, dtype_bytes=embedder.model.dtype.itemsize, trained=shapes.parameters,
+        checkpointing=machine.recipe.model.gradient_checkpointing, rollout_rows=machine.recipe.rollout.batch_size,
         micro_queries=min(micro, len(batch.queries)),
     )  # fmt: skip
+    found = memory(shapes, _load(machine, embedder, batch, rationale, micro), setup)
     # The work of one of eight processes, but unsharded, and everything in the weights' dtype.
     each = float(shapes.parameters * embedder.model.dtype.itemsize)
     return {**found, "weights": each, "gradients": each, "optimizer": 2 * each}

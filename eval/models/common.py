@@ -21,9 +21,8 @@ from rge.model.packing import by_length
 
 WINDOW_BATCHES = 8
 """Batches prepared at a time, within which rows are sorted by length; the pictures of one window are in memory."""
-LOADED = (
-    ".safetensors", ".bin", ".pt", ".json", ".txt", ".jinja", ".model", ".spm", ".tiktoken", ".py",
-)  # fmt: skip
+WEIGHTS = (".safetensors", ".bin", ".pt")
+LOADED = (*WEIGHTS, ".json", ".txt", ".jinja", ".model", ".spm", ".tiktoken", ".py")
 """Endings of the files that decide a model."""
 VLM2VEC = Profile(
     query="{instruction} {text}",
@@ -197,18 +196,16 @@ def place(device: str | None, dtype: str | None) -> tuple[str, str]:
 def hash_of_files(facts: Facts) -> str:
     """Sha256 over names and contents of all that is loaded: weights, configurations, tokenizer, subfolders, and a LoRA's base.
 
-    Raises:
-        UserError: there are no weights in the safetensors format.
+    Without a file of weights that is known here, every file counts: an embedder may have a format of its own.
     """
-    path, digest, weights = facts.path, hashlib.sha256(), 0
-    for file in sorted(path.rglob("*")):
-        if file.suffix in LOADED and file.is_file():
+    path, digest = facts.path, hashlib.sha256()
+    files = [file for file in sorted(path.rglob("*")) if file.is_file()]
+    has_weights = any(file.suffix in WEIGHTS for file in files)
+    for file in files:
+        if file.suffix in LOADED or not has_weights:
             digest.update(file.relative_to(path).as_posix().encode() + b"\0")
             with file.open("rb") as content:
                 digest.update(hashlib.file_digest(content, "sha256").digest())
-            weights += file.suffix == ".safetensors"
-    if not weights:
-        raise UserError(f"{path} has no *.safetensors: weights in another format have to be converted first")
     if facts.base is not None:
         digest.update(b"base\0" + hash_of_files(facts.base).encode())
     return digest.hexdigest()

@@ -37,19 +37,22 @@ class EmbRow(nn.Module):
         self.token_id, self.enabled = token_id, True
         self.weight = nn.Parameter(row.detach().to(torch.promote_types(row.dtype, torch.float32)).clone())
 
-    def forward(self, inputs: Tensor, outputs: Tensor, *, lookup: bool) -> Tensor:
+    def forward(
+        self, inputs: Tensor, outputs: Tensor, *, lookup: bool, scale: Tensor | float = 1.0
+    ) -> Tensor:
         """What the frozen module would give if the row were in its matrix.
 
         Args:
             inputs: token ids for a lookup, states (..., D) for logits.
             outputs: what the frozen module gave: embeddings (..., D) or logits (..., V).
             lookup: whether that was a lookup.
+            scale: what it multiplies rows by, as Gemma's does.
         """
         if not self.enabled:
             return outputs
         row = self.weight.to(outputs.dtype)
         if lookup:
-            return torch.where((inputs == self.token_id)[..., None], row, outputs)
+            return torch.where((inputs == self.token_id)[..., None], row * scale, outputs)
         outputs[..., self.token_id] = inputs.to(row.dtype) @ row
         return outputs
 
@@ -122,7 +125,11 @@ def _train_row(model: HubModel, name: str, token_id: int, tied: bool) -> None:
         lookup = EmbRow(words.weight[token_id], token_id)
         column = lookup if tied else EmbRow(head.weight[token_id], token_id)
     setattr(model, f"{name}_row", lookup)
-    words.register_forward_hook(lambda _, inputs, outputs: lookup(inputs[0], outputs, lookup=True))
+    words.register_forward_hook(
+        lambda words, inputs, outputs: lookup(
+            inputs[0], outputs, lookup=True, scale=getattr(words, "embed_scale", 1.0)
+        )
+    )
     if not tied:
         setattr(model, f"{name}_column", column)
     head.register_forward_hook(lambda _, inputs, outputs: column(inputs[0], outputs, lookup=False))

@@ -60,10 +60,25 @@ class EncodedPrompts:
         """Whether tokens stand one after the other."""
         return self.keys[0].dim() == 3
 
-    def side_by_side(self, states: Tensor, rows: Tensor, longest: int) -> Tensor:
-        """Keys or values of some rows, filled up behind: (rows, longest, K, d), without gradient."""
-        known = states.detach()
-        return known[self.part.index_BP[rows, :longest]] if self.is_flat else known[rows, :longest]
+    def buffers(
+        self, places: Sequence[int], capacity: int, *, heads_first: bool
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Each layer's keys and values of some rows, without gradient, with room behind: (rows, capacity, K, d).
+
+        Under autocast keys are rotated in float32 and used in the dtype that values have: once, not in every step. The room
+        is zeros, since the plain kernel multiplies what stands behind a row by a weight of zero.
+        """
+        longest = max(self.part.lengths[place] for place in places)
+        rows = torch.tensor(places).to(self.values[0].device, non_blocking=True)
+
+        def buffer(states: Tensor) -> Tensor:
+            known = states.detach()
+            known = known[self.part.index_BP[rows, :longest]] if self.is_flat else known[rows, :longest]
+            room = known.new_zeros(len(places), capacity, *known.shape[2:], dtype=self.values[0].dtype)
+            room[:, :longest] = known
+            return room.transpose(1, 2).contiguous() if heads_first else room
+
+        return [(buffer(keys), buffer(values)) for keys, values in zip(self.keys, self.values, strict=True)]
 
 
 class Pass:
@@ -205,7 +220,9 @@ def _segments(part: PromptPart, device: torch.device) -> list[_Segment]:
     found = []
     for causal, places in pieces.items():
         look, seen = (
-            torch.cat([torch.arange(piece[first], piece[2]) for piece in places]).to(device, non_blocking=True)
+            torch.cat([torch.arange(piece[first], piece[2]) for piece in places]).to(
+                device, non_blocking=True
+            )
             for first in (1, 0)
         )
         runs = make_runs(
@@ -293,25 +310,15 @@ class Cache:
     def __init__(self, encoded: EncodedPrompts, places: Sequence[int], num_new_tokens: int):
         lengths = [encoded.part.lengths[place] for place in places]
         self.length = longest = max(lengths)
-        rows = torch.tensor(places).to(encoded.values[0].device, non_blocking=True)
-        # Under autocast keys are rotated in float32 and used in the dtype that values have: once, not in every step.
-        dtype = encoded.values[0].dtype
-        self.buffers: list[tuple[Tensor, Tensor]] = []
-        for pair in zip(encoded.keys, encoded.values, strict=True):
-            buffers = []
-            for states in pair:
-                known = encoded.side_by_side(states, rows, longest).transpose(1, 2)
-                B, K, _, d = known.shape
-                buffer = known.new_empty(B, K, longest + num_new_tokens, d, dtype=dtype)
-                buffer[:, :, :longest] = known
-                buffers.append(buffer)
-            self.buffers.append((buffers[0], buffers[1]))
+        # Heads come before tokens, as the kernel reads them.
+        self.buffers = encoded.buffers(places, longest + num_new_tokens, heads_first=True)
+        dtype, device = encoded.values[0].dtype, encoded.values[0].device
         self.bias: Tensor | None = None
         if min(lengths) < longest:
             seen = torch.arange(longest + num_new_tokens) < torch.tensor(lengths)[:, None]
             seen[:, longest:] = True
             bias = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))
-            self.bias = bias[:, None, None].to(rows.device, non_blocking=True)
+            self.bias = bias[:, None, None].to(device, non_blocking=True)
 
     def attend(self, layer: int, q_BHd: Tensor, k_BKd: Tensor, v_BKd: Tensor, kernel: "_Kernel") -> Tensor:
         """Outputs (B, H, d) of one new token a row, whose key and value are kept."""
@@ -332,15 +339,7 @@ class Cache:
 
     def keep_rows(self, rows: Tensor) -> None:
         """Drop all rows but these."""
-        kept = []
-        for pair in self.buffers:
-            buffers = []
-            for buffer in pair:
-                fewer = buffer.new_empty(len(rows), *buffer.shape[1:])
-                fewer[:, :, : self.length] = buffer[rows, :, : self.length]
-                buffers.append(fewer)
-            kept.append((buffers[0], buffers[1]))
-        self.buffers = kept
+        self.buffers = [(keys[rows], values[rows]) for keys, values in self.buffers]
         if self.bias is not None:
             self.bias = self.bias[rows]
 
@@ -364,19 +363,8 @@ class RunningCache:
 
     def __init__(self, encoded: EncodedPrompts, places: Sequence[int], num_new_tokens: int):
         lengths = [encoded.part.lengths[place] for place in places]
-        longest, capacity = max(lengths), max(lengths) + num_new_tokens
-        self.whole: list[tuple[Tensor, Tensor]] = []
-        device, dtype = encoded.values[0].device, encoded.values[0].dtype
-        rows = torch.tensor(places).to(device, non_blocking=True)
-        for pair in zip(encoded.keys, encoded.values, strict=True):
-            buffers = []
-            for states in pair:
-                known = encoded.side_by_side(states, rows, longest)
-                # Zeros, since what stands behind a row is multiplied by a weight of zero where the plain kernel runs.
-                buffer = known.new_zeros(len(places), capacity, *known.shape[2:], dtype=dtype)
-                buffer[:, :longest] = known
-                buffers.append(buffer)
-            self.whole.append((buffers[0], buffers[1]))
+        self.whole = encoded.buffers(places, max(lengths) + num_new_tokens, heads_first=False)
+        device = encoded.values[0].device
         self.whole_length = torch.tensor(lengths, dtype=torch.int32).to(device, non_blocking=True)
         self._take(len(places))
 
@@ -431,9 +419,7 @@ class _Kernel:
         if self.window is not None:
             raise ValueError(f"this model's layers see {self.window} tokens only; set {KEY}=varlen")
 
-    def runs(
-        self, q_THd: Tensor, k_UKd: Tensor, v_UKd: Tensor, runs: Runs, causal: bool = True
-    ) -> Tensor:
+    def runs(self, q_THd: Tensor, k_UKd: Tensor, v_UKd: Tensor, runs: Runs, causal: bool = True) -> Tensor:
         """Attention of sequences one after the other: (T, H, d)."""
         if self.dropout:
             raise ValueError(f"{KEY}=varlen has no attention dropout; set {KEY}=sdpa")
@@ -513,7 +499,9 @@ def install(text: HubModel, form: str = "auto", whole_pictures: bool = False) ->
     ):
         form = "varlen"
     if whole_pictures and form != "varlen":
-        raise UserError(f"{KEY}={form}: the tokens of a picture see one another in this model; set {KEY}=varlen")
+        raise UserError(
+            f"{KEY}={form}: the tokens of a picture see one another in this model; set {KEY}=varlen"
+        )
     asked = text.config._attn_implementation
     if asked in NAMES.values():
         return form

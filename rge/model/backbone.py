@@ -223,8 +223,7 @@ def quantized(kind: str | None, config: PretrainedConfig, dtype: str, device: st
         )
     if importlib.util.find_spec("bitsandbytes") is None:
         raise BackboneError(f"quantization={kind} needs bitsandbytes: pip install -e '.[quantization]'")
-    with torch.device("meta"):
-        kept = vision_prefixes(AutoModelForImageTextToText.from_config(config))
+    kept = vision_prefixes(skeleton(config))
     wanted: dict[str, Any] = {"llm_int8_skip_modules": [*(name.rstrip(".") for name in kept), "lm_head"]}
     if kind == "8bit":
         wanted["load_in_8bit"] = True
@@ -310,10 +309,15 @@ def check_sizes(sizes: Sequence[int], model: HubModel) -> None:
         )
 
 
+def skeleton(config: PretrainedConfig) -> HubModel:
+    """A model of a config on `meta`: shapes without numbers, whole under every back end."""
+    with set_zero3_state(), torch.device("meta"):  # else ZeRO-3 would share even this out
+        return AutoModelForImageTextToText.from_config(config)
+
+
 def weight_names(model: HubModel) -> set[str]:
     """Names of the weights that a model of this config is loaded with, whatever has been put around or into this one."""
-    with set_zero3_state(), torch.device("meta"):  # else ZeRO-3 would share even this out
-        return set(AutoModelForImageTextToText.from_config(model.config).state_dict())
+    return set(skeleton(model.config).state_dict())
 
 
 def tied_names(model: HubModel) -> dict[str, str]:

@@ -196,9 +196,7 @@ class EmbeddingModel(nn.Module):
         if prompts is not None:
             features = self._features(prompts, packed.owners)
         num_layers = len(self.family.decoder(self.model).layers)
-        plan = Pass(
-            prompts, tails, packed.encoded, num_layers, self.attention, self.family.whole_pictures
-        )
+        plan = Pass(prompts, tails, packed.encoded, num_layers, self.attention, self.family.whole_pictures)
         inputs = {
             "input_ids": torch.cat([part.input_ids_T for part in parts])[None],
             "position_ids": torch.cat([part.position_ids_3T for part in parts], dim=1)[:, None],

@@ -1,4 +1,4 @@
-"""The type of models that come from transformers: for annotations, nothing is made of it."""
+"""The type of models that come from transformers, for annotations only."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from rge.losses import CHUNK_TOKENS
+from rge.model.backbone import skeleton
 from rge.model.families import family_of
 from rge.model.hub_model import HubModel
 from rge.model.vision_tower import speed_up
@@ -150,10 +151,11 @@ _known: WeakKeyDictionary[nn.Module, dict[int, PictureCost]] = WeakKeyDictionary
 
 
 def cost_of_picture(model: HubModel, num_pixels: int) -> PictureCost:
-    """What a square picture of so many pixels costs: counted in one pass, which on `meta` computes shapes alone."""
+    """What a square picture of so many pixels costs: counted in one pass on `meta`, which computes shapes alone."""
     costs = _known.setdefault(model, {})
     if num_pixels not in costs:
-        costs[num_pixels] = _count(model, num_pixels)
+        on_meta = model.device.type == "meta"
+        costs[num_pixels] = _count(model if on_meta else skeleton(model.config), num_pixels)
     return costs[num_pixels]
 
 
@@ -172,7 +174,7 @@ def _count(model: HubModel, num_pixels: int) -> PictureCost:
 
     hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks[:1]]
     speed_up(model, "sdpa")  # else a tower of Qwen's reads the pictures' sizes back from the device
-    values = torch.zeros(shape, dtype=model.dtype, device=model.device)
+    values = torch.zeros(shape, dtype=model.dtype, device="meta")
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         features = family.features(model, values, grid)
     for hook in hooks:
@@ -205,15 +207,11 @@ class Load:
     """What one rank works on in a step.
 
     Attributes:
-        queries: of this rank.
-        candidates: of this rank.
         chunks: micro batches.
-        prompt: tokens of a query's prompt, pictures included.
-        candidate: tokens of a candidate's prompt.
+        prompt: tokens of a query's prompt, pictures included; `candidate` of a candidate's.
         own: tokens of a rationale that the model writes, `<emb>` not counted; 0 where it writes none.
         oracle: tokens of an oracle rationale; 0 where there is none.
         read_own: whether InfoNCE reads a branch of its own (after the model's rationale, or directly after the prompt).
-        contrastive: whether there is an InfoNCE.
         label_candidates: whether `<emb>` after a candidate's prompt is predicted.
         query_pictures: of the largest size, in a query's prompt; `candidate_pictures` likewise.
         each: rationales that the model writes for a query.
@@ -417,14 +415,8 @@ def host(
 ) -> dict[str, float]:
     """What one machine gives besides its GPUs, at its fullest: bytes of memory, bytes of shared memory, open files.
 
-    Args:
-        parameters: of the model.
-        batch_bytes: of a rank's batch, see `pixel_bytes`.
-        prefetch_bytes: `data.prefetch_mb`; one batch waits in any case.
-        num_workers: of a process.
-        dtype_bytes: of a weight.
-        processes: of the machine.
-        on_gpu: whether pixels wait in pinned memory, and processes talk by NCCL.
+    The machine has so many `processes`, each with `num_workers` and batches of `batch_bytes` (`pixel_bytes`), of which one
+    waits even where `prefetch_bytes` are less. On a GPU pixels wait in pinned memory, and processes talk by NCCL.
     """
     # Batches that wait, and one in use, are in pinned memory, which comes in powers of two. A worker holds its prompts'
     # pictures and the run that they are put together in.
@@ -446,19 +438,15 @@ def descriptors(num_workers: int) -> int:
     return PROCESS_DESCRIPTORS + num_workers * WORKER_DESCRIPTORS
 
 
-def step_seconds(shapes: Shapes, load: Load, setup: Setup, *, num_flops: float, peak: float, bandwidth: float) -> float:
+def step_seconds(
+    shapes: Shapes, load: Load, setup: Setup, *, num_flops: float, peak: float, bandwidth: float
+) -> float:
     """Seconds of a step: FLOPs by what of the peak is reached; writing by what has to be read for each token.
 
     A step of writing reads all weights of the text model and the rows' keys and values, and computes little: it waits for
     memory.
 
-    Args:
-        shapes: of the model.
-        load: of the rank.
-        setup: of the rank.
-        num_flops: of the step.
-        peak: FLOP/s that a GPU reaches.
-        bandwidth: bytes a second that its memory reaches.
+    `peak` and `bandwidth` are the FLOP/s that a GPU reaches, and the bytes a second that its memory does.
     """
     seconds = num_flops / peak
     if load.own:

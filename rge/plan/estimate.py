@@ -26,13 +26,7 @@ def banner(
 ) -> Iterator[str]:
     """Back end, processes, device, dtypes, and for each open stage what is trained on what, with the plan's figures.
 
-    Args:
-        recipe: of the run.
-        num_steps: of each open stage.
-        records: their sources, opened, by key.
-        layouts: of these, as far as they were laid out.
-        model: without its weights.
-        accelerator: of the run.
+    `num_steps` are by open stage; `records`, which are opened, and `layouts` of those that were laid out, by source.
     """
     device, gib = accelerator.device, None
     name = device.type

@@ -7,48 +7,45 @@ The table holds the shapes of the models that recipes here name, as their publis
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
-from transformers.modeling_utils import set_zero3_state
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from rge.common.files import checkpoint_folder
 from rge.config import ModelConfig
-from rge.model.backbone import BackboneError
+from rge.model.backbone import BackboneError, skeleton
 from rge.model.families import FAMILIES
 from rge.model.hub_model import HubModel
 from rge.scratch import build as scratch
 
-_QWEN25_VISION = {
-    "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "patch_size": 14,
-    "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
-}  # fmt: skip
+
+def _text(
+    hidden: int, inner: int, layers: int, heads: int, key_heads: int, rows: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": key_heads, "vocab_size": rows, **more,
+    }  # fmt: skip
+
+
+def _qwen25(text: dict[str, Any], *, tied: bool) -> dict[str, Any]:
+    vision = {
+        "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "patch_size": 14, "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31], "out_hidden_size": text["hidden_size"],
+    }  # fmt: skip
+    return {
+        "model_type": "qwen2_5_vl",
+        "tie_word_embeddings": tied,
+        "text_config": text,
+        "vision_config": vision,
+    }
+
 
 TABLE: dict[str, dict[str, Any]] = {
-    "Qwen/Qwen2.5-VL-3B-Instruct": {
-        "model_type": "qwen2_5_vl",
-        "tie_word_embeddings": True,
-        "text_config": {
-            "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
-            "num_key_value_heads": 2, "vocab_size": 151936,
-        },
-        "vision_config": {**_QWEN25_VISION, "out_hidden_size": 2048},
-    },
-    "Qwen/Qwen2.5-VL-7B-Instruct": {
-        "model_type": "qwen2_5_vl",
-        "tie_word_embeddings": False,
-        "text_config": {
-            "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-            "num_key_value_heads": 4, "vocab_size": 152064,
-        },
-        "vision_config": {**_QWEN25_VISION, "out_hidden_size": 3584},
-    },
+    "Qwen/Qwen2.5-VL-3B-Instruct": _qwen25(_text(2048, 11008, 36, 16, 2, 151936), tied=True),
+    "Qwen/Qwen2.5-VL-7B-Instruct": _qwen25(_text(3584, 18944, 28, 28, 4, 152064), tied=False),
     "Qwen/Qwen2-VL-2B-Instruct": {
         "model_type": "qwen2_vl",
         "tie_word_embeddings": True,
-        "text_config": {
-            "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
-            "num_key_value_heads": 2, "vocab_size": 151936,
-        },
+        "text_config": _text(1536, 8960, 28, 12, 2, 151936),
         "vision_config": {
             "depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "patch_size": 14, "hidden_size": 1536,
         },
@@ -56,10 +53,7 @@ TABLE: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-VL-2B-Instruct": {
         "model_type": "qwen3_vl",
         "tie_word_embeddings": True,
-        "text_config": {
-            "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
-            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
-        },
+        "text_config": _text(2048, 6144, 28, 16, 8, 151936, head_dim=128),
         "vision_config": {
             "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "patch_size": 16,
             "out_hidden_size": 2048, "num_position_embeddings": 2304, "deepstack_visual_indexes": [5, 11, 17],
@@ -69,10 +63,7 @@ TABLE: dict[str, dict[str, Any]] = {
         "model_type": "idefics3",
         "tie_word_embeddings": False,
         "scale_factor": 3,
-        "text_config": {
-            "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
-            "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 49155, "pad_token_id": 2,
-        },
+        "text_config": _text(2048, 8192, 24, 32, 32, 49155, model_type="llama", pad_token_id=2),
         "vision_config": {
             "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
             "image_size": 384, "patch_size": 14,
@@ -99,9 +90,7 @@ def outline(model: ModelConfig, init: str | None = None) -> tuple[HubModel, str]
     config, origin = _config(model, init)
     if config.model_type not in families:
         raise BackboneError(f"{origin} is a {config.model_type}; supported families: {', '.join(families)}")
-    # Under ZeRO-3 transformers would share even this out, over processes that are not all here: the pre-flight runs on one.
-    with set_zero3_state(), torch.device("meta"):
-        return AutoModelForImageTextToText.from_config(config), origin
+    return skeleton(config), origin
 
 
 def _config(model: ModelConfig, init: str | None) -> tuple[Any, str]:
@@ -110,9 +99,7 @@ def _config(model: ModelConfig, init: str | None) -> tuple[Any, str]:
     if model.scratch is not None:
         rows = scratch.num_rows(model.scratch.vocab_size + len(scratch.SPECIAL_TOKENS))
         ids = dict.fromkeys(scratch.SPECIAL_TOKENS, 0)
-        return scratch.make_config(
-            rows, ids.__getitem__, model.scratch.text, model.scratch.vision
-        ), "model.scratch"
+        return scratch.make_config(rows, ids, model.scratch.text, model.scratch.vision), "model.scratch"
     path = str(model.path)
     try:
         return AutoConfig.from_pretrained(path, revision=model.revision), path

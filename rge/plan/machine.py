@@ -77,12 +77,6 @@ def bytes_to_keep(
 
     A state has the trained weights and the optimizer's numbers in float32, and under ZeRO or FSDP2 all weights beside them.
     One more than is kept is there while it is written; the last step has one too.
-
-    Args:
-        recipe: of the run.
-        num_steps: of each open stage.
-        model: without its weights.
-        accelerator: of the run.
     """
     parameters, trained = num_parameters(model, recipe.model)
     state = trained * 4 * (1 + OPTIMIZER_STATES[recipe.optim.name])

@@ -273,9 +273,7 @@ class _Writing:
         # Step 0 reads the prompt's last token, step n the n-th token of the rationale, and one more a forced `<emb>`.
         self.num_steps = max_new_tokens + 2
         self.cache = (RunningCache if encoded.is_flat else Cache)(encoded, places, self.num_steps)
-        self.rotations = _rotations(
-            model, part.last_position_3B[:, rows], part.after_B[rows], self.num_steps
-        )
+        self.rotations = _rotations(model, part.last_position_3B[:, rows], part.after_B[rows], self.num_steps)
         self.uniform_RL = None if uniform_RL is None else uniform_RL.to(device, non_blocking=True)
         self.given_RL = None if given_RL is None else given_RL.to(device, non_blocking=True)
         self.barred_V: Tensor | None = None
@@ -447,16 +445,16 @@ def _sizes() -> Iterator[int]:
         size *= 2
 
 
-def _rotations(
-    model: HubModel, last_position_3B: Tensor, after_B: Tensor, num_steps: int
-) -> Rotations:
+def _rotations(model: HubModel, last_position_3B: Tensor, after_B: Tensor, num_steps: int) -> Rotations:
     """Cosines and sines (L, B, head size) of every step's token: the prompt's last, then what follows the prompt."""
     follow_LB = after_B + torch.arange(num_steps - 1, device=after_B.device)[:, None]
     position_3LB = torch.cat([last_position_3B[:, None], follow_LB.expand(3, -1, -1)], dim=1)
     words = model.get_input_embeddings().weight
     found = family_of(model).rotations(model, words, position_3LB.flatten(1)[:, None])
     shape = position_3LB.shape[1:]
-    return {kind: (cos[0].unflatten(0, shape), sin[0].unflatten(0, shape)) for kind, (cos, sin) in found.items()}
+    return {
+        kind: (cos[0].unflatten(0, shape), sin[0].unflatten(0, shape)) for kind, (cos, sin) in found.items()
+    }
 
 
 def _choose(logit_BV: Tensor, temperature: float, uniform_B: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ it loads ``Qwen/Qwen2.5-VL-3B-Instruct``.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +100,7 @@ def make_processor(
 ) -> Qwen2_5_VLProcessor:
     """Qwen2.5-VL's processor around a tokenizer, with its published chat template (shipped in trl).
 
-    Args:
-        tokenizer: of the model.
-        min_pixels: smallest picture.
-        max_pixels: largest picture.
-        vision: see `make_model`; another tower's pictures are cut and normalised as it was trained.
+    Pictures have `min_pixels` to `max_pixels`, and are cut and normalised as the tower of `vision` was trained.
     """
     template = (Path(trl.__file__).parent / "chat_templates" / "qwen2_5_vl.jinja").read_text()
     size = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
@@ -133,13 +129,8 @@ def make_model(
     Raises:
         TowerError: its package is not installed.
     """
-
-    def id_of(token: str) -> int:
-        found = tokenizer.convert_tokens_to_ids(token)
-        assert isinstance(found, int)
-        return found
-
-    config = make_config(num_rows(len(tokenizer)), id_of, text, vision)
+    ids = dict(zip(SPECIAL_TOKENS, tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS)), strict=True))
+    config = make_config(num_rows(len(tokenizer)), ids, text, vision)
     if not isinstance(config, efficientnet.EfficientNetQwenConfig):
         return Qwen2_5_VLForConditionalGeneration(config)
     model = efficientnet.EfficientNetQwen(config)
@@ -153,16 +144,9 @@ def num_rows(vocabulary: int) -> int:
 
 
 def make_config(
-    rows: int, id_of: Callable[[str], int], text: dict[str, Any], vision: dict[str, Any]
+    rows: int, ids: Mapping[str, int], text: dict[str, Any], vision: dict[str, Any]
 ) -> Qwen2_5_VLConfig:
-    """Config of a Qwen2.5-VL of own sizes.
-
-    Args:
-        rows: of the embedding matrix.
-        id_of: ids of special tokens.
-        text: see `make_model`.
-        vision: see `make_model`.
-    """
+    """Config of a Qwen2.5-VL of own sizes, with so many rows in its embedding matrix; see `make_model`."""
     text = dict(text)
     tie = text.pop("tie_word_embeddings", True)
     head_dim = text["hidden_size"] // text["num_attention_heads"]
@@ -178,16 +162,16 @@ def make_config(
             "rms_norm_eps": 1e-6,
             "use_sliding_window": False,
             "rope_parameters": {"rope_type": "default", "mrope_section": sections, "rope_theta": 1e6},
-            "bos_token_id": id_of("<|endoftext|>"),
-            "eos_token_id": id_of("<|im_end|>"),
-            "pad_token_id": id_of("<|endoftext|>"),
+            "bos_token_id": ids["<|endoftext|>"],
+            "eos_token_id": ids["<|im_end|>"],
+            "pad_token_id": ids["<|endoftext|>"],
             **text,
         },
         vision_config={"out_hidden_size": text["hidden_size"], **vision},
-        image_token_id=id_of("<|image_pad|>"),
-        video_token_id=id_of("<|video_pad|>"),
-        vision_start_token_id=id_of("<|vision_start|>"),
-        vision_end_token_id=id_of("<|vision_end|>"),
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
         tie_word_embeddings=tie,
     )
 
@@ -205,15 +189,8 @@ def build(
 ) -> None:
     """Write a randomly initialised backbone and its processor as a Hugging Face directory.
 
-    Args:
-        out: directory to write.
-        texts: the tokenizer's training texts.
-        seed: of the weights.
-        vocab_size: see `train_tokenizer`.
-        text: see `make_model`.
-        vision: see `make_model`.
-        min_pixels: smallest picture.
-        max_pixels: largest picture.
+    `texts` are what the tokenizer is trained on (`train_tokenizer`), `text` and `vision` sizes (`make_model`), and `seed` is that of
+    the weights.
     """
     tokenizer = train_tokenizer(texts, vocab_size)
     processor = make_processor(tokenizer, min_pixels=min_pixels, max_pixels=max_pixels, vision=vision)

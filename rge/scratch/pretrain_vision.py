@@ -10,6 +10,7 @@ neither, and the joint objective is a slow teacher of both. This stage has two l
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -129,21 +130,25 @@ def restyle(picture_B3HW: Tensor, share: float, generator: torch.Generator) -> T
     return picture_B3HW
 
 
-def patches(
-    picture_B3HW: Tensor, patch: int, merge: int, temporal: int, mean: Sequence[float], std: Sequence[float]
-) -> Tensor:
+def patches(picture_B3HW: Tensor, image_processor: Any) -> Tensor:
     """Normalise and cut pictures into patches in the order of Qwen's image processor: (B * patches, patch dimension).
 
     Done here for whole batches on tensors; a test holds it against the processor's own result.
     """
     B, channels, height, width = picture_B3HW.shape
-    normalised = (picture_B3HW - torch.tensor(mean).view(1, 3, 1, 1)) / torch.tensor(std).view(1, 3, 1, 1)
+    patch, merge = image_processor.patch_size, image_processor.merge_size
+    mean, std = (
+        torch.tensor(values).view(1, 3, 1, 1)
+        for values in (image_processor.image_mean, image_processor.image_std)
+    )
+    normalised = (picture_B3HW - mean) / std
     rows, columns = height // patch // merge, width // patch // merge
     cut = normalised.reshape(B, channels, rows, merge, patch, columns, merge, patch).permute(
         0, 2, 5, 3, 6, 1, 4, 7
     )
     flat = cut.reshape(B * rows * columns * merge * merge, channels, 1, patch, patch)
-    return flat.expand(-1, -1, temporal, -1, -1).reshape(flat.shape[0], -1)
+    frames = image_processor.temporal_patch_size
+    return flat.expand(-1, -1, frames, -1, -1).reshape(flat.shape[0], -1)
 
 
 class _Namer(nn.Module):
@@ -171,10 +176,9 @@ class _Namer(nn.Module):
             config.vision_end_token_id,
         ]
         self.register_buffer("picture_P", torch.tensor(picture), persistent=False)
-        ids = torch.cat([self.picture_P, self.name_KT[0]])[None]
-        types = torch.eq(ids, config.image_token_id).long()
-        position_31T, _ = model.model.get_rope_index(ids, types, image_grid_thw=grid)
-        self.register_buffer("position_31T", position_31T, persistent=False)
+        ids = torch.cat([self.picture_P, self.name_KT[0]])
+        positions = family_of(model).positions(model, ids, torch.eq(ids, config.image_token_id).long(), grid)
+        self.register_buffer("position_31T", positions[:, None], persistent=False)
         # Token embeddings start small (0.02); without a scale the choice would start, and stay, flat.
         self.log_scale = nn.Parameter(torch.tensor(3.0))
 
@@ -230,7 +234,7 @@ def teach(
     say_from: float = 0.0,
     muon_kernels: bool = True,
 ) -> float:
-    """Train a backbone to name pictures.
+    """Train a backbone to name pictures, with Muon, which needs a third of AdamW's steps here, and a cosine schedule.
 
     Args:
         model: the backbone's model, changed in place, on every process alike.
@@ -241,7 +245,7 @@ def teach(
         names: text of each label, such as "This is a padlock.".
         steps: optimizer steps.
         batch_size: pictures a step, all processes together.
-        lr: peak learning rate, cosine schedule; Muon needs a third of AdamW's steps here.
+        lr: peak learning rate.
         seed: of batches and augmentation.
         style: see `restyle`.
         say_from: share of the steps that only choose.
@@ -281,7 +285,7 @@ def teach(
             shown = augment(pictures[rows], generator)
             if style:
                 shown = restyle(shown, style, generator)
-            values = _values(shown, processor).to(accelerator.device)
+            values = patches(shown, processor.image_processor).to(accelerator.device)
             label = labels[rows].to(accelerator.device)
             choosing, saying, chosen_B, _ = wrapped(values, grid, label, write)
             accelerator.backward(choosing + saying)
@@ -304,14 +308,7 @@ def teach(
 def named(
     model: HubModel, processor, pictures: Tensor, labels: Tensor, names: Sequence[str]
 ) -> tuple[Tensor, Tensor]:
-    """Which pictures a backbone names right.
-
-    Args:
-        model: taught by `teach`.
-        processor: its own.
-        pictures: (N, 3, side, side) in [0, 1].
-        labels: (N,) int64.
-        names: text of each label.
+    """Which pictures a backbone names right; arguments as of `teach`.
 
     Returns:
         Two (N,) bool: the right name is chosen among all; the right name is written, whole, by greedy decoding.
@@ -320,7 +317,8 @@ def named(
     namer.eval()
     chosen, written = [], []
     for shown, label in zip(pictures.split(64), labels.split(64), strict=True):
-        _, _, chosen_B, written_B = namer(_values(shown, processor), grid.repeat(len(label), 1), label, True)
+        values = patches(shown, processor.image_processor)
+        _, _, chosen_B, written_B = namer(values, grid.repeat(len(label), 1), label, True)
         chosen.append(chosen_B)
         written.append(written_B)
     return torch.cat(chosen), torch.cat(written)
@@ -331,15 +329,3 @@ def _namer(model: HubModel, processor, names: Sequence[str], side_px: int) -> tu
     side = side_px // processor.image_processor.patch_size
     grid = torch.tensor([[1, side, side]])
     return _Namer(model, name_ids, processor.tokenizer.pad_token_id, grid), grid
-
-
-def _values(picture_B3HW: Tensor, processor) -> Tensor:
-    settings = processor.image_processor
-    return patches(
-        picture_B3HW,
-        settings.patch_size,
-        settings.merge_size,
-        settings.temporal_patch_size,
-        settings.image_mean,
-        settings.image_std,
-    )

@@ -64,12 +64,7 @@ class Blueprint:
 
 
 def blueprint(recipe: Recipe, records: Mapping[str, Records]) -> Blueprint | None:
-    """What the recipe's backbone is built from; None where training starts from a checkpoint or model.
-
-    Args:
-        recipe: of the run.
-        records: opened, by `RecordsConfig.key`.
-    """
+    """What the recipe's backbone is built from; None where training starts from a checkpoint or model."""
     if recipe.init is not None or recipe.model.scratch is None:
         return None
     return Blueprint(
@@ -126,7 +121,7 @@ def starting_point(recipe: Recipe, records: Mapping[str, Records], accelerator: 
     Args:
         recipe: of the run.
         records: opened, by `RecordsConfig.key`; those of `tokenizer_sources` where a backbone is built.
-        accelerator: of the run.
+        accelerator: shares the work.
 
     Raises:
         CheckpointError: see `check_backbone`.
@@ -153,10 +148,6 @@ def processor_of(recipe: Recipe, records: Mapping[str, Records]) -> Any:
 
     Of a ``model.scratch`` whose backbone is not built yet, the tokenizer is learned as it will be.
 
-    Args:
-        recipe: of the run.
-        records: as of `starting_point`.
-
     Raises:
         BackboneError: there is no model.
         OSError: it has no processor.
@@ -179,16 +170,17 @@ def processor_of(recipe: Recipe, records: Mapping[str, Records]) -> Any:
 
 def _build(plan: Blueprint, folder: Path, accelerator: Accelerator) -> None:
     config = plan.scratch
-    if back_end(accelerator).name == "ZeRO-3":
+    launched, start = back_end(accelerator), f"start with one process or DDP until {folder} is written"
+    if launched.name == "ZeRO-3":
         # transformers would share it out while it is made, which takes all processes.
         raise LaunchError(
-            f"model.scratch is built by one process, which ZeRO-3 does not let it; start with one process or DDP until "
-            f"{folder} is written, or begin from one that is there (init=...)"
+            f"model.scratch is built by one process, which ZeRO-3 does not let it; {start}, or begin from one that is "
+            "there (init=...)"
         )
-    if config.naming is not None and not back_end(accelerator).is_ddp:
+    if config.naming is not None and not launched.is_ddp:
         raise LaunchError(
-            f"model.scratch.naming teaches the vision tower with Muon, which {back_end(accelerator).name} cannot run; start "
-            f"with one process or DDP until {folder} is written, or set model.scratch.naming=null"
+            f"model.scratch.naming teaches the vision tower with Muon, which {launched.name} cannot run; {start}, or set "
+            "model.scratch.naming=null"
         )
     temporary = folder.with_name("tmp_backbone")
     if accelerator.is_main_process:

@@ -43,14 +43,10 @@ class TowerError(UserError):
 
 
 class EfficientNetConfig(PretrainedConfig):
-    """The tower's config.
+    """The tower's config; the network makes one feature of 32 x 32 pixels, and no other sizes exist.
 
     Attributes:
-        patch_size: side of a patch in pixels. The network makes one feature of 32 x 32 pixels, so nothing else is possible.
         spatial_merge_size: a square of so many patches becomes a placeholder token; its features are averaged.
-        temporal_patch_size: frames of a patch; pictures have one.
-        in_channels: of a picture.
-        hidden_size: width of the network's features.
         out_hidden_size: width of the text model.
         tokens_per_second: of a video, which this tower does not take; Qwen2.5-VL's positions ask for it.
 
@@ -120,7 +116,7 @@ class EfficientNetTower(Qwen2_5_VLPreTrainedModel):
         with _needs(NETWORK):
             from efficientnet_lite_pytorch import EfficientNet
         self.network = EfficientNet.from_name("efficientnet-lite0")
-        del self.network._fc  # names ImageNet's classes, which nobody asks for
+        del self.network._fc  # names ImageNet's classes
         for module in self.network.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 delattr(module, name)

@@ -41,7 +41,7 @@ from rge.model import embedding_model
 from rge.model.embedding_model import embedder_to_train
 from rge.model.prompts import Prompt
 from rge.plan.options import PlanCommand
-from rge.plan.report import _reserved
+from rge.plan.report import reserved
 from rge.rl.credit import Credit, Reinforcement
 from rge.rollout import vllm_writer
 from rge.rollout.generate import Rationale
@@ -519,14 +519,14 @@ def test_vllm_memory_is_the_engines_and_the_plans(arguments, lively, monkeypatch
     given = []
     monkeypatch.setattr(vllm_writer, "find_spec", lambda name: name)
     monkeypatch.setattr(vllm_writer, "make_engine", lambda *_, memory, **more: given.append(memory))
-    options = PlanCommand(recipe="tiny").values()
-    reserved = []
+    options = PlanCommand(recipe="tiny")
+    planned = []
     for share in (0.2, 0.4):
         recipe = load_recipe(arguments("rollout.backend=vllm", f"rollout.vllm_memory={share}"))
         make_writer(lively, lively, recipe, recipe.joint, Accelerator(cpu=True))
-        reserved.append(_reserved(recipe, options))
+        planned.append(reserved(recipe, options))
     assert given == [0.2, 0.4]
-    assert reserved[0] < reserved[1]
+    assert planned[0] < planned[1]
 
 
 def test_back_end_is_the_least_that_is_shared_out(monkeypatch):

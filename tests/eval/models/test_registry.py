@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from eval.__main__ import main
+from eval.models.common import hash_of_files
 from eval.models.registry import adapters, facts_of, load_model
 from rge.checkpoints.export import export, settings_of
 from rge.common.errors import UserError
@@ -22,6 +23,16 @@ def own(lively, tmp_path):
     )  # fmt: skip
     export(lively, tmp_path / "own", settings)
     return tmp_path / "own"
+
+
+@pytest.mark.parametrize("name", ["weights.npz", "model.onnx", "model.safetensors"])
+def test_weights_in_any_format_decide_the_hash(tmp_path, name):
+    """An embedder's own format is no error once its `matches` has accepted the files."""
+    hashes = set()
+    for content in (b"1", b"2"):
+        (tmp_path / name).write_bytes(content)
+        hashes.add(hash_of_files(facts_of(tmp_path)))
+    assert len(hashes) == 2
 
 
 def adapter_of(path):

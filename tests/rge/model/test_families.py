@@ -1,16 +1,27 @@
 """What holds for every family of backbones beyond the tests that `every_family` repeats: it learns, and its numbers are right."""
 
+import io
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
-from family_models import every_family, train
+from family_models import PLUGINS, every_family, train
+from stock import state_at_end, stock_forward
 
+from eval.models.registry import load_model
+from rge.checkpoints.export import export, settings_of
 from rge.common.schema import Item
+from rge.config import load_recipe
 from rge.model.adapters import add_adapters
 from rge.model.backbone import load_backbone, vision_parameters
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.families import FAMILIES, family_of, normalised
 from rge.model.prompts import PromptBuilder
 from rge.plan.costs import cost_of_picture
+from rge.plan.known_models import outline
+from rge.plan.options import PlanOptions
+from rge.plan.report import plan
 
 
 @every_family
@@ -129,3 +140,56 @@ def test_tiles_give_what_the_models_own_features_give(lively64, make_prompts, ch
     assert len(results[0][1]) > 20
     for name, gradient in results[0][1].items():
         assert torch.equal(gradient, results[1][1][name]), name
+
+
+@pytest.mark.parametrize("lively_path", ["internvl", "idefics3"], indirect=True)
+def test_every_tile_counts(lively, picture):
+    """The state after a prompt moves with each tile of its picture."""
+    prompt = PromptBuilder(lively.processor).build(Item("p", "egg"), "query", [picture(84, 84)])
+    stock = lively.processor(
+        text=[lively.processor.image_token], images=[picture(84, 84)], return_tensors="pt"
+    )
+    assert len(prompt.pixels) == stock["pixel_values"].flatten(0, -4).shape[0] > 4
+    states = [lively.states_before_answer([prompt])[0]]
+    for tile in range(len(prompt.pixels)):
+        pixels = prompt.pixels.clone()
+        pixels[tile] = 255 - pixels[tile]
+        states.append(lively.states_before_answer([replace(prompt, pixels=pixels)])[0])
+    assert torch.pdist(torch.stack(states)).min() > 1e-3
+
+
+@pytest.mark.parametrize("lively_path", PLUGINS, indirect=True)
+def test_a_plugins_checkpoint_is_planned_embedded_and_evaluated(lively_path, lively, picture, tmp_path):
+    """From a recipe's plan to an embedding that is the one of transformers alone."""
+    recipe = load_recipe(
+        ["recipe=demo", "model.scratch=null", f"model.path={lively_path}", "joint.batch_size=8"]
+    )
+    model, _ = outline(recipe.model)
+    planned = plan(recipe, model, PlanOptions(num_gpus=2))
+    assert planned["parameters"] == sum(parameter.numel() for parameter in lively.model.parameters())
+    assert all(planned["shapes"]["picture"].values()) or planned["shapes"]["picture"]["fixed"] == 0
+    settings = settings_of(
+        emb_id=lively.emb_id, profile="rge", max_prompt_tokens=256, min_pixels=28 * 28, max_pixels=84 * 84,
+        max_new_tokens=6, reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=1,
+    )  # fmt: skip
+    export(lively, tmp_path / "own", settings)
+    items = [
+        Item("a", "what is this egg", (_bytes(picture(90, 40, 1)),)),
+        Item("b", "a key", (_bytes(picture(60, 60, 2)), _bytes(picture(40, 120, 3)))),
+        Item("c", "a chick of this egg"),
+    ]
+    embedder = load_model(tmp_path / "own")
+    found = embedder.encode(items, side="candidate", mode="direct")
+    prompts = [embedder.builder.build(item, "candidate") for item in items]
+    direct = [[lively.emb_id]] * len(items)
+    hidden, _, starts = stock_forward(lively, prompts, direct, "right")
+    expected = torch.stack(state_at_end(hidden, starts, prompts, direct))
+    np.testing.assert_allclose(found.embeddings, expected.detach().numpy(), atol=1e-5)
+    written = embedder.encode(items, side="query", mode="reasoning")
+    assert written.num_rationale_tokens.any()
+
+
+def _bytes(image) -> bytes:
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()

@@ -17,14 +17,7 @@ def test_patches_equal_the_processors(embedder, picture):
         torch.from_numpy(np.stack([np.asarray(image) for image in pictures])).permute(0, 3, 1, 2).float()
         / 255
     )
-    found = patches(
-        stacked,
-        processor.patch_size,
-        processor.merge_size,
-        processor.temporal_patch_size,
-        processor.image_mean,
-        processor.image_std,
-    )
+    found = patches(stacked, processor)
     torch.testing.assert_close(found, expected["pixel_values"], atol=1e-5, rtol=0)
 
 

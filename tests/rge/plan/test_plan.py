@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 import yaml
-from family_models import HAS_TOWER, PHOTOS, TEXT, TEXTS, VISION, every_family
+from family_models import HAS_TOWER, PHOTOS, PLUGINS, TEXT, TEXTS, VISION, every_family
 from paths import ROOT
 from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
@@ -31,7 +31,7 @@ from rge.model.backbone import (
     prompt_positions,
 )
 from rge.model.embedding_model import EmbeddingModel
-from rge.model.families import FAMILIES, VisionSizes, family_of
+from rge.model.families import FAMILIES, family_of
 from rge.model.packing import Branch, pack_prompts, pack_tails
 from rge.model.prompts import Prompt, PromptBuilder
 from rge.objective import Objective
@@ -42,8 +42,11 @@ from rge.plan.costs import (
     PROCESS_GIB,
     WORKER_DESCRIPTORS,
     Load,
+    PictureCost,
+    Setup,
     Shapes,
     communication,
+    cost_of_picture,
     flops,
     host,
     memory,
@@ -121,10 +124,14 @@ def test_launch_configs_say_truly_which_recipes_fit(name):
         text = path.read_text()
         (fitting,) = re.findall(r"^# Recipes that fit GPUs of 80 GiB, by rge.plan: (.*)$", text, re.MULTILINE)
         num_gpus = yaml.safe_load(text)["num_processes"]
-        options = PlanOptions(back_end=path.stem.split("_")[0], num_gpus=num_gpus).values()
+        options = PlanOptions(back_end=path.stem.split("_")[0], num_gpus=num_gpus)
         assert plan.plan(recipe, model, options)["fits"] == (name in fitting.split(", ")), path.stem
     # So does what a launch without a config sets up.
-    assert plan.plan(recipe, model, PlanOptions(num_gpus=8).values())["fits"]
+    assert plan.plan(recipe, model, PlanOptions(num_gpus=8))["fits"]
+
+
+PIXELS = 84 * 84
+"""Of every picture of `batch`."""
 
 
 @pytest.fixture
@@ -157,18 +164,11 @@ def batch(deep, make_batch):
 
 
 def load_of(embedder: EmbeddingModel, batch, own: float, chunks: int) -> Load:
-    family, config = family_of(embedder.model), embedder.model.config
-    grid = batch.queries[0].image_grid
-    patches = int(grid[0].prod())
-    placeholders = int((batch.queries[0].input_ids == config.image_token_id).sum())
-    spans = family.vision_spans(config, patches)
     return Load(
         queries=len(batch.queries), candidates=len(batch.candidates), chunks=chunks,
         prompt=len(batch.queries[0]), candidate=len(batch.candidates[0]), own=own, oracle=11,
         read_own=True, contrastive=True, label_candidates=True,
-        query_patches=patches, query_placeholders=placeholders,
-        candidate_patches=patches, candidate_placeholders=placeholders,
-        query_spans=spans, candidate_spans=spans,
+        query_pictures=1, candidate_pictures=1,
     )  # fmt: skip
 
 
@@ -190,14 +190,9 @@ def test_flops_against_the_counter(deep, batch, count_flops, micro_batch_size):
     counted = count_flops(step)
     load = load_of(deep, batch, 12, chunks)
     # Here the rollout encodes the prompts in any case: no pass with gradient stands before it.
-    twice = flops(
-        shapes_of(deep.model),
-        load_of(deep, batch, 12, 2),
-        checkpointing=False,
-        trainable=1.0,
-        train_vision=True,
-    )
-    found = flops(shapes_of(deep.model), load, checkpointing=False, trainable=1.0, train_vision=True)
+    shapes = shapes_of(deep.model, PIXELS)
+    twice = flops(shapes, load_of(deep, batch, 12, 2), Setup())
+    found = flops(shapes, load, Setup())
     planned = sum(size for name, size in found.items() if name != "rollout")
     assert twice["rollout"] == pytest.approx(rollout, rel=0.1)
     assert planned == pytest.approx(counted, rel=0.1)
@@ -219,14 +214,13 @@ def test_flops_of_a_policy_gradient_against_the_counter(deep, batch, count_flops
 
     counted = count_flops(step)
     load = dataclasses.replace(load_of(deep, batch, 12, 1), each=4, sampled=True)
-    given = {"checkpointing": False, "trainable": 1.0, "train_vision": True}
-    found = flops(shapes_of(deep.model), load, **given)
-    twice = flops(shapes_of(deep.model), dataclasses.replace(load, chunks=2), **given)
+    shapes = shapes_of(deep.model, PIXELS)
+    found = flops(shapes, load, Setup())
+    twice = flops(shapes, dataclasses.replace(load, chunks=2), Setup())
     assert twice["rollout"] == pytest.approx(rollout, rel=0.1)
     assert sum(size for name, size in found.items() if name != "rollout") == pytest.approx(counted, rel=0.1)
     of_a_recipe = load_recipe(["recipe=qwen25vl_3b", "stage=rl", "rl.batch_size=64", "rl.num_rationales=8"])
-    options = {**PlanOptions().values(), "for": "rl"}
-    planned = plan.plan(of_a_recipe, outline(of_a_recipe.model)[0], options)
+    planned = plan.plan(of_a_recipe, outline(of_a_recipe.model)[0], PlanOptions(for_="rl"))
     assert planned["tokens"]["own rationales"] == 64 * 8 * 129
 
 
@@ -259,12 +253,12 @@ def test_activations_against_what_autograd_keeps(deep, batch, how, checkpointing
         readouts = deep(*packs)
     measured = sum(size for place, size in kept.items() if place not in weights)
     assert all(readout.state_ND.requires_grad for readout in readouts)
-    shapes = shapes_of(deep.model)
-    found = memory(
-        shapes, load_of(deep, batch, 12, 1), back_end="zero2" if how == "bfloat16" else "ddp", num_gpus=2,
-        dtype_bytes=4 if how == "float32" else 2, checkpointing=checkpointing, trained=shapes.parameters,
-        optimizer_states=2, rollout_rows=1, micro_queries=5,
+    shapes = shapes_of(deep.model, PIXELS)
+    setup = Setup(
+        back_end="zero2" if how == "bfloat16" else "ddp", num_gpus=2, dtype_bytes=4 if how == "float32" else 2,
+        checkpointing=checkpointing, trained=shapes.parameters, micro_queries=5,
     )  # fmt: skip
+    found = memory(shapes, load_of(deep, batch, 12, 1), setup)
     assert found["activations"] == pytest.approx(measured, rel=1 / 3)
 
 
@@ -327,41 +321,38 @@ def test_the_3b_itself_on_meta(monkeypatch, form):
     load = Load(
         queries=rows, candidates=rows, chunks=1, prompt=len(prompt), candidate=len(prompt), own=128, oracle=128,
         read_own=True, contrastive=True, label_candidates=True,
-        query_patches=4096, query_placeholders=1024, candidate_patches=4096, candidate_placeholders=1024,
-        query_spans=family_of(model).vision_spans(model.config, 4096),
-        candidate_spans=family_of(model).vision_spans(model.config, 4096),
+        query_pictures=1, candidate_pictures=1,
     )  # fmt: skip
-    shapes = shapes_of(model)
+    shapes = shapes_of(model, 1024 * 28 * 28)
     if form == "sdpa":
-        found = flops(shapes, load, checkpointing=False, trainable=1.0, train_vision=True)
+        found = flops(shapes, load, Setup())
         assert found["forward"] + found["backward"] == pytest.approx(counter.get_total_flops(), rel=0.03)
         return
-    estimate = memory(
-        shapes, load, back_end="zero2", num_gpus=8, dtype_bytes=2, checkpointing=False, trained=1, optimizer_states=2,
-        rollout_rows=1, micro_queries=rows,
-    )  # fmt: skip
+    setup = Setup(back_end="zero2", num_gpus=8, dtype_bytes=2, trained=1, micro_queries=rows)
+    estimate = memory(shapes, load, setup)
     assert estimate["activations"] == pytest.approx(sum(kept.values()), rel=1 / 3)
 
 
 def test_a_machine_and_hours_by_hand():
     """Two processes with a batch of 1 GiB each, three workers, 4 GiB that may wait, 1 G parameters of two bytes."""
-    shapes = Shapes(
-        **{**dict.fromkeys(Shapes.__dataclass_fields__, 0), "parameters": 10**9, "layers": 2, "layer": 10**8}
-    )
-    found = host(shapes, batch_bytes=2**30, prefetch_bytes=2**32, num_workers=3, dtype_bytes=2, processes=2)
+    nothing = dict.fromkeys(Shapes.__dataclass_fields__, 0)
+    shapes = Shapes(**{**nothing, "layers": 2, "layer": 10**8})
+    found = host(10**9, batch_bytes=2**30, prefetch_bytes=2**32, num_workers=3, dtype_bytes=2, processes=2)
     # Four wait, one is in use, and each worker has one and its parts.
     assert found["of that, batches"] == 2 * (4 + 1 + 3 * 2) * 2**30
     assert found["memory"] == found["of that, batches"] + 2 * (3 + 3 * 0.5) * 2**30
     assert found["shared memory"] == 2**30
     # Pinned memory comes in powers of two.
-    larger = host(shapes, batch_bytes=2**30 + 1, prefetch_bytes=0, num_workers=0, dtype_bytes=2, processes=1)
+    larger = host(10**9, batch_bytes=2**30 + 1, prefetch_bytes=0, num_workers=0, dtype_bytes=2, processes=1)
     assert larger["of that, batches"] == 2 * 2**31
     assert larger["shared memory"] == 0
     assert found["descriptors of a process"] == 128 + 3 * 8
     # Ten rationales of eight tokens, five at once: two passes of ten steps over 0.4 GB; 1 TFLOP at half of a TFLOP/s.
-    load = Load(10, 0, 1, 1, 1, 8, 0, True, True, False, 0, 0, 0, 0)
-    settings = {"peak": 1e12, "bandwidth": 1e9, "utilisation": 0.5, "dtype_bytes": 2, "rollout_rows": 5}
-    assert step_seconds(shapes, load, {"forward": 1e12}, **settings) == pytest.approx(2 + 2 * 10 * 0.4 / 0.5)
+    load = Load(10, 0, 1, 1, 1, 8, 0, True, True, False, 0, 0)
+    seconds = step_seconds(
+        shapes, load, Setup(dtype_bytes=2, rollout_rows=5), num_flops=1e12, peak=0.5e12, bandwidth=0.5e9
+    )
+    assert seconds == pytest.approx(2 + 2 * 10 * 0.4 / 0.5)
 
 
 def test_hours_follow_steps_gpus_and_utilisation(capsys):
@@ -387,14 +378,12 @@ def test_hours_follow_steps_gpus_and_utilisation(capsys):
 def test_memory_and_communication_by_hand():
     """A model of 1 G parameters in bfloat16 on four GPUs, AdamW, without anything but its weights."""
     nothing = dict.fromkeys(Shapes.__dataclass_fields__, 0)
-    shapes = Shapes(**{**nothing, "parameters": 10**9, "vision": VisionSizes(0, 0, 0, 0, 0)})
-    load = Load(0, 0, 4, 1, 1, 0, 0, False, False, False, 0, 0, 0, 0)
+    shapes = Shapes(**{**nothing, "parameters": 10**9, "picture": PictureCost()})
+    load = Load(0, 0, 4, 1, 1, 0, 0, False, False, False, 0, 0)
+    setup = Setup(num_gpus=4, dtype_bytes=2, checkpointing=True, trained=10**9, micro_queries=0)
 
     def of(back_end: str) -> tuple[float, float, float]:
-        found = memory(
-            shapes, load, back_end=back_end, num_gpus=4, dtype_bytes=2, checkpointing=True, trained=10**9, optimizer_states=2,
-            rollout_rows=1, micro_queries=0,
-        )  # fmt: skip
+        found = memory(shapes, load, dataclasses.replace(setup, back_end=back_end))
         return found["weights"] / 1e9, found["gradients"] / 1e9, found["optimizer"] / 1e9
 
     assert of("ddp") == (6.0, 4.0, 8.0)  # float32, and autocast's copies of the weights
@@ -404,7 +393,7 @@ def test_memory_and_communication_by_hand():
     assert of("fsdp2") == (1.0, 1.0, 2.0)  # float32, over four
 
     def sent(back_end: str) -> float:
-        return communication(shapes, load, back_end=back_end, num_gpus=4, dtype_bytes=2, trained=10**9) / 1e9
+        return communication(shapes, load, dataclasses.replace(setup, back_end=back_end)) / 1e9
 
     # 4 GB of gradients, or 2 in bfloat16, three quarters of them sent; four micro batches.
     assert sent("ddp") == 6.0
@@ -418,7 +407,7 @@ def test_more_queries_cost_memory_only_by_the_micro_batch():
     found = []
     for size in (512, 4096):
         recipe = load_recipe(["recipe=qwen25vl_3b", f"joint.batch_size={size}"])
-        found.append(plan.plan(recipe, outline(recipe.model)[0], PlanOptions().values()))
+        found.append(plan.plan(recipe, outline(recipe.model)[0], PlanOptions()))
     small, large = found
     assert large["flops"] == pytest.approx(8 * small["flops"], rel=0.01)
     pictures = large["memory"]["pictures"] - small["memory"]["pictures"]
@@ -432,16 +421,15 @@ def test_what_a_frozen_tower_makes_stays_on_the_gpu():
 
     def of(name: str, back_end: str, *overrides: str) -> tuple[float, dict]:
         recipe = load_recipe([f"recipe={name}", *overrides])
-        options = PlanOptions(num_gpus=8, back_end=back_end).values()
+        options = PlanOptions(num_gpus=8, back_end=back_end)
         found = plan.plan(recipe, outline(recipe.model)[0], options)
         assert found["memory_total"] == sum(found["memory"].values())
-        return found["memory"]["pictures"] - found["batch_bytes"], found["load"]
+        return found["memory"]["pictures"] - found["batch_bytes"], found
 
     for name, size in {"qwen25vl_7b_lora": 3584, "qwen3vl_2b": 2048 * 4, "smolvlm": 2048}.items():
-        kept, load = of(name, "zero2", "model.freeze_vision=true")
-        rows = load["queries"] * load["query_placeholders"]
-        rows += load["candidates"] * load["candidate_placeholders"]
-        assert kept == 2 * rows * size > 0
+        kept, found = of(name, "zero2", "model.freeze_vision=true")
+        pictures = found["load"]["queries"] + found["load"]["candidates"]
+        assert kept == 2 * pictures * found["shapes"]["picture"]["placeholders"] * size > 0
     frozen = "model.freeze_vision=true"
     assert of("qwen3vl_2b", "zero2")[0] == 0
     assert of("qwen25vl_7b_lora", "ddp", "model.lora.vision=true")[0] == 0
@@ -453,7 +441,7 @@ def test_what_a_frozen_tower_makes_stays_on_the_gpu():
 def test_the_features_of_a_placeholder_are_as_wide_as_planned(lively, picture):
     prompts = [PromptBuilder(lively.processor).build(Item("1", "what is this"), "query", [picture(60, 60)])]
     (features,) = lively.picture_features(prompts)
-    assert features.shape[1] == shapes_of(lively.model).vision.feature
+    assert features.shape[1] == cost_of_picture(lively.model, 0).feature
 
 
 def test_an_engine_of_vllm_takes_its_share():
@@ -462,7 +450,7 @@ def test_an_engine_of_vllm_takes_its_share():
         for backend in ("own", "vllm"):
             arguments = [f"rollout.backend={backend}", "rollout.vllm_memory=0.25"]
             recipe = load_recipe(["recipe=qwen25vl_3b", *arguments])
-            options = PlanOptions(gpu_gib=40, for_=stage).values()
+            options = PlanOptions(gpu_gib=40, for_=stage)
             totals[stage, backend] = plan.plan(recipe, outline(recipe.model)[0], options)["memory_total"]
     assert totals["joint", "vllm"] == totals["joint", "own"] + 10 * 2**30
     assert totals["cold_start", "vllm"] == totals["cold_start", "own"]
@@ -560,7 +548,7 @@ def test_a_local_config_is_used(lively_path, capsys):
     shown = capsys.readouterr().out
     assert str(lively_path) in shown.splitlines()[0]
     assert TABLE.keys() >= {"Qwen/Qwen2.5-VL-3B-Instruct"}
-    assert set(FAMILIES) == {PHOTOS, *(known["model_type"] for known in TABLE.values())}
+    assert set(FAMILIES) == {PHOTOS, *PLUGINS, *(known["model_type"] for known in TABLE.values())}
 
 
 def memory_of_all(pids) -> int:
@@ -592,10 +580,10 @@ def test_host_memory_and_descriptors_against_a_real_loader(
     ]  # fmt: skip
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     backbone = load_backbone(tiny_path, add_emb=True, min_pixels=490_000, max_pixels=490_000)
-    options = PlanOptions(num_gpus=1).values()
-    batch_bytes = pixel_bytes(backbone.model, plan.load_of(recipe, backbone.model, options))
+    shapes = shapes_of(backbone.model, recipe.model.max_pixels)
+    batch_bytes = pixel_bytes(shapes, plan.load_of(recipe, shapes, PlanOptions(num_gpus=1)))
     planned = host(
-        shapes_of(backbone.model), batch_bytes=batch_bytes, prefetch_bytes=prefetch_mb << 20, num_workers=num_workers,
+        shapes.parameters, batch_bytes=batch_bytes, prefetch_bytes=prefetch_mb << 20, num_workers=num_workers,
         dtype_bytes=4, processes=1, on_gpu=False,
     )  # fmt: skip
     batches = StepBatches(

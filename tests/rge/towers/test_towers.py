@@ -17,6 +17,7 @@ from rge.model.backbone import BackboneError, load_backbone, vision_parameters
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.families import family_of, normalised
 from rge.model.prompts import PromptBuilder
+from rge.plan.costs import cost_of_picture
 from rge.plan.known_models import outline
 from rge.scratch import build as scratch
 from rge.scratch.pretrain_vision import teach
@@ -105,10 +106,14 @@ def test_the_first_stage_teaches_the_merger_and_leaves_the_network(eyes):
 @needs_tower
 def test_the_plan_counts_the_network(eyes):
     model = load_backbone(eyes, add_emb=True).model
-    sizes = family_of(model).vision_sizes(model)
+    cost = cost_of_picture(model, (4 * 32) ** 2)
     with FlopCounterMode(display=False) as counter:
         model.model.visual(torch.zeros(16, 3 * 32 * 32), grid_thw=torch.tensor([[1, 4, 4]]))
-    assert 2 * (16 * sizes.fixed + 4 * sizes.placeholder) == counter.get_total_flops()
+    assert cost.fixed + cost.products == counter.get_total_flops()
+    merger = sum(
+        parameter.numel() for parameter in model.model.visual.merger.parameters() if parameter.dim() == 2
+    )
+    assert cost.products == 2 * cost.placeholders * merger > 0
 
 
 @pytest.mark.parametrize("module", [NETWORK, WEIGHTS])

@@ -52,7 +52,12 @@ register_family("internvl", InternVL())
 def tiny(tokenizer, text: dict[str, Any], num_rows: int):
     """Tiles of four placeholders each, up to nine of them and the whole; a Qwen2 below."""
     tokenizer.add_special_tokens({"additional_special_tokens": ["<img>", "</img>", "<IMG_CONTEXT>"]})
-    names = {"start_image": "<img>", "end_image": "</img>", "context_image": "<IMG_CONTEXT>", "video": "<|video_pad|>"}
+    names = {
+        "start_image": "<img>",
+        "end_image": "</img>",
+        "context_image": "<IMG_CONTEXT>",
+        "video": "<|video_pad|>",
+    }
     tokenizer._set_model_specific_special_tokens({f"{name}_token": token for name, token in names.items()})
     processor = InternVLProcessor(
         image_processor=GotOcr2ImageProcessor(

@@ -75,7 +75,11 @@ register_family("gemma3", Gemma3())
 
 def tiny(tokenizer, text: dict[str, Any], num_rows: int):
     """Four placeholders a picture; of three layers, two see eleven tokens only."""
-    tokens = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+    tokens = {
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+        "image_token": "<image_soft_token>",
+    }
     tokenizer.add_special_tokens({"additional_special_tokens": list(tokens.values())})
     tokenizer._set_model_specific_special_tokens(tokens)
     processor = Gemma3Processor(

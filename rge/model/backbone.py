@@ -312,7 +312,7 @@ def check_sizes(sizes: Sequence[int], model: HubModel) -> None:
 def skeleton(config: PretrainedConfig) -> HubModel:
     """A model of a config on `meta`: shapes without numbers, whole under every back end."""
     with set_zero3_state(), torch.device("meta"):  # else ZeRO-3 would share even this out
-        return AutoModelForImageTextToText.from_config(config)
+        return AutoModelForImageTextToText.from_config(config).eval()
 
 
 def weight_names(model: HubModel) -> set[str]:

@@ -35,7 +35,7 @@ def banner(
         name, gib = card.name, card.total_memory / GIB
     back_end = launch.back_end(accelerator)
     yield f"{back_end}, {name}; float32 weights trained, computed in {recipe.model.dtype}; into {recipe.out}"
-    options = PlanOptions(num_gpus=accelerator.num_processes, back_end=back_end.key)
+    options = PlanOptions(num_gpus=accelerator.num_processes, back_end=back_end.key)  # type: ignore[arg-type]
     speed = speed_of(name, recipe.model.dtype)
     if gib is not None:
         options = replace(options, gpu_gib=gib)

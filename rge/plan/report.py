@@ -166,7 +166,8 @@ def load_of(
 
 def _largest(recipe: Recipe, shapes: Shapes, options: PlanOptions) -> dict[str, int]:
     """Tokens of the largest prompts and of their pictures."""
-    found, most = {}, recipe.data.max_prompt_tokens
+    found: dict[str, int] = {}
+    most = recipe.data.max_prompt_tokens
     for side, pictures in (("query", options.query_pictures), ("candidate", options.candidate_pictures)):
         shown = pictures * shapes.picture.placeholders
         tokens = options.template_tokens + shown + 2 * pictures  # one before a picture, and one after

@@ -129,7 +129,7 @@ def make_model(
     Raises:
         TowerError: its package is not installed.
     """
-    ids = dict(zip(SPECIAL_TOKENS, tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS)), strict=True))
+    ids: Any = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
     config = make_config(num_rows(len(tokenizer)), ids, text, vision)
     if not isinstance(config, efficientnet.EfficientNetQwenConfig):
         return Qwen2_5_VLForConditionalGeneration(config)

@@ -65,7 +65,7 @@ PLUGINS = {"internvl": internvl_family.tiny, "gemma3": gemma3_family.tiny}
 
 TILE = 40
 MIN_PIXELS, MAX_PIXELS = 28 * 28, 84 * 84
-LIVELY_SEED = {"qwen2_5_vl": 0, "qwen2_5_vl_efficientnet": 6}
+LIVELY_SEED = {"qwen2_5_vl": 0, "gemma3": 0, "qwen2_5_vl_efficientnet": 6}
 """Seeds, 1 for the rest, with which a model writes rationales of many lengths; see `enliven` of shared.py."""
 
 PHOTOS = efficientnet.EfficientNetQwenConfig.model_type

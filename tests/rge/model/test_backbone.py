@@ -117,7 +117,7 @@ def test_an_unsupported_family_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(
         BackboneError,
-        match=r"is a bert; supported families: idefics3, qwen2_5_vl, qwen2_5_vl_efficientnet, qwen2_vl",
+        match=r"is a bert; supported families: gemma3, idefics3, internvl, qwen2_5_vl, qwen2_5_vl_efficientnet, qwen2_vl",
     ):
         load_backbone(tmp_path)
 

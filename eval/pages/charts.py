@@ -304,37 +304,49 @@ def interval_chart(marks: Sequence[Mark], *, title: str, percent: bool = True) -
     if len(groups) > STYLES:
         raise ValueError(f"plot {title!r} has {len(groups)} slices, there are {STYLES} colours")
     arms = list(dict.fromkeys(mark.arm for mark in marks))
-    panels = []
-    for panel in dict.fromkeys(mark.panel for mark in marks):
-        shown = [mark for mark in marks if mark.panel == panel]
-        rows = [
-            {"arm": m.arm, "group": m.group, "mean": scale * m.mean,
-             "low": scale * (m.mean if m.low is None else m.low), "high": scale * (m.mean if m.high is None else m.high),
-             "words": f"{m.arm}, {m.group}, {panel}: {scale * m.mean:.1f}{unit} "
-                      + ("–" if m.low is None or m.high is None else f"[{scale * m.low:.1f}, {scale * m.high:.1f}]")}
-            for m in shown
-        ]  # fmt: skip
-        seeds = [{"arm": m.arm, "group": m.group, "seed": scale * seed} for m in shown for seed in m.seeds]
-        x_axis = {"grid": True, "domain": False, "labelExpr": f"datum.label + '{unit}'"}
+    panels = [
+        _interval_panel([mark for mark in marks if mark.panel == panel], arms, groups, scale, unit)
+        for panel in dict.fromkeys(mark.panel for mark in marks)
+    ]
+    return as_file({"vconcat": panels}, title)
+
+
+def _interval_panel(
+    marks: Sequence[Mark], arms: Sequence[str], groups: Sequence[str], scale: float, unit: str
+) -> dict[str, Any]:
+    """The marks of one panel: a rule for each interval, a ring for each seed, a dot for each mean."""
+    panel = marks[0].panel
+    rows = [
+        {"arm": m.arm, "group": m.group, "mean": scale * m.mean,
+         "low": scale * (m.mean if m.low is None else m.low), "high": scale * (m.mean if m.high is None else m.high),
+         "words": f"{m.arm}, {m.group}, {panel}: {scale * m.mean:.1f}{unit} "
+                  + ("–" if m.low is None or m.high is None else f"[{scale * m.low:.1f}, {scale * m.high:.1f}]")}
+        for m in marks
+    ]  # fmt: skip
+    seeds = [{"arm": m.arm, "group": m.group, "seed": scale * seed} for m in marks for seed in m.seeds]
+    x_axis = {"grid": True, "domain": False, "labelExpr": f"datum.label + '{unit}'"}
+    y_axis = {"domain": False, "ticks": False, "title": None, "labelFontSize": 13, "labelColor": "var(--ink)",
+              "labelLimit": 200}  # fmt: skip
+
+    def x(field: str) -> dict[str, Any]:
         zero = {"zero": False, "padding": 8}
-        y_axis = {"domain": False, "ticks": False, "title": None, "labelFontSize": 13, "labelColor": "var(--ink)",
-                  "labelLimit": 200}  # fmt: skip
+        return {"field": field, "type": "quantitative", "title": None, "axis": x_axis, "scale": zero}
 
-        def x(
-            field: str, axis: Mapping[str, Any] = x_axis, scale: Mapping[str, Any] = zero
-        ) -> dict[str, Any]:
-            return {"field": field, "type": "quantitative", "title": None, "axis": axis, "scale": scale}
-
-        place = {
-            "y": {"field": "arm", "type": "nominal", "sort": arms, "axis": y_axis, "scale": {"padding": 0.25}},
-            "yOffset": {"field": "group", "type": "nominal", "sort": groups},
-            "color": {
-                "field": "group", "type": "nominal", "scale": {"domain": groups, "range": COLOURS},
-                "legend": {} if len(groups) > 1 else None,
-            },
-        }  # fmt: skip
-        words = {"description": {"field": "words"}}
-        layers = [
+    place = {
+        "y": {"field": "arm", "type": "nominal", "sort": arms, "axis": y_axis, "scale": {"padding": 0.25}},
+        "yOffset": {"field": "group", "type": "nominal", "sort": groups},
+        "color": {
+            "field": "group", "type": "nominal", "scale": {"domain": groups, "range": COLOURS},
+            "legend": {} if len(groups) > 1 else None,
+        },
+    }  # fmt: skip
+    words = {"description": {"field": "words"}}
+    return {
+        "title": {"text": panel, "fontSize": 13, "offset": 4},
+        "width": 360,
+        "height": {"step": 17},
+        "data": {"values": rows},
+        "layer": [
             {
                 "mark": {"type": "rule", "strokeWidth": 2},
                 "encoding": place | {"x": x("low"), "x2": {"field": "high"}},
@@ -348,17 +360,8 @@ def interval_chart(marks: Sequence[Mark], *, title: str, percent: bool = True) -
                 "mark": {"type": "circle", "size": 60, "opacity": 1},
                 "encoding": place | words | {"x": x("mean")},
             },
-        ]
-        panels.append(
-            {
-                "title": {"text": panel, "fontSize": 13, "offset": 4},
-                "width": 360,
-                "height": {"step": 17},
-                "data": {"values": rows},
-                "layer": layers,
-            }
-        )
-    return as_file({"vconcat": panels}, title)
+        ],
+    }
 
 
 def as_file(spec: Mapping[str, Any], title: str) -> str:

@@ -30,20 +30,18 @@ def curves_of(paths: Sequence[Path]) -> dict[str, Any] | None:
     runs = read_training_logs(paths)
     keys = list(dict.fromkeys(key for run in runs for key in run.curves))
     keys = [key for key in CURVE_NAMES if key in keys] + sorted(set(keys) - set(CURVE_NAMES))
-    charts = []
-    for key in keys:
-        name, is_percent = CURVE_NAMES.get(key, (key.replace("_", " ").capitalize(), False))
-        series = [Series(run.label, *run.curves[key]) for run in runs if key in run.curves]
-        bands = runs[0].stages if len(runs) == 1 else []
-        last = "" if len(series) > 1 else f"ends at {number(series[0].y[-1] * (100 if is_percent else 1))}"
-        charts.append(
-            {
-                "name": name,
-                "last": last + ("%" if last and is_percent else ""),
-                "svg": line_chart(series, name=name, bands=bands, percent=is_percent),
-            }
-        )
-    return {"charts": charts, "labels": [run.label for run in runs] if len(runs) > 1 else []}
+    labels = [run.label for run in runs] if len(runs) > 1 else []
+    return {"charts": [_chart(key, runs) for key in keys], "labels": labels}
+
+
+def _chart(key: str, runs: Sequence["Training"]) -> dict[str, Any]:
+    name, percent = CURVE_NAMES.get(key, (key.replace("_", " ").capitalize(), False))
+    series = [Series(run.label, *run.curves[key]) for run in runs if key in run.curves]
+    last = ""
+    if len(series) == 1:
+        last = f"ends at {number(series[0].y[-1] * (100 if percent else 1))}{'%' if percent else ''}"
+    bands = runs[0].stages if len(runs) == 1 else []
+    return {"name": name, "last": last, "svg": line_chart(series, name=name, bands=bands, percent=percent)}
 
 
 @dataclass

@@ -210,9 +210,9 @@ def _slices(one: Evaluation, metric: str) -> dict[str, Figure]:
 
 def heat_map(rows: Sequence[Row], foreign: Sequence[Row]) -> HeatMap | None:
     """Categories by models; every cell has its number, so nothing hangs on colour. None for fewer than two categories."""
-    measured = [row for row in rows if not row.published and row.slices]
-    theirs = [row for row in [*rows, *foreign] if row.published and row.slices]
-    chosen = (measured + theirs[: max(MAX_MODELS - len(measured), 0)])[:MAX_MODELS]
+    with_slices = [row for row in [*rows, *foreign] if row.slices]
+    chosen = [row for row in with_slices if not row.published]
+    chosen = [*chosen, *(row for row in with_slices if row.published)][:MAX_MODELS]
     names = list(dict.fromkeys(name for row in chosen for name in row.slices))
     if len(names) < 2:
         return None

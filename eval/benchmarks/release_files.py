@@ -288,20 +288,22 @@ class Pictures:
         if ref is None or ref == "":
             return None
         name = str(ref)
-        entry = self.manifest.get(name)
-        if isinstance(entry, bytes):
-            return entry
-        if entry is not None:
-            found = self._file(entry)
-            if found is None:
-                raise ReleaseError(
-                    f"the manifest says that {name!r} is {entry!r}, which is in none of "
-                    f"{', '.join(map(str, self.roots)) or 'no folder (images=DIR)'}"
-                )
-            return found
-        found = self._file(name)
-        if found is not None or not by_stem:
-            return found
+        if name in self.manifest:
+            return self._listed(name, self.manifest[name])
+        return self._file(name) or (self._by_name(name) if by_stem else None)
+
+    def _listed(self, name: str, entry: str | bytes) -> bytes | Path:
+        """What the manifest has for a name."""
+        found = entry if isinstance(entry, bytes) else self._file(entry)
+        if found is None:
+            raise ReleaseError(
+                f"the manifest says that {name!r} is {entry!r}, which is in none of "
+                f"{', '.join(map(str, self.roots)) or 'no folder (images=DIR)'}"
+            )
+        return found
+
+    def _by_name(self, name: str) -> Path | None:
+        """The file of that name, with any ending, anywhere below the roots."""
         stem = Path(name).stem if Path(name).suffix.lower() in PICTURES else Path(name).name
         files = self._by_stem().get(stem, [])
         if len(files) > 1:
@@ -411,13 +413,18 @@ def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise ReleaseError(f"{path} cannot be read: {error}") from None
     if isinstance(content, dict):
-        lists = [value for value in content.values() if isinstance(value, list)]
-        if content and all(isinstance(value, dict) for value in content.values()):
-            content = [{"id": key} | value for key, value in content.items()]
-        elif content and all(isinstance(value, str) for value in content.values()):
-            content = [{"id": key, "path": value} for key, value in content.items()]
-        elif len(lists) == 1:
-            content = lists[0]
+        content = _unwrapped(content)
     if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
         raise ReleaseError(f"{path}: a list of objects is expected")
     yield from content
+
+
+def _unwrapped(content: dict[str, Any]) -> Any:
+    """The rows of an object: of rows or paths by id, or with a single list in it."""
+    kinds = {type(value) for value in content.values()}
+    if kinds == {dict}:
+        return [{"id": key} | value for key, value in content.items()]
+    if kinds == {str}:
+        return [{"id": key, "path": value} for key, value in content.items()]
+    lists = [value for value in content.values() if isinstance(value, list)]
+    return lists[0] if len(lists) == 1 else content

@@ -243,6 +243,11 @@ class StatesConfig:
     latent: NotNegative = 0.0
     """The state after the prompt and `model.think_tokens` tokens, which are read and not written."""
 
+    @property
+    def further(self) -> list[str]:
+        """States beside the anchor's, by name."""
+        return [name for name in ("direct", "latent") if getattr(self, name)]
+
 
 @dataclass
 class AdaptiveConfig:
@@ -691,6 +696,44 @@ _RULES: Rules = {
 }
 """Of every recipe."""
 
+_STATE_RULES: Rules = {
+    "loss.adaptive.share={r.loss.adaptive.share} needs the direct state: set loss.states.direct, e.g. 1": lambda r: (
+        r.loss.adaptive.share and not r.loss.states.direct
+    ),
+    "loss.adaptive.floor={r.loss.adaptive.floor} is above loss.adaptive.share={r.loss.adaptive.share}": lambda r: (
+        r.loss.adaptive.floor > r.loss.adaptive.share
+    ),
+    "loss.think_lm=1 leaves loss.adaptive no LM loss after the prompt: set it below 1": lambda r: (
+        r.loss.adaptive.share and r.loss.think_lm == 1
+    ),
+    "loss.align={r.loss.align} needs a second state: set loss.states.direct or loss.states.latent, e.g. 1": lambda r: (
+        r.loss.align and not r.loss.states.further
+    ),
+    "loss.anchor=none trains the direct state alone: set loss.states.direct=0, or another loss.anchor": lambda r: (
+        r.loss.anchor == "none" and r.loss.states.further
+    ),
+    "loss.anchor=latent is the latent state: set loss.states.latent=0": lambda r: (
+        r.loss.anchor == "latent" and r.loss.states.latent
+    ),
+    "the latent state needs think tokens: set model.think_tokens, e.g. 4": lambda r: (
+        _trains_latent(r) and not r.model.think_tokens
+    ),
+    "model.think_tokens={r.model.think_tokens} must be below rollout.max_new_tokens={r.rollout.max_new_tokens}": lambda r: (
+        _trains_latent(r) and r.model.think_tokens >= r.rollout.max_new_tokens
+    ),
+    "model.think_tokens={r.model.think_tokens} needs the latent state: set loss.states.latent, e.g. 1, or "
+    "loss.anchor=latent": lambda r: not _trains_latent(r) and r.model.think_tokens,
+    "loss.think_lm={r.loss.think_lm} needs the latent state: set loss.states.latent, e.g. 1, or loss.anchor=latent": lambda r: (
+        not _trains_latent(r) and not r.model.think_tokens and r.loss.think_lm
+    ),
+    "rollout.direct_share takes the reasoned state from some queries, loss.states.{r.loss.states.further[0]} adds a state to "
+    "all: set one of them to 0": lambda r: r.rollout.direct_share and r.loss.states.further,
+    "the stage rl trains the reasoned state alone: set loss.states.{r.loss.states.further[0]}=0": lambda r: (
+        r.loss.states.further and "rl" in r.stages()
+    ),
+}
+"""Of the direct and the latent state."""
+
 _RL_RULES: Rules = {
     "rl.alpha_rl, rl.alpha_con and rl.alpha_lm are all 0, which leaves nothing to train": lambda r: (
         not (r.rl.alpha_rl or r.rl.alpha_con or r.rl.alpha_lm)
@@ -732,11 +775,10 @@ def problems(recipe: Recipe) -> Iterator[str]:
     except UserError as error:
         yield f"data.profile: {error}"
     runs_rl = "rl" in recipe.stages()
-    for message, is_broken in (_RULES | (_RL_RULES if runs_rl else {})).items():
+    for message, is_broken in (_RULES | _STATE_RULES | (_RL_RULES if runs_rl else {})).items():
         if is_broken(recipe):
             yield message.format(r=recipe)
     yield from _check_mix(recipe.loss)
-    yield from _check_states(recipe)
     yield from _check_validation(recipe)
     yield from _check_rollout_is_used(recipe)
     for name in recipe.stages():
@@ -768,6 +810,10 @@ def _check_rewards(rewards: Sequence[RewardConfig]) -> Iterator[str]:
         )
 
 
+def _trains_latent(recipe: Recipe) -> bool:
+    return recipe.loss.anchor == "latent" or recipe.loss.states.latent > 0
+
+
 def _vllm_samples_at(temperature: float) -> bool:
     return temperature == 0 or 0.01 <= temperature <= 2
 
@@ -789,39 +835,6 @@ def _check_mix(loss: LossConfig) -> Iterator[str]:
         yield (
             "loss.oracle_share=1 mixes nothing: that is loss.anchor=oracle; or give loss.oracle_decay_steps"
         )
-
-
-def _check_states(recipe: Recipe) -> Iterator[str]:
-    """Settings of the direct and the latent state that have no effect or contradict one another."""
-    loss, think = recipe.loss, recipe.model.think_tokens
-    states = [name for name in ("direct", "latent") if getattr(loss.states, name)]
-    if loss.adaptive.share and "direct" not in states:
-        yield f"loss.adaptive.share={loss.adaptive.share} needs the direct state: set loss.states.direct, e.g. 1"
-    if loss.adaptive.floor > loss.adaptive.share:
-        yield f"loss.adaptive.floor={loss.adaptive.floor} is above loss.adaptive.share={loss.adaptive.share}"
-    if loss.adaptive.share and loss.think_lm == 1:
-        yield "loss.think_lm=1 leaves loss.adaptive no LM loss after the prompt: set it below 1"
-    if loss.align and not states:
-        yield f"loss.align={loss.align} needs a second state: set loss.states.direct or loss.states.latent, e.g. 1"
-    if loss.anchor == "none" and states:
-        yield "loss.anchor=none trains the direct state alone: set loss.states.direct=0, or another loss.anchor"
-    if loss.anchor == "latent" and loss.states.latent:
-        yield "loss.anchor=latent is the latent state: set loss.states.latent=0"
-    if loss.anchor == "latent" or loss.states.latent:
-        if not think:
-            yield "the latent state needs think tokens: set model.think_tokens, e.g. 4"
-        if think >= recipe.rollout.max_new_tokens:
-            yield f"model.think_tokens={think} must be below rollout.max_new_tokens={recipe.rollout.max_new_tokens}"
-    elif think or loss.think_lm:
-        key = f"model.think_tokens={think}" if think else f"loss.think_lm={loss.think_lm}"
-        yield f"{key} needs the latent state: set loss.states.latent, e.g. 1, or loss.anchor=latent"
-    if recipe.rollout.direct_share and states:
-        yield (
-            f"rollout.direct_share takes the reasoned state from some queries, loss.states.{states[0]} adds a state to all: "
-            "set one of them to 0"
-        )
-    if states and "rl" in recipe.stages():
-        yield f"the stage rl trains the reasoned state alone: set loss.states.{states[0]}=0"
 
 
 def _check_rollout_is_used(recipe: Recipe) -> Iterator[str]:

@@ -18,6 +18,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from rge.common.errors import UserError
 from rge.common.schema import ImageRef
 
+WEB = ("http://", "https://")
 FETCH_S, FETCH_BYTES = 30, 64 << 20
 """What a picture on the web may take."""
 
@@ -181,6 +182,11 @@ def fetch_picture(address: str) -> bytes:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ImageError(f"picture {shown} cannot be fetched: {error or type(error).__name__}") from error
     return bytes(found)
+
+
+def data_url(picture: bytes | None) -> str | None:
+    """A WebP picture as a ``data:`` URL."""
+    return None if picture is None else f"data:image/webp;base64,{base64.b64encode(picture).decode()}"
 
 
 def load_image(

@@ -2,21 +2,21 @@
 
     rge embed checkpoint=demo src=photos out=photos.parquet
 
-What is finished stands in ``OUT.parts``; the last step puts it together and removes that folder.
+Finished rows are kept in ``OUT.parts``; the last step puts them together and removes that folder.
 """
 
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from tqdm import tqdm
 
 from rge.checkpoints.run_lock import InUseError, held
 from rge.common.commands import start
@@ -25,6 +25,9 @@ from rge.common.files import replacing, write_json
 from rge.common.options import parse_options
 from rge.index.options import EmbedOptions
 from rge.index.sources import Source, read_source
+
+if TYPE_CHECKING:
+    from rge.index.reading import Embedded, Reader, Unreadable
 
 PART_ROWS = 4096
 """Rows of a finished part: what a kill costs at most."""
@@ -56,60 +59,60 @@ def main(words: list[str]) -> int:
 
 def embed(asked: EmbedOptions, source: Source, parts: Path) -> int:
     """Embed what no part holds yet, then put the parts together."""
-    from tqdm import tqdm
-
     from rge.embedder import Embedder
     from rge.index.reading import Reader, Unreadable
 
     embedder = Embedder.from_pretrained(asked.checkpoint)
     embedder.check_dimensions(asked.dimensions)
-    reader = Reader(
-        embedder,
-        side=asked.side,
-        mode=asked.mode,
-        instruction=asked.instruction,
-        dimensions=asked.dimensions,
-        batch_size=asked.batch_size,
-    )
+    settings = {key: getattr(asked, key) for key in ("side", "mode", "instruction", "dimensions")}
     about = {
         "checkpoint": asked.checkpoint,
         "checkpoint_hash": embedder.checkpoint_hash,
-        **{key: asdict(asked)[key] for key in ("side", "mode", "instruction", "dimensions")},
+        **settings,
         "src": source.name,
     }
-    _same(parts, about)
-    current = {entry.id: entry.stamp for entry in source.entries}
-    done = {name for name, _, stamp in _finished(parts) if current.get(name) == stamp}
-    todo = [entry for entry in source.entries if entry.id not in done]
-    total = len(source.entries) + len(source.faults)
-    unreadable = Unreadable(total, asked.max_unreadable, dict(source.faults))
+    _check_begun(parts, about)
+    unreadable = Unreadable.of(source, asked)
     unreadable.check()
-    if done:
-        print(f"{len(done)} of {total} items were embedded before", file=sys.stderr)  # noqa: T201
-    held_back: list[Any] = []
-    number = max((int(path.stem) for path in parts.glob("*.parquet")), default=-1) + 1
+    current = {entry.id: entry.stamp for entry in source.entries}
     try:
-        with tqdm(total=total, initial=len(done), unit="item", disable=not sys.stderr.isatty()) as bar:
-            for window in reader.embed(todo, unreadable):
-                held_back += window
-                bar.update(len(window))
-                if len(held_back) >= PART_ROWS:
-                    number = _write(parts, number, held_back)
-                    held_back = []
+        reader = Reader(embedder, batch_size=asked.batch_size, **settings)
+        _embed_missing(reader, source, parts, current, unreadable)
     finally:
-        _write(parts, number, held_back)  # after Ctrl-C and after an error too
         unreadable.write(asked.unreadable)
     rows = _together(asked.out, parts, current, about)
     shutil.rmtree(parts)
-    if unreadable.faults:
-        count = f"{len(unreadable.faults)} of {total} items are unreadable"
-        print(f"{count}:\n{unreadable.listed()}", file=sys.stderr)  # noqa: T201
+    unreadable.report()
     print(f"written: {asked.out}, {rows} vectors of {asked.dimensions or embedder.size}")  # noqa: T201
     return 0
 
 
-def _same(parts: Path, about: dict[str, Any]) -> None:
-    """Raise where other vectors than these were begun."""
+def _embed_missing(
+    reader: "Reader", source: Source, parts: Path, current: dict[str, str], unreadable: "Unreadable"
+) -> None:
+    done = {name for name, _, stamp in _finished(parts) if current.get(name) == stamp}
+    if done:
+        print(f"{len(done)} of {unreadable.total} items were embedded before", file=sys.stderr)  # noqa: T201
+    todo = [entry for entry in source.entries if entry.id not in done]
+    number = max((int(path.stem) for path in parts.glob("*.parquet")), default=-1) + 1
+    waiting: list[Embedded] = []
+    try:
+        with tqdm(
+            total=unreadable.total, initial=len(done), unit="item", disable=not sys.stderr.isatty()
+        ) as bar:
+            for window in reader.embed(todo, unreadable):
+                waiting += window
+                bar.update(len(window))
+                if len(waiting) >= PART_ROWS:
+                    _write(parts / f"{number:06d}.parquet", waiting)
+                    number, waiting = number + 1, []
+    finally:
+        if waiting:  # after Ctrl-C and after an error too
+            _write(parts / f"{number:06d}.parquet", waiting)
+
+
+def _check_begun(parts: Path, about: dict[str, Any]) -> None:
+    """Refuse to continue what was begun with other settings."""
     path = parts / ABOUT
     if not path.exists():
         write_json(path, about)
@@ -122,7 +125,7 @@ def _same(parts: Path, about: dict[str, Any]) -> None:
     if differs:
         shown = ", ".join(f"{key}: {begun.get(key)!r}, now {about[key]!r}" for key in differs)
         raise EmbedError(
-            f"{parts} was begun otherwise ({shown}): go on as it was begun, delete it, or give another out="
+            f"{parts} was begun otherwise ({shown}): continue with the same settings, delete it, or give another out="
         )
 
 
@@ -134,23 +137,18 @@ def _finished(parts: Path) -> Iterator[tuple[str, Path, str]]:
             yield name, path, stamp
 
 
-def _write(parts: Path, number: int, rows: list[Any]) -> int:
-    if not rows:
-        return number
-    size = len(rows[0].vector)
+def _write(path: Path, rows: "Sequence[Embedded]") -> None:
+    vectors = pa.array(np.concatenate([row.vector for row in rows]), pa.float32())
     table = pa.table(
         {
             "id": pa.array([row.entry.id for row in rows], pa.string()),
             "stamp": pa.array([row.entry.stamp for row in rows], pa.string()),
-            "vector": pa.FixedSizeListArray.from_arrays(
-                pa.array(np.concatenate([row.vector for row in rows]), pa.float32()), size
-            ),
+            "vector": pa.FixedSizeListArray.from_arrays(vectors, len(rows[0].vector)),
             "rationale": pa.array([row.rationale or None for row in rows], pa.string()),
         }
     )
-    with replacing(parts / f"{number:06d}.parquet") as waiting:
+    with replacing(path) as waiting:
         pq.write_table(table, waiting)
-    return number + 1
 
 
 def _together(out: Path, parts: Path, current: dict[str, str], about: dict[str, Any]) -> int:
@@ -159,8 +157,8 @@ def _together(out: Path, parts: Path, current: dict[str, str], about: dict[str, 
     if not last:
         raise EmbedError("nothing was embedded: no item of the source is readable")
     paths = sorted(parts.glob("*.parquet"))
-    reasons = any(pq.read_table(path, columns=["rationale"])["rationale"].null_count < pq.read_metadata(path).num_rows
-                  for path in paths)  # fmt: skip
+    rationales = (pq.read_table(path, columns=["rationale"])["rationale"] for path in paths)
+    reasons = any(column.null_count < len(column) for column in rationales)
     columns = ["id", "vector", *(["rationale"] if reasons else [])]
     schema = pq.read_schema(paths[0])
     schema = pa.schema([schema.field(name) for name in columns], metadata={"rge": json.dumps(about)})

@@ -1,6 +1,7 @@
-"""Embed the entries of a source, a window at a time: threads prepare a window while the one before it is embedded."""
+"""Embed the entries of a source, a window at a time, while threads prepare the next."""
 
 import os
+import sys
 import warnings
 from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +18,8 @@ from rge.common.images import load_image
 from rge.common.modes import Mode
 from rge.common.schema import Item
 from rge.embedder import Embedder
-from rge.index.sources import Content, Entry, load
+from rge.index.options import Reading
+from rge.index.sources import Content, Entry, Source, load
 from rge.model.prompts import Prompt
 
 SHOWN = 20
@@ -35,7 +37,7 @@ class Unreadable:
     """What could not be read of `total` items, and why, by name.
 
     Args:
-        total: items there are, unreadable ones included.
+        total: number of items, unreadable ones included.
         most: share that may be unreadable.
         faults: those that are known before anything is opened.
     """
@@ -44,12 +46,13 @@ class Unreadable:
     most: float
     faults: dict[str, str] = field(default_factory=dict)
 
-    def add(self, name: str, reason: object) -> None:
-        """Note one.
+    @classmethod
+    def of(cls, source: Source, asked: Reading) -> "Unreadable":
+        """Of a source, as its listing shows it."""
+        return cls(len(source.entries) + len(source.faults), asked.max_unreadable, dict(source.faults))
 
-        Raises:
-            UnreadableError: these are more than may be.
-        """
+    def add(self, name: str, reason: object) -> None:
+        """Note one; raises as `check` does."""
         self.faults[name] = " ".join(str(reason).split())
         self.check()
 
@@ -67,6 +70,12 @@ class Unreadable:
         if len(self.faults) > SHOWN:
             lines.append(f"  and {len(self.faults) - SHOWN} more; unreadable=FILE lists all")
         return "\n".join(lines)
+
+    def report(self, what: str = "") -> None:
+        """Print how many there are, and the first of them."""
+        if self.faults:
+            count = f"{len(self.faults)} of {self.total} items are unreadable{what}"
+            print(f"{count}:\n{self.listed()}", file=sys.stderr)  # noqa: T201
 
     def write(self, path: Path | None) -> None:
         """All of them to a file, if one is named."""
@@ -107,7 +116,7 @@ class Embedded:
 
 
 class Reader:
-    """Embeds entries with one checkpoint in one way. While one window is embedded, threads prepare the next.
+    """Embeds entries with one checkpoint in one way.
 
     Args:
         embedder: the checkpoint.
@@ -148,21 +157,21 @@ class Reader:
 
         Args:
             entries: to read.
-            unreadable: what cannot be read, or not be embedded (a picture a pixel high), is noted there and is None.
+            unreadable: what cannot be read or embedded (a picture a pixel high) is noted there and is None.
             known: digests of contents that need no prompt.
         """
         windows = _windows(entries, WINDOW * self.batch_size)
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            waiting: list[tuple[Entry, Future[Prepared]]] | None = None
-            for window in chain(windows, [[]]):
-                coming = [(entry, pool.submit(self._prepare, entry, known)) for entry in window]
-                if waiting is not None:
-                    try:
+            waiting: list[tuple[Entry, Future[Prepared]]] = []
+            try:
+                for window in chain(windows, [()]):
+                    coming = [(entry, pool.submit(self._prepare, entry, known)) for entry in window]
+                    if waiting:
                         yield [_result(entry, future, unreadable) for entry, future in waiting]
-                    except BaseException:
-                        pool.shutdown(wait=False, cancel_futures=True)
-                        raise
-                waiting = coming
+                    waiting = coming
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
     def embed(self, entries: Sequence[Entry], unreadable: Unreadable) -> Iterator[list[Embedded]]:
         """Embed entries, a window at a time, in their order; unreadable ones are left out and noted."""
@@ -192,23 +201,23 @@ class Reader:
 
     def _prepare(self, entry: Entry, known: Container[str]) -> Prepared:
         content = load(entry, self.thumbnail_px, self.captions)
-        bare = replace(content, data=None)
+        without_bytes = replace(content, data=None)
         if content.digest in known:
-            return Prepared(entry, bare, None)
+            return Prepared(entry, without_bytes, None)
         try:
             images = [] if content.data is None else [load_image(content.data)]
             text = content.text if content.data is None or self.captions else None
             item = Item(entry.id, text, tuple(images), self.instruction)  # type: ignore[arg-type]
             prompt = self.embedder.prompt(item, "query" if self.side == "query" else "candidate", images)
         except ValueError as error:
-            said = str(error).replace(f"<{len(content.data or b'')} bytes>", str(entry.image))
-            raise UnreadableError(said) from error
-        return Prepared(entry, bare, prompt)
+            message = str(error).replace(f"<{len(content.data or b'')} bytes>", str(entry.image))
+            raise UnreadableError(message) from error
+        return Prepared(entry, without_bytes, prompt)
 
 
-def _windows(entries: Iterable[Entry], size: int) -> Iterator[list[Entry]]:
+def _windows(entries: Iterable[Entry], size: int) -> Iterator[tuple[Entry, ...]]:
     left = iter(entries)
-    while window := list(islice(left, size)):
+    while window := tuple(islice(left, size)):
         yield window
 
 

@@ -46,18 +46,18 @@ def main(words: list[str]) -> int:
 
 
 def _from_server(asked: SearchOptions, shows_page: bool) -> "tuple[str, list[Hit]] | None":
-    """What a running `rge serve` says that has the index's checkpoint; None without one."""
+    """The answer of a running `rge serve` that has the index's checkpoint; None without one."""
     if asked.plugins:
-        return None  # what they register is known here alone
-    # Its folder is another one, and it shows nothing.
+        return None  # what they register is known in this process only
+    # The server has another working directory, and opens no page.
     there = asdict(asked) | {
         "index": absolute(asked.index),
         "page": None,
         "open": shows_page,
         "server": "none",
     }
-    if asked.image is not None and not asked.image.startswith(("http://", "https://", "data:")):
-        there["image"] = os.path.abspath(os.path.expanduser(asked.image))
+    if asked.image is not None and not asked.image.startswith("data:"):
+        there["image"] = absolute(asked.image)
     found = ask_server(asked.server, "/search", there)
     if found is None:
         return None
@@ -98,13 +98,13 @@ def answer(embedder: "Embedder", index: "Index", asked: SearchOptions) -> "tuple
     return rationale, hits
 
 
-def absolute(index: str) -> str:
-    """An index's place, as another process finds it."""
-    return index if "://" in index else os.path.abspath(os.path.expanduser(index))
+def absolute(place: str) -> str:
+    """A path or address for a process with another working directory."""
+    return place if "://" in place else os.path.abspath(os.path.expanduser(place))
 
 
 def told(rationale: str, hits: "Sequence[Hit]") -> str:
-    """What was written and found, for people."""
+    """What was written and found, as it is printed."""
     lines = [rationale, ""] if rationale else []
     for place, hit in enumerate(hits, start=1):
         text = " ".join((hit.text or "").split())
@@ -114,15 +114,15 @@ def told(rationale: str, hits: "Sequence[Hit]") -> str:
 
 
 def page(asked: SearchOptions, rationale: str, hits: "Sequence[Hit]") -> str:
-    """The same as one HTML file that needs nothing beside it; whatever the texts hold, they are shown as texts."""
+    """The same as one self-contained HTML file; texts are escaped."""
     import jinja2
 
-    from rge.common.images import fetch_picture, picture_bytes
+    from rge.common.images import WEB, data_url, fetch_picture, picture_bytes
     from rge.index.sources import thumbnail
 
     shown = None
     if asked.image is not None:
-        is_address = asked.image.startswith(("http://", "https://", "data:"))
+        is_address = asked.image.startswith((*WEB, "data:"))
         shown = thumbnail(fetch_picture(asked.image) if is_address else picture_bytes(asked.image), 256)
     template = files("rge.index").joinpath("templates", "hits.html.jinja").read_text(encoding="utf-8")
     environment = jinja2.Environment(
@@ -130,15 +130,11 @@ def page(asked: SearchOptions, rationale: str, hits: "Sequence[Hit]") -> str:
     )
     return environment.from_string(template).render(
         question=asked.question or "",
-        picture=_data_url(shown),
+        picture=data_url(shown),
         rationale=rationale,
         index=asked.index,
-        hits=[(place, hit, _data_url(hit.thumbnail)) for place, hit in enumerate(hits, start=1)],
+        hits=[(place, hit, data_url(hit.thumbnail)) for place, hit in enumerate(hits, start=1)],
     )
-
-
-def _data_url(picture: bytes | None) -> str | None:
-    return None if picture is None else f"data:image/webp;base64,{base64.b64encode(picture).decode()}"
 
 
 if __name__ == "__main__":

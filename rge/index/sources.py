@@ -1,7 +1,7 @@
 """What there is to embed: the pictures and texts of a folder, or the rows of a table.
 
-Listing opens no picture file. Each entry has a stamp that differs as soon as its content may have changed; whoever has to be
-sure reads it (`load`) and compares digests.
+Listing opens no picture file. Each entry has a stamp that differs as soon as its content may have changed; `load` reads it and
+gives a digest of the content.
 """
 
 import hashlib
@@ -10,24 +10,28 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import ExifTags, Image
 
 from rge.common.errors import UserError
-from rge.common.images import ImageError, fetch_picture, load_image, open_picture, picture_bytes
-from rge.tables.pictures import PICTURES
-from rge.tables.rows import TABLES, TableError, table_rows
+from rge.common.images import WEB, ImageError, fetch_picture, load_image, open_picture, picture_bytes
+from rge.tables.pictures import SUFFIXES
+from rge.tables.rows import TABLES, TableError, reading, table_rows
 
-MOST_TEXT_BYTES = 1 << 20
-"""A text file above this is no item: a prompt holds some thousand tokens."""
+MAX_TEXT_BYTES = 1 << 20
+"""A larger text file is no item: a prompt holds some thousand tokens."""
+_NUMBERS = (
+    (re.compile(r"-?(0|[1-9]\d{0,17})"), int),
+    (re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?"), float),
+)
+"""Cells of CSV that are numbers. With a leading zero they are codes, and stay texts."""
 
 
 class SourceError(UserError):
@@ -42,7 +46,7 @@ class Entry:
         id: its name in the source: a path relative to the folder, or a row's id.
         stamp: differs where the content may differ.
         text: caption or text, where it is known without opening a file.
-        text_file: where it stands otherwise.
+        text_file: the file that has it otherwise.
         image: path of a picture, ``library.parquet#row`` or a web address.
         metadata: a row's other columns.
     """
@@ -64,7 +68,7 @@ class Source:
         entries: in a fixed order.
         faults: what cannot be an item, and why, by name.
         passed_over: files of a folder that are neither pictures nor texts.
-        unseen: folders and files of it that are there and that the system did not show: nobody knows what they hold now.
+        unseen: folders and files that exist but could not be read, so their present content is unknown.
     """
 
     name: str
@@ -74,10 +78,8 @@ class Source:
     unseen: frozenset[str] = frozenset()
 
     def may_hold(self, name: str) -> bool:
-        """Whether an entry that was not found may be there all the same."""
-        return bool(self.unseen) and any(
-            str(place) in self.unseen for place in (PurePosixPath(name), *PurePosixPath(name).parents)
-        )
+        """Whether an entry that was not found may still be there."""
+        return not self.unseen.isdisjoint(map(str, (PurePosixPath(name), *PurePosixPath(name).parents)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +91,13 @@ class Content:
         data: encoded bytes of the picture.
         digest: SHA-256 over what is embedded of it.
         thumbnail: a small copy of the picture, WebP; None where none was asked for.
-        facts: what the picture's EXIF says: ``taken``, ``year``, ``month``, ``latitude``, ``longitude``.
+        facts: from the picture's EXIF: ``taken``, ``year``, ``month``, ``latitude``, ``longitude``.
     """
 
     text: str | None
     data: bytes | None
     digest: str
-    thumbnail: bytes | None
+    thumbnail: bytes | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -114,7 +116,7 @@ def read_source(path: Path, *, id: str = "id", text: str = "text", image: str = 
     path = path.expanduser()
     if path.is_dir():
         found = _folder(path)
-        empty = f"{path} holds no pictures ({', '.join(sorted(PICTURES))}) and no texts (.txt)"
+        empty = f"{path} holds no pictures ({', '.join(SUFFIXES)}) and no texts (.txt)"
         if found.passed_over:
             empty += f", only {found.passed_over} other files"
     elif path.suffix.lower() in TABLES and path.is_file():
@@ -141,24 +143,19 @@ def load(entry: Entry, thumbnail_px: int = 0, captions: bool = True) -> Content:
         SourceError: its text cannot be read.
     """
     text = entry.text if entry.text_file is None else _text(Path(entry.text_file))
-    data = None
-    if entry.image is not None:
-        is_remote = entry.image.startswith(("http://", "https://"))
-        data = fetch_picture(entry.image) if is_remote else picture_bytes(entry.image)
-    elif not (text or "").strip():
-        raise SourceError("it is empty")
-    digest = hashlib.sha256(data or b"")
-    if data is None or captions:
-        digest.update(b"\0" + (text or "").encode())
-    small: bytes | None = None
-    facts: dict[str, Any] = {}
-    if data is not None:
-        try:
-            data, facts = _first_frame(data)
-            small = thumbnail(data, thumbnail_px) if thumbnail_px else None
-        except ImageError as error:
-            raise ImageError(re.sub(r"<\d+ bytes>", lambda _: str(entry.image), str(error))) from error
-    return Content(text, data, digest.hexdigest(), small, facts)
+    embedded_text = b"\0" + (text or "").encode()
+    if entry.image is None:
+        if not (text or "").strip():
+            raise SourceError("it is empty")
+        return Content(text, None, hashlib.sha256(embedded_text).hexdigest())
+    data = fetch_picture(entry.image) if entry.image.startswith(WEB) else picture_bytes(entry.image)
+    digest = hashlib.sha256(data + embedded_text if captions else data).hexdigest()
+    try:
+        data, facts = _first_frame(data)
+        small = thumbnail(data, thumbnail_px) if thumbnail_px else None
+    except ImageError as error:
+        raise ImageError(re.sub(r"<\d+ bytes>", lambda _: str(entry.image), str(error))) from error
+    return Content(text, data, digest, small, facts)
 
 
 def _first_frame(data: bytes) -> tuple[bytes, dict[str, Any]]:
@@ -179,20 +176,16 @@ def exif_facts(image: Image.Image) -> dict[str, Any]:
     """When and where a picture was taken, as far as its EXIF says so."""
     exif = image.getexif()
     facts: dict[str, Any] = {}
-    said = exif.get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.DateTimeOriginal) or exif.get(
-        ExifTags.Base.DateTime
-    )
+    original = exif.get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.DateTimeOriginal)
+    date = str(original or exif.get(ExifTags.Base.DateTime))
     with suppress(ValueError, TypeError):  # no date, or zeros, as cameras write without a clock
-        taken = datetime.strptime(str(said).strip("\0 "), "%Y:%m:%d %H:%M:%S")
+        taken = datetime.strptime(date.strip("\0 "), "%Y:%m:%d %H:%M:%S")
         facts |= {"taken": taken.isoformat(), "year": taken.year, "month": taken.month}
     place = exif.get_ifd(ExifTags.IFD.GPSInfo)
     with suppress(KeyError, ValueError, TypeError, ZeroDivisionError):
-        facts |= {
-            "latitude": _degrees(place[ExifTags.GPS.GPSLatitude], place[ExifTags.GPS.GPSLatitudeRef] == "S"),
-            "longitude": _degrees(
-                place[ExifTags.GPS.GPSLongitude], place[ExifTags.GPS.GPSLongitudeRef] == "W"
-            ),
-        }
+        south, west = place[ExifTags.GPS.GPSLatitudeRef] == "S", place[ExifTags.GPS.GPSLongitudeRef] == "W"
+        latitude = _degrees(place[ExifTags.GPS.GPSLatitude], south)
+        facts |= {"latitude": latitude, "longitude": _degrees(place[ExifTags.GPS.GPSLongitude], west)}
     return facts
 
 
@@ -223,8 +216,8 @@ def thumbnail(data: bytes, size_px: int) -> bytes:
 
 def _text(path: Path) -> str:
     try:
-        if path.stat().st_size > MOST_TEXT_BYTES:
-            raise SourceError(f"{path} is larger than {MOST_TEXT_BYTES >> 20} MB, too long for one item")
+        if path.stat().st_size > MAX_TEXT_BYTES:
+            raise SourceError(f"{path} is larger than {MAX_TEXT_BYTES >> 20} MB, too long for one item")
         return path.read_text(encoding="utf-8-sig").strip()
     except OSError as error:
         raise SourceError(f"{path} cannot be read: {error.strerror or error}") from None
@@ -235,74 +228,88 @@ def _text(path: Path) -> str:
 # -------------------------------------------------------------------------------------------------------------- folder
 
 
-def _folder(root: Path) -> Source:
-    """Every picture and text below a folder. Links to folders are followed, each folder once."""
-    found: dict[str, os.stat_result] = {}
-    faults: dict[str, str] = {}
-    seen: set[tuple[int, int]] = set()
-    unseen: set[str] = set()
-    passed_over = 0
+class _Walk:
+    """The picture and text files below a folder. Links to folders are followed, each folder once; hidden files are left out.
 
-    def unreadable(error: OSError) -> None:
-        name = Path(os.path.relpath(error.filename or root, root)).as_posix()
-        faults[_printable(name)] = error.strerror or str(error)
-        if not isinstance(error, FileNotFoundError):
-            unseen.add(name)
+    Attributes:
+        files: by name, relative to the folder.
+        faults: as of `Source`, as are `unseen` and `passed_over`.
+    """
 
-    for folder, folders, names in os.walk(root, followlinks=True, onerror=unreadable):
+    def __init__(self, root: Path):
+        self.root = root
+        self.files: dict[str, os.stat_result] = {}
+        self.faults: dict[str, str] = {}
+        self.unseen: set[str] = set()
+        self.passed_over = 0
+        seen: set[tuple[int, int]] = set()
+        for folder, folders, names in os.walk(root, followlinks=True, onerror=self._unreadable):
+            here = self._stat(folder)
+            if here is None or (here.st_dev, here.st_ino) in seen:
+                folders.clear()
+                continue
+            seen.add((here.st_dev, here.st_ino))
+            folders[:] = _visible(folders)
+            for name in _visible(names):
+                if name.lower().endswith((*SUFFIXES, ".txt")):
+                    self._add(os.path.join(folder, name))
+                else:
+                    self.passed_over += 1
+
+    def _add(self, path: str) -> None:
+        name = self._name(path)
+        if _printable(name) != name:
+            self.faults[_printable(name)] = "its name is not UTF-8"
+        elif (stat := self._stat(path)) is not None:
+            self.files[name] = stat
+
+    def _name(self, path: str) -> str:
+        return Path(os.path.relpath(path, self.root)).as_posix()
+
+    def _stat(self, path: str) -> os.stat_result | None:
         try:
-            here = os.stat(folder)
+            return os.stat(path)
         except OSError as error:
-            unreadable(error)
-            folders.clear()
-            continue
-        if (here.st_dev, here.st_ino) in seen:
-            folders.clear()
-            continue
-        seen.add((here.st_dev, here.st_ino))
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            ending = os.path.splitext(name)[1].lower()
-            if name.startswith("."):
-                continue
-            if ending not in PICTURES and ending != ".txt":
-                passed_over += 1
-                continue
-            path = os.path.join(folder, name)
-            relative = Path(os.path.relpath(path, root)).as_posix()
-            try:
-                relative.encode()
-                found[relative] = os.stat(path)
-            except UnicodeEncodeError:
-                faults[_printable(relative)] = "its name is not UTF-8"
-            except OSError as error:
-                unreadable(error)
-    if "." in faults:
-        raise SourceError(f"{root} cannot be read: {faults['.']}")
-    captions = {name for name in found if name.lower().endswith(".txt")}
-    entries = []
-    for name, stat in found.items():
-        if name in captions:
-            continue
-        beside = [one for one in (f"{name}.txt", f"{os.path.splitext(name)[0]}.txt") if one in found]
-        stamp = _stamp(stat) + (f" {_stamp(found[beside[0]])}" if beside else "")
-        text_file = str(root / beside[0]) if beside else None
-        album = Path(name).parent.as_posix() if "/" in name else Path(os.path.abspath(root)).name
-        entries.append(
-            Entry(
-                name,
-                stamp,
-                text_file=text_file,
-                image=os.path.abspath(root / name),
-                metadata={"album": album},
-            )
-        )
-    taken = {_stem(entry.id) for entry in entries} | {entry.id for entry in entries}
-    for name in sorted(captions):
-        if _stem(name) not in taken:
-            entries.append(Entry(name, _stamp(found[name]), text_file=str(root / name)))
+            self._unreadable(error)
+            return None
+
+    def _unreadable(self, error: OSError) -> None:
+        name = self._name(error.filename or self.root)
+        self.faults[_printable(name)] = error.strerror or str(error)
+        if not isinstance(error, FileNotFoundError):
+            self.unseen.add(name)
+
+
+def _folder(root: Path) -> Source:
+    walk = _Walk(root)
+    if "." in walk.faults:
+        raise SourceError(f"{root} cannot be read: {walk.faults['.']}")
+    texts = {name for name in walk.files if name.lower().endswith(".txt")}
+    pictures = walk.files.keys() - texts
+    described = pictures | set(map(_stem, pictures))
+    entries = [_picture(walk, name) for name in pictures]
+    entries += [
+        Entry(name, _stamp(walk.files[name]), text_file=str(root / name))
+        for name in texts
+        if _stem(name) not in described
+    ]
     entries.sort(key=lambda entry: entry.id)
-    return Source(os.path.abspath(root), entries, faults, passed_over, frozenset(unseen))
+    return Source(os.path.abspath(root), entries, walk.faults, walk.passed_over, frozenset(walk.unseen))
+
+
+def _picture(walk: _Walk, name: str) -> Entry:
+    root, stamp, text_file = walk.root, _stamp(walk.files[name]), None
+    caption = next((one for one in (f"{name}.txt", f"{_stem(name)}.txt") if one in walk.files), None)
+    if caption is not None:
+        stamp += f" {_stamp(walk.files[caption])}"
+        text_file = str(root / caption)
+    album = Path(name).parent.as_posix() if "/" in name else Path(os.path.abspath(root)).name
+    image = os.path.abspath(root / name)
+    return Entry(name, stamp, text_file=text_file, image=image, metadata={"album": album})
+
+
+def _visible(names: Iterable[str]) -> list[str]:
+    return sorted(name for name in names if not name.startswith("."))
 
 
 def _stem(name: str) -> str:
@@ -310,7 +317,7 @@ def _stem(name: str) -> str:
 
 
 def _stamp(stat: os.stat_result) -> str:
-    # The first number changes with what is read of a file, so that indices made before read it again.
+    # The leading number changes with what is read of a file, so that older indices read it again.
     return f"2:{stat.st_size}:{stat.st_mtime_ns}"
 
 
@@ -322,51 +329,45 @@ def _printable(name: str) -> str:
 
 
 def _table(path: Path, id_column: str, text_column: str, image_column: str) -> Source:
-    folder = Path(os.path.abspath(path)).parent
     entries: dict[str, Entry] = {}
     faults: dict[str, str] = {}
     try:
-        rows = _rows(path, id_column, image_column)
-        columns = next(rows)
-        if not columns:
-            return Source(os.path.abspath(path), [], {})
-        known = [name for name in (text_column, image_column) if name in columns]
-        if not known:
-            raise SourceError(
-                f"{path} has neither a column {text_column!r} nor {image_column!r}; it has {', '.join(map(repr, columns))}: "
-                "name them, such as text=caption image=file"
-            )
-        for number, row in enumerate(rows, start=1):
-            text, image = row.pop(text_column, None), row.pop(image_column, None)
-            name = row.pop(id_column, None)
-            if name is None:
-                name = image if isinstance(image, str) and image and id_column not in columns else str(number)
-            name = str(name)
-            if name in entries or name in faults:
-                raise SourceError(f"{path}: two rows are named {name!r}; names ({id_column}=) must differ")
-            fault = _fault(text, image)
-            if fault:
-                faults[name] = fault
-                continue
-            entries[name] = _entry(name, text, image, row, path, folder)
+        with reading(str(path)):
+            columns, rows = _rows(path, id_column, image_column)
+            if columns and not {text_column, image_column} & set(columns):
+                raise SourceError(
+                    f"{path} has neither a column {text_column!r} nor {image_column!r}; it has "
+                    f"{', '.join(map(repr, columns))}: name them, such as text=caption image=file"
+                )
+            for number, row in enumerate(rows, start=1):
+                text, image = row.pop(text_column, None), row.pop(image_column, None)
+                name = row.pop(id_column, None)
+                if name is None:
+                    is_path = isinstance(image, str) and image and id_column not in columns
+                    name = image if is_path else number
+                name = str(name)
+                if name in entries or name in faults:
+                    raise SourceError(
+                        f"{path}: two rows are named {name!r}; names ({id_column}=) must differ"
+                    )
+                if fault := _fault(text, image):
+                    faults[name] = fault
+                else:
+                    entries[name] = _entry(name, text, image, row, path)
     except TableError as error:
         raise SourceError(str(error)) from None
-    except (OSError, pa.ArrowException) as error:
-        raise SourceError(f"{path} cannot be read: {error}") from None
     if path.suffix.lower() in (".csv", ".tsv"):
         _as_numbers([entry.metadata for entry in entries.values()])
     return Source(os.path.abspath(path), list(entries.values()), faults)
 
 
 def _as_numbers(rows: Sequence[dict[str, Any]]) -> None:
-    """Columns of CSV whose cells are all numbers, as numbers. With a zero in front they are codes, and stay texts."""
+    """Turn columns whose cells are all numbers into numbers."""
     for name in {name for row in rows for name in row}:
-        cells = [row[name] for row in rows if row.get(name) is not None]
-        for form, kind in ((r"-?(0|[1-9]\d{0,17})", int), (r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", float)):
-            if all(re.fullmatch(form, cell) for cell in cells):
-                for row in rows:
-                    row[name] = None if row.get(name) is None else kind(row[name])
-                break
+        cells = [row[name] for row in rows if row[name] is not None]
+        kind = next((kind for form, kind in _NUMBERS if all(map(form.fullmatch, cells))), None)
+        for row in rows if kind is not None else ():
+            row[name] = None if row[name] is None else kind(row[name])
 
 
 def _fault(text: Any, image: Any) -> str | None:
@@ -379,54 +380,52 @@ def _fault(text: Any, image: Any) -> str | None:
     return None
 
 
-def _entry(name: str, text: str | None, image: Any, row: dict[str, Any], path: Path, folder: Path) -> Entry:
+def _entry(name: str, text: str | None, image: str | bytes | None, row: dict[str, Any], path: Path) -> Entry:
     text = (text or "").strip() or None
-    stamp = hashlib.sha256(
-        json.dumps([2, text, row], ensure_ascii=False, default=str, sort_keys=True).encode()
-    )
+    known = json.dumps([2, text, row], ensure_ascii=False, default=str, sort_keys=True)
+    stamp = hashlib.sha256(known.encode())
     ref: str | None = None
     if isinstance(image, bytes):
         ref = f"{os.path.abspath(path)}#{name}"
         stamp.update(image)
-    elif image and image.startswith(("http://", "https://")):
-        ref = image
-        stamp.update(image.encode())
     elif image:
-        ref = os.path.abspath(folder / image)
         stamp.update(image.encode())
-        try:
-            # A row of a library changes with the library's file.
-            stamp.update(
-                _stamp(
-                    os.stat(ref.partition(".parquet#")[0] + ".parquet" if ".parquet#" in ref else ref)
-                ).encode()
-            )
-        except (OSError, ValueError):
-            stamp.update(b"gone")  # found unreadable when it is opened
+        ref = image
+        if not image.startswith(WEB):
+            ref = os.path.abspath(path.parent / image)
+            stamp.update(_file_stamp(ref).encode())
     return Entry(name, stamp.hexdigest(), text=text, image=ref, metadata=row)
 
 
-def _rows(path: Path, id_column: str, image_column: str) -> Iterator[Any]:
-    """The names of the columns, then each row as a mapping."""
+def _file_stamp(ref: str) -> str:
+    """Of a picture file; a row of a library changes with the library's file."""
+    library, mark, _ = ref.partition(".parquet#")
+    try:
+        return _stamp(os.stat(f"{library}.parquet" if mark else ref))
+    except (OSError, ValueError):
+        return "gone"  # found unreadable when it is opened
+
+
+def _rows(path: Path, id_column: str, image_column: str) -> tuple[list[str], Iterable[dict[str, Any]]]:
+    """The names of the columns, and the rows."""
     if path.suffix.lower() == ".parquet":
-        yield from _parquet(path, id_column, image_column)
-        return
-    held = list(table_rows(path))
-    yield list(dict.fromkeys(key for row in held for key in row))  # JSON lines may each have other keys
-    yield from held
+        names = pq.read_schema(path).names
+        return names, _parquet(path, names, id_column, image_column)
+    rows = list(table_rows(path))
+    return list(
+        dict.fromkeys(key for row in rows for key in row)
+    ), rows  # JSON lines may each have other keys
 
 
-def _parquet(path: Path, id_column: str, image_column: str) -> Iterator[Any]:
-    names = pq.read_schema(path).names
-    yield names
-    named = (id_column, image_column) == ("id", "image") and "id" in names
+def _parquet(path: Path, names: list[str], id_column: str, image_column: str) -> Iterator[dict[str, Any]]:
+    is_library = (id_column, image_column) == ("id", "image") and "id" in names
     for row in table_rows(path):
         image = row.get(image_column)
         if isinstance(image, dict):  # as the datasets library stores pictures
-            row[image_column] = image.get("bytes") or image.get("path")
-        if isinstance(row.get(image_column), bytes) and not named:
+            row[image_column] = image = image.get("bytes") or image.get("path")
+        if isinstance(image, bytes) and not is_library:
             raise SourceError(
-                f"{path} holds encoded pictures: its columns must be called id and image, as in every picture "
-                f"library here; it has {', '.join(map(repr, names))}"
+                f"{path} holds encoded pictures: its columns must be called id and image, as in every picture library; "
+                f"it has {', '.join(map(repr, names))}"
             )
         yield row

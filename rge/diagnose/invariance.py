@@ -24,19 +24,14 @@ from rge.rollout.vllm_writer import VllmRollout
 
 TOLERANCE = 1e-4
 """Greatest difference of an embedding's component that rounding explains, float32."""
-MODES: tuple[Literal["direct", "reasoning"], ...] = ("direct", "reasoning")
+Mode = Literal["direct", "reasoning"]
+MODES: tuple[Mode, ...] = ("direct", "reasoning")
 
 
 def invariance(
     encoder: Embedder, pairs: Pairs, *, batch_sizes: tuple[int, ...] = (4, 32), backend: str = "own"
 ) -> dict[str, Any]:
     """Compare all variants with the reference.
-
-    Args:
-        encoder: the checkpoint, float32.
-        pairs: its queries are embedded, in direct and in reasoning mode.
-        batch_sizes: variants.
-        backend: ``vllm`` also lets vLLM write the rationales, and embeds them with our forward.
 
     Returns:
         ``variants`` by name, each with ``difference`` (greatest of any component), ``cosine`` (least), ``rationales`` (share
@@ -69,7 +64,7 @@ def invariance(
 
 def _variants(
     encoder: Embedder, items: Sequence[Item], batch_sizes: Sequence[int], backend: str
-) -> Iterator[tuple[str, str, Encoded]]:
+) -> Iterator[tuple[Mode, str, Encoded]]:
     """Mode, name and embeddings of every variant, one at a time."""
     most = batch_sizes[-1]
     for mode in MODES:

@@ -44,13 +44,7 @@ def knowability(oracle: str, own: str, known: str = "") -> float | None:
 
 
 def own_rationales(encoder: "Embedder", queries: Sequence[Item], *, batch_size: int = 64) -> list[str]:
-    """What a checkpoint writes for queries.
-
-    Args:
-        encoder: the checkpoint, with its settings of generation.
-        queries: prompts of training: instruction, text and pictures.
-        batch_size: rows a forward.
-    """
+    """What a checkpoint writes for queries."""
     seeds = range(len(queries)) if encoder.settings["generation"]["temperature"] else None
     return encoder.encode(
         queries, side="query", mode="reasoning", batch_size=batch_size, seeds=seeds
@@ -81,11 +75,11 @@ def measure_knowability(
     """
     from rge.diagnose.pairs import elsewhere, interval
 
-    other = elsewhere(groups, seed) if groups else []
     own_shares = [knowability(*row) for row in zip(oracle, own, known, strict=True)]
     counts = [row for row, share in enumerate(own_shares) if share is not None]
     if not counts:
         return {"queries": 0, "knowability": None, "chance": None}
+    other = elsewhere(groups, seed)
     shares = np.array([own_shares[row] for row in counts])
     by_chance = [knowability(oracle[row], own[other[row]], known[row]) or 0.0 for row in counts]
     return {

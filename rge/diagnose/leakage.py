@@ -112,12 +112,7 @@ def leakage(
 
 
 def rearrange(batch: Batch, kind: str, rng: np.random.Generator) -> Batch:
-    """The batch with wrong partners: every query gets another's, by a random cycle through the batch.
-
-    Args:
-        batch: right triplets, one candidate a query.
-        kind: one of `TRIPLETS`.
-        rng: draws the cycle.
+    """A batch of right triplets as one of `TRIPLETS`: partners move by a random cycle through the batch.
 
     Raises:
         ValueError: a batch of one query, which has no other.

@@ -19,12 +19,6 @@ from rge.stats.intervals import OF_DIFFERENCES, in_words
 def sensitivity(encoder: Embedder, pairs: Pairs, *, batch_size: int, seed: int = 0) -> dict[str, Any]:
     """Measure all conditions.
 
-    Args:
-        encoder: the checkpoint.
-        pairs: queries and candidates.
-        batch_size: rows a forward.
-        seed: decides whose rationale is swapped in.
-
     Returns:
         ``conditions`` by name, each with ``hit@1`` (mean, low, high), the paired ``difference`` from own, ``cosine`` to the
         own embedding, and ``moved``, the share of queries with another best candidate; ``cosine_of_others``, how alike

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.options import parse_options
+from rge.explore.address import bound, url_of
 from rge.explore.options import ExploreOptions
 from rge.index.search import absolute
 from rge.index.warm import asked as ask_server
@@ -24,9 +25,8 @@ def main(words: list[str]) -> int:
     asked = parse_options(ExploreOptions, words, "rge explore")
     if missing := [name for name in ("fastapi", "lancedb", "uvicorn") if find_spec(name) is None]:
         raise UserError(f"rge explore needs {', '.join(missing)}: pip install -e '.[explore]'")
-    listening = bound(asked.host, asked.port)  # before a model is loaded for nothing
-    host, port = listening.getsockname()[:2]
-    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    listening = bound(asked.host, asked.port, listens=True)
+    address = url_of(listening)
     there = {"index": None if asked.index is None else absolute(asked.index), "host": asked.host}
     found = None if asked.plugins or asked.checkpoint else ask_server(asked.server, "/explore", there)
     if found is not None:
@@ -42,12 +42,14 @@ def main(words: list[str]) -> int:
     from rge.explore.explorer import Explorer, demo_examples, demo_gallery
     from rge.index.store import Index
 
-    index = None if asked.index is None else Index.open(asked.index)
-    checkpoint = asked.checkpoint or ("demo" if index is None else index.about["checkpoint"])
-    embedder = Embedder.from_pretrained(checkpoint)
-    if index is None:
+    if asked.index is None:
+        checkpoint = asked.checkpoint or "demo"
+        embedder = Embedder.from_pretrained(checkpoint)
         explorer = Explorer(embedder, demo_gallery(embedder), demo_examples())
     else:
+        index = Index.open(asked.index)
+        checkpoint = asked.checkpoint or index.about["checkpoint"]
+        embedder = Embedder.from_pretrained(checkpoint)
         index.check(checkpoint, embedder.checkpoint_hash)
         explorer = Explorer(embedder, index, [])
     _announce(asked, checkpoint, len(explorer.index), address)
@@ -73,7 +75,7 @@ async def _forward(listening: socket.socket, place: str) -> None:
                 writer.write(part)
                 await writer.drain()
         except OSError:
-            pass  # one side has gone: the other is told by the end of its stream
+            pass  # one side has disconnected, which ends the other's stream
         finally:
             writer.close()
 
@@ -81,8 +83,8 @@ async def _forward(listening: socket.socket, place: str) -> None:
         try:
             from_server, to_server = await asyncio.open_unix_connection(place)
         except OSError:
-            said = "error: the server that has the model has ended; start `rge explore` again"
-            print(said, file=sys.stderr)  # noqa: T201
+            ended = "error: the server that has the model has ended; start `rge explore` again"
+            print(ended, file=sys.stderr)  # noqa: T201
             writer.close()
             return
         await asyncio.gather(copy(reader, to_server), copy(from_server, writer))
@@ -90,26 +92,6 @@ async def _forward(listening: socket.socket, place: str) -> None:
     server = await asyncio.start_server(handle, sock=listening)
     async with server:
         await server.serve_forever()
-
-
-def bound(host: str, port: int) -> socket.socket:
-    """A socket at the address.
-
-    Raises:
-        UserError: it is taken, or not this machine's.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, kind, protocol)
-        if sys.platform != "win32":
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-        found.listen(128)
-    except OSError as error:
-        raise UserError(
-            f"cannot listen on {host}, port {port}: {error.strerror or error}; give another port="
-        ) from None
-    return found
 
 
 if __name__ == "__main__":

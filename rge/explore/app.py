@@ -1,9 +1,6 @@
 """The page and its few routes. Nothing is loaded from elsewhere, and no text of a model or a user becomes markup."""
 
 import asyncio
-import base64
-import binascii
-import ipaddress
 import json
 from collections.abc import AsyncIterator
 from importlib.resources import files
@@ -16,6 +13,8 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from rge.common.errors import UserError
 from rge.common.files import DEMO_CHECKPOINT
+from rge.common.images import fetch_picture
+from rge.explore.address import is_local
 from rge.explore.explorer import Explorer, Query, StoppedError
 from rge.index.sources import thumbnail
 
@@ -67,13 +66,10 @@ class Other(_Body):
 def application(explorer: Explorer, host: str) -> FastAPI:
     """The page's server.
 
-    Args:
-        explorer: what answers.
-        host: address it listens on; where that is this machine's own, requests must name it, so that no web page can have
-            the browser ask under a name of its own.
+    If only this machine can reach `host`, requests must name it: no web page can ask under a name of its own (DNS rebinding).
     """
     app = FastAPI(openapi_url=None)
-    if _is_own(host):
+    if is_local(host):
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=["localhost", "127.0.0.1", "[::1]", host])
 
     @app.middleware("http")
@@ -180,13 +176,9 @@ async def _answers(explorer: Explorer, asked: Question, data: bytes | None) -> A
 
 def _picture(explorer: Explorer, asked: Picture) -> bytes:
     if asked.data is not None:
-        head, comma, data = asked.data.partition(",")
-        try:
-            if not comma or not head.startswith("data:") or not head.endswith(";base64"):
-                raise ValueError("a data URL in base64 is needed")
-            return base64.b64decode(data, validate=True)
-        except (ValueError, binascii.Error) as error:
-            raise UserError(f"the picture cannot be read: {error}") from None
+        if not asked.data.startswith("data:"):  # an address would be fetched
+            raise UserError("the picture cannot be read: a data URL in base64 is needed")
+        return fetch_picture(asked.data)
     if asked.example is not None:
         if asked.example >= len(explorer.examples):
             raise UserError(f"there is no example {asked.example}")
@@ -215,10 +207,3 @@ def _words(error: ValueError) -> str:
 def _file(name: str) -> Response:
     content = files("rge.explore").joinpath("page", name).read_bytes()
     return Response(content, media_type=KINDS[name])
-
-
-def _is_own(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

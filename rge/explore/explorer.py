@@ -16,7 +16,7 @@ import torch
 
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
-from rge.common.images import load_image, picture_bytes
+from rge.common.images import WEB, load_image, picture_bytes
 from rge.common.schema import Item
 from rge.embedder import Embedder
 from rge.index.reading import Reader, Unreadable
@@ -29,7 +29,7 @@ GALLERY = "data_prep/demo/data/test"
 """The demo's retrieval set: drawings and questions that its training never saw."""
 NUM_EXAMPLES = 24
 WAIT_S, TELL_S = 300.0, 0.5
-"""How long a question waits for those before it (there is one model), and how often it is told how many they are."""
+"""How long a question waits for those before it (there is one model), and how often it is told how many are left."""
 COMPARED = 100
 """Ranks of the search without a rationale that hits are compared with."""
 TRIED = 8
@@ -42,7 +42,7 @@ class BusyError(UserError):
 
 
 class StoppedError(UserError):
-    """Whoever asked has gone."""
+    """The client has disconnected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +84,7 @@ class Query:
 
 
 class Explorer:
-    """A checkpoint and an index. Several users may ask at once; their questions are answered in turn.
-
-    Args:
-        embedder: the checkpoint.
-        index: made with it.
-        examples: queries to begin with.
-    """
+    """A checkpoint, an index and queries to begin with. Questions of several users are answered in turn."""
 
     def __init__(self, embedder: Embedder, index: Index, examples: list[Example]):
         self.embedder, self.index, self.examples = embedder, index, examples
@@ -101,7 +95,7 @@ class Explorer:
         self._begin_with_a_right_one()
 
     def _begin_with_a_right_one(self) -> None:
-        """Put an example first whose answer is right, so that the page does not begin with a miss."""
+        """Put an example first that is answered right."""
         for place, example in enumerate(self.examples[:TRIED]):
             news: list[dict[str, Any]] = []
             self.ask(Query(example.question, example.picture, k=1), news.append)
@@ -139,11 +133,7 @@ class Explorer:
             tell({"hits": hits, "forced": forced, "compared": len(direct)})
 
     def another(self, question: str) -> dict[str, Any]:
-        """What the model writes for another query: one of the examples, or another picture of the index.
-
-        Args:
-            question: of the query that it is not for.
-        """
+        """What the model writes for a query other than this one: an example, or another picture of the index."""
         with self._my_turn(lambda news: None):
             others = [one for one in self.examples if one.question != question]
             if others:
@@ -164,7 +154,7 @@ class Explorer:
             UserError: there is none.
         """
         ref, small = self.index.picture(source, name)
-        if ref is not None and not ref.startswith(("http://", "https://")):
+        if ref is not None and not ref.startswith(WEB):
             try:
                 return picture_bytes(ref)
             except UserError:

@@ -1,6 +1,6 @@
-"""The Unix socket by which `rge search` and `rge explore` find a running `rge serve` of the same user, and use its model.
+"""The Unix socket by which `rge search` and `rge explore` use the model of a running `rge serve` of the same user.
 
-Whoever can connect can read the user's files anyway: the folder is the user's alone. Nothing of this is reachable over the network.
+Only the user can connect, since the folder is private; nothing of this is reachable over the network.
 """
 
 import base64
@@ -30,17 +30,12 @@ JOIN_S = 5.0
 
 
 class OtherError(UserError):
-    """Another server may do what is asked."""
+    """This server cannot answer; another may."""
 
 
 @contextmanager
 def found_by_commands(embedder: Embedder, name: str) -> Iterator[None]:
-    """Be found by commands of this user while inside.
-
-    Args:
-        embedder: the checkpoint; safe for threads.
-        name: of the checkpoint, for people.
-    """
+    """Answer `rge search` and `rge explore` of this user while inside; `embedder` must be safe for threads."""
     folder = run_folder()
     with ExitStack() as stack:
         try:
@@ -99,9 +94,8 @@ class _Local:
         rationale, hits = answer(self._embedder, self._index(asked.index), asked)
         shown = [asdict(hit) for hit in hits]
         for hit in shown:
-            hit["thumbnail"] = (
-                None if hit["thumbnail"] is None else base64.b64encode(hit["thumbnail"]).decode()
-            )
+            if hit["thumbnail"] is not None:
+                hit["thumbnail"] = base64.b64encode(hit["thumbnail"]).decode()
         return {"name": self._name, "rationale": rationale, "hits": shown}
 
     def explore(self, body: dict[str, Any] = Body()) -> dict[str, Any]:  # noqa: B008

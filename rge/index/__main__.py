@@ -168,12 +168,6 @@ def _open(asked: IndexOptions) -> "tuple[Index, Embedder]":
 def bring_up_to_date(index: Index, source: Source, reader: "Reader", unreadable: "Unreadable") -> str:
     """Make the index hold what the source holds.
 
-    Args:
-        index: to change.
-        source: as it is now.
-        reader: embeds as the index was made.
-        unreadable: what cannot be read is noted there, and leaves the index.
-
     Returns:
         What was done, in words.
     """

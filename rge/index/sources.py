@@ -131,12 +131,7 @@ def read_source(path: Path, *, id: str = "id", text: str = "text", image: str = 
 
 
 def load(entry: Entry, thumbnail_px: int = 0, captions: bool = True) -> Content:
-    """Read an entry.
-
-    Args:
-        entry: of a source.
-        thumbnail_px: longer side of the small copy; 0 for none.
-        captions: a picture is embedded together with its text.
+    """Read an entry, with a small copy of its picture if `thumbnail_px`; `captions`: its text counts as content.
 
     Raises:
         ImageError: its picture cannot be read.
@@ -199,10 +194,6 @@ def _degrees(parts: Sequence[Any], is_negative: bool) -> float:
 
 def thumbnail(data: bytes, size_px: int) -> bytes:
     """A small copy of an encoded picture, WebP.
-
-    Args:
-        data: the picture.
-        size_px: longer side of the copy at most.
 
     Raises:
         ImageError: it cannot be decoded.
@@ -274,7 +265,7 @@ class _Walk:
             return None
 
     def _unreadable(self, error: OSError) -> None:
-        name = self._name(error.filename or self.root)
+        name = self._name(error.filename or str(self.root))
         self.faults[_printable(name)] = error.strerror or str(error)
         if not isinstance(error, FileNotFoundError):
             self.unseen.add(name)
@@ -366,8 +357,9 @@ def _as_numbers(rows: Sequence[dict[str, Any]]) -> None:
     for name in {name for row in rows for name in row}:
         cells = [row[name] for row in rows if row[name] is not None]
         kind = next((kind for form, kind in _NUMBERS if all(map(form.fullmatch, cells))), None)
-        for row in rows if kind is not None else ():
-            row[name] = None if row[name] is None else kind(row[name])
+        if kind is not None:
+            for row in rows:
+                row[name] = None if row[name] is None else kind(row[name])
 
 
 def _fault(text: Any, image: Any) -> str | None:

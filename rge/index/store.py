@@ -6,14 +6,15 @@
         index.refresh(ann_from=50_000)
     hits = Index.open("gallery").search(query_ND, k=10)
 
-Every write is one commit of Lance: whoever reads sees the table before or after it, also when the writer was killed. Search is
-exact until `Index.refresh` makes an approximate index (ANN) of the vectors.
+Every write is one commit of Lance: a reader sees the table before or after it, even if the writer is killed. Search is exact
+until `Index.refresh` makes an approximate index (ANN) of the vectors.
 """
 
 import json
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ import pyarrow as pa
 
 from rge.checkpoints.run_lock import InUseError, held
 from rge.common.errors import UserError
-from rge.common.images import is_there
+from rge.common.images import WEB, is_there
 
 if TYPE_CHECKING:
     from lancedb.db import DBConnection
@@ -37,13 +38,13 @@ TABLE = "items"
 KEPT_FOR = timedelta(minutes=10)
 """How long a version of the table outlives its successor: longer than a search that still reads it."""
 MEASURED, DEPTH, TIMED = 100, 10, 5
-"""Rows that stand for queries when the recall of an ANN index is measured, the neighbours looked at, exact searches timed."""
+"""To measure the recall of an ANN index: rows used as queries, neighbours of each, exact searches timed."""
 KEPT_BYTES = 512 << 20
 """Vectors of an index that stay in memory between exact searches, if all of them take no more."""
 BLOCK_ROWS = 8192
 FUSED = 100
 """Rows of each ranking that are fused, at least."""
-MOST_WHERE = 1000
+MAX_WHERE = 1000
 NPROBES, REFINE = 64, 10
 """Cells of the ANN index that are looked into, and how many times k of what they hold is ranked by the true vectors."""
 
@@ -100,7 +101,7 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """What an ANN index finds of what there is.
+    """Measured recall of an ANN index.
 
     Attributes:
         rows: in the index.
@@ -126,10 +127,7 @@ class Index:
 
     @classmethod
     def open(cls, uri: str | Path) -> "Index":
-        """Open an index that is there.
-
-        Args:
-            uri: a folder, or an address that LanceDB takes.
+        """Open an index: a folder, or an address that LanceDB takes.
 
         Raises:
             SearchIndexError: there is none, or it is damaged.
@@ -166,7 +164,7 @@ class Index:
         dimensions: int,
         captions: str = "show",
     ) -> "Index":
-        """Make an empty one, in place of what a killed maker may have left.
+        """Make an empty one; what a killed maker left is replaced.
 
         Args:
             uri: a folder, or an address that LanceDB takes.
@@ -194,11 +192,7 @@ class Index:
             return cls(uri, connection, table, about)
 
     def check(self, checkpoint: str | Path, checkpoint_hash: str) -> None:
-        """Raise where another checkpoint made the index: its vectors mean nothing to this one.
-
-        Args:
-            checkpoint: name of the one in use.
-            checkpoint_hash: of it.
+        """Refuse a checkpoint that did not make the index: the vectors mean nothing to it.
 
         Raises:
             SearchIndexError: another one; names both.
@@ -215,21 +209,11 @@ class Index:
 
     def sources(self) -> dict[str, int]:
         """Rows by source."""
-        with _in_words(self.uri):
-            found = self._table.search().select(["source"]).limit(None).to_arrow()
-        counted = found["source"].value_counts().to_pylist()
-        return {row["values"]: row["counts"] for row in sorted(counted, key=lambda row: row["values"])}
+        return dict(sorted(Counter(self._select(["source"])["source"].to_pylist()).items()))
 
     def known(self, source: str) -> dict[str, tuple[str, str]]:
         """Stamp and digest of every row of a source, by id."""
-        with _in_words(self.uri):
-            found = (
-                self._table.search()
-                .where(f"source = {_quoted(source)}")
-                .select(["id", "stamp", "digest"])
-                .limit(None)
-                .to_arrow()
-            )
+        found = self._select(["id", "stamp", "digest"], f"source = {_quoted(source)}")
         columns = (found[name].to_pylist() for name in ("id", "stamp", "digest"))
         return {name: (stamp, digest) for name, stamp, digest in zip(*columns, strict=True)}
 
@@ -241,10 +225,9 @@ class Index:
     # ------------------------------------------------------------------------------------------------------- writing
 
     def declare(self, metadata: Iterable[dict[str, Any]]) -> None:
-        """Add the columns that searches can be narrowed by: one for every key whose values are numbers, texts or booleans.
+        """Add a column to filter by for every metadata key whose values are numbers, texts or booleans.
 
-        Args:
-            metadata: of all rows to come, so that a column's type fits all of them.
+        Takes the metadata of all rows to come, so that a column's type fits all of them.
         """
         found = {name: {kind} for name, kind in _EXIF.items()} | {"words": {pa.string()}}
         for row in metadata:
@@ -261,7 +244,7 @@ class Index:
         """Add rows, or replace those of the same source and id; one commit.
 
         Returns:
-            Values of the rows' metadata that do not fit the type of their column, which `where` does not see.
+            How many values of the rows' metadata do not fit the type of their column, and so are not seen by `where`.
 
         Raises:
             ValueError: a vector of another size, or one that is not finite.
@@ -276,26 +259,22 @@ class Index:
             )
         if not np.isfinite(vector_ND).all():
             raise ValueError("a vector is not finite")
-        columns = {
-            name: pa.array([getattr(row, name) for row in rows], kind)
-            for name, kind in _COLUMNS.items()
-            if name != "metadata"
+        metadata = [_finite(json.dumps(row.metadata or {}, default=str)) for row in rows]
+        columns = {name: [getattr(row, name) for row in rows] for name in _COLUMNS}
+        columns |= {
+            "metadata": [json.dumps(one, ensure_ascii=False) if one else None for one in metadata],
+            "vector": pa.FixedSizeListArray.from_arrays(pa.array(vector_ND.ravel()), vector_ND.shape[1]),
+            "words": [_words(row) for row in rows],
         }
-        held = [_finite(json.dumps(row.metadata or {}, default=str)) for row in rows]
-        columns["metadata"] = pa.array([json.dumps(one, ensure_ascii=False) if one else None for one in held])
-        vectors = pa.FixedSizeListArray.from_arrays(pa.array(vector_ND.ravel()), vector_ND.shape[1])
-        columns["vector"] = vectors
         unfit = 0
-        by_column = [{column_name(name): value for name, value in one.items()} for one in held]
+        by_column = [{column_name(name): value for name, value in one.items()} for one in metadata]
         for field in self._table.schema:
-            if field.name == "words":
-                columns["words"] = pa.array([_words(row) for row in rows], pa.string())
-            elif field.name not in columns:
+            if field.name not in columns:
                 given = [one.get(field.name) for one in by_column]
-                fitting = [_fitting(value, field.type) for value in given]
-                unfit += sum(new is None and old is not None for old, new in zip(given, fitting, strict=True))
-                columns[field.name] = pa.array(fitting, field.type)
-        table = pa.table(columns)
+                columns[field.name] = fitting = [_fitting(value, field.type) for value in given]
+                unfit += fitting.count(None) - given.count(None)
+        schema = self._table.schema.remove_metadata()
+        table = pa.table({name: columns[name] for name in schema.names}, schema=schema)
         with _in_words(self.uri):
             merge = self._table.merge_insert(["source", "id"])
             merge.when_matched_update_all().when_not_matched_insert_all().execute(table)
@@ -303,8 +282,7 @@ class Index:
 
     def digests(self) -> set[str]:
         """Digests of all that is embedded here."""
-        with _in_words(self.uri):
-            return set(self._table.search().select(["digest"]).limit(None).to_arrow()["digest"].to_pylist())
+        return set(self._select(["digest"])["digest"].to_pylist())
 
     def vectors_of(self, digests: Iterable[str]) -> dict[str, np.ndarray]:
         """Vectors (D,) of contents, by digest, whatever the rows are called."""
@@ -317,19 +295,14 @@ class Index:
     def _vectors(self, column: str, where: str, values: Iterable[str]) -> dict[str, np.ndarray]:
         found: dict[str, np.ndarray] = {}
         for some in _chunks(list(values), 1000):
-            with _in_words(self.uri):
-                chosen = f"{where} AND {column} IN ({', '.join(map(_quoted, some))})"
-                rows = self._table.search().where(chosen).select([column, "vector"]).limit(None).to_arrow()
+            rows = self._select(
+                [column, "vector"], f"{where} AND {column} IN ({', '.join(map(_quoted, some))})"
+            )
             found |= zip(rows[column].to_pylist(), rows["vector"].to_numpy(zero_copy_only=False), strict=True)
         return found
 
     def remove(self, source: str, ids: Iterable[str] | None = None) -> None:
-        """Take rows out.
-
-        Args:
-            source: of the rows.
-            ids: which of them; None for all.
-        """
+        """Take rows out."""
         with _in_words(self.uri):
             if ids is None:
                 self._table.delete(f"source = {_quoted(source)}")
@@ -340,16 +313,15 @@ class Index:
     def refresh(self, ann_from: int) -> Recall | None:
         """After writing: merge small files, forget old versions, index words, and keep, make or drop the ANN index.
 
-        Args:
-            ann_from: rows from which there is one.
-
         Returns:
-            What it finds, measured; None where search is exact.
+            Its measured recall; None where search is exact, with fewer rows than `ann_from`.
         """
+        from lancedb.index import FTS
+
         with _in_words(self.uri):
             self._table.optimize(cleanup_older_than=KEPT_FOR)
             if "words" in self._table.schema.names and not self._indices("words"):
-                self._make_full_text()
+                self._table.create_index("words", config=FTS())
             has = self._indices("vector")
             if len(self) < ann_from:
                 for name in has:
@@ -411,8 +383,7 @@ class Index:
 
     def sample(self, count: int) -> list[tuple[str, str, bool]]:
         """Source and id of some rows, and whether each has a picture: the first ones."""
-        with _in_words(self.uri):
-            rows = self._table.search().select(["source", "id", "image"]).limit(count).to_list()
+        rows = self._select(["source", "id", "image"], limit=count).to_pylist()
         return [(row["source"], row["id"], row["image"] is not None) for row in rows]
 
     def picture(self, source: str, id: str) -> tuple[str | None, bytes | None]:  # noqa: A002
@@ -421,21 +392,25 @@ class Index:
         Raises:
             SearchIndexError: there is no such row.
         """
-        with _in_words(self.uri):
-            chosen = f"source = {_quoted(source)} AND id = {_quoted(id)}"
-            found = self._table.search().where(chosen).select(["image", "thumbnail"]).limit(1).to_list()
+        chosen = f"source = {_quoted(source)} AND id = {_quoted(id)}"
+        found = self._select(["image", "thumbnail"], chosen, limit=1).to_pylist()
         if not found:
             raise SearchIndexError(f"{self.uri} holds no {id!r} of {source}")
         return found[0]["image"], found[0]["thumbnail"]
+
+    def _select(self, columns: list[str], where: str | None = None, limit: int | None = None) -> pa.Table:
+        with _in_words(self.uri):
+            asked = self._table.search().select(columns).limit(limit)
+            return (asked if where is None else asked.where(where)).to_arrow()
 
     def _check(self, where: str | None) -> None:
         if where is None:
             return
         outside = re.sub(r"'(?:[^']|'')*'", "", where)
         named = {word.lower() for word in re.findall(r"\w+", outside)}
-        if len(where) > MOST_WHERE or named & PRIVATE:
+        if len(where) > MAX_WHERE or named & PRIVATE:
             raise SearchIndexError(
-                f"where={where[:80]!r} must be a condition of at most {MOST_WHERE} characters on: {', '.join(self.columns)}"
+                f"where={where[:80]!r} must be a condition of at most {MAX_WHERE} characters on: {', '.join(self.columns)}"
             )
 
     def _indices(self, column: str) -> list[str]:
@@ -479,27 +454,25 @@ class Index:
         at = self._snapshot()
         best = [_Best(k) for _ in query_QD]
         for id_N, vector_ND in at.blocks(where):
-            score_QN = query_QD @ vector_ND.T
-            for one, score_N in zip(best, score_QN, strict=True):
+            for one, score_N in zip(best, query_QD @ vector_ND.T, strict=True):
                 one.add(id_N, score_N)
-        chosen = sorted({int(row) for one in best for row in one.rows()})
-        if not chosen:
+        found = [one.rows() for one in best]
+        chosen = np.unique(np.concatenate([np.empty(0, np.int64), *found]))
+        if not len(chosen):
             return [[] for _ in query_QD]
         # Equal vectors tie at the k-th place: names decide before anything larger is read.
-        names = at.table.take_row_ids(chosen).select(["source", "id", "vector"]).to_arrow()
-        place = {row: number for number, row in enumerate(chosen)}
-        ordered: list[list[int]] = []
+        names = at.table.take_row_ids(chosen.tolist()).select(["source", "id", "vector"]).to_arrow()
         vector_ND = _matrix(names)
         keys = list(zip(names["source"].to_pylist(), names["id"].to_pylist(), strict=True))
-        for query_D, one in zip(query_QD, best, strict=True):
-            rows = [place[int(row)] for row in one.rows()]
+        ordered: list[list[int]] = []
+        for query_D, id_N in zip(query_QD, found, strict=True):
+            rows = np.searchsorted(chosen, id_N).tolist()
             score_R = {row: float(query_D @ vector_ND[row]) for row in rows}
             ordered.append(sorted(rows, key=lambda row: (-score_R[row], keys[row]))[:k])
-        kept = sorted({row for rows in ordered for row in rows})
-        table = at.table.take_row_ids([chosen[row] for row in kept]).select([*columns, "vector"]).to_arrow()
-        at_row = {row: number for number, row in enumerate(kept)}
+        kept = np.unique(np.concatenate(ordered)).astype(int)
+        table = at.table.take_row_ids(chosen[kept].tolist()).select([*columns, "vector"]).to_arrow()
         return [
-            _hits(table.take([at_row[row] for row in rows]), query_D, k)
+            _hits(table.take(np.searchsorted(kept, rows)), query_D, k)
             for query_D, rows in zip(query_QD, ordered, strict=True)
         ]
 
@@ -513,11 +486,6 @@ class Index:
                 table, version, 4 * self.about["dimensions"] * table.count_rows() <= KEPT_BYTES
             )
         return self._kept
-
-    def _make_full_text(self) -> None:
-        from lancedb.index import FTS
-
-        self._table.create_index("words", config=FTS())
 
     def _make_ann(self) -> None:
         from lancedb.index import IvfFlat, IvfRq
@@ -594,7 +562,7 @@ def _connect(uri: str) -> "DBConnection":
 
 
 def _table(uri: str) -> "tuple[DBConnection, Table] | None":
-    """The table, or None where there is none, or where whoever made it was killed before its first version."""
+    """The table, or None where there is none, or its maker was killed before the first version."""
     folder = _folder(uri)
     if folder is not None and not folder.is_dir():
         if folder.exists():
@@ -611,7 +579,7 @@ def _table(uri: str) -> "tuple[DBConnection, Table] | None":
 
 @contextmanager
 def _in_words(uri: str, where: str | None = None) -> Iterator[None]:
-    """What LanceDB raises, as what can be done about it."""
+    """Turn LanceDB's errors into a `SearchIndexError`."""
     try:
         yield
     except UserError:
@@ -640,7 +608,7 @@ _COLUMNS = {
 PRIVATE = frozenset(
     {"source", "stamp", "digest", "image", "metadata", "thumbnail", "vector", "words", "_rowid", "_rowaddr"}
 )
-"""Columns that `where` may not name: those who search may not learn where files lie on this machine."""
+"""Columns that `where` may not name: searches must not reveal where files are on this machine."""
 _EXIF = {
     "taken": pa.string(), "year": pa.int64(), "month": pa.int64(), "latitude": pa.float64(), "longitude": pa.float64(),
     "album": pa.string(),
@@ -673,14 +641,15 @@ def _fitting(value: Any, kind: pa.DataType) -> Any:
     """A value of the metadata for its column, None where it does not fit."""
     if value is None or isinstance(value, list | dict):
         return None
-    if pa.types.is_string(kind):
+    if kind == pa.string():
         return value if isinstance(value, str) else json.dumps(value)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if pa.types.is_floating(kind):
-        return float(value) if is_number else None
-    if pa.types.is_integer(kind):
-        return int(value) if is_number and value == int(value) and abs(value) < 1 << 63 else None
-    return value if pa.types.is_boolean(kind) and isinstance(value, bool) else None
+    if kind == pa.bool_():
+        return value if isinstance(value, bool) else None
+    if isinstance(value, bool | str):
+        return None
+    if kind == pa.float64():
+        return float(value)
+    return int(value) if value == int(value) and abs(value) < 1 << 63 else None
 
 
 def _words(row: Row) -> str:
@@ -692,13 +661,7 @@ def _words(row: Row) -> str:
 
 
 class _Snapshot:
-    """One version of a table, and its vectors, where they may stay in memory.
-
-    Args:
-        table: checked out at the version.
-        version: of it.
-        keeps: whether the vectors stay in memory once they have been read.
-    """
+    """One version of a table, and its vectors, where they may stay in memory."""
 
     def __init__(self, table: "Table", version: int, keeps: bool):
         self.table, self.version, self._keeps = table, version, keeps
@@ -781,7 +744,7 @@ def _hits(rows: pa.Table, query_D: np.ndarray, k: int, is_ranked: bool = False) 
 
 def _hit(row: dict[str, Any], score: float) -> Hit:
     image = row["image"]
-    gone = bool(image) and not image.startswith(("http://", "https://")) and not is_there(image)
+    gone = bool(image) and not image.startswith(WEB) and not is_there(image)
     metadata = _finite(row["metadata"]) if row["metadata"] else {}
     return Hit(row["source"], row["id"], score, row["text"], image, metadata, gone, row.get("thumbnail"))
 

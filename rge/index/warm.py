@@ -1,6 +1,6 @@
-"""Find a running `rge serve` of this user, which has its model loaded, and ask it: over a Unix socket in the user's run folder.
+"""Ask a running `rge serve` of this user, over a Unix socket in the user's run folder.
 
-Free of everything heavy: what asks starts in a fraction of a second.
+Imports nothing heavy, so that a command starts in a fraction of a second.
 """
 
 import http.client
@@ -16,9 +16,9 @@ from rge import __version__
 from rge.common.errors import UserError
 
 WAIT_S = 300
-"""How long an answer may take: a model writes, perhaps for others first."""
+"""How long an answer may take; the model may have to write for others first."""
 NOT_MINE = 409
-"""Status of a server that has another checkpoint, or is of another version: the next one may do."""
+"""Status of a server with another checkpoint or version; the next one is asked."""
 
 
 class WarmError(UserError):
@@ -26,19 +26,17 @@ class WarmError(UserError):
 
 
 def run_folder() -> Path:
-    """Where servers of this user are found: ``RGE_RUN``, or in the run folder of the system, or else in the one for temporary files."""
+    """Where servers of this user are found: ``RGE_RUN``, else below ``XDG_RUNTIME_DIR``, else below the temporary folder."""
     if chosen := os.environ.get("RGE_RUN"):
         return Path(chosen)
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    return (
-        Path(runtime) / "rge"
-        if os.path.isdir(runtime)
-        else Path(tempfile.gettempdir()) / f"rge-{os.getuid()}"
-    )
+    if os.path.isdir(runtime):
+        return Path(runtime) / "rge"
+    return Path(tempfile.gettempdir()) / f"rge-{os.getuid()}"
 
 
 def is_private(folder: Path) -> bool:
-    """Whether only this user can put a socket there; in a folder for all, another could answer in a server's place."""
+    """Whether only this user can put a socket there; in a shared folder another user could answer instead."""
     try:
         found = folder.lstat()
     except OSError:
@@ -47,15 +45,10 @@ def is_private(folder: Path) -> bool:
 
 
 def asked(server: str, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """Ask the servers there are, the newest first.
-
-    Args:
-        server: ``auto``, ``none``, or the socket of one.
-        path: what is asked.
-        body: JSON.
+    """Send JSON to a running server: ``auto`` (the newest first), ``none``, or the socket of one.
 
     Returns:
-        The socket of the server that answered, and its answer; None where none has the right checkpoint, or none is asked.
+        The socket of the server that answered, and its answer; None where none was asked or has the right checkpoint.
 
     Raises:
         WarmError: what was asked is wrong, or the server named does not answer.

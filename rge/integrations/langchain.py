@@ -12,12 +12,7 @@ from rge.embedder import Embedder, Picture
 
 
 class ReasoningEmbeddings(Embeddings):
-    """Wraps `rge.embedder.Embedder`; the asynchronous methods run it in a thread.
-
-    Args:
-        checkpoint: a folder, an id on the Hugging Face hub, or an embedder that is loaded already.
-        options: of `Embedder.from_pretrained`.
-    """
+    """Wraps `rge.embedder.Embedder`; the asynchronous methods run it in a thread."""
 
     def __init__(self, checkpoint: str | Embedder, **options: Any):
         self.embedder = (

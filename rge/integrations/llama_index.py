@@ -14,12 +14,7 @@ from rge.embedder import Embedder
 
 
 class ReasoningEmbedding(MultiModalEmbedding):
-    """Wraps `rge.embedder.Embedder`; the asynchronous methods run it in a thread.
-
-    Args:
-        checkpoint: a folder, or an id on the Hugging Face hub.
-        options: of `Embedder.from_pretrained`.
-    """
+    """Wraps `rge.embedder.Embedder`; the asynchronous methods run it in a thread."""
 
     _embedder: Embedder = PrivateAttr()
 

@@ -75,14 +75,6 @@ class ReasoningEncoder(AbsEncoder):
     ) -> np.ndarray:
         """Embed what a loader gives; only queries of retrieval reason.
 
-        Args:
-            inputs: batches of MTEB: ``text``, ``image`` (a picture or several), and of queries ``query`` and ``instruction``.
-            task_metadata: its prompt is an instruction.
-            hf_split: unused.
-            hf_subset: unused.
-            prompt_type: ``query``, ``document`` or None.
-            batch_size: rows a forward.
-
         Returns:
             (N, D) float32, unit norm.
         """

@@ -176,30 +176,32 @@ def _parts(one: Any) -> list[tuple[str, Any]]:
         return [("text", one)]
     messages = one if isinstance(one, list) else [one]
     if all(isinstance(message, dict) and "role" in message for message in messages):
-        if len(messages) != 1 or messages[0]["role"] != "user":
-            raise ValueError(
-                "a chat must be one message of the user: the template's own parts are added here"
-            )
-        content = messages[0]["content"]
-        if isinstance(content, str):
-            return [("text", content)]
-        if not all(part.get("type") in ("text", "image") for part in content):
-            raise ValueError("the parts of a message are of type text or image")
-        return [
-            ("text", part["text"]) if part["type"] == "text" else ("image", _picture(part.get("image", part.get("url"))))
-            for part in content
-        ]  # fmt: skip
+        return _parts_of_chat(messages)
     if not isinstance(one, dict):
         return [("image", _picture(one))]
     if unknown := set(one) - {"text", "image"}:
         raise ValueError(f"an input has text and image, got {', '.join(sorted(map(str, unknown)))} too")
     found: list[tuple[str, Any]] = []
     for kind, value in one.items():
-        if value is None:
-            continue
         values = value if kind == "image" and isinstance(value, list | tuple) else [value]
-        found += [(kind, _picture(each) if kind == "image" else each) for each in values]
+        found += [(kind, _picture(each) if kind == "image" else each) for each in values if value is not None]
     return found
+
+
+def _parts_of_chat(messages: list[dict[str, Any]]) -> list[tuple[str, Any]]:
+    if len(messages) != 1 or messages[0]["role"] != "user":
+        raise ValueError("a chat must be one message of the user: the template's own parts are added here")
+    content = messages[0]["content"]
+    if isinstance(content, str):
+        return [("text", content)]
+    if not all(part.get("type") in ("text", "image") for part in content):
+        raise ValueError("the parts of a message are of type text or image")
+    return [
+        ("text", part["text"])
+        if part["type"] == "text"
+        else ("image", _picture(part.get("image", part.get("url"))))
+        for part in content
+    ]
 
 
 def _picture(value: Any) -> Any:

@@ -60,13 +60,7 @@ class Reinforcement:
         self.idle_steps = 0
 
     def begin(self, batch: Batch, rationales: Sequence[Rationale], measure: bool) -> "Credit":
-        """What belongs to a rollout, whose log probabilities under the reference are computed here.
-
-        Args:
-            batch: this rank's share of the step.
-            rationales: equally many a query, query after query.
-            measure: whether the step is logged, and with it what takes a forward of its own.
-        """
+        """The credit of a rollout, whose rationales stand query after query; `measure`: the step is logged."""
         if self.with_direct:
             rationales = _with_direct(rationales, len(batch.queries))
         if self.pool is not None:
@@ -120,13 +114,6 @@ class Reinforcement:
 
 class Credit:
     """What the rationales of one rollout are worth.
-
-    Args:
-        rl: the stage's.
-        batch: this rank's share of the step.
-        rationales: of its queries.
-        reference_L: log probabilities of their tokens under the reference, or None.
-        measure: see `Reinforcement.begin`.
 
     Attributes:
         rationales: what the step is trained on; with a direct member where a reward needs one.
@@ -222,12 +209,7 @@ class Credit:
         self.figures = self._figures_of(group, values, total_BK)
 
     def loss(self, readout: Readout, rows: slice) -> Tensor:
-        """The policy gradient's share of a chunk: summed over all chunks and ranks, it is the loss.
-
-        Args:
-            readout: of the chunk's queries.
-            rows: which of this rank's rationales they are.
-        """
+        """A chunk's share of the policy gradient: summed over all chunks and ranks, it is the loss."""
         settings, tokens = self.rl.settings, slice(self.starts[rows.start], self.starts[rows.stop])
         log_prob_L = readout.log_prob_L
         assert log_prob_L is not None

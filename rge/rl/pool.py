@@ -34,10 +34,6 @@ LOOKED_AT = 1000
 class Pool:
     """Candidates that stay the same, and what the model made of them last.
 
-    Args:
-        recipe: of the run.
-        embedder: unwrapped; it embeds.
-
     Attributes:
         state_PD: unit-norm embeddings, of all processes' shares.
 
@@ -164,10 +160,6 @@ def _of_corpus(folder: Path) -> Iterator[Target]:
 
 def check_pool(recipe: Recipe, sources: Mapping[str, Records]) -> str | None:
     """Whether a pool can be read and holds what training's queries ask for.
-
-    Args:
-        recipe: of the run.
-        sources: of the stage rl, opened, by key.
 
     Returns:
         A warning, if only a part of the queries has a right answer in it.

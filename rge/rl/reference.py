@@ -34,12 +34,7 @@ class Reference:
 
     @torch.no_grad()
     def log_probs(self, prompts: Sequence[Prompt], rationales: Sequence[Rationale]) -> Tensor:
-        """Of all tokens, ``<emb>`` included, rationale after rationale, (L,) without gradient.
-
-        Args:
-            prompts: of this rank's queries.
-            rationales: equally many each.
-        """
+        """Of all tokens, ``<emb>`` included, rationale after rationale, (L,) without gradient."""
         embedder, num_each, parts = self.embedder, len(rationales) // len(prompts), []
         branches = [Branch([*one.ids, embedder.emb_id], sampled=True) for one in rationales]
         rows = [branches[start : start + num_each] for start in range(0, len(branches), num_each)]
@@ -67,11 +62,6 @@ def apart_from_training(embedder: EmbeddingModel) -> Iterator[None]:
 
 def make_reference(recipe: Recipe, embedder: EmbeddingModel, accelerator: Accelerator) -> Reference:
     """The reference of a stage that is about to start.
-
-    Args:
-        recipe: of the run.
-        embedder: not yet wrapped nor trained.
-        accelerator: knows the back end.
 
     Raises:
         RecipeError: see `problems`.

@@ -123,14 +123,7 @@ def reward(
     needs_oracle: bool = False,
     check: Callable[..., object] | None = None,
 ) -> Callable[[RewardFunction], RewardFunction]:
-    """Decorator: ``rl.rewards=[{name: NAME}]`` can name the function.
-
-    Args:
-        name: what recipes call it; it is logged as ``reward_NAME``.
-        needs_direct: see `Reward`.
-        needs_oracle: see `Reward`.
-        check: see `Reward`.
-    """
+    """Decorator: ``rl.rewards=[{name: NAME}]`` can name the function, see `Reward`; it is logged as ``reward_NAME``."""
 
     def add(function: RewardFunction) -> RewardFunction:
         REWARDS.add(name, Reward(function, needs_direct, needs_oracle, check))
@@ -348,10 +341,6 @@ def embed_rl_reward(group: Rollouts, temperature: float = 0.05) -> Tensor:
     Source: Embed-RL (arXiv:2602.13823), outcome term. Differs: the paper's embedder is another, frozen model, here it is
     the model itself; its acc is read as whether a right answer comes first; its weights, which are not printed, are
     ``rl.rewards[].weight``; its judge is the reward ``judge``.
-
-    Args:
-        group: rationales.
-        temperature: tau of the softmax over wrong candidates.
     """
     wrong = group.score_BKC.masked_fill(group.right_BKC, float("-inf"))
     weight = (wrong / temperature).softmax(dim=2)
@@ -369,12 +358,6 @@ def grace_reward(
     are none), c the mean cosine with the group's other states, o that with other queries' candidates. Source: GRACE
     (arXiv:2510.04506), which does not scale by the standard deviation (``rl.scale_rewards=none``). Differs: there
     candidates write rationales too and o takes the best of each group's; here each has one embedding.
-
-    Args:
-        group: rationales.
-        consistency: weight of c.
-        others: weight of o.
-        temperature: divides all of it.
     """
     score = group.score_BKC
     labelled = group.labelled_BC & ~group.right_BC

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.options import parse_options
-from rge.serving.address import bound
+from rge.explore.address import bound
 from rge.serving.options import ServeOptions
 
 
@@ -16,7 +16,7 @@ def main(words: list[str]) -> int:
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise UserError(f"rge serve needs {', '.join(missing)}: pip install -e '.[serve]'")
-    with bound(options) as listener:
+    with bound(options.host, options.port) as listener:
         from rge.serving.process import serve  # after --help, which needs none of it
 
         return serve(options, listener)

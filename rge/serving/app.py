@@ -1,11 +1,11 @@
-"""The routes: what a client asks, what it is answered."""
+"""The routes of the server."""
 
 import asyncio
-import base64
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 
 import rge
 from rge.common.errors import UserError
+from rge.common.images import WEB, data_url
 from rge.common.modes import SILENT, check_mode
 from rge.embedder import Embedder
 from rge.serving.batches import Batches, Found, Mode, QueueFull, Stopped
@@ -58,13 +59,7 @@ class _Answered:
 
 
 class Service:
-    """A loaded checkpoint, and everything that its routes need.
-
-    Args:
-        embedder: the checkpoint.
-        options: of the command.
-        key: that clients must send; None: none.
-        index: to search in; None: there is no /v1/search.
+    """A loaded checkpoint, and everything that its routes need: the key (None: none) and the index (None: no search).
 
     Attributes:
         app: the ASGI application; `start` before it is called.
@@ -102,7 +97,7 @@ class Service:
         self.app = guarded(self._guard, options, key)
 
     def start(self) -> None:
-        """Embed something once, so that what cannot work fails here and the first client does not wait; then take requests."""
+        """Embed something once, so that a broken set-up fails here and the first client does not wait; then take requests."""
         raw = Raw("start", "a key")
         prompt = make_prompt(self.embedder, raw, [], "query", None, self.options.max_picture_mp)
         for mode in ("direct", "reasoning"):
@@ -110,11 +105,11 @@ class Service:
         self.batches.start()
 
     def drain(self) -> None:
-        """Refuse what is new."""
+        """Refuse new requests."""
         self._guard.is_draining = True
 
     def stop(self) -> None:
-        """Give up what still waits."""
+        """Answer everything that still waits with 503."""
         self.batches.stop()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -136,63 +131,36 @@ class Service:
         may_cut: bool = True,
         max_tokens: int | None = None,
     ) -> _Answered:
-        """Embed the inputs of a request.
-
-        Args:
-            asked: the request.
-            inputs: of it.
-            side: of the inputs.
-            may_cut: whether a text that is too long is cut, or an error.
-            max_tokens: that the client wants an input cut to; no fewer than the checkpoint's.
+        """Embed the inputs of a request; a text that is too long is cut, or an error unless `may_cut`.
 
         Raises:
             Refusal: something about the request, or about the present load.
         """
-        options, longest = self.options, self.embedder.builder.max_tokens
-        if asked.model is not None and asked.model != self.name:
-            raise Refusal(404, f"there is no model {asked.model!r} here, only {self.name!r}", "model_not_found", param="model")  # fmt: skip
+        longest = self.embedder.builder.max_tokens
+        self._check_model(asked.model)
         if max_tokens is not None and max_tokens < longest:
             raise Refusal(
                 400, f"inputs are cut to {longest} tokens and no fewer, got {max_tokens}", "invalid_value"
             )
-        mode: Mode = asked.mode or (self.embedder.query_mode if side == "query" else "direct")
-        try:
-            check_mode(mode, self.embedder.settings)
-        except UserError as wrong:
-            raise Refusal(400, str(wrong), "invalid_value", param="mode") from None
+        mode = self._mode(asked, side)
         notes: list[str] = []
-        instruction = None
-        pixels = 0
+        instruction, pixels = None, 0
         try:
-            check_limits(inputs, asked.instruction, options)
-            if side == "query":
-                instruction, note = self.embedder.instruction_for(asked.instruction)
-                notes += [note] if note else []
-            with self.batches.reserve(len(inputs)) as place:
-                prompts = []
-                for raw in inputs:
-                    prompt = await self._prepare(raw, side, instruction)
-                    size = 0 if prompt.pixels is None else prompt.pixels.nbytes
-                    self.held.take(size)
-                    pixels += size
-                    prompts.append(prompt)
-                    if prompt.num_cut_tokens and not may_cut:
-                        raise BadInput(
-                            f"{raw.param} has {prompt.num_cut_tokens} tokens more than fit ({longest})",
-                            raw.param,
-                        )
-                    if prompt.num_cut_tokens:
-                        notes.append(
-                            f"{raw.param}: the last {prompt.num_cut_tokens} tokens of the text were cut to fit the "
-                            f"checkpoint's prompts ({longest} tokens)"
-                        )
-                found = await self.batches.answers(place, prompts, mode)
-        except BadInput as bad:
-            raise Refusal(400, str(bad), "invalid_value", param=bad.param) from None
-        except QueueFull as full:
-            raise Refusal(429, "too many inputs are waiting; try again later", "queue_full", retry_after_s=full.retry_after_s) from None  # fmt: skip
-        except Stopped:
-            raise Refusal(503, "the server is shutting down", "shutting_down", retry_after_s=5) from None
+            with _refusals():
+                check_limits(inputs, asked.instruction, self.options)
+                if side == "query":
+                    instruction, note = self.embedder.instruction_for(asked.instruction)
+                    notes += [note] if note else []
+                with self.batches.reserve(len(inputs)) as place:
+                    prompts = []
+                    for raw in inputs:
+                        prompt = await self._prepare(raw, side, instruction)
+                        size = 0 if prompt.pixels is None else prompt.pixels.nbytes
+                        self.held.take(size)
+                        pixels += size
+                        prompts.append(prompt)
+                        notes += _cut_notes(raw, prompt.num_cut_tokens, longest, may_cut)
+                    found = await self.batches.answers(place, prompts, mode)
         finally:
             self.held.now -= pixels
         if mode not in SILENT:
@@ -200,6 +168,20 @@ class Service:
                 self.metrics.tokens.observe(one.num_tokens)
                 self.metrics.forced.inc(one.stop_reason == "forced")
         return _Answered(found, sum(map(len, prompts)), notes)
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self.name):
+            raise Refusal(
+                404, f"there is no model {name!r} here, only {self.name!r}", "model_not_found", param="model"
+            )
+
+    def _mode(self, asked: Asked, side: Side) -> Mode:
+        mode: Mode = asked.mode or (self.embedder.query_mode if side == "query" else "direct")
+        try:
+            check_mode(mode, self.embedder.settings)
+        except UserError as wrong:
+            raise Refusal(400, str(wrong), "invalid_value", param="mode") from None
+        return mode
 
     async def _prepare(self, raw: Raw, side: Side, instruction: str | None) -> Any:
         """The prompt of one input. A request that is cancelled ends between two of its inputs."""
@@ -317,9 +299,9 @@ class Service:
         data = [
             {
                 "object": "hit", "index": rank, "id": hit.id, "score": hit.score, "text": hit.text, "metadata": hit.metadata,
-                "url": hit.image if (hit.image or "").startswith(("http://", "https://")) else None, "gone": hit.gone,
+                "url": hit.image if (hit.image or "").startswith(WEB) else None, "gone": hit.gone,
                 "source": Path(hit.source).name,
-                **({"thumbnail": _data_url(hit.thumbnail)} if body.thumbnails else {}),
+                **({"thumbnail": data_url(hit.thumbnail)} if body.thumbnails else {}),
             }
             for rank, hit in enumerate(hits)
         ]  # fmt: skip
@@ -353,10 +335,7 @@ class Service:
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def _one_model(self, name: str) -> JSONResponse:
-        if name != self.name:
-            raise Refusal(
-                404, f"there is no model {name!r} here, only {self.name!r}", "model_not_found", param="model"
-            )
+        self._check_model(name)
         return JSONResponse(self._model())
 
     async def _metrics(self) -> Response:
@@ -388,8 +367,26 @@ class Service:
         return app
 
 
-def _data_url(picture: bytes | None) -> str | None:
-    return None if picture is None else f"data:image/webp;base64,{base64.b64encode(picture).decode()}"
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Answer what may happen to an input with a `Refusal`."""
+    try:
+        yield
+    except BadInput as bad:
+        raise Refusal(400, str(bad), "invalid_value", param=bad.param) from None
+    except QueueFull as full:
+        busy = "too many inputs are waiting; try again later"
+        raise Refusal(429, busy, "queue_full", retry_after_s=full.retry_after_s) from None
+    except Stopped:
+        raise Refusal(503, "the server is shutting down", "shutting_down", retry_after_s=5) from None
+
+
+def _cut_notes(raw: Raw, num_cut: int, longest: int, may_cut: bool) -> list[str]:
+    """What to tell about a text that was cut, if it was."""
+    if num_cut and not may_cut:
+        raise BadInput(f"{raw.param} has {num_cut} tokens more than fit ({longest})", raw.param)
+    cut = f"{raw.param}: the last {num_cut} tokens of the text were cut to fit the checkpoint's prompts ({longest} tokens)"
+    return [cut] if num_cut else []
 
 
 def _id() -> str:

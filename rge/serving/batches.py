@@ -1,8 +1,7 @@
-"""From inputs that come in one by one to micro-batches, in one thread that owns the model.
+"""Micro-batches of inputs that come in one by one, in one thread that owns the model.
 
-An input waits in a bounded queue until the model is free. Then the longest-waiting one goes, together with those waiting
-of its mode that are closest to it in length. While a batch runs the next one gathers; a batch that is not full waits a few
-milliseconds for others, but only where others ask: a lone client does not wait.
+The input that has waited longest goes first, with those of its mode that are closest to it in length. A batch that is not full
+waits a few milliseconds for others, but not for a lone client.
 """
 
 import asyncio
@@ -23,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class QueueFull(Exception):
-    """More inputs wait than may.
+    """The queue is full.
 
     Attributes:
         retry_after_s: when there will probably be room.
@@ -35,7 +34,7 @@ class QueueFull(Exception):
 
 
 class Stopped(Exception):
-    """The server ends before this input's turn."""
+    """The server shuts down before this input's turn."""
 
 
 @dataclass(frozen=True)
@@ -112,10 +111,7 @@ class Batches:
         return self._num_reserved + len(self._waiting)
 
     def reserve(self, count: int) -> "Place":
-        """Let a request in before its inputs are prepared, which takes time too.
-
-        Args:
-            count: of its inputs.
+        """Room for the inputs of a request, taken before they are prepared.
 
         Raises:
             QueueFull: there is no room for so many.
@@ -127,16 +123,11 @@ class Batches:
         return Place(self, count)
 
     async def answers(self, place: "Place", prompts: Sequence[Prompt], mode: Mode) -> list[Found]:
-        """Embed prompts when their turn comes; whoever is cancelled meanwhile takes its inputs out of the queue.
-
-        Args:
-            place: reserved for so many.
-            prompts: of one request.
-            mode: of all of them.
+        """Embed a request's prompts, all of one mode, when their turn comes; cancelling takes them out of the queue.
 
         Raises:
-            Stopped: the server ends first.
-            Exception: whatever the model raised for one of these inputs alone.
+            Stopped: the server shuts down first.
+            Exception: what the model raised for one of these inputs alone.
         """
         now = time.monotonic()
         with self._changed:

@@ -6,15 +6,7 @@ KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class Refusal(Exception):
-    """A request that gets no embedding.
-
-    Args:
-        status: of HTTP.
-        message: what is wrong, and the fix.
-        code: for programs.
-        param: key of the request that is meant.
-        retry_after_s: when it may be tried again.
-    """
+    """A request that is refused: HTTP status, message, code for programs, and the request key that is at fault."""
 
     def __init__(
         self,
@@ -31,12 +23,7 @@ class Refusal(Exception):
 
 
 def answer_of(refusal: Refusal, *, close: bool = False) -> JSONResponse:
-    """The answer to a refused request.
-
-    Args:
-        refusal: why.
-        close: end the connection after it.
-    """
+    """The answer to a refused request."""
     kind = KINDS.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error")
     headers = {}
     if refusal.retry_after_s is not None:

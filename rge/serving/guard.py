@@ -1,4 +1,4 @@
-"""What stands before every route: hosts, key, body, memory, time, and clients that go away."""
+"""Middleware before every route: hosts, key, body, memory, time, and clients that disconnect."""
 
 import asyncio
 import hmac
@@ -20,7 +20,7 @@ from rge.serving.options import ServeOptions
 OPEN = frozenset(("/health", "/metrics", "/openapi.json"))
 """Paths that need no key."""
 LINGER_BYTES, LINGER_S = 256 << 20, 5.0
-"""How much is still read of a body that is refused: a client that is cut off while it sends never reads why."""
+"""How much of a refused body is still read: a client that is cut off while it sends never reads the error."""
 
 
 def guarded(guard: "Guard", options: ServeOptions, key: str | None) -> ASGIApp:
@@ -63,7 +63,7 @@ class Held:
         self.most, self.now = most, 0
 
     def take(self, count: int) -> None:
-        """Hold more; whoever takes gives back by lowering `now`.
+        """Hold more; given back by lowering `now`.
 
         Raises:
             Refusal: that would be too many.
@@ -79,15 +79,7 @@ class Held:
 
 
 class Guard:
-    """An ASGI application around another one, which gets whole bodies and is cancelled when its client has gone.
-
-    Args:
-        app: what answers.
-        options: with the limits.
-        key: that requests must carry, except for `OPEN`; None: none.
-        paths: those that are counted by name.
-        held: bytes held for requests.
-        metrics: count requests.
+    """ASGI middleware: the application gets whole bodies, and is cancelled when its client disconnects.
 
     Attributes:
         is_draining: whether new requests are refused.
@@ -205,7 +197,7 @@ class Guard:
 
 
 class _Gone(Exception):
-    """The client went away."""
+    """The client disconnected."""
 
 
 class _Body:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from PIL import Image, UnidentifiedImageError
 
-from rge.common.images import ImageError, load_image
+from rge.common.images import WEB, ImageError, load_image
 from rge.common.schema import Item
 from rge.embedder import Embedder
 from rge.model.prompts import Prompt
@@ -86,7 +86,7 @@ async def fetch_pictures(raw: Raw, options: ServeOptions) -> list[bytes | str]:
     for address in raw.pictures:
         if _DATA.match(address):
             found.append(address)
-        elif not address.startswith(("http://", "https://")):
+        elif not address.startswith(WEB):
             raise BadInput("a picture comes as data:image/...;base64,... with its bytes in base64", param)
         elif not options.allow_urls:
             raise BadInput(

@@ -1,4 +1,4 @@
-"""What a server counts, in Prometheus' text form."""
+"""Metrics in Prometheus' text format."""
 
 from collections.abc import Callable
 
@@ -10,13 +10,7 @@ TOKENS = (0, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 class Metrics:
-    """The figures of one server.
-
-    Args:
-        waiting: number of inputs that wait for the model.
-        preparing: number of inputs that are being decoded and tokenised.
-        held: bytes held for requests.
-    """
+    """The figures of one server."""
 
     def __init__(
         self, *, waiting: Callable[[], float], preparing: Callable[[], float], held: Callable[[], float]

@@ -1,8 +1,7 @@
-"""The process: its address, its signals, its end."""
+"""The server's process: start, signals, shutdown."""
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
 import resource
@@ -19,18 +18,14 @@ import uvicorn
 from rge.calls.keys import read_key
 from rge.common.errors import UserError
 from rge.embedder import Embedder
+from rge.explore.address import cannot_listen, is_local, url_of
 from rge.explore.local import found_by_commands
-from rge.serving.address import cannot_listen
 from rge.serving.app import Service
 from rge.serving.options import ServeOptions
 
 
 def serve(options: ServeOptions, listener: socket.socket) -> int:
     """Load the checkpoint and answer requests until a signal ends it.
-
-    Args:
-        options: of the command.
-        listener: bound to its address.
 
     Returns:
         Exit code: 0 after SIGTERM, 130 after Ctrl-C; 1 where requests were given up.
@@ -104,15 +99,10 @@ def _log_config() -> dict[str, Any]:
 
 
 class Server(uvicorn.Server):
-    """Uvicorn in this thread, the model in its own, and what signals do to both.
+    """Uvicorn in this thread, the model in its own.
 
-    The first signal refuses what is new, lets what is under way be answered for ``drain_s`` seconds, and gives up the rest
-    with 503. The second one ends the process at once.
-
-    Args:
-        service: started.
-        options: of the command.
-        listener: bound.
+    The first signal refuses new requests, gives those under way ``drain_s`` seconds, and answers the rest with 503. The
+    second one ends the process at once.
     """
 
     def __init__(self, service: Service, options: ServeOptions, listener: socket.socket):
@@ -137,7 +127,7 @@ class Server(uvicorn.Server):
         try:
             super().run([self._listener])
         except OSError as error:
-            raise cannot_listen(self._options, error) from None
+            raise cannot_listen(self._options.host, self._options.port, error) from None
         self._service.stop()
         self._service.batches.join(5)
         code = 1 if self._gave_up else 130 if self._first == signal.SIGINT else 0
@@ -156,19 +146,24 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""
         await super().startup(sockets)
-        host, port = self._listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
+        url = url_of(self._listener)
         about = f"{self._service.name}, engine {self._options.engine}, {self._service.embedder.model.device}"
-        _say(f"rge serve: http://{shown}:{port} ({about})")
-        if self._options.key_env is None and not ipaddress.ip_address(host).is_loopback:
-            _say(f"rge serve: anyone who can reach {shown}:{port} can use it; key_env= asks for a key, host=127.0.0.1 listens on this machine only")  # fmt: skip
+        _say(f"rge serve: {url} ({about})")
+        if self._options.key_env is None and not is_local(self._listener.getsockname()[0]):
+            _say(
+                f"rge serve: anyone who can reach {url.removeprefix('http://')} can use it; key_env= asks for a key, "
+                "host=127.0.0.1 listens on this machine only"
+            )
 
     def _end(self, number: int) -> None:
         if self._first is not None:
             _say("rge serve: ended by a second signal")
             _leave(128 + number)
         self._first = number
-        _say(f"rge serve: {signal.Signals(number).name}: refusing new requests, answering those under way for up to {self._options.drain_s:g} s")  # fmt: skip
+        _say(
+            f"rge serve: {signal.Signals(number).name}: refusing new requests, answering those under way for up to "
+            f"{self._options.drain_s:g} s"
+        )
         self._service.drain()
         asyncio.get_running_loop().call_later(self._options.drain_s, self._give_up)
         self.should_exit = True

@@ -1,9 +1,7 @@
-"""Fetch a picture that a client names by its address, from public addresses only.
+"""Fetch a picture by the address that a client gave, from public addresses only (no server-side request forgery).
 
-A server that fetches what strangers name can be made to read what only it can reach: other services of its machine, its
-network, a cloud's metadata. A name is resolved here, every address it has is checked, and the connection is made to the
-address that was checked: asking again for it could give another answer. That happens for each connection, so after a
-redirect too.
+A name is resolved here, all its addresses are checked, and the connection is made to a checked address, since a second lookup
+could give another answer. This happens for each connection, so after redirects too.
 """
 
 import asyncio
@@ -17,7 +15,7 @@ from urllib.parse import quote, urljoin
 
 import httpcore
 
-from rge.common.images import FETCH_S, ImageError
+from rge.common.images import FETCH_S, WEB, ImageError
 
 MOST_REDIRECTS = 4
 _EMBEDDING = tuple(
@@ -69,10 +67,6 @@ class _Public(httpcore.AsyncNetworkBackend):
 async def fetch_public(address: str, max_bytes: int) -> bytes:
     """Encoded bytes of a picture.
 
-    Args:
-        address: http or https.
-        max_bytes: of the picture.
-
     Raises:
         ImageError: a host that is not public, or nothing that could be fetched within `FETCH_S` seconds.
     """
@@ -95,7 +89,7 @@ async def _fetch(address: str, max_bytes: int, shown: str) -> bytes:
     # No proxy of the environment, and no connection kept: each is made and checked anew.
     async with httpcore.AsyncConnectionPool(network_backend=_Public(), max_keepalive_connections=0) as pool:
         for _ in range(MOST_REDIRECTS + 1):
-            if not address.startswith(("http://", "https://")):
+            if not address.startswith(WEB):
                 raise ImageError(f"picture {shown}: only http and https addresses are fetched")
             address = quote(address, safe=string.punctuation)  # as browsers do; what is quoted already stays
             headers = [("Accept", "image/*"), ("Accept-Encoding", "identity")]

@@ -90,10 +90,7 @@ class Files:
 
 
 def find(path: str) -> Files:
-    """What a collection is, by its files.
-
-    Args:
-        path: a folder, a file, or a pattern such as ``shards/*.parquet``; or the address of one.
+    """What a collection is: a folder, a file, a pattern such as ``shards/*.parquet``, or the address of one.
 
     Raises:
         TableError: it does not exist, needs a package that is not installed, or is of no kind that can be read.
@@ -107,10 +104,7 @@ def find(path: str) -> Files:
     try:
         if fs.isdir(place):
             return _in_folder(path, fs, place.rstrip("/") or "/", is_local)
-        is_pattern = not fs.isfile(place) and any(mark in place for mark in "*?[")
-        files = sorted(fs.glob(place)) if is_pattern else [place] if fs.isfile(place) else []
-        if is_pattern and is_local and not os.path.isabs(place):
-            files = [os.path.relpath(file) for file in files]
+        files = [place] if fs.isfile(place) else _matching(fs, place, is_local)
     except TableError:
         raise
     except Exception as error:  # noqa: BLE001 - each store has errors of its own
@@ -118,6 +112,13 @@ def find(path: str) -> Files:
     if not files:
         raise TableError(f"{path} does not exist")
     return Files(fs, _kind_of(path, files), os.path.dirname(files[0]), tuple(files), is_local)
+
+
+def _matching(fs: Any, pattern: str, is_local: bool) -> list[str]:
+    if not any(mark in pattern for mark in "*?["):
+        return []
+    files = sorted(fs.glob(pattern))
+    return [os.path.relpath(file) for file in files] if is_local and not os.path.isabs(pattern) else files
 
 
 def _in_folder(path: str, fs: Any, root: str, is_local: bool) -> Files:

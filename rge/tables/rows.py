@@ -1,14 +1,13 @@
-"""The rows of one table: .parquet, .jsonl, .csv or .tsv. The one reader of such files; use it instead of another.
+"""The one reader of tables: .parquet, .jsonl, .csv or .tsv.
 
     for row in table_rows("photos.csv"):                      # every column; an empty cell is None
         row["image"]
     for row in table_rows("photos.parquet", ["id", "caption"], first=1000):
         ...                                                    # only these columns, from row 1,000 on
 
-Rows come one at a time: of a Parquet file no more than `BATCH_BYTES` are decoded at once, whatever its row groups. Values
-of a text table are strings as they stand in the file (an id "007" stays "007"), which is why this is `csv` and `json` and
-not pyarrow's readers, which guess a type from each column. The cell of a CSV may be separated by a comma, a semicolon or a
-tab; the header says which. For folders and archives see `rge.tables.pictures`.
+Rows come one at a time: of a Parquet file about `BATCH_BYTES` are decoded at once. Values of a text table stay strings (an id
+"007" stays "007"), which pyarrow's readers do not guarantee. A CSV may use commas, semicolons or tabs; the header decides.
+For folders and archives see `rge.tables.pictures`.
 """
 
 import csv
@@ -137,11 +136,7 @@ def _text_rows(path: str, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def json_object(where: str, text: str | bytes) -> dict[str, Any]:
-    """An object of JSON.
-
-    Args:
-        where: what the message of an error begins with.
-        text: UTF-8, if it is bytes.
+    """An object of JSON; messages of errors begin with `where`.
 
     Raises:
         TableError: it is none.

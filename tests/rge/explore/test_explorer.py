@@ -23,7 +23,7 @@ from PIL import Image
 from rge.common.errors import UserError
 from rge.embedder import Embedder
 from rge.explore import explorer as explorer_module
-from rge.explore.__main__ import bound
+from rge.explore.address import bound
 from rge.explore.app import application
 from rge.explore.explorer import Explorer, Query, StoppedError, demo_examples, demo_gallery
 from rge.index.__main__ import main as index_main
@@ -196,8 +196,8 @@ def test_a_picture_that_is_gone_is_shown_from_the_index(explorer, gallery):
 
 def test_a_taken_port_is_one_sentence():
     with (
-        bound("127.0.0.1", 0) as taken,
-        pytest.raises(UserError, match=r"cannot listen on 127\.0\.0\.1, port"),
+        bound("127.0.0.1", 0, listens=True) as taken,
+        pytest.raises(UserError, match=r"cannot listen on 127\.0\.0\.1:\d+: Address already in use"),
     ):
         bound("127.0.0.1", taken.getsockname()[1])
 

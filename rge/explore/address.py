@@ -1,0 +1,55 @@
+"""The address that a server listens on; bound before a model is loaded, so that a wrong one fails at once."""
+
+import ipaddress
+import socket
+
+from rge.common.errors import UserError
+
+
+def bound(host: str, port: int, *, listens: bool = False) -> socket.socket:
+    """A socket on an address.
+
+    Args:
+        host: name or address.
+        port: 0 for a free one.
+        listens: accept connections already; without it clients are refused until the server does.
+
+    Raises:
+        UserError: the host is not this machine's, or the port is taken.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise UserError(f"host={host} is no address to listen on: {error.strerror or error}") from None
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        if listens:
+            listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise cannot_listen(host, port, error) from None
+    return listener
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> UserError:
+    """The error of an address that cannot be bound."""
+    return UserError(
+        f"cannot listen on {host}:{port}: {error.strerror or error}; give another port=, or port=0 for a free one"
+    )
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where a browser finds the server behind a socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

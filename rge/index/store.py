@@ -457,9 +457,9 @@ class Index:
             for one, score_N in zip(best, query_QD @ vector_ND.T, strict=True):
                 one.add(id_N, score_N)
         found = [one.rows() for one in best]
-        chosen = np.unique(np.concatenate([np.empty(0, np.int64), *found]))
-        if not len(chosen):
+        if not any(map(len, found)):
             return [[] for _ in query_QD]
+        chosen = np.unique(np.concatenate(found))
         # Equal vectors tie at the k-th place: names decide before anything larger is read.
         names = at.table.take_row_ids(chosen.tolist()).select(["source", "id", "vector"]).to_arrow()
         vector_ND = _matrix(names)

@@ -117,7 +117,7 @@ class Credit:
 
     Attributes:
         rationales: what the step is trained on; with a direct member where a reward needs one.
-        written_N: bool; rationales without those members, which nobody sampled.
+        written_N: bool; rationales that were sampled, so not those members.
 
     Raises:
         UserError: vLLM gave no probabilities, and they are to be corrected for.

@@ -53,7 +53,7 @@ def judge_reward(group: Rollouts, endpoint: dict[str, Any], instruction: str = I
     Args:
         group: rationales.
         endpoint: `rge.calls.model_config.ModelConfig`: name, base_url, key_env, budget, prices, concurrency ...
-        instruction: what the judge is told.
+        instruction: for the judge.
     """
     caller = _caller(group.folder, endpoint)
     values = torch.zeros(group.forced_BK.shape, dtype=torch.float64)

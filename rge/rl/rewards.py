@@ -288,7 +288,7 @@ def gain_over_direct_reward(group: Rollouts) -> Tensor:
 
     Within a group of rationales the direct margin is a constant, which centring takes away. So the group gets the direct
     state as a further member, whose gain is 0 and whose one token is ``<emb>``: where words do not help, it is better
-    than they are, and ``<emb>`` at once is what is learned. Where they help, it gets no credit, since nobody sampled it.
+    than they are, and ``<emb>`` at once is what is learned. Where they help, it gets no credit, since it was not sampled.
     """
     margin = margin_reward(group)
     direct = margin.masked_fill(~group.direct_BK, float("-inf")).amax(dim=1, keepdim=True)

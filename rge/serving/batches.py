@@ -191,7 +191,7 @@ class Batches:
 
     def _next(self) -> list[_Waiting]:
         """The oldest input and those nearest to it in length, of those whose askers still wait."""
-        if not self._waiting:  # all went away, or the server ends
+        if not self._waiting:  # all were cancelled, or the server shuts down
             return []
         oldest = self._waiting[0]
         alike = [row for row in self._waiting[: 8 * self.batch_size] if row.mode == oldest.mode]
@@ -244,7 +244,7 @@ class Place:
 
 
 def _settle(row: _Waiting, outcome: Found | Exception) -> None:
-    if row.answer.done():  # its asker went away while it ran
+    if row.answer.done():  # its request was cancelled while it ran
         return
     if isinstance(outcome, Exception):
         row.answer.set_exception(outcome)

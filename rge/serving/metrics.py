@@ -17,7 +17,7 @@ class Metrics:
     ):
         self.registry = CollectorRegistry()
         all_ = self.registry
-        self.requests = Counter("rge_requests", "Requests by path and status; 499: the client went away", ["path", "code"], registry=all_)  # fmt: skip
+        self.requests = Counter("rge_requests", "Requests by path and status; 499: the client disconnected", ["path", "code"], registry=all_)  # fmt: skip
         self.seconds = Histogram("rge_request_seconds", "From a request's head to its answer", ["path"], buckets=SECONDS, registry=all_)  # fmt: skip
         self.batch_rows = Histogram(
             "rge_batch_inputs", "Inputs of a batch", ["mode"], buckets=ROWS, registry=all_

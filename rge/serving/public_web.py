@@ -25,7 +25,7 @@ _EMBEDDING = tuple(
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one that everybody on the internet can reach too."""
+    """Whether an IP address is reachable from anywhere on the internet."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv6Address):
         if found.ipv4_mapped is not None:

@@ -54,7 +54,7 @@ class Row:
     """One picture of a collection.
 
     Attributes:
-        shard: file that it stands in; of a folder the folder.
+        shard: the file that holds it; for a folder of pictures, the folder.
         number: from 1, within the shard.
         cells: by column; a picture is bytes, a path or address, or a dict with one of them.
         stamp: differs where the picture may have changed; None where the cell only refers to a picture elsewhere.
@@ -85,7 +85,7 @@ class Files:
     is_local: bool
 
     def address(self, path: str) -> str:
-        """Of a file, for whoever does not know `fs`."""
+        """A file's address, protocol included."""
         return path if self.is_local else self.fs.unstrip_protocol(path)
 
 

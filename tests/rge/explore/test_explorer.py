@@ -219,7 +219,7 @@ class Endless:
 
 
 def test_a_client_that_goes_away_ends_the_writing():
-    explorer, listening = Endless(), bound("127.0.0.1", 0)
+    explorer, listening = Endless(), bound("127.0.0.1", 0, listens=True)
     server = uvicorn.Server(uvicorn.Config(application(explorer, "127.0.0.1"), log_level="warning"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()

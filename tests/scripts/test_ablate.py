@@ -268,7 +268,7 @@ def test_runs_of_different_queries_make_no_table(ablate, tmp_path):
         (["sweep=loss.ankor=[self]"], "unknown key loss.ankor; did you mean loss.anchor"),
         (
             ["sweep=loss.anchor=[self,oracel]"],
-            "loss.anchor must be one of self, oracle, none, mix, got 'oracel'",
+            "loss.anchor must be one of self, oracle, none, mix, latent, got 'oracel'",
         ),
         (["with.nothing=loss.ratio=none"], "with.nothing names no value of the sweep: self, oracle, none"),
         (["with.none=loss.ratoi=none"], "did you mean loss.ratio"),

@@ -97,7 +97,7 @@ def _config(model: ModelConfig, init: str | None) -> tuple[Any, str]:
     if init is not None and ((folder := checkpoint_folder(Path(init))) / "config.json").is_file():
         return AutoConfig.from_pretrained(folder), init
     if model.scratch is not None:
-        rows = scratch.num_rows(model.scratch.vocab_size + len(scratch.SPECIAL_TOKENS))
+        rows = scratch.num_rows(scratch.vocabulary(model.scratch.vocab_size, model.scratch.text))
         ids = dict.fromkeys(scratch.SPECIAL_TOKENS, 0)
         return scratch.make_config(rows, ids, model.scratch.text, model.scratch.vision), "model.scratch"
     path = str(model.path)

@@ -20,10 +20,11 @@ from transformers import (
     Qwen2Tokenizer,
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
+    PreTrainedTokenizerBase,
 )
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
-from rge.towers import efficientnet
+from rge.towers import efficientnet, smollm2
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -95,14 +96,42 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:
     )
 
 
+def make_tokenizer(texts: Iterable[str], vocab_size: int, text: dict[str, Any]) -> PreTrainedTokenizerBase:
+    """The tokenizer of a backbone: learned from texts, or that of the pretrained text model that ``text`` names.
+
+    Args:
+        texts: see `train_tokenizer`.
+        vocab_size: see `train_tokenizer`.
+        text: see `make_model`.
+
+    Raises:
+        SmolError: its package is not installed.
+    """
+    if not smollm2.is_smollm2(text):
+        return train_tokenizer(texts, vocab_size)
+    tokenizer = smollm2.tokenizer()
+    known = tokenizer.get_vocab()
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": [token for token in SPECIAL_TOKENS if token not in known]}
+    )
+    return tokenizer
+
+
 def make_processor(
-    tokenizer: Qwen2Tokenizer, *, min_pixels: int, max_pixels: int, vision: dict[str, Any]
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    min_pixels: int,
+    max_pixels: int,
+    vision: dict[str, Any],
+    text: dict[str, Any],
 ) -> Qwen2_5_VLProcessor:
     """Qwen2.5-VL's processor around a tokenizer, with its published chat template (shipped in trl).
 
     Pictures have `min_pixels` to `max_pixels`, and are cut and normalised as the tower of `vision` was trained.
     """
     template = (Path(trl.__file__).parent / "chat_templates" / "qwen2_5_vl.jinja").read_text()
+    if smollm2.is_smollm2(text):  # the same form, another greeting
+        template = template.replace("You are a helpful assistant.", smollm2.SYSTEM)
     size = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
     if vision.get("model_type") == efficientnet.EfficientNetConfig.model_type:
         pictures = efficientnet.picture_settings(vision)
@@ -117,13 +146,13 @@ def make_processor(
 
 
 def make_model(
-    tokenizer: Qwen2Tokenizer, text: dict[str, Any], vision: dict[str, Any]
+    tokenizer: PreTrainedTokenizerBase, text: dict[str, Any], vision: dict[str, Any]
 ) -> Qwen2_5_VLForConditionalGeneration:
-    """A randomly initialised Qwen2.5-VL, float32, around a pretrained tower where `vision` names one; seed torch before.
+    """A randomly initialised Qwen2.5-VL, float32, but for the pretrained parts that the sizes name; seed torch before.
 
     Args:
         tokenizer: gives the special ids and the vocabulary size.
-        text: overrides of the text config: sizes, ``tie_word_embeddings``.
+        text: overrides of the text config: sizes, ``tie_word_embeddings``; or ``model_type: smollm2`` alone.
         vision: overrides of the vision config; its ``model_type`` may name a tower of `rge.towers`.
 
     Raises:
@@ -131,11 +160,22 @@ def make_model(
     """
     ids: Any = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
     config = make_config(num_rows(len(tokenizer)), ids, text, vision)
-    if not isinstance(config, efficientnet.EfficientNetQwenConfig):
-        return Qwen2_5_VLForConditionalGeneration(config)
-    model = efficientnet.EfficientNetQwen(config)
-    model.model.visual.load_pretrained()
+    model: Qwen2_5_VLForConditionalGeneration
+    if isinstance(config, efficientnet.EfficientNetQwenConfig):
+        model = efficientnet.EfficientNetQwen(config)
+        model.model.visual.load_pretrained()
+    else:
+        model = Qwen2_5_VLForConditionalGeneration(config)
+    if smollm2.is_smollm2(text):
+        smollm2.load_pretrained(model.model.language_model, model.get_input_embeddings())
     return model
+
+
+def vocabulary(vocab_size: int, text: dict[str, Any]) -> int:
+    """How many tokens `make_tokenizer` gives, special ones included."""
+    if smollm2.is_smollm2(text):
+        return smollm2.VOCABULARY + len(set(SPECIAL_TOKENS) - smollm2.SPECIAL_TOKENS)
+    return vocab_size + len(SPECIAL_TOKENS)
 
 
 def num_rows(vocabulary: int) -> int:
@@ -147,12 +187,13 @@ def make_config(
     rows: int, ids: Mapping[str, int], text: dict[str, Any], vision: dict[str, Any]
 ) -> Qwen2_5_VLConfig:
     """Config of a Qwen2.5-VL of own sizes, with so many rows in its embedding matrix; see `make_model`."""
-    text = dict(text)
+    text = dict(smollm2.TEXT if smollm2.is_smollm2(text) else text)
     tie = text.pop("tie_word_embeddings", True)
     head_dim = text["hidden_size"] // text["num_attention_heads"]
     # Qwen2.5-VL's split of the rotary half-dimension over time, height and width: 16, 24, 24 of 64.
     quarter, rest = head_dim // 8, head_dim // 2 - head_dim // 8
     sections = [quarter, rest // 2, rest - rest // 2]
+    rope_theta = text.pop("rope_theta", 1e6)
     is_photo = vision.get("model_type") == efficientnet.EfficientNetConfig.model_type
     kind = efficientnet.EfficientNetQwenConfig if is_photo else Qwen2_5_VLConfig
     return kind(
@@ -161,7 +202,7 @@ def make_config(
             "max_position_embeddings": 8192,
             "rms_norm_eps": 1e-6,
             "use_sliding_window": False,
-            "rope_parameters": {"rope_type": "default", "mrope_section": sections, "rope_theta": 1e6},
+            "rope_parameters": {"rope_type": "default", "mrope_section": sections, "rope_theta": rope_theta},
             "bos_token_id": ids["<|endoftext|>"],
             "eos_token_id": ids["<|im_end|>"],
             "pad_token_id": ids["<|endoftext|>"],
@@ -187,13 +228,15 @@ def build(
     min_pixels: int,
     max_pixels: int,
 ) -> None:
-    """Write a randomly initialised backbone and its processor as a Hugging Face directory.
+    """Write a backbone, random but for its pretrained parts, and its processor as a Hugging Face directory.
 
     `texts` are what the tokenizer is trained on (`train_tokenizer`), `text` and `vision` sizes (`make_model`), and `seed` is that of
     the weights.
     """
-    tokenizer = train_tokenizer(texts, vocab_size)
-    processor = make_processor(tokenizer, min_pixels=min_pixels, max_pixels=max_pixels, vision=vision)
+    tokenizer = make_tokenizer(texts, vocab_size, text)
+    processor = make_processor(
+        tokenizer, min_pixels=min_pixels, max_pixels=max_pixels, vision=vision, text=text
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = make_model(tokenizer, text, vision)

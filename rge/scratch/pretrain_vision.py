@@ -233,6 +233,7 @@ def teach(
     style: float = 0.0,
     say_from: float = 0.0,
     muon_kernels: bool = True,
+    train_text: bool = True,
 ) -> float:
     """Train a backbone to name pictures, with Muon, which needs a third of AdamW's steps here, and a cosine schedule.
 
@@ -250,6 +251,7 @@ def teach(
         style: see `restyle`.
         say_from: share of the steps that only choose.
         muon_kernels: see `OptimConfig.muon_kernels`.
+        train_text: whether the text model learns too; a pretrained one stays as it is, and what it is shown learns its language.
 
     Returns:
         Share of this process's augmented pictures whose name was chosen right, over the last tenth of the steps.
@@ -270,8 +272,9 @@ def teach(
         if not phase:
             continue
         # DDP waits for the gradient of every trained weight: where nothing is written, the text model's have none.
-        decoder.layers.requires_grad_(write)
-        decoder.norm.requires_grad_(write)
+        decoder.layers.requires_grad_(write and train_text)
+        decoder.norm.requires_grad_(write and train_text)
+        model.get_input_embeddings().requires_grad_(train_text)
         began, num_steps, slow = 0, steps, []
         if write and first_write:
             # The text model begins here, at the full rate; the tower goes on from the rate that it has come to.

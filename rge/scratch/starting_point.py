@@ -23,6 +23,7 @@ from rge.model.backbone import load_processor, name_tokens, read_config
 from rge.model.hub_model import HubModel
 from rge.scratch import build as scratch
 from rge.scratch import pretrain_vision as eyes
+from rge.towers.smollm2 import is_smollm2
 
 
 @dataclass(frozen=True)
@@ -156,8 +157,9 @@ def processor_of(recipe: Recipe, records: Mapping[str, Records]) -> Any:
     pixels = {"min_pixels": model.min_pixels, "max_pixels": model.max_pixels}
     folder = Path(recipe.out) / "backbone"
     if plan is not None and not folder.is_dir():
-        tokenizer = scratch.train_tokenizer(plan.texts(), plan.scratch.vocab_size)
-        processor = scratch.make_processor(tokenizer, **pixels, vision=plan.scratch.vision)
+        sizes = plan.scratch
+        tokenizer = scratch.make_tokenizer(plan.texts(), sizes.vocab_size, sizes.text)
+        processor = scratch.make_processor(tokenizer, **pixels, vision=sizes.vision, text=sizes.text)
     else:
         start = recipe.init and str(checkpoint_folder(Path(recipe.init)))
         path = start or (model.path if plan is None else folder)
@@ -215,6 +217,7 @@ def _build(plan: Blueprint, folder: Path, accelerator: Accelerator) -> None:
             style=config.naming_style,
             say_from=config.naming_say_from,
             muon_kernels=plan.muon_kernels,
+            train_text=not is_smollm2(config.text),
         )
         if accelerator.is_main_process:
             model.cpu().save_pretrained(temporary)

@@ -64,7 +64,7 @@ def rows(made):
 
 
 def qwen2_processor(made):
-    given = scratch.make_processor(made, min_pixels=28 * 28, max_pixels=56 * 84, vision={})
+    given = scratch.make_processor(made, min_pixels=28 * 28, max_pixels=56 * 84, vision={}, text={})
     return Qwen2VLProcessor(
         image_processor=given.image_processor, tokenizer=made, video_processor=given.video_processor,
         chat_template=given.chat_template,
@@ -111,7 +111,7 @@ def qwen3_path(tmp_path_factory):
         tie_word_embeddings=True, **ids(made),
     )  # fmt: skip
     lively(Qwen3VLForConditionalGeneration(config)).save_pretrained(path)
-    given = scratch.make_processor(made, min_pixels=28 * 28, max_pixels=56 * 84, vision={})
+    given = scratch.make_processor(made, min_pixels=28 * 28, max_pixels=56 * 84, vision={}, text={})
     Qwen3VLProcessor(
         image_processor=given.image_processor, tokenizer=made, video_processor=given.video_processor,
         chat_template=given.chat_template,

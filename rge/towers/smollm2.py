@@ -115,7 +115,7 @@ def load_pretrained(text_model: nn.Module, embeddings: nn.Embedding) -> None:
     embeddings.weight[len(words) :] = words.mean(dim=0)
     missing, unknown = text_model.load_state_dict(given, strict=False)
     lacking = [name for name in missing if name != "embed_tokens.weight" and not name.endswith(".bias")]
-    assert not lacking and not unknown, (lacking, unknown)
+    assert not lacking + list(unknown), (lacking, unknown)
     for name, parameter in text_model.named_parameters():
         if name.endswith(".bias"):
             parameter.zero_()

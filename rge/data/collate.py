@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,8 +28,17 @@ from rge.data.streams import Reader, Stream
 from rge.distributed import collectives as dist
 from rge.model.prompts import Prompt, PromptBuilder
 
-if TYPE_CHECKING:
-    from rge.objective import Objective
+
+class Needs(Protocol):
+    """What a stage's objective reads of a record; `rge.objective.Objective` is one."""
+
+    @property
+    def needs_oracle(self) -> bool:
+        """Its oracle rationale."""
+
+    @property
+    def needs_candidates(self) -> bool:
+        """Its candidates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,7 +387,7 @@ def prompt_builder(processor: Any, recipe: Recipe) -> PromptBuilder:
 
 
 def make_batches(
-    recipe: Recipe, stage: StageConfig, objective: "Objective", processor: Any, records: Mapping[str, Records]
+    recipe: Recipe, stage: StageConfig, objective: Needs, processor: Any, records: Mapping[str, Records]
 ) -> StepBatches:
     """Sources of a stage, their mixture and this rank's share of every step."""
     files = [records[source.key] for source in stage.sources if source.key]

@@ -33,6 +33,7 @@ ONLY_IN = {
         "rge/model/attention.py",
         "rge/model/vision_tower.py",
         "rge/towers/efficientnet.py",
+        "rge/towers/smollm2.py",
         "data_prep/rmir/pictures/hub_encoders.py",
         "eval/models/clip.py",
         "eval/models/qwen.py",

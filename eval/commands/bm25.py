@@ -14,7 +14,7 @@ import numpy as np
 
 from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import each_member, is_suite, join_members, load_suite
-from eval.embedding.rewrite import load_rewriter, rewritten
+from eval.judging.rewrite import load_rewriter, rewritten
 from eval.scoring.evaluation import write_evaluation
 from eval.scoring.output_files import again, check_out
 from eval.scoring.search import DEPTH, Ranking, stack_rankings
@@ -44,7 +44,7 @@ class Bm25Options(PluginOptions):
     stopwords: str = "en"
     """Language whose frequent words are dropped; null: none."""
     rewrite: str | None = None
-    """caption or reformulate: words that a vision-language model adds to each query, see `eval.embedding.rewrite`."""
+    """caption or reformulate: words that a vision-language model adds to each query, see `eval.judging.rewrite`."""
     rewriter: str | None = None
     """Address of its OpenAI-compatible endpoint."""
     rewriter_model: str | None = None

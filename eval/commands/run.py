@@ -23,8 +23,8 @@ from eval.benchmarks.suite import is_suite, run_members
 from eval.commands.audit import Audit, audit_training, training_files
 from eval.embedding.fill_cache import Embeds, Mode, mean_cosine
 from eval.embedding.processes import Team, join
-from eval.embedding.rewrite import PROMPTS, load_rewriter, rewritten
 from eval.embedding.set_embeddings import Embeddings, contents_of, is_sampled
+from eval.judging.rewrite import PROMPTS, load_rewriter, rewritten
 from eval.scoring.evaluation import write_evaluation
 from eval.scoring.metrics import deepest
 from eval.scoring.output_files import RESULTS, again, check_out, self_retrieval
@@ -114,7 +114,7 @@ class RunOptions(PluginOptions):
     prompts: str | None = None
     """Prompt profile instead of the checkpoint's; null: the set's where it says one, else the checkpoint's."""
     rewrite: str | None = None
-    """caption or reformulate: words that a vision-language model adds to each query first, see `eval.embedding.rewrite`."""
+    """caption or reformulate: words that a vision-language model adds to each query first, see `eval.judging.rewrite`."""
     rewriter: str | None = None
     """Address of its OpenAI-compatible endpoint."""
     rewriter_model: str | None = None

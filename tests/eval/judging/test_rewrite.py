@@ -7,7 +7,7 @@ from eval_fakes import FakeEncoder, loader, tables, write_tables
 
 from eval.commands.bm25 import Bm25Options, bm25, rank
 from eval.commands.run import RunOptions, run
-from eval.embedding.rewrite import PROMPTS, load_rewriter, rewritten
+from eval.judging.rewrite import PROMPTS, load_rewriter, rewritten
 from eval.sets.retrieval_set import load_set
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.common.errors import UserError

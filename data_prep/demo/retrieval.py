@@ -13,7 +13,7 @@ from data_prep.demo.pictures import IMAGE, write_table
 from data_prep.demo.records import INSTRUCTION, reference
 from data_prep.demo.splits import VALID_GALLERY, Splits, stable_hash
 from data_prep.demo.tables import Concept, Fact, Tables
-from rge.common.fingerprint import set_fingerprint
+from rge.identity.set_fingerprint import set_fingerprint
 
 NUM_TEST_PHRASINGS = 2
 NUM_VALID_GALLERY = 128

@@ -14,7 +14,7 @@ A set is a directory of Parquet files, readable by MTEB unchanged:
 ``rationales.parquet``  query-id, corpus-id, rationale: why a candidate is right, in words (optional)
 ``meta.json``           name; ``report_by`` lists further query columns to report figures by; ``slice_notes`` says what
                         their values mean, {column: {value: words}}; ``fingerprint``, where
-                        given, is checked (see `rge.common.fingerprint`), and otherwise computed
+                        given, is checked (see `rge.identity.set_fingerprint`), and otherwise computed
 
 A picture is encoded bytes, ``{bytes, path}`` as Hugging Face stores it, the path of a file in the directory, or
 ``library.parquet#row-id`` in it or beside it; a query's ``image`` is a list of those. ``text`` and ``image`` may be left out where every
@@ -40,9 +40,9 @@ import pyarrow.parquet as pq
 
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
-from rge.common.fingerprint import set_fingerprint
 from rge.common.images import ImageError, picture_bytes
 from rge.common.schema import ImageRef, Item
+from rge.identity.set_fingerprint import set_fingerprint
 
 Modality = Literal["both", "text", "image"]
 MODALITIES: tuple[Modality, ...] = ("both", "text", "image")

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 
 from eval.sets.retrieval_set import NAMES, RetrievalSet, SetError, load_set
 from rge.common.files import replacing_folder, write_json
-from rge.common.fingerprint import set_fingerprint
 from rge.common.images import ImageError, load_image, picture_bytes
+from rge.identity.set_fingerprint import set_fingerprint
 
 WRITE_ROWS = 64
 """Candidates written at once; pictures of a pool do not fit into memory together."""

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from rge.common.fingerprint import set_fingerprint
 from rge.common.images import picture_bytes
 from rge.common.schema import Encoded
+from rge.identity.set_fingerprint import set_fingerprint
 
 DIM = 16
 NUM_QUERIES, NUM_CANDIDATES = 24, 60

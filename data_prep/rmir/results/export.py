@@ -18,10 +18,10 @@ from data_prep.rmir.decisions import candidates_by_query
 from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.results import card
 from data_prep.rmir.run import Run, RunError
-from rge.common.fingerprint import set_fingerprint
 from rge.common.images import ImageError, picture_bytes
 from rge.common.picture_metadata import without_metadata
 from rge.common.schema import Positive, QueryPart, Record, Target, safe_id
+from rge.identity.set_fingerprint import set_fingerprint
 
 ENDINGS = {b"\xff\xd8": "jpg", b"\x89P": "png", b"RI": "webp"}
 ROWS_A_GROUP = 256

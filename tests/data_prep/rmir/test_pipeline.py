@@ -51,10 +51,10 @@ from rge.calls.model_config import ModelConfig
 from rge.calls.replies import Abstained, BadValue, MissingTag, Refused, Reply, Truncated
 from rge.common.errors import UserError
 from rge.common.files import FileError, write_text
-from rge.common.fingerprint import set_fingerprint
 from rge.common.images import load_image
 from rge.common.schema import Record
 from rge.data.sources import RecordFile
+from rge.identity.set_fingerprint import set_fingerprint
 
 T, F, A, E = maths.VERDICTS
 

@@ -21,8 +21,8 @@ from eval.pages.report import write_report
 from eval.pages.training_log import read_training_logs
 from eval.pages.wording import LONG_QUESTION, number
 from rge.common.errors import UserError
-from rge.common.fingerprint import set_fingerprint
 from rge.common.options import parse_options
+from rge.identity.set_fingerprint import set_fingerprint
 from rge.stats.intervals import cluster_bootstrap, index_of, interval
 
 METRICS = ("recall@1", "recall@5", "mrr")

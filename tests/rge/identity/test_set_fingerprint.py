@@ -1,11 +1,11 @@
-"""The byte recipe of `rge.common.fingerprint`, repeated by hand."""
+"""The byte recipe of `rge.identity.set_fingerprint`, repeated by hand."""
 
 import hashlib
 
 import numpy as np
 import pytest
 
-from rge.common.fingerprint import set_fingerprint
+from rge.identity.set_fingerprint import set_fingerprint
 
 QRELS = [("q2", "b", 1), ("q1", "a", 2), ("q1", "é", 1)]
 

@@ -167,7 +167,7 @@ def make_model(
     else:
         model = Qwen2_5_VLForConditionalGeneration(config)
     if smollm2.is_smollm2(text):
-        smollm2.load_pretrained(model.model.language_model, model.get_input_embeddings())
+        smollm2.load_pretrained(model.model.language_model)
     return model
 
 

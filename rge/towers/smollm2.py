@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Qwen2_5_VLTextModel
 
 from rge.common.errors import UserError
 
@@ -95,14 +95,13 @@ def weights() -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_pretrained(text_model: nn.Module, embeddings: nn.Embedding) -> None:
+def load_pretrained(text_model: Qwen2_5_VLTextModel) -> None:
     """Give a Qwen2.5-VL text model of SmolLM2's sizes SmolLM2's weights.
 
     Rows beyond SmolLM2's vocabulary are the mean of its own: at first no new token is likelier than another.
 
     Args:
-        text_model: changed in place.
-        embeddings: its token embeddings, tied to the head.
+        text_model: changed in place; its token embeddings are tied to the head.
 
     Raises:
         SmolError: see `weights`.
@@ -111,8 +110,9 @@ def load_pretrained(text_model: nn.Module, embeddings: nn.Embedding) -> None:
         name.removeprefix("model."): weight for name, weight in weights().items() if name != "lm_head.weight"
     }
     words = given.pop("embed_tokens.weight")
-    embeddings.weight[: len(words)] = words
-    embeddings.weight[len(words) :] = words.mean(dim=0)
+    embeddings = text_model.embed_tokens.weight
+    embeddings[: len(words)] = words
+    embeddings[len(words) :] = words.mean(dim=0)
     missing, unknown = text_model.load_state_dict(given, strict=False)
     lacking = [name for name in missing if name != "embed_tokens.weight" and not name.endswith(".bias")]
     assert not lacking + list(unknown), (lacking, unknown)

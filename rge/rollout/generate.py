@@ -125,20 +125,12 @@ def generate(
     Raises:
         ValueError: a sampling temperature without seeds, a cap below one token, or fewer than are asked for at least.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be >= 1, got {max_new_tokens}")
-    if not 0 <= min_new_tokens < max_new_tokens:
-        raise ValueError(
-            f"min_new_tokens must be at least 0 and below max_new_tokens={max_new_tokens}, got {min_new_tokens}"
-        )
-    if temperature < 0:
-        raise ValueError(f"temperature must be >= 0, got {temperature}")
     if temperature > 0 and (seeds is None or len(seeds) != len(prompts) * num_each):
         raise ValueError("sampling (temperature > 0) needs one seed a rationale")
-    if direct_above is not None and not 0 <= direct_above <= 1:
-        raise ValueError(f"direct_above is a probability, got {direct_above}")
     if any(len(ids) >= max_new_tokens for ids in given):
         raise ValueError(f"given ids and <emb> must fit into max_new_tokens={max_new_tokens}")
+    choice = _Choice(max_new_tokens, temperature, min_new_tokens, direct_above, margins)
+    choice.check()
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     num_rows = num_each + len(given)
     at_once = max(1, batch_size // num_each)
@@ -151,20 +143,13 @@ def generate(
             chosen = order[start : start + at_once]
             members = [(index, number) for index in chosen for number in range(num_rows)]
             rows = [index * num_rows + number for index, number in members]
-            uniform = None
-            if temperature > 0:
-                uniform = torch.zeros(len(rows), max_new_tokens, dtype=torch.float64)
-                for row, (index, number) in enumerate(members):
-                    if number < num_each:
-                        stream = np.random.Generator(np.random.Philox(key=seeds[index * num_each + number]))  # type: ignore[index]
-                        uniform[row] = torch.from_numpy(stream.random(max_new_tokens))
-            read = None
-            if given:
-                read = torch.full((len(rows), max_new_tokens), -1)
-                for row, (_, number) in enumerate(members):
-                    if number >= num_each:
-                        tokens = torch.tensor([*given[number - num_each], embedder.emb_id])
-                        read[row, : len(tokens)] = tokens
+            own_seeds = None
+            if seeds is not None and temperature > 0:
+                own_seeds = [
+                    seeds[index * num_each + number] if number < num_each else None
+                    for index, number in members
+                ]
+            read = [given[number - num_each] if number >= num_each else None for _, number in members]
             began = time.perf_counter()
             if encoded is None:
                 known, known_at = (
@@ -174,33 +159,44 @@ def generate(
             else:
                 known, known_at = encoded, [index if places is None else places[index] for index in chosen]
             repeated = [place for place in known_at for _ in range(num_rows)]
-            told = (
-                None if on_token is None else (lambda place, token, rows=rows: on_token(rows[place], token))
-            )
-            batch = _generate_batch(
-                embedder,
-                known,
-                repeated,
-                max_new_tokens,
-                temperature,
-                uniform,
-                margins,
-                told,
-                min_new_tokens,
-                read,
-                direct_above,
-            )
+            writing = _Writing(embedder, known, repeated, choice, own_seeds, read if given else None)
+            if on_token is not None:
+                writing.on_token = lambda place, token, rows=rows: on_token(rows[place], token)
+            found = writing.run()
             seconds = (time.perf_counter() - began) / len(rows)
-            for row, (_, number), (ids, forced, state, least) in zip(rows, members, batch, strict=True):
+            for row, (_, number), (ids, forced, state_D, margin) in zip(rows, members, found, strict=True):
                 added = number >= num_each
                 results[row] = Rationale(
-                    tuple(ids), forced, state, seconds, direct=added and not ids, given=added, margin=least
+                    ids, forced, state_D, seconds, direct=added and not ids, given=added, margin=margin
                 )
             if on_progress is not None:
                 on_progress(len(chosen))
     finally:
         embedder.train(was_training)
     return [results[row] for row in range(len(results))]
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """How tokens are chosen, see `generate`."""
+
+    max_new_tokens: int
+    temperature: float
+    min_new_tokens: int
+    direct_above: float | None
+    margins: bool
+
+    def check(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
+        if not 0 <= self.min_new_tokens < self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens must be at least 0 and below max_new_tokens={self.max_new_tokens}, got {self.min_new_tokens}"
+            )
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be >= 0, got {self.temperature}")
+        if self.direct_above is not None and not 0 <= self.direct_above <= 1:
+            raise ValueError(f"direct_above is a probability, got {self.direct_above}")
 
 
 @torch.no_grad()
@@ -210,62 +206,23 @@ def _encode(embedder: EmbeddingModel, prompts: Sequence[Prompt]) -> EncodedPromp
     return encoded
 
 
-@torch.no_grad()
-def _generate_batch(
-    embedder: EmbeddingModel,
-    encoded: EncodedPrompts,
-    places: Sequence[int],
-    max_new_tokens: int,
-    temperature: float,
-    uniform_RL: Tensor | None,
-    margins: bool,
-    on_token: Callable[[int, int], object] | None,
-    min_new_tokens: int,
-    given_RL: Tensor | None,
-    direct_above: float | None,
-) -> list[tuple[list[int], bool, Tensor, float]]:
-    """Continue the prompts at `places` of what was encoded: ids, whether `<emb>` was forced, state at it, margin."""
-    writing = _Writing(
-        embedder,
-        encoded,
-        places,
-        max_new_tokens,
-        temperature,
-        uniform_RL,
-        margins,
-        on_token,
-        min_new_tokens,
-        given_RL,
-        direct_above,
-    )
-    writing.run()
-    found = []
-    least = [float("inf")] * len(places) if writing.margin_R is None else writing.margin_R.tolist()
-    for row, (ids, state) in enumerate(zip(writing.written_RL.tolist(), writing.state_RD, strict=True)):
-        length = ids.index(embedder.emb_id)
-        found.append((ids[:length], length == max_new_tokens, state, least[row]))
-    return found
-
-
 class _Writing:
     """A batch being written. While rows stay, every tensor keeps its place, and a step changes them where they are."""
 
+    on_token: Callable[[int, int], object] | None = None
+
+    @torch.no_grad()
     def __init__(
         self,
         embedder: EmbeddingModel,
         encoded: EncodedPrompts,
         places: Sequence[int],
-        max_new_tokens: int,
-        temperature: float,
-        uniform_RL: Tensor | None,
-        margins: bool = False,
-        on_token: Callable[[int, int], object] | None = None,
-        min_new_tokens: int = 0,
-        given_RL: Tensor | None = None,
-        direct_above: float | None = None,
+        choice: _Choice,
+        seeds: Sequence[int | None] | None,
+        given: Sequence[Sequence[int] | None] | None,
     ):
-        self.on_token, self.min_new_tokens, self.direct_above = on_token, min_new_tokens, direct_above
-        self.embedder, self.max_new_tokens, self.temperature = embedder, max_new_tokens, temperature
+        self.embedder, self.choice = embedder, choice
+        max_new_tokens = choice.max_new_tokens
         model, device = embedder.model, embedder.device
         self.words, self.head = model.get_input_embeddings(), model.get_output_embeddings()
         part, R = encoded.part, len(places)
@@ -274,12 +231,24 @@ class _Writing:
         self.num_steps = max_new_tokens + 2
         self.cache = (RunningCache if encoded.is_flat else Cache)(encoded, places, self.num_steps)
         self.rotations = _rotations(model, part.last_position_3B[:, rows], part.after_B[rows], self.num_steps)
-        self.uniform_RL = None if uniform_RL is None else uniform_RL.to(device, non_blocking=True)
-        self.given_RL = None if given_RL is None else given_RL.to(device, non_blocking=True)
+        self.uniform_RL = self.given_RL = None
+        if seeds is not None:
+            uniform_RL = torch.zeros(R, max_new_tokens, dtype=torch.float64)
+            for row, seed in enumerate(seeds):
+                if seed is not None:
+                    stream = np.random.Generator(np.random.Philox(key=seed))
+                    uniform_RL[row] = torch.from_numpy(stream.random(max_new_tokens))
+            self.uniform_RL = uniform_RL.to(device, non_blocking=True)
+        if given is not None:
+            given_RL = torch.full((R, max_new_tokens), -1)
+            for row, ids in enumerate(given):
+                if ids is not None:
+                    given_RL[row, : len(ids) + 1] = torch.tensor([*ids, embedder.emb_id])
+            self.given_RL = given_RL.to(device, non_blocking=True)
         self.barred_V: Tensor | None = None
         self.written_RL = torch.full((R, max_new_tokens + 1), embedder.emb_id, device=device)
         self.state_RD = torch.empty(0)
-        self.margin_R = torch.full((R,), float("inf"), device=device) if margins else None
+        self.margin_R = torch.full((R,), float("inf"), device=device) if choice.margins else None
         self.row_B = torch.arange(R, device=device)
         self.token_B = part.last_id_B[rows]
         self.done_B = torch.zeros(R, dtype=torch.bool, device=device)
@@ -288,14 +257,25 @@ class _Writing:
         self.capture = CAPTURES.get(device.type) if can else None
         self.replay: Callable[[], None] | None = None
 
-    def run(self) -> None:
+    @torch.no_grad()
+    def run(self) -> list[tuple[tuple[int, ...], bool, Tensor, float]]:
+        """Write: of each row the ids, whether ``<emb>`` was forced, the state at it, and the smallest margin."""
+        self._write()
+        found = []
+        least = [float("inf")] * len(self.written_RL) if self.margin_R is None else self.margin_R.tolist()
+        for ids, state_D, margin in zip(self.written_RL.tolist(), self.state_RD, least, strict=True):
+            length = ids.index(self.embedder.emb_id)
+            found.append((tuple(ids[:length]), length == self.choice.max_new_tokens, state_D, margin))
+        return found
+
+    def _write(self) -> None:
         """Write until every row has ended."""
         device = self.row_B.device
         # A look at the device costs a wait on a GPU, and running a row on that is done costs little: look rarely there.
         look_every = 1 if device.type == "cpu" and self.capture is None else 8
         warm = False
         for step in range(self.num_steps):
-            chooses = step < self.max_new_tokens
+            chooses = step < self.choice.max_new_tokens
             # The first step of a number of rows runs plainly: libraries choose their kernels then.
             captured = self.capture is not None and warm and chooses
             if captured:
@@ -304,7 +284,7 @@ class _Writing:
                 self._read()
             if step == self.num_steps - 1:
                 return
-            if step % look_every == 0 or step == self.max_new_tokens:
+            if step % look_every == 0 or step == self.choice.max_new_tokens:
                 num_rows = len(self.row_B)
                 num_alive = num_rows - int(self.done_B.sum())
                 if num_alive == 0:
@@ -353,20 +333,20 @@ class _Writing:
                 barred = torch.tensor(self.embedder.suppressed_ids)
                 self.barred_V.index_fill_(0, barred.to(logit_BV.device, non_blocking=True), float("-inf"))
             logit_BV = logit_BV + self.barred_V
-            if self.min_new_tokens:
-                early_1 = self.step_1 < self.min_new_tokens
+            if self.choice.min_new_tokens:
+                early_1 = self.step_1 < self.choice.min_new_tokens
                 logit_BV[:, emb_id] = torch.where(early_1, float("-inf"), logit_BV[:, emb_id])
-            if self.direct_above is not None:
-                is_likely_B = logit_BV.softmax(dim=-1)[:, emb_id] >= self.direct_above
+            if self.choice.direct_above is not None:
+                is_likely_B = logit_BV.softmax(dim=-1)[:, emb_id] >= self.choice.direct_above
                 decided_B = torch.where(is_likely_B, float("inf"), float("-inf"))
                 logit_BV[:, emb_id] = torch.where(self.step_1 == 0, decided_B, logit_BV[:, emb_id])
             uniform_B = None if self.uniform_RL is None else self.uniform_RL[self.row_B, self.step_1]
-            token_B = _choose(logit_BV, self.temperature, uniform_B)
+            token_B = _choose(logit_BV, self.choice.temperature, uniform_B)
             if self.given_RL is not None:
                 given_B = self.given_RL[self.row_B, self.step_1]
                 token_B = torch.where(given_B >= 0, given_B, token_B)
             if self.margin_R is not None:
-                margin_B = _margin(logit_BV, self.temperature, uniform_B, token_B)
+                margin_B = _margin(logit_BV, self.choice.temperature, uniform_B, token_B)
                 margin_B = torch.where(self.done_B, float("inf"), margin_B).minimum(self.margin_R[self.row_B])
                 self.margin_R.index_put_((self.row_B,), margin_B)
             self.token_B.copy_(token_B.masked_fill(self.done_B, emb_id))

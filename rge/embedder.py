@@ -546,7 +546,7 @@ class Embedder:
     def encode_after(
         self, prompts: Sequence["Prompt"], rationales: Sequence[Sequence[int]], *, batch_size: int = 64
     ) -> np.ndarray:
-        """Embeddings (N, D) of prompts after given rationales, whoever wrote them.
+        """Embeddings (N, D) of prompts after given rationales, from any source.
 
         Args:
             prompts: of `prompt`.

@@ -279,7 +279,7 @@ def tail_mask(length_B: Tensor, longest_prompt: int, segment_BS: Tensor) -> Tens
 
     The columns are the row's prompt without its last token, then the tail. A token sees the prompt, and of the tail
     the earlier tokens of the prompt and of its own branch. Padding sees itself only, since a softmax over nothing is
-    NaN, and nobody sees padding.
+    NaN, and no other token sees padding.
 
     Args:
         length_B: tokens of each row's prompt, the last not counted.

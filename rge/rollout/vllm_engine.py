@@ -157,7 +157,7 @@ class Engine(VLLMGeneration):
 
 
 def _prepare_head(worker: Any) -> None:
-    """Let the output matrix prepare its weights: where it is the embedding matrix too, nobody told it that they are new."""
+    """Let the output matrix prepare its weights: where it is the embedding matrix too, vLLM does not do it."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in worker.model_runner.get_model().modules():

@@ -82,7 +82,7 @@ def test_a_step_is_measured_and_its_json_comes_last(words, figures):
 @pytest.mark.parametrize(
     "words",
     [
-        ["memory", "batches=4,8", "micro_batch=4", "repeats=1", "whole=8"],
+        ["memory", "batches=2", "micro_batch=2", "repeats=1", "whole=2"],
         ["save", "millions=2", "repeats=1", "folder={folder}"],
         ["index", "rows=1000", "dimensions=16"],
         ["search", "candidates=2000", "queries=50", "dim=32", "depth=100", "others=true", "repeats=1"],

@@ -113,8 +113,11 @@ def edit(monkeypatch):
     def change(*names):
         known, version = run_identity._hash_of, run_identity._version_now
         patched = pytest.MonkeyPatch()
+        edited = tuple(f"/{name}" for name in names)  # a name without a folder may be that of several modules
         patched.setattr(
-            run_identity, "_hash_of", lambda path, *at: "edited" if path.name in names else known(path, *at)
+            run_identity,
+            "_hash_of",
+            lambda path, *at: "edited" if path.as_posix().endswith(edited) else known(path, *at),
         )
         patched.setattr(
             run_identity, "_version_now", lambda name: "another" if name in names else version(name)
@@ -127,13 +130,13 @@ def edit(monkeypatch):
 @pytest.mark.parametrize(
     ("what", "kept", "named"),
     [
-        ("prompts.py", False, "software.modules.rge.model.prompts"),
-        ("efficientnet.py", False, "software.modules.rge.towers.efficientnet"),
+        ("rge/model/prompts.py", False, "software.modules.rge.model.prompts"),
+        ("rge/towers/efficientnet.py", False, "software.modules.rge.towers.efficientnet"),
         ("eval_fakes.py", False, "software.modules.eval_fakes"),  # where the encoder is from
         ("torch", False, "software.packages.torch"),
-        ("evaluation.py", True, "software.modules.eval.scoring.evaluation"),
+        ("eval/scoring/evaluation.py", True, "software.modules.eval.scoring.evaluation"),
         ("threads", True, "machine.threads"),
-        ("cards.py", True, None),  # of the page
+        ("eval/pages/cards.py", True, None),  # of the page
     ],
 )
 def test_embeddings_are_kept_until_what_they_depend_on_changes(

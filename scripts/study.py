@@ -484,6 +484,7 @@ def modes(options: Options) -> Finding:
         ("latent, latent", "latent"),
         ("silent", "none"),
         ("silent", "silent, direct"),
+        ("silent, direct", "none"),
     ]
     names = [arm.name for arm in arms[1:]]
     claims = [Claim(name, "", alone(name), 0) for name in names]

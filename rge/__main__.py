@@ -1,4 +1,4 @@
-"""``rge COMMAND``, or ``python -m rge COMMAND``: one entrance to everything that is here.
+"""``rge COMMAND``, or ``python -m rge COMMAND``: the command line.
 
 Each command is also a module: ``rge plan`` is ``python -m rge.plan``. Several processes are started with
 ``accelerate launch -m rge.train recipe=...``.

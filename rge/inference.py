@@ -1,4 +1,4 @@
-"""From prompts to embeddings with a finished checkpoint, by this project's code or by vLLM. `rge.embedder` is the API.
+"""Turn prompts into embeddings with a finished checkpoint, by this project's code or by vLLM.
 
 Safe for threads: what a call computes is its own, and calls take turns, since two at once would take twice the memory and, on
 a CPU, each other's cores.

@@ -1,4 +1,4 @@
-"""What a stage minimises, and which continuations of a prompt that takes.
+"""What a stage minimises: its loss terms, their weights, and the branches of a prompt that each term needs.
 
 Shape suffixes: B = queries of this rank, C = candidates of all ranks, D = hidden size.
 """

@@ -1,4 +1,4 @@
-"""The training step: its losses, one prompt, any number of chunks, any number of processes.
+"""The training step: rollout, candidate masks, gradient caching in chunks, backward, over any number of processes.
 
 A step's contrastive batch is global: every query is compared with every candidate of every rank. If it does not fit
 into memory as a whole, gradients are computed exactly by gradient caching (arXiv:2101.06983): first all states without

@@ -1,4 +1,4 @@
-"""Turn facts into training records: asked about a picture, asked in words, and the naming of pictures."""
+"""Turn facts into training records: questions about a picture, questions in words, and naming."""
 
 from collections.abc import Sequence
 

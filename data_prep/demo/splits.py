@@ -1,4 +1,4 @@
-"""Decide what training never sees: pairs of picture and question for the test and for validation.
+"""Which pairs of picture and question are held out for test and validation.
 
 A held-out pair is a fact that no training record asks about a picture; training meets it in words only. Everything
 around it is trained: the picture with other questions, the question with other pictures, and every answer as an

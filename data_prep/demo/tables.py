@@ -1,4 +1,4 @@
-"""Read and check the hand-written tables: what is drawn, what is asked, what is right and why.
+"""Read and validate the hand-written tables of drawings, questions and facts.
 
 ``concepts.tsv``     concept, hex (code point, part of every picture's id), name with article, number (one or many)
 ``drawings.tsv``     concept, then per family the icon that draws it; empty: none, or it shows something else

@@ -1,4 +1,4 @@
-"""Choose among several rationales by what they do for an embedder: counterfactual selection.
+"""Counterfactual selection: choose among several rationales by what they do for an embedder.
 
 The query is embedded without a rationale and after each candidate rationale, all from one forward of its prompt. A
 rationale's gain is how much more of the softmax over the targets goes to the right one than without it, in nats: below

@@ -1,4 +1,4 @@
-"""How much of the target does a rationale give away? Against the target's words, its caption, and by embedding its picture.
+"""Leak score: how much of the target a rationale gives away.
 
 A rationale may name what is needed; what it says beyond that of the target it can only have seen there. All scores lie
 between 0 (names it at most) and 1, and are None where there is nothing to compare with.

@@ -1,4 +1,4 @@
-"""What the writer of rationales is asked. Shape and rules follow RGE's Table 9; the words and examples are ours."""
+"""The prompts that ask for rationales."""
 
 from rge.calls.replies import Reply, check_complete, tag
 from rge.calls.request import Part

@@ -1,4 +1,4 @@
-"""Every setting of the pipeline. Defaults are the paper's (RMIR, section 3.1) where it names a value."""
+"""Settings of the pipeline."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What stands about each triplet: what the panel decided, unless people who checked it agreed on something else."""
+"""The decision on each triplet: the panel's, unless human reviewers agreed on another."""
 
 import json
 from pathlib import Path

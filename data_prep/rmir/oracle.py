@@ -1,4 +1,4 @@
-"""The oracle of the shipped world: an OpenAI-compatible server that answers from the hand-written relation tables.
+"""The demo's oracle: an OpenAI-compatible server that answers from the hand-written relation tables.
 
 It replaces a multimodal model, so that the whole pipeline runs on any machine over real HTTP, by calls and by batches. It
 identifies a picture by its bytes (or, with ``oracle.library``, by a caption that is a name of its tables), and is wrong on

@@ -1,4 +1,4 @@
-"""What the models are asked, and how their answers are read; the words are files, see `data_prep.rmir.wording`."""
+"""Build the pipeline's prompts and parse their answers; the texts are files, see `data_prep.rmir.wording`."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The command line: ``rge data review run=DIR out=PAGE.html``, and ``apply=FILES`` to act on what people said on the page."""
+"""The command line: ``rge data review run=DIR out=PAGE.html``, and ``apply=FILES`` to apply reviewers' verdicts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""One run of the pipeline: its folder, its lock, which stages are done, and how models are asked."""
+"""A run of the pipeline: folder, lock, finished stages, and its client for models."""
 
 import hashlib
 import json

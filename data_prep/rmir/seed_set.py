@@ -1,4 +1,4 @@
-"""The seed stage: look through the library, cluster it, sample some pictures of each cluster; and extend all that later."""
+"""The seed stage: index the library, cluster it, sample from each cluster; and extend all that later."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""The stages: each reads the tables of those before it, writes its own, and returns what it counted.
+"""The stages: each reads earlier tables, writes its own, and returns its counts.
 
 Source: RMIR, section 3.1. Differs: where the paper is silent the choice is a setting; see docs/data_prep.md.
 """

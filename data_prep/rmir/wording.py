@@ -1,4 +1,4 @@
-"""The texts of the prompts, as files: those of ``prompt_files/``, each of which a folder of the user's may replace.
+"""The prompt files in ``prompt_files/``, each of which a folder of the user's may override.
 
 ``kinds.md``           the kinds of reasoning with their examples; each begins with a line ``CODE (name): ...``
 ``constraints.md``     what every question must keep

@@ -1,4 +1,4 @@
-"""Retrieval sets of ours as tasks that MTEB runs, with any model that MTEB knows.
+"""Retrieval sets as MTEB tasks, for any model that MTEB knows.
 
     results = mteb.evaluate(mteb.get_model("intfloat/mmE5-mllama-11b-instruct"), tasks("runs/sets/rmir", benchmark="rmir"))
 

@@ -1,4 +1,4 @@
-"""The benchmarks: each is a folder here, registered by its ``__init__``, or a module of the user's.
+"""Registry of benchmarks: folders here, or modules of the user's.
 
     register_benchmark(Benchmark("birds", import_birds, (Protocol("birds", "clean", ("recall@1",)),)))
 

@@ -1,4 +1,4 @@
-"""What the importers share: their options, the files of a release, and its pictures.
+"""Shared by the importers: options, files of a release, pictures.
 
 An importer says which files it reads and how a row becomes a query, a candidate or a judgement; the rest is here.
 """

@@ -1,4 +1,4 @@
-"""Did training see what the test asks? Pictures and pairs that a retrieval set shares with training files.
+"""Audit for leaks: did training see what the test asks?
 
     rge eval audit set=DIR train=FILE.jsonl[,FILE.jsonl]
     rge eval audit evals=DIR[,DIR]    # shortcuts and rationales, see `eval.scoring.rationale_quality`

@@ -1,4 +1,4 @@
-"""BM25 on the texts of a set: the row that every table of text retrieval has.
+"""The BM25 baseline on the texts of a set.
 
     rge eval bm25 set=DIR out=DIR [rewrite=caption rewriter=ADDRESS rewriter_model=NAME]
 

@@ -1,4 +1,4 @@
-"""What accuracy costs at test time: rationales or none, several of them, only where needed.
+"""Accuracy against test-time cost: no rationale, one, several, or only for some queries.
 
     rge eval budget checkpoint=DIR set=DIR out=DIR [k=8] [gate=0.25,0.5]
 

@@ -1,4 +1,4 @@
-"""Check a retrieval set before a model is asked: every picture, and what would make its figures mean little.
+"""Check a retrieval set before evaluation: pictures, and what would make its figures mean little.
 
     rge eval check set=DIR
 

@@ -1,4 +1,4 @@
-"""Evaluations in the formats that others read.
+"""Export evaluations to other formats: LaTeX, CSV, leaderboards.
 
     rge eval export format=pinpoint|top50|mmeb|mteb eval=DIR out=FILE.json
     rge eval export format=csv|latex eval=DIR out=FILE

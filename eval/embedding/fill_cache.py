@@ -1,4 +1,4 @@
-"""Encode queries and candidates shard by shard, and refuse embeddings that cannot be ranked.
+"""Embed queries and candidates shard by shard; NaN and constant embeddings are errors.
 
 What a cache of shards lacks is encoded, by one process or by several that share its directory (`eval.embedding.processes`): every
 process walks over all items in the same order and embeds every n-th shard. A shard does not depend on who makes it, so

@@ -1,4 +1,4 @@
-"""The processes that encode or judge together: what `accelerate launch -m rge eval run ...` started, or this one alone.
+"""The process group of an evaluation: all that `accelerate launch` started, or this process alone.
 
 Each process embeds its share of the shards into one cache directory, which all of them must see; a judge's scores are
 handed to the first process, which keeps them. Nothing else is exchanged but short messages, so the group runs on gloo,

@@ -1,4 +1,4 @@
-"""One encoder on one retrieval set: which embeddings there are, what they are named by, and where they are kept.
+"""The embeddings of one set by one encoder: which are needed, their cache keys, where they are stored.
 
 Filling a cache and reading it are two steps: with several processes all of them fill, and only the first one reads.
 """

@@ -1,4 +1,4 @@
-"""Embeddings and rationales on disk: shards that survive a kill, in caches that cannot be stale.
+"""Cached embeddings and rationales: shards that survive a kill, under keys that cannot go stale.
 
 A cache is a directory of Parquet shards, each renamed into place when complete. Its name is a hash of everything that
 determines the embeddings (`cache_key`): checkpoint, prompts, pixels, generation settings, software, side, mode, modality,

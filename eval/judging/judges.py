@@ -1,4 +1,4 @@
-"""Judges: vision-language models that say whether a candidate answers a query, on this machine or behind an endpoint."""
+"""Judges: vision-language models that rate a candidate for a query, local or behind an endpoint."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

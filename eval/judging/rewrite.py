@@ -1,4 +1,4 @@
-"""Let a vision-language model add words to queries before anything is embedded or matched.
+"""Query rewriting by a vision-language model, before retrieval.
 
 Two baselines of MM-BRIGHT (section 5): a **caption** of the query's pictures, or a **reformulation** that spells out what
 is asked. Either is appended to the query's text. What follows, any embedder or BM25, sees a set with longer queries;

@@ -1,4 +1,4 @@
-"""What adapters share: loaders, windows sorted by length, timing, a hash of a model's files, wordings."""
+"""Shared by adapters: loading, length-sorted batches, timing, hashes of weights, wordings."""
 
 import hashlib
 import time

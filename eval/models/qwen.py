@@ -1,4 +1,4 @@
-"""Qwen's vision-language models read at their last token: plain ones, and VLM2Vec.
+"""Qwen's vision-language models as last-token embedders: plain ones, and VLM2Vec.
 
 Plain Qwen2-VL, Qwen2.5-VL and Qwen3-VL get their chat template, and the state at its last token (the end of the
 assistant header) is the embedding; no embedding prompt is published for them, ours is the wording of RGE. VLM2Vec

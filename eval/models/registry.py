@@ -1,4 +1,4 @@
-"""From what a user names to an embedder: our checkpoints, and an adapter for each other family.
+"""Find the adapter for a model: our checkpoints, and other families.
 
     load_model("runs/demo/joint/final")          # rge.json -> rge
     load_model("openai/clip-vit-large-patch14")  # config.json -> clip

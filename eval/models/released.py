@@ -1,4 +1,4 @@
-"""A released model asked as its authors' own evaluation asks it: ``as=release``; here RGE, and what all releases share.
+"""``as=release``: ask a released model exactly as its authors' evaluation does; RGE, and what all releases share.
 
 RGE (github.com/MCG-NJU/RGE, ``eval_ar.py`` and what it imports, with the versions of its requirements.txt): the text goes into the
 user turn as MMEB has it, reworded, with the picture's tokens where the text has its placeholder and a newline at the end; sides

@@ -1,4 +1,4 @@
-"""Ask models: rate-limited, retried, within a budget, and never twice for the same answer.
+"""Client for model APIs: rate limits, retries, budgets, and a cache that never pays twice for one answer.
 
 An answer is stored before it is parsed, so a malformed one is paid for once; then it is requested again with the format named.
 """

@@ -1,4 +1,4 @@
-"""Why a call has no answer, and what is done about it; `rge.calls.providers.errors` says which error is which.
+"""Why a call failed, and whether it is retried; `rge.calls.providers.errors` classifies providers' errors.
 
 ===========  =========================================================  ==================================================
 unanswered   time-out, no connection, 429, 5xx, a web page              retried; then open: the next run asks it again

@@ -1,4 +1,4 @@
-"""API keys: read from the environment, and kept out of whatever is shown or logged."""
+"""API keys: read from the environment, redacted wherever something is shown or logged."""
 
 import base64
 import json

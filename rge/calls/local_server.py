@@ -1,4 +1,4 @@
-"""A small OpenAI-compatible server on this machine: for the embedded default, for tests and for measuring.
+"""A small OpenAI-compatible server on this machine, for the built-in oracle, tests and benchmarks.
 
 It speaks just enough HTTP/1.1 (bodies with a length, kept-alive connections) for its clients here.
 """

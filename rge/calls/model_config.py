@@ -1,4 +1,4 @@
-"""One model behind one endpoint, as the user gives it."""
+"""Configuration of one model behind one endpoint."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Pictures as they are sent: without metadata, upright, not too large. Scaling them down is done in other processes.
+"""Prepare pictures for a request: metadata removed, upright, scaled down.
 
 A photograph of twelve megapixels takes a second to decode and encode. In the event loop that would block all calls, and
 some would time out through no fault of the endpoint.

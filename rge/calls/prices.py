@@ -1,4 +1,4 @@
-"""What models cost, by name, and the question before the first paid call."""
+"""Prices of models by name, and the confirmation before the first paid call."""
 
 import dataclasses
 import sys

@@ -1,4 +1,4 @@
-"""What is asked of a model, and the key under which its answer is kept."""
+"""A request to a model, and the cache key of its answer."""
 
 import hashlib
 import json

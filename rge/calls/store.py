@@ -1,4 +1,4 @@
-"""Every answer ever paid for, and every attempt that may have been billed, in one append-only SQLite file.
+"""The cache of answers and the ledger of attempts, in one append-only SQLite file.
 
 In WAL mode several processes may write at once and a commit survives a kill (a power cut may cost the last few answers, never
 the file); the file must be on a local disk. An attempt is entered before it is sent, at the most it may cost: so a budget holds

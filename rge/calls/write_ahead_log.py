@@ -1,4 +1,4 @@
-"""SQLite files that several processes write at once and that a kill leaves whole (write-ahead log)."""
+"""SQLite files that several processes write to and that survive a kill (write-ahead log)."""
 
 import sqlite3
 import time

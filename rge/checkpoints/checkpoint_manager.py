@@ -1,4 +1,4 @@
-"""What is kept of a stage while it trains: states to resume from, the best checkpoints so far, the final one.
+"""Which states and checkpoints of a stage are kept: to resume from, the best so far, the final one.
 
 A cluster's SIGTERM and a user's Ctrl-C are handled here too: the step is finished, a state is saved, and the process exits
 with 143 or 130.

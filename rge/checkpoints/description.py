@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: the instructions it was trained with, a model card, files for other libraries."""
+"""A checkpoint's own description: ``rge.json``, model card, and the files that other libraries read."""
 
 import re
 from collections import Counter, defaultdict

@@ -1,4 +1,4 @@
-"""Export and identify finished checkpoints; states to resume from are `rge.checkpoints.training_state`' business.
+"""Export finished checkpoints and recognise them; states to resume from are in `rge.checkpoints.training_state`.
 
 A finished stage is exported to ``<stage>/final``: a plain Hugging Face directory plus ``rge.json``.
 """

@@ -1,4 +1,4 @@
-"""What a folder on disk must hold: ``done.json`` lists its files with sizes and checksums, and is written last."""
+"""``done.json``: the files of a folder with sizes and checksums, written last, checked before use."""
 
 import json
 import os

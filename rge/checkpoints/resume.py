@@ -1,4 +1,4 @@
-"""Whether a stage is finished already, and whether what is on disk belongs to the run at hand: its recipe, records and start."""
+"""Whether a stage is finished, and whether the files on disk belong to this run: same recipe, records and start."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial

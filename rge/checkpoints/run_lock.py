@@ -1,4 +1,4 @@
-"""One run a folder: two that write into the same one would overwrite each other's states without a word.
+"""One run per folder: a lock that the kernel releases when the process ends.
 
 The lock is the kernel's, on ``<folder>/.lock``: it ends with the process that holds it, whatever ends that. It is a
 POSIX record lock and not ``flock``, whose lock would live on in every data worker that was forked from the run, and it

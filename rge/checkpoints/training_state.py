@@ -1,4 +1,4 @@
-"""Resumable training states: written beside the training, complete or not there, checked before they are used.
+"""States to resume from: written in the background, atomic, verified before use.
 
 A state is ``<stage>/state/step_00000100``: weights, optimizer, random states and ``done.json``, which lists every file
 with its size and checksum. It is written under a temporary name, flushed to the disk and renamed when complete, so a

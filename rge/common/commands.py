@@ -1,4 +1,4 @@
-"""How every command starts, chooses among commands below it, shows how far it is, and ends."""
+"""Shared behaviour of commands: subcommands, help, progress bars, exit codes."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, by a rename; and those that come with the package."""
+"""Atomic writes, and files that ship with the package."""
 
 import glob
 import json

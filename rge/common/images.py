@@ -1,4 +1,4 @@
-"""Open pictures by reference, and refuse clearly what cannot be opened. Nothing is replaced by a blank image."""
+"""Open pictures by reference, with one clear error for any that cannot be opened."""
 
 import base64
 import io

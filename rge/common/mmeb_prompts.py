@@ -1,4 +1,4 @@
-"""What MMEB's names and texts mean: its sets, and the wordings of the released RGE evaluation for them.
+"""MMEB's data sets, and the wordings that the released RGE evaluation gives them.
 
 The training files and the evaluation files of MMEB-V1 name the same sets and use the same wordings; data preparation reads
 the one, evaluation the other, and both come here.

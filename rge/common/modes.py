@@ -1,4 +1,4 @@
-"""In which modes a query can be asked, and which of them a checkpoint was trained for. docs/modes.md."""
+"""The modes of a query (reasoning, direct, latent, auto), and which of them a checkpoint was trained for."""
 
 from typing import Any, Literal
 

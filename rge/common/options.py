@@ -1,4 +1,4 @@
-"""Reads ``key=value`` words and YAML files into a typed dataclass, for every command.
+"""Parse ``key=value`` arguments and YAML files into typed dataclasses.
 
 A command's options are a dataclass. Its annotations are what pydantic checks values against; the text below each field
 is what ``--help`` and docs/reference.md print. Words overlay the file that a command reads, where it reads one::

@@ -1,4 +1,4 @@
-"""Take out of an encoded picture what is not picture: place, time, device, author and thumbnail of EXIF, comments, profiles.
+"""Strip EXIF, comments and profiles (place, time, device, author) from encoded pictures.
 
 JPEG, PNG and WebP are rebuilt from the parts that a decoder needs to make the pixels, so that these stay as they are, bit
 for bit. Everything else is left out, known or not.

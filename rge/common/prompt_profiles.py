@@ -1,4 +1,4 @@
-"""How the text part of a prompt is worded, by the name that a recipe gives it, and the name of the embedding token."""
+"""Prompt profiles: how the text of a prompt is worded, and the name of the embedding token."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Named things of one kind: ours, those of a module that the user names, and those of installed packages.
+"""Registries: built-in entries, those of ``plugins=`` modules, and those of installed packages.
 
 A module registers what it defines when it is imported. Ours are imported by their names, a user's by ``plugins=``
 (`load_plugins`), an installed package's through the entry point group of the registry, such as ``rge.metrics``.

@@ -1,4 +1,4 @@
-"""What crosses the borders between data preparation, training and evaluation.
+"""The records that data preparation, training and evaluation exchange.
 
 A training record is one JSON object a line; its images are named relative to the file it stands in, either as a
 picture file (``images/2370463.jpg``) or as a row of a Parquet picture library (``pictures.parquet#noto/1F512``).

@@ -1,4 +1,4 @@
-"""Records that were left out with ``data.on_bad=skip``: counted, listed in the stage's folder, and not too many."""
+"""Records left out by ``data.on_bad=skip``: counted, listed in the stage's folder, limited in number."""
 
 import json
 from collections.abc import Sequence

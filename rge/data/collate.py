@@ -1,4 +1,4 @@
-"""From a step's draws to this rank's batch: pictures decoded, prompts tokenised, targets chosen."""
+"""Make this rank's batch: decode pictures, tokenise prompts, choose targets."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace

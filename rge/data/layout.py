@@ -1,4 +1,4 @@
-"""Every record laid out as training will, from the headers of its pictures and the length of its texts alone.
+"""Lengths of every record as training will lay it out, from picture headers and texts alone.
 
 Wording, tokens, what is cut and what is refused come from the code that makes prompts (`rge.model.prompts`); nothing is
 decoded. On all cores where there are many records.

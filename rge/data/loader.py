@@ -1,4 +1,4 @@
-"""Hand batches from data workers to training: through pipes, bounded in bytes, with workers that end when training does.
+"""Data workers: batches through pipes, bounded in bytes; workers end when training does.
 
     worker 0: step 0, step 2, ... --pipe 0-->  reading thread --at most so many bytes wait--> training
     worker 1: step 1, step 3, ... --pipe 1-->

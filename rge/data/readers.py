@@ -1,4 +1,4 @@
-"""Open what a recipe's sources name: a file, a data set of the library `datasets`, or a registered source."""
+"""Open a recipe's sources: a file, a data set of the library `datasets`, or a registered source."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping

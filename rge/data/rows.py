@@ -1,4 +1,4 @@
-"""Training records that stand in the rows of a data set: columns become fields, whatever they are called there.
+"""Training records from the rows of a data set: maps columns to fields.
 
 A data set is Arrow tables; rows are read from them as they are, so that no picture is decoded here, and while records are
 checked the pictures' bytes are not even read.

@@ -1,4 +1,4 @@
-"""Read training records, and decide which of them make up step s: a pure function of seed and step.
+"""Read training records and choose those of step s, a pure function of seed and step; identity of targets.
 
 Because the batch of a step depends on nothing but the seed, a run resumes exactly by knowing its step, on any number
 of processes.

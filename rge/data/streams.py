@@ -1,4 +1,4 @@
-"""Train on a data set that is read while training: in parts, in a random order, exactly again after a resume.
+"""Streaming data sets: shuffled, sharded over workers, resumed at the next record.
 
 A stream has shards, such as files. Every data worker of every process is a reader with shards of its own, as long as there
 are enough of them; of a shard that several share, each takes every so many-th row:

@@ -1,4 +1,4 @@
-"""Cache of record and picture validation, so that starting a run again does not read everything again.
+"""Cache of record and picture validation.
 
 A record file is read, and a picture decoded, again only after it changed: its size or time of the last change, or that of a
 folder or library that its pictures are in. The cache is in ``$RGE_CACHE``, else in ``rge`` below ``$XDG_CACHE_HOME`` or

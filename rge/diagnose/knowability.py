@@ -1,4 +1,4 @@
-"""How much of an oracle's rationale can the model know? The share of the oracle's words that it also writes on its own.
+"""How much of an oracle rationale can the model know from the query?
 
 An oracle sees the target, the model does not. Words that the model also writes follow from the query; of the others, some
 have yet to be learned and some only the target shows. Free of torch, except for `own_rationales`.

@@ -1,4 +1,4 @@
-"""What the diagnoses are asked; free of torch, so that ``--help`` is quick."""
+"""Options of the diagnoses; free of torch, so that ``--help`` is quick."""
 
 from dataclasses import dataclass
 from pathlib import Path

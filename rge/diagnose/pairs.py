@@ -1,4 +1,4 @@
-"""Queries, what answers them, and oracle rationales: from training records or from a retrieval set.
+"""Queries, targets and oracle rationales to diagnose on: from training records or a retrieval set.
 
 Shape suffixes: Q = queries, C = candidates, D = embedding size.
 """

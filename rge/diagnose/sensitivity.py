@@ -1,4 +1,4 @@
-"""Does the rationale matter? Embeddings and hits at rank 1 after rationales that are not the model's own.
+"""Does the rationale matter? Embeddings after swapped, shuffled and empty rationales.
 
 The same query is embedded after its own rationale, another query's, as many full stops, nothing at all, the oracle's, and
 another query's oracle's.

@@ -1,4 +1,4 @@
-"""Everything that talks to other processes; the only file that imports torch.distributed.
+"""All communication between processes, gradient clipping and model wrapping (DDP, DeepSpeed, FSDP); the only import of torch.distributed.
 
 Shape suffixes: N = rows of this rank, C = rows of all ranks, D = embedding size.
 """

@@ -1,4 +1,4 @@
-"""When a process dies, the others end too and report its reason, instead of waiting for it.
+"""When one process dies, end the others with its reason instead of letting them wait.
 
 A launcher ends the processes of its own machine. Those of other machines would wait in their next exchange until its time
 limit, which has to be long, since others wait there while a checkpoint is written. So every process sends heartbeats, and the

@@ -1,4 +1,4 @@
-"""Processes that do jobs for this one, each on a device of its own: an embedder's, where it has several.
+"""Worker processes, one a device, for an embedder that uses several.
 
     workers = Workers(make, ["cuda:0", "cuda:1"])
     workers.run(jobs, on_result)

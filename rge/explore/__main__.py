@@ -1,4 +1,4 @@
-"""`rge explore`: a page on this machine, to look into a checkpoint.
+"""`rge explore`: a local web page to look into a checkpoint.
 
 rge explore                       # the demo's checkpoint and its test drawings
 rge explore index=gallery         # an index of your own

@@ -1,4 +1,4 @@
-"""The page and its few routes. Nothing is loaded from elsewhere, and no text of a model or a user becomes markup."""
+"""The explorer's routes."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What the page asks for: a query embedded with the model's own rationale, after a given one and directly, and searched."""
+"""The explorer's queries: embedded after the model's own rationale, after a given one and directly, and searched."""
 
 import random
 import threading

@@ -1,4 +1,4 @@
-"""The Unix socket by which `rge search` and `rge explore` use the model of a running `rge serve` of the same user.
+"""The Unix socket over which `rge search` and `rge explore` use the model of a running `rge serve`.
 
 Only the user can connect, since the folder is private; nothing of this is reachable over the network.
 """

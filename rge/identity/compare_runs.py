@@ -1,4 +1,4 @@
-"""What two runs differ in: ``rge compare-runs A B``."""
+"""``rge compare-runs A B``: what two runs differ in."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Name a retrieval set by its content, so that figures of two different sets are never put side by side."""
+"""Fingerprint of a retrieval set's content, so that figures of different sets are never mixed."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""`rge index`: make an index of a folder or a table, or bring one up to date.
+"""`rge index`: build or update an index of a folder or a table.
 
     rge index photos out=gallery checkpoint=demo
     rge index photos out=gallery                  # later: only what is new, changed or gone

@@ -1,4 +1,4 @@
-"""`rge embed`: a folder or a table of pictures and texts to one Parquet file, resumable.
+"""`rge embed`: embed a folder or a table into one Parquet file; resumable.
 
     rge embed checkpoint=demo src=photos out=photos.parquet
 

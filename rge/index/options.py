@@ -1,4 +1,4 @@
-"""What `rge embed`, `rge index` and `rge search` are asked; free of torch, so that ``--help`` is quick."""
+"""Options of `rge embed`, `rge index` and `rge search`; free of torch, so that ``--help`` is quick."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Embed the entries of a source, a window at a time, while threads prepare the next."""
+"""Embed a source window by window, while threads prepare the next."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""`rge search`: ask an index.
+"""`rge search`: query an index.
 
 rge search gallery "What opens this?" image=padlock.png open=true
 """

@@ -1,4 +1,4 @@
-"""What there is to embed: the pictures and texts of a folder, or the rows of a table.
+"""What to embed: pictures (HEIC too) and texts of a folder, or rows of a table.
 
 Listing opens no picture file. Each entry has a stamp that differs as soon as its content may have changed; `load` reads it and
 gives a digest of the content.

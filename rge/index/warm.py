@@ -1,4 +1,4 @@
-"""Ask a running `rge serve` of this user, over a Unix socket in the user's run folder.
+"""Client of a running `rge serve` of this user, over a Unix socket.
 
 Imports nothing heavy, so that a command starts in a fraction of a second.
 """

@@ -1,4 +1,4 @@
-"""Load a vision-language model and its processor, and hide what differs between families.
+"""Load a vision-language model and its processor; add the rows of ``<emb>`` and think tokens.
 
 Loading, the ``<emb>`` row, positions of a prompt, picture features and states are here, and what differs between families
 in `rge.model.families`. The rest of rge sees token ids, positions and hidden states.

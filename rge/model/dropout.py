@@ -1,4 +1,4 @@
-"""Dropout under gradient caching: whether there is any, and how a forward is made to draw the same masks again."""
+"""Dropout under gradient caching: replay the random state, so that a chunk draws the same masks again."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""What differs between families of vision-language models: one class each, and nothing of a family is anywhere else.
+"""Model families: one class each, with preprocessing, positions and layers; the only family-specific code.
 
 The rest of rge sees token ids, three-axis positions, one feature row a picture placeholder, and last-layer states. To add a
 family: subclass `Family`, or `Tiles`, and register it; docs/extending.md goes through the methods.

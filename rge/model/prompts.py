@@ -1,4 +1,4 @@
-"""The only place where an item becomes token ids: training, evaluation and any other use go through here.
+"""Turn an item into token ids and pixels, resized as the family does it; the only place where prompts are built.
 
 The default profile writes the prompts of the released RGE checkpoint (pictures first, then a newline, the text and a
 newline inside one user turn). The chat template, the expansion of picture placeholders and all token ids come from

@@ -1,4 +1,4 @@
-"""Attention over sequences of any lengths that stand one after the other, without padding and without a mask.
+"""Variable-length attention: sequences one after another, without padding or mask.
 
 On a GPU this is one call of flash attention. Nothing else computes it that way, so the first call of each kind in a
 process is compared, values and gradients, with ordinary attention, one sequence after the other; a kernel that gives

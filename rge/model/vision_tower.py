@@ -1,4 +1,4 @@
-"""The vision tower's parts in faster forms; the weights, their names and the results (to rounding) stay.
+"""Faster forms of the vision tower's parts; same weights, same results up to rounding.
 
 Shape suffixes: P = patches of all pictures, G = pictures of one size, S = patches of such a picture, H = heads,
 D = head size.

@@ -1,4 +1,4 @@
-"""Muon (https://kellerjordan.github.io/posts/muon) with its work batched by shape and shared out over processes.
+"""Muon (https://kellerjordan.github.io/posts/muon), batched by shape and sharded over processes.
 
 Shape suffixes: K = matrices of one shape, M x N = their shape with M <= N.
 """

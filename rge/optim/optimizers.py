@@ -1,4 +1,4 @@
-"""Optimizers and learning rate; the rate has no hidden state: it is a function of the step."""
+"""Optimizers, and the learning rate as a function of the step."""
 
 import math
 from collections.abc import Sequence

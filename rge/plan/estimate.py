@@ -1,4 +1,4 @@
-"""What a run that may start will do, in a few lines: where, on how many records, with which memory and time."""
+"""The estimate in training's banner: steps, records, memory and time."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

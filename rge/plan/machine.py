@@ -1,4 +1,4 @@
-"""What a run needs of the machine it starts on, against what is there: open files, shared memory, disk."""
+"""What a run needs of its machine: open files, shared memory, disk."""
 
 import os
 import resource

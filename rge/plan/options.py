@@ -1,4 +1,4 @@
-"""What `rge plan` is asked, beside the recipe; free of torch, so that ``--help`` is quick."""
+"""Options of `rge plan`; free of torch, so that ``--help`` is quick."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a recipe takes before it is run: parameters, tokens, FLOPs of a step, memory, communication, hours, and whether it fits.
+"""`rge plan`'s report: parameters, tokens, FLOPs, memory, communication, hours, and whether it fits.
 
     rge plan recipe=qwen25vl_3b num_gpus=8 gpu_gib=80 back_end=zero2 [key=value of the recipe ...]
 

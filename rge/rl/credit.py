@@ -1,4 +1,4 @@
-"""What the rationales of one rollout are worth: rewards once, then a policy loss in every update on them, and the figures.
+"""Rewards, advantages and the policy loss of one rollout, over all updates that use it.
 
 `Reinforcement` belongs to a stage, a `Credit` to one of its rollouts. States and log probabilities are `rge.step`'s.
 

@@ -1,4 +1,4 @@
-"""The reward of a judge: a model behind an OpenAI-compatible endpoint reads query, reference and rationale and gives a mark.
+"""A reward from a judge model behind an OpenAI-compatible endpoint.
 
 Calls are those of `rge.calls`: limited, retried, within a budget, and never paid for twice: answers are kept in
 ``judge.sqlite`` of the stage's folder, so that a resumed run gets the same ones.

@@ -1,4 +1,4 @@
-"""From rewards to a loss on log probabilities, as pure functions: tensors in, tensors out; no config, no collectives.
+"""Policy losses (GRPO and its variants) as pure functions: rewards and log probabilities in, a loss out.
 
 Rationales stand one after the other and their tokens too, without padding: `owner_L` says whose a token is.
 

@@ -1,4 +1,4 @@
-"""A fixed pool of candidates for rewards to rank against: a batch's negatives are easier than those of a real gallery.
+"""A fixed pool of candidates that rewards rank against, since a batch's negatives are easy.
 
 Every `rl.pool_every` steps the model in training embeds it anew, each process a share; all keep all of it. In between the
 embeddings lag behind, as in MoCo (arXiv:1911.05722). They have no gradient, and are part of a resumable state.

@@ -1,4 +1,4 @@
-"""The model that the KL divergence is measured from: the one that the stage starts from.
+"""The reference model of the KL divergence: where the stage started.
 
 With adapters that is the model without them, which costs nothing to keep; otherwise it is a frozen copy.
 """

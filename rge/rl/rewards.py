@@ -1,4 +1,4 @@
-"""Rewards of rationales: pure functions of what was written and of how well its state retrieves.
+"""Rewards of rationales, as pure functions of the text and of its retrieval.
 
 A recipe names them, ``rl.rewards: [{name: margin, weight: 1.0, options: {...}}]``; your own is a function of a `Rollouts`,
 registered with `reward` in a module of ``plugins=``, or named ``module:function``. Greater is better; a group of rationales

@@ -1,4 +1,4 @@
-"""Let the model write its own rationales, in batches, and read the state at the ``<emb>`` that ends each.
+"""Generate rationales in batches (sampling, temperature, ``<emb>``), and read the state at ``<emb>``.
 
 Nothing is inherited from the model's generation settings: only the arguments here affect generation. Rationales
 are carried as token ids; decoding and tokenising them again may give other ids, and with them another state.

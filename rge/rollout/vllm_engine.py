@@ -1,4 +1,4 @@
-"""A vLLM engine inside the training process, with the training model's weights: TRL's generation class, fitted to rge.
+"""A vLLM engine inside the training process, synchronised with the trained weights (TRL's generation class).
 
 From `trl.generation.vllm_generation.VLLMGeneration` come the colocated set-up and the walk over the parameters. Three things
 are done here in another way:

@@ -1,4 +1,4 @@
-"""What vLLM is handed: by training's engine, by that of a finished checkpoint, and by that of a chat model."""
+"""vLLM's inputs, for training and for finished checkpoints."""
 
 import os
 from collections.abc import Sequence

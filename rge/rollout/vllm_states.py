@@ -1,4 +1,4 @@
-"""vLLM as the engine of a finished checkpoint: one instance writes the rationale and gives the state at ``<emb>``.
+"""vLLM for a finished checkpoint: one instance writes the rationale and returns the state at ``<emb>``.
 
 vLLM can hand a layer's states to a connector (``extract_hidden_states``, meant for collecting training data of draft models).
 The last layer's are those before the final norm, which is applied here. A token that was sampled has no state yet, so a row

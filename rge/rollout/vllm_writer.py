@@ -1,4 +1,4 @@
-"""Rationales written by vLLM: `rollout.backend=vllm`.
+"""`rollout.backend=vllm`: rationales written by vLLM.
 
 Only tokens are taken from vLLM. The state at ``<emb>``, and everything that is trained on, comes from our own forward over the
 ids that it wrote, exactly as for a rationale that is used again. (`rge.rollout.vllm_states` is for finished checkpoints.)

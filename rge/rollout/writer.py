@@ -1,4 +1,4 @@
-"""Where a step's rationales come from: written now, reused from earlier steps, left out on purpose, or the oracle's.
+"""Where a step's rationales come from: generated now, reused from earlier steps, left out (direct), or the oracle's.
 
 Shape suffixes: B = queries of this rank.
 """

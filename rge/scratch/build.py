@@ -1,4 +1,4 @@
-"""Build a small backbone from nothing, offline: real architecture, real processor, own sizes.
+"""Build a small backbone offline: real architecture and processor, own sizes.
 
 The tokenizer is a byte-level BPE with Qwen2's own normaliser, pre-tokenizer and special tokens, learned from the
 training records' texts. Everything is saved as a Hugging Face directory, so that the rest of rge loads it exactly as

@@ -1,4 +1,4 @@
-"""Teach a backbone that is built from nothing to see: to name the pictured thing, in its own words.
+"""Pretraining of a small backbone's vision tower and merger: naming what a picture shows.
 
 A pretrained backbone sees, and its text model can read what its vision tower says. One built by `rge.scratch.build` does
 neither, and the joint objective is a slow teacher of both. This stage has two losses over augmented pictures:

@@ -1,4 +1,4 @@
-"""Where a stage starts from: a given checkpoint, a model, or a backbone built from nothing (once per run)."""
+"""Where a stage starts: a checkpoint, a model, or a backbone that is built once per run."""
 
 import json
 import shutil

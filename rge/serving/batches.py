@@ -1,4 +1,4 @@
-"""Micro-batches of inputs that come in one by one, in one thread that owns the model.
+"""Dynamic batching: collects concurrent requests into micro-batches, in the thread that owns the model.
 
 The input that has waited longest goes first, with those of its mode that are closest to it in length. A batch that is not full
 waits a few milliseconds for others, but not for a lone client.

@@ -1,4 +1,4 @@
-"""Refusals in the form in which OpenAI's clients read them."""
+"""Error responses in OpenAI's format."""
 
 from starlette.responses import JSONResponse
 

@@ -1,4 +1,4 @@
-"""Middleware before every route: hosts, key, body, memory, time, and clients that disconnect."""
+"""Middleware: hosts, API key, body size, memory, time limits, disconnected clients."""
 
 import asyncio
 import hmac

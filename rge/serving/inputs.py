@@ -1,4 +1,4 @@
-"""What clients send, within the limits: texts and pictures of a request, as prompts that can be embedded."""
+"""Validate a request's texts and pictures against the limits, and make prompts of them."""
 
 import base64
 import binascii

@@ -1,4 +1,4 @@
-"""What `rge serve` is asked; free of torch, so that ``--help`` is quick."""
+"""Options of `rge serve`; free of torch, so that ``--help`` is quick."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

@@ -1,4 +1,4 @@
-"""The server's process: start, signals, shutdown."""
+"""The server process: start, signals, shutdown."""
 
 import asyncio
 import contextlib

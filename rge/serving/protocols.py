@@ -1,4 +1,4 @@
-"""Requests and answers in the forms of OpenAI, vLLM, Cohere, Jina and TEI.
+"""Request and response formats of OpenAI, vLLM, Cohere, Jina and TEI.
 
 An option that is not known is an error: a misspelt one would otherwise be ignored. Every text but those that `check_limits` looks
 at is short, and a list ends at its first wrong entry, so that no body costs more than reading it.

@@ -1,4 +1,4 @@
-"""Fetch a picture by the address that a client gave, from public addresses only (no server-side request forgery).
+"""Fetch a picture from a client's URL, public addresses only (no SSRF).
 
 A name is resolved here, all its addresses are checked, and the connection is made to a checked address, since a second lookup
 could give another answer. This happens for each connection, so after redirects too.

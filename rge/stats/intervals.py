@@ -1,4 +1,4 @@
-"""Means with 95 % intervals, resampled by cluster: the one implementation, for evaluations, diagnoses and sweeps.
+"""95 % bootstrap intervals of means, by cluster: for evaluations, diagnoses and sweeps.
 
 Shape suffixes: Q = queries, M = metrics, G = groups (clusters), S = strata (categories), B = resamples, T = terms.
 

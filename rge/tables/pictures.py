@@ -1,4 +1,4 @@
-"""A collection of pictures, read from beginning to end with only the rows at hand in memory.
+"""Iterate over a collection of pictures with only the current rows in memory.
 
 A folder of pictures, a table that lists them, Parquet files, WebDataset tars, or what `datasets` saved; on this machine or
 at any address that fsspec knows (``s3://``, ``gs://``, ``hf://``, ``memory://`` ...):

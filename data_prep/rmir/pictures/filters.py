@@ -1,4 +1,4 @@
-"""Pictures to leave out for what they show: by a detector of faces, of writing, or one of the user's own.
+"""Filters on content: detectors of faces, of text, or one of the user's own.
 
 A filter is a function of a picture that returns why to leave it out, or None. ``library.filters`` names those that run; the
 card of the data set says which did and which did not.

@@ -1,4 +1,4 @@
-"""The pictures to start from: list them, look into each, and say why one is left out."""
+"""The picture library: list, inspect and filter it, with a reason for each picture left out."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""How far judges agree, beyond what chance would give: pure functions of tables of votes."""
+"""Agreement of judges beyond chance, as pure functions of vote tables."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Files beside the data: ``README.md``, the card that the library `datasets` and the hub read, and ``croissant.json``.
+"""The data set card (``README.md``) and ``croissant.json``.
 
 Croissant is MLCommons' description of data sets in JSON-LD (version 1.0 of its specification).
 """

@@ -1,4 +1,4 @@
-"""Write the result: training records with their pictures, and the test set as a retrieval set."""
+"""Export training records with their pictures, and the test set as a retrieval set."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The command line: ``rge data publish run=DIR repo=NAME``: a finished data set goes to the Hugging Face hub."""
+"""The command line: ``rge data publish run=DIR repo=NAME``: upload a finished data set to the Hugging Face hub."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a run did, what it cost and what it threw away: a table, a picture, and the paper's ratios beside ours."""
+"""The report of a run: counts, costs, rejections, and the paper's ratios beside ours."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""A person checks a sample of the panel's decisions: a page to look at, and what its verdicts say.
+"""Human review of a sample of the panel's decisions: the page, and its verdicts.
 
     rge data agreement run=DIR verdicts=FILE.json[,FILE.json] [merged=FILE.json]
 

@@ -1,4 +1,4 @@
-"""The same calls by a provider's batch mode: sent up once, waited for over any number of runs, and kept one by one.
+"""Calls through a provider's batch API: submitted together, polled over any number of runs, cached one by one.
 
 A batch and an attempt of each of its calls are in the ledger, at the most they may cost, before anything is sent. So a budget
 holds for what is under way, and a killed process rediscovers its batches: one whose name is known is waited for, one whose

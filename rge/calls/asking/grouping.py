@@ -1,4 +1,4 @@
-"""Which calls requests need, and what becomes of the answers."""
+"""Which calls a set of requests needs, and how answers are matched to requests."""
 
 import asyncio
 from collections import deque

@@ -1,4 +1,4 @@
-"""How fast an endpoint may be asked: learnt from its 429s and its headers, shared by all calls to it.
+"""Adaptive rate limit of an endpoint, learned from 429s and headers, shared by all its calls.
 
 Additive increase would take minutes to find a provider's limit again; so the rate grows by a share with every answer and
 falls by a larger one with a 429 (as TCP does with its window). Times are `time.monotonic`; nothing here belongs to an

@@ -1,4 +1,4 @@
-"""One call: its attempts, its budget, its place in the ledger, and what its error means."""
+"""One call: attempts, budget, ledger entry, and what its error means."""
 
 import asyncio
 import functools

@@ -1,4 +1,4 @@
-"""The batch modes of OpenAI, Anthropic and Gemini: requests sent up together, answered within a day, at half the price.
+"""The batch APIs of OpenAI, Anthropic and Gemini: answered within a day, at half the price.
 
 Sources: developers.openai.com (Batch API), platform.claude.com (Message Batches), ai.google.dev (Batch API), autumn 2026. No
 creation is idempotent, so one whose answer was lost is looked for in the provider's list: at OpenAI by its file, at Gemini by

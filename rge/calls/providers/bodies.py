@@ -1,4 +1,4 @@
-"""A request as each provider takes it, and where it goes."""
+"""A request's URL and body for each provider."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What an error of a provider means: by its documented codes first, then by its status, by its words last.
+"""Classify a provider's errors: by documented code, then by HTTP status, then by wording.
 
 Sources: the error pages of OpenAI, Azure OpenAI, Anthropic, Gemini (google.rpc codes), OpenRouter and vLLM, autumn 2026. What none
 of them documents is `UNKNOWN`: a 400 may be about this one request or about all of them, and the caller finds out with a canary.

@@ -1,4 +1,4 @@
-"""What the headers of an answer say about the endpoint's limits."""
+"""Parse rate limits from response headers."""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What answers of a model depend on beside the request: at two addresses ``default`` may be two models."""
+"""Identify the model behind a name and address, by the server's own list of models."""
 
 from typing import Any
 

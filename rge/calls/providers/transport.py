@@ -1,4 +1,4 @@
-"""Connections to a provider, and how its errors fall into classes.
+"""HTTP connections to a provider, and the classes of its errors.
 
 Plain HTTP, for the providers' own clients would be used for nothing but the address and the header of the key: retries,
 limits, types and time-outs of theirs are what `rge.calls` does itself, and answers are kept byte for byte.

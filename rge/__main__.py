@@ -61,7 +61,7 @@ def recipes(names: list[str]) -> int:
     ]:
         path = RECIPES / f"{name.removesuffix('.yaml')}.yaml"
         if not path.is_file():
-            print(f"error: there is no {path}; `rge recipes` lists what there is", file=sys.stderr)  # noqa: T201
+            print(f"error: there is no {path}; `rge recipes` lists them all", file=sys.stderr)  # noqa: T201
             return 2
         print(path if names else name)  # noqa: T201
     return 0

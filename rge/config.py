@@ -469,7 +469,7 @@ class TrainConfig:
     keep_last: AtLeastOne = 2
     """Resumable checkpoints kept on disk; with two, a damaged newest one still leaves a good one."""
     background_save: bool = True
-    """Resumable checkpoints are copied into main memory and written while training goes on; false waits for the disk.
+    """Resumable checkpoints are copied into main memory and written while training continues; false waits for the disk.
     Sharded back ends (DeepSpeed, FSDP) always wait."""
     log_every: AtLeastOne = 10
     """Steps between lines of metrics.jsonl and of trackers."""

@@ -48,7 +48,7 @@ WINDOW_BATCHES = 4
 
 @dataclass(frozen=True)
 class Job:
-    """Items whose pictures are in memory together, and how they are to be embedded; see `Embedder.encode`."""
+    """Items whose pictures are in memory together, and how to embed them; see `Embedder.encode`."""
 
     items: Sequence[Item]
     side: "Side"
@@ -240,7 +240,7 @@ class Embedder:
                 decides query by query); the last two need a checkpoint trained for it, docs/modes.md. None as it was trained.
             instruction: put before every question; None takes the one of `task`, or the most frequent one of training.
                 An empty string puts nothing. One that training did not have is used, with a warning.
-            task: name of a task of training (``rge.json`` lists them) whose instruction is to be used.
+            task: name of a task of training (``rge.json`` lists them) whose instruction to use.
             dimensions: keep so many leading components, a size that the checkpoint was trained to be cut to.
             return_rationales: return the rationales too.
             as_tensor: torch instead of numpy.
@@ -334,7 +334,7 @@ class Embedder:
             return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
 
     def instruction_for(self, given: str | None, task: str | None = None) -> tuple[str | None, str | None]:
-        """The instruction that a query gets, and what there is to say about it.
+        """The instruction that a query gets, and a warning about it.
 
         Args:
             given: by the caller; an empty one is none.
@@ -504,7 +504,7 @@ class Embedder:
         """The prompt of an item, for `encode_prompts`.
 
         Args:
-            item: what is to be embedded.
+            item: what to embed.
             side: decides the wording.
             images: decoded pictures to use instead of loading ``item.images``.
 

@@ -40,7 +40,7 @@ OnProgress = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Asked:
-    """How prompts are to be embedded.
+    """How to embed prompts.
 
     Attributes:
         mode: ``reasoning`` lets the model write a rationale first; ``direct`` prefills ``<emb>``; ``auto`` lets the

@@ -1,7 +1,7 @@
 """Validation during training: retrieval on a small held-out set, after greedy rationales.
 
 Every record's targets are candidates for every query, so that hit@1 is comparable from step to step. No gradient, no
-augmentation, greedy rationales and no random number: training goes on as if nothing had been measured.
+augmentation, greedy rationales and no random number: training continues as if nothing had been measured.
 """
 
 import math

@@ -50,7 +50,7 @@ from rge.stats.intervals import OF_DIFFERENCES, cluster_bootstrap, figures, in_w
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_SET = "data_prep/demo/data/test"
 BEFORE = {"joint": "cold_start", "rl": "joint"}
-"""Whose checkpoint a stage goes on from."""
+"""Whose checkpoint a stage continues from."""
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ def _rows(path: Path, columns: list[str]) -> Iterator[tuple[str, dict[str, str]]
 
 def _new(where: str, key: str, seen: dict) -> None:
     if key in seen:
-        raise TableError(f"{where}: {key!r} stands there already")
+        raise TableError(f"{where}: {key!r} is listed already")
 
 
 def _icons(path: Path, concepts: dict[str, Concept]) -> dict[tuple[str, str], str]:
@@ -179,7 +179,7 @@ def _facts(folder: Path, concepts: dict[str, Concept], questions: dict[str, Ques
         _known(where, target, concepts)
         found = answers.setdefault((question, source), {})
         if target in found or target == source:
-            raise TableError(f"{where}: target {target!r} is the source, or stands there already")
+            raise TableError(f"{where}: target {target!r} is the source, or is listed already")
         _check_rationale(where, rationale, concepts[source], concepts[target])
         found[target] = rationale
     near: dict[tuple[str, str], list[str]] = {}
@@ -189,7 +189,7 @@ def _facts(folder: Path, concepts: dict[str, Concept], questions: dict[str, Ques
         if pair not in answers:
             raise TableError(f"{where}: no relation asks {pair[0]!r} about {pair[1]!r}")
         if wrong in answers[pair] or wrong == pair[1] or wrong in near.get(pair, ()):
-            raise TableError(f"{where}: {wrong!r} is an answer, the source, or stands there already")
+            raise TableError(f"{where}: {wrong!r} is an answer, the source, or is listed already")
         near.setdefault(pair, []).append(wrong)
     return [Fact(*pair, found, tuple(near.get(pair, ()))) for pair, found in answers.items()]
 

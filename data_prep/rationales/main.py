@@ -498,7 +498,7 @@ def _ask(
             "run the same command again, and only these are asked"
         )
         if settings.on_unanswered == "wait":
-            raise UserError(f"{said}. on_unanswered=proceed goes on without them")
+            raise UserError(f"{said}. on_unanswered=proceed continues without them")
         print(said, file=sys.stderr)
 
 

@@ -467,7 +467,7 @@ class _Shards:
                 f"{self.unanswered[0].error}. The other answers are kept; run the same command again, and only these are asked"
             )
             if self.run.config.on_unanswered == "wait":
-                raise RunError(f"{said}. on_unanswered=proceed goes on without what they are about")
+                raise RunError(f"{said}. on_unanswered=proceed continues without what they are about")
             print(f"{said}; what they are about is left out until then", file=sys.stderr, flush=True)
         if self.rejected and not self.num_answered and not self.run.open_parts(self.stage):
             self.run.empty(self.stage)  # or the rows without answers would pass for its result next time

@@ -43,7 +43,7 @@ from rge.stats.intervals import (
 
 COMPARE, PLOT, PAGE, TABLE = "compare.json", "compare.svg", "compare.html", "compare"
 BY_THE_WAY = ("software.", "machine.", "settings.dtype", "settings.exact")
-"""Parts of an identity that differ by accident as a rule: another version, another machine, another dtype."""
+"""Parts of an identity that usually differ by accident: another version, another machine, another dtype."""
 DEFAULT_METRICS = ("recall@1", "recall@5", "recall@10", "mrr", "ndcg@10")
 
 

@@ -2,7 +2,7 @@
 
     rge eval fetch mmeb|mmeb2|rmir|mmbright|pinpoint out=DIR [revision=COMMIT] [part=visdoc] [repo=OWNER/NAME]
 
-Every file is of one commit a repository, which ``fetch.json`` names. A download that was interrupted goes on with the same
+Every file is of one commit a repository, which ``fetch.json`` names. A download that was interrupted continues with the same
 command, at the same commit. Archives of pictures are unpacked. What was fetched is counted and compared with the counts that
 the boards and the leaderboard export demand (`eval.benchmarks.published_tables`): less is an error, or with partial=true a
 mark in ``fetch.json``.

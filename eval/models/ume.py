@@ -2,7 +2,7 @@
 
 ``reasoning`` is its generative mode and ``direct`` its discriminative one; RMIR's published rows embed queries in the
 first and candidates in the second, which is what `eval.commands.run` does. Both prompts end a user turn with ``<disc_emb>``;
-the generative one goes on with an instruction to think, to answer and to write ``<gen_emb>``, whose state is read. The
+the generative one continues with an instruction to think, to answer and to write ``<gen_emb>``, whose state is read. The
 discriminative embedding is the state at ``<disc_emb>``, and a causal model does not see what comes after it.
 """
 

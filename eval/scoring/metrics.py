@@ -403,7 +403,7 @@ def tied_order(judged: Judged, score_QK: np.ndarray, *, best: bool) -> Judged:
     worth_QK = gain_QK if negative_QK is None else np.where(negative_QK, -1.0, gain_QK)
     negative_QK = None if negative_QK is None else negative_QK.copy()
     tied_Q = (score_QK[:, 1:] == score_QK[:, :-1]) & np.isfinite(score_QK[:, 1:])
-    touched = np.flatnonzero(tied_Q.any(axis=1))  # as a rule few: the sort below is the slow part
+    touched = np.flatnonzero(tied_Q.any(axis=1))  # usually few: the sort below is the slow part
     if len(touched):
         worth = worth_QK[touched]
         order = np.lexsort((-worth if best else worth, -score_QK[touched]), axis=-1)

@@ -159,7 +159,7 @@ def _search_pool(
                 row_QW[index, gone], score_QW[index, gone] = -1, -np.inf
         row_QW, score_QW = in_final_order(row_QW, score_QW)
         # What was not fetched scores at most unseen_Q. Where that reaches the last score that counts, ties may be
-        # missing: those queries, few as a rule, are searched again with twice the fetch.
+        # missing: usually few queries, which are searched again with twice the fetch.
         last_Q = score_QW[:, min(depth, score_QW.shape[1]) - 1]
         done_Q = (unseen_Q < last_Q) | (fetch == num_kept)
         found.append((open_Q[done_Q], row_QW[done_Q], score_QW[done_Q]))
@@ -257,7 +257,7 @@ def _search_lists(
 
 def in_final_order(row_QW: np.ndarray, score_QW: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Order by (score descending, row ascending); -1 with -inf goes last."""
-    # faiss already sorts by score, so as a rule only the few queries with a tie need sorting
+    # faiss already sorts by score, so usually only the few queries with a tie need sorting
     todo = np.flatnonzero(~(score_QW[:, 1:] < score_QW[:, :-1]).all(axis=1))
     if len(todo):
         # one integer per pair: score descending in the upper half, row ascending in the lower; all differ

@@ -120,7 +120,7 @@ class Pictures:
             except BrokenProcessPool:
                 raise UserError(
                     "a process that prepares pictures has died (out of memory, or started from a script without "
-                    'if __name__ == "__main__"); what was answered is kept, the same command goes on'
+                    'if __name__ == "__main__"); what was answered is kept, the same command continues'
                 ) from None
             except ImageError as error:
                 name = picture.ref if isinstance(picture.ref, str) else f"<{len(data)} bytes>"

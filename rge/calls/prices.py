@@ -56,4 +56,4 @@ def confirm(estimate: str, *, yes: bool) -> None:
         return
     sys.stderr.write("Go on? [y/N] ")
     if input().strip().lower() not in ("y", "yes"):
-        raise UserError("stopped before anything was asked; yes=true goes on without the question")
+        raise UserError("stopped before anything was asked; yes=true continues without the question")

@@ -193,7 +193,7 @@ class CheckpointManager:
         if self.accelerator.is_main_process:
             print(  # noqa: T201
                 f"{self.name}: stopped by {stop.name} after step {step} of {self.num_steps}; the state is in "
-                f"{self.folder / 'state'}, the same command goes on from there",
+                f"{self.folder / 'state'}, the same command continues from there",
                 file=sys.stderr,
             )
         dist.close()

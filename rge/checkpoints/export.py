@@ -107,7 +107,7 @@ def _check_names(model: HubModel, weights: dict[str, Tensor], folder: Path) -> N
         raise CheckpointError(
             f"checkpoint {folder} is not written, since it could not be loaded: {found} ({len(unknown)} unknown names, "
             f"{len(missing)} missing ones). Something in the launch wraps the model, such as torch.compile: leave that out, "
-            "and the same command goes on from the last state"
+            "and the same command continues from the last state"
         )
 
 

@@ -52,7 +52,7 @@ def finished(folder: Path, recipe: Recipe, name: str) -> bool:
         problem := damage(final, contents=False)
     ):  # older checkpoints have no list
         raise CheckpointError(
-            f"{final} is damaged: {problem}. Delete it and start again: the stage goes on from its last state"
+            f"{final} is damaged: {problem}. Delete it and start again: the stage continues from its last state"
         )
     settings = read_settings(final)
     check_same_recipe(settings["recipe"], recipe, name, final)

@@ -6,7 +6,7 @@ kill or a full disk leaves the last good one; a file torn later (a lost disk cac
 its checksum, and the state before is taken.
 
 On one process and under DDP, weights, optimizer and random states are copied into main memory, and a thread writes
-the copy while training goes on: the gap is the copy. Weights that are not trained are left out; they come from where
+the copy while training continues: the gap is the copy. Weights that are not trained are left out; they come from where
 the stage started. Sharded back ends write their own files and training waits for them.
 """
 

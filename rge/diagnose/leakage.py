@@ -1,6 +1,6 @@
 """Does an oracle rationale leak the target? The paper's diagnostic (RGE, arXiv:2511.16150, Fig. 4), from one checkpoint.
 
-The contrastive loss sees the state after the oracle rationale, together with the LM loss, and training goes on with
+The contrastive loss sees the state after the oracle rationale, together with the LM loss, and training continues with
 
 * right:         (q, r_o, t)
 * wrong target:  (q, r_o, t_w): the target belongs to another query

@@ -96,11 +96,11 @@ def make_accelerator(train: TrainConfig, dtype: str = "float32") -> Accelerator:
             dtype,
         )
     use_deepspeed = isinstance(plugin, DeepSpeedPlugin)
-    # Without a GPU, DeepSpeed leaves each rank alone unless a communication library is named, in silence.
+    # Without a GPU, DeepSpeed leaves each rank alone unless a communication library is named, silently.
     library = {"backend": "gloo"} if use_deepspeed and not torch.accelerator.is_available() else {}
     if train.deterministic:
         torch.use_deterministic_algorithms(True)
-    # Several processes without a GPU: unless told so, accelerate leaves each of them alone, in silence.
+    # Several processes without a GPU: unless told so, accelerate leaves each of them alone, silently.
     on_cpu = not use_deepspeed and not torch.accelerator.is_available()
     return Accelerator(
         cpu=on_cpu,

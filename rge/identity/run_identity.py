@@ -126,7 +126,7 @@ def software_of(rooms: Sequence[str]) -> Identity:
 
 
 def joined(then: Identity | None, now: Identity) -> Identity:
-    """`software_of` of a run that goes on with what an earlier one made and that still holds: what either had loaded."""
+    """`software_of` of a run that continues with what an earlier one made and that still holds: what either had loaded."""
     if then is None:
         return now
     software = {part: then["software"][part] | found for part, found in now["software"].items()}

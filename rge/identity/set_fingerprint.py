@@ -33,7 +33,7 @@ def set_fingerprint(
         64 lower-case hexadecimal digits (sha256).
 
     Raises:
-        ValueError: an id is not a string or a gain is not an integer. The file types of pandas are to blame as a rule
+        ValueError: an id is not a string or a gain is not an integer. Usually the file types of pandas are to blame
             (ids read as numbers, gains as floats), and would give another fingerprint on another machine.
     """
     digest = hashlib.sha256()

@@ -21,7 +21,7 @@ ADAPTER = "default"
 
 
 class AdapterError(UserError):
-    """Adapters cannot be put where they were asked for; the message says what there is."""
+    """Adapters cannot be put where they were asked for; the message lists the alternatives."""
 
 
 class EmbRow(nn.Module):

@@ -79,7 +79,7 @@ def user_text(item: Item, side: str, profile: Profile) -> str:
     """Wording of the text part: what the user turn says after the pictures, without the newlines around it.
 
     Args:
-        item: what is to be embedded.
+        item: what to embed.
         side: ``query`` or ``candidate``.
         profile: one of `PROFILES`.
     """
@@ -149,7 +149,7 @@ class PromptBuilder:
         take the assistant header, or a picture's placeholders.
 
         Args:
-            item: what is to be embedded.
+            item: what to embed.
             side: ``query`` or ``candidate``.
             images: decoded pictures to use instead of loading ``item.images``, e.g. augmented ones.
 
@@ -188,7 +188,7 @@ class PromptBuilder:
         """A prompt within `max_tokens`: encoded again, with less text each time, until it fits.
 
         Args:
-            item: what is to be embedded.
+            item: what to embed.
             side: ``query`` or ``candidate``.
             num_images: shown in it.
             encode: makes a prompt of a text; also given how many tokens of the whole text are missing.

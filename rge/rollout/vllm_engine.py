@@ -111,7 +111,7 @@ class Engine(VLLMGeneration):
                 mm_processor_cache_gb=0,
                 # Compiling for a CPU takes minutes.
                 enforce_eager=words.device.type == "cpu",
-                # vLLM seeds the random numbers of the process, which training goes on drawing from.
+                # vLLM seeds the random numbers of the process, which training continues drawing from.
                 seed=torch.initial_seed() % 2**31,
                 # Of the distribution that is sampled from: temperature divided, barred tokens barred.
                 logprobs_mode="processed_logprobs",

@@ -277,7 +277,7 @@ def teach(
         model.get_input_embeddings().requires_grad_(train_text)
         began, num_steps, slow = 0, steps, []
         if write and first_write:
-            # The text model begins here, at the full rate; the tower goes on from the rate that it has come to.
+            # The text model begins here, at the full rate; the tower continues from the rate that it has come to.
             began, num_steps, slow = first_write, steps - first_write, vision_parameters(model)
             settings.vision_lr_ratio = learning_rate(first_write, steps, schedule) / lr
         optimizer: torch.optim.Optimizer = make_optimizer(namer, settings, lr, slow)

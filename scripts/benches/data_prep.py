@@ -5,7 +5,7 @@
 
 The library is Parquet files of small pictures with captions. The model is a server on this machine, in a process of its own,
 that reads off each picture what it shows and answers in a millisecond: what is measured is the pipeline. A run that was
-stopped goes on where it was; a stage that was stopped is marked. The second command prints the runs as tables.
+stopped continues where it was; a stage that was stopped is marked. The second command prints the runs as tables.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """A training step in our form and as passes of stock transformers, on the same weights, prompts, rationales and candidates.
 
     three passes  transformers' `generate`; LM forward on [prompt][oracle]; contrastive forward on [prompt][own, <emb>]
-    ours          `rge.model.embedding_model.encode_prompts` runs the prompts, with gradient; `rge.rollout.generate` goes on from
+    ours          `rge.model.embedding_model.encode_prompts` runs the prompts, with gradient; `rge.rollout.generate` continues from
                   their keys and values; so do [own, <emb>] and [oracle, <emb>] in `rge.step.TrainingStep`
 
 Candidates are encoded by the same call in both. The three-pass form gets what costs nothing to write: logits at labelled

@@ -67,7 +67,7 @@ class BatchJobs:
 
         Raises:
             StopCalls: the budget is reached, after what is under way; the provider does not answer, rejects the batch, has
-                cancelled it, or takes too long: the same command goes on from there.
+                cancelled it, or takes too long: the same command continues from there.
         """
         # Two processes that find the same batch begun would both look for it, and create it twice.
         self.store.hold_batches()

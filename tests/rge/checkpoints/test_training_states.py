@@ -1,4 +1,4 @@
-"""Training states: complete or not there, found out when damaged, written while training goes on."""
+"""Training states: complete or not there, found out when damaged, written while training continues."""
 
 import json
 import random

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from ports import free_port
+
 LIMIT_S = 1800.0
 """Against hanging; never against being slow."""
 
@@ -31,6 +33,7 @@ _CONTEXT.set_forkserver_preload(
         "rge.scratch.starting_point",
         "rge.embedder",
         "data_prep.rmir.main",
+        "eval.commands.run",
     ]
 )
 
@@ -40,14 +43,15 @@ class Program:
 
     Args:
         words: a script and its arguments, or ``-m``, a module and its arguments.
+        cwd: its working directory; None: that of the tests.
         environment: variables to be set.
     """
 
-    def __init__(self, *words: str | Path, **environment: str):
+    def __init__(self, *words: str | Path, cwd: Path | None = None, **environment: str):
         self.words = [str(word) for word in words]
         self._folder = tempfile.TemporaryDirectory()
         self._process = _CONTEXT.Process(
-            target=_become, args=(self.words, environment, *map(str, self._files())), name=self.words[0]
+            target=_become, args=(self.words, cwd, environment, *map(str, self._files())), name=self.words[0]
         )
 
     def _files(self) -> tuple[Path, Path]:
@@ -92,22 +96,40 @@ class Program:
         return self._files()[1].read_text(errors="replace")[-4000:]
 
 
-def run(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*words: str | Path, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a program to its end; see `Program`."""
-    with Program(*words, **environment) as program:
+    with Program(*words, cwd=cwd, **environment) as program:
         return program.finished()
 
 
-def _become(words: list[str], environment: dict[str, str], out: str, err: str) -> None:
+def run_pair(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program as two processes on CPU, with the variables that a launcher sets; what both print, the first one first."""
+    shared = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true",
+    }  # fmt: skip
+    ranks = [shared | {"RANK": rank, "LOCAL_RANK": rank} | environment for rank in "01"]
+    with Program(*words, **ranks[0]) as first, Program(*words, **ranks[1]) as second:
+        ends = [first.finished(), second.finished()]
+    out, err = "".join(end.stdout for end in ends), "".join(end.stderr for end in ends)
+    return subprocess.CompletedProcess(ends[0].args, ends[0].returncode or ends[1].returncode, out, err)
+
+
+def _become(words: list[str], cwd: Path | None, environment: dict[str, str], out: str, err: str) -> None:
     os.setsid()
+    if cwd is not None:
+        os.chdir(cwd)
     for number, path in ((1, out), (2, err)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
     os.environ.update(environment)
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     if words[0] == "-m":
         sys.argv = words[1:]
+        sys.path.insert(0, os.getcwd())  # as Python does
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = words
+        sys.path.insert(0, str(Path(words[0]).resolve().parent))
         runpy.run_path(words[0], run_name="__main__")

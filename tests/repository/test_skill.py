@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 
+import forked
 import pyarrow.parquet as pq
 import pytest
 from paths import ROOT
@@ -51,16 +52,18 @@ def folder(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("line", COMMANDS)
 def test_every_command_runs(folder, line):
-    words = [sys.executable, "-m", "rge", *shlex.split(line)[1:]]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    words, env = (
+        ["-m", "rge", *shlex.split(line)[1:]],
+        {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"},
+    )
     if not line.startswith(LISTENING):
-        done = subprocess.run(
-            words, cwd=folder, env=env, capture_output=True, text=True, timeout=400, check=False
-        )
+        done = forked.run(*words, cwd=folder, **env)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         return
     words = [re.sub(r"^port=\d+$", "port=0", word) for word in words]
-    with subprocess.Popen(words, cwd=folder, env=env, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, *words], cwd=folder, env=os.environ | env, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
         finally:

@@ -6,12 +6,12 @@ model that is trained is a tiny random one for two steps a stage.
 
 import csv
 import json
-import os
 import re
-import subprocess
-import sys
+import shlex
+import string
 from pathlib import Path
 
+import forked
 import pyarrow.parquet as pq
 import pytest
 from paths import ROOT
@@ -54,15 +54,7 @@ def test_every_block_runs_and_a_model_is_found_searched(tmp_path, tiny_path):
     oracle = Oracle(
         OracleConfig(bad_queries=0, malformed=0, transient=0, filter_errors=0, judge_errors=0.015)
     )
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "ACCELERATE_USE_CPU": "true",
-        "BASE": str(tiny_path),
-        "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
-    }
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "rge").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m rge "$@"\n')
-    (tmp_path / "bin" / "rge").chmod(0o755)
+    environment = {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "BASE": str(tiny_path)}
     with LocalServer(oracle) as server:
         environment["MLLM"] = server.url
         for kind, title, content in re.findall(
@@ -72,13 +64,13 @@ def test_every_block_runs_and_a_model_is_found_searched(tmp_path, tiny_path):
                 (tmp_path / title).write_text(content)
             if kind != "bash":
                 continue
-            content = re.sub(r"(rge data rmir .*)", rf"\1 {NO_WEIGHTS}", content)
-            content = re.sub(r"(rge (?:check|train) .*)", rf"\1 {SMALLER}", content)
-            done = subprocess.run(
-                ["bash", "-euo", "pipefail", "-c", content],
-                cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900, check=False,
-            )  # fmt: skip
-            assert done.returncode == 0, f"{content}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+            for line in content.replace("\\\n", " ").splitlines():
+                line = re.sub(r"^rge data rmir .*", rf"\g<0> {NO_WEIGHTS}", line)
+                line = re.sub(r"^rge (?:check|train) .*", rf"\g<0> {SMALLER}", line)
+                words = shlex.split(string.Template(line).substitute(environment))
+                assert words.pop(0) == "rge"
+                done = forked.run("-m", "rge", *words, cwd=tmp_path, **environment)
+                assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     records = [json.loads(line) for line in (tmp_path / "data" / "train.jsonl").read_text().splitlines()]
     assert len(records) > 4
     assert all(positive["rationale"] for record in records for positive in record["positives"])

@@ -318,9 +318,8 @@ def test_ctrl_c_saves_and_exits_with_130_and_the_second_one_ends_at_once(whole, 
 
 @pytest.mark.slow
 def test_two_processes_say_once_what_is_wrong_and_both_end(home, tmp_path):
-    launcher = accelerate("--multi_gpu", "--num_processes", "2")
     wrong = ["joint.sources=[{path: gone.jsonl}]", "log.trackers=[nothing]", "validation.path=away.jsonl"]
-    done = start(home, tmp_path / "out", *wrong, launcher=launcher)
+    done = forked.run_pair(*command(home, tmp_path / "out", *wrong))
     assert done.returncode != 0
     assert done.stderr.count("error: 3 things are wrong, and nothing was started:") == 1
     assert done.stderr.count("training records gone.jsonl do not exist") == 1
@@ -420,13 +419,13 @@ def test_a_killed_rl_run_ends_with_the_same_weights(whole, home):
 
 
 @pytest.mark.slow
-def test_nothing_to_learn_from_ends_both_processes_with_one_message(whole, home, monkeypatch):
+def test_nothing_to_learn_from_ends_both_processes_with_one_message(whole, home):
     (home / "constant_reward.py").write_text("def always(group):\n    return 0.5 * (group.length_BK >= 0)\n")
-    monkeypatch.setenv("PYTHONPATH", f"{home}{os.pathsep}{os.environ.get('PYTHONPATH', ROOT)}")
-    done = start(
+    words = command(
         home, home / "constant", *RL, "rl.rewards=[{name: 'constant_reward:always'}]", "rl.patience=2", "rl.beta=0",
-        f"init={whole / 'joint/final'}", launcher=accelerate("--multi_gpu", "--num_processes", "2"),
+        f"init={whole / 'joint/final'}",
     )  # fmt: skip
+    done = forked.run_pair(*words, PYTHONPATH=f"{home}{os.pathsep}{ROOT}")
     assert done.returncode != 0
     assert "rl: for 2 steps no query had two rationales of different reward" in done.stderr
     assert "constant_reward:always 0.5" in done.stderr
@@ -448,13 +447,13 @@ def breaks(q_BD, c_CD, positive_BC, ignored_BC, *, temperature):
 
 
 @pytest.mark.slow
-def test_a_gradient_that_is_not_finite_ends_the_run_before_a_state_is_saved(whole, home, monkeypatch):
+def test_a_gradient_that_is_not_finite_ends_the_run_before_a_state_is_saved(whole, home):
     (home / "loss_that_breaks.py").write_text(BREAKS)
-    monkeypatch.setenv("PYTHONPATH", f"{home}{os.pathsep}{os.environ.get('PYTHONPATH', ROOT)}")
-    done = start(
+    words = command(
         home, home / "broken", "stage=joint", f"init={whole / 'cold_start/final'}", "train.micro_batch_size=4",
         "plugins=[loss_that_breaks]", "loss.terms={info_nce: 1, breaks: 1}",
     )  # fmt: skip
+    done = forked.run(*words, PYTHONPATH=f"{home}{os.pathsep}{ROOT}")
     assert done.returncode != 0
     assert "the loss is finite, but the norm of its gradient is nan; step 4, records of this" in done.stderr
     assert [path.name for path in (home / "broken/joint/state").iterdir()] == ["step_00000002"]

@@ -3,14 +3,16 @@
 import importlib.util
 import json
 import re
-import subprocess
+import shlex
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import forked
 import numpy as np
 import pandas as pd
 import pytest
+from eval_fakes import write_set
 from paths import ROOT
 
 from eval.benchmarks.suite import write_suite
@@ -361,26 +363,36 @@ def test_plot_refuses_nothing_and_too_much():
 
 
 @pytest.mark.slow
-def test_a_real_sweep_with_two_processes_a_run(tmp_path, tiny_path):
-    """Two runs of one step, trained under accelerate and evaluated; then the table."""
-    command = [
-        sys.executable,
-        "scripts/ablate.py",
+def test_a_real_sweep_with_two_processes_a_run(ablate, tmp_path, tiny_path, monkeypatch, capsys):
+    """Two runs of one step by two processes, evaluated; then the table."""
+
+    def run(command: list[str]) -> None:
+        if "rge/train.py" in command:
+            at = command.index("rge/train.py")
+            assert command[:at] == shlex.split(ablate.default_launcher())
+            done = forked.run_pair(*command[at:])
+        else:
+            done = forked.run(*command[1:])
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    monkeypatch.setattr(ablate, "run", run)
+    monkeypatch.chdir(ROOT)
+    data = write_set(tmp_path / "set", num_queries=8, num_candidates=12)
+    words = [
         "recipe=demo",
         "sweep=loss.anchor=[self,none]",
         "seeds=1",
         f"init={tiny_path}",
         f"out={tmp_path / 'sweep'}",
-        "set=data_prep/demo/data/valid",
+        f"set={data}",
         "joint.steps=1",
         "joint.batch_size=4",
         "rollout.max_new_tokens=3",
         "data.num_workers=0",
         "train.num_processes=2",
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(done.stdout.splitlines()[-1])
+    ablate.main(words)
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {row["arm"] for row in rows} == {"self", "none"}
     assert all(0 <= row["hit@1"]["low"] <= row["hit@1"]["high"] <= 1 for row in rows)
     ElementTree.parse(tmp_path / "sweep" / "plot.svg")

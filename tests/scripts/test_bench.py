@@ -2,9 +2,9 @@
 
 import importlib
 import json
-import subprocess
 import sys
 
+import forked
 import pytest
 from paths import ROOT
 
@@ -69,8 +69,7 @@ def test_turns_go_back_and_forth(bench):
     ],
 )
 def test_a_step_is_measured_and_its_json_comes_last(words, figures):
-    command = [sys.executable, "scripts/bench.py", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = forked.run("scripts/bench.py", *words, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert all(found[f"{name}_ratio"] > 0 for name in figures)
@@ -82,7 +81,7 @@ def test_a_step_is_measured_and_its_json_comes_last(words, figures):
 @pytest.mark.parametrize(
     "words",
     [
-        ["memory", "batches=2", "micro_batch=2", "repeats=1", "whole=2"],
+        ["memory", "batches=2", "micro_batch=2", "repeats=1", "whole=[]"],
         ["save", "millions=2", "repeats=1", "folder={folder}"],
         ["index", "rows=1000", "dimensions=16"],
         ["search", "candidates=2000", "queries=50", "dim=32", "depth=100", "others=true", "repeats=1"],
@@ -93,7 +92,6 @@ def test_a_step_is_measured_and_its_json_comes_last(words, figures):
 )
 def test_it_runs_at_a_small_size(words, tmp_path):
     words = [word.format(folder=tmp_path) for word in words]
-    command = [sys.executable, "scripts/bench.py", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = forked.run("scripts/bench.py", *words, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])

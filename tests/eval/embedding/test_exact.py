@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from eval_fakes import FakeEncoder, loader, write_set
-from eval_processes import start
+from eval_processes import launch
 
 from eval.commands.run import RunOptions, run
 from rge.checkpoints.export import export, settings_of
@@ -56,7 +56,7 @@ def test_run_files_are_byte_equal_for_two_processes(checkpoint, tmp_path):
     data = write_set(tmp_path / "set", num_queries=12, num_candidates=16)
     (one,) = evaluate(checkpoint, data, tmp_path / "one", batch_size=32).values()
     words = (f"checkpoint={checkpoint}", f"set={data}", f"out={tmp_path / 'two'}", "batch_size=3")
-    done = start(*words, launch=True)
+    done = launch(*words)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "two" / "run.trec").read_bytes() == one
 

@@ -1,4 +1,4 @@
-"""Two real processes under `accelerate launch` against one: the same files and the same numbers."""
+"""Two real processes against one: the same files and the same numbers."""
 
 import json
 from pathlib import Path
@@ -32,21 +32,21 @@ def test_two_processes_write_the_files_and_numbers_of_one(lively, tmp_path):
         max_new_tokens=5, reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=1,
     )  # fmt: skip
     export(lively, tmp_path / "checkpoint", settings)
-    data = write_set(tmp_path / "set", num_queries=20, num_candidates=36)
+    data = write_set(tmp_path / "set", num_queries=12, num_candidates=20)
     words = [
         f"checkpoint={tmp_path / 'checkpoint'}",
         f"set={data}",
         "query_mode=reasoning,direct",
         "batch_size=1",
     ]
-    two = start(*words, f"out={tmp_path / 'two'}", launch=True)
+    two = start(*words, f"out={tmp_path / 'two'}", pair=True)
     assert two.returncode == 0, two.stderr[-4000:]
-    one = start(*words, f"out={tmp_path / 'one'}", launch=False)
+    one = start(*words, f"out={tmp_path / 'one'}", pair=False)
     assert one.returncode == 0, one.stderr[-4000:]
     assert two.stdout.count("reasoning, both ->") == 1  # the second process prints nothing
     ours, theirs = shards(tmp_path / "two"), shards(tmp_path / "one")
     assert list(ours) == list(theirs)
-    assert len(ours) == 5 + 3 + 3  # of eight rows each
+    assert len(ours) == 3 + 2 + 2  # of eight rows each
     for name, table in ours.items():
         np.testing.assert_array_equal(np.stack(table["embedding"]), np.stack(theirs[name]["embedding"]))
         pd.testing.assert_frame_equal(table.drop(columns="embedding"), theirs[name].drop(columns="embedding"))
@@ -60,7 +60,7 @@ def test_two_processes_write_the_files_and_numbers_of_one(lively, tmp_path):
     for path in lost:
         path.unlink()
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "two" / ".cache").glob("*/*.parquet")}
-    again = start(*words, f"out={tmp_path / 'two'}", launch=True)
+    again = start(*words, f"out={tmp_path / 'two'}", pair=True)
     assert again.returncode == 0, again.stderr[-4000:]
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     assert all(path.exists() for path in lost)
@@ -69,16 +69,16 @@ def test_two_processes_write_the_files_and_numbers_of_one(lively, tmp_path):
     of = tmp_path / "two" / "direct-both"
     judge = {"of": of, "judge": tmp_path / "checkpoint", "top_n": 3, "batch_size": 2, "yes": "a", "no": "e"}
     judged = start(*(f"{key}={value}" for key, value in judge.items()), f"out={tmp_path / 'judged'}",
-                   launch=True, name="rerank")  # fmt: skip
+                   pair=True, name="rerank")  # fmt: skip
     assert judged.returncode == 0, judged.stderr[-4000:]
     assert judged.stdout.count("top 3 of") == 1
     rerank_command(RerankOptions(**judge | {"judge": str(judge["judge"])}, out=tmp_path / "by_one"))
     pair, by_one = (tmp_path / name / "per_query.parquet" for name in ("judged", "by_one"))
     pd.testing.assert_frame_equal(pd.read_parquet(pair), pd.read_parquet(by_one))
     results = json.loads((tmp_path / "judged" / "results.json").read_text())
-    assert results["rerank"]["num_pairs"] == 3 * 20
+    assert results["rerank"]["num_pairs"] == 3 * 12
 
-    broken = start(*words, f"out={tmp_path / 'three'}", "limit=0", launch=True)
+    broken = start(*words, f"out={tmp_path / 'three'}", "limit=0", pair=True)
     assert broken.returncode != 0
     assert "limit must be at least 1, got 0" in broken.stderr
 

@@ -2,12 +2,11 @@
 
 import json
 import math
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 import yaml
@@ -238,12 +237,7 @@ def found(
         "plain": [str(tiny_path), str(full)],
     }
     torch.save(task, folder / "task.pt")
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-         str(WORKERS / "back_ends.py"), str(lively_path), str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True, text=True, timeout=1800,
-    )  # fmt: skip
+    done = forked.run_pair(WORKERS / "back_ends.py", lively_path, folder)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     shared["one"] = one_process(lively_path, steps, merge, folder / "one")
     return shared

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import forked
 import pytest
 import torch
 from paths import WORKERS
@@ -55,10 +56,10 @@ def found(shared, lively_path, lively, make_batch, merge, roll_out):
         "rationales": [sum(rationales, [])],
         "cases": [("float32", "zero2", "float32"), ("bfloat16", "zero2", "bfloat16")],
         "descent": {
-            "batches": [make_batch(builder, seed, True, True) for seed in (20, 40, 60, 80)],
+            "batches": [make_batch(builder, seed, True, True) for seed in (20, 40)],
             "objective": Objective(1 / 11, 10 / 11, 0.07, "oracle"),
             "lr": 2e-5,
-            "steps": 240,
+            "steps": 120,
         },
     }
     two = {
@@ -72,16 +73,20 @@ def found(shared, lively_path, lively, make_batch, merge, roll_out):
     (place / ".venv").symlink_to(sys.prefix)
     python = str(place / ".venv" / "bin" / "python")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    for words, cases in (([], one), (torchrun, two)):
-        torch.save(task | cases, folder / "task.pt")
-        done = subprocess.run(
-            [python, *words, str(WORKER), str(lively_path), str(folder)],
-            env={
-                **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_EXTENSIONS_DIR": str(place / "built"),
-            },
-            capture_output=True, text=True, timeout=900,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCH_EXTENSIONS_DIR": str(place / "built"),
+    }
+    torch.save(task | one, folder / "task.pt")
+    alone = forked.run(WORKER, lively_path, folder, **environment)
+    assert alone.returncode == 0, alone.stdout[-2000:] + alone.stderr[-6000:]
+    torch.save(task | two, folder / "task.pt")
+    pair = subprocess.run(
+        [python, *torchrun, str(WORKER), str(lively_path), str(folder)], env=os.environ | environment,
+        capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert pair.returncode == 0, pair.stdout[-2000:] + pair.stderr[-6000:]
     shared["ended"] = True
     return shared
 
@@ -150,12 +155,12 @@ def test_gradients_point_where_float32s_do(found, name, num_processes):
 def test_the_loss_falls_as_far_as_float32s(found):
     """Over some hundred steps at the recipes' rate, by rounds of the batches.
 
-    With bfloat16 weights and no float32 ones it fell from 4.8 to 4.6 where these fall to 1.7.
+    With bfloat16 weights and no float32 ones it would hardly fall where these fall by more than half.
     """
     rounds = {}
     for name in ("float32", "bfloat16"):
         losses = torch.tensor(result(found, name, 1)["descent"], dtype=torch.float64)
-        rounds[name] = losses.unflatten(0, (-1, 4)).mean(dim=1)
+        rounds[name] = losses.unflatten(0, (-1, 2)).mean(dim=1)
         sys.stdout.write(f"\n{name}: from {rounds[name][0]:.3f} to {rounds[name][-1]:.3f}\n")
         assert rounds[name][-1] < 0.5 * rounds[name][0]
     half = (

@@ -1,17 +1,14 @@
 """Two real processes against one: gathering, both losses, every gradient, whatever the ranks' batches look like."""
 
 import copy
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from paths import WORKERS
-from ports import free_port
 
 from rge.config import LossConfig, Recipe, RewardConfig, RLConfig, RolloutConfig, TrainConfig
 from rge.distributed import collectives as dist
@@ -28,18 +25,9 @@ from rge.rollout.generate import Rationale, generate
 from rge.rollout.writer import Rollout, rollout_report, sample_seeds
 from rge.step import TrainingStep
 
-ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
-
-def start_workers(command: list[str], **environment: str) -> None:
-    done = subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment},
-        capture_output=True,
-        text=True,
-        timeout=1800,  # against hanging; never against being slow
-    )
+def start_workers(script: str, *words: str | Path) -> None:
+    done = forked.run_pair(WORKERS / script, *words)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
@@ -51,7 +39,7 @@ def test_rows_are_gathered_with_the_gradient_of_one_process(tmp_path):
     rows = torch.randn(total, 3, generator=generator, dtype=torch.float64)
     weights = torch.randn(total, total, generator=generator, dtype=torch.float64)
     torch.save((rows, weights), tmp_path / "rows.pt")
-    start_workers([*TORCHRUN, f"--nproc_per_node={world}", str(WORKERS / "gather.py"), str(tmp_path)])
+    start_workers("gather.py", tmp_path)
 
     whole = rows.clone().requires_grad_()
     (whole @ whole.T * weights).sum().backward()
@@ -191,9 +179,7 @@ def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_r
             "rl": rl,
         }
     torch.save(cases, paired["folder"] / "cases.pt")
-    arguments = [str(WORKERS / "step.py"), str(lively_path), str(paired["folder"])]
-    port = ["--main_process_port", str(free_port())]
-    start_workers([*ACCELERATE, "--num_processes", "2", *port, *arguments], ACCELERATE_USE_CPU="true")
+    start_workers("step.py", lively_path, paired["folder"])
     paired["cases"] = cases
     paired["found"] = [torch.load(paired["folder"] / f"found_{rank}.pt") for rank in range(2)]
     return paired

@@ -2,7 +2,7 @@
 
 ``rge eval budget checkpoint=DIR set=DIR out=DIR`` puts accuracy against tokens and time (several rationales, gate,
 judge), ``rge eval rerank of=DIR out=DIR judge=MODEL`` lets a vision-language model reorder a finished ranking,
-``rge eval records src=FILE out=FILE`` makes records from which such a judge is trained,
+``rge eval records src=FILE descriptions=FILE out=FILE`` makes records from which such a judge is trained,
 ``rge eval fetch mmeb|mmeb2|rmir|mmbright out=DIR`` downloads a benchmark's release and checks that it is all there,
 ``rge eval import rmir|pinpoint|mmeb|mmbright src=DIR out=DIR`` makes a retrieval set of a benchmark's release,
 ``rge eval import folder src=DIR out=DIR`` makes one of a folder of photos and a spreadsheet,
@@ -39,7 +39,7 @@ COMMANDS = {
     "compare": ("eval.commands.compare", "CompareOptions", "compare"),
     "budget": ("eval.commands.budget", "BudgetOptions", "budget"),
     "rerank": ("eval.commands.rerank", "RerankOptions", "rerank_command"),
-    "records": ("eval.judging.likelihood", "JudgeRecordsOptions", "write_records"),
+    "records": ("eval.judging.description", "JudgeRecordsOptions", "write_records"),
     "bm25": ("eval.commands.bm25", "Bm25Options", "bm25"),
     "fetch": ("eval.commands.fetch", "FetchOptions", "fetch"),
     "check": ("eval.commands.check", "CheckOptions", "check"),

@@ -2,9 +2,9 @@
 
     rge eval rerank of=DIR out=DIR judge=DIR_OR_ADDRESS [top_n=20]
 
-The score of a pair is sigmoid(logit of "yes" - logit of "no") for the first token of the answer; with ``ask=likelihood``, the
-log likelihood of the query's rationale after the candidate, and with ``ask=description`` that of what the judge, having read the
-rationale, says the right answer shows (`eval.judging.likelihood`). Equal scores keep the order of the first ranking; what is below the top n stays as it is. The judge is a directory with a Qwen vision-language
+The score of a pair is sigmoid(logit of "yes" - logit of "no") for the first token of the answer; with ``ask=description``, the
+log likelihood, after the candidate, of what the judge says the right answer shows (`eval.judging.description`). Equal scores keep
+the order of the first ranking; what is below the top n stays as it is. The judge is a directory with a Qwen vision-language
 model, trained by us or not, or a model behind an OpenAI-compatible endpoint. Its scores are kept by content
 (`rge.calls.store`), so a deeper or a repeated run asks for what is new.
 """
@@ -63,10 +63,10 @@ class RerankOptions(PluginOptions):
     """Environment variable with the key of that address; null: it needs none."""
     top_n: int = 20
     """Candidates of each query that it sees."""
-    ask: Literal["yes_no", "likelihood", "description"] = "yes_no"
-    """What the judge is asked: yes or no to a pair; how likely the query's rationale (its text, where the ranking was made
-    without) is after the candidate; or to describe, from the rationale, what the right answer shows, and how likely that
-    description is after the candidate. All but yes_no need a model that runs here."""
+    ask: Literal["yes_no", "description"] = "yes_no"
+    """What the judge is asked: yes or no to a pair; or to describe, from the query's rationale (its text, where the ranking was made
+    without), what the right answer shows, and how likely that description is after the candidate. The second needs a model
+    that runs here."""
     mix: float | None = None
     """Add the judge's score, times this, to the ranking's own instead of putting it in its place; to be chosen on other data."""
     yes: str = "yes"
@@ -121,16 +121,12 @@ def rerank_command(options: RerankOptions) -> Path:
             return load_judge(options)
         if is_address(options.judge):
             raise UserError(
-                f"ask={options.ask} needs a judge that runs here: an endpoint does not say how likely a prompt is"
+                "ask=description needs a judge that runs here: an endpoint does not say how likely a prompt is"
             )
-        from eval.judging.likelihood import QUESTION, LikelihoodJudge
+        from eval.judging.description import DescriptionJudge
 
-        return LikelihoodJudge(
-            options.judge,
-            question=QUESTION[options.ask],
-            batch_size=options.batch_size,
-            device=options.device,
-            dtype=options.dtype,
+        return DescriptionJudge(
+            options.judge, batch_size=options.batch_size, device=options.device, dtype=options.dtype
         )
 
     answers = AnswerStore(options.cache or options.out / "judge.sqlite") if team.is_first else None
@@ -285,18 +281,13 @@ def _asked_with(
     """What the judge is shown for each query, and what it is asked."""
     if options.ask == "yes_no":
         return wanted.queries, QUESTION
-    from eval.judging import likelihood
+    from eval.judging import description
 
-    written = pd.read_parquet(options.of / PER_QUERY).set_index("query_id")["rationale"]
-    rationales = [written.get(query.id) for query in wanted.queries]
-    queries = likelihood.asked_for(
-        wanted.queries, [one if isinstance(one, str) else None for one in rationales]
-    )
-    if options.ask == "description":
-        assert isinstance(judge, likelihood.LikelihoodJudge)
-        describe, texts = judge.describe, queries
-        queries = team.once(lambda: describe(texts, _opened(answers)))
-    return queries, likelihood.QUESTION[options.ask]
+    written = pd.read_parquet(options.of / PER_QUERY).set_index("query_id")["rationale"].dropna()
+    texts = [Item(one.id, text=written.get(one.id) or one.text) for one in wanted.queries]
+    assert isinstance(judge, description.DescriptionJudge)
+    describe = judge.describe
+    return team.once(lambda: describe(texts, _opened(answers))), description.QUESTION
 
 
 def rerank(

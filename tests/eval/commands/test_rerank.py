@@ -16,10 +16,10 @@ from stock import nll_of, stock_forward
 from eval.commands.rerank import RerankOptions, reorder, rerank, rerank_command
 from eval.commands.run import RunOptions, run
 from eval.embedding.identity import differences
-from eval.judging import likelihood
+from eval.judging import description
+from eval.judging.description import DescriptionJudge
 from eval.judging.endpoint import Endpoint
 from eval.judging.judges import LocalJudge, RemoteJudge, as_item, load_judge
-from eval.judging.likelihood import LikelihoodJudge
 from eval.judging.yes_no import next_token_logits, word_id
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import load_set
@@ -485,14 +485,14 @@ def test_a_mix_adds_to_the_ranking_and_any_scores_stay_above_the_rest():
 
 
 def test_a_likelihood_is_that_of_a_plain_forward(lively_path, wanted):
-    judge = LikelihoodJudge(str(lively_path), question="Why?", batch_size=2)
+    judge = DescriptionJudge(str(lively_path), batch_size=2)
     candidates = list(wanted.corpus_items())[:2]
     texts = [Item("a", "because of a key"), Item("b", "it is so"), Item("c", "a")]
     pairs = [(text, candidate) for candidate in candidates for text in texts]
     found = judge.score(pairs)
     embedder, tokenizer = judge._embedder, judge._builder.processor.tokenizer
     for (text, candidate), value in zip(pairs, found, strict=True):
-        prompt = judge._builder.build(Item("x", "Why?", candidate.images), "query")
+        prompt = judge._builder.build(Item("x", description.QUESTION, candidate.images), "query")
         ids = tokenizer(text.text, add_special_tokens=False).input_ids
         with torch.no_grad():
             _, logits, _ = stock_forward(embedder, [prompt], [ids], "right")
@@ -500,89 +500,15 @@ def test_a_likelihood_is_that_of_a_plain_forward(lively_path, wanted):
         expected, count = nll_of(logits, [0], [prompt], [ids])
         assert count == len(ids)
         assert value == pytest.approx(-float(expected), abs=1e-3)
-    with pytest.raises(UserError, match="query 'd' has neither a rationale nor a text"):
-        judge.score([(Item("d", images=(b"x",)), candidates[0])])
-
-
-def test_the_command_asks_for_the_rationale_that_was_written(tmp_path, monkeypatch):
-    data = write_tables(tmp_path / "set", tables())
-    (done,) = run(
-        RunOptions(checkpoint="fake", set=data, out=tmp_path / "eval", report=False), loader(FakeEncoder())
-    )
-    asked = []
-
-    class Knows(Fixed):
-        def __init__(self, path, **_):
-            super().__init__({})
-
-        def score(self, pairs):
-            asked.extend(pairs)
-            return [-float(int(candidate.id[1:])) for _, candidate in pairs]
-
-    monkeypatch.setattr(likelihood, "LikelihoodJudge", Knows)
-    options = {"of": done, "judge": "x", "ask": "likelihood", "top_n": 3}
-    rerank_command(RerankOptions(**options, out=tmp_path / "alone"))
-    assert {(query.id, query.text, query.images) for query, _ in asked} == {
-        (f"q{n:02d}", f"because of q{n:02d}", ()) for n in range(24)
-    }
-    rerank_command(RerankOptions(**options, mix=0.0, out=tmp_path / "nothing"))
-    before, alone, nothing = (
-        json.loads((path / "results.json").read_text())
-        for path in (done, tmp_path / "alone", tmp_path / "nothing")
-    )
-    assert nothing["micro"] == before["micro"] != alone["micro"]
-    assert (alone["rerank"]["ask"], alone["rerank"]["question"]) == (
-        "likelihood",
-        likelihood.QUESTION["likelihood"],
-    )
-    assert alone["identity"]["asked"]["ask"] == "likelihood"
-    assert nothing["identity"]["key"] != alone["identity"]["key"]
-    with pytest.raises(UserError, match="rerank.mix = 0.0, this one has None"):
-        rerank_command(RerankOptions(**options, out=tmp_path / "nothing"))
-    remote = options | {"judge": "http://host/v1", "out": tmp_path / "remote"}
-    with pytest.raises(UserError, match="ask=likelihood needs a judge that runs here"):
-        rerank_command(RerankOptions(**remote))
-
-
-def test_records_for_such_a_judge(tmp_path):
-    source = likelihood.Path("data_prep/demo/data/train/relations.jsonl").resolve()
-    some = tmp_path / "so me" / "some.jsonl"
-    some.parent.mkdir()
-    rows = [json.loads(line) for line in source.read_text().splitlines()[:6]]
-    for row in rows:
-        targets = [*row["positives"], *row["negatives"]]
-        for target in targets:
-            target["image"] = str(source.parent / target["image"])
-        row["query"]["images"] = [str(source.parent / one) for one in row["query"]["images"]]
-    some.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = likelihood.JudgeRecordsOptions(src=(some,), out=tmp_path / "x" / "out.jsonl", draws=2)
-    records = RecordFile(likelihood.write_records(options), need_rationale=True)
-    assert len(records) == 2 * sum(len(row["positives"]) for row in rows)
-    shows = {target["image"]: target["identity"] for row in rows for target in row["positives"]}
-    first = [records[n] for n in range(len(records))]
-    assert all(record.query.text == likelihood.QUESTION["likelihood"] for record in first)
-    told = {record.positives[0].rationale for record in first}
-    assert told == {target["rationale"] for row in rows for target in row["positives"]}
-    seen = {str(likelihood.Path(one.query.images[0]).resolve()) for one in first}
-    assert seen <= set(shows) | {target["image"] for row in rows for target in row["negatives"]}
-    again = likelihood.JudgeRecordsOptions(src=(some,), out=tmp_path / "x" / "again.jsonl", draws=2)
-    assert likelihood.write_records(again).read_bytes() == options.out.read_bytes()
-    assert likelihood.write_records(replace(again, seed=1)).read_bytes() != options.out.read_bytes()
-    for row in rows:
-        for target in row["positives"]:
-            del target["rationale"]
-    some.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(UserError, match="no positive with a rationale"):
-        likelihood.write_records(likelihood.JudgeRecordsOptions(src=(some,), out=tmp_path / "none.jsonl"))
 
 
 def test_a_judge_describes_the_answer_once_and_keeps_it(lively_path, tmp_path, monkeypatch):
-    judge = LikelihoodJudge(str(lively_path), question="What?", batch_size=2)
+    judge = DescriptionJudge(str(lively_path), batch_size=2)
     answers = AnswerStore(tmp_path / "judge.sqlite")
     texts = [Item("a", "it is a lock"), Item("b", "it is a door"), Item("c", "it is a lock")]
     first = judge.describe([texts[0]], answers)[0].text
-    prompt = judge._builder.build(Item("a", f"it is a lock\n{likelihood.ANSWER_SHOWS}"), "query")
-    (plain,) = generate(judge._embedder, [prompt], max_new_tokens=likelihood.DESCRIPTION_TOKENS, batch_size=1)
+    prompt = judge._builder.build(Item("a", f"it is a lock\n{description.ANSWER_SHOWS}"), "query")
+    (plain,) = generate(judge._embedder, [prompt], max_new_tokens=description.DESCRIPTION_TOKENS, batch_size=1)
     assert not plain.forced
     assert first == judge._builder.processor.tokenizer.decode(plain.ids).strip() != ""
 
@@ -594,7 +520,7 @@ def test_a_judge_describes_the_answer_once_and_keeps_it(lively_path, tmp_path, m
     found = judge.describe(texts, answers)
     assert asked == [1]  # one of three was kept, and one is equal to it
     assert [(one.id, one.text) for one in found] == [("a", first), ("b", "it is a door"), ("c", first)]
-    with pytest.raises(UserError, match="query 'd' has neither a rationale nor a text"):
+    with pytest.raises(UserError, match="query .d. has neither a rationale nor a text"):
         judge.describe([Item("d", images=(b"x",))], answers)
     monkeypatch.setattr(
         "rge.rollout.generate.generate",
@@ -612,56 +538,64 @@ def test_the_command_asks_for_what_the_answer_shows(tmp_path, monkeypatch):
     asked = []
 
     class Describes(Fixed):
-        def __init__(self, path, *, question, **_):
+        def __init__(self, path, **_):
             super().__init__({})
-            self.question = question
 
         def describe(self, texts, answers):
             assert isinstance(answers, AnswerStore)
             return [Item(one.id, text=one.text.replace("because of", "a picture of")) for one in texts]
 
         def score(self, pairs):
-            assert self.question == likelihood.QUESTION["description"]
             asked.extend(pairs)
             return [-float(int(candidate.id[1:])) for _, candidate in pairs]
 
-    monkeypatch.setattr(likelihood, "LikelihoodJudge", Describes)
+    monkeypatch.setattr(description, "DescriptionJudge", Describes)
     options = {"of": done, "judge": "x", "ask": "description", "top_n": 3, "out": tmp_path / "out"}
     rerank_command(RerankOptions(**options, mix=0.05))
     assert {(query.id, query.text, query.images) for query, _ in asked} == {
         (f"q{n:02d}", f"a picture of q{n:02d}", ()) for n in range(24)
     }
-    results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert (results["rerank"]["ask"], results["rerank"]["mix"]) == ("description", 0.05)
-    assert results["identity"]["asked"]["ask"] == "description"
+    rerank_command(RerankOptions(**options | {"out": tmp_path / "alone"}))
+    rerank_command(RerankOptions(**options | {"out": tmp_path / "nothing"}, mix=0.0))
+    before, found, alone, nothing = (
+        json.loads((path / "results.json").read_text())
+        for path in (done, tmp_path / "out", tmp_path / "alone", tmp_path / "nothing")
+    )
+    assert (found["rerank"]["ask"], found["rerank"]["mix"]) == ("description", 0.05)
+    assert found["rerank"]["question"] == description.QUESTION
+    assert found["identity"]["asked"]["ask"] == "description"
+    assert nothing["micro"] == before["micro"] != alone["micro"]
+    assert nothing["identity"]["key"] != alone["identity"]["key"]
+    with pytest.raises(UserError, match="rerank.mix = 0.05, this one has None"):
+        rerank_command(RerankOptions(**options))
+    remote = options | {"judge": "http://host/v1", "out": tmp_path / "remote"}
+    with pytest.raises(UserError, match="ask=description needs a judge that runs here"):
+        rerank_command(RerankOptions(**remote))
 
 
 def test_records_that_teach_to_describe(tmp_path):
-    folder = likelihood.Path("data_prep/demo/data/train").resolve()
-    options = likelihood.JudgeRecordsOptions(
+    folder = description.Path("data_prep/demo/data/train").resolve()
+    options = description.JudgeRecordsOptions(
         src=(folder / "relations.jsonl",),
         descriptions=(folder / "naming.jsonl",),
         out=tmp_path / "a place" / "out.jsonl",
-        draws=1,
     )
-    made = RecordFile(likelihood.write_records(options), need_rationale=True)
+    made = RecordFile(description.write_records(options), need_rationale=True)
     records = [made[number] for number in range(len(made))]
     pictures = [one for one in records if one.query.images]
     names = RecordFile(folder / "naming.jsonl")
     named = {names[n].group: names[n].positives[0].rationale for n in range(len(names))}
-    assert {one.query.text for one in pictures} == {likelihood.QUESTION["description"]}
+    assert {one.query.text for one in pictures} == {description.QUESTION}
     assert len({one.query.images[0] for one in pictures}) == len(pictures) > 1000
     assert all(one.positives[0].rationale == named[one.group] for one in pictures)
     texts = {one.query.text: one.positives[0].rationale for one in records if not one.query.images}
-    door = "This is a door; it is unlocked with a key.\n" + likelihood.ANSWER_SHOWS
+    door = "This is a door; it is unlocked with a key.\n" + description.ANSWER_SHOWS
     assert texts[door] == "This is a key."
     other = replace(options, descriptions=(folder / "relations.jsonl",), src=(folder / "naming.jsonl",))
-    assert len(RecordFile(likelihood.write_records(other))) > 0
+    assert len(RecordFile(description.write_records(other))) > 0
     some = tmp_path / "some.jsonl"
     row = json.loads((folder / "text.jsonl").read_text().splitlines()[0])
     row["positives"][0] |= {"identity": "nobody", "image": None, "text": "words"}
     some.write_text(json.dumps(row))
     with pytest.raises(UserError, match="describes no positive of src"):
-        likelihood.write_records(replace(options, src=(some,)))
-    with pytest.raises(UserError, match="seed=1 has no effect with descriptions="):
-        likelihood.write_records(replace(options, seed=1))
+        description.write_records(replace(options, src=(some,)))

@@ -66,7 +66,10 @@ class Benchmark:
 BENCHMARKS: Registry[Benchmark] = Registry(
     "benchmark",
     "rge.benchmarks",
-    [f"eval.benchmarks.{name}" for name in ("rmir", "mmeb", "mmeb2", "mmbright", "pinpoint", "mrmr")],
+    [
+        f"eval.benchmarks.{name}"
+        for name in ("rmir", "mmeb", "mmeb2", "mmbright", "pinpoint", "mrmr", "mbeir")
+    ],
 )
 
 

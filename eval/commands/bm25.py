@@ -58,7 +58,7 @@ class Bm25Options(PluginOptions):
     by: tuple[str, ...] = ()
     """Further query columns to report by, besides the set's ``report_by``."""
     benchmark: str = "generic"
-    """Protocol of a benchmark: rmir, mmeb, mmeb2, mmbright, pinpoint, mrmr, one that plugins=
+    """Protocol of a benchmark: rmir, mmeb, mmeb2, mmbright, pinpoint, mrmr, mbeir, one that plugins=
     adds, or generic."""
     profile: str = "clean"
     """clean is the defensible protocol, official what the benchmark's released code computes."""

@@ -52,6 +52,7 @@ from eval.scoring.fuse import max_score, mean_embedding, together
 from eval.scoring.gate import Gate, choose, gate_for, gated, large_minus_small, margin
 from eval.scoring.output_files import FORMAT, PER_QUERY, again, check_out, read_results
 from eval.scoring.search import Ranking
+from eval.scoring.tables import write_tables
 from rge.common.errors import UserError
 from rge.common.files import write_bytes
 from rge.common.modes import decides_itself
@@ -59,7 +60,7 @@ from rge.common.options import one_of
 from rge.common.schema import Encoded
 from rge.stats.intervals import OF_DIFFERENCES, Bootstrap, cluster_bootstrap, figures, in_words, index_of
 
-PLOT, PAGE = "budget.svg", "report.html"
+PLOT, PAGE, TABLE = "budget.svg", "report.html", "budget"
 FUSIONS = ("mean", "max")
 GATED = "direct to reasoning, gated"
 DECIDED = "direct to reasoning, decided by the model"
@@ -145,10 +146,12 @@ def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) ->
     for row in rows:
         row["curve"] = _curve(row)
     content = about | _content(options, plan.metric, rows)
-    print(f"\n{table(content)}")
+    shown = table(content)
+    print(f"\n{shown.to_string(index=False)}")
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str)
     write_bytes(options.out / BUDGET, text.encode() + b"\n")
     write_bytes(options.out / PLOT, as_file(content).encode())
+    write_tables(options.out / TABLE, pd.json_normalize(rows, sep=" "), shown)
     if options.report:
         print(f"\n{_page(options, content)}")
     return options.out
@@ -302,10 +305,10 @@ def _learned(directory: Path, session: Session, plan: _Plan) -> dict[float, Gate
     return {share: gate_for(margin_Q, share, above=found["value"] > 0) for share in plan.shares}
 
 
-def table(content: Mapping[str, Any]) -> str:
-    """Accuracy, gain over direct mode and costs of every way of asking, for the terminal."""
+def table(content: Mapping[str, Any]) -> pd.DataFrame:
+    """Accuracy, gain over direct mode and costs of every way of asking, as people read them."""
     metric = content["metric"]
-    frame = pd.DataFrame(
+    return pd.DataFrame(
         {
             "": [row["name"] for row in content["points"]],
             f"{metric}, %": [
@@ -317,7 +320,6 @@ def table(content: Mapping[str, Any]) -> str:
             "ms": [f"{row['ms']:.1f}" for row in content["points"]],
         }
     )
-    return frame.to_string(index=False)
 
 
 def _signed(figure: Mapping[str, Any] | None) -> str:

@@ -23,7 +23,6 @@ from eval.benchmarks.suite import mean_of, member_bootstraps
 from eval.embedding.identity import OLD, differences, old_results, set_mismatch, versions
 from eval.pages.boards.comparison import write_comparison
 from eval.pages.charts import Mark, interval_chart
-from eval.scoring.metrics import parse_name
 from eval.scoring.output_files import FORMAT, PER_QUERY, read_results, statistics_settings
 from eval.scoring.stats import POWER, effect_size, holm, minimum_detectable, sign_flip_p
 from eval.scoring.tables import write_tables
@@ -101,7 +100,7 @@ def compare(options: CompareOptions) -> list[Row]:
     results_b, frame_b = _read(options.b)
     _check_pair(options, results_a, results_b, frame_a, frame_b)
     frame_b = frame_b.loc[frame_a.index]
-    names = _metrics(options, frame_a, frame_b)
+    names = _metrics(options, results_a, frame_a, frame_b)
     columns = [key.removeprefix("by_") for key in results_a if key.startswith("by_") and key in results_b]
     suite = bool(results_a.get("suite"))
     rows = paired_tests(frame_a, frame_b, names, columns, seed=options.seed, suite=suite)
@@ -291,10 +290,13 @@ def _check_pair(
 def _notes(options: CompareOptions, results_a: dict[str, Any], results_b: dict[str, Any]) -> list[str]:
     """What a reader of the comparison has to know first."""
     found = []
+    told: dict[str, list[str]] = {}
     for path, results in ((options.a, results_a), (options.b, results_b)):
         if old_results(results):
             found.append(f"{path} {OLD}")
-        found += [f"{path}: {warning}" for warning in results.get("warnings") or []]
+        for warning in results.get("warnings") or []:
+            told.setdefault(warning, []).append(str(path))
+    found += [f"{'a and b' if len(paths) > 1 else paths[0]}: {warning}" for warning, paths in told.items()]
     by_the_way = {
         key: pair
         for key, pair in differences(results_a, results_b).items()
@@ -306,21 +308,15 @@ def _notes(options: CompareOptions, results_a: dict[str, Any], results_b: dict[s
     return found
 
 
-def _metrics(options: CompareOptions, frame_a: pd.DataFrame, frame_b: pd.DataFrame) -> list[str]:
-    known = [name for name in frame_a.columns if name in frame_b.columns and _is_metric(name)]
+def _metrics(
+    options: CompareOptions, results: dict[str, Any], frame_a: pd.DataFrame, frame_b: pd.DataFrame
+) -> list[str]:
+    known = [name for name in results["micro"] if name in frame_a.columns and name in frame_b.columns]
     names = known if options.metric == ("all",) else list(dict.fromkeys(options.metric))
     for name in names:
         if name not in known:
             raise UserError(f"metric {name!r} is not in both evaluations; they have {', '.join(known)}")
     return names
-
-
-def _is_metric(name: str) -> bool:
-    try:
-        parse_name(name)
-    except ValueError:
-        return False
-    return True
 
 
 def _about(directory: Path, results: dict[str, Any]) -> dict[str, Any]:

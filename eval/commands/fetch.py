@@ -1,6 +1,6 @@
 """Download the release of a benchmark from the Hugging Face hub, and check that it is all there.
 
-    rge eval fetch mmeb|mmeb2|rmir|mmbright|pinpoint out=DIR [revision=COMMIT] [part=visdoc] [repo=OWNER/NAME]
+    rge eval fetch mmeb|mmeb2|rmir|mmbright|pinpoint|mbeir out=DIR [revision=COMMIT] [part=visdoc] [repo=OWNER/NAME]
 
 Every file is of one commit a repository, which ``fetch.json`` names. A download that was interrupted continues with the same
 command, at the same commit. Archives of pictures are unpacked. What was fetched is counted and compared with the counts that
@@ -11,14 +11,14 @@ mark in ``fetch.json``.
 import sys
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
+from eval.benchmarks.mbeir.importer import TASKS, local_pool, query_file
 from eval.benchmarks.mmeb2.importer import DOCUMENTS
 from eval.benchmarks.pinpoint.importer import INDEX, TABLE
 from eval.benchmarks.published_tables import COUNTED, published
@@ -27,6 +27,7 @@ from rge.common.errors import UserError
 from rge.common.files import read_json, write_json
 from rge.common.mmeb_prompts import SETS
 from rge.common.options import one_of
+from rge.tables.rows import num_rows
 
 FETCHED = "fetch.json"
 _LONG_DOCUMENTS = {
@@ -37,12 +38,17 @@ _LONG_DOCUMENTS = {
 }
 
 
+_MBEIR_FILES = (
+    "query/test/*", "qrels/test/*", "instructions/*", "cand_pool/local/*", "cand_pool/global/*test*", "mbeir_images*",
+)  # fmt: skip
+
+
 @dataclass
 class FetchOptions:
     """Download the release of a benchmark from the Hugging Face hub, and check its counts."""
 
     benchmark: str
-    """mmeb, mmeb2, rmir, mmbright or pinpoint; `rge eval fetch mmeb` says the same."""
+    """mmeb, mmeb2, rmir, mmbright, pinpoint or mbeir; `rge eval fetch mmeb` says the same."""
     out: Path
     """Folder for the release; `rge eval import` takes it as src=."""
     part: str = "image"
@@ -64,7 +70,7 @@ class Release:
     Attributes:
         repos: repository on the hub -> folder below ``out``, and patterns of its files (none: all).
         count: of what was fetched, by key of the published table; None where only the import can count it.
-        unpack: archive -> folder that it is unpacked into, both below ``out``.
+        unpack: archive -> folder that it is unpacked into, both below ``out``; an archive may be in pieces, ``NAME.part-00`` ...
     """
 
     repos: Mapping[str, tuple[str, Sequence[str]]]
@@ -116,10 +122,11 @@ def _download_all(options: FetchOptions, release: Release, about: dict[str, Any]
 def _unpack_all(out: Path, release: Release, about: dict[str, Any]) -> None:
     """Unpack the archives that have not been unpacked yet."""
     for archive, folder in release.unpack.items():
-        path = out / archive
-        if path.is_file() and about["unpacked"].get(archive) != path.stat().st_size:
-            _unpack(path, out / folder)
-            about["unpacked"][archive] = path.stat().st_size
+        pieces = sorted(path for pattern in (archive, f"{archive}.part-*") for path in out.glob(pattern))
+        size = sum(path.stat().st_size for path in pieces)
+        if pieces and about["unpacked"].get(archive) != size:
+            _unpack(out / archive, pieces, out / folder)
+            about["unpacked"][archive] = size
             write_json(out / FETCHED, about)
 
 
@@ -139,6 +146,7 @@ def _release(options: FetchOptions) -> Release:
         "rmir": Release({"amazon-science/rmir": ("", ())}, None, {}),
         "mmbright": Release({"mm-bright/MM-BRIGHT": ("", ())}, _count_mmbright, {}),
         "pinpoint": Release({}, _count_pinpoint, {}),
+        "mbeir": Release({"TIGER-Lab/M-BEIR": ("", _MBEIR_FILES)}, _count_mbeir, {"mbeir_images.tar.gz": ""}),
     }
     one_of("benchmark", [options.benchmark], tuple(releases))
     found = releases[options.benchmark]
@@ -209,18 +217,34 @@ def _asking(repo: str) -> Iterator[None]:
         ) from None
 
 
-def _unpack(archive: Path, folder: Path) -> None:
+def _unpack(archive: Path, pieces: Sequence[Path], folder: Path) -> None:
     """All files below ``folder``; nothing lands outside of it."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         if archive.suffix == ".zip":
             with zipfile.ZipFile(archive) as file:
                 file.extractall(folder)
-        else:
-            with tarfile.open(archive) as file:
+        else:  # read once from front to back, so pieces are never put together on disk
+            with _Joined(pieces) as whole, tarfile.open(fileobj=whole, mode="r|*") as file:
                 file.extractall(folder, filter="data")
-    except (OSError, zipfile.BadZipFile, tarfile.TarError) as error:
+    except (OSError, EOFError, zlib.error, zipfile.BadZipFile, tarfile.TarError) as error:
         raise UserError(f"{archive} cannot be unpacked into {folder}: {error}") from None
+
+
+class _Joined(ExitStack):
+    """The pieces of a file as one that is read from front to back."""
+
+    def __init__(self, pieces: Sequence[Path]):
+        super().__init__()
+        self._files = [self.enter_context(path.open("rb")) for path in pieces]
+
+    def read(self, size: int) -> bytes:
+        """The next bytes, as many or fewer; none at the end."""
+        while self._files:
+            if data := self._files[0].read(size):
+                return data
+            self._files.pop(0).close()
+        return b""
 
 
 def _count_mmeb(src: Path) -> dict[str, dict[str, int]]:
@@ -257,15 +281,24 @@ def _count_pinpoint(src: Path) -> dict[str, dict[str, int]]:
     }
 
 
+def _count_mbeir(src: Path) -> dict[str, dict[str, int]]:
+    asked, pools = ([src / name(task) for task in TASKS] for name in (query_file, local_pool))
+    return {
+        "mbeir": {
+            "num_members": sum(
+                query.is_file() and pool.is_file() for query, pool in zip(asked, pools, strict=True)
+            ),
+            "num_queries": sum(_num_rows(path) for path in asked if path.is_file()),
+            "num_candidates": sum(_num_rows(path) for path in pools if path.is_file()),
+        }
+    }
+
+
 def _num_rows(path: Path) -> int:
     try:
-        return (
-            pq.ParquetFile(path).metadata.num_rows
-            if path.suffix == ".parquet"
-            else sum(1 for _ in iter_rows(path))
-        )
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}; delete it and run the same command again") from None
+        return num_rows(path) if path.suffix in (".parquet", ".jsonl") else sum(1 for _ in iter_rows(path))
+    except ValueError as error:
+        raise UserError(f"{error}; delete it and run the same command again") from None
 
 
 def _lacking(found: Mapping[str, Mapping[str, int]]) -> list[str]:

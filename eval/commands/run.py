@@ -107,7 +107,7 @@ class RunOptions(PluginOptions):
     seed: int = 0
     """Seed of the resampling and of sampled rationales."""
     benchmark: str = "generic"
-    """Protocol of a benchmark: rmir, mmeb, mmeb2, mmbright, pinpoint, mrmr, one that plugins=
+    """Protocol of a benchmark: rmir, mmeb, mmeb2, mmbright, pinpoint, mrmr, mbeir, one that plugins=
     adds, or generic."""
     profile: str = "clean"
     """clean is the defensible protocol, official what the benchmark's released code computes."""

@@ -50,7 +50,7 @@ UNSAID = {
 NOT_ALWAYS_SAID = ("dtype", "exact", "set.content")
 """What results that were written before may have been with any value."""
 MADE_WITH = (
-    "instructions", "verbatim", "image_policy", "task", "keys", "gains", "layout", "exclude_query_image",
+    "instructions", "verbatim", "image_policy", "task", "keys", "gains", "layout", "pool", "exclude_query_image",
 )  # fmt: skip
 """Choices of an import that decide what a set shows or counts; to say why two sets of the same ids differ."""
 

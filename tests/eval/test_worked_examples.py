@@ -45,6 +45,20 @@ def test_they_run(lively, tmp_path, monkeypatch, capsys):
         results = json.loads((tmp_path / f"runs/small/{name}_eval/results.json").read_text())
         assert results["benchmark"] == name
         assert (tmp_path / f"runs/small/{name}_eval/report.html").stat().st_size > 20_000
+    own = [
+        "mine",
+        "runs/small/own/photos",
+        f"checkpoint={CHECKPOINT}",
+        "query_mode=direct",
+    ]  # docs/own_data.md
+    capsys.readouterr()
+    assert main([*own, "queries=runs/small/own/queries.xlsx"]) == 2
+    said = capsys.readouterr().err
+    assert "2 problems" in said
+    assert "C7: picture 'padlok.jpg' is not in the folder" in said
+    assert "the spreadsheet made a date of it (2024-04-03)" in said
+    assert main([*own, "queries=runs/small/own/corrected.xlsx"]) == 0
+    assert "pictures that cannot be opened and are not in the pool: notes.jpg" in capsys.readouterr().err
     page = (tmp_path / "runs/small/leaderboard.html").read_text()
     assert page.count('class="board"') == 4
     assert "What accuracy costs: curves" in page

@@ -1,19 +1,23 @@
-"""Write four small data sets in the file layouts of the benchmarks' releases, from the shipped pictures.
+"""Write four small data sets in the file layouts of the benchmarks' releases, and one of one's own, from the shipped pictures.
 
     python tests/helpers/small_releases.py [out=runs/small] [num=24]
 
 ``rmir``, ``pinpoint``, ``mmeb`` and ``mmbright`` below ``out`` are what `rge eval import` reads; docs/evaluation.md
-continues from there. The questions are the demo's test questions, so figures on these sets say nothing about a benchmark:
+continues from there. ``own`` has photos and a workbook with five accidents, see docs/own_data.md. The questions are the demo's
+test questions, so figures on these sets say nothing about a benchmark:
 they are for trying the commands, and for seeing a file layout before fetching the real one.
 """
 
+import datetime
 import hashlib
 import io
 import json
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import openpyxl
 import pandas as pd
 from PIL import Image
 
@@ -35,7 +39,7 @@ class Options:
     """Where, and how much."""
 
     out: Path = Path("runs/small")
-    """Folder of the four releases."""
+    """Folder of the data sets."""
     num: int = 24
     """Questions of each."""
 
@@ -50,10 +54,10 @@ class Demo:
 
 
 def main(words: list[str]) -> None:
-    """Write the four releases and say where."""
+    """Write them all and say where."""
     options = parse_options(Options, words, "python tests/helpers/small_releases.py")
     demo = read(options.num)
-    for write in (rmir, pinpoint, mmeb, mmbright):
+    for write in (rmir, pinpoint, mmeb, mmbright, own):
         write(demo, options.out / write.__name__)
         print(options.out / write.__name__)  # noqa: T201
 
@@ -206,6 +210,40 @@ def mmbright(demo: Demo, out: Path) -> None:
         table(out, "document_images", domain, [{"path": page[n], "bytes": demo.pictures[n]} for n in used])
         shown = [{"path": f"{one['id']}.jpg", "bytes": demo.pictures[one["picture"]]} for one in asked]
         table(out, "examples_images", domain, shown)
+
+
+def own(demo: Demo, out: Path) -> None:
+    """Photos under names that people give; queries.xlsx with five accidents; corrected.xlsx with the two corrected that only its owner can.
+
+    They are an empty column, a name in other case, an accent that the file system has in two parts (a Mac's), a date that was made of
+    a name, and a name that is not there. Beside the photos lies a file that is none.
+    """
+    used = dict.fromkeys(
+        key for one in demo.questions for key in (one["picture"], *one["right"], *one["wrong"])
+    )
+    names = {key: f"{demo.names.get(key, 'thing')} {number}.jpg" for number, key in enumerate(used, 1)}
+    accent, dated = list(dict.fromkeys(one["right"][0] for one in demo.questions))[:2]
+    names[accent], names[dated] = "Schl\u00fcssel.jpg", "3-4.jpg"
+    (out / "photos").mkdir(parents=True, exist_ok=True)
+    for key, name in names.items():
+        (out / "photos" / unicodedata.normalize("NFD", name)).write_bytes(demo.pictures[key])
+    (out / "photos" / "notes.jpg").write_text("not a picture")
+    for name in ("queries", "corrected"):
+        book, spoilt = openpyxl.Workbook(), name == "queries"
+        book.active.append(["Question", None, "Picture", "Right answers"])
+        asked = next(number for number, one in enumerate(demo.questions) if one["right"][0] == dated)
+        for number, one in enumerate(demo.questions):
+            shown, right = names[one["picture"]], " | ".join(names[key] for key in one["right"])
+            shown = shown.upper() if number == 0 else shown
+            book.active.append(
+                [
+                    one["text"],
+                    None,
+                    "padlok.jpg" if spoilt and number == len(demo.questions) - 1 else shown,
+                    datetime.date(2024, 4, 3) if spoilt and number == asked else right,
+                ]
+            )
+        book.save(out / f"{name}.xlsx")
 
 
 def table(out: Path, config: str, domain: str, rows: list[dict[str, Any]]) -> None:

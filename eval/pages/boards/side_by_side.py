@@ -21,7 +21,7 @@ from eval.pages.examples import (
     outcome_of,
 )
 from eval.pages.wording import tag
-from eval.sets.retrieval_set import RetrievalSet, load_set
+from eval.sets.retrieval_set import UNCATEGORISED, RetrievalSet, load_set
 from rge.common.errors import UserError
 
 MAX_MEMBERS = 6
@@ -185,6 +185,7 @@ def _card(
         "tags": [
             tag(column, value)
             for column, value in zip(("category", *columns), (category, *values), strict=True)
+            if value != UNCATEGORISED
         ],
         "wanted": view.wanted(name),
         "lists": [

@@ -10,6 +10,7 @@ from rge.common.errors import UserError
 from rge.common.mmeb_prompts import SETS
 
 NUM_ROWS = {
+    "mbeir": 16,
     "mmbright1": 11,
     "mmbright2": 7,
     "mmbright3": 7,
@@ -43,6 +44,7 @@ def test_cells_as_printed():
         ("mmbright4", "SigLIP", "Math", 43.4),
         ("pinpoint", "bge_vl_mllm_s1", "NegRecall@10 ↓", 8.65),
         ("pinpoint", "LinCIR", "mAP@10", 11.0),
+        ("mbeir", "UniIR-CLIP_SF", "FashionIQ it→i", 24.4),
     ]
     for key, model, name, value in printed:
         table = published()[key]

@@ -199,6 +199,10 @@ def test_page_and_plot_show_every_point(done):
     assert plot.count("<title>") == 2 * len(content["points"])  # one a point and cost
     assert "generated tokens a query" in page
     assert "milliseconds a query" in page
+    numbers = pd.read_csv(out / "budget.csv")
+    assert numbers["value"].tolist() == pytest.approx([row["value"] for row in content["points"]])
+    assert numbers["gain low"].notna().sum() == len(content["points"]) - 1
+    assert all(row["name"] in (out / "budget.tex").read_text() for row in content["points"])
     again = out.parent / "again.html"
     assert main(["report", f"runs={out}", f"out={again}", "metric=mrr"]) == 0
     assert again.read_text() == page  # the page can be made again from the directory

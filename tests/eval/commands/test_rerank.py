@@ -508,7 +508,9 @@ def test_a_judge_describes_the_answer_once_and_keeps_it(lively_path, tmp_path, m
     texts = [Item("a", "it is a lock"), Item("b", "it is a door"), Item("c", "it is a lock")]
     first = judge.describe([texts[0]], answers)[0].text
     prompt = judge._builder.build(Item("a", f"it is a lock\n{description.ANSWER_SHOWS}"), "query")
-    (plain,) = generate(judge._embedder, [prompt], max_new_tokens=description.DESCRIPTION_TOKENS, batch_size=1)
+    (plain,) = generate(
+        judge._embedder, [prompt], max_new_tokens=description.DESCRIPTION_TOKENS, batch_size=1
+    )
     assert not plain.forced
     assert first == judge._builder.processor.tokenizer.decode(plain.ids).strip() != ""
 

@@ -1,0 +1,224 @@
+"""M-BEIR (UniIR, arXiv:2311.17136): 16 tasks on ten data sets, each against its own pool or against one of 5.6 million.
+
+Layout (``TIGER-Lab/M-BEIR``, read by github.com/TIGER-AI-Lab/UniIR, 98dc570):
+
+``query/test/mbeir_TASK_test.jsonl``             qid, query_txt, query_img_path, query_modality
+``qrels/test/mbeir_TASK_test_qrels.txt``         qid, 0, did, relevance, task
+``cand_pool/local/mbeir_TASK_cand_pool.jsonl``   did, txt, img_path, modality (of MSCOCO ``mbeir_TASK_test_cand_pool.jsonl``)
+``cand_pool/global/mbeir_union_test_cand_pool.jsonl``
+``instructions/query_instructions.tsv``          query_modality, cand_modality, dataset_name, dataset_id, prompt_1 ... prompt_4
+``mbeir_images``                                 what the paths of pictures begin with
+
+Ids are ``DATASET:NUMBER``. Questions of OVEN and InfoSeek are about the same encyclopedia, and their judgements name right candidates
+of both data sets; a task's own pool holds those of one. The released code draws one of a data set's four instructions anew for
+every query; here all queries have the same one, as an instruction of their own.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from eval.benchmarks.release_files import (
+    PictureOptions,
+    Pictures,
+    ReleaseError,
+    cell,
+    chosen,
+    content_id,
+    placed_rows,
+    some,
+)
+from eval.sets.retrieval_set import RetrievalSet
+from eval.sets.write_set import Candidate, Query
+
+TASKS = (
+    "visualnews_task0", "mscoco_task0", "fashion200k_task0", "webqa_task1", "edis_task2", "webqa_task2", "visualnews_task3",
+    "mscoco_task3", "fashion200k_task3", "nights_task4", "oven_task6", "infoseek_task6", "fashioniq_task7", "cirr_task7",
+    "oven_task8", "infoseek_task8",
+)  # fmt: skip
+"""In the order of the published tables; the number is the kind of task."""
+KINDS = {
+    "0": ("text", "image"),
+    "1": ("text", "text"),
+    "2": ("text", "image,text"),
+    "3": ("image", "text"),
+    "4": ("image", "image"),
+    "6": ("image,text", "text"),
+    "7": ("image,text", "image"),
+    "8": ("image,text", "image,text"),
+}
+"""Modalities of queries and of candidates."""
+GLOBAL_POOL = "cand_pool/global/mbeir_union_test_cand_pool.jsonl"
+
+
+@dataclass
+class MbeirOptions(PictureOptions):
+    """Make a suite of retrieval sets, or one set with the global pool, from the release of M-BEIR."""
+
+    tasks: tuple[str, ...] = ("all",)
+    """Which tasks, such as cirr_task7; all 16 by default."""
+    pool: Literal["local", "global"] = "local"
+    """local: a suite, each task with its own pool; global: one set, all queries with the pool of 5.6 million."""
+    instructions: Literal["1", "2", "3", "4", "none"] = "1"
+    """Which of a task's four instructions its queries have."""
+    images: Path | None = None
+    """Folder that the pictures' paths start from; null: src."""
+
+
+def import_mbeir(options: MbeirOptions) -> list[str] | RetrievalSet:
+    """Read M-BEIR's test queries and write a suite (returns the names of its tasks) or one set.
+
+    Raises:
+        UserError: a file, an instruction, a picture or a right candidate is missing.
+    """
+    names = chosen("tasks", options.tasks, TASKS)
+    title = "M-BEIR" if len(names) == len(TASKS) else f"M-BEIR, {len(names)} of {len(TASKS)} tasks"
+    if options.pool == "global":
+        return _write(f"{title}, global pool", names, GLOBAL_POOL, options, "")
+    return options.write_members(
+        {name: {"kind": kind_of(name)} for name in names},
+        lambda name: _write(f"M-BEIR {name}", [name], local_pool(name), options, name),
+        name=title,
+        benchmark="mbeir",
+        column="task",
+        pool=options.pool,
+        instructions=options.instructions,
+    )
+
+
+def query_file(task: str) -> str:
+    """Queries of a task, below the release's folder."""
+    return f"query/test/mbeir_{task}_test.jsonl"
+
+
+def local_pool(task: str) -> str:
+    """A task's own pool, below the release's folder."""
+    return f"cand_pool/local/mbeir_{task}{'_test' * task.startswith('mscoco')}_cand_pool.jsonl"
+
+
+def kind_of(task: str) -> str:
+    """What a task asks with and for, such as ``image,text to image``."""
+    return " to ".join(KINDS[task[-1]])
+
+
+def sentence(text: str | None) -> str:
+    """A text as the released loader makes it: without quotes around it, a capital first and a full stop last."""
+    text = (text or "").replace("\r", "").strip().strip('"')
+    if not text:
+        return ""
+    return text[0].upper() + text[1:] + ("" if text[-1] in ".?!" else ".")
+
+
+def _write(title: str, tasks: Iterable[str], pool: str, options: MbeirOptions, member: str) -> RetrievalSet:
+    """One set: the queries of some tasks and a pool."""
+    pictures = Pictures([options.images or options.src])
+    prompts = _prompts(options)
+
+    def picture(path: str | None, where: str) -> bytes | Path | None:
+        return pictures.need(path, where, "unpack mbeir_images.tar.gz and give images=DIR") if path else None
+
+    queries: list[Query] = []
+    judged: dict[str, list[str]] = {}
+    for task in tasks:
+        right = _right(options.src / f"qrels/test/mbeir_{task}_test_qrels.txt")
+        for row, where in placed_rows([_there(options.src / query_file(task))]):
+            queries.append(_query(row, where, task, prompts, picture(row.get("query_img_path"), where)))
+            judged[queries[-1].id] = right.get(queries[-1].id, [])
+    wanted = {one for found in judged.values() for one in found}
+    rows = partial(placed_rows, [_there(options.src / pool)])
+    held = {one for row, where in rows() if (one := str(cell(row, where, "did"))) in wanted}
+    own = {
+        one
+        for query, found in judged.items()
+        for one in found
+        if options.pool == "global" or _dataset(one) == _dataset(query)
+    }
+    if lost := sorted(own - held):
+        raise ReleaseError(f"{options.src / pool} lacks {len(lost)} right candidates: {some(lost)}")
+
+    def corpus() -> Iterator[Candidate]:
+        for row, where in rows():
+            image = picture(row.get("img_path"), where)
+            yield Candidate(str(cell(row, where, "did")), sentence(row.get("txt")) or None, image)
+
+    return options.write(
+        member,
+        meta={
+            "name": title,
+            "benchmark": "mbeir",
+            "source": "TIGER-Lab/M-BEIR, imported by eval.benchmarks.mbeir.importer",
+            "pool": options.pool,
+            "instructions": options.instructions,
+            "right_candidates_of_another_pool": len(wanted - held),
+        },
+        queries=queries,
+        corpus=corpus(),
+        qrels=[(query, one, 1) for query, found in judged.items() for one in found if one in held],
+    )
+
+
+def _query(
+    row: dict[str, Any],
+    where: str,
+    task: str,
+    prompts: dict[tuple[str, ...], str],
+    image: bytes | Path | None,
+) -> Query:
+    name, modality = str(cell(row, where, "qid")), str(cell(row, where, "query_modality"))
+    prompt = None
+    if prompts:
+        key = (_dataset(name), modality, KINDS[task[-1]][1])
+        if key not in prompts:
+            raise ReleaseError(
+                f"{where}: there is no instruction for data set {key[0]}, {key[1]} to {key[2]}"
+            )
+        prompt = sentence(prompts[key])
+    # the released text is one sentence of both: instruction, blank, text
+    text = sentence(f"{prompt or ''} {row.get('query_txt') or ''}").removeprefix(prompt or "").strip()
+    return Query(
+        name,
+        text or None,
+        () if image is None else (image,),
+        category=task,
+        group=content_id(row.get("query_img_path") or text),
+        instruction=prompt,
+    )
+
+
+def _right(path: Path) -> dict[str, list[str]]:
+    """Right candidates by query."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for number, line in enumerate(_there(path).read_text("utf-8").splitlines(), 1):
+        parts = line.split()
+        if len(parts) not in (4, 5):
+            raise ReleaseError(f"{path}, line {number}: qid, 0, did and relevance are expected, got {line!r}")
+        if int(parts[3]) > 0 and parts[2] not in found[parts[0]]:
+            found[parts[0]].append(parts[2])
+    return found
+
+
+def _prompts(options: MbeirOptions) -> dict[tuple[str, ...], str]:
+    """Data set, modalities of query and candidate -> instruction; none with ``instructions=none``."""
+    if options.instructions == "none":
+        return {}
+    file = _there(options.src / "instructions/query_instructions.tsv")
+    prompt, names = f"prompt_{options.instructions}", ("dataset_id", "query_modality", "cand_modality")
+    return {
+        tuple(str(cell(row, where, name)) for name in names): str(cell(row, where, prompt))
+        for row, where in placed_rows([file])
+    }
+
+
+def _there(path: Path) -> Path:
+    if not path.is_file():
+        raise ReleaseError(
+            f"{path} is not there: src must be a copy of TIGER-Lab/M-BEIR (rge eval fetch mbeir out=DIR)"
+        )
+    return path
+
+
+def _dataset(name: str) -> str:
+    return name.partition(":")[0]

@@ -1,0 +1,96 @@
+"""The protocol of M-BEIR: the share of queries with a right candidate among the first 5, or 10 for fashion, by task.
+
+Shape suffixes: Q = queries, M = metrics.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from eval.scoring.output_files import Scored, score_ranking
+from eval.scoring.protocol import Protocol
+from eval.scoring.search import Ranking
+from eval.sets.retrieval_set import RetrievalSet
+
+MAIN = "task_hit"
+"""Name of the metric by which tasks are averaged: hit@10 where `CUTS` begin with 10, else hit@5."""
+CUTS = {"fashion200k": (10, 20, 50), "fashioniq": (10, 20, 50)}
+"""What the released configuration reports of a data set, its main cutoff first; of the others ``USUAL``."""
+USUAL = (5, 1, 10)
+
+
+def cuts_of(task: str) -> tuple[int, ...]:
+    """Cutoffs of a task, the main one first."""
+    return CUTS.get(task.partition("_")[0], USUAL)
+
+
+@dataclass(frozen=True)
+class Mbeir(Protocol):
+    """M-BEIR: ``task_hit`` of each task, averaged over tasks."""
+
+    def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
+        """As `Protocol.score`, with `MAIN` as one more metric."""
+        scored = score_ranking(wanted, ranking, names=self.names(wanted))
+        place_Q = np.array(
+            [scored.names.index(f"hit@{cuts_of(task)[0]}") for task in wanted.columns["category"]]
+        )
+
+        def with_main(one_QM: np.ndarray) -> np.ndarray:
+            return np.column_stack([one_QM, np.take_along_axis(one_QM, place_Q[:, None], axis=1)])
+
+        scored = Scored(
+            (*scored.names, MAIN),
+            value_QM=with_main(scored.value_QM),
+            best_QM=with_main(scored.best_QM),
+            worst_QM=with_main(scored.worst_QM),
+            random_QM=np.column_stack(
+                [scored.random_QM, np.full(len(place_Q), np.nan)]
+            ),  # no metric of one cutoff
+            first_hit_Q=scored.first_hit_Q,
+        )
+        return self._skip(wanted, scored, missing)
+
+    def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
+        """Official: the released code's names and rounding, by task."""
+        if self.profile == "clean":
+            return {}
+        task_Q = np.array(wanted.columns["category"], dtype=object)
+        column = dict(zip(scored.names, scored.value_QM.T, strict=True))
+        return {
+            "official": {
+                task: {
+                    f"Recall@{k}": round(float(np.nanmean(column[f"hit@{k}"][task_Q == task])), 4)
+                    for k in cuts_of(task)
+                }
+                for task in sorted(set(task_Q))
+            }
+        }
+
+    def suite_figures(self, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Official: the tasks' figures side by side, as the released table has them."""
+        if self.profile == "clean":
+            return {}
+        return {
+            "official": {task: block for one in results.values() for task, block in one["official"].items()}
+        }
+
+
+_SAID = (
+    "what M-BEIR calls Recall@k is hit@k: 1 where any right candidate is among the first k",
+    "task_hit is hit@10 for Fashion200K and FashionIQ and hit@5 for the others; overall is its unweighted mean over tasks",
+    "right candidates that another task's pool holds (OVEN and InfoSeek) are no part of a local set; hit@k is the same with them",
+    "one instruction for all queries of a task; the released code draws one of four anew for every query",
+    "equal scores are ordered by id, where the released search leaves their order open",
+)
+PROTOCOLS = (
+    Mbeir("mbeir", "clean", (MAIN, "hit@1", "recall@10"), "macro", (*_SAID, "a query without a ranking counts 0")),
+    Mbeir(
+        "mbeir",
+        "official",
+        (MAIN,),
+        "macro",
+        (*_SAID, "official has the figures by the released names, rounded to four digits a task"),
+    ),
+)  # fmt: skip

@@ -63,7 +63,8 @@ class MmbrightOptions(ReleaseOptions):
     domains: tuple[str, ...] = ("all",)
     """Which domains; all that src has by default."""
     image_policy: str = "all"
-    """Which pictures of a query are kept: first (the released code), vconcat (one below the other, the paper), all."""
+    """Which pictures of a query are kept: first (the released code), vconcat (one below the other: the paper,
+    for models of one picture), all (the paper, for others)."""
     keys: str = "chunked"
     """Task 4: legacy joins by the pattern first released, which the published table used."""
     gains: str = "graded"

@@ -8,12 +8,13 @@ the boards and the leaderboard export demand (`eval.benchmarks.published_tables`
 mark in ``fetch.json``.
 """
 
+import io
 import sys
 import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -231,20 +232,25 @@ def _unpack(archive: Path, pieces: Sequence[Path], folder: Path) -> None:
         raise UserError(f"{archive} cannot be unpacked into {folder}: {error}") from None
 
 
-class _Joined(ExitStack):
+class _Joined(io.RawIOBase):
     """The pieces of a file as one that is read from front to back."""
 
     def __init__(self, pieces: Sequence[Path]):
-        super().__init__()
-        self._files = [self.enter_context(path.open("rb")) for path in pieces]
+        self._files = [path.open("rb") for path in pieces]
 
-    def read(self, size: int) -> bytes:
-        """The next bytes, as many or fewer; none at the end."""
+    def readinto(self, buffer: Any) -> int:
+        """The next bytes, as many as fit or fewer; none at the end."""
         while self._files:
-            if data := self._files[0].read(size):
-                return data
+            if num := self._files[0].readinto(buffer):
+                return num
             self._files.pop(0).close()
-        return b""
+        return 0
+
+    def close(self) -> None:
+        """Close what was not read to its end."""
+        while self._files:
+            self._files.pop().close()
+        super().close()
 
 
 def _count_mmeb(src: Path) -> dict[str, dict[str, int]]:

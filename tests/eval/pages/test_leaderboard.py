@@ -287,7 +287,7 @@ def test_in_a_browser(world, tmp_path):
         assert browser.js(names) == []
         browser.js("document.querySelector('.differs').open = true")
         told = "[...document.querySelectorAll('.differs')[0].querySelectorAll('tbody tr')].filter(r => r.checkVisibility()).map(r => r.cells[0].textContent)"
-        assert browser.js(told) == ["embedder.hash"]
+        assert browser.js(told) == ["embedder.hash", "settings.model"]
         choose_a = "(s => { s.value = '2'; s.dispatchEvent(new Event('change', {bubbles: true})) })(document.querySelector('.differs [name=a]'))"
         browser.js(choose_a)
         assert browser.js(told) == ["asked.query_mode"]

@@ -3,9 +3,9 @@
     python tests/helpers/small_releases.py [out=runs/small] [num=24]
 
 ``rmir``, ``pinpoint``, ``mmeb`` and ``mmbright`` below ``out`` are what `rge eval import` reads; docs/evaluation.md
-continues from there. ``own`` has photos and a workbook with five accidents, see docs/own_data.md. The questions are the demo's
-test questions, so figures on these sets say nothing about a benchmark:
-they are for trying the commands, and for seeing a file layout before fetching the real one.
+continues from there. ``own`` has photos and a workbook with five accidents, see docs/own_data.md. The questions are the demo's test
+questions, so figures on these sets say nothing about a benchmark: they are for trying the commands, and for seeing a file layout
+before fetching the real one.
 """
 
 import datetime

@@ -7,6 +7,7 @@ of its own, and may be killed. Tests of starting itself start Python anew.
 
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -58,6 +59,8 @@ class Program:
         return Path(self._folder.name) / "stdout", Path(self._folder.name) / "stderr"
 
     def __enter__(self) -> "Program":
+        for path in self._files():
+            path.touch()
         self._process.start()
         return self
 
@@ -78,6 +81,12 @@ class Program:
             assert self._process.is_alive(), f"ended too early\n{self._said()}"
             assert time.monotonic() < deadline, f"waited for {LIMIT_S} s\n{self._said()}"
             time.sleep(0.002)
+
+    def printed(self, pattern: str) -> re.Match[str]:
+        """Wait until its output has a pattern, such as the address that a server listens on."""
+        out = self._files()[0]
+        self.wait_until(lambda: re.search(pattern, out.read_text(errors="replace")))
+        return re.search(pattern, out.read_text(errors="replace"))
 
     def kill(self) -> None:
         """Kill it without warning."""

@@ -1,10 +1,7 @@
 """The agent skill: every command in it runs as it is printed."""
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 
 import forked
 import pyarrow.parquet as pq
@@ -61,11 +58,5 @@ def test_every_command_runs(folder, line):
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         return
     words = [re.sub(r"^port=\d+$", "port=0", word) for word in words]
-    with subprocess.Popen(
-        [sys.executable, *words], cwd=folder, env=os.environ | env, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
-        finally:
-            process.terminate()
-            process.wait(60)
+    with forked.Program(*words, cwd=folder, **env) as program:
+        assert program.printed(r"http://127\.0\.0\.1:\d+")

@@ -3,12 +3,12 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import forked
 import httpx
 import numpy as np
 import pytest
@@ -242,19 +242,12 @@ def test_a_client_that_goes_away_ends_the_writing():
 def server(tmp_path_factory):
     """`rge explore` as it is started, in another folder."""
     folder = tmp_path_factory.mktemp("elsewhere")
-    command = [sys.executable, "-m", "rge", "explore", "port=0"]
-    with (folder / "errors").open("w") as errors, subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=errors, text=True
-    ) as process:  # fmt: skip
-        try:
-            line = process.stdout.readline()
-            found = re.search(r"demo, 257 items: (http://127\.0\.0\.1:\d+) ", line)
-            assert found, line + (folder / "errors").read_text()
-            yield found[1]
-        finally:
-            process.terminate()
-            assert process.wait(30) in (0, -15)
-    assert "Traceback" not in (folder / "errors").read_text()
+    with forked.Program("-m", "rge", "explore", "port=0", cwd=folder) as program:
+        yield program.printed(r"demo, 257 items: (http://127\.0\.0\.1:\d+) ")[1]
+        program.send(signal.SIGTERM)
+        done = program.finished()
+    assert done.returncode in (0, -signal.SIGTERM)
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow

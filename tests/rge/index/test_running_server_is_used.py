@@ -2,13 +2,14 @@
 
 import json
 import os
-import re
 import shutil
 import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
+import forked
 import httpx
 import pytest
 
@@ -138,21 +139,13 @@ def test_a_server_that_does_not_answer_is_named(run, monkeypatch):
 
 def test_the_explorer_is_served_by_the_running_server(run, demo):
     with found_by_commands(demo, "demo"):
-        command = [sys.executable, "-m", "rge", "explore", "index=gallery", "port=0"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            try:
-                assert (
-                    process.stdout.readline()
-                    == f"answered by rge serve with demo, at {run}/{os.getpid()}.sock\n"
-                )
-                found = re.search(r"demo, 3 items: (http://127\.0\.0\.1:\d+) ", process.stdout.readline())
-                with httpx.Client(base_url=found[1], timeout=60) as client:
-                    assert client.get("/api/about").json()["items"] == 3
-                    assert client.get("/", headers={"Host": "attacker.example"}).status_code == 400
-                    body = {"question": demo_examples(1)[0].question, "k": 2}
-                    with client.stream("POST", "/api/ask", json=body) as answer:
-                        news = [json.loads(line) for line in answer.iter_lines()]
-                assert len(news[-1]["hits"]) == 2
-            finally:
-                process.terminate()
-                process.wait(30)
+        words = ("-m", "rge", "explore", "index=gallery", "port=0")
+        with forked.Program(*words, cwd=Path.cwd(), RGE_RUN=os.environ["RGE_RUN"]) as program:
+            said = rf"^answered by rge serve with demo, at {run}/{os.getpid()}.sock\ndemo, 3 items: (http://127\.0\.0\.1:\d+) "
+            with httpx.Client(base_url=program.printed(said)[1], timeout=60) as client:
+                assert client.get("/api/about").json()["items"] == 3
+                assert client.get("/", headers={"Host": "attacker.example"}).status_code == 400
+                body = {"question": demo_examples(1)[0].question, "k": 2}
+                with client.stream("POST", "/api/ask", json=body) as answer:
+                    news = [json.loads(line) for line in answer.iter_lines()]
+            assert len(news[-1]["hits"]) == 2

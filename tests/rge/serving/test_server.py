@@ -20,6 +20,7 @@ import zlib
 from urllib.parse import unquote
 
 import cohere
+import forked
 import httpx
 import numpy as np
 import openai
@@ -1031,6 +1032,14 @@ def process(checkpoint, *words, before=""):
         started.communicate(timeout=20)
 
 
+@contextlib.contextmanager
+def serving(checkpoint, *words):
+    """The same without the imports, as a `forked.Program`."""
+    words = ("-m", "rge", "serve", f"checkpoint={checkpoint}", "port=0", *words)
+    with forked.Program(*words, cwd=checkpoint.parent) as program:
+        yield program, int(program.printed(r"http://127\.0\.0\.1:(\d+) ")[1])
+
+
 async def one_request(port, body):
     """Status and body over a connection of its own, with as little work for this side as can be."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -1072,10 +1081,7 @@ def test_a_thousand_clients_at_once_and_nothing_lost_with_1024_files(checkpoint,
             expected = embedder.encode_query(texts[row], mode=mode)
             assert_same(np.array(answers[row][1]["data"][0]["embedding"], np.float32), expected)
 
-        second = subprocess.run(
-            [sys.executable, "-m", "rge", "serve", f"checkpoint={checkpoint}", f"port={port}"], capture_output=True,
-            text=True, timeout=120, check=False, cwd=checkpoint.parent, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+        second = forked.run("-m", "rge", "serve", f"checkpoint={checkpoint}", f"port={port}")
         assert second.returncode == 2
         assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in second.stderr
         assert "Traceback" not in second.stderr
@@ -1100,14 +1106,14 @@ def test_a_thousand_clients_at_once_and_nothing_lost_with_1024_files(checkpoint,
 
 
 @pytest.mark.slow
-def test_the_access_log_has_the_requests_id_and_goes_to_stderr(checkpoint, tmp_path):
-    errors = tmp_path / "errors"
-    with process(checkpoint, "access_log=true", before=f"exec 2>{errors};") as (started, port):
+def test_the_access_log_has_the_requests_id_and_goes_to_stderr(checkpoint):
+    with serving(checkpoint, "access_log=true") as (started, port):
         httpx.get(f"http://127.0.0.1:{port}/health", headers={"x-request-id": "who-asked"})
-        started.send_signal(signal.SIGTERM)
-        assert started.wait(30) == 0
-        assert "access" not in started.stdout.read()
-    assert re.search(r'INFO \[who-asked\] 127\.0\.0\.1:\d+ - "GET /health HTTP/1\.1" 200', errors.read_text())
+        started.send(signal.SIGTERM)
+        done = started.finished()
+    assert done.returncode == 0
+    assert "access" not in done.stdout
+    assert re.search(r'INFO \[who-asked\] 127\.0\.0\.1:\d+ - "GET /health HTTP/1\.1" 200', done.stderr)
 
 
 @pytest.mark.slow
@@ -1118,22 +1124,23 @@ def test_what_is_not_done_in_time_is_given_up_and_a_second_signal_ends_at_once(c
         waiting = [asyncio.ensure_future(one_request(port, body)) for _ in range(8)]
         await asyncio.sleep(1)
         for number in signals:
-            started.send_signal(number)
+            started.send(number)
             await asyncio.sleep(0.3)
         return await asyncio.gather(*waiting, return_exceptions=True)
 
     slow = ("batch_size=1", "max_new_tokens=12", "batch_wait_ms=0")
-    with process(checkpoint, *slow, "drain_s=0.5") as (started, port):
+    with serving(checkpoint, *slow, "drain_s=0.5") as (started, port):
         found = asyncio.run(end(port, started, signal.SIGTERM))
         assert {status for status, _ in found} <= {200, 503}
         refused = [content for status, content in found if status == 503]
         assert refused[0]["error"]["code"] == "shutting_down"
-        assert started.wait(20) == 1
-        assert "inputs given up after drain_s=0.5" in started.stdout.read()
-    with process(checkpoint, *slow, "drain_s=100") as (started, port):
+        done = started.finished()
+    assert done.returncode == 1
+    assert "inputs given up after drain_s=0.5" in done.stdout
+    with serving(checkpoint, *slow, "drain_s=100") as (started, port):
         began = time.monotonic()
         asyncio.run(end(port, started, signal.SIGINT, signal.SIGINT))
-        assert started.wait(20) == 130
+        assert started.finished().returncode == 130
         assert time.monotonic() - began < 10
 
 
